@@ -1,0 +1,84 @@
+// Communicator: one group of ranks that can exchange tensors.
+//
+// Every transport (a single process, Gloo, NCCL) implements this interface; the sharded buffers, the
+// Python collectives and the tests know nothing else. A communicator belongs to one purpose, so that
+// collectives of different purposes overlap instead of queueing (see [Note: One communicator per purpose]).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace bmtrain {
+
+/// How the ranks' values are combined. 16-bit inputs accumulate in fp32, always in rank order.
+enum class ReduceOp : std::uint8_t { kSum, kAvg, kMax, kMin, kProd };
+
+/// An operation under way. wait() makes its result usable by the caller: on the CPU it blocks (the
+/// caller must not hold the GIL), on CUDA it makes the current stream wait. It rethrows the error of a
+/// failed operation and may be called any number of times. Tensors of the operation are kept alive by it.
+class Work {
+ public:
+  virtual ~Work() = default;
+  virtual void wait() = 0;
+  [[nodiscard]] virtual bool is_completed() = 0;
+};
+using WorkPtr = std::shared_ptr<Work>;
+
+/// What this process has sent through one communicator so far. `messages` counts collectives as
+/// the caller sees them; `bytes` counts payload bytes this rank put on the wire.
+struct Traffic {
+  std::int64_t messages = 0;
+  std::int64_t bytes = 0;
+};
+
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+
+  [[nodiscard]] virtual int rank() const = 0;
+  [[nodiscard]] virtual int size() const = 0;
+  [[nodiscard]] virtual const std::string& name() const = 0;
+  /// "single", "gloo" or "nccl".
+  [[nodiscard]] virtual std::string backend() const = 0;
+
+  // Collectives. Tensors are contiguous, on the communicator's device; `label` names what the operation
+  // serves (a block) in errors, records and the timeline. Sizes and dtypes are checked before data moves.
+
+  /// output.numel() == size() * input.numel(); slice r of output is rank r's input. `input` may be
+  /// this rank's slice of `output` itself (in place).
+  [[nodiscard]] virtual WorkPtr all_gather(at::Tensor output, at::Tensor input, const std::string& label) = 0;
+  /// input.numel() == size() * output.numel(). Slice r of `output` is what rank r sent for this rank; no
+  /// reduction: the caller sums (the sharded buffers do, into the gradient shard, in one pass).
+  [[nodiscard]] virtual WorkPtr all_to_all(at::Tensor output, at::Tensor input, const std::string& label) = 0;
+  /// input.numel() == size() * output.numel(); output is slice rank() of the reduction.
+  [[nodiscard]] virtual WorkPtr reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op,
+                                               const std::string& label) = 0;
+  /// In place.
+  [[nodiscard]] virtual WorkPtr all_reduce(at::Tensor tensor, ReduceOp op, const std::string& label) = 0;
+  /// In place on `root`; unspecified contents elsewhere.
+  [[nodiscard]] virtual WorkPtr reduce(at::Tensor tensor, ReduceOp op, int root, const std::string& label) = 0;
+  /// In place.
+  [[nodiscard]] virtual WorkPtr broadcast(at::Tensor tensor, int root, const std::string& label) = 0;
+
+  // Point to point; messages between one pair arrive in the order they were sent.
+  [[nodiscard]] virtual WorkPtr send(at::Tensor tensor, int peer, const std::string& label) = 0;
+  [[nodiscard]] virtual WorkPtr recv(at::Tensor tensor, int peer, const std::string& label) = 0;
+
+  /// Blocks until every rank has arrived.
+  virtual void barrier(const std::string& label) = 0;
+
+  /// Makes every operation, pending or later, fail with `reason`; never blocks.
+  virtual void abort(const std::string& reason) = 0;
+  /// Later operations raise StateError. Never blocks, may be called twice.
+  virtual void close() = 0;
+
+  /// Traffic per operation name ("all_gather", ...) since construction or the last reset.
+  [[nodiscard]] virtual std::vector<std::pair<std::string, Traffic>> traffic() const = 0;
+  virtual void reset_traffic() = 0;
+};
+
+}  // namespace bmtrain
