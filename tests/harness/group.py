@@ -1,0 +1,254 @@
+"""Groups of ranks: how they are forked, called, watched and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from .outcome import Outcome, Status
+from .worker import Call, Raised, Returned, Setup
+
+__all__ = ["TIMEOUT", "Group", "close_server", "free_port"]
+
+TIMEOUT = 60.0  # seconds that a call may take, unless it says otherwise
+_GRACE = 3.0  # seconds for the other ranks, once one has failed to initialise
+_START_TIMEOUT = 120.0  # of the server: importing torch on a loaded machine
+_STOP_TIMEOUT = 15.0  # of ranks that are told to end
+
+
+class _Server:
+    """The process from which ranks are forked."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+        here = str(Path(__file__).parent.parent)
+        command = f"import sys; sys.path.insert(0, {here!r}); from harness.worker import main; main()"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", command, str(theirs.fileno()), str(os.getpid())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **limits, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        theirs.close()
+        self.control = ours
+        ours.settimeout(_START_TIMEOUT)
+        if not ours.recv(16):
+            raise RuntimeError(
+                f"the fork server ended with status {self.process.wait()}; its output is above"
+            )
+
+    def fork(self, logs: list[str], stacks: list[str]) -> tuple[list[int], list[Connection]]:
+        pairs = [socket.socketpair() for _ in logs]
+        request = _encode({"do": "fork", "logs": logs, "stacks": stacks})
+        socket.send_fds(self.control, [request], [theirs.fileno() for _, theirs in pairs])
+        for _, theirs in pairs:
+            theirs.close()
+        return self._answer(), [Connection(ours.detach()) for ours, _ in pairs]
+
+    def reap(self, pids: list[int]) -> list[int | None]:
+        self.control.send(_encode({"do": "reap", "pids": pids}))
+        codes: list[int | None] = self._answer()
+        return codes
+
+    def _answer(self) -> Any:
+        answer = self.control.recv(1 << 20)
+        if not answer:
+            raise RuntimeError(
+                f"the fork server ended with status {self.process.wait()}; its output is above"
+            )
+        return json.loads(answer)
+
+    def close(self) -> None:
+        self.control.close()
+        self.process.wait(10)
+
+
+_running: list[_Server] = []  # none or one
+
+
+def _server() -> _Server:
+    if not _running:
+        _running.append(_Server())
+    return _running[0]
+
+
+def close_server() -> None:
+    """End the fork server; all groups have been closed."""
+    while _running:
+        _running.pop().close()
+
+
+def _encode(request: dict[str, Any]) -> bytes:
+    return json.dumps(request).encode()
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on, outside the range from which the system gives ports to clients."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+
+
+def _rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """What a launcher on one host would set."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+class Group:
+    """`world` ranks that were initialised together. `usable` until something goes wrong on one of them."""
+
+    def __init__(
+        self, world: int, init: dict[str, Any] | None, environment: dict[str, str], cuda: bool
+    ) -> None:
+        self.world = world
+        self._directory = tempfile.TemporaryDirectory(prefix="bmtrain-ranks-")
+        self._logs = [os.path.join(self._directory.name, f"output{rank}") for rank in range(world)]
+        self._stacks = [os.path.join(self._directory.name, f"stacks{rank}") for rank in range(world)]
+        self._read = [0] * world
+        self._codes: list[int | None] = [None] * world
+        self.pids, self._connections = _server().fork(self._logs, self._stacks)
+        self.usable = True
+        self.outcomes: list[Outcome] = []
+        port = free_port()
+        for rank, connection in enumerate(self._connections):
+            variables = {**_rank_environment(rank, world, port), **environment}
+            if not cuda:
+                variables["CUDA_VISIBLE_DEVICES"] = ""
+            setup = Setup([path for path in sys.path if path], {**os.environ, **variables}, init)
+            connection.send_bytes(pickle.dumps(setup))
+        self.outcomes = self._collect(TIMEOUT, _GRACE)
+
+    def call(self, call: Call, timeout: float, grace: float | None) -> list[Outcome]:
+        message = pickle.dumps(call)
+        for connection in self._connections:
+            with contextlib.suppress(OSError):  # a rank that died between calls is found by _collect
+                connection.send_bytes(message)
+        return self._collect(timeout, grace)
+
+    def _collect(self, timeout: float, grace: float | None) -> list[Outcome]:
+        """Wait for every rank's answer until the limit. Unless all have returned, none is left alive."""
+        started = time.monotonic()
+        deadline = started + timeout
+        waiting = {connection: rank for rank, connection in enumerate(self._connections)}
+        found: dict[int, Outcome] = {}
+        while waiting and time.monotonic() < deadline:
+            for connection in wait(list(waiting), max(0.0, deadline - time.monotonic())):
+                rank = waiting.pop(connection)  # type: ignore[call-overload]
+                found[rank] = self._receive(rank, time.monotonic() - started)
+                if found[rank].status is not Status.RETURNED and grace is not None:
+                    deadline = min(deadline, time.monotonic() + grace)
+        for rank, stacks in self._dump_stacks(sorted(waiting.values())):
+            seconds = time.monotonic() - started
+            found[rank] = Outcome(rank, Status.HUNG, detail=stacks, seconds=seconds)
+        outcomes = [found[rank] for rank in range(self.world)]
+        for outcome in outcomes:
+            outcome.output = self._new_output(outcome.rank)
+        if any(outcome.status is not Status.RETURNED for outcome in outcomes):
+            self.kill()
+        return outcomes
+
+    def _receive(self, rank: int, seconds: float) -> Outcome:
+        try:
+            answer: Returned | Raised = pickle.loads(self._connections[rank].recv_bytes())
+        except (EOFError, OSError):
+            return Outcome(rank, Status.DIED, exitcode=self._exitcode(rank), seconds=seconds)
+        if isinstance(answer, Returned):
+            return Outcome(rank, Status.RETURNED, pickle.loads(answer.value), seconds=answer.seconds)
+        return Outcome(
+            rank,
+            Status.RAISED,
+            error=answer.type_name,
+            message=answer.message,
+            mro=answer.mro,
+            detail=answer.traceback,
+            seconds=answer.seconds,
+        )
+
+    def _exitcode(self, rank: int) -> int | None:
+        for _ in range(200):  # its connection closes a moment before the process can be reaped
+            if self._reap([rank]):
+                break
+            time.sleep(0.01)
+        return self._codes[rank]
+
+    def _reap(self, ranks: list[int]) -> bool:
+        """Ask how these ranks ended; True if all of them have."""
+        unknown = [rank for rank in ranks if self._codes[rank] is None]
+        if unknown:
+            for rank, code in zip(
+                unknown, _server().reap([self.pids[rank] for rank in unknown]), strict=True
+            ):
+                self._codes[rank] = code
+        return all(self._codes[rank] is not None for rank in ranks)
+
+    def _dump_stacks(self, ranks: list[int]) -> Iterator[tuple[int, str]]:
+        """Every Python thread's stack of each rank, printed by a signal handler in the rank itself."""
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pids[rank], signal.SIGUSR1)
+        if ranks:
+            time.sleep(0.5)
+        for rank in ranks:
+            yield rank, Path(self._stacks[rank]).read_text(errors="replace")
+
+    def _new_output(self, rank: int) -> str:
+        with open(self._logs[rank], "rb") as log:
+            log.seek(self._read[rank])
+            text = log.read()
+        self._read[rank] += len(text)
+        return text.decode(errors="replace")
+
+    def close(self) -> str:
+        """Let the ranks end by themselves. Returns what went wrong if one would not, or not with status 0."""
+        self.usable = False
+        for connection in self._connections:
+            connection.close()
+        deadline = time.monotonic() + _STOP_TIMEOUT
+        while not self._reap(list(range(self.world))) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        hung = [rank for rank, code in enumerate(self._codes) if code is None]
+        problems = [
+            f"rank {rank} hung at exit; its stacks:\n{stacks}" for rank, stacks in self._dump_stacks(hung)
+        ]
+        for rank, code in enumerate(self._codes):
+            if code:
+                problems.append(
+                    f"rank {rank} ended with exit status {code} and printed\n{self._new_output(rank)}"
+                )
+        self.kill()
+        return "\n".join(problems)
+
+    def kill(self) -> None:
+        """End the ranks and whatever they started (each leads its own process group)."""
+        self.usable = False
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+        for connection in self._connections:
+            connection.close()
+        for rank in range(self.world):
+            self._exitcode(rank)
+        self._directory.cleanup()

@@ -1,0 +1,255 @@
+"""The other end of the harness: a fork server, and the loop that a rank runs.
+
+The server imports torch and bmtrain once (seconds) and forks ranks from there (milliseconds), so that a test
+may kill its ranks without making the next test wait. It touches no device and starts no thread before a fork.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+import types
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+__all__ = ["Call", "Raised", "Returned", "Setup", "main"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a rank has to know before its first call. `init`: keywords of init_distributed, or None."""
+
+    path: list[str]
+    environment: dict[str, str]
+    init: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function by module and name, so that the module can be loaded before its arguments are unpickled."""
+
+    module: str
+    file: str | None
+    qualname: str
+    arguments: bytes
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a rank sends back when the function returned: its pickled value."""
+
+    value: bytes
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What a rank sends back when the function raised: plain text, as not every exception can be pickled."""
+
+    type_name: str
+    message: str
+    traceback: str
+    seconds: float
+    mro: tuple[str, ...] = field(default=())
+
+
+def _die_with_parent(parent: int) -> None:
+    """Let the kernel end this process when its parent ends, however that happens."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call above
+        os._exit(1)
+
+
+def _load(module: str, file: str | None) -> types.ModuleType:
+    """Import a test module from its file under the name that pytest gave it, its asserts explained alike."""
+    if module in sys.modules or file is None:
+        return importlib.import_module(module)
+    spec = importlib.util.spec_from_file_location(module, file)
+    if spec is None:
+        raise ImportError(f"{file} is not a Python source file")
+    loaded = importlib.util.module_from_spec(spec)
+    with open(file, "rb") as stream:
+        source = stream.read()
+    tree = ast.parse(source, filename=file)
+    try:
+        from _pytest.assertion.rewrite import rewrite_asserts
+
+        rewrite_asserts(tree, source, file)
+    except (
+        ImportError,
+        TypeError,
+    ):  # a private function of pytest: without it, asserts are only less talkative
+        pass
+    sys.modules[module] = loaded
+    try:
+        exec(compile(tree, file, "exec", dont_inherit=True), loaded.__dict__)
+    except BaseException:
+        del sys.modules[module]
+        raise
+    return loaded
+
+
+def _resolve(call: Call) -> Callable[..., Any]:
+    found: Any = _load(call.module, call.file)
+    for name in call.qualname.split("."):
+        found = getattr(found, name)
+    function: Callable[..., Any] = found
+    return function
+
+
+def _reset(environment: dict[str, str], directory: str) -> None:
+    """Give every call the same start, whatever the calls before it left behind."""
+    import torch
+
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
+    warnings.resetwarnings()
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    gc.collect()
+    random.seed(0)
+    torch.manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+
+
+def _attempt(function: Callable[[], Any]) -> Returned | Raised:
+    started = time.monotonic()
+    try:
+        value = pickle.dumps(function())
+        return Returned(value, time.monotonic() - started)
+    except BaseException as error:
+        seconds = time.monotonic() - started
+        mro = tuple(cls.__name__ for cls in type(error).__mro__)
+        return Raised(type(error).__name__, str(error), traceback.format_exc(), seconds, mro)
+
+
+def _initialize(setup: Setup) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    if setup.init is not None:
+        import bmtrain
+
+        bmtrain.init_distributed(**setup.init)
+
+
+def _run_rank(connection: Connection) -> None:
+    """Serve calls until the test run closes the connection."""
+    setup: Setup = pickle.loads(connection.recv_bytes())
+    sys.path[:] = setup.path
+    os.environ.clear()
+    os.environ.update(setup.environment)
+    directory = os.getcwd()
+    connection.send_bytes(pickle.dumps(_attempt(lambda: _initialize(setup))))
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except EOFError:
+            return
+        call: Call = pickle.loads(message)
+
+        def run(call: Call = call) -> Any:
+            function = _resolve(call)
+            args, kwargs = pickle.loads(call.arguments)
+            _reset(setup.environment, directory)
+            return function(*args, **kwargs)
+
+        outcome = _attempt(run)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        connection.send_bytes(pickle.dumps(outcome))
+
+
+def _become_rank(parent: int, channel: int, log: str, stacks: str) -> Connection:
+    """Turn the fork into a rank: own process group, output to a file, stacks to a file on SIGUSR1."""
+    _die_with_parent(parent)
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with open(log, "ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    # Kept open for the life of the process: faulthandler holds only the number.
+    stack_file = open(stacks, "ab", buffering=0)  # noqa: SIM115
+    faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True, chain=False)
+    connection = Connection(channel)
+    _keep.append(stack_file)
+    return connection
+
+
+_keep: list[Any] = []  # files that must live as long as the process
+
+
+def _reap(pids: list[int]) -> list[int | None]:
+    """The exit status of each process (negative: a signal), None for one that still runs."""
+    codes: list[int | None] = []
+    for pid in pids:
+        try:
+            done, status = os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:
+            done, status = 0, 0
+        codes.append(os.waitstatus_to_exitcode(status) if done else None)
+    return codes
+
+
+def _serve(control: socket.socket) -> Connection | None:
+    """Fork ranks on request. Returns a connection in each fork, None in the server at the end of the run."""
+    server = os.getpid()
+    while True:
+        message, channels, _, _ = socket.recv_fds(control, 1 << 20, 64)
+        if not message:
+            return None
+        request = json.loads(message)
+        if request["do"] == "reap":
+            control.send(json.dumps(_reap(request["pids"])).encode())
+            continue
+        pids = []
+        for rank, channel in enumerate(channels):
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                for other in channels:
+                    if other != channel:  # else a peer's death would not close its connection
+                        os.close(other)
+                return _become_rank(server, channel, request["logs"][rank], request["stacks"][rank])
+            pids.append(pid)
+        for channel in channels:
+            os.close(channel)
+        control.send(json.dumps(pids).encode())
+
+
+def main() -> None:
+    """Import what every rank needs, then serve. argv: the control socket's number, the parent's id."""
+    _die_with_parent(int(sys.argv[2]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in ("torch", "numpy", "bmtrain"):
+        try:
+            importlib.import_module(name)
+        except Exception:  # what is missing shows in the call that needs it, with that rank's traceback
+            continue
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.send(b"ready")
+    connection = _serve(control)
+    if connection is not None:
+        _run_rank(connection)
