@@ -1,0 +1,15 @@
+// The kernels for the compiler's default target. See [Note: One body, three levels].
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu/element.h"
+#include "cpu/isa.h"
+#include "cpu/kernels.h"
+
+namespace bmtrain::cpu::base {
+
+#include "cpu/vector_base.inl"
+//
+#include "cpu/kernels.inl"
+
+}  // namespace bmtrain::cpu::base
