@@ -11,7 +11,7 @@ setup(
             "bmtrain._C",
             sources,
             include_dirs=[str(root / "csrc")],
-            extra_compile_args=["-O3", "-std=c++20", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"],
+            extra_compile_args=["-O3", "-std=c++20", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"],
         )
     ],
     cmdclass={"build_ext": BuildExtension},
