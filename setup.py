@@ -1,18 +1,198 @@
+"""Builds `bmtrain._C` against the torch of the environment that bmtrain is installed into.
+
+Everything static is in pyproject.toml. Environment variables: BMTRAIN_CUDA=0 or 1 (default: CUDA where torch
+and a toolkit have it), BMTRAIN_WERROR=1 (warnings are errors), MAX_JOBS (compilers at a time) and
+TORCH_CUDA_ARCH_LIST.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import sysconfig
 from pathlib import Path
+from typing import Any
 
-from setuptools import setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension
+from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
 
-root = Path(__file__).parent
-sources = sorted(str(p.relative_to(root)) for p in (root / "csrc").rglob("*.cpp") if "cuda" not in p.parts)
-setup(
-    ext_modules=[
-        CppExtension(
-            "bmtrain._C",
-            sources,
-            include_dirs=[str(root / "csrc")],
-            extra_compile_args=["-O3", "-std=c++20", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"],
+ROOT = Path(__file__).parent
+TORCH_MINIMUM = (2, 11)
+TORCH_TO_INSTALL = "torch==2.13.0"
+CONFIG_FILE = "_build_config.json"  # read by bmtrain/_build.py
+BUILDING = {"build", "build_ext", "bdist_wheel", "editable_wheel", "develop"}
+
+
+def import_torch() -> Any:
+    """The torch that bmtrain will run with; under build isolation that of the environment around it."""
+    if importlib.util.find_spec("torch") is None:
+        sys.path += [path for path in outer_path() if path not in sys.path]
+    try:
+        import torch
+    except ImportError as error:
+        raise SystemExit(
+            f"bmtrain is compiled against the torch it runs with, and {sys.executable} has none ({error}).\n"
+            f"First run\n    {sys.executable} -m pip install {TORCH_TO_INSTALL}\n"
+            "then the same command again. With a tool that builds in an environment of its own (uv, python -m "
+            "build), turn that isolation off."
+        ) from None
+    if tuple(map(int, torch.__version__.split(".")[:2])) < TORCH_MINIMUM:
+        minimum = ".".join(map(str, TORCH_MINIMUM))
+        raise SystemExit(f"bmtrain needs torch >= {minimum}, {sys.executable} has {torch.__version__}")
+    return torch
+
+
+def outer_path() -> list[str]:
+    """What sys.path would be without the isolation: as another process of the same interpreter sees it."""
+    hidden = {"PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONHOME"}
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    interpreters = [sys.executable]
+    if "VIRTUAL_ENV" in os.environ:
+        interpreters.append(os.path.join(os.environ["VIRTUAL_ENV"], "bin", "python"))
+    found: list[str] = []
+    for interpreter in interpreters:
+        command = [
+            interpreter,
+            "-c",
+            "import json, sys; print(json.dumps([sys.version_info[:2], sys.path[1:]]))",
+        ]
+        answer = subprocess.run(
+            command, env=environment, cwd="/", capture_output=True, text=True, check=False
         )
-    ],
-    cmdclass={"build_ext": BuildExtension},
-)
+        if answer.returncode == 0:
+            version, path = json.loads(answer.stdout)
+            found += path if tuple(version) == sys.version_info[:2] else []
+    return found
+
+
+def use_ninja_of_this_environment() -> None:
+    """Put ninja's folder on PATH: an environment that is used without being activated is not there."""
+    if importlib.util.find_spec("ninja") is not None:
+        import ninja
+
+        os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, os.environ.get("PATH", os.defpath)])
+
+
+def wants_cuda(torch: Any) -> bool:
+    """Whether to build the CUDA sources."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    asked = os.environ.get("BMTRAIN_CUDA", "")
+    if asked not in ("", "0", "1"):
+        raise SystemExit(f"BMTRAIN_CUDA: expected 0 or 1, got {asked!r}")
+    missing = []
+    if torch.version.cuda is None:
+        missing.append(f"a torch built with CUDA (torch {torch.__version__} is not)")
+    if CUDA_HOME is None or not Path(CUDA_HOME, "bin", "nvcc").exists():
+        missing.append("a CUDA toolkit (no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda)")
+    if asked == "1" and missing:
+        raise SystemExit(f"BMTRAIN_CUDA=1, but there is not {' and not '.join(missing)}")
+    return asked != "0" and not missing
+
+
+def find_sources(cuda: bool) -> list[str]:
+    """Files in csrc/cuda and files named *_cuda.cpp are for CUDA builds; all others for every build."""
+    found = []
+    for path in sorted(ROOT.glob("csrc/**/*")):
+        only_cuda = "cuda" in path.relative_to(ROOT).parts[:-1] or path.stem.endswith("_cuda")
+        if path.suffix in ({".cpp", ".cu"} if cuda else {".cpp"}) and (cuda or not only_cuda):
+            found.append(path.relative_to(ROOT).as_posix())
+    return found
+
+
+def make_extension(cuda: bool) -> Extension:
+    """The one extension. torch's headers are system headers, so that warnings are about our own files."""
+    from torch.utils import cpp_extension as torch_build
+
+    device = "cuda" if cuda else "cpu"
+    system = [f"-isystem{path}" for path in torch_build.include_paths(device)]
+    warnings = ["-Wall", "-Wextra", *(["-Werror"] if os.environ.get("BMTRAIN_WERROR") == "1" else [])]
+    # -ffp-contract=off: a multiply and an add are fused where a kernel says so, not where a compiler likes
+    # to, so that all instruction sets give the same bits.
+    common = ["-O3", "-std=c++20", *system, *(["-DBMTRAIN_WITH_CUDA"] if cuda else [])]
+    host = [*warnings, "-ffp-contract=off", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-g0"]
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
+    return Extension(
+        "bmtrain._C",
+        find_sources(cuda),
+        include_dirs=[str(ROOT / "csrc")],
+        depends=[path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/**/*") if path.is_file()],
+        library_dirs=torch_build.library_paths(device),
+        libraries=[
+            *("c10", "torch", "torch_cpu", "torch_python"),
+            *(("cudart", "c10_cuda", "torch_cuda") if cuda else ()),
+        ],
+        extra_compile_args={"cxx": [*common, *host], "nvcc": [*common, "--fmad=false"]},
+        language="c++",
+    )
+
+
+def make_build_command(torch: Any, cuda: bool) -> type:
+    """torch's build_ext, with objects kept between builds and a record of what was built."""
+    from torch.utils.cpp_extension import BuildExtension
+
+    class BuildCore(BuildExtension):
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            # pip gives an editable build a folder that it deletes afterwards; here ninja finds what is done.
+            name = f"core-{sysconfig.get_platform()}-{sys.implementation.cache_tag}-torch{torch.__version__}"
+            self.build_temp = str(ROOT / "build" / (name + ("-cuda" if cuda else "")))
+
+        def run(self) -> None:
+            super().run()
+            config = {
+                "torch": str(torch.__version__),
+                "cuda": torch.version.cuda if cuda else None,
+                "cuda_arch_list": os.environ["TORCH_CUDA_ARCH_LIST"] if cuda else None,
+                "compiler": compiler_version(self.compiler.compiler_so[0]),
+                "python": platform.python_version(),
+                "platform": sysconfig.get_platform(),
+                "flags": " ".join(
+                    f for f in self.extensions[0].extra_compile_args["cxx"] if "-isystem" not in f
+                ),
+            }
+            folders = [Path(self.build_lib, "bmtrain"), *([ROOT / "bmtrain"] if self.inplace else [])]
+            for folder in folders:
+                (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+
+    return BuildCore
+
+
+def compiler_version(compiler: str) -> str:
+    """The compiler's own first line about itself."""
+    answer = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    return (answer.stdout.splitlines() or [compiler])[0]
+
+
+class BuildPython(build_py):
+    """build_py that leaves out modules which a former build had and the tree no longer has."""
+
+    def run(self) -> None:
+        if not self.editable_mode:
+            for old in Path(self.build_lib).glob("bmtrain/**/*.py"):
+                old.unlink()
+        super().run()
+
+
+def main() -> None:
+    os.chdir(ROOT)
+    if sys.argv[1:2] == ["install"]:
+        raise SystemExit(
+            "python setup.py install is no longer how Python packages are installed. Run: pip install ."
+        )
+    commands: dict[str, type] = {"build_py": BuildPython}
+    extensions = []
+    if BUILDING & set(sys.argv[1:]):
+        torch = import_torch()
+        use_ninja_of_this_environment()
+        cuda = wants_cuda(torch)
+        extensions = [make_extension(cuda)]
+        commands["build_ext"] = make_build_command(torch, cuda)
+    setup(ext_modules=extensions, cmdclass=commands)
+
+
+main()
