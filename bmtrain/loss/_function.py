@@ -1,12 +1,13 @@
 """Cross-entropy over rows of logits as one autograd node, and the check for inf and NaN.
 
 [Note: What the loss keeps]
-A softmax of ``(N, C)`` logits in fp32 would be the largest tensor of a training step: twice the size of the
-16-bit logits themselves. So the node keeps the logits it was given and two fp32 numbers a row, the maximum ``m``
-and ``log(sum(exp(x - m)))``; backward computes the probabilities again. Both passes work on some rows at a time, so
-that fp32 intermediates stay small (and, on the CPU, inside the cache).
+A softmax of ``(N, C)`` logits in fp32 would be the largest tensor of a training step: twice the size of
+the 16-bit logits themselves. So the node keeps the logits it was given and two fp32 numbers a row, the
+maximum ``m`` and ``log(sum(exp(x - m)))``; backward computes the probabilities again. Both passes work on
+some rows at a time, so that fp32 intermediates stay small (and, on the CPU, inside the cache).
 
-The two numbers are kept apart because ``x - (m + log_sum)`` would lose the digits of a small loss when ``m`` is large.
+The two numbers are kept apart because ``x - (m + log_sum)`` would lose the digits of a small loss when
+``m`` is large.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torch.autograd.function import once_differentiable
 
 __all__ = ["CrossEntropyOptions", "VocabularySlice", "cross_entropy_rows", "has_inf_nan"]
 
-# Elements of one chunk of rows. CPU: the fp32 temporary of a chunk (1 MiB) stays in a second-level cache; CUDA: enough
-# for a full wave of any card, few enough that the temporaries do not count beside the logits.
+# Elements of one chunk of rows. CPU: the fp32 temporary of a chunk (1 MiB) stays in a second-level cache;
+# CUDA: enough for a full wave of any card, few enough that the temporaries do not count beside the logits.
 _CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 
@@ -183,7 +184,8 @@ def cross_entropy_rows(logits: Tensor, target: Tensor, options: CrossEntropyOpti
 
     Args:
         logits: ``(N, C)``, fp16, bf16, fp32 or fp64; with a vocabulary slice the columns of this rank.
-        target: ``(N,)`` int64, a column of the whole vocabulary or ``options.ignore_index``, checked by the caller.
+        target: ``(N,)`` int64, a column of the whole vocabulary or ``options.ignore_index``; the caller has
+            checked it.
         options: weights, ignored index, smoothing, columns.
 
     Returns:

@@ -14,27 +14,28 @@ __all__ = ["FusedCrossEntropy"]
 class FusedCrossEntropy(torch.nn.Module):
     r"""Cross-entropy between logits and class indices.
 
-    The loss is that of :func:`torch.nn.functional.cross_entropy` on ``input.float()``, without ever holding the
-    logits or their softmax in fp32: what is kept for backward are the logits themselves and two numbers a row.
+    The loss is that of :func:`torch.nn.functional.cross_entropy` on ``input.float()``, without ever holding
+    the logits or their softmax in fp32: what is kept for backward are the logits themselves and two numbers
+    a row.
 
     Args:
         weight: ``(C,)`` weight of each class, any float dtype; with ``parallel`` of the whole vocabulary.
         ignore_index: target value of rows that count neither in the loss nor in the mean.
         reduction: ``"mean"`` (over the weights of the rows that count), ``"sum"`` or ``"none"``.
         label_smoothing: share of the target probability spread over all classes, in [0, 1].
-        parallel: the logits are this rank's slice of the vocabulary: rank ``j`` of the tensor-parallel group holds
-            columns ``[j * C / tp, (j + 1) * C / tp)``; targets are equal on all ranks of the group. Collective over
-            that group; needs :func:`bmtrain.init_distributed`.
+        parallel: the logits are this rank's slice of the vocabulary: rank ``j`` of the tensor-parallel group
+            holds columns ``[j * C / tp, (j + 1) * C / tp)``; targets are equal on all ranks of the group.
+            Collective over that group; needs :func:`bmtrain.init_distributed`.
         inplace: accepted for old programs, without effect.
 
     Shape:
-        Input ``(N, C)``, ``(C,)`` or ``(N, C, d1, ...)``; target the same without ``C``, int32 or int64. The result is
-        a scalar, or of the target's shape with ``reduction="none"``; fp32 unless the logits are fp64.
+        Input ``(N, C)``, ``(C,)`` or ``(N, C, d1, ...)``; target the same without ``C``, int32 or int64. The
+        result is a scalar, or has the shape of target with ``reduction="none"``; fp32, or fp64 for fp64 logits.
 
     Raises:
         ValueError: an option, a shape or the size of ``weight`` does not fit.
-        IndexError: a target lies outside ``[0, C)`` and is not ``ignore_index`` (on the CPU; on a GPU the device
-            reports it).
+        IndexError: a target lies outside ``[0, C)`` and is not ``ignore_index`` (on the CPU; on a GPU the
+            device reports it).
 
     Example:
         >>> import torch

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bmtrain import _deprecate, lr_scheduler
-from bmtrain.lr_scheduler import Cosine, Exponential, Linear, NoDecay, Noam, WarmupLRScheduler
+from bmtrain.lr_scheduler import Cosine, Exponential, Linear, Noam, NoDecay, WarmupLRScheduler
 
 BASE = 0.3
 
