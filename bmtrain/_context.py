@@ -1,0 +1,174 @@
+"""The one piece of process-wide state: what `init_distributed` found out and built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .topology import GroupKind, Topology
+
+if TYPE_CHECKING:
+    from ._C import Communicator
+
+__all__ = ["Context", "Group", "Streams", "current", "install", "uninstall"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """One group of ranks as this rank sees it.
+
+    The two communicators connect the same ranks. Gathers of parameters use the first, reductions of
+    gradients the second, so that a gather of one block overlaps the reduction of another.
+
+    Attributes:
+        name: family of the group, a :class:`~bmtrain.topology.GroupKind` value.
+        comm: all-gathers and everything a user calls; shown as ``config["..._comm"]``.
+        reduce_comm: reductions of the sharded buffers.
+        rank: this process inside the group.
+        size: number of ranks.
+        group_id: number of the group in its family.
+    """
+
+    name: str
+    comm: Communicator
+    reduce_comm: Communicator
+    rank: int
+    size: int
+    group_id: int
+
+
+class InertStream:
+    """Stands for a CUDA stream or event on a CPU run: everything has happened already."""
+
+    def synchronize(self) -> None:
+        """Nothing is pending."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self, event: Any = None) -> Any:
+        """Return ``event``, or an inert one."""
+        return self if event is None else event
+
+    def record(self, stream: Any = None) -> None:
+        """Nothing to mark."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """Everything queued before has completed."""
+        return True
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The CUDA streams and the event that `config` shows; inert objects on a CPU run."""
+
+    calc_stream: Any = field(default_factory=InertStream)
+    load_stream: Any = field(default_factory=InertStream)
+    barrier_stream: Any = field(default_factory=InertStream)
+    tp_comm_stream: Any = field(default_factory=InertStream)
+    pp_comm_stream: Any = field(default_factory=InertStream)
+    load_event: Any = field(default_factory=InertStream)
+
+    @classmethod
+    def for_device(cls, device: torch.device) -> Streams:
+        """Real streams on a CUDA device, inert ones elsewhere."""
+        if device.type != "cuda":
+            return cls()
+        with torch.cuda.device(device):
+            return cls(
+                calc_stream=torch.cuda.current_stream(),
+                load_stream=torch.cuda.Stream(priority=-1),
+                barrier_stream=torch.cuda.Stream(),
+                tp_comm_stream=torch.cuda.Stream(),
+                pp_comm_stream=torch.cuda.Stream(),
+                load_event=torch.cuda.Event(),
+            )
+
+
+@dataclass(frozen=True)
+class Context:
+    """Everything `init_distributed` established, read-only.
+
+    Attributes:
+        topology: coordinates of this rank.
+        device: where this rank computes.
+        backend: ``"single"`` (one process), ``"gloo"`` or ``"nccl"``.
+        local_rank: this process among those of its host.
+        local_size: processes on its host.
+        timeout: seconds after which an operation of the library gives up.
+        seed: value the random generators of every rank were seeded with.
+        groups: one :class:`Group` per :class:`~bmtrain.topology.GroupKind`. Groups with the same members
+            share their communicators.
+        zero_level: ZeRO level of Blocks that do not name one.
+        pipe_enabled: whether a pipeline was asked for, be it of one stage.
+        micros: number of micro-batches a pipeline cuts the batch into.
+        streams: what `config` shows as streams.
+        store: what served the rendezvous; rank 0 keeps it so that the script's own
+            `torch.distributed.init_process_group` can share it.
+    """
+
+    topology: Topology
+    device: torch.device
+    backend: str
+    local_rank: int
+    local_size: int
+    timeout: float
+    seed: int
+    groups: Mapping[str, Group]
+    zero_level: int = 3
+    pipe_enabled: bool = False
+    micros: int = 1
+    streams: Streams = field(default_factory=Streams)
+    store: Any = None
+
+    def zero_group(self, tp_mode: bool = False, pipe: bool = False) -> Group:
+        """The group that shards a parameter.
+
+        Args:
+            tp_mode: whether the parameter is tensor-parallel (each rank of a tp group has its own part).
+            pipe: whether it belongs to a pipeline stage.
+        """
+        if pipe:
+            kind = GroupKind.PP_TP_ZERO if tp_mode else GroupKind.PP_ZERO
+        else:
+            kind = GroupKind.TP_ZERO if tp_mode else GroupKind.ZERO
+        return self.groups[kind.value]
+
+
+_current: Context | None = None
+
+
+def current() -> Context | None:
+    """The installed context, None before `init_distributed`."""
+    return _current
+
+
+def install(context: Context) -> None:
+    """Make ``context`` the context of this process.
+
+    Raises:
+        RuntimeError: if there is one already.
+    """
+    global _current
+    if _current is not None:
+        raise RuntimeError("bmtrain is initialized already: init_distributed() may be called once per process")
+    _current = context
+
+
+def uninstall() -> None:
+    """Close this process's communicators and forget the context; tests use it to try another topology."""
+    global _current
+    context, _current = _current, None
+    if context is not None:
+        for group in context.groups.values():
+            group.comm.close()
+            group.reduce_comm.close()

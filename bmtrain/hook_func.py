@@ -1,0 +1,5 @@
+"""Import path of earlier releases; blocks need no hooks any more."""
+
+from __future__ import annotations
+
+__all__: list[str] = []

@@ -1,0 +1,404 @@
+"""`init_distributed`: from the launcher's variables to connected ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+import operator
+import os
+import random
+import socket
+import sys
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import _context
+from ._context import Context, Group, Streams
+from ._deprecate import warn_once
+from ._launch import Launch, read_launch
+from ._rendezvous import Peer, Rendezvous
+from .errors import BMTrainError
+from .global_var import config
+from .topology import GroupKind, Topology
+from .topology import Topology as topology  # the documented name
+
+__all__ = ["init_distributed", "is_initialized", "topology"]
+
+_log = logging.getLogger("bmtrain")
+
+# Calls of init_distributed so far: all ranks make the same ones, so that the number tells the keys of a call
+# that failed from those of the next.
+_attempts = count()
+
+
+def is_initialized() -> bool:
+    """Whether `init_distributed` has been called.
+
+    Example:
+        >>> is_initialized()
+        False
+    """
+    return _context.current() is not None
+
+
+def init_distributed(
+    init_method: str | int = "env://",
+    seed: int = 0,
+    pipe_size: int = -1,
+    num_micro_batches: int | None = None,
+    tp_size: int = 1,
+    *,
+    zero_level: int | None = None,
+    loss_scale_factor: float = 2,
+    loss_scale_steps: int = 1024,
+    backend: str | None = None,
+    timeout: float | timedelta = 600,
+) -> None:
+    """Join the other ranks of the job and make this process ready for everything else in the library.
+
+    Reads rank and size from the launcher's environment variables (torchrun, ``torch.distributed.launch``,
+    Open MPI, MPICH, Intel MPI, MVAPICH, a Slurm step); without any of them the process is rank 0 of 1 and
+    opens no port. Every rank must call it with the same arguments. It leaves ``torch.distributed`` and the
+    environment as they are, and nothing needs to be shut down at the end of a script.
+
+    Args:
+        init_method: where the ranks meet: ``env://`` (MASTER_ADDR and MASTER_PORT), ``tcp://host:port`` or
+            ``file:///path``; ``?rank=R&world_size=W`` in it wins over the environment. An int is the seed, as
+            in the first release.
+        seed: seeds ``torch``, ``random`` and ``numpy`` with the same value on every rank (that of rank 0).
+        pipe_size: pipeline stages; 0 or less: no pipeline.
+        num_micro_batches: micro-batches that a pipeline cuts the gathered batch into; default ``pipe_size``.
+        tp_size: ranks that compute one loss together (tensor parallelism); 1 or less: none.
+        zero_level: ZeRO level, 2 or 3, of Blocks that name none (deprecated: give it to the Block).
+        loss_scale_factor: factor of the loss scale that `optim_step` keeps; below 1 its reciprocal is meant.
+        loss_scale_steps: good steps after which `optim_step` raises the loss scale.
+        backend: ``"gloo"`` or ``"nccl"``; default: environment variable ``BMTRAIN_BACKEND``, else NCCL on a
+            machine with usable GPUs where this build has an NCCL communicator, else Gloo. Until there is one,
+            GPU ranks exchange tensors through host memory with Gloo.
+        timeout: seconds, or a timedelta, after which this call or any later operation gives up with an error.
+
+    Raises:
+        ValueError: an argument or launch variable that makes no sense, or that differs between ranks.
+        RuntimeError: a second call.
+        BMTrainError: another process has this rank, or the backend is not available.
+        CommunicationError: ranks are missing at the time-out, or the address cannot be served or reached.
+
+    Example:
+        >>> import bmtrain
+        >>> bmtrain.init_distributed(seed=1)
+        >>> bmtrain.rank(), bmtrain.world_size(), bmtrain.config["device"].type in ("cpu", "cuda")
+        (0, 1, True)
+    """
+    if _context.current() is not None:
+        raise RuntimeError("bmtrain is initialized already: init_distributed() may be called once per process")
+    if not isinstance(init_method, str):
+        seed = _integer("init_method", init_method)
+        init_method = "env://"
+        warn_once(
+            "init_distributed.int",
+            "init_distributed(SEED) is deprecated: write init_distributed(seed=SEED)",
+        )
+    options = _Options.check(seed, pipe_size, num_micro_batches, tp_size, zero_level, backend, timeout)
+    factor, steps = _loss_scale(loss_scale_factor, loss_scale_steps)
+    launch = read_launch(init_method, os.environ, sys.argv)
+    place = Topology(launch.rank, launch.world_size, options.pipe_size, options.tp_size)
+    attempt = next(_attempts)
+    context = _alone(launch, place, options) if launch.world_size == 1 else _join(launch, place, options, attempt)
+    _context.install(context)
+    config["loss_scale_factor"] = factor
+    config["loss_scale_steps"] = steps
+    _seed_everything(context.seed)
+    _log.info(
+        "bmtrain: rank %d of %d (%s), %s, device %s, pipe_size %d, tp_size %d",
+        place.rank,
+        place.world_size,
+        launch.source,
+        context.backend,
+        context.device,
+        place.pipe_size,
+        place.tp_size,
+    )
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The arguments of `init_distributed`, checked and brought to one form."""
+
+    seed: int
+    pipe_size: int
+    pipe_enabled: bool
+    micros: int
+    tp_size: int
+    zero_level: int
+    backend: str
+    timeout: float
+
+    @classmethod
+    def check(
+        cls,
+        seed: int,
+        pipe_size: int,
+        num_micro_batches: int | None,
+        tp_size: int,
+        zero_level: int | None,
+        backend: str | None,
+        timeout: float | timedelta,
+    ) -> _Options:
+        stages = _integer("pipe_size", pipe_size)
+        enabled = stages >= 1
+        micros = max(stages, 1)
+        if num_micro_batches is not None:
+            given = _integer("num_micro_batches", num_micro_batches)
+            if given < 1:
+                raise ValueError(f"num_micro_batches: expected at least 1, got {given}")
+            micros = given if enabled else 1
+        if zero_level is not None:
+            if zero_level not in (2, 3):
+                raise ValueError(f"zero_level: expected 2 or 3, got {zero_level!r}")
+            warn_once(
+                "init_distributed.zero_level",
+                "init_distributed(zero_level=...) is deprecated: write Block(module, zero_level=...)",
+                stacklevel=4,
+            )
+        return cls(
+            seed=_integer("seed", seed),
+            pipe_size=max(stages, 1),
+            pipe_enabled=enabled,
+            micros=micros,
+            tp_size=max(_integer("tp_size", tp_size), 1),
+            zero_level=3 if zero_level is None else zero_level,
+            backend=_choose_backend(backend),
+            timeout=_seconds(timeout),
+        )
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer, got {value!r} ({type(value).__name__})") from None
+
+
+def _seconds(timeout: float | timedelta) -> float:
+    if isinstance(timeout, timedelta):
+        timeout = timeout.total_seconds()
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout: expected seconds or a timedelta, got {timeout!r} ({type(timeout).__name__})")
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"timeout: expected a positive, finite number of seconds, got {timeout!r}")
+    return float(timeout)
+
+
+def _loss_scale(factor: float, steps: int) -> tuple[float, int]:
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+        raise TypeError(f"loss_scale_factor: expected a number, got {factor!r} ({type(factor).__name__})")
+    if not 0 < factor < math.inf:
+        raise ValueError(f"loss_scale_factor: expected a positive, finite number, got {factor!r}")
+    steps = _integer("loss_scale_steps", steps)
+    if steps < 1:
+        raise ValueError(f"loss_scale_steps: expected at least 1, got {steps}")
+    return (1 / factor if factor < 1 else factor), steps
+
+
+def _choose_backend(backend: str | None) -> str:
+    from . import _comm
+
+    name = "backend"
+    if backend is None and os.environ.get("BMTRAIN_BACKEND"):
+        name, backend = "environment variable BMTRAIN_BACKEND", os.environ["BMTRAIN_BACKEND"]
+    if backend not in (None, "nccl", "gloo"):
+        raise ValueError(f"{name}: expected 'nccl', 'gloo' or None, got {backend!r}")
+    has_gpu = torch.cuda.is_available() and torch.cuda.device_count() > 0
+    has_nccl = hasattr(_comm, "create_nccl")
+    if backend == "nccl":
+        if not has_gpu:
+            raise ValueError(f"{name}: 'nccl' needs a usable CUDA device, got none: use 'gloo'")
+        if not has_nccl:
+            raise BMTrainError(f"{name}: 'nccl' is not available, this build has no NCCL communicator: use 'gloo'")
+    return backend or ("nccl" if has_gpu and has_nccl else "gloo")
+
+
+def _alone(launch: Launch, place: Topology, options: _Options) -> Context:
+    """The context of a single process: no store, no port, nobody to agree with."""
+    local_rank = launch.local_rank or 0
+    device = _select_device(options.backend, local_rank)
+    return _build(launch, place, options, "single", device, (local_rank, 1), options.seed, None)
+
+
+def _join(launch: Launch, place: Topology, options: _Options, attempt: int) -> Context:
+    """Meet the other ranks, see that all were started alike, and connect the groups."""
+    meeting = Rendezvous(launch, options.timeout, attempt)
+    peers = meeting.agree(
+        Peer(
+            rank=launch.rank,
+            host=_host_identity(),
+            pid=os.getpid(),
+            local_rank=launch.local_rank,
+            cpus=_usable_cpus(),
+            num_gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+            seed=options.seed,
+        ),
+        {
+            "pipe_size": options.pipe_size,
+            "pipe_enabled": options.pipe_enabled,
+            "num_micro_batches": options.micros,
+            "tp_size": options.tp_size,
+            "zero_level": options.zero_level,
+            "backend": options.backend,
+        },
+    )
+    locals_ = [_local_rank(peer, peers) for peer in peers]
+    if options.backend == "nccl":
+        _check_cards(peers, locals_)
+    local_rank = locals_[launch.rank]
+    same_host = [peer for peer in peers if peer.host == peers[launch.rank].host]
+    local_size = launch.local_size or len(same_host)
+    if options.seed != peers[0].seed:
+        warnings.warn(
+            f"init_distributed: expected the same seed on every rank, got {options.seed} on rank {launch.rank} and "
+            f"{peers[0].seed} on rank 0, which is used",
+            stacklevel=3,
+        )
+    _share_processors(peers[launch.rank], same_host)
+    device = _select_device(options.backend, local_rank)
+    context = _build(
+        launch, place, options, options.backend, device, (local_rank, local_size), peers[0].seed, meeting
+    )
+    context.groups["zero"].comm.barrier("init_distributed")
+    # From here on nobody needs the store, see bmtrain/_rendezvous.py.
+    meeting.close()
+    return context
+
+
+def _build(
+    launch: Launch,
+    place: Topology,
+    options: _Options,
+    backend: str,
+    device: torch.device,
+    local: tuple[int, int],
+    seed: int,
+    meeting: Rendezvous | None,
+) -> Context:
+    return Context(
+        topology=place,
+        device=device,
+        backend=backend,
+        local_rank=local[0],
+        local_size=local[1],
+        timeout=options.timeout,
+        seed=seed,
+        groups=_connect_groups(place, backend, options.timeout, meeting),
+        zero_level=options.zero_level,
+        pipe_enabled=options.pipe_enabled,
+        micros=options.micros,
+        streams=Streams.for_device(device),
+        store=meeting.base if meeting is not None else None,
+    )
+
+
+def _connect_groups(
+    place: Topology, backend: str, timeout: float, meeting: Rendezvous | None
+) -> dict[str, Group]:
+    """Create every group's two communicators, groups of equal members sharing theirs.
+
+    The families come in one fixed order on every rank and each rank is in one group of a family, so that the
+    members of a group always meet. A group of one rank needs no connection.
+    """
+    from . import _comm
+
+    made: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    groups: dict[str, Group] = {}
+    try:
+        for kind in GroupKind:
+            name, members = kind.value, place.members(kind)
+            rank, group_id = place.get_group_rank(kind), place.get_group_id(kind)
+            if members not in made:
+                if len(members) == 1:
+                    made[members] = (_comm.create_single(name), _comm.create_single(f"{name}.reduce"))
+                else:
+                    assert meeting is not None
+                    create = getattr(_comm, f"create_{backend}")
+                    made[members] = tuple(
+                        create(meeting.store, f"{name}/{group_id}/{purpose}", rank, len(members), timeout, label)
+                        for purpose, label in (("gather", name), ("reduce", f"{name}.reduce"))
+                    )
+            comm, reduce_comm = made[members]
+            groups[name] = Group(name, comm, reduce_comm, rank, len(members), group_id)
+    except BaseException:
+        for pair in made.values():
+            for comm in pair:
+                comm.close()
+        raise
+    return groups
+
+
+def _select_device(backend: str, local_rank: int) -> torch.device:
+    if not torch.cuda.is_available() or torch.cuda.device_count() == 0:
+        return torch.device("cpu")
+    num_cards = torch.cuda.device_count()
+    if backend == "nccl" and local_rank >= num_cards:
+        raise ValueError(f"local rank: expected less than the {num_cards} cards of this host, got {local_rank}")
+    device = torch.device("cuda", local_rank % num_cards)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _check_cards(peers: list[Peer], locals_: list[int]) -> None:
+    """Every rank checks all ranks, so that all raise where one would have to."""
+    for peer, local_rank in zip(peers, locals_, strict=True):
+        if local_rank >= peer.num_gpus:
+            raise ValueError(
+                f"backend 'nccl': expected at most one rank per card, got local rank {local_rank} on a host with "
+                f"{peer.num_gpus} cards (rank {peer.rank}): start fewer ranks there, or use backend='gloo'"
+            )
+
+
+def _local_rank(peer: Peer, peers: list[Peer]) -> int:
+    """What the launcher said, else the position among the ranks of the same host."""
+    if peer.local_rank is not None:
+        return peer.local_rank
+    return [other.rank for other in peers if other.host == peer.host].index(peer.rank)
+
+
+def _host_identity() -> str:
+    """Equal for two processes exactly if they run on one machine (containers count as machines)."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}".strip()
+
+
+def _usable_cpus() -> str:
+    if hasattr(os, "sched_getaffinity"):
+        return ",".join(str(cpu) for cpu in sorted(os.sched_getaffinity(0)))
+    return ",".join(str(cpu) for cpu in range(os.cpu_count() or 1))
+
+
+def _share_processors(me: Peer, same_host: list[Peer]) -> None:
+    """Divide the processors among the ranks that may use the same ones, unless OMP_NUM_THREADS decides.
+
+    A launcher that gives every rank its own processors has divided them already.
+    """
+    sharers = sum(peer.cpus == me.cpus for peer in same_host)
+    if sharers > 1 and not os.environ.get("OMP_NUM_THREADS"):
+        share = max(1, len(me.cpus.split(",")) // sharers)
+        if share < torch.get_num_threads():
+            torch.set_num_threads(share)
+
+
+def _seed_everything(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    try:
+        import numpy
+    except ImportError:
+        return
+    numpy.random.seed(seed % 2**32)

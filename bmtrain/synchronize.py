@@ -1,0 +1,74 @@
+"""Barrier and the reductions that training scripts use for logging."""
+
+from __future__ import annotations
+
+import torch
+
+from ._deprecate import warn_once
+from .global_var import context
+
+__all__ = ["gather_result", "sum_loss", "synchronize", "wait_loader"]
+
+
+def synchronize() -> None:
+    """Wait until every rank is here and the work queued on this rank's device has completed. [collective]
+
+    Raises:
+        RuntimeError: before `init_distributed`.
+    """
+    current = context("synchronize()")
+    if current.device.type == "cuda":
+        torch.cuda.synchronize(current.device)
+    current.groups["zero"].comm.barrier("synchronize")
+
+
+def wait_loader() -> None:
+    """Wait until parameters being loaded are usable; nothing is ever pending, kept for old scripts.
+
+    Raises:
+        RuntimeError: before `init_distributed`.
+    """
+    context("wait_loader()")
+
+
+def sum_loss(loss: torch.Tensor, comm: object = None) -> torch.Tensor:
+    """Mean of ``loss`` over the ranks: despite the name not a sum. [collective]
+
+    Args:
+        loss: floating-point tensor of the same shape on every rank.
+        comm: communicator; default all ranks.
+
+    Raises:
+        RuntimeError: before `init_distributed`.
+    """
+    from .distributed import all_reduce
+
+    warn_once("sum_loss", "sum_loss() is deprecated: write distributed.all_reduce(loss, 'avg')")
+    return all_reduce(loss, "avg", comm)  # type: ignore[arg-type]
+
+
+def gather_result(x: torch.Tensor) -> torch.Tensor:
+    """Concatenate the ranks' tensors along dim 0, in rank order. [collective]
+
+    Args:
+        x: tensor of the same shape and dtype on every rank, on any device; a 0-d tensor counts as one element.
+
+    Returns:
+        tensor of shape ``(world_size * x.shape[0], ...)`` on the device of ``x``.
+
+    Raises:
+        RuntimeError: before `init_distributed`.
+    """
+    from .distributed import all_gather
+
+    current = context("gather_result()")
+    warn_once("gather_result", "gather_result() is deprecated: write distributed.all_gather(x).flatten(0, 1)")
+    rows = x.unsqueeze(0) if x.dim() == 0 else x
+    return all_gather(rows.to(current.device)).flatten(0, 1).to(x.device)
+
+
+# `bmtrain.synchronize` is this function, which hides the module of the same name from `import
+# bmtrain.synchronize as s` (but not from `from bmtrain.synchronize import ...`): it carries the others along.
+for _function in (gather_result, sum_loss, synchronize, wait_loader):
+    setattr(synchronize, _function.__name__, _function)
+del _function

@@ -1,0 +1,195 @@
+"""Where a rank stands: its coordinates in the pipeline, tensor-parallel and sharding groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+__all__ = ["GroupKind", "Topology"]
+
+
+class GroupKind(str, Enum):
+    """The families of groups that the world is cut into; every rank is in one group of each family."""
+
+    ZERO = "zero"  # the whole world
+    TP = "tp"  # consecutive ranks that compute one loss together
+    PIPE = "pipe"  # one rank of every pipeline stage
+    TP_ZERO = "tp_zero"  # ranks with equal tp coordinate: shards of tensor-parallel parameters
+    PP_ZERO = "pp_zero"  # ranks of one stage: shards of the stage's ordinary parameters
+    PP_TP_ZERO = "pp_tp_zero"  # ranks of one stage with equal tp coordinate
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The place of one rank in a world cut into ``pipe_size`` stages of groups of ``tp_size`` ranks.
+
+    With ``S = world_size // pipe_size`` ranks in a stage, rank ``r`` is number ``r % S`` of stage ``r // S``
+    and number ``r % tp_size`` of tensor-parallel group ``r // tp_size``. For every family of groups there
+    is an ``..._idx`` (which group) and a coordinate (the rank inside it); see :meth:`get_group_id` and
+    :meth:`get_group_rank`.
+
+    Args:
+        rank: this process, ``0 <= rank < world_size``.
+        world_size: number of processes.
+        pipe_size: number of pipeline stages, at least 1.
+        tp_size: ranks in a tensor-parallel group, at least 1.
+
+    Raises:
+        ValueError: sizes that do not factor the world, or a rank outside it.
+
+    Example:
+        >>> place = Topology(rank=5, world_size=8, pipe_size=2, tp_size=2)
+        >>> place.stage_id, place.tp_id, place.pp_tp_zero_id
+        (1, 1, 0)
+        >>> place.members("pipe"), place.members("tp")
+        ((1, 5), (4, 5))
+    """
+
+    rank: int
+    world_size: int
+    pipe_size: int = 1
+    tp_size: int = 1
+
+    stages: int = field(init=False)
+    stage_id: int = field(init=False)
+    pipe_idx: int = field(init=False)
+    tp_id: int = field(init=False)
+    tp_idx: int = field(init=False)
+    pp_zero_idx: int = field(init=False)
+    pp_zero_id: int = field(init=False)
+    tp_zero_idx: int = field(init=False)
+    tp_zero_id: int = field(init=False)
+    pp_tp_zero_idx: int = field(init=False)
+    pp_tp_zero_id: int = field(init=False)
+    zero_idx: int = field(init=False)
+    zero_id: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._validate()
+        rank, tp = self.rank, self.tp_size
+        stage_size = self.world_size // self.pipe_size
+        stage_id, pipe_idx = divmod(rank, stage_size)
+        tp_idx, tp_id = divmod(rank, tp)
+        coordinates = {
+            "stages": self.pipe_size,
+            "stage_id": stage_id,
+            "pipe_idx": pipe_idx,
+            "tp_id": tp_id,
+            "tp_idx": tp_idx,
+            "pp_zero_idx": stage_id,
+            "pp_zero_id": pipe_idx,
+            "tp_zero_idx": tp_id,
+            "tp_zero_id": tp_idx,
+            "pp_tp_zero_idx": stage_id * tp + tp_id,
+            "pp_tp_zero_id": pipe_idx // tp,
+            "zero_idx": 0,
+            "zero_id": rank,
+        }
+        for name, value in coordinates.items():
+            object.__setattr__(self, name, value)
+
+    def _validate(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"world_size: expected at least 1, got {self.world_size}")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank: expected 0 <= rank < world_size {self.world_size}, got {self.rank}")
+        if self.pipe_size < 1 or self.tp_size < 1:
+            raise ValueError(
+                f"pipe_size and tp_size: expected at least 1, got pipe_size {self.pipe_size}, "
+                f"tp_size {self.tp_size}"
+            )
+        factor = self.pipe_size * self.tp_size
+        if self.world_size % factor:
+            raise ValueError(
+                f"world_size {self.world_size} must be divisible by pipe_size * tp_size = "
+                f"{self.pipe_size} * {self.tp_size} = {factor} (remainder {self.world_size % factor}): "
+                "start another number of ranks, or change pipe_size or tp_size"
+            )
+
+    def get_group_id(self, name: str) -> int:
+        """The number of this rank's group in a family: ``"pipe"``, ``"zero"``, ``"tp_zero"``, ``"tp"``, ...
+
+        Raises:
+            ValueError: for a name that is no family of groups.
+        """
+        return int(getattr(self, _ID_ATTRIBUTES[_kind(name)][0]))
+
+    def get_group_rank(self, name: str) -> int:
+        """This rank's number inside its group of a family; names as in :meth:`get_group_id`.
+
+        Raises:
+            ValueError: for a name that is no family of groups.
+        """
+        return int(getattr(self, _ID_ATTRIBUTES[_kind(name)][1]))
+
+    def members(self, name: str) -> tuple[int, ...]:
+        """The world ranks of this rank's group of a family, in the order of their ranks inside it."""
+        return self.groups(name)[self.get_group_id(name)]
+
+    def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """The world ranks of every group of a family, in group order."""
+        world, tp, kind = self.world_size, self.tp_size, _kind(name)
+        stage_size = world // self.pipe_size
+        if kind is GroupKind.PIPE:
+            return tuple(tuple(range(i, world, stage_size)) for i in range(stage_size))
+        if kind is GroupKind.TP:
+            return tuple(tuple(range(i, i + tp)) for i in range(0, world, tp))
+        if kind is GroupKind.TP_ZERO:
+            return tuple(tuple(range(i, world, tp)) for i in range(tp))
+        starts = range(0, world, stage_size)
+        if kind is GroupKind.PP_ZERO:
+            return tuple(tuple(range(s, s + stage_size)) for s in starts)
+        if kind is GroupKind.PP_TP_ZERO:
+            return tuple(tuple(range(s + i, s + stage_size, tp)) for s in starts for i in range(tp))
+        return (tuple(range(world)),)
+
+    # Names of the 0.2.x releases.
+
+    @property
+    def next_rank(self) -> int:
+        """The following stage, -1 on the last one."""
+        return self.stage_id + 1 if self.stage_id + 1 < self.stages else -1
+
+    @property
+    def prev_rank(self) -> int:
+        """The preceding stage, -1 on the first one."""
+        return self.stage_id - 1
+
+    @property
+    def pp_group(self) -> list[list[int]]:
+        """World ranks of every pipeline, stage by stage."""
+        return [list(group) for group in self.groups(GroupKind.PIPE)]
+
+    @property
+    def dp_group(self) -> list[list[int]]:
+        """World ranks of every stage."""
+        return [list(group) for group in self.groups(GroupKind.PP_ZERO)]
+
+    @property
+    def heads(self) -> list[int]:
+        """World ranks of the first stage."""
+        return self.dp_group[0]
+
+    @property
+    def tails(self) -> list[int]:
+        """World ranks of the last stage."""
+        return self.dp_group[-1]
+
+
+# Family -> (attribute with the group's number, attribute with the rank inside the group).
+_ID_ATTRIBUTES: dict[GroupKind, tuple[str, str]] = {
+    GroupKind.ZERO: ("zero_idx", "zero_id"),
+    GroupKind.TP: ("tp_idx", "tp_id"),
+    GroupKind.PIPE: ("pipe_idx", "stage_id"),
+    GroupKind.TP_ZERO: ("tp_zero_idx", "tp_zero_id"),
+    GroupKind.PP_ZERO: ("pp_zero_idx", "pp_zero_id"),
+    GroupKind.PP_TP_ZERO: ("pp_tp_zero_idx", "pp_tp_zero_id"),
+}
+
+
+def _kind(name: str) -> GroupKind:
+    try:
+        return GroupKind(name)
+    except ValueError:
+        names = ", ".join(repr(kind.value) for kind in GroupKind)
+        raise ValueError(f"name: expected one of {names}, got {name!r}") from None
