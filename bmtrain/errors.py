@@ -1,0 +1,17 @@
+"""The errors of the library that are not plain ValueError or TypeError."""
+
+from __future__ import annotations
+
+__all__ = ["BMTrainError", "CommunicationError"]
+
+
+class BMTrainError(RuntimeError):
+    """What every error that is specific to this library derives from."""
+
+
+class CommunicationError(BMTrainError):
+    """A rank is gone, late, or did something else than the others.
+
+    The message names the operation, what it served, its sequence number, the group, this rank, and the rank that did
+    not answer. After it the communicator is aborted: every later operation on it fails with the first reason.
+    """
