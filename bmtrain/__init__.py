@@ -1,16 +1,16 @@
-"""Sharded (ZeRO) training of large models: parameters, gradients and optimizer state spread over the ranks."""
+"""Sharded (ZeRO) training: parameters, gradients and optimizer state spread over all ranks."""
 
 from __future__ import annotations
 
 from . import debug, global_var, hook_func, init, utils
+from ._version import __version__
 from .global_var import config, rank, world_size
 from .init import init_distributed
 from .synchronize import gather_result, sum_loss, synchronize, wait_loader
 from .utils import load_nccl_pypi, print_block, print_dict, print_rank, see_memory
 
-__version__ = "1.1.0"
-
 __all__ = [
+    "__version__",
     "config",
     "debug",
     "gather_result",

@@ -160,7 +160,9 @@ def install(context: Context) -> None:
     """
     global _current
     if _current is not None:
-        raise RuntimeError("bmtrain is initialized already: init_distributed() may be called once per process")
+        raise RuntimeError(
+            "bmtrain is initialized already: init_distributed() may be called once per process"
+        )
     _current = context
 
 

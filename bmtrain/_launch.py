@@ -95,9 +95,7 @@ _SOURCES = (
 )
 
 
-def read_launch(
-    init_method: str, environ: Mapping[str, str], argv: Sequence[str]
-) -> Launch:
+def read_launch(init_method: str, environ: Mapping[str, str], argv: Sequence[str]) -> Launch:
     """Read this process's place from the launcher's variables; changes neither ``environ`` nor ``argv``.
 
     Args:
@@ -120,7 +118,9 @@ def read_launch(
     if source is not None:
         # What the URL says is not looked up: a variable it overrides may be absent.
         rank = _integer(environ, source.rank, source, minimum=0) if rank is None else rank
-        world_size = _integer(environ, source.world_size, source, minimum=1) if world_size is None else world_size
+        world_size = (
+            _integer(environ, source.world_size, source, minimum=1) if world_size is None else world_size
+        )
     elif (rank is None) != (world_size is None):
         raise ValueError(
             f"init_method: expected both rank and world_size in the query, or a launcher, got {init_method!r}"
@@ -222,7 +222,9 @@ def _parse_url(init_method: str) -> tuple[SplitResult, dict[str, int]]:
     query = {}
     for name, values in parse_qs(url.query).items():
         if name in ("rank", "world_size"):
-            query[name] = _parse_integer(values[-1], f"{name} in init_method {init_method!r}", name == "world_size")
+            query[name] = _parse_integer(
+                values[-1], f"{name} in init_method {init_method!r}", name == "world_size"
+            )
     return url, query
 
 
@@ -246,7 +248,9 @@ def _read_meeting(
         port = None
         host = url.hostname
     if not host or not port:
-        raise ValueError(f"init_method: expected tcp://host:port with a port from 1 to 65535, got {init_method!r}")
+        raise ValueError(
+            f"init_method: expected tcp://host:port with a port from 1 to 65535, got {init_method!r}"
+        )
     return Meeting("tcp", host, port, served=agent_serves and (host, port) == (master, master_port))
 
 

@@ -246,7 +246,9 @@ class Rendezvous:
         try:
             if socket.has_dualstack_ipv6():
                 try:
-                    return socket.create_server(("", meeting.port), family=socket.AF_INET6, dualstack_ipv6=True)
+                    return socket.create_server(
+                        ("", meeting.port), family=socket.AF_INET6, dualstack_ipv6=True
+                    )
                 except OSError as error:
                     if error.errno == errno.EADDRINUSE:
                         raise

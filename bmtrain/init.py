@@ -96,7 +96,9 @@ def init_distributed(
         (0, 1, True)
     """
     if _context.current() is not None:
-        raise RuntimeError("bmtrain is initialized already: init_distributed() may be called once per process")
+        raise RuntimeError(
+            "bmtrain is initialized already: init_distributed() may be called once per process"
+        )
     if not isinstance(init_method, str):
         seed = _integer("init_method", init_method)
         init_method = "env://"
@@ -109,7 +111,9 @@ def init_distributed(
     launch = read_launch(init_method, os.environ, sys.argv)
     place = Topology(launch.rank, launch.world_size, options.pipe_size, options.tp_size)
     attempt = next(_attempts)
-    context = _alone(launch, place, options) if launch.world_size == 1 else _join(launch, place, options, attempt)
+    context = (
+        _alone(launch, place, options) if launch.world_size == 1 else _join(launch, place, options, attempt)
+    )
     _context.install(context)
     config["loss_scale_factor"] = factor
     config["loss_scale_steps"] = steps
@@ -189,7 +193,9 @@ def _seconds(timeout: float | timedelta) -> float:
     if isinstance(timeout, timedelta):
         timeout = timeout.total_seconds()
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(f"timeout: expected seconds or a timedelta, got {timeout!r} ({type(timeout).__name__})")
+        raise TypeError(
+            f"timeout: expected seconds or a timedelta, got {timeout!r} ({type(timeout).__name__})"
+        )
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout: expected a positive, finite number of seconds, got {timeout!r}")
     return float(timeout)
@@ -220,7 +226,9 @@ def _choose_backend(backend: str | None) -> str:
         if not has_gpu:
             raise ValueError(f"{name}: 'nccl' needs a usable CUDA device, got none: use 'gloo'")
         if not has_nccl:
-            raise BMTrainError(f"{name}: 'nccl' is not available, this build has no NCCL communicator: use 'gloo'")
+            raise BMTrainError(
+                f"{name}: 'nccl' is not available, this build has no NCCL communicator: use 'gloo'"
+            )
     return backend or ("nccl" if has_gpu and has_nccl else "gloo")
 
 
@@ -326,7 +334,9 @@ def _connect_groups(
                     assert meeting is not None
                     create = getattr(_comm, f"create_{backend}")
                     made[members] = tuple(
-                        create(meeting.store, f"{name}/{group_id}/{purpose}", rank, len(members), timeout, label)
+                        create(
+                            meeting.store, f"{name}/{group_id}/{purpose}", rank, len(members), timeout, label
+                        )
                         for purpose, label in (("gather", name), ("reduce", f"{name}.reduce"))
                     )
             comm, reduce_comm = made[members]
@@ -344,7 +354,9 @@ def _select_device(backend: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     num_cards = torch.cuda.device_count()
     if backend == "nccl" and local_rank >= num_cards:
-        raise ValueError(f"local rank: expected less than the {num_cards} cards of this host, got {local_rank}")
+        raise ValueError(
+            f"local rank: expected less than the {num_cards} cards of this host, got {local_rank}"
+        )
     device = torch.device("cuda", local_rank % num_cards)
     torch.cuda.set_device(device)
     return device

@@ -154,7 +154,9 @@ def load_nccl_pypi() -> None:
             return
         except OSError:
             continue
-    raise ImportError("no NCCL library found (libnccl.so.2): run `pip install nvidia-nccl-cu12`, or install NCCL")
+    raise ImportError(
+        "no NCCL library found (libnccl.so.2): run `pip install nvidia-nccl-cu12`, or install NCCL"
+    )
 
 
 class AverageRecorder:
