@@ -1,0 +1,12 @@
+// One function per folder of the core, each adding its classes to the module.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace bmtrain {
+
+void bind_comm(py::module_& module);
+void bind_shard(py::module_& module);
+void bind_optim(py::module_& module);
+
+}  // namespace bmtrain

@@ -1,0 +1,85 @@
+#include "comm/arguments.h"
+
+#include "common/check.h"
+
+namespace bmtrain {
+
+std::string describe(const Communicator& comm, const char* op) {
+  return detail::join(op, " on group \"", comm.name(), "\", rank ", comm.rank(), " of ", comm.size());
+}
+
+void check_tensor(const Communicator& comm, const char* op, const char* argument, const at::Tensor& tensor) {
+  BMT_CHECK(TypeError, tensor.defined(), describe(comm, op), ": ", argument, " must be a tensor, got None");
+  BMT_CHECK(TypeError, tensor.layout() == at::kStrided, describe(comm, op), ": ", argument,
+            " must be a dense tensor, got layout ", tensor.layout());
+  BMT_CHECK(TypeError, tensor.device().is_cpu() || tensor.device().is_cuda(), describe(comm, op), ": ", argument,
+            " must be on the CPU or a CUDA device, got ", tensor.device());
+  BMT_CHECK(TypeError, tensor.is_contiguous(), describe(comm, op), ": ", argument,
+            " must be contiguous, got shape ", tensor.sizes(), " with strides ", tensor.strides());
+}
+
+void check_sizes(const Communicator& comm, const char* op, const char* large_name, const at::Tensor& large,
+                 const char* small_name, const at::Tensor& small) {
+  check_tensor(comm, op, large_name, large);
+  check_tensor(comm, op, small_name, small);
+  BMT_CHECK(TypeError, large.scalar_type() == small.scalar_type(), describe(comm, op), ": ", large_name, " and ",
+            small_name, " must have the same dtype, got ", large.scalar_type(), " and ", small.scalar_type());
+  BMT_CHECK(TypeError, large.device() == small.device(), describe(comm, op), ": ", large_name, " and ", small_name,
+            " must be on the same device, got ", large.device(), " and ", small.device());
+  BMT_CHECK(ValueError, large.numel() == comm.size() * small.numel(), describe(comm, op), ": ", large_name,
+            " must have ", comm.size(), " * ", small.numel(), " = ", comm.size() * small.numel(),
+            " elements (group size times ", small_name, "), got ", large.numel());
+}
+
+void check_rank(const Communicator& comm, const char* op, const char* argument, int rank) {
+  BMT_CHECK(ValueError, 0 <= rank && rank < comm.size(), describe(comm, op), ": ", argument,
+            " must be a rank of the group, 0 to ", comm.size() - 1, ", got ", rank);
+}
+
+void check_reducible(const Communicator& comm, const char* op, const at::Tensor& tensor, ReduceOp reduce_op) {
+  switch (tensor.scalar_type()) {
+    case at::kHalf:
+    case at::kBFloat16:
+    case at::kFloat:
+    case at::kDouble:
+      return;
+    case at::kBool:
+    case at::kByte:
+    case at::kChar:
+    case at::kShort:
+    case at::kInt:
+    case at::kLong:
+      BMT_CHECK(ValueError, reduce_op != ReduceOp::kAvg, describe(comm, op),
+                ": the average needs a floating-point tensor, got ", tensor.scalar_type());
+      return;
+    default:
+      BMT_CHECK(TypeError, false, describe(comm, op),
+                ": expected a dtype of bool, uint8, int8, int16, int32, int64, float16, bfloat16, float32 or float64 "
+                "for a reduction, got ",
+                tensor.scalar_type());
+  }
+}
+
+void TrafficCounter::add(const char* op, std::int64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  Traffic& count = counts_[op];
+  count.messages += 1;
+  count.bytes += bytes;
+}
+
+void TrafficCounter::add_bytes(const char* op, std::int64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  counts_[op].bytes += bytes;
+}
+
+std::vector<std::pair<std::string, Traffic>> TrafficCounter::snapshot() const {
+  const std::lock_guard lock(mutex_);
+  return {counts_.begin(), counts_.end()};
+}
+
+void TrafficCounter::reset() {
+  const std::lock_guard lock(mutex_);
+  counts_.clear();
+}
+
+}  // namespace bmtrain

@@ -1,0 +1,80 @@
+#include "bindings.h"
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "comm/communicator.h"
+#include "comm/gloo_communicator.h"
+#include "comm/single_communicator.h"
+
+namespace bmtrain {
+namespace {
+
+// Every call may wait for other ranks, directly or for a lock: none of them holds the interpreter.
+using Released = py::call_guard<py::gil_scoped_release>;
+
+py::dict traffic_as_dict(const Communicator& comm) {
+  py::dict result;
+  for (const auto& [op, count] : comm.traffic()) {
+    result[py::str(op)] = py::make_tuple(count.messages, count.bytes);
+  }
+  return result;
+}
+
+void bind_interface(py::module_& module) {
+  py::enum_<ReduceOp>(module, "ReduceOp", "How the ranks' values are combined.")
+      .value("SUM", ReduceOp::kSum)
+      .value("AVG", ReduceOp::kAvg)
+      .value("MAX", ReduceOp::kMax)
+      .value("MIN", ReduceOp::kMin)
+      .value("PROD", ReduceOp::kProd);
+
+  py::class_<Work, WorkPtr>(module, "Work", "An operation under way.")
+      .def("wait", &Work::wait, Released())
+      .def("is_completed", &Work::is_completed, Released());
+
+  const auto label = [] { return py::arg("label") = ""; };
+  py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator",
+                                                          "One group of ranks that can exchange tensors.")
+      .def_property_readonly("rank", &Communicator::rank)
+      .def_property_readonly("size", &Communicator::size)
+      .def_property_readonly("name", &Communicator::name)
+      .def_property_readonly("backend", &Communicator::backend)
+      .def("all_gather", &Communicator::all_gather, py::arg("output"), py::arg("input"), label(), Released())
+      .def("all_to_all", &Communicator::all_to_all, py::arg("output"), py::arg("input"), label(), Released())
+      .def("reduce_scatter", &Communicator::reduce_scatter, py::arg("output"), py::arg("input"), py::arg("op"),
+           label(), Released())
+      .def("all_reduce", &Communicator::all_reduce, py::arg("tensor"), py::arg("op"), label(), Released())
+      .def("reduce", &Communicator::reduce, py::arg("tensor"), py::arg("op"), py::arg("root"), label(), Released())
+      .def("broadcast", &Communicator::broadcast, py::arg("tensor"), py::arg("root"), label(), Released())
+      .def("send", &Communicator::send, py::arg("tensor"), py::arg("peer"), label(), Released())
+      .def("recv", &Communicator::recv, py::arg("tensor"), py::arg("peer"), label(), Released())
+      .def("barrier", &Communicator::barrier, label(), Released())
+      .def("abort", &Communicator::abort, py::arg("reason"), Released())
+      .def("close", &Communicator::close, Released())
+      .def("traffic", &traffic_as_dict)
+      .def("reset_traffic", &Communicator::reset_traffic)
+      .def("__repr__", [](const Communicator& comm) {
+        return "<" + comm.backend() + " communicator \"" + comm.name() + "\", rank " + std::to_string(comm.rank()) +
+               " of " + std::to_string(comm.size()) + ">";
+      });
+}
+
+}  // namespace
+
+void bind_comm(py::module_& module) {
+  bind_interface(module);
+  py::class_<SingleCommunicator, Communicator, std::shared_ptr<SingleCommunicator>>(
+      module, "SingleCommunicator", "The communicator of a group with one rank.")
+      .def(py::init<std::string>(), py::arg("name"));
+  py::class_<GlooCommunicator, Communicator, std::shared_ptr<GlooCommunicator>>(
+      module, "GlooCommunicator", "Ranks connected by a Gloo process group.")
+      .def(py::init<c10::intrusive_ptr<c10d::ProcessGroup>, int, int, std::string, double>(),
+           py::arg("process_group"), py::arg("rank"), py::arg("size"), py::arg("name"), py::arg("timeout_seconds"),
+           Released());
+}
+
+}  // namespace bmtrain

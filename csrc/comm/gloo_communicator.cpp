@@ -1,0 +1,330 @@
+#include "comm/gloo_communicator.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "comm/gloo_work.h"
+#include "comm/ordered_reduce.h"
+#include "common/check.h"
+
+namespace bmtrain {
+namespace {
+
+// Up to here an all_reduce gathers everything everywhere: one exchange instead of two.
+constexpr std::int64_t kSmallAllReduceBytes = 64 * 1024;
+
+std::int64_t bytes_of(const at::Tensor& tensor) { return tensor.numel() * static_cast<std::int64_t>(tensor.element_size()); }
+
+char* data_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.data_ptr()); }
+
+at::Tensor scratch(std::int64_t bytes) { return at::empty({bytes}, at::TensorOptions().dtype(at::kByte)); }
+
+// Several ranks that share one GPU talk through CPU memory: Gloo moves host bytes only.
+at::Tensor staged(const at::Tensor& tensor) { return tensor.is_cuda() ? tensor.detach().cpu() : tensor; }
+
+at::Tensor staged_empty(const at::Tensor& tensor) {
+  return tensor.is_cuda() ? at::empty(tensor.sizes(), tensor.options().device(at::kCPU)) : tensor;
+}
+
+// Copies a result that was staged back to where the caller wants it.
+std::function<void()> publisher(const at::Tensor& host, const at::Tensor& destination) {
+  if (!destination.is_cuda()) {
+    return [] {};
+  }
+  return [host, destination] {
+    const at::NoGradGuard no_grad;
+    destination.detach().copy_(host);
+  };
+}
+
+void copy_own(char* to, const char* from, std::int64_t bytes) {
+  if (to != from && bytes > 0) {
+    std::memcpy(to, from, static_cast<std::size_t>(bytes));
+  }
+}
+
+// Rank r's element range of a tensor cut into `size` slices, the last ones shorter or empty.
+struct Slice {
+  std::int64_t begin;
+  std::int64_t numel;
+};
+
+Slice slice_of(std::int64_t numel, int size, int rank) {
+  const std::int64_t partition = (numel + size - 1) / size;
+  const std::int64_t begin = std::min(numel, rank * partition);
+  return {begin, std::min(numel, begin + partition) - begin};
+}
+
+// What ends an operation: `last` on the caller's thread, then nothing.
+std::function<GlooStep()> finally(std::function<void()> last) {
+  return [last = std::move(last)] {
+    last();
+    return GlooStep{};
+  };
+}
+
+// Pointers to one slice per rank in rank order: this rank's own, and the others' as they lie in `received`, which has
+// no slot for this rank.
+std::vector<const void*> in_rank_order(int rank, int size, const void* own, const at::Tensor& received,
+                                       std::int64_t bytes) {
+  std::vector<const void*> inputs;
+  inputs.reserve(static_cast<std::size_t>(size));
+  for (int r = 0; r < size; ++r) {
+    inputs.push_back(r == rank ? own : data_of(received) + (r < rank ? r : r - 1) * bytes);
+  }
+  return inputs;
+}
+
+// The receives that fill `received` as in_rank_order reads it.
+void post_recv_others(GlooLink& link, const GlooOperation& operation, const at::Tensor& received, std::int64_t bytes,
+                      GlooTransfers& transfers) {
+  for (int r = 0, slot = 0; r < link.size(); ++r) {
+    if (r != link.rank()) {
+      link.post_recv(operation, data_of(received) + slot++ * bytes, bytes, r, transfers);
+    }
+  }
+}
+
+// Peers in the order rank + 1, rank + 2, ...: so that not all ranks send to the same one first.
+template <typename F>
+void for_each_peer(const GlooLink& link, F&& visit) {
+  for (int distance = 1; distance < link.size(); ++distance) {
+    visit((link.rank() + distance) % link.size());
+  }
+}
+
+int detail_of(at::ScalarType dtype, ReduceOp op, int root = 0) {
+  return static_cast<int>(dtype) * 1000003 + static_cast<int>(op) * 10007 + root;
+}
+
+}  // namespace
+
+GlooCommunicator::GlooCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> process_group, int rank, int size,
+                                   std::string name, double timeout_seconds)
+    : link_(std::make_shared<GlooLink>(std::move(process_group), rank, size, std::move(name), timeout_seconds)) {}
+
+GlooCommunicator::~GlooCommunicator() { link_->close(); }
+
+WorkPtr GlooCommunicator::all_gather(at::Tensor output, at::Tensor input, const std::string& label) {
+  check_sizes(*this, "all_gather", "output", output, "input", input);
+  const std::int64_t bytes = bytes_of(input);
+  const GlooOperation operation = link_->begin("all_gather", label, bytes, 0);
+  const at::Tensor from = staged(input);
+  const at::Tensor to = staged_empty(output);
+  GlooStep step;
+  for_each_peer(*link_, [&](int r) {
+    link_->post_recv(operation, data_of(to) + r * bytes, bytes, r, step.transfers);
+    link_->post_send(operation, data_of(from), bytes, r, step.transfers);
+  });
+  copy_own(data_of(to) + rank() * bytes, data_of(from), bytes);
+  step.then = finally(publisher(to, output));
+  traffic_.add("all_gather", bytes * (size() - 1));
+  return std::make_shared<GlooWork>(link_, operation, std::move(step), std::vector{output, input, from, to});
+}
+
+WorkPtr GlooCommunicator::all_to_all(at::Tensor output, at::Tensor input, const std::string& label) {
+  check_tensor(*this, "all_to_all", "output", output);
+  check_tensor(*this, "all_to_all", "input", input);
+  BMT_CHECK(TypeError, output.scalar_type() == input.scalar_type() && output.device() == input.device(),
+            bmtrain::describe(*this, "all_to_all"), ": output and input must have the same dtype and device, got ",
+            output.scalar_type(), " on ", output.device(), " and ", input.scalar_type(), " on ", input.device());
+  BMT_CHECK(ValueError, output.numel() == input.numel() && input.numel() % size() == 0,
+            bmtrain::describe(*this, "all_to_all"), ": output and input must have equal sizes divisible by ", size(),
+            ", got ", output.numel(), " and ", input.numel(), " elements");
+  BMT_CHECK(ValueError, input.numel() == 0 || output.data_ptr() != input.data_ptr(),
+            bmtrain::describe(*this, "all_to_all"), ": output must not be input");
+  const std::int64_t bytes = bytes_of(input) / size();
+  const GlooOperation operation = link_->begin("all_to_all", label, bytes, 0);
+  const at::Tensor from = staged(input);
+  const at::Tensor to = staged_empty(output);
+  GlooStep step;
+  for_each_peer(*link_, [&](int r) {
+    link_->post_recv(operation, data_of(to) + r * bytes, bytes, r, step.transfers);
+    link_->post_send(operation, data_of(from) + r * bytes, bytes, r, step.transfers);
+  });
+  copy_own(data_of(to) + rank() * bytes, data_of(from) + rank() * bytes, bytes);
+  step.then = finally(publisher(to, output));
+  traffic_.add("all_to_all", bytes * (size() - 1));
+  return std::make_shared<GlooWork>(link_, operation, std::move(step), std::vector{output, input, from, to});
+}
+
+WorkPtr GlooCommunicator::reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op, const std::string& label) {
+  check_sizes(*this, "reduce_scatter", "input", input, "output", output);
+  check_reducible(*this, "reduce_scatter", input, op);
+  const std::int64_t bytes = bytes_of(output);
+  const GlooOperation operation =
+      link_->begin("reduce_scatter", label, bytes, detail_of(input.scalar_type(), op));
+  const at::Tensor from = staged(input);
+  const at::Tensor to = staged_empty(output);
+  const at::Tensor received = scratch(bytes * (size() - 1));
+  GlooStep step;
+  post_recv_others(*link_, operation, received, bytes, step.transfers);
+  for_each_peer(*link_, [&](int r) {
+    link_->post_send(operation, data_of(from) + r * bytes, bytes, r, step.transfers);
+  });
+  step.then = finally([=, rank = rank(), size = size(), publish = publisher(to, output)] {
+    const auto inputs = in_rank_order(rank, size, data_of(from) + rank * bytes, received, bytes);
+    ordered_reduce(data_of(to), inputs, to.numel(), to.scalar_type(), op);
+    publish();
+  });
+  traffic_.add("reduce_scatter", bytes * (size() - 1));
+  return std::make_shared<GlooWork>(link_, operation, std::move(step), std::vector{output, input, from, received});
+}
+
+WorkPtr GlooCommunicator::all_reduce(at::Tensor tensor, ReduceOp op, const std::string& label) {
+  check_tensor(*this, "all_reduce", "tensor", tensor);
+  check_reducible(*this, "all_reduce", tensor, op);
+  const std::int64_t bytes = bytes_of(tensor);
+  const GlooOperation operation = link_->begin("all_reduce", label, bytes, detail_of(tensor.scalar_type(), op));
+  const at::Tensor host = staged(tensor);
+  if (bytes <= kSmallAllReduceBytes) {
+    return all_reduce_small(host, op, operation, publisher(host, tensor));
+  }
+  return all_reduce_large(host, op, operation, publisher(host, tensor));
+}
+
+WorkPtr GlooCommunicator::all_reduce_small(const at::Tensor& tensor, ReduceOp op, const GlooOperation& operation,
+                                           std::function<void()> publish) {
+  const std::int64_t bytes = operation.bytes;
+  const at::Tensor received = scratch(bytes * (size() - 1));
+  GlooStep step;
+  post_recv_others(*link_, operation, received, bytes, step.transfers);
+  for_each_peer(*link_, [&](int r) { link_->post_send(operation, data_of(tensor), bytes, r, step.transfers); });
+  step.then = finally([=, rank = rank(), size = size()] {
+    const auto inputs = in_rank_order(rank, size, data_of(tensor), received, bytes);
+    ordered_reduce(data_of(tensor), inputs, tensor.numel(), tensor.scalar_type(), op);
+    publish();
+  });
+  traffic_.add("all_reduce", bytes * (size() - 1));
+  return std::make_shared<GlooWork>(link_, operation, std::move(step), std::vector{tensor, received});
+}
+
+WorkPtr GlooCommunicator::all_reduce_large(const at::Tensor& tensor, ReduceOp op, const GlooOperation& operation,
+                                           std::function<void()> publish) {
+  const std::int64_t element = static_cast<std::int64_t>(tensor.element_size());
+  const std::int64_t numel = tensor.numel();
+  const Slice own = slice_of(numel, size(), rank());
+  char* const own_data = data_of(tensor) + own.begin * element;
+  const std::int64_t own_bytes = own.numel * element;
+  const at::Tensor received = scratch(own_bytes * (size() - 1));
+  // Reduce every slice on its own rank ...
+  GlooStep step;
+  post_recv_others(*link_, operation, received, own_bytes, step.transfers);
+  for_each_peer(*link_, [&](int r) {
+    const Slice slice = slice_of(numel, size(), r);
+    link_->post_send(operation, data_of(tensor) + slice.begin * element, slice.numel * element, r, step.transfers);
+  });
+  // ... then gather the slices. Messages with one tag keep their order, so both steps share it.
+  step.then = [=, link = link_, publish = std::move(publish)] {
+    const auto inputs = in_rank_order(link->rank(), link->size(), own_data, received, own_bytes);
+    ordered_reduce(own_data, inputs, own.numel, tensor.scalar_type(), op);
+    GlooStep gather;
+    for_each_peer(*link, [&](int r) {
+      const Slice slice = slice_of(numel, link->size(), r);
+      link->post_recv(operation, data_of(tensor) + slice.begin * element, slice.numel * element, r,
+                      gather.transfers);
+      link->post_send(operation, own_data, own_bytes, r, gather.transfers);
+    });
+    gather.then = finally(publish);
+    return gather;
+  };
+  traffic_.add("all_reduce", numel * element - own_bytes + own_bytes * (size() - 1));
+  auto work = std::make_shared<GlooWork>(link_, operation, std::move(step), std::vector{tensor, received});
+  link_->add_two_step(operation.sequence, work);
+  return work;
+}
+
+WorkPtr GlooCommunicator::reduce(at::Tensor tensor, ReduceOp op, int root, const std::string& label) {
+  check_tensor(*this, "reduce", "tensor", tensor);
+  check_reducible(*this, "reduce", tensor, op);
+  check_rank(*this, "reduce", "root", root);
+  const std::int64_t bytes = bytes_of(tensor);
+  const GlooOperation operation = link_->begin("reduce", label, bytes, detail_of(tensor.scalar_type(), op, root));
+  const at::Tensor host = staged(tensor);
+  GlooStep step;
+  if (rank() != root) {
+    link_->post_send(operation, data_of(host), bytes, root, step.transfers);
+    traffic_.add("reduce", bytes);
+    return std::make_shared<GlooWork>(link_, operation, std::move(step), std::vector{host});
+  }
+  const at::Tensor received = scratch(bytes * (size() - 1));
+  post_recv_others(*link_, operation, received, bytes, step.transfers);
+  step.then = finally([=, rank = rank(), size = size(), publish = publisher(host, tensor)] {
+    const auto inputs = in_rank_order(rank, size, data_of(host), received, bytes);
+    ordered_reduce(data_of(host), inputs, host.numel(), host.scalar_type(), op);
+    publish();
+  });
+  traffic_.add("reduce", 0);
+  return std::make_shared<GlooWork>(link_, operation, std::move(step), std::vector{host, received});
+}
+
+WorkPtr GlooCommunicator::broadcast(at::Tensor tensor, int root, const std::string& label) {
+  check_tensor(*this, "broadcast", "tensor", tensor);
+  check_rank(*this, "broadcast", "root", root);
+  const std::int64_t bytes = bytes_of(tensor);
+  const GlooOperation operation = link_->begin("broadcast", label, bytes, root);
+  GlooStep step;
+  if (rank() == root) {
+    const at::Tensor host = staged(tensor);
+    for_each_peer(*link_, [&](int r) { link_->post_send(operation, data_of(host), bytes, r, step.transfers); });
+    traffic_.add("broadcast", bytes * (size() - 1));
+    return std::make_shared<GlooWork>(link_, operation, std::move(step), std::vector{host});
+  }
+  const at::Tensor host = staged_empty(tensor);
+  link_->post_recv(operation, data_of(host), bytes, root, step.transfers);
+  step.then = finally(publisher(host, tensor));
+  traffic_.add("broadcast", 0);
+  return std::make_shared<GlooWork>(link_, operation, std::move(step), std::vector{tensor, host});
+}
+
+WorkPtr GlooCommunicator::send(at::Tensor tensor, int peer, const std::string& label) {
+  check_tensor(*this, "send", "tensor", tensor);
+  check_rank(*this, "send", "peer", peer);
+  BMT_CHECK(ValueError, peer != rank(), bmtrain::describe(*this, "send"), ": peer must be another rank");
+  const std::int64_t bytes = bytes_of(tensor);
+  const GlooOperation operation = link_->begin_message(true, peer, label, bytes);
+  const at::Tensor host = staged(tensor);
+  GlooStep step;
+  link_->post_send(operation, data_of(host), bytes, peer, step.transfers);
+  traffic_.add("send", bytes);
+  return std::make_shared<GlooWork>(link_, operation, std::move(step), std::vector{host});
+}
+
+WorkPtr GlooCommunicator::recv(at::Tensor tensor, int peer, const std::string& label) {
+  check_tensor(*this, "recv", "tensor", tensor);
+  check_rank(*this, "recv", "peer", peer);
+  BMT_CHECK(ValueError, peer != rank(), bmtrain::describe(*this, "recv"), ": peer must be another rank");
+  const std::int64_t bytes = bytes_of(tensor);
+  const GlooOperation operation = link_->begin_message(false, peer, label, bytes);
+  const at::Tensor host = staged_empty(tensor);
+  GlooStep step;
+  link_->post_recv(operation, data_of(host), bytes, peer, step.transfers);
+  step.then = finally(publisher(host, tensor));
+  traffic_.add("recv", 0);
+  return std::make_shared<GlooWork>(link_, operation, std::move(step), std::vector{tensor, host});
+}
+
+void GlooCommunicator::barrier(const std::string& label) {
+  const GlooOperation operation = link_->begin("barrier", label, 1, 0);
+  const at::Tensor token = at::zeros({1}, at::TensorOptions().dtype(at::kByte));
+  const at::Tensor received = scratch(size() - 1);
+  GlooStep step;
+  post_recv_others(*link_, operation, received, 1, step.transfers);
+  for_each_peer(*link_, [&](int r) { link_->post_send(operation, data_of(token), 1, r, step.transfers); });
+  traffic_.add("barrier", size() - 1);
+  std::make_shared<GlooWork>(link_, operation, std::move(step), std::vector{token, received})->wait();
+}
+
+void GlooCommunicator::abort(const std::string& reason) { link_->abort(reason); }
+
+void GlooCommunicator::close() { link_->close(); }
+
+std::vector<std::pair<std::string, Traffic>> GlooCommunicator::traffic() const { return traffic_.snapshot(); }
+
+void GlooCommunicator::reset_traffic() { traffic_.reset(); }
+
+}  // namespace bmtrain
