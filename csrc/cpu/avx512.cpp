@@ -1,6 +1,12 @@
 // The kernels for AVX-512. See [Note: One body, three levels].
 #if defined(__x86_64__)
 
+#if defined(__GNUC__) && !defined(__clang__)
+// GCC 12's AVX-512 headers start from undefined registers and warn about it (GCC bug 105593).
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
 #include <immintrin.h>
 
 #include <cstddef>
@@ -15,8 +21,6 @@
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,bmi2"))), apply_to = function)
 #else
 #pragma GCC push_options
-// GCC 12's AVX-512 headers start from undefined registers and warn about it (GCC bug 105593).
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,bmi2")
 #endif
 
