@@ -70,27 +70,48 @@ class _Source:
     local_rank: str
     local_size: str
     marker: str | None = None  # the source counts only where this variable is set
+    job: tuple[str, ...] = ()  # variables that name the job, equal on all its ranks
 
 
 _SOURCES = (
-    _Source("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     _Source(
-        "Open MPI",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    _Source("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    _Source(
-        "MVAPICH",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
+        name="torchrun",
+        rank="RANK",
+        world_size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_size="LOCAL_WORLD_SIZE",
+        job=("TORCHELASTIC_RUN_ID",),
     ),
     _Source(
-        "Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_ID"
+        name="Open MPI",
+        rank="OMPI_COMM_WORLD_RANK",
+        world_size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        job=("PMIX_NAMESPACE",),
+    ),
+    _Source(
+        name="MPICH",
+        rank="PMI_RANK",
+        world_size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_size="MPI_LOCALNRANKS",
+    ),
+    _Source(
+        name="MVAPICH",
+        rank="MV2_COMM_WORLD_RANK",
+        world_size="MV2_COMM_WORLD_SIZE",
+        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
+        local_size="MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Source(
+        name="Slurm",
+        rank="SLURM_PROCID",
+        world_size="SLURM_NTASKS",
+        local_rank="SLURM_LOCALID",
+        local_size="SLURM_NTASKS_PER_NODE",
+        marker="SLURM_STEP_ID",
+        job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
     ),
 )
 
@@ -146,7 +167,7 @@ def read_launch(init_method: str, environ: Mapping[str, str], argv: Sequence[str
         local_rank=local_rank,
         local_size=local_size,
         meeting=_read_meeting(url, init_method, source, environ),
-        job=_job(environ),
+        job=_job(source, environ),
     )
 
 
@@ -164,7 +185,8 @@ def _integer(environ: Mapping[str, str], name: str, source: _Source, minimum: in
     if not text:
         other = source.world_size if name == source.rank else source.rank
         raise ValueError(
-            f"environment variable {name}: expected an integer because {other} is set ({source.name}), got nothing"
+            f"environment variable {name}: expected an integer because {other} is set ({source.name}), "
+            "got nothing"
         )
     return _parse_integer(text, f"environment variable {name}", minimum)
 
@@ -278,9 +300,7 @@ def _first_host(nodes: str) -> str:
     return re.sub(r"\[([0-9A-Za-z]+)[^\]]*\]", r"\1", host).strip()
 
 
-def _job(environ: Mapping[str, str]) -> str:
+def _job(source: _Source | None, environ: Mapping[str, str]) -> str:
     """Names this attempt of this job: keys of an attempt are never read by the next one."""
-    run = environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID") or "job"
-    step = environ.get("SLURM_STEP_ID")
-    restart = environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
-    return f"{run}.{step}/{restart}" if step else f"{run}/{restart}"
+    names = [environ.get(name) or "-" for name in source.job] if source else []
+    return "/".join([*names, environ.get("TORCHELASTIC_RESTART_COUNT") or "0"])

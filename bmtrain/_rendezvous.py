@@ -24,7 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch.distributed import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ._launch import Launch, Meeting
 from .errors import BMTrainError, CommunicationError
@@ -107,8 +107,8 @@ class Rendezvous:
             if isinstance(error, BMTrainError):
                 raise
             raise CommunicationError(
-                f"{self._who}: lost the rendezvous at {self._launch.meeting}, probably because the process that "
-                f"serves it (rank 0, or the launcher) ended: look for its error ({_first_line(error)})"
+                f"{self._who}: lost the rendezvous at {self._launch.meeting}, probably because the process "
+                f"that serves it (rank 0, or the launcher) ended: look for its error ({_first_line(error)})"
             ) from None
         if verdict["error"] is None:
             if fault is not None:  # the others had agreed before this process came
@@ -129,12 +129,12 @@ class Rendezvous:
         store, launch = self.store, self._launch
         store.add("present", 1)
         if store.add(f"claimed/{me.rank}", 1) > 1:
-            hint = ""
+            other = "another job on the same port"
             if launch.meeting.scheme == "file":
-                hint = " (or the file is left over from an earlier run: remove it)"
+                other = "a file left over from an earlier run: remove it"
             return "duplicate", (
-                f"rank {me.rank} of {launch.world_size} at {launch.meeting}: expected one process with this rank, "
-                f"got another on {socket.gethostname()} (pid {me.pid}){hint}"
+                f"rank {me.rank} of {launch.world_size} at {launch.meeting}: expected one process with this "
+                f"rank, got a second one on {socket.gethostname()}, pid {me.pid} (or {other})"
             )
         mine = {"rank": me.rank, "settings": {"world size": launch.world_size, **settings}}
         if store.add("first", 1) == 1:
@@ -177,7 +177,7 @@ class Rendezvous:
         )
 
     def _linger(self) -> None:
-        """Keep the store alive until the others have read the verdict: it ends with the process that serves it."""
+        """Stay, if the store ends with this process, until the others have read the verdict."""
         try:
             read = self.store.add("read", 1)
             end = time.monotonic() + _LINGER_SECONDS
@@ -207,7 +207,8 @@ class Rendezvous:
         folder = Path(meeting.path).absolute().parent
         if not folder.is_dir() or not os.access(folder, os.W_OK):
             raise BMTrainError(
-                f"init_method, {self._who}: expected a file in a folder that can be written, got {meeting.path}"
+                f"init_method, {self._who}: expected a file in a folder that can be written, "
+                f"got {meeting.path}"
             )
         store = FileStore(meeting.path, -1)
         store.set_timeout(self._remaining())
@@ -254,9 +255,10 @@ class Rendezvous:
                         raise
             return socket.create_server(("", meeting.port))
         except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
             raise CommunicationError(
-                f"{self._who}: cannot serve the rendezvous at {meeting}: expected port {meeting.port} to be free on "
-                f"this host, got '{error.strerror}': set MASTER_PORT to a free port"
+                f"{self._who}: cannot serve the rendezvous at {meeting}: expected port {meeting.port} to be "
+                f"free on this host, got {reason!r}: set MASTER_PORT to a free port"
             ) from None
 
     def _await_server(self, meeting: Meeting, deadline: float) -> None:
@@ -283,18 +285,18 @@ class Rendezvous:
         reason = _first_line(error)
         if isinstance(error, (socket.gaierror, UnicodeError)):
             return (
-                f"{self._who}: expected the address of a host in MASTER_ADDR or init_method, got {meeting.host!r}, "
-                f"which no name service knows ({reason})"
+                f"{self._who}: expected the address of a host in MASTER_ADDR or init_method, got "
+                f"{meeting.host!r}, which no name service knows ({reason})"
             )
         if self._serves:
             return (
-                f"{self._who} serves port {meeting.port} on {socket.gethostname()}, but {meeting} does not lead "
-                f"there ({reason}): MASTER_ADDR must be an address of the host of rank 0"
+                f"{self._who} serves port {meeting.port} on {socket.gethostname()}, but {meeting} does not "
+                f"lead there ({reason}): MASTER_ADDR must be an address of the host of rank 0"
             )
         server = "the launcher" if meeting.served else "rank 0"
         return (
-            f"{self._who}: nobody answers at {meeting} after {self._timeout:g} s ({reason}): expected {server} there; "
-            "see whether it runs and whether MASTER_ADDR and MASTER_PORT are right"
+            f"{self._who}: nobody answers at {meeting} after {self._timeout:g} s ({reason}): expected "
+            f"{server} there; see whether it runs and whether MASTER_ADDR and MASTER_PORT are right"
         )
 
     def _connect(self, connect: Callable[[], Store]) -> Store:
@@ -303,8 +305,9 @@ class Rendezvous:
             return _within(self._remaining().total_seconds(), connect)
         except (RuntimeError, ValueError, TimeoutError) as error:
             raise CommunicationError(
-                f"{self._who}: expected the rendezvous store at {meeting}, got something that accepts connections but "
-                f"does not answer as one ({_first_line(error)}): another program may be using the port"
+                f"{self._who}: expected the rendezvous store at {meeting}, got something that accepts "
+                f"connections but does not answer as one ({_first_line(error)}): another program may be "
+                "using the port"
             ) from None
 
     def _remaining(self) -> timedelta:
@@ -375,8 +378,8 @@ def _difference(first: dict[str, Any], mine: dict[str, Any]) -> str | None:
         expected = first["settings"].get(name)
         if expected != value:
             return (
-                f"{name}: expected the same on every rank, got {expected!r} on rank {first['rank']} and {value!r} on "
-                f"rank {mine['rank']}"
+                f"{name}: expected the same on every rank, got {expected!r} on rank {first['rank']} and "
+                f"{value!r} on rank {mine['rank']}"
             )
     return None
 

@@ -141,7 +141,8 @@ class Config(MutableMapping[str, Any]):
             self._settings[key] = value
         elif _is_reserved(key):
             raise ValueError(
-                f"config[{key!r}] belongs to bmtrain and cannot be written (got {value!r}): choose another key"
+                f"config[{key!r}] belongs to bmtrain and cannot be written (got {value!r}): "
+                "choose another key"
             )
         else:
             self._user[key] = value

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 
 from . import _context
-from ._context import Context, Group, Streams
+from ._context import Context, Streams
 from ._deprecate import warn_once
+from ._groups import connect_groups
 from ._launch import Launch, read_launch
 from ._rendezvous import Peer, Rendezvous
 from .errors import BMTrainError
 from .global_var import config
-from .topology import GroupKind, Topology
+from .topology import Topology
 from .topology import Topology as topology  # the documented name
 
 __all__ = ["init_distributed", "is_initialized", "topology"]
@@ -111,9 +112,10 @@ def init_distributed(
     launch = read_launch(init_method, os.environ, sys.argv)
     place = Topology(launch.rank, launch.world_size, options.pipe_size, options.tp_size)
     attempt = next(_attempts)
-    context = (
-        _alone(launch, place, options) if launch.world_size == 1 else _join(launch, place, options, attempt)
-    )
+    if launch.world_size == 1:
+        context = _alone(launch, place, options)
+    else:
+        context = _join(launch, place, options, attempt)
     _context.install(context)
     config["loss_scale_factor"] = factor
     config["loss_scale_steps"] = steps
@@ -269,8 +271,8 @@ def _join(launch: Launch, place: Topology, options: _Options, attempt: int) -> C
     local_size = launch.local_size or len(same_host)
     if options.seed != peers[0].seed:
         warnings.warn(
-            f"init_distributed: expected the same seed on every rank, got {options.seed} on rank {launch.rank} and "
-            f"{peers[0].seed} on rank 0, which is used",
+            f"init_distributed: expected the same seed on every rank, got {options.seed} on rank "
+            f"{launch.rank} and {peers[0].seed} on rank 0, which is used",
             stacklevel=3,
         )
     _share_processors(peers[launch.rank], same_host)
@@ -302,51 +304,13 @@ def _build(
         local_size=local[1],
         timeout=options.timeout,
         seed=seed,
-        groups=_connect_groups(place, backend, options.timeout, meeting),
+        groups=connect_groups(place, backend, options.timeout, meeting.store if meeting else None),
         zero_level=options.zero_level,
         pipe_enabled=options.pipe_enabled,
         micros=options.micros,
         streams=Streams.for_device(device),
         store=meeting.base if meeting is not None else None,
     )
-
-
-def _connect_groups(
-    place: Topology, backend: str, timeout: float, meeting: Rendezvous | None
-) -> dict[str, Group]:
-    """Create every group's two communicators, groups of equal members sharing theirs.
-
-    The families come in one fixed order on every rank and each rank is in one group of a family, so that the
-    members of a group always meet. A group of one rank needs no connection.
-    """
-    from . import _comm
-
-    made: dict[tuple[int, ...], tuple[Any, Any]] = {}
-    groups: dict[str, Group] = {}
-    try:
-        for kind in GroupKind:
-            name, members = kind.value, place.members(kind)
-            rank, group_id = place.get_group_rank(kind), place.get_group_id(kind)
-            if members not in made:
-                if len(members) == 1:
-                    made[members] = (_comm.create_single(name), _comm.create_single(f"{name}.reduce"))
-                else:
-                    assert meeting is not None
-                    create = getattr(_comm, f"create_{backend}")
-                    made[members] = tuple(
-                        create(
-                            meeting.store, f"{name}/{group_id}/{purpose}", rank, len(members), timeout, label
-                        )
-                        for purpose, label in (("gather", name), ("reduce", f"{name}.reduce"))
-                    )
-            comm, reduce_comm = made[members]
-            groups[name] = Group(name, comm, reduce_comm, rank, len(members), group_id)
-    except BaseException:
-        for pair in made.values():
-            for comm in pair:
-                comm.close()
-        raise
-    return groups
 
 
 def _select_device(backend: str, local_rank: int) -> torch.device:
@@ -367,8 +331,8 @@ def _check_cards(peers: list[Peer], locals_: list[int]) -> None:
     for peer, local_rank in zip(peers, locals_, strict=True):
         if local_rank >= peer.num_gpus:
             raise ValueError(
-                f"backend 'nccl': expected at most one rank per card, got local rank {local_rank} on a host with "
-                f"{peer.num_gpus} cards (rank {peer.rank}): start fewer ranks there, or use backend='gloo'"
+                f"backend 'nccl': expected at most one rank per card, got local rank {local_rank} on a host "
+                f"with {peer.num_gpus} cards (rank {peer.rank}): start fewer there, or use backend='gloo'"
             )
 
 

@@ -51,7 +51,7 @@ def gather_result(x: torch.Tensor) -> torch.Tensor:
     """Concatenate the ranks' tensors along dim 0, in rank order. [collective]
 
     Args:
-        x: tensor of the same shape and dtype on every rank, on any device; a 0-d tensor counts as one element.
+        x: tensor of the same shape and dtype on every rank, on any device; 0-d counts as one element.
 
     Returns:
         tensor of shape ``(world_size * x.shape[0], ...)`` on the device of ``x``.

@@ -162,8 +162,8 @@ def load_nccl_pypi() -> None:
 class AverageRecorder:
     """Exponential moving average of what is recorded, without the bias towards its start.
 
-    After ``n`` values the average is ``s_n / (1 - alpha**n)`` with ``s_n = alpha * s_(n-1) + (1 - alpha) * v_n``
-    and ``s_0 = 0``, as in Kingma and Ba, Adam (2015), section 3.
+    After ``n`` values the average is ``s_n / (1 - alpha**n)`` with ``s_0 = 0`` and
+    ``s_n = alpha * s_(n-1) + (1 - alpha) * v_n``, as in Kingma and Ba, Adam (2015), section 3.
 
     Args:
         alpha: weight of the past, ``0 <= alpha < 1``.
@@ -199,7 +199,7 @@ class AverageRecorder:
 
 
 def check_torch_version(version: str) -> int:
-    """At least 0 exactly if the running torch is ``version`` or later; suffixes such as ``+cu121`` do not count.
+    """At least 0 exactly if the running torch is ``version`` or later; suffixes (``+cu121``) do not count.
 
     Example:
         >>> check_torch_version("1.10.0") >= 0, check_torch_version("99.0.0") >= 0
@@ -232,7 +232,8 @@ def tp_split_tensor(t: torch.Tensor, dim: int) -> torch.Tensor:
     length = t.shape[dim]
     if length % place.tp_size:
         raise ValueError(
-            f"t: expected a size along dim {dim} that divides by tp_size {place.tp_size}, got shape {tuple(t.shape)}"
+            f"t: expected a size along dim {dim} that divides by tp_size {place.tp_size}, "
+            f"got shape {tuple(t.shape)}"
         )
     part = length // place.tp_size
     return t.narrow(dim, place.tp_id * part, part).clone(memory_format=torch.contiguous_format)
