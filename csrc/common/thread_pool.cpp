@@ -28,7 +28,7 @@ unsigned float_environment() {
 #endif
 }
 
-void set_float_environment(unsigned environment) {
+void set_float_environment([[maybe_unused]] unsigned environment) {
 #if defined(__x86_64__)
   _mm_setcsr(environment);
 #endif

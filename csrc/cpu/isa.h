@@ -18,6 +18,7 @@
 #include <string>
 
 #include "common/dtype.h"
+#include "cpu/kernels.h"
 
 namespace bmtrain::cpu {
 
@@ -40,13 +41,15 @@ enum class IsaLevel : std::uint8_t {
 /// Changes the level of the whole process; for tests that compare levels. ValueError as isa_level().
 void force_isa_level(const std::string& name);
 
-
-
-
-/// The kernels of one level. Each works serially on memory of any alignment.
+/// The kernels of one level. Each works serially on elements [offset, offset + n) of memory of any alignment.
 struct KernelTable {
   void (*ordered_sum)(void* dst, const void* const* srcs, int num_srcs, std::int64_t offset, std::int64_t n,
                       DType dtype, bool accumulate, float factor);
+  void (*cast)(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int64_t offset, std::int64_t n);
+  double (*squared_sum)(const void* x, DType dtype, std::int64_t offset, std::int64_t n);
+  // The bits of the largest |x[i]| as fp32; those of a NaN are above those of infinity.
+  std::uint32_t (*max_magnitude)(const void* x, DType dtype, std::int64_t offset, std::int64_t n);
+  void (*adam)(const AdamSlice& slice, std::int64_t offset, std::int64_t n, DeltaSums* sums);
 };
 
 /// The table of isa_level().

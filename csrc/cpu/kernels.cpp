@@ -2,6 +2,10 @@
 #include "cpu/kernels.h"
 
 #include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <vector>
 
 #include "common/thread_pool.h"
 #include "cpu/isa.h"
@@ -10,17 +14,31 @@ namespace bmtrain::cpu {
 namespace {
 
 // Elements of one task: a multiple of 16, small enough to balance, large enough that a task costs little.
-// Results never depend on it, sums apart, which are deterministic because it is a constant.
+// Only sums depend on it, and it is a constant.
 constexpr std::int64_t kChunk = std::int64_t{1} << 14;
 
-// Calls body(offset, n) for each chunk of [0, total).
+std::int64_t num_chunks_of(std::int64_t n) { return (n + kChunk - 1) / kChunk; }
+
+// Calls body(chunk_index, offset, count) for each chunk of [0, n).
 template <typename Body>
-void for_each_chunk(std::int64_t total, const Body& body) {
-  const std::int64_t num_chunks = (total + kChunk - 1) / kChunk;
-  parallel_for(num_chunks, [&](std::int64_t index) {
+void for_each_chunk(std::int64_t n, const Body& body) {
+  parallel_for(num_chunks_of(n), [&](std::int64_t index) {
     const std::int64_t offset = index * kChunk;
-    body(offset, std::min(kChunk, total - offset));
+    body(index, offset, std::min(kChunk, n - offset));
   });
+}
+
+// The sum over chunks of part(offset, count), added in the order of the chunks.
+template <typename Part>
+double chunked_sum(std::int64_t n, const Part& part) {
+  if (n <= kChunk) return n > 0 ? part(std::int64_t{0}, n) : 0.0;
+  std::vector<double> parts(static_cast<std::size_t>(num_chunks_of(n)));
+  for_each_chunk(n, [&](std::int64_t index, std::int64_t offset, std::int64_t count) {
+    parts[static_cast<std::size_t>(index)] = part(offset, count);
+  });
+  double total = 0;
+  for (const double value : parts) total += value;
+  return total;
 }
 
 }  // namespace
@@ -28,9 +46,83 @@ void for_each_chunk(std::int64_t total, const Body& body) {
 void ordered_sum(void* dst, const void* const* srcs, int num_srcs, std::int64_t n, DType dtype, bool accumulate,
                  float factor) {
   const KernelTable& table = kernel_table();
-  for_each_chunk(n, [&](std::int64_t offset, std::int64_t count) {
+  for_each_chunk(n, [&](std::int64_t, std::int64_t offset, std::int64_t count) {
     table.ordered_sum(dst, srcs, num_srcs, offset, count, dtype, accumulate, factor);
   });
+}
+
+void cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int64_t n) {
+  const KernelTable& table = kernel_table();
+  for_each_chunk(n, [&](std::int64_t, std::int64_t offset, std::int64_t count) {
+    table.cast(dst, dst_dtype, src, src_dtype, offset, count);
+  });
+}
+
+double squared_sum(const void* x, std::int64_t n, DType dtype) {
+  const KernelTable& table = kernel_table();
+  return chunked_sum(
+      n, [&](std::int64_t offset, std::int64_t count) { return table.squared_sum(x, dtype, offset, count); });
+}
+
+float abs_max(const void* x, std::int64_t n, DType dtype) {
+  const KernelTable& table = kernel_table();
+  std::atomic<std::uint32_t> largest{0};
+  for_each_chunk(n, [&](std::int64_t, std::int64_t offset, std::int64_t count) {
+    const std::uint32_t mine = table.max_magnitude(x, dtype, offset, count);
+    std::uint32_t seen = largest.load(std::memory_order_relaxed);
+    while (mine > seen && !largest.compare_exchange_weak(seen, mine, std::memory_order_relaxed)) {
+    }
+  });
+  return std::bit_cast<float>(largest.load());
+}
+
+double abs_power_sum(const void* x, std::int64_t n, DType dtype, double p) {
+  const KernelTable& table = kernel_table();
+  return chunked_sum(n, [&](std::int64_t offset, std::int64_t count) {
+    constexpr std::int64_t kGroup = 256;
+    float values[kGroup];
+    double total = 0;
+    for (std::int64_t i = 0; i < count; i += kGroup) {
+      const std::int64_t size = std::min(kGroup, count - i);
+      const char* source = static_cast<const char*>(x) + (offset + i) * size_of(dtype);
+      table.cast(values, DType::kFloat32, source, dtype, 0, size);
+      for (std::int64_t k = 0; k < size; ++k) total += std::pow(std::fabs(static_cast<double>(values[k])), p);
+    }
+    return total;
+  });
+}
+
+bool has_inf_nan(const void* x, std::int64_t n, DType dtype) {
+  constexpr std::uint32_t kInfinity = 0x7f800000u;
+  const KernelTable& table = kernel_table();
+  std::atomic<bool> found{false};
+  for_each_chunk(n, [&](std::int64_t, std::int64_t offset, std::int64_t count) {
+    if (found.load(std::memory_order_relaxed)) return;
+    if (table.max_magnitude(x, dtype, offset, count) >= kInfinity) found.store(true, std::memory_order_relaxed);
+  });
+  return found.load();
+}
+
+void adam(const AdamSlice* slices, std::int64_t num_slices, DeltaSums* sums) {
+  const KernelTable& table = kernel_table();
+  // first_chunk[s] is the number of chunks in all slices before s.
+  std::vector<std::int64_t> first_chunk(static_cast<std::size_t>(num_slices) + 1, 0);
+  for (std::int64_t s = 0; s < num_slices; ++s) first_chunk[s + 1] = first_chunk[s] + num_chunks_of(slices[s].n);
+  const std::int64_t num_chunks = first_chunk.back();
+  std::vector<DeltaSums> parts(sums != nullptr ? static_cast<std::size_t>(num_chunks) : 0);
+  parallel_for(num_chunks, [&](std::int64_t index) {
+    const auto after = std::upper_bound(first_chunk.begin(), first_chunk.end(), index);
+    const auto s = static_cast<std::size_t>(after - first_chunk.begin()) - 1;
+    const std::int64_t offset = (index - first_chunk[s]) * kChunk;
+    const std::int64_t count = std::min(kChunk, slices[s].n - offset);
+    table.adam(slices[s], offset, count, sums != nullptr ? &parts[static_cast<std::size_t>(index)] : nullptr);
+  });
+  if (sums == nullptr) return;
+  *sums = {};
+  for (const DeltaSums& part : parts) {
+    sums->sum += part.sum;
+    sums->sum_of_squares += part.sum_of_squares;
+  }
 }
 
 }  // namespace bmtrain::cpu

@@ -17,4 +17,82 @@ namespace bmtrain::cpu {
 void ordered_sum(void* dst, const void* const* srcs, int num_srcs, std::int64_t n, DType dtype, bool accumulate,
                  float factor);
 
+/// dst[i] = src[i], rounded to nearest even. fp32, fp16 and bf16 only. The buffers may not overlap, unless
+/// they are the same and of one dtype.
+void cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int64_t n);
+
+/// The sum of x[i]^2 in fp64. Finite if and only if every element is: not even 2^63 squares of the largest
+/// fp32 overflow fp64. fp32, fp16 and bf16 only, here and below.
+[[nodiscard]] double squared_sum(const void* x, std::int64_t n, DType dtype);
+
+/// The largest |x[i]|, NaN if any element is; 0 if there is none.
+[[nodiscard]] float abs_max(const void* x, std::int64_t n, DType dtype);
+
+/// The sum of |x[i]|^p in fp64, for a general p > 0. Much slower than squared_sum.
+[[nodiscard]] double abs_power_sum(const void* x, std::int64_t n, DType dtype, double p);
+
+[[nodiscard]] bool has_inf_nan(const void* x, std::int64_t n, DType dtype);
+
+/// What weight decay does.
+enum class WeightDecay : std::uint8_t {
+  kNone,
+  kL2,         // decay * w is added to the gradient
+  kDecoupled,  // w is multiplied by `decay` (1 - lr * weight_decay) before the update
+};
+
+/// Square roots of n floats, as torch computes them (see torch_sqrt.h).
+using SqrtFunction = void (*)(std::int64_t n, const float* x, float* out);
+
+/// One Adam step's numbers, in the precision in which they meet the elements.
+///
+/// [Note: Adam in torch's operation order]
+/// torch.optim.Adam is a sequence of tensor operations, and its vectorised ones round like this (found by
+/// comparing bits; tails and threads make no difference):
+///   g = fma(w, weight_decay, g)                 add with alpha
+///   m = fma(1 - beta1, g - m, m)                lerp; from g's side where 1 - beta1 >= 0.5
+///   v = fma((1 - beta2) * g, g, beta2 * v)      mul, addcmul
+///   d = sqrt(v) / sqrt(bias_correction2) + eps
+///   w = w + (-step_size * m) / d                addcdiv
+/// We do the same in one pass, so that an fp32 step has torch's bits. The square root is IEEE's except in
+/// torch builds with MKL, whose own is not always correctly rounded; `sqrt` stands for it.
+struct AdamFactors {
+  float grad_factor = 1;      // g = grad * grad_factor, or
+  bool grad_divide = false;   // g = grad / grad_factor, where a reciprocal would not be exact
+  bool lerp_from_grad = false;
+  float lerp_weight = 0;      // 1 - beta1, less 1 if lerp_from_grad
+  float beta2 = 0;
+  float one_minus_beta2 = 0;
+  float bias_correction2_sqrt = 1;
+  float eps = 0;
+  float negative_step_size = 0;  // -lr / bias_correction1
+  WeightDecay decay_kind = WeightDecay::kNone;
+  float decay = 0;
+  SqrtFunction sqrt = nullptr;  // nullptr: correctly rounded, and faster
+  // For DeltaSums only.
+  float bias_correction1 = 1;
+  float weight_decay = 0;
+};
+
+/// A contiguous range that one Adam step updates.
+struct AdamSlice {
+  float* weight = nullptr;  // the fp32 parameter, or the fp32 master of a 16-bit one
+  void* rounded = nullptr;  // where the rounded weight goes as well; nullptr: nowhere
+  DType rounded_dtype = DType::kBFloat16;
+  const void* grad = nullptr;
+  DType grad_dtype = DType::kFloat32;
+  float* exp_avg = nullptr;
+  float* exp_avg_sq = nullptr;
+  std::int64_t n = 0;
+  AdamFactors factors;
+};
+
+/// Sums over elements of delta = (m / bias_correction1) / d + weight_decay * w, w before the step.
+struct DeltaSums {
+  double sum = 0;
+  double sum_of_squares = 0;
+};
+
+/// One Adam step over all slices, which must not overlap. Fills `sums` unless it is nullptr.
+void adam(const AdamSlice* slices, std::int64_t num_slices, DeltaSums* sums);
+
 }  // namespace bmtrain::cpu

@@ -117,3 +117,29 @@ static inline F64x16 mul(F64x16 a, F64x16 b) {
   for (int i = 0; i < 16; ++i) a.lane[i] *= b.lane[i];
   return a;
 }
+
+// total + x and total + x * x, lane by lane in fp64, where the square of an fp32 number is exact.
+static inline F64x16 add_lanes(F64x16 total, F32x16 x) {
+  for (int i = 0; i < 16; ++i) total.lane[i] += static_cast<double>(x.lane[i]);
+  return total;
+}
+static inline F64x16 add_squares(F64x16 total, F32x16 x) {
+  for (int i = 0; i < 16; ++i) total.lane[i] += static_cast<double>(x.lane[i]) * static_cast<double>(x.lane[i]);
+  return total;
+}
+static inline double sum_of_lanes(F64x16 x) {
+  for (int width = 8; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) x.lane[i] += x.lane[i + width];
+  }
+  return x.lane[0];
+}
+
+// The larger of |a| and |b| by their bits, so that a NaN is larger than infinity. `a` is not negative.
+static inline F32x16 max_magnitude(F32x16 a, F32x16 b) {
+  for (int i = 0; i < 16; ++i) {
+    const std::uint32_t magnitude = bits_of(b.lane[i]) & 0x7fffffffu;
+    const std::uint32_t largest = bits_of(a.lane[i]);
+    a.lane[i] = float_of(magnitude > largest ? magnitude : largest);
+  }
+  return a;
+}

@@ -1,0 +1,165 @@
+// One Adam step over a contiguous range, in one pass. See [Note: Adam in torch's operation order].
+
+struct AdamVectors {
+  F32x16 grad_factor, lerp_weight, beta2, one_minus_beta2, bias_correction2_sqrt, eps, negative_step_size, decay;
+};
+
+static inline AdamVectors vectors_of(const AdamFactors& f) {
+  return {
+      .grad_factor = broadcast(f.grad_factor),
+      .lerp_weight = broadcast(f.lerp_weight),
+      .beta2 = broadcast(f.beta2),
+      .one_minus_beta2 = broadcast(f.one_minus_beta2),
+      .bias_correction2_sqrt = broadcast(f.bias_correction2_sqrt),
+      .eps = broadcast(f.eps),
+      .negative_step_size = broadcast(f.negative_step_size),
+      .decay = broadcast(f.decay),
+  };
+}
+
+struct Moments {
+  F32x16 exp_avg, exp_avg_sq;
+};
+
+// The first half: gradient and moments. `w` is the weight before the step.
+static inline Moments update_moments(const AdamFactors& f, const AdamVectors& c, F32x16 g, F32x16 m, F32x16 v,
+                                     F32x16 w) {
+  g = f.grad_divide ? div(g, c.grad_factor) : mul(g, c.grad_factor);
+  if (f.decay_kind == WeightDecay::kL2) g = fma(w, c.decay, g);
+  m = fma(c.lerp_weight, sub(g, m), f.lerp_from_grad ? g : m);
+  v = fma(mul(c.one_minus_beta2, g), g, mul(c.beta2, v));
+  return {m, v};
+}
+
+static inline F32x16 denominator(const AdamVectors& c, F32x16 root) {
+  return add(div(root, c.bias_correction2_sqrt), c.eps);
+}
+
+// The second half: the weight.
+static inline F32x16 update_weight(const AdamFactors& f, const AdamVectors& c, F32x16 m, F32x16 d, F32x16 w) {
+  if (f.decay_kind == WeightDecay::kDecoupled) w = mul(w, c.decay);
+  return add(w, div(mul(c.negative_step_size, m), d));
+}
+
+// What DeltaSums collects, lane by lane.
+struct DeltaLanes {
+  F64x16 sum, sum_of_squares;
+};
+
+static inline F32x16 delta_of(const AdamFactors& f, F32x16 m, F32x16 d, F32x16 w) {
+  const F32x16 u = div(div(m, broadcast(f.bias_correction1)), d);
+  return fma(broadcast(f.weight_decay), w, u);
+}
+
+// `Rounded` is float if the rounded weight goes nowhere.
+template <typename Grad, typename Rounded, bool kDelta>
+static void adam_one_pass(const AdamSlice& slice, std::int64_t begin, std::int64_t end, DeltaSums* sums) {
+  constexpr bool kRounded = sizeof(Rounded) == 2;
+  const AdamFactors f = slice.factors;
+  const AdamVectors c = vectors_of(f);
+  const Grad* grad = static_cast<const Grad*>(slice.grad);
+  Rounded* rounded = static_cast<Rounded*>(slice.rounded);
+  float* const weight = slice.weight;
+  float* const exp_avg = slice.exp_avg;
+  float* const exp_avg_sq = slice.exp_avg_sq;
+  DeltaLanes lanes = {broadcast(0.0), broadcast(0.0)};
+  std::int64_t i = begin;
+  for (; i + 16 <= end; i += 16) {
+    const F32x16 w = load(weight + i);
+    const Moments moments = update_moments(f, c, load(grad + i), load(exp_avg + i), load(exp_avg_sq + i), w);
+    const F32x16 d = denominator(c, sqrt(moments.exp_avg_sq));
+    const F32x16 updated = update_weight(f, c, moments.exp_avg, d, w);
+    store(exp_avg + i, moments.exp_avg);
+    store(exp_avg_sq + i, moments.exp_avg_sq);
+    store(weight + i, updated);
+    if constexpr (kRounded) store(rounded + i, updated);
+    if constexpr (kDelta) {
+      const F32x16 delta = delta_of(f, moments.exp_avg, d, w);
+      lanes = {add_lanes(lanes.sum, delta), add_squares(lanes.sum_of_squares, delta)};
+    }
+  }
+  if (const std::int64_t rest = end - i; rest > 0) {
+    const F32x16 w = load_part(weight + i, rest);
+    const Moments moments = update_moments(f, c, load_part(grad + i, rest), load_part(exp_avg + i, rest),
+                                           load_part(exp_avg_sq + i, rest), w);
+    const F32x16 d = denominator(c, sqrt(moments.exp_avg_sq));
+    const F32x16 updated = update_weight(f, c, moments.exp_avg, d, w);
+    store_part(exp_avg + i, moments.exp_avg, rest);
+    store_part(exp_avg_sq + i, moments.exp_avg_sq, rest);
+    store_part(weight + i, updated, rest);
+    if constexpr (kRounded) store_part(rounded + i, updated, rest);
+    if constexpr (kDelta) {
+      float deltas[16];
+      store(deltas, delta_of(f, moments.exp_avg, d, w));
+      const F32x16 delta = load_part(deltas, rest);  // with eps = 0 the lanes beyond are 0 / 0
+      lanes = {add_lanes(lanes.sum, delta), add_squares(lanes.sum_of_squares, delta)};
+    }
+  }
+  if constexpr (kDelta) *sums = {sum_of_lanes(lanes.sum), sum_of_lanes(lanes.sum_of_squares)};
+}
+
+// The same with somebody else's square root: blocks small enough for the first cache, in three sweeps. Only
+// fp32 parameters come here, whose weight is the parameter.
+template <typename Grad>
+static void adam_in_blocks(const AdamSlice& slice, std::int64_t begin, std::int64_t end) {
+  constexpr std::int64_t kBlock = 1024;
+  const AdamFactors f = slice.factors;
+  const AdamVectors c = vectors_of(f);
+  const Grad* grad = static_cast<const Grad*>(slice.grad);
+  alignas(64) float roots[kBlock];
+  for (std::int64_t first = begin; first < end; first += kBlock) {
+    const std::int64_t n = end - first < kBlock ? end - first : kBlock;
+    float* const w = slice.weight + first;
+    float* const m = slice.exp_avg + first;
+    float* const v = slice.exp_avg_sq + first;
+    const Grad* const g = grad + first;
+    std::int64_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+      const Moments moments = update_moments(f, c, load(g + i), load(m + i), load(v + i), load(w + i));
+      store(m + i, moments.exp_avg);
+      store(v + i, moments.exp_avg_sq);
+    }
+    const std::int64_t rest = n - i;
+    if (rest > 0) {
+      const Moments moments = update_moments(f, c, load_part(g + i, rest), load_part(m + i, rest),
+                                             load_part(v + i, rest), load_part(w + i, rest));
+      store_part(m + i, moments.exp_avg, rest);
+      store_part(v + i, moments.exp_avg_sq, rest);
+    }
+    f.sqrt(n, v, roots);
+    for (i = 0; i + 16 <= n; i += 16) {
+      store(w + i, update_weight(f, c, load(m + i), denominator(c, load(roots + i)), load(w + i)));
+    }
+    if (rest > 0) {
+      const F32x16 d = denominator(c, load_part(roots + i, rest));
+      store_part(w + i, update_weight(f, c, load_part(m + i, rest), d, load_part(w + i, rest)), rest);
+    }
+  }
+}
+
+template <typename Grad, typename Rounded>
+static void adam_rounded_to(const AdamSlice& slice, std::int64_t begin, std::int64_t end, DeltaSums* sums) {
+  if (sums != nullptr) return adam_one_pass<Grad, Rounded, true>(slice, begin, end, sums);
+  return adam_one_pass<Grad, Rounded, false>(slice, begin, end, nullptr);
+}
+
+template <typename Grad>
+static void adam_from(const AdamSlice& slice, std::int64_t begin, std::int64_t end, DeltaSums* sums) {
+  if (slice.factors.sqrt != nullptr) return adam_in_blocks<Grad>(slice, begin, end);
+  if (slice.rounded == nullptr) return adam_rounded_to<Grad, float>(slice, begin, end, sums);
+  if (slice.rounded_dtype == DType::kBFloat16) return adam_rounded_to<Grad, Bf16>(slice, begin, end, sums);
+  return adam_rounded_to<Grad, Half>(slice, begin, end, sums);
+}
+
+static void adam(const AdamSlice& slice, std::int64_t offset, std::int64_t n, DeltaSums* sums) {
+  switch (slice.grad_dtype) {
+    case DType::kFloat32:
+      return adam_from<float>(slice, offset, offset + n, sums);
+    case DType::kFloat16:
+      return adam_from<Half>(slice, offset, offset + n, sums);
+    case DType::kBFloat16:
+      return adam_from<Bf16>(slice, offset, offset + n, sums);
+    case DType::kFloat64:
+      return;
+  }
+}

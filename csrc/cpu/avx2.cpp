@@ -1,0 +1,35 @@
+// The kernels for AVX2. See [Note: One body, three levels].
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu/element.h"
+#include "cpu/isa.h"
+#include "cpu/kernels.h"
+
+// No header after this line.
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi2"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,bmi2")
+#endif
+
+namespace bmtrain::cpu::avx2 {
+
+#include "cpu/vector_avx2.inl"
+//
+#include "cpu/kernels.inl"
+
+}  // namespace bmtrain::cpu::avx2
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+#endif  // defined(__x86_64__)

@@ -1,0 +1,121 @@
+// Operators over CPU tensors: checks, then the kernels.
+#include <ATen/ops/scalar_tensor.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "common/check.h"
+#include "common/tensor_dtype.h"
+#include "cpu/kernels.h"
+#include "ops.h"
+#include "optim/adam.h"
+
+namespace bmtrain::ops {
+namespace {
+
+void check_memory(const at::Tensor& tensor, const char* what) {
+  BMT_CHECK(TypeError, tensor.device().is_cpu(), what, ": expected a CPU tensor, got ", tensor.device());
+  BMT_CHECK(TypeError, tensor.is_contiguous(), what, ": expected a contiguous tensor, got strides ",
+            tensor.strides(), " for shape ", tensor.sizes());
+}
+
+DType narrow_dtype_of(const at::Tensor& tensor, const char* what) {
+  const DType dtype = dtype_of(tensor.scalar_type(), what);
+  BMT_CHECK(TypeError, dtype != DType::kFloat64, what, ": expected float32, float16 or bfloat16, got float64");
+  return dtype;
+}
+
+// Elements that lie densely in memory, in whatever order: what a sum does not care about.
+at::Tensor dense(const at::Tensor& tensor) {
+  return tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous();
+}
+
+template <typename Number>
+at::Tensor scalar(Number value, at::ScalarType dtype) {
+  return at::scalar_tensor(value, at::TensorOptions().dtype(dtype));
+}
+
+// Sums over all tensors, in their order.
+template <typename Kernel>
+at::Tensor sum_over(at::TensorList tensors, const char* what, const Kernel& kernel) {
+  double total = 0;
+  for (const at::Tensor& tensor : tensors) {
+    const DType dtype = narrow_dtype_of(tensor, what);
+    const at::Tensor memory = dense(tensor);
+    total += kernel(memory.const_data_ptr(), memory.numel(), dtype);
+  }
+  return scalar(total, at::kDouble);
+}
+
+}  // namespace
+
+void cast(at::Tensor out, const at::Tensor& source) {
+  check_memory(out, "cast_: out");
+  check_memory(source, "cast_: source");
+  BMT_CHECK(ValueError, out.numel() == source.numel(), "cast_: expected source with ", out.numel(),
+            " elements like out, got ", source.numel());
+  const DType out_dtype = narrow_dtype_of(out, "cast_: out");
+  const DType source_dtype = narrow_dtype_of(source, "cast_: source");
+  cpu::cast(out.mutable_data_ptr(), out_dtype, source.const_data_ptr(), source_dtype, out.numel());
+}
+
+void ordered_sum(at::Tensor out, at::TensorList sources, bool accumulate, double factor) {
+  check_memory(out, "ordered_sum_: out");
+  std::vector<const void*> pointers;
+  for (const at::Tensor& source : sources) {
+    check_memory(source, "ordered_sum_: sources");
+    BMT_CHECK(ValueError, source.numel() == out.numel(), "ordered_sum_: expected sources with ", out.numel(),
+              " elements like out, got ", source.numel());
+    BMT_CHECK(TypeError, source.scalar_type() == out.scalar_type(), "ordered_sum_: expected sources of ",
+              out.scalar_type(), " like out, got ", source.scalar_type());
+    pointers.push_back(source.const_data_ptr());
+  }
+  const DType dtype = dtype_of(out.scalar_type(), "ordered_sum_: out");
+  cpu::ordered_sum(out.mutable_data_ptr(), pointers.data(), static_cast<int>(pointers.size()), out.numel(), dtype,
+                   accumulate, static_cast<float>(factor));
+}
+
+at::Tensor squared_sum(at::TensorList tensors) { return sum_over(tensors, "squared_sum", cpu::squared_sum); }
+
+at::Tensor abs_power_sum(at::TensorList tensors, double p) {
+  BMT_CHECK(ValueError, p > 0 && std::isfinite(p), "abs_power_sum: p: expected a finite number above 0, got ", p);
+  return sum_over(tensors, "abs_power_sum", [p](const void* x, std::int64_t n, DType dtype) {
+    return cpu::abs_power_sum(x, n, dtype, p);
+  });
+}
+
+at::Tensor abs_max(at::TensorList tensors) {
+  float largest = 0;
+  for (const at::Tensor& tensor : tensors) {
+    const DType dtype = narrow_dtype_of(tensor, "abs_max");
+    const at::Tensor memory = dense(tensor);
+    const float mine = cpu::abs_max(memory.const_data_ptr(), memory.numel(), dtype);
+    if (std::isnan(mine) || mine > largest) largest = mine;
+    if (std::isnan(largest)) break;
+  }
+  return scalar(largest, at::kFloat);
+}
+
+at::Tensor has_inf_nan(at::TensorList tensors) {
+  const bool found = std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
+    const DType dtype = narrow_dtype_of(tensor, "has_inf_nan");
+    const at::Tensor memory = dense(tensor);
+    return cpu::has_inf_nan(memory.const_data_ptr(), memory.numel(), dtype);
+  });
+  return scalar(found, at::kBool);
+}
+
+std::tuple<double, double> adam(at::TensorList weights, at::TensorList rounded, at::TensorList grads,
+                                at::TensorList exp_avgs, at::TensorList exp_avg_sqs, at::IntArrayRef steps, double lr,
+                                double beta1, double beta2, double eps, double weight_decay, double scale,
+                                bool decoupled, bool maximize, std::int64_t hold_steps, bool torch_sqrt,
+                                bool with_delta) {
+  const AdamTensors tensors{weights, rounded, grads, exp_avgs, exp_avg_sqs, steps};
+  const AdamOptions options{lr,    beta1,     beta2,    eps,        weight_decay,
+                            scale, decoupled, maximize, hold_steps, torch_sqrt};
+  const cpu::DeltaSums sums = adam_step(tensors, options, with_delta);
+  return {sums.sum, sums.sum_of_squares};
+}
+
+}  // namespace bmtrain::ops

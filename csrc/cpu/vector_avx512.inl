@@ -1,0 +1,71 @@
+// Vectors of 16 lanes on AVX-512. The processors' own bf16 conversion is not used: it takes denormals for 0.
+
+struct F32x16 {
+  __m512 all;
+};
+
+struct F64x16 {
+  __m512d low, high;
+};
+
+static inline F32x16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+static inline void store(float* p, F32x16 x) { _mm512_storeu_ps(p, x.all); }
+
+static inline F32x16 load(const Half* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+static inline void store(Half* p, F32x16 x) {
+  const __m256i half = _mm512_cvtps_ph(x.all, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), half);
+}
+
+static inline F32x16 load(const Bf16* p) {
+  const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
+}
+static inline void store(Bf16* p, F32x16 x) {
+  const __m512i bits = _mm512_castps_si512(x.all);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 nan = _mm512_cmp_ps_mask(x.all, x.all, _CMP_UNORD_Q);
+  const __m512i upper = _mm512_mask_mov_epi32(_mm512_srli_epi32(rounded, 16), nan, _mm512_set1_epi32(0x7fc0));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(upper));
+}
+
+static inline F32x16 broadcast(float x) { return {_mm512_set1_ps(x)}; }
+static inline F32x16 add(F32x16 a, F32x16 b) { return {_mm512_add_ps(a.all, b.all)}; }
+static inline F32x16 sub(F32x16 a, F32x16 b) { return {_mm512_sub_ps(a.all, b.all)}; }
+static inline F32x16 mul(F32x16 a, F32x16 b) { return {_mm512_mul_ps(a.all, b.all)}; }
+static inline F32x16 div(F32x16 a, F32x16 b) { return {_mm512_div_ps(a.all, b.all)}; }
+static inline F32x16 sqrt(F32x16 a) { return {_mm512_sqrt_ps(a.all)}; }
+// a * b + c with one rounding.
+static inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) { return {_mm512_fmadd_ps(a.all, b.all, c.all)}; }
+
+static inline F32x16 max_magnitude(F32x16 a, F32x16 b) {
+  const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(b.all), _mm512_set1_epi32(0x7fffffff));
+  return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a.all), magnitude))};
+}
+
+static inline F64x16 load(const double* p) { return {_mm512_loadu_pd(p), _mm512_loadu_pd(p + 8)}; }
+static inline void store(double* p, F64x16 x) {
+  _mm512_storeu_pd(p, x.low);
+  _mm512_storeu_pd(p + 8, x.high);
+}
+static inline F64x16 broadcast(double x) { return {_mm512_set1_pd(x), _mm512_set1_pd(x)}; }
+static inline F64x16 add(F64x16 a, F64x16 b) { return {_mm512_add_pd(a.low, b.low), _mm512_add_pd(a.high, b.high)}; }
+static inline F64x16 mul(F64x16 a, F64x16 b) { return {_mm512_mul_pd(a.low, b.low), _mm512_mul_pd(a.high, b.high)}; }
+
+static inline F64x16 widen(F32x16 x) {
+  return {_mm512_cvtps_pd(_mm512_castps512_ps256(x.all)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(x.all, 1))};
+}
+static inline F64x16 add_lanes(F64x16 total, F32x16 x) { return add(total, widen(x)); }
+static inline F64x16 add_squares(F64x16 total, F32x16 x) {
+  const F64x16 wide = widen(x);
+  return {_mm512_fmadd_pd(wide.low, wide.low, total.low), _mm512_fmadd_pd(wide.high, wide.high, total.high)};
+}
+static inline double sum_of_lanes(F64x16 x) {
+  const __m512d eight = _mm512_add_pd(x.low, x.high);
+  const __m256d four = _mm256_add_pd(_mm512_castpd512_pd256(eight), _mm512_extractf64x4_pd(eight, 1));
+  const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
+  return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
+}

@@ -1,0 +1,43 @@
+// The Adam step over tensors: from hyper-parameters and lists of tensors to slices of memory.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+#include "cpu/kernels.h"
+
+namespace bmtrain {
+
+/// The hyper-parameters of a parameter group, as the user gave them.
+struct AdamOptions {
+  double lr = 1e-3;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;
+  double weight_decay = 0;
+  double scale = 1;           // gradients are divided by it
+  bool decoupled = false;     // weight decay of AdamW, else L2
+  bool maximize = false;
+  std::int64_t hold_steps = 0;  // updates of a parameter that move its moments only
+  bool torch_sqrt = false;      // torch.sqrt's bits, see [Note: torch's square root]
+};
+
+/// The numbers of update number `step` (1 for the first).
+[[nodiscard]] cpu::AdamFactors adam_factors(const AdamOptions& options, std::int64_t step);
+
+/// What one call updates. Contiguous CPU tensors; the five lists are parallel, but `rounded` may be empty.
+struct AdamTensors {
+  at::TensorList weights;      // fp32
+  at::TensorList rounded;      // fp16 or bf16: receives the rounded weight
+  at::TensorList grads;        // fp32, fp16 or bf16
+  at::TensorList exp_avgs;     // fp32
+  at::TensorList exp_avg_sqs;  // fp32
+  at::IntArrayRef steps;       // the number of each tensor's update, 1 for the first
+};
+
+/// One step. Tensors that follow each other in memory, in every list, and have the same number of steps are
+/// updated as one range. TypeError or ValueError, before anything is written, if the tensors do not fit.
+cpu::DeltaSums adam_step(const AdamTensors& tensors, const AdamOptions& options, bool with_delta);
+
+}  // namespace bmtrain
