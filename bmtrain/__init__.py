@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
-from . import debug, global_var, hook_func, init, utils
+from . import block_layer, debug, global_var, hook_func, init, layer, param_init, parameter, utils
 from ._version import __version__
+from .block_layer import Block, CheckpointBlock, TransformerBlockList
 from .global_var import config, rank, world_size
 from .init import init_distributed
+from .layer import DistributedModule
+from .param_init import grouped_parameters, init_parameters
+from .parameter import DistributedParameter, ParameterInitializer
 from .synchronize import gather_result, sum_loss, synchronize, wait_loader
 from .utils import load_nccl_pypi, print_block, print_dict, print_rank, see_memory
 
 __all__ = [
+    "Block",
+    "CheckpointBlock",
+    "DistributedModule",
+    "DistributedParameter",
+    "ParameterInitializer",
+    "TransformerBlockList",
     "__version__",
+    "block_layer",
     "config",
     "debug",
     "gather_result",
     "global_var",
+    "grouped_parameters",
     "hook_func",
     "init",
     "init_distributed",
+    "init_parameters",
+    "layer",
     "load_nccl_pypi",
+    "param_init",
+    "parameter",
     "print_block",
     "print_dict",
     "print_rank",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from .topology import GroupKind, Topology
 
 if TYPE_CHECKING:
     from ._C import Communicator
+    from ._engine.runtime import Engine
 
 __all__ = ["Context", "Group", "Streams", "current", "install", "uninstall"]
 
@@ -129,6 +131,13 @@ class Context:
     micros: int = 1
     streams: Streams = field(default_factory=Streams)
     store: Any = None
+
+    @cached_property
+    def engine(self) -> Engine:
+        """What all Blocks of this process share."""
+        from ._engine.runtime import Engine
+
+        return Engine(self.device)
 
     def zero_group(self, tp_mode: bool = False, pipe: bool = False) -> Group:
         """The group that shards a parameter.

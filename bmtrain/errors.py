@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["BMTrainError", "CommunicationError"]
+__all__ = ["BMTrainError", "CommunicationError", "RepeatedBlockError"]
 
 
 class BMTrainError(RuntimeError):
@@ -15,3 +15,7 @@ class CommunicationError(BMTrainError):
     The message names the operation, what it served, its sequence number, the group, this rank, and the rank that did
     not answer. After it the communicator is aborted: every later operation on it fails with the first reason.
     """
+
+
+class RepeatedBlockError(BMTrainError, ValueError, AssertionError):
+    """One Block was given twice where each must be another one (older versions raised AssertionError)."""

@@ -1,0 +1,66 @@
+"""What has to be true of a module before a Block is built around it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from ..layer import _OWNER
+from ..parameter import DistributedParameter
+from .state_dict import install_hooks
+
+__all__ = ["adopt_parameters", "dissolve_inner_blocks"]
+
+
+def dissolve_inner_blocks(module: torch.nn.Module, block_class: type) -> torch.nn.Module:
+    """``module`` with every Block in it replaced by the module that the Block was built around."""
+    if type(module) is block_class:
+        _let_go(module)
+        module = module.__dict__["_module"]
+    for owner in list(module.modules()):
+        for name, child in owner._modules.items():
+            if type(child) is block_class:
+                _let_go(child)
+                owner._modules[name] = child.__dict__["_module"]
+    return module
+
+
+def _let_go(block: Any) -> None:
+    for param in block.parameters():
+        if isinstance(param, DistributedParameter):
+            param._block = None
+
+
+def adopt_parameters(block: Any, module: torch.nn.Module) -> list[tuple[str, DistributedParameter]]:
+    """Checks the parameters below ``module``, marks its modules as belonging to ``block``, and returns the parameters.
+
+    Raises:
+        ValueError: naming the first parameter that is not distributed, or that another Block owns.
+    """
+    named: dict[int, tuple[str, DistributedParameter]] = {}
+    for name, param in module.named_parameters():
+        if not isinstance(param, DistributedParameter):
+            raise ValueError(
+                f"{block._label}: parameter {name!r} of shape {tuple(param.shape)} is a {type(param).__name__}; a Block "
+                "needs bmtrain.DistributedParameter (or wrap the model with bmtrain.BMTrainModelWrapper)"
+            )
+        owner = param._block() if param._block is not None else None
+        if owner is not None and owner is not block:
+            raise ValueError(
+                f"parameter {name!r} of {block._label} belongs to another Block already: {owner._label}"
+            )
+        named[id(param)] = (name, param)
+    reference = weakref.ref(block)
+    for child in module.modules():
+        child.__dict__[_OWNER] = reference
+        install_hooks_unless_distributed(child)
+    return list(named.values())
+
+
+def install_hooks_unless_distributed(module: torch.nn.Module) -> None:
+    from ..layer import DistributedModule
+
+    if not isinstance(module, DistributedModule):
+        install_hooks(module)

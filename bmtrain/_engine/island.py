@@ -1,0 +1,295 @@
+"""One call of a block: a single node of the outer autograd graph.
+
+[Note: A block call is an island]
+The inner forward runs on detached inputs, so it records a graph of its own that begins and ends at the block's border.
+Outside, the call is one node. When backward reaches that node it gathers the block, (runs the forward again,) runs autograd
+inside the island, sends the gradients off and returns those of the inputs. So it is known exactly when a block's backward
+starts and ends, without hooks on inner tensors, and whatever is legal inside plain autograd is legal inside the island.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from .. import _C
+from .recompute import BufferGuard, ModeSnapshot, SavedTensors, StopForward
+from .runtime import BlockRuntime
+from .schedule import Phase
+from .tree import map_tensors, snapshot, tensors_of
+
+__all__ = ["BlockCall", "run_block"]
+
+
+def run_block(
+    runtime: BlockRuntime, forward: Callable[..., Any], guard: BufferGuard, args: Any, kwargs: Any
+) -> Any:
+    """Runs ``forward(*args, **kwargs)`` with the block's parameters gathered.
+
+    Args:
+        runtime: the block's buffers.
+        forward: the inner forward, as it is now.
+        guard: the block's buffers that a forward may update.
+
+    Returns:
+        The result of ``forward``, a list as a tuple, attached to the caller's graph.
+    """
+    if not torch.is_grad_enabled():
+        with _gathered_for_evaluation(runtime):
+            result = forward(*args, **kwargs)
+            return _as_tuple(map_tensors(result, lambda tensor: _kept_alive(runtime, tensor)))
+    return BlockCall(runtime, forward, guard).run(args, kwargs)
+
+
+@contextmanager
+def _gathered_for_evaluation(runtime: BlockRuntime) -> Iterator[None]:
+    runtime.open(Phase.EVALUATE)
+    try:
+        with _no_autocast_cache():
+            yield
+    finally:
+        runtime.close(keep=False)
+
+
+class BlockCall:
+    """One forward of a block, and what its backward needs."""
+
+    def __init__(self, runtime: BlockRuntime, forward: Callable[..., Any], guard: BufferGuard) -> None:
+        self.runtime = runtime
+        self.forward = forward
+        self.guard = guard
+        self.recomputes = runtime.policy.recomputes
+        self.inputs: list[torch.Tensor] = []  # of the outer graph, that require grad, each once
+        self.leaves: list[torch.Tensor] = []  # the same, detached: where the island begins
+        self.outputs: list[torch.Tensor] = []  # that require grad, each once: where the island ends
+        self.trains: list[list[bool]] = []  # per group: which parameters required grad
+        self.is_spent = False
+
+    # ---- forward
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        runtime = self.runtime
+        first_node = _C.next_node_number()
+        detached = map_tensors((args, kwargs), self._detach)
+        keep = False
+        runtime.open(Phase.FORWARD)
+        try:
+            self.trains = [group.requires_grad() for group in runtime.groups]
+            self._parameter_version = runtime.version()
+            result = self._first_run(detached)
+            self.outputs = _distinct(tensor for tensor in tensors_of(result) if tensor.requires_grad)
+            keep = bool(self.outputs) and runtime.keeps_for_backward()
+        finally:
+            runtime.close(keep=keep)
+        if not self.outputs:
+            return _as_tuple(result)
+        self._refuse_foreign_history(first_node)
+        return _as_tuple(self._attach(result))
+
+    def _detach(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        for known, leaf in zip(self.inputs, self.leaves, strict=True):
+            if known is tensor:
+                return leaf
+        self.inputs.append(tensor)
+        self.leaves.append(tensor.detach().requires_grad_())
+        return self.leaves[-1]
+
+    def _first_run(self, detached: tuple[Any, Any]) -> Any:
+        args, kwargs = detached
+        with ExitStack() as stack:
+            stack.enter_context(_no_autocast_cache())
+            if self.recomputes:
+                self._arguments = snapshot(detached)
+                self._versions = [(tensor, tensor._version) for tensor in tensors_of(detached)]
+                self._modes = ModeSnapshot(self.runtime.engine.device)
+                self._saved = SavedTensors(self.runtime)
+                buffers_after = self.guard.before_forward()
+                stack.enter_context(self._saved.record())
+            result = self.forward(*args, **kwargs)
+        result = map_tensors(result, lambda tensor: _kept_alive(self.runtime, tensor))
+        if self.recomputes:
+            self._old_buffers = buffers_after()
+        return result
+
+    def _refuse_foreign_history(self, first_node: int) -> None:
+        node = _C.find_older_node(self.outputs, first_node)
+        if node:
+            raise RuntimeError(
+                f"{self.runtime.label}: a tensor with gradient history ({node}) reached the block's forward other than as "
+                "an argument (through an attribute or a closure); pass it as an argument, so that its gradient can flow"
+            )
+
+    def _attach(self, result: Any) -> Any:
+        inputs = self.inputs or [
+            torch.empty(0, requires_grad=True)
+        ]  # something that makes the node require grad
+        attached = _Island.apply(self, *inputs)
+        by_identity = {id(inner): outer for inner, outer in zip(self.outputs, attached, strict=True)}
+        return map_tensors(result, lambda tensor: by_identity.get(id(tensor), tensor))
+
+    # ---- backward
+
+    def backward(self, gradients: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
+        runtime = self.runtime
+        self._refuse_what_cannot_be_right()
+        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        training = [
+            (group, trains) for group, trains in zip(runtime.groups, self.trains, strict=True) if any(trains)
+        ]
+        runtime.open(Phase.BACKWARD)
+        try:
+            outputs, leaves = self._second_run() if self.recomputes else (self.outputs, self.leaves)
+            for group, trains in training:
+                group.begin_backward(trains)
+            roots = [(out, grad) for out, grad in zip(outputs, gradients, strict=True) if grad is not None]
+            with _no_autocast_cache():
+                torch.autograd.backward(
+                    [out for out, _ in roots], [grad for _, grad in roots], retain_graph=keep_graph
+                )
+            input_gradients = [leaf.grad for leaf in leaves]
+            for leaf in leaves:
+                leaf.grad = None
+        except BaseException:
+            for group, _ in training:
+                group.cancel_backward()
+            runtime.close(keep=False)
+            raise
+        finally:
+            if self.recomputes:
+                self._saved.drop()
+        runtime.close(keep=runtime.engine.schedule.expects_backward_of(runtime))
+        runtime.start_reduce([group for group, _ in training])
+        if not keep_graph:
+            self._spend()
+        return input_gradients
+
+    def _refuse_what_cannot_be_right(self) -> None:
+        label = self.runtime.label
+        if self.is_spent:
+            raise RuntimeError(
+                f"{label}: trying to backward through the block a second time, but what it saved has been freed; "
+                "specify retain_graph=True in the first backward()"
+            )
+        if not Variable._execution_engine.is_checkpoint_valid():
+            raise RuntimeError(
+                f"{label}: torch.autograd.grad() and backward(inputs=...) cannot be used through a Block, because the "
+                "gradients of its parameters are reduced over the ranks on the way; use backward()"
+            )
+        if torch.is_grad_enabled():
+            raise RuntimeError(f"{label}: a Block cannot be differentiated twice (create_graph=True)")
+        if self._parameter_version != self.runtime.version():
+            raise RuntimeError(
+                f"{label}: a parameter was modified in place between forward and backward (an optimizer step or a load?)"
+            )
+        if self.recomputes:
+            self._refuse_changed_arguments()
+
+    def _refuse_changed_arguments(self) -> None:
+        for number, (tensor, version) in enumerate(self._versions):
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"{self.runtime.label}: tensor argument {number} (shape {tuple(tensor.shape)}) was modified in place "
+                    f"after the block's forward started (version {tensor._version}, expected {version}), so its forward "
+                    "cannot be run again; pass a copy"
+                )
+
+    def _second_run(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        leaves = [leaf.detach().requires_grad_() for leaf in self.leaves]
+        fresh = {id(old): new for old, new in zip(self.leaves, leaves, strict=True)}
+        args, kwargs = map_tensors(snapshot(self._arguments), lambda tensor: fresh.get(id(tensor), tensor))
+        engine = self.runtime.engine
+        engine.recomputing += 1
+        try:
+            with (
+                self._modes.restored(),
+                self.guard.rewound(self._old_buffers),
+                _trainable_as(self.runtime, self.trains),
+                torch.enable_grad(),
+                self._saved.refill(),
+            ):
+                try:
+                    result = self.forward(*args, **kwargs)
+                except StopForward:
+                    result = None
+        finally:
+            engine.recomputing -= 1
+        if self._saved.is_complete:
+            return self.outputs, self.leaves
+        outputs = _distinct(tensor for tensor in tensors_of(result) if tensor.requires_grad)
+        if len(outputs) != len(self.outputs):
+            raise RuntimeError(
+                f"{self.runtime.label}: the forward took another path when it was run again: {len(outputs)} results "
+                f"require grad, {len(self.outputs)} did at first"
+            )
+        return outputs, leaves
+
+    def _spend(self) -> None:
+        self.is_spent = True
+        self.outputs, self.inputs, self.leaves = [], [], []
+        self._arguments, self._versions = None, []
+
+
+class _Island(torch.autograd.Function):
+    """The node that stands for a block call in the outer graph."""
+
+    @staticmethod
+    def forward(ctx: Any, call: BlockCall, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tuple(output.detach() for output in call.outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        return None, *(ctx.call.backward(gradients) or [None])
+
+
+def _distinct(tensors: Iterator[torch.Tensor]) -> list[torch.Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _as_tuple(result: Any) -> Any:
+    return tuple(result) if type(result) is list else result
+
+
+def _kept_alive(runtime: BlockRuntime, tensor: torch.Tensor) -> torch.Tensor:
+    """A result that lies in the gathered buffer (a parameter, or a view of one) is copied out before the buffer goes."""
+    return tensor.clone() if any(group.owns_storage(tensor) for group in runtime.groups) else tensor
+
+
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Autocast caches casts by parameter object: it would keep, or take for another's, what was gathered before."""
+    enabled = torch.is_autocast_cache_enabled()
+    if not enabled:
+        yield
+        return
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(True)
+
+
+@contextmanager
+def _trainable_as(runtime: BlockRuntime, trains: list[list[bool]]) -> Iterator[None]:
+    """Gives the parameters the ``requires_grad`` they had in the first run."""
+    changed = [
+        (param, flag)
+        for group, flags in zip(runtime.groups, trains, strict=True)
+        if group.requires_grad() != flags
+        for param, flag in zip(group.parameters, flags, strict=True)
+        if param.requires_grad != flag
+    ]
+    for param, flag in changed:
+        param.requires_grad_(flag)
+    try:
+        yield
+    finally:
+        for param, flag in changed:
+            param.requires_grad_(not flag)

@@ -1,0 +1,136 @@
+"""The state of one block between its calls, and of all blocks together."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from .. import _C
+from .schedule import Phase, Schedule
+
+if TYPE_CHECKING:
+    from .policy import BlockPolicy
+
+__all__ = ["BlockRuntime", "Engine"]
+
+_SHARDED = _C.ShardGroup.State.SHARDED
+
+#: Idle buffers kept per size: the gathered block and the one ahead, a gradient, and one on its way to the shards.
+SLOTS_PER_CLASS = 4
+
+
+class BlockRuntime:
+    """Gathers, binds, releases and reduces the flat buffers of one block.
+
+    A block is *sharded* between calls; ``open`` gathers and binds it, ``close`` unbinds it and releases it unless it is to
+    stay for its backward. It may be gathered ahead of a call (see :class:`Schedule`).
+    """
+
+    def __init__(
+        self, engine: Engine, label: str, groups: Sequence[_C.ShardGroup], policy: BlockPolicy
+    ) -> None:
+        self.engine = engine
+        self.label = label
+        self.groups = tuple(groups)
+        self.policy = policy
+        self.number = engine.schedule.take_number()
+        self.is_bound = False
+        engine.register(self)
+
+    def version(self) -> int:
+        """Changes whenever a parameter is modified in place."""
+        return sum(group.version() for group in self.groups)
+
+    def open(self, phase: Phase) -> None:
+        """Makes the parameters full tensors. Collective."""
+        engine = self.engine
+        if phase is not Phase.BACKWARD:
+            engine.finish_reductions()  # left over only if an earlier backward failed
+        engine.schedule.enter(self, phase)
+        try:
+            for group in self.groups:
+                group.start_gather()
+            for group in self.groups:
+                group.finish_gather()
+            engine.schedule.gather_ahead()
+            for group in self.groups:
+                group.bind()
+            self.is_bound = True
+        except BaseException:
+            self.close(keep=False)
+            raise
+
+    def close(self, *, keep: bool) -> None:
+        """Makes the parameters shards again; ``keep`` leaves the gathered buffer for the backward to come."""
+        for group in self.groups:
+            group.unbind()
+        self.is_bound = False
+        if not keep:
+            self.drop_gathered()
+
+    def keeps_for_backward(self) -> bool:
+        """Whether the gathered parameters should stay until backward."""
+        return self.policy.level == 2 or self.engine.schedule.expects_backward_of(self)
+
+    def start_gather_ahead(self) -> bool:
+        """Starts a gather for a coming call; False if the parameters are gathered already."""
+        if self.is_bound or any(group.state != _SHARDED for group in self.groups):
+            return False
+        for group in self.groups:
+            group.start_gather()
+        return True
+
+    def drop_gathered(self) -> None:
+        """Gives gathered memory back, unless it is in use."""
+        if not self.is_bound:
+            for group in self.groups:
+                if group.state != _SHARDED:
+                    group.release()
+
+    def start_reduce(self, groups: Sequence[_C.ShardGroup]) -> None:
+        """Sends the gradients of ``groups`` off to the shards; they are complete when backward returns."""
+        for group in groups:
+            group.start_reduce()
+        self.engine.add_reduction(groups)
+
+
+class Engine:
+    """What all blocks of a process share: buffers, the learnt order of calls, and reductions under way."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        #: How many blocks run their forward again right now.
+        self.recomputing = 0
+        self.pool = _C.BufferPool(SLOTS_PER_CLASS, bool(int(os.environ.get("BMTRAIN_POISON_BUFFERS", "0"))))
+        self.schedule = Schedule()
+        self._reductions: list[Sequence[_C.ShardGroup]] = []
+        self._callback_task = -1
+        self._runtimes: weakref.WeakSet[BlockRuntime] = weakref.WeakSet()
+
+    def register(self, runtime: BlockRuntime) -> None:
+        self._runtimes.add(runtime)
+
+    def add_reduction(self, groups: Sequence[_C.ShardGroup]) -> None:
+        """Takes over a reduction under way; completes the one before, so that at most one overlaps with compute."""
+        self.finish_reductions()
+        self._reductions.append(groups)
+        task = torch._C._current_graph_task_id()
+        if task != self._callback_task:
+            self._callback_task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish_reductions)
+
+    def finish_reductions(self) -> None:
+        """Waits until every gradient sent off has reached its shard."""
+        while self._reductions:
+            for group in self._reductions.pop(0):
+                group.finish_reduce()
+
+    def forget_gathered(self) -> None:
+        """Drops everything gathered outside of a call: parameters have changed."""
+        self.schedule.drop_ahead()
+        for runtime in self._runtimes:
+            runtime.drop_gathered()

@@ -1,0 +1,104 @@
+"""Which block runs next: learnt from the last time, used to start its gather early.
+
+[Note: Overlap of gather and compute]
+When a block starts, the gather of the block that is expected to run next is started, so that it travels while this one
+computes. What comes next is what came next the last time the same two calls followed each other: nothing is declared,
+forward and backward, shared blocks and evaluation are all the same rule, and a program that takes another path only
+loses the overlap of that one step. A gather started early is used only by the very next block call; otherwise it is
+dropped, so it can never show parameters older than the call before (optimizer steps and loads drop it as well). All
+ranks make the same calls in the same order, so they expect the same blocks and their collectives stay in step.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from .runtime import BlockRuntime
+
+__all__ = ["Event", "Phase", "Schedule"]
+
+
+class Phase(enum.Enum):
+    """What a block call is for."""
+
+    FORWARD = "forward"  # a forward that may be followed by a backward
+    BACKWARD = "backward"  # the recomputation and gradient of an earlier forward
+    EVALUATE = "evaluate"  # a forward without gradients
+
+
+class Event(NamedTuple):
+    """One block call: the block's number and what it was called for."""
+
+    block: int
+    phase: Phase
+
+
+class Schedule:
+    """The order of block calls, and the gather that was started ahead of it."""
+
+    def __init__(self) -> None:
+        self._last: Event | None = None
+        self._before_last: Event | None = None
+        self._followers: dict[tuple[Event | None, Event], tuple[Event, weakref.ref[BlockRuntime]]] = {}
+        self._ahead: BlockRuntime | None = None
+        #: The number that the next block gets, in order of construction.
+        self.next_number = 0
+
+    def take_number(self) -> int:
+        """A number for a new block."""
+        self.next_number += 1
+        return self.next_number - 1
+
+    def enter(self, runtime: BlockRuntime, phase: Phase) -> None:
+        """Records that `runtime` starts now, and drops a gather that was started for another block."""
+        event = Event(runtime.number, phase)
+        if self._last is not None:
+            self._followers[self._before_last, self._last] = (event, weakref.ref(runtime))
+            starts_a_pass = phase is not Phase.BACKWARD and phase is not self._last.phase
+            self._before_last = None if starts_a_pass else self._last
+        self._last = event
+        if self._ahead is runtime:
+            self._ahead = None
+        else:
+            self.drop_ahead()
+            if phase is not Phase.BACKWARD:
+                runtime.drop_gathered()  # kept for a backward that never came: perhaps of older parameters
+
+    def expected(self) -> tuple[Event, BlockRuntime] | None:
+        """The call expected after the current one, or None if there is no telling."""
+        if self._last is None:
+            return None
+        follower = self._followers.get((self._before_last, self._last))
+        if follower is None:
+            return None
+        event, reference = follower
+        runtime = reference()
+        if runtime is None:
+            return None
+        # Parameters change between a backward and the next forward, and may change between two evaluations:
+        # neither the end of a backward pass nor a return to an earlier block is a reason to gather.
+        if event.phase is not Phase.BACKWARD and (
+            self._last.phase is Phase.BACKWARD or event.block <= self._last.block
+        ):
+            return None
+        return event, runtime
+
+    def expects_backward_of(self, runtime: BlockRuntime) -> bool:
+        """Whether the backward of the block that runs now is expected right after it."""
+        follower = self.expected()
+        return follower is not None and follower == (Event(runtime.number, Phase.BACKWARD), runtime)
+
+    def gather_ahead(self) -> None:
+        """Starts the gather of the block expected next."""
+        follower = self.expected()
+        if follower is not None and follower[1].start_gather_ahead():
+            self._ahead = follower[1]
+
+    def drop_ahead(self) -> None:
+        """Gives back a gather that was started early and is not wanted any more (it is waited for first)."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.drop_gathered()

@@ -1,0 +1,94 @@
+"""Which rank holds which elements of one parameter, and how the whole is put together again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .. import _C
+    from .._context import Group
+
+__all__ = ["ShardSpec"]
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """How the elements of one (flattened) parameter are spread over the ranks of a group.
+
+    Outside blocks the ranks own equal runs of ``ceil(numel / ranks)`` elements. In a block, parameters lie one after the
+    other in a flat buffer, and a rank owns what falls into its partition of the buffer.
+
+    Args:
+        shape: full shape of the parameter (for a tensor-parallel one: of this rank's slice).
+        group: the ranks that share the parameter.
+        layout: the block's flat buffer, or None outside blocks.
+        index: number of the parameter in ``layout``.
+    """
+
+    shape: torch.Size
+    group: Group
+    layout: _C.FlatLayout | None = None
+    index: int = 0
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def part(self, rank: int) -> tuple[int, int]:
+        """First element and number of elements that group rank ``rank`` owns."""
+        if self.layout is not None:
+            begin, count, _ = self.layout.local_part(self.index, rank)
+            return begin, count
+        chunk = -(-self.numel // self.group.size)
+        begin = min(rank * chunk, self.numel)
+        return begin, min(begin + chunk, self.numel) - begin
+
+    @property
+    def local_part(self) -> tuple[int, int]:
+        """First element and number of elements that this rank owns."""
+        return self.part(self.group.rank)
+
+    def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a flattened full tensor, as a view."""
+        begin, count = self.local_part
+        return flat.narrow(0, begin, count)
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """The flattened full tensor (a new one), from every rank's part. Collective over the group."""
+        size = self.group.size
+        if size == 1:
+            return local.reshape(-1).clone()
+        counts = [self.part(rank)[1] for rank in range(size)]
+        longest = max(counts)
+        slots = local.new_empty(size * longest)
+        self.group.comm.all_gather(slots, _padded(local, longest), "parameter").wait()
+        if self.layout is None:
+            return slots[: self.numel]  # equal runs: only the tail is padding
+        return torch.cat([slots.narrow(0, rank * longest, count) for rank, count in enumerate(counts)])
+
+    def reduce_scatter(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sum of the ranks' full tensors (16-bit dtypes accumulate in fp32)."""
+        from .. import _C
+
+        size = self.group.size
+        if size == 1:
+            return flat.clone()
+        parts = [self.part(rank) for rank in range(size)]
+        longest = max(count for _, count in parts)
+        slots = flat.new_zeros(size * longest)
+        for rank, (begin, count) in enumerate(parts):
+            slots.narrow(0, rank * longest, count).copy_(flat.narrow(0, begin, count))
+        reduced = flat.new_empty(longest)
+        self.group.reduce_comm.reduce_scatter(reduced, slots, _C.ReduceOp.SUM, "parameter").wait()
+        return reduced[: parts[self.group.rank][1]]
+
+
+def _padded(local: torch.Tensor, length: int) -> torch.Tensor:
+    if local.numel() == length:
+        return local.detach().contiguous()
+    padded = local.new_zeros(length)
+    padded[: local.numel()] = local.detach()
+    return padded

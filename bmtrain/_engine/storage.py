@@ -1,0 +1,107 @@
+"""Packing the parameters of a block into flat buffers, one per kind."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import _C
+from ..global_var import context
+from ..parameter import DistributedParameter
+from .policy import BlockMode
+from .sharding import ShardSpec
+
+if TYPE_CHECKING:
+    from .._context import Group
+
+__all__ = ["BlockStorage", "build_storage"]
+
+
+@dataclass(frozen=True)
+class BlockStorage:
+    """One flat buffer of a block.
+
+    Args:
+        kind: ``"<dtype>_<grad|nograd>"``, and ``"_g_<group>"`` for labelled parameters.
+        shards: the buffer.
+        group: the ranks that share it.
+        names: qualified names of its parameters.
+        requires_grad: whether its parameters were trainable when the block was built.
+    """
+
+    kind: str
+    shards: _C.ShardGroup
+    group: Group
+    names: tuple[str, ...]
+    requires_grad: bool
+
+
+def _kind(param: DistributedParameter) -> str:
+    dtype = str(param.dtype).removeprefix("torch.")
+    label = f"_g_{param.group}" if param.group else ""
+    return f"{dtype}_{'grad' if param.requires_grad else 'nograd'}{label}"
+
+
+def build_storage(
+    named: Iterable[tuple[str, DistributedParameter]], mode: BlockMode, label: str, owner: Any
+) -> list[BlockStorage]:
+    """Moves parameters into flat buffers; their values and gradients stay. Collective.
+
+    Args:
+        named: the parameters, each once, in the order of the buffers.
+        mode: which ranks share them.
+        label: names the block in errors and records.
+        owner: the Block; the parameters refer to it weakly.
+    """
+    kinds: dict[tuple[str, bool], list[tuple[str, DistributedParameter]]] = {}
+    for name, param in named:
+        kinds.setdefault((_kind(param), param._tp_mode), []).append((name, param))
+    ctx = context()
+    reference = weakref.ref(owner)
+    storages = []
+    for (kind, tp_mode), members in kinds.items():
+        group = ctx.zero_group(tp_mode, mode is BlockMode.PIPE)
+        params = [param for _, param in members]
+        shards = _C.ShardGroup(
+            label=label,
+            parameters=params,
+            shapes=[list(param._original_shape) for param in params],
+            gather_comm=group.comm,
+            reduce_comm=group.reduce_comm,
+            pool=ctx.engine.pool,
+            dtype=params[0].dtype,
+            device=ctx.device,
+        )
+        with torch.no_grad():
+            for index, param in enumerate(params):
+                _move(param, shards, ShardSpec(param._original_shape, group, shards.layout, index), index)
+        shards.attach()
+        for param in params:
+            param._block = reference
+            if param.grad is not None:
+                param.grad = param.__dict__.pop("_moved_grad")
+        names = tuple(name for name, _ in members)
+        storages.append(BlockStorage(kind, shards, group, names, params[0].requires_grad))
+    return storages
+
+
+def _move(param: DistributedParameter, shards: _C.ShardGroup, spec: ShardSpec, index: int) -> None:
+    shards.local_view(index).copy_(_respread(param, param.detach(), spec))
+    if param.grad is not None:
+        param.__dict__["_moved_grad"] = _respread(param, param.grad, spec).clone()
+    param._spec = spec
+
+
+def _respread(param: DistributedParameter, local: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    """This rank's part under ``spec`` of a tensor spread like the parameter was."""
+    if param.shape == param._original_shape and param._original_shape.numel() != param._spec.local_part[1]:
+        return spec.slice_of(local.reshape(-1))  # given full data by its user
+    old = param._spec
+    same_ranks = old.group.size == spec.group.size
+    if same_ranks and all(old.part(rank) == spec.part(rank) for rank in range(spec.group.size)):
+        return local
+    return spec.slice_of(old.gather(local))

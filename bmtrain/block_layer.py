@@ -1,0 +1,432 @@
+"""Blocks: the unit of gathering, recomputation and gradient scattering."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from ._deprecate import warn_once
+from ._engine.block_build import adopt_parameters, dissolve_inner_blocks
+from ._engine.island import run_block
+from ._engine.policy import BlockMode, BlockPolicy, Recompute
+from ._engine.recompute import BufferGuard
+from ._engine.runtime import BlockRuntime
+from ._engine.storage import BlockStorage, build_storage
+from .errors import RepeatedBlockError
+from .global_var import context
+from .param_init import grouped_parameters, init_parameters
+from .utils import round_up
+
+__all__ = ["Block", "CheckpointBlock", "TransformerBlockList", "round_up", "storage_type_cuda"]
+
+# The dictionaries that a Block shares with its inner module, so that walking the Block is walking the inner module.
+_SHARED = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+class Block(torch.nn.Module):
+    """A module whose parameters are gathered together while it runs.
+
+    Args:
+        inner_module: any module; every parameter in it must be a :class:`bmtrain.DistributedParameter`. Blocks inside it
+            are dissolved into this one. Values are preserved.
+        use_checkpoint: keep only the inputs, and run the forward again in backward.
+        zero_level: 3 frees the full parameters between forward and backward, 2 keeps them. Default: what
+            ``init_distributed(zero_level=)`` said, else 3.
+        initialized: build no storage: :meth:`reference` will share another Block's.
+        mode: ``"BLOCK"``, or ``"PIPE"`` for pipeline lists.
+
+    Raises:
+        ValueError: for a parameter that is not distributed (named), a bad ``zero_level`` or ``mode``, or parameters that
+            another Block owns.
+
+    Example:
+        >>> block = bmtrain.Block(SomeTransformerBlock())      # doctest: +SKIP
+        >>> hidden = block(hidden, mask, position_bias)        # doctest: +SKIP
+    """
+
+    _module: torch.nn.Module
+    _runtime: BlockRuntime
+
+    def __init__(
+        self,
+        inner_module: torch.nn.Module,
+        use_checkpoint: bool = True,
+        zero_level: int | None = None,
+        initialized: bool = False,
+        mode: str = "BLOCK",
+    ) -> None:
+        if not isinstance(inner_module, torch.nn.Module):
+            raise TypeError(f"inner_module: expected a torch.nn.Module, got {type(inner_module).__name__}")
+        if mode not in BlockMode.__members__:
+            raise ValueError(f"mode: expected 'BLOCK' or 'PIPE', got {mode!r}")
+        ctx = context()
+        policy = BlockPolicy(
+            level=ctx.zero_level if zero_level is None else zero_level,
+            recompute=Recompute.WHOLE if use_checkpoint else Recompute.OFF,
+        )
+        inner_module = dissolve_inner_blocks(inner_module, Block)
+        super().__init__()
+        own = self.__dict__
+        for name in _SHARED:
+            if name in inner_module.__dict__:
+                own[name] = inner_module.__dict__[name]
+        own["training"] = inner_module.training
+        own["_module"] = inner_module
+        own["_policy"] = policy
+        own["_mode"] = BlockMode[mode]
+        own["_label"] = f"{type(inner_module).__name__}#{ctx.engine.schedule.next_number}"
+        own["_guard"] = BufferGuard(inner_module)
+        own["_need_reference"] = initialized
+        own["_links"] = [None, None]
+        if not initialized:
+            self._build()
+
+    def _build(self) -> None:
+        """(Re)packs the parameters of the inner module into flat storage. Collective."""
+        named = adopt_parameters(self, self._module)
+        self.__dict__["_storages"] = storages = build_storage(named, self._mode, self._label, self)
+        self.__dict__["_runtime"] = BlockRuntime(
+            context().engine, self._label, [storage.shards for storage in storages], self._policy
+        )
+
+    def reference(self, block: Block) -> None:
+        """Shares another Block's storage; for a Block constructed with ``initialized=True`` around the same module."""
+        self.__dict__["_storages"] = block._storages
+        self.__dict__["_runtime"] = block._runtime
+        self.__dict__["_need_reference"] = False
+
+    # ---- calling
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the inner module's current forward with gathered parameters."""
+        return self._run(self._module, *args, **kwargs)
+
+    def _run(self, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+        runtime = self._runtime
+        if runtime.is_bound:  # called from its own forward, by a replaced forward that wraps the old one
+            return self._module(*args, **kwargs)
+        return run_block(runtime, forward, self._guard, args, kwargs)
+
+    # ---- standing in for the inner module
+
+    def __getattr__(self, name: str) -> Any:
+        module = self.__dict__.get("_module")
+        if module is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        module = self.__dict__.get("_module")
+        if module is None:
+            super().__setattr__(name, value)
+        elif name == "forward":
+            self.__dict__["forward"] = _ReplacedForward(self, value)
+        elif name == "_module":
+            raise AttributeError(
+                "_module: a Block keeps the module that it was built around; build a new Block instead"
+            )
+        elif isinstance(value, (torch.nn.Module, torch.nn.Parameter)):
+            setattr(module, name, value)  # registered in the dictionaries that both share
+        else:
+            if not name.startswith("_") and hasattr(module, name):
+                setattr(module, name, value)
+                if name in module._parameters or name in module._buffers or name in module._modules:
+                    return
+            self.__dict__[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            del self.__dict__[name]
+        else:
+            delattr(self._module, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self._module)})
+
+    @property
+    def __class__(self) -> type:  # type: ignore[misc]  # libraries look for their layer class with isinstance()
+        module = self.__dict__.get("_module")
+        return Block if module is None else type(module)
+
+    def __repr__(self) -> str:
+        return repr(self._module)
+
+    def train(self, mode: bool = True) -> Block:
+        self._module.train(mode)
+        self.__dict__["training"] = mode
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._module.state_dict(*args, **kwargs)
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._module._save_to_state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._module.load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._module._load_from_state_dict(*args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Block:
+        self._module._apply(fn, recurse)
+        if any(
+            param.dtype != storage.shards.shard.dtype
+            for storage in self._storages
+            for param in storage.shards.parameters
+        ):
+            self._build()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Block:
+        clone = Block(
+            copy.deepcopy(self._module, memo),
+            use_checkpoint=self._policy.recomputes,
+            zero_level=self._policy.level,
+            mode=self._mode.name,
+        )
+        memo[id(self)] = clone
+        own = (
+            "_module",
+            "_policy",
+            "_mode",
+            "_label",
+            "_guard",
+            "_need_reference",
+            "_links",
+            "_storages",
+            "_runtime",
+        )
+        for name, value in self.__dict__.items():
+            if name not in own and name not in _SHARED and name not in ("forward",):
+                clone.__dict__[name] = copy.deepcopy(value, memo)
+        return clone
+
+    # ---- documented, rarely used
+
+    def init_parameters(self) -> None:
+        """:func:`bmtrain.init_parameters` for this Block."""
+        init_parameters(self)
+
+    def grouped_parameters(self) -> Iterator[tuple[str | None, list[Any]]]:
+        """:func:`bmtrain.grouped_parameters` for this Block."""
+        return grouped_parameters(self)
+
+    def set_pre_module(self, pre_module: Block | None) -> None:
+        """Says which Block runs before this one. (The order of calls is learnt; the links are kept for readers.)"""
+        self._links[0] = None if pre_module is None else weakref.ref(pre_module)
+        if pre_module is not None:
+            pre_module._links[1] = weakref.ref(self)
+
+    def pre_module(self) -> Block | None:
+        """The Block set by :meth:`set_pre_module`."""
+        return None if self._links[0] is None else self._links[0]()
+
+    def next_module(self) -> Block | None:
+        """The Block of which this one is the ``pre_module``."""
+        return None if self._links[1] is None else self._links[1]()
+
+    @property
+    def _storage_params(self) -> dict[str, torch.nn.Parameter]:
+        """Kind -> flat local parameter, with ``.grad`` where there is one."""
+        flat = {}
+        for storage in self._storages:
+            param = torch.nn.Parameter(storage.shards.shard, requires_grad=storage.requires_grad)
+            param.grad = storage.shards.gradient_shard
+            flat[storage.kind] = param
+        return flat
+
+    @property
+    def _storage_info(self) -> dict[str, dict[str, Any]]:
+        """Kind -> sizes and ranks of the flat buffer."""
+        return {storage.kind: _storage_info(storage) for storage in self._storages}
+
+    @property
+    def _param_info(self) -> list[dict[str, Any]]:
+        """Where each parameter lies."""
+        return [info for storage in self._storages for info in _param_infos(storage)]
+
+
+CheckpointBlock = Block
+
+_STORAGE_TYPES = {
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.float32: torch.FloatStorage,
+    torch.float64: torch.DoubleStorage,
+}
+
+
+class _ReplacedForward:
+    """What a Block runs after ``block.forward = function``: the function, gathered and recomputed as the Block's own."""
+
+    def __init__(self, block: Block, function: Any) -> None:
+        self.block = block
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.block._runtime.is_bound:
+            return self.function(*args, **kwargs)
+        return self.block._run(self.function, *args, **kwargs)
+
+
+def _storage_info(storage: BlockStorage) -> dict[str, Any]:
+    layout = storage.shards.layout
+    rank = storage.group.rank
+    return {
+        "total": layout.total,
+        "storage_type": _STORAGE_TYPES.get(storage.shards.shard.dtype),
+        "requires_grad": storage.requires_grad,
+        "group": storage.shards.parameters[0].group,
+        "zero_comm": storage.group.comm,
+        "world_size": storage.group.size,
+        "partition_size": layout.partition,
+        "begin": rank * layout.partition,
+        "end": (rank + 1) * layout.partition,
+    }
+
+
+def _param_infos(storage: BlockStorage) -> Iterator[dict[str, Any]]:
+    layout = storage.shards.layout
+    for index, (name, param) in enumerate(zip(storage.names, storage.shards.parameters, strict=True)):
+        begin, count, offset = layout.local_part(index, storage.group.rank)
+        info = {
+            "parameter": param,
+            "name": name,
+            "kw_name": storage.kind,
+            "offset": layout.offset(index),
+            "size": layout.numel(index),
+            "shape": param._original_shape,
+        }
+        if count:
+            info.update(begin=begin, end=begin + count)
+        yield info
+
+
+def storage_type_cuda(storage_type: type) -> type:
+    """The CUDA storage class for a typed-storage class; on a CPU run, the class itself.
+
+    Raises:
+        ValueError: if ``storage_type`` is not a typed-storage class.
+    """
+    name = getattr(storage_type, "__name__", str(storage_type))
+    if not (isinstance(storage_type, type) and name.endswith("Storage") and hasattr(torch, name)):
+        raise ValueError(
+            f"storage_type: expected a typed storage class such as torch.HalfStorage, got {storage_type!r}"
+        )
+    if context().device.type == "cuda":
+        return getattr(torch.cuda, name)  # type: ignore[no-any-return]
+    return storage_type
+
+
+class TransformerBlockList(torch.nn.Module):
+    """Blocks that run one after the other, each on the hidden states of the one before.
+
+    Args:
+        modules: Blocks, or plain modules (each wrapped in a Block). A plain module given twice yields two Blocks that
+            share their storage.
+        num_hidden: how many of the positional arguments are hidden states, passed from Block to Block; the rest and all
+            keyword arguments go to every Block.
+        sqrt: accepted for programs of older versions; has no effect.
+
+    Example:
+        >>> layers = bmtrain.TransformerBlockList([bmtrain.Block(Layer()) for _ in range(12)])   # doctest: +SKIP
+        >>> hidden = layers(hidden, mask, None)                                                 # doctest: +SKIP
+    """
+
+    def __init__(
+        self, modules: Iterable[torch.nn.Module], num_hidden: int = 1, *, sqrt: bool = False
+    ) -> None:
+        super().__init__()
+        if sqrt:
+            warn_once(
+                "TransformerBlockList.sqrt", "sqrt= has no effect any more and can be left out", stacklevel=3
+            )
+        if num_hidden < 1:
+            raise ValueError(f"num_hidden: expected at least 1, got {num_hidden}")
+        self.num_hidden = num_hidden
+        blocks: dict[int, Block] = {}  # by the identity of what was given
+        previous: Block | None = None
+        for index, module in enumerate(modules):
+            block = _as_block(module, blocks.get(id(module)), index)
+            blocks.setdefault(id(module), block)
+            block.set_pre_module(previous)
+            previous = block
+            self.add_module(str(index), block)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._modules.values())
+
+    def __getitem__(self, index: int | str | slice) -> Any:
+        if isinstance(index, str):
+            return self._modules[index]
+        return list(self._modules.values())[index]
+
+    def forward(self, *args: Any, return_hidden_states: bool = False, **kwargs: Any) -> Any:
+        """Runs all Blocks.
+
+        Args:
+            args: ``num_hidden`` hidden states, then arguments for every Block.
+            return_hidden_states: also return, per hidden state, the stacked inputs of all layers.
+
+        Returns:
+            The hidden state (a tuple if ``num_hidden > 1``); with ``return_hidden_states`` a tuple of the hidden states and
+            then of the stacks, each of shape ``(num_layers, *hidden.shape)``.
+        """
+        count = self.num_hidden
+        hidden, rest = args[:count], args[count:]
+        if len(hidden) < count:
+            raise ValueError(f"expected {count} hidden states as positional arguments, got {len(hidden)}")
+        inputs: list[tuple[torch.Tensor, ...]] = []
+        for name, block in self._modules.items():
+            inputs.append(hidden)
+            hidden = _hidden_states(block(*hidden, *rest, **kwargs), count, name)  # type: ignore[misc]
+        if return_hidden_states:
+            return (*hidden, *(_stack([state[j] for state in inputs]) for j in range(count)))
+        return hidden[0] if count == 1 else hidden
+
+
+def _as_block(module: torch.nn.Module, earlier: Block | None, index: int) -> Block:
+    """The Block for one item of a list; ``earlier`` is the Block of the same item at an earlier place."""
+    if type(module) is Block:
+        if earlier is not None:
+            raise RepeatedBlockError(
+                f"modules[{index}]: the same Block ({module._label}) was given twice; to run one layer twice with "
+                "shared weights, give the plain module twice"
+            )
+        return module
+    if earlier is None:
+        return Block(module)
+    block = Block(module, initialized=True)
+    block.reference(earlier)
+    return block
+
+
+def _hidden_states(result: Any, count: int, name: str) -> tuple[torch.Tensor, ...]:
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    if len(results) < count:
+        raise ValueError(f"layer {name}: expected at least {count} results (num_hidden), got {len(results)}")
+    return tuple(results[:count])
+
+
+def _stack(states: list[torch.Tensor]) -> torch.Tensor:
+    shapes = {tuple(state.shape) for state in states}
+    if len(shapes) > 1:
+        raise ValueError(f"return_hidden_states: expected hidden states of one shape, got {sorted(shapes)}")
+    return torch.stack(states)

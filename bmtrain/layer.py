@@ -1,0 +1,81 @@
+"""Modules whose parameters are sharded."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ._engine.state_dict import give_full_values, take_local_parts
+from .parameter import DistributedParameter
+
+__all__ = ["DistributedModule", "DistributedParameter"]
+
+_OWNER = "_owner_block"  # in a module's __dict__: weak reference to the Block that the module was in when it was built
+
+
+class DistributedModule(torch.nn.Module):
+    """A :class:`torch.nn.Module` whose distributed parameters read as full tensors.
+
+    Reading an attribute that is a :class:`bmtrain.DistributedParameter` gathers it from all ranks: the result has the
+    full shape, takes part in autograd, and its gradient is summed into the shards. Inside a Block the Block has done
+    that already, and reading returns the parameter itself. ``parameters()`` always gives the shards.
+
+    Example:
+        >>> class Scale(bmtrain.DistributedModule):        # doctest: +SKIP
+        ...     def __init__(self, dim):
+        ...         super().__init__()
+        ...         self.weight = bmtrain.DistributedParameter(torch.ones(dim))
+        ...     def forward(self, x):
+        ...         return x * self.weight
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        parameters = self.__dict__.get("_parameters")
+        if parameters is not None and name in parameters:
+            param = parameters[name]
+            return _read(self, param) if isinstance(param, DistributedParameter) else param
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A tensor that came from reading a parameter stands for that parameter (tied weights).
+        if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+            source = value.__dict__.get("_bmtrain_source")
+            if source is not None and source() is not None:
+                value = source()
+        super().__setattr__(name, value)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        give_full_values(self, destination, prefix)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            take_local_parts(self, state_dict, prefix, error_msgs),
+            prefix,
+            {**local_metadata, "assign_to_params_buffers": False},
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
+
+
+def _read(module: torch.nn.Module, param: DistributedParameter) -> torch.Tensor:
+    owner = param._block
+    if owner is not None and (module.__dict__.get(_OWNER) is owner or owner() is None):
+        return param
+    full = param.gather()
+    full.__dict__["_bmtrain_source"] = weakref.ref(param)
+    return full

@@ -1,0 +1,54 @@
+"""Initialising sharded parameters as one process would, and grouping them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from .global_var import context
+from .parameter import DistributedParameter, load_full_value
+
+__all__ = ["grouped_parameters", "init_parameters"]
+
+
+def _distinct_parameters(
+    modules: torch.nn.Module | Iterable[torch.nn.Module],
+) -> Iterator[DistributedParameter]:
+    roots = [modules] if isinstance(modules, torch.nn.Module) else list(modules)
+    seen: set[int] = set()
+    for root in roots:
+        for _, module in root.named_modules():
+            for param in module._parameters.values():
+                if isinstance(param, DistributedParameter) and id(param) not in seen:
+                    seen.add(id(param))
+                    yield param
+
+
+def init_parameters(module: torch.nn.Module | Iterable[torch.nn.Module]) -> None:
+    """Initialises every distributed parameter that has an ``init_method``, as a single process would.
+
+    Modules are visited as ``named_modules()`` gives them, parameters in order of registration, each once. The
+    initialiser runs on a temporary full tensor of which this rank keeps its shard, so random numbers are drawn exactly
+    as a single process draws them, and equal seeds give equal weights at any world size.
+
+    Args:
+        module: a module, a Block, a list of either, or an iterable of modules.
+    """
+    device = context().device
+    with torch.no_grad():
+        for param in _distinct_parameters(module):
+            if param._init_method is not None:
+                full = torch.empty(param._tp_original_shape, dtype=param.dtype, device=device)
+                param._init_method(full)
+                load_full_value(param, full)
+
+
+def grouped_parameters(
+    module: torch.nn.Module | Iterable[torch.nn.Module],
+) -> Iterator[tuple[str | None, list[DistributedParameter]]]:
+    """Yields ``(group label or None, parameters)`` for the distributed parameters of ``module``."""
+    groups: dict[str | None, list[DistributedParameter]] = {}
+    for param in _distinct_parameters(module):
+        groups.setdefault(param.group, []).append(param)
+    yield from groups.items()

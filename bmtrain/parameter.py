@@ -1,0 +1,302 @@
+"""Parameters that live as one shard per rank."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ._engine.sharding import ShardSpec
+from .global_var import context
+
+if TYPE_CHECKING:
+    from .block_layer import Block
+
+__all__ = [
+    "DistributedParameter",
+    "OpAllGather",
+    "ParameterInitializer",
+    "full_value",
+    "gather_flat",
+    "load_full_value",
+    "shard_of",
+]
+
+
+class ParameterInitializer:
+    """An initialiser and its arguments, to be called on the full tensor by :func:`bmtrain.init_parameters`.
+
+    Args:
+        func: called as ``func(tensor, *args, **kwargs)``; initialises the tensor in place.
+
+    Example:
+        >>> import torch, bmtrain
+        >>> fill = bmtrain.ParameterInitializer(torch.nn.init.constant_, 2.0)
+        >>> t = torch.empty(3); _ = fill(t); t
+        tensor([2., 2., 2.])
+    """
+
+    def __init__(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self.func = func
+        self._args = args
+        self._kwargs = kwargs
+
+    def __call__(self, param: torch.Tensor) -> Any:
+        return self.func(param, *self._args, **self._kwargs)
+
+
+class DistributedParameter(torch.nn.Parameter):
+    """A parameter of which each rank keeps one shard: seen as a tensor, it is the 1-D local shard.
+
+    Args:
+        data: the full tensor, of any shape and device (for a tensor-parallel parameter, this rank's slice). This rank's
+            part is copied to the run device; there is no communication.
+        requires_grad: whether it is trained. Integer data need ``requires_grad=False``.
+        init_method: called by :func:`bmtrain.init_parameters` on a full-size ordinary tensor.
+        group: a label, used by :func:`bmtrain.grouped_parameters`.
+        tp_mode: shard over the ranks that hold the same tensor-parallel slice.
+        tp_split_dim: dimension along which the tensor-parallel slices are concatenated to the logical tensor; -1 if
+            every slice is the whole.
+
+    Raises:
+        RuntimeError: before :func:`bmtrain.init_distributed`.
+        TypeError: if ``data`` is not a tensor.
+
+    Example:
+        >>> p = bmtrain.DistributedParameter(torch.ones(4, 3))   # doctest: +SKIP
+        >>> p.gather().shape                                      # doctest: +SKIP
+        torch.Size([4, 3])
+    """
+
+    _spec: ShardSpec
+    _original_shape: torch.Size
+    _tp_original_shape: torch.Size
+    _init_method: Callable[[torch.Tensor], Any] | None
+    _group: str | None
+    _tp_mode: bool
+    _tp_split_dim: int
+    _load_count: int
+    _block: weakref.ref[Block] | None
+
+    def __new__(
+        cls,
+        data: torch.Tensor,
+        requires_grad: bool = True,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        group: str | None = None,
+        tp_mode: bool = False,
+        tp_split_dim: int = -1,
+    ) -> DistributedParameter:
+        if not isinstance(data, torch.Tensor):
+            raise TypeError(f"data: expected a torch.Tensor, got {type(data).__name__}")
+        ctx = context()
+        shape = data.shape
+        if tp_split_dim >= max(data.dim(), 1) or tp_split_dim < -1:
+            raise ValueError(
+                f"tp_split_dim: expected -1 to {data.dim() - 1} for shape {tuple(shape)}, got {tp_split_dim}"
+            )
+        spec = ShardSpec(shape, ctx.zero_group(tp_mode, False))
+        part = spec.slice_of(data.detach().reshape(-1))
+        local = torch.empty(part.numel(), dtype=data.dtype, device=ctx.device)
+        local.copy_(part)
+        param = cls._from_local(local, requires_grad)
+        param._spec = spec
+        param._original_shape = shape
+        param._init_method = init_method
+        param._group = "tp" if tp_mode else group
+        param._tp_mode = tp_mode
+        param._tp_split_dim = tp_split_dim if tp_mode else -1
+        param._tp_original_shape = _merged_shape(shape, param._tp_split_dim, ctx.groups["tp"].size)
+        return param
+
+    @classmethod
+    def _from_local(cls, local: torch.Tensor, requires_grad: bool) -> DistributedParameter:
+        param = torch.Tensor._make_subclass(cls, local, requires_grad)
+        param._load_count = 0
+        param._block = None
+        return param
+
+    @property
+    def group(self) -> str | None:
+        return self._group
+
+    @property
+    def _zero_comm(self) -> Any:
+        return self._spec.group.comm
+
+    @property
+    def _start_partition(self) -> int:
+        return self._spec.local_part[0]
+
+    @property
+    def _end_partition(self) -> int:
+        begin, count = self._spec.local_part
+        return begin + count
+
+    @property
+    def _in_block(self) -> bool:
+        return self._block is not None
+
+    _in_checkpoint_block = _in_block
+
+    def gather(self) -> torch.Tensor:  # type: ignore[override]
+        """The full tensor, differentiable; its gradient is summed over the ranks into the shard. Collective."""
+        if self.shape == self._original_shape and self._block is not None and _is_bound(self):
+            return self.view_as(self)
+        full: torch.Tensor = OpAllGather.apply(self)
+        return full
+
+    def tp_gather(self) -> torch.Tensor:
+        """The concatenation over the tensor-parallel group of the full tensors. Collective over the tp group."""
+        return _tp_merge(self.gather(), self._tp_split_dim)
+
+    def gather_all(self) -> torch.Tensor:
+        """The full tensor with its tensor-parallel slices merged. Collective."""
+        return self.gather() if self._tp_split_dim < 0 else self.tp_gather()
+
+    def _attributes(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedParameter:
+        if id(self) in memo:
+            known: DistributedParameter = memo[id(self)]
+            return known
+        clone = type(self)._from_local(self.data.clone(), self.requires_grad)
+        memo[id(self)] = clone
+        for name, value in self.__dict__.items():
+            if name == "_block":
+                continue
+            clone.__dict__[name] = value if name == "_spec" else copy.deepcopy(value, memo)
+        if self.grad is not None:
+            clone.grad = self.grad.clone()
+        return clone
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        attributes = {k: v for k, v in self.__dict__.items() if k not in ("_spec", "_block")}
+        pipe = self._spec.group.name.startswith("pp")
+        return (_rebuild, (type(self), self.data.clone(), self.requires_grad, self._original_shape, self._tp_mode, pipe,
+                           attributes))  # fmt: skip
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"DistributedParameter(shape={tuple(self._original_shape)}, local={super().__repr__()})"
+
+
+def _rebuild(
+    cls: type[DistributedParameter],
+    local: torch.Tensor,
+    requires_grad: bool,
+    shape: torch.Size,
+    tp_mode: bool,
+    pipe: bool,
+    attributes: dict[str, Any],
+) -> DistributedParameter:
+    param = cls._from_local(local, requires_grad)
+    param.__dict__.update(attributes)
+    param._spec = ShardSpec(shape, context().zero_group(tp_mode, pipe))
+    return param
+
+
+def _is_bound(param: DistributedParameter) -> bool:
+    block = param._block() if param._block is not None else None
+    return block is not None and block._runtime.is_bound
+
+
+def _merged_shape(shape: torch.Size, dim: int, tp_size: int) -> torch.Size:
+    if dim < 0:
+        return shape
+    return torch.Size([size * tp_size if i == dim else size for i, size in enumerate(shape)])
+
+
+def _tp_merge(value: torch.Tensor, dim: int) -> torch.Tensor:
+    group = context().groups["tp"]
+    if group.size == 1:
+        return value
+    from .distributed import all_gather
+
+    return torch.cat(list(all_gather(value, group.comm).unbind(0)), dim=max(dim, 0))
+
+
+class OpAllGather(torch.autograd.Function):
+    """shard -> full tensor; backward: full gradient -> sum over ranks -> shard."""
+
+    @staticmethod
+    def forward(ctx: Any, param: DistributedParameter) -> torch.Tensor:
+        ctx.spec = param._spec
+        flat = param._spec.gather(param)
+        full: torch.Tensor = flat.new_empty(0)  # not a view of `flat`, so that callers may write to it
+        shape = param._original_shape
+        strides = torch.empty(shape, device="meta").stride()
+        return full.set_(flat.untyped_storage(), flat.storage_offset(), shape, strides)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        reduced: torch.Tensor = ctx.spec.reduce_scatter(grad.reshape(-1))
+        return reduced
+
+
+def gather_flat(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Puts a tensor that is sharded like ``param`` together.
+
+    Args:
+        param: a distributed parameter (any other tensor: ``local`` is returned flattened).
+        local: 1-D, one element for each element of this rank's shard; any dtype, host or run device.
+
+    Returns:
+        The full 1-D tensor in the parameter's element order, tensor-parallel slices merged, on ``local``'s device.
+        Collective.
+    """
+    if not isinstance(param, DistributedParameter):
+        return local.reshape(-1)
+    device = local.device
+    flat = param._spec.gather(local.to(context().device))
+    if param._tp_split_dim >= 0:
+        flat = _tp_merge(flat.view(param._original_shape), param._tp_split_dim).reshape(-1)
+    return flat.to(device)
+
+
+def shard_of(param: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a full tensor (tensor-parallel slices merged): 1-D, on ``full``'s device. Local.
+
+    Raises:
+        ValueError: if the number of elements is not the parameter's.
+    """
+    if not isinstance(param, DistributedParameter):
+        return full.reshape(-1)
+    expected = param._tp_original_shape
+    if full.numel() != expected.numel():
+        raise ValueError(
+            f"full: expected {expected.numel()} elements for shape {tuple(expected)}, got {full.numel()}"
+        )
+    if param._tp_split_dim >= 0:
+        tp = context().groups["tp"]
+        full = full.reshape(expected).chunk(tp.size, dim=param._tp_split_dim)[tp.rank]
+    return param._spec.slice_of(full.reshape(-1))
+
+
+@torch.no_grad()
+def full_value(param: torch.Tensor) -> torch.Tensor:
+    """The full (tensor-parallel merged) value, detached, on the run device. Collective."""
+    if not isinstance(param, DistributedParameter):
+        return param.detach()
+    return gather_flat(param, param.detach()).view(param._tp_original_shape)
+
+
+@torch.no_grad()
+def load_full_value(param: torch.Tensor, full: torch.Tensor) -> None:
+    """Takes this rank's part of ``full`` as the parameter's value, converting the dtype. Local.
+
+    Raises:
+        ValueError: if the shape is not the parameter's full shape.
+    """
+    if not isinstance(param, DistributedParameter):
+        param.copy_(full)
+        return
+    if full.shape != param._tp_original_shape:
+        raise ValueError(f"full: expected shape {tuple(param._tp_original_shape)}, got {tuple(full.shape)}")
+    param.copy_(shard_of(param, full))
+    param._load_count += 1

@@ -1,0 +1,58 @@
+// FlatLayout: where each parameter of a flat buffer lies, and which rank owns
+// which part of it.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace bmtrain {
+
+/// A run of elements.
+struct Span {
+  std::int64_t offset = 0;
+  std::int64_t numel = 0;
+};
+
+/// What one rank owns of one parameter: elements [param_begin, param_begin +
+/// numel) of the flattened parameter lie at shard_offset of the rank's shard.
+struct LocalPart {
+  std::int64_t param_begin = 0;
+  std::int64_t numel = 0;
+  std::int64_t shard_offset = 0;
+};
+
+/// Parameters one after the other, each starting at a multiple of
+/// `alignment_bytes`, cut into `num_ranks` equal partitions of ceil(total /
+/// num_ranks) elements. Offsets and sizes are in elements.
+class FlatLayout {
+public:
+  static constexpr std::int64_t kAlignmentBytes = 512;
+
+  FlatLayout(std::vector<std::int64_t> numels, std::int64_t element_size,
+             std::int64_t num_ranks,
+             std::int64_t alignment_bytes = kAlignmentBytes);
+
+  [[nodiscard]] std::int64_t num_ranks() const { return num_ranks_; }
+  [[nodiscard]] std::size_t size() const { return spans_.size(); }
+  /// Elements of all parameters with alignment, the end of the buffer included.
+  [[nodiscard]] std::int64_t total() const { return total_; }
+  /// Elements of one rank's shard.
+  [[nodiscard]] std::int64_t partition() const { return partition_; }
+  /// Elements of the gathered buffer: num_ranks() * partition() >= total().
+  [[nodiscard]] std::int64_t padded_total() const {
+    return partition_ * num_ranks_;
+  }
+  [[nodiscard]] const Span &span(std::size_t index) const {
+    return spans_.at(index);
+  }
+  [[nodiscard]] LocalPart local_part(std::size_t index,
+                                     std::int64_t rank) const;
+
+private:
+  std::vector<Span> spans_;
+  std::int64_t num_ranks_;
+  std::int64_t total_ = 0;
+  std::int64_t partition_ = 0;
+};
+
+} // namespace bmtrain

@@ -1,0 +1,147 @@
+// ShardGroup: the parameters of one block that share dtype and group, as one
+// flat buffer cut into one shard per rank.
+//
+// It owns the shard, the gathered buffer, the gradient on its way to the
+// shards, and the gradient shard. Parameters are views of these: of the shard
+// between calls, of the gathered buffer while they are bound.
+//
+// [Note: The gathered storage]
+// One storage object stands for the gathered buffer for the whole life of the
+// group; gather() puts memory under it and release() takes the memory away.
+// Everything that aliases it (the parameters' full views, the views that
+// autograd saved in forward) becomes valid again with the next gather, so
+// nothing keeps gathered memory alive between forward and backward, and no
+// saved tensor needs rewriting. With one rank the gathered buffer is the shard
+// itself.
+//
+// [Note: Gradient sinks]
+// While bound, each parameter's gradient accumulator is a node of ours that
+// writes the gradient straight into the flat gradient buffer: it lands once, at
+// its final place, and `.grad` never holds a full-size tensor. Unbinding
+// restores the accumulator that belongs to the shard's shape, so a loss may use
+// the shard and the full parameter together.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "shard/buffer_pool.h"
+#include "shard/flat_layout.h"
+#include "shard/gradient_sink.h"
+
+namespace bmtrain {
+
+class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
+public:
+  /// Sharded between calls, kGathering from start_gather to finish_gather,
+  /// kGathered until release.
+  enum class State : std::uint8_t { kSharded, kGathering, kGathered };
+
+  struct Options {
+    std::string label;                  // names the block in errors and records
+    std::vector<at::Tensor> parameters; // whose data become views of the shard
+    std::vector<std::vector<std::int64_t>> shapes; // their full shapes
+    std::shared_ptr<Communicator> gather_comm,
+        reduce_comm; // of the group of ranks that share the buffer
+    std::shared_ptr<BufferPool> pool;
+    at::ScalarType dtype;
+    c10::Device device;
+  };
+
+  explicit ShardGroup(Options options);
+  ~ShardGroup();
+  ShardGroup(const ShardGroup &) = delete;
+  ShardGroup &operator=(const ShardGroup &) = delete;
+
+  [[nodiscard]] const FlatLayout &layout() const { return layout_; }
+  [[nodiscard]] State state() const { return state_; }
+  [[nodiscard]] bool is_bound() const { return bound_; }
+  [[nodiscard]] const std::vector<at::Tensor> &parameters() const {
+    return options_.parameters;
+  }
+  /// The flat shard: 1-D, layout().partition() elements.
+  [[nodiscard]] at::Tensor shard() const { return shard_; }
+  /// This rank's part of parameter `index`: a 1-D view of the shard.
+  [[nodiscard]] at::Tensor local_view(std::size_t index) const {
+    return local_views_.at(index);
+  }
+  /// The flat gradient shard; undefined before its first need.
+  [[nodiscard]] at::Tensor gradient_shard() const { return gradient_shard_; }
+  /// Changes whenever one of the parameters is modified in place.
+  [[nodiscard]] std::int64_t version() const;
+  /// Which of the parameters require grad now.
+  [[nodiscard]] std::vector<bool> requires_grad() const;
+  /// Whether `tensor` lies in the gathered buffer.
+  [[nodiscard]] bool owns_storage(const at::Tensor &tensor) const;
+
+  /// Makes every parameter's data the view of the shard.
+  void attach();
+
+  void start_gather();
+  /// Blocks until the gathered buffer is complete (on CUDA: the current stream
+  /// waits).
+  void finish_gather();
+  /// Gives the gathered memory back. The parameters must not be bound.
+  void release();
+
+  /// Parameters become their full tensors. The buffer must be gathered.
+  void bind();
+  /// Parameters become their shards again. Never fails.
+  void unbind() noexcept;
+
+  /// Prepares to receive gradients of the parameters with `trains[i]`.
+  void begin_backward(std::vector<bool> trains);
+  void accumulate(std::size_t index, const at::Tensor &gradient);
+  /// Starts sending each rank its slice of the received gradient.
+  void start_reduce();
+  /// Sums the slices in rank order into the gradient shard and the parameters'
+  /// `.grad`.
+  void finish_reduce();
+  /// Forgets a backward that failed.
+  void cancel_backward() noexcept;
+
+private:
+  enum class GradientMode : std::uint8_t {
+    kSkip,
+    kWrite,
+    kAccumulate,
+    kForeign
+  };
+
+  void zero_untouched();
+  void sum_into_shard();
+  [[nodiscard]] GradientMode gradient_mode(std::size_t index) const;
+  void reduce_run(std::size_t first, std::size_t last, GradientMode mode);
+  void publish_gradients();
+
+  Options options_;
+  FlatLayout layout_;
+  State state_ = State::kSharded;
+  bool bound_ = false;
+
+  at::Tensor shard_;
+  std::vector<LocalPart> local_parts_;
+  std::vector<at::Tensor> local_views_;
+  at::Tensor full_; // flat, over the gathered storage
+  std::vector<at::Tensor>
+      full_views_; // in full shape, over the gathered storage
+  WorkPtr gather_work_;
+
+  std::vector<SinkPtr> sinks_;
+  std::vector<NodePtr>
+      shard_accumulators_; // while bound: what unbind() restores
+
+  std::vector<bool> trains_, touched_;
+  at::Tensor gradient_; // flat, full; only during a backward
+  std::vector<at::Tensor> gradient_views_;
+  at::Tensor received_; // one slice per rank; only during a reduction
+  WorkPtr reduce_work_;
+  at::Tensor gradient_shard_;
+};
+
+} // namespace bmtrain
