@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -37,8 +38,8 @@ def import_torch() -> Any:
         raise SystemExit(
             f"bmtrain is compiled against the torch it runs with, and {sys.executable} has none ({error}).\n"
             f"First run\n    {sys.executable} -m pip install {TORCH_TO_INSTALL}\n"
-            "then the same command again. With a tool that builds in an environment of its own (uv, python -m "
-            "build), turn that isolation off."
+            "then the same command again. With a tool that builds in an environment of its own (uv, "
+            "python -m build), turn that isolation off."
         ) from None
     if tuple(map(int, torch.__version__.split(".")[:2])) < TORCH_MINIMUM:
         minimum = ".".join(map(str, TORCH_MINIMUM))
@@ -67,6 +68,17 @@ def outer_path() -> list[str]:
             version, path = json.loads(answer.stdout)
             found += path if tuple(version) == sys.version_info[:2] else []
     return found
+
+
+def require_compiler() -> None:
+    """Say what is missing, before a page of compiler output does."""
+    compiler = os.environ.get("CXX", "c++").split()[0]
+    if shutil.which(compiler) is None:
+        raise SystemExit(
+            f"bmtrain needs a C++20 compiler, and there is no {compiler} (Debian: apt-get install g++)"
+        )
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        raise SystemExit(f"Python.h of {sys.executable} is missing (Debian: apt-get install python3-dev)")
 
 
 def use_ninja_of_this_environment() -> None:
@@ -188,6 +200,7 @@ def main() -> None:
     extensions = []
     if BUILDING & set(sys.argv[1:]):
         torch = import_torch()
+        require_compiler()
         use_ninja_of_this_environment()
         cuda = wants_cuda(torch)
         extensions = [make_extension(cuda)]

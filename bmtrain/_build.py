@@ -56,8 +56,8 @@ def load_extension() -> ModuleType:
         if error.name != "bmtrain._C":
             raise
         raise ImportError(
-            "bmtrain's compiled core is not built for this Python. In its source tree, run `pip install .`, or "
-            "for a development tree `pip install -e . --no-build-isolation`."
+            "bmtrain's compiled core is not built for this Python: in its source tree, run `pip install .`, "
+            "or for a development tree `pip install -e . --no-build-isolation`."
         ) from None
     except ImportError as error:  # the dynamic linker: a symbol or a library that is not there
         raise ImportError(
