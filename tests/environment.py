@@ -1,7 +1,8 @@
 """Bring the running interpreter's environment up to date for this checkout: `environment.py EXTRA...`.
 
-Installs torch if there is none, the named optional dependencies, and this tree's bmtrain in development mode with
-its core built. Looks before it acts: with nothing to do it takes a fraction of a second. Standard library only.
+Installs torch if there is none, the named optional dependencies, and this tree's bmtrain in development mode
+with its core built. Looks before it acts: with nothing to do it takes a fraction of a second. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def missing_requirements(requirements: Sequence[str], extras: Sequence[str]) -> 
 
 
 def development_install_is_current(extras: Sequence[str]) -> bool:
-    """Whether `pip install -e` of this tree was done, since pyproject.toml changed last, with these extras."""
+    """Whether `pip install -e` was done with these extras in this tree as pyproject.toml describes it now."""
     try:
         distribution = importlib.metadata.distribution("bmtrain")
     except importlib.metadata.PackageNotFoundError:
@@ -91,7 +92,7 @@ def run(reason: str, *arguments: str) -> None:
 
 def pip_install(reason: str, *arguments: str) -> None:
     """Install quietly."""
-    options = ("-q", "--disable-pip-version-check", "--no-input", "--root-user-action=ignore")
+    options = ("-qq", "--disable-pip-version-check", "--no-input", "--root-user-action=ignore")
     run(reason, "-m", "pip", "install", *options, *arguments)
 
 
