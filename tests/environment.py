@@ -1,8 +1,8 @@
 """Bring the running interpreter's environment up to date for this checkout: `environment.py EXTRA...`.
 
 Installs torch if there is none, the named optional dependencies, and this tree's bmtrain in development mode
-with its core built. Looks before it acts: with nothing to do it takes a fraction of a second. Standard library
-only.
+with its core built. It looks before it acts: with nothing to do it takes a fraction of a second. Needs nothing
+but Python.
 """
 
 from __future__ import annotations
