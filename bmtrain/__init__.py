@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from ._build import build_info, load_extension
+
+load_extension()  # before any module that needs it, so that a core built for another torch is named as such
+
 from . import block_layer, debug, global_var, hook_func, init, layer, param_init, parameter, utils
 from ._version import __version__
 from .block_layer import Block, CheckpointBlock, TransformerBlockList
@@ -22,6 +26,7 @@ __all__ = [
     "TransformerBlockList",
     "__version__",
     "block_layer",
+    "build_info",
     "config",
     "debug",
     "gather_result",
