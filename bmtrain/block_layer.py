@@ -40,8 +40,8 @@ class Block(torch.nn.Module):
     """A module whose parameters are gathered together while it runs.
 
     Args:
-        inner_module: any module; every parameter in it must be a :class:`bmtrain.DistributedParameter`. Blocks inside it
-            are dissolved into this one. Values are preserved.
+        inner_module: any module; every parameter in it must be a :class:`bmtrain.DistributedParameter`. Blocks inside
+            it are dissolved into this one. Values are preserved.
         use_checkpoint: keep only the inputs, and run the forward again in backward.
         zero_level: 3 frees the full parameters between forward and backward, 2 keeps them. Default: what
             ``init_distributed(zero_level=)`` said, else 3.
@@ -49,8 +49,8 @@ class Block(torch.nn.Module):
         mode: ``"BLOCK"``, or ``"PIPE"`` for pipeline lists.
 
     Raises:
-        ValueError: for a parameter that is not distributed (named), a bad ``zero_level`` or ``mode``, or parameters that
-            another Block owns.
+        ValueError: for a parameter that is not distributed (named), a bad ``zero_level`` or ``mode``, or parameters
+            that another Block owns.
 
     Example:
         >>> block = bmtrain.Block(SomeTransformerBlock())      # doctest: +SKIP
@@ -156,8 +156,8 @@ class Block(torch.nn.Module):
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self._module)})
 
-    @property
-    def __class__(self) -> type:  # type: ignore[misc]  # libraries look for their layer class with isinstance()
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # libraries look for their layer class with isinstance()
         module = self.__dict__.get("_module")
         return Block if module is None else type(module)
 
@@ -271,7 +271,7 @@ _STORAGE_TYPES = {
 
 
 class _ReplacedForward:
-    """What a Block runs after ``block.forward = function``: the function, gathered and recomputed as the Block's own."""
+    """What a Block runs after ``block.forward = function``: the function, gathered and recomputed like its own."""
 
     def __init__(self, block: Block, function: Any) -> None:
         self.block = block
@@ -302,7 +302,7 @@ def _storage_info(storage: BlockStorage) -> dict[str, Any]:
 def _param_infos(storage: BlockStorage) -> Iterator[dict[str, Any]]:
     layout = storage.shards.layout
     for index, (name, param) in enumerate(zip(storage.names, storage.shards.parameters, strict=True)):
-        begin, count, offset = layout.local_part(index, storage.group.rank)
+        begin, count, _ = layout.local_part(index, storage.group.rank)
         info = {
             "parameter": param,
             "name": name,
@@ -386,8 +386,8 @@ class TransformerBlockList(torch.nn.Module):
             return_hidden_states: also return, per hidden state, the stacked inputs of all layers.
 
         Returns:
-            The hidden state (a tuple if ``num_hidden > 1``); with ``return_hidden_states`` a tuple of the hidden states and
-            then of the stacks, each of shape ``(num_layers, *hidden.shape)``.
+            The hidden state (a tuple if ``num_hidden > 1``); with ``return_hidden_states`` a tuple of the hidden states
+            and then of the stacks, each of shape ``(num_layers, *hidden.shape)``.
         """
         count = self.num_hidden
         hidden, rest = args[:count], args[count:]

@@ -43,8 +43,8 @@ def adopt_parameters(block: Any, module: torch.nn.Module) -> list[tuple[str, Dis
     for name, param in module.named_parameters():
         if not isinstance(param, DistributedParameter):
             raise ValueError(
-                f"{block._label}: parameter {name!r} of shape {tuple(param.shape)} is a {type(param).__name__}; a Block "
-                "needs bmtrain.DistributedParameter (or wrap the model with bmtrain.BMTrainModelWrapper)"
+                f"{block._label}: parameter {name!r} of shape {tuple(param.shape)} is a {type(param).__name__}; a "
+                "Block needs bmtrain.DistributedParameter (or wrap the model with bmtrain.BMTrainModelWrapper)"
             )
         owner = param._block() if param._block is not None else None
         if owner is not None and owner is not block:

@@ -1,10 +1,11 @@
 """One call of a block: a single node of the outer autograd graph.
 
 [Note: A block call is an island]
-The inner forward runs on detached inputs, so it records a graph of its own that begins and ends at the block's border.
-Outside, the call is one node. When backward reaches that node it gathers the block, (runs the forward again,) runs autograd
-inside the island, sends the gradients off and returns those of the inputs. So it is known exactly when a block's backward
-starts and ends, without hooks on inner tensors, and whatever is legal inside plain autograd is legal inside the island.
+The inner forward runs on detached inputs, so it records a graph of its own that begins and ends at the block's
+border. Outside, the call is one node. When backward reaches that node it gathers the block, (runs the forward again,)
+runs autograd inside the island, sends the gradients off and returns those of the inputs. So it is known exactly when
+a block's backward starts and ends, without hooks on inner tensors, and whatever is legal inside plain autograd is
+legal inside the island.
 """
 
 from __future__ import annotations
@@ -121,8 +122,9 @@ class BlockCall:
         node = _C.find_older_node(self.outputs, first_node)
         if node:
             raise RuntimeError(
-                f"{self.runtime.label}: a tensor with gradient history ({node}) reached the block's forward other than as "
-                "an argument (through an attribute or a closure); pass it as an argument, so that its gradient can flow"
+                f"{self.runtime.label}: a tensor with gradient history ({node}) reached the block's forward other "
+                "than as an argument (through an attribute or a closure); pass it as an argument, so that its gradient "
+                "can flow"
             )
 
     def _attach(self, result: Any) -> Any:
@@ -185,7 +187,8 @@ class BlockCall:
             raise RuntimeError(f"{label}: a Block cannot be differentiated twice (create_graph=True)")
         if self._parameter_version != self.runtime.version():
             raise RuntimeError(
-                f"{label}: a parameter was modified in place between forward and backward (an optimizer step or a load?)"
+                f"{label}: a parameter was modified in place between forward and backward (by an optimizer step, "
+                "a load?)"
             )
         if self.recomputes:
             self._refuse_changed_arguments()
@@ -194,9 +197,9 @@ class BlockCall:
         for number, (tensor, version) in enumerate(self._versions):
             if tensor._version != version:
                 raise RuntimeError(
-                    f"{self.runtime.label}: tensor argument {number} (shape {tuple(tensor.shape)}) was modified in place "
-                    f"after the block's forward started (version {tensor._version}, expected {version}), so its forward "
-                    "cannot be run again; pass a copy"
+                    f"{self.runtime.label}: tensor argument {number} (shape {tuple(tensor.shape)}) was modified in "
+                    f"place after the block's forward started (version {tensor._version}, expected {version}), so its "
+                    "forward cannot be run again; pass a copy"
                 )
 
     def _second_run(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -258,7 +261,7 @@ def _as_tuple(result: Any) -> Any:
 
 
 def _kept_alive(runtime: BlockRuntime, tensor: torch.Tensor) -> torch.Tensor:
-    """A result that lies in the gathered buffer (a parameter, or a view of one) is copied out before the buffer goes."""
+    """A result that lies in the gathered buffer (a parameter, a view of one) is copied out before the buffer goes."""
     return tensor.clone() if any(group.owns_storage(tensor) for group in runtime.groups) else tensor
 
 

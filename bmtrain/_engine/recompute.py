@@ -1,11 +1,11 @@
 """Running a forward again in backward, exactly as it ran the first time.
 
 [Note: Early stop]
-In the first forward, saved-tensor hooks replace what autograd saves by numbered slots. In backward the forward runs again
-under hooks that put each tensor it saves into the slot of the same number, and stops as soon as the last slot is filled:
-what follows the last saved tensor (a block's last matrix product) never runs again. Then the *first* graph is
-differentiated. If the second run saves other tensors than the first did (scripted functions may), it is completed instead,
-and its own graph, which holds its own tensors, is differentiated.
+In the first forward, saved-tensor hooks replace what autograd saves by numbered slots. In backward the forward runs
+again under hooks that put each tensor it saves into the slot of the same number, and stops as soon as the last slot
+is filled: what follows the last saved tensor (a block's last matrix product) never runs again. Then the *first* graph
+is differentiated. If the second run saves other tensors than the first did (scripted functions may), it is completed
+instead, and its own graph, which holds its own tensors, is differentiated.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -26,8 +25,8 @@ SLOTS_PER_CLASS = 4
 class BlockRuntime:
     """Gathers, binds, releases and reduces the flat buffers of one block.
 
-    A block is *sharded* between calls; ``open`` gathers and binds it, ``close`` unbinds it and releases it unless it is to
-    stay for its backward. It may be gathered ahead of a call (see :class:`Schedule`).
+    A block is *sharded* between calls; ``open`` gathers and binds it, ``close`` unbinds it and releases it unless it
+    is to stay for its backward. It may be gathered ahead of a call (see :class:`Schedule`).
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class BlockRuntime:
         self.policy = policy
         self.number = engine.schedule.take_number()
         self.is_bound = False
-        engine.register(self)
+        self._gathered_version = -1
 
     def version(self) -> int:
         """Changes whenever a parameter is modified in place."""
@@ -82,7 +81,12 @@ class BlockRuntime:
             return False
         for group in self.groups:
             group.start_gather()
+        self._gathered_version = self.version()
         return True
+
+    def gathered_is_current(self) -> bool:
+        """Whether no parameter was modified in place since the gather ahead was started."""
+        return self._gathered_version == self.version()
 
     def drop_gathered(self) -> None:
         """Gives gathered memory back, unless it is in use."""
@@ -109,10 +113,6 @@ class Engine:
         self.schedule = Schedule()
         self._reductions: list[Sequence[_C.ShardGroup]] = []
         self._callback_task = -1
-        self._runtimes: weakref.WeakSet[BlockRuntime] = weakref.WeakSet()
-
-    def register(self, runtime: BlockRuntime) -> None:
-        self._runtimes.add(runtime)
 
     def add_reduction(self, groups: Sequence[_C.ShardGroup]) -> None:
         """Takes over a reduction under way; completes the one before, so that at most one overlaps with compute."""
@@ -128,9 +128,3 @@ class Engine:
         while self._reductions:
             for group in self._reductions.pop(0):
                 group.finish_reduce()
-
-    def forget_gathered(self) -> None:
-        """Drops everything gathered outside of a call: parameters have changed."""
-        self.schedule.drop_ahead()
-        for runtime in self._runtimes:
-            runtime.drop_gathered()

@@ -60,7 +60,7 @@ class Schedule:
             starts_a_pass = phase is not Phase.BACKWARD and phase is not self._last.phase
             self._before_last = None if starts_a_pass else self._last
         self._last = event
-        if self._ahead is runtime:
+        if self._ahead is runtime and runtime.gathered_is_current():
             self._ahead = None
         else:
             self.drop_ahead()

@@ -18,8 +18,8 @@ __all__ = ["ShardSpec"]
 class ShardSpec:
     """How the elements of one (flattened) parameter are spread over the ranks of a group.
 
-    Outside blocks the ranks own equal runs of ``ceil(numel / ranks)`` elements. In a block, parameters lie one after the
-    other in a flat buffer, and a rank owns what falls into its partition of the buffer.
+    Outside blocks the ranks own equal runs of ``ceil(numel / ranks)`` elements. In a block, parameters lie one after
+    the other in a flat buffer, and a rank owns what falls into its partition of the buffer.
 
     Args:
         shape: full shape of the parameter (for a tensor-parallel one: of this rank's slice).

@@ -17,8 +17,8 @@ _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.device, torc
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     """``value`` with every tensor in it replaced by ``function(tensor)``.
 
-    Lists, tuples (named ones too), dicts and other mutable mappings, and dataclasses are walked and rebuilt with their own
-    type; a container in which nothing changes is returned itself. Everything else is a leaf.
+    Lists, tuples (named ones too), dicts and other mutable mappings, and dataclasses are walked and rebuilt with their
+    own type; a container in which nothing changes is returned itself. Everything else is a leaf.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
@@ -85,8 +85,8 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 def snapshot(value: Any) -> Any:
     """A copy of the containers in ``value`` (their tensors are shared), or ``value`` itself if it holds none.
 
-    Besides lists, dicts and sets it copies objects that keep their state in ``__dict__``, such as key-value caches, so that
-    a forward that fills them can be run again on what it was given. Modules, functions and types are not copied.
+    Besides lists, dicts and sets it copies objects that keep their state in ``__dict__``, such as key-value caches, so
+    that a forward that fills them can be run again on what it was given. Modules, functions and types are not copied.
     """
     if isinstance(value, (torch.Tensor, torch.nn.Module, type, *_LEAVES)) or callable(value):
         return value

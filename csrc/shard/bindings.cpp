@@ -1,7 +1,8 @@
 // What Python sees of the sharded buffers.
+#include "bindings.h"
+
 #include <torch/csrc/utils/pybind.h>
 
-#include "bindings.h"
 #include "shard/buffer_pool.h"
 #include "shard/flat_layout.h"
 #include "shard/graph_walk.h"
@@ -14,85 +15,74 @@ namespace {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
-void bind_layout(py::module_ &m) {
+void bind_layout(py::module_& m) {
   py::class_<FlatLayout>(m, "FlatLayout")
-      .def(py::init<std::vector<std::int64_t>, std::int64_t, std::int64_t,
-                    std::int64_t>(),
-           py::arg("numels"), py::arg("element_size"), py::arg("num_ranks"),
+      .def(py::init<std::vector<std::int64_t>, std::int64_t, std::int64_t, std::int64_t>(), py::arg("numels"),
+           py::arg("element_size"), py::arg("num_ranks"),
            py::arg("alignment_bytes") = FlatLayout::kAlignmentBytes)
       .def_property_readonly("total", &FlatLayout::total)
       .def_property_readonly("partition", &FlatLayout::partition)
       .def_property_readonly("num_ranks", &FlatLayout::num_ranks)
       .def("__len__", &FlatLayout::size)
-      .def("offset", [](const FlatLayout &self,
-                        std::size_t index) { return self.span(index).offset; })
-      .def("numel", [](const FlatLayout &self,
-                       std::size_t index) { return self.span(index).numel; })
+      .def("offset", [](const FlatLayout& self, std::size_t index) { return self.span(index).offset; })
+      .def("numel", [](const FlatLayout& self, std::size_t index) { return self.span(index).numel; })
       .def(
           "local_part",
-          [](const FlatLayout &self, std::size_t index, std::int64_t rank) {
+          [](const FlatLayout& self, std::size_t index, std::int64_t rank) {
             const LocalPart part = self.local_part(index, rank);
-            return py::make_tuple(part.param_begin, part.numel,
-                                  part.shard_offset);
+            return py::make_tuple(part.param_begin, part.numel, part.shard_offset);
           },
           py::arg("index"), py::arg("rank"),
           "(first element of the parameter, count, first element of the "
           "shard)");
 }
 
-void bind_pool(py::module_ &m) {
+void bind_pool(py::module_& m) {
   py::class_<BufferPool, std::shared_ptr<BufferPool>>(m, "BufferPool")
-      .def(py::init<std::int64_t, bool>(), py::arg("idle_per_class"),
-           py::arg("poison"))
+      .def(py::init<std::int64_t, bool>(), py::arg("idle_per_class"), py::arg("poison"))
       .def("trim", &BufferPool::trim)
       .def("reset_peaks", &BufferPool::reset_peaks)
-      .def("stats", [](const BufferPool &self) {
+      .def("stats", [](const BufferPool& self) {
         const BufferPool::Stats stats = self.stats();
         return py::dict(py::arg("bytes_in_use") = stats.bytes_in_use,
                         py::arg("peak_bytes_in_use") = stats.peak_bytes_in_use,
                         py::arg("buffers_in_use") = stats.buffers_in_use,
-                        py::arg("peak_buffers_in_use") =
-                            stats.peak_buffers_in_use,
-                        py::arg("bytes_idle") = stats.bytes_idle,
-                        py::arg("allocations") = stats.allocations);
+                        py::arg("peak_buffers_in_use") = stats.peak_buffers_in_use,
+                        py::arg("bytes_idle") = stats.bytes_idle, py::arg("allocations") = stats.allocations);
       });
 }
 
-std::shared_ptr<ShardGroup>
-make_group(std::string label, std::vector<at::Tensor> parameters,
-           std::vector<std::vector<std::int64_t>> shapes,
-           std::shared_ptr<Communicator> gather_comm,
-           std::shared_ptr<Communicator> reduce_comm,
-           std::shared_ptr<BufferPool> pool, at::ScalarType dtype,
-           const c10::Device &device) {
-  return std::make_shared<ShardGroup>(ShardGroup::Options{
-      std::move(label), std::move(parameters), std::move(shapes),
-      std::move(gather_comm), std::move(reduce_comm), std::move(pool), dtype,
-      device});
+std::shared_ptr<ShardGroup> make_group(std::string label, std::vector<at::Tensor> parameters,
+                                       std::vector<std::vector<std::int64_t>> shapes,
+                                       std::shared_ptr<Communicator> gather_comm,
+                                       std::shared_ptr<Communicator> reduce_comm,
+                                       std::shared_ptr<BufferPool> pool, at::ScalarType dtype,
+                                       const c10::Device& device) {
+  return std::make_shared<ShardGroup>(
+      ShardGroup::Options{std::move(label), std::move(parameters), std::move(shapes), std::move(gather_comm),
+                          std::move(reduce_comm), std::move(pool), dtype, device});
 }
 
-void bind_group(py::module_ &m) {
+void bind_group(py::module_& m) {
   py::class_<ShardGroup, std::shared_ptr<ShardGroup>> group(m, "ShardGroup");
   py::enum_<ShardGroup::State>(group, "State")
       .value("SHARDED", ShardGroup::State::kSharded)
       .value("GATHERING", ShardGroup::State::kGathering)
       .value("GATHERED", ShardGroup::State::kGathered);
   group
-      .def(py::init(&make_group), py::kw_only(), py::arg("label"),
-           py::arg("parameters"), py::arg("shapes"), py::arg("gather_comm"),
-           py::arg("reduce_comm"), py::arg("pool"), py::arg("dtype"),
+      .def(py::init(&make_group), py::kw_only(), py::arg("label"), py::arg("parameters"), py::arg("shapes"),
+           py::arg("gather_comm"), py::arg("reduce_comm"), py::arg("pool"), py::arg("dtype"),
            py::arg("device"))
       .def_property_readonly("layout", &ShardGroup::layout)
       .def_property_readonly("state", &ShardGroup::state)
       .def_property_readonly("is_bound", &ShardGroup::is_bound)
       .def_property_readonly("parameters", &ShardGroup::parameters)
       .def_property_readonly("shard", &ShardGroup::shard)
-      .def_property_readonly(
-          "gradient_shard",
-          [](const ShardGroup &self) -> py::object {
-            const at::Tensor gradient = self.gradient_shard();
-            return gradient.defined() ? py::cast(gradient) : py::none();
-          })
+      .def_property_readonly("gradient_shard",
+                             [](const ShardGroup& self) -> py::object {
+                               const at::Tensor gradient = self.gradient_shard();
+                               return gradient.defined() ? py::cast(gradient) : py::none();
+                             })
       .def("local_view", &ShardGroup::local_view, py::arg("index"))
       .def("version", &ShardGroup::version)
       .def("requires_grad", &ShardGroup::requires_grad)
@@ -109,15 +99,14 @@ void bind_group(py::module_ &m) {
       .def("cancel_backward", &ShardGroup::cancel_backward, NoGil());
 }
 
-} // namespace
+}  // namespace
 
-void bind_shard(py::module_ &m) {
+void bind_shard(py::module_& m) {
   bind_layout(m);
   bind_pool(m);
   bind_group(m);
   m.def("next_node_number", &next_node_number);
-  m.def("find_older_node", &find_older_node, py::arg("outputs"),
-        py::arg("first"));
+  m.def("find_older_node", &find_older_node, py::arg("outputs"), py::arg("first"));
 }
 
-} // namespace bmtrain
+}  // namespace bmtrain

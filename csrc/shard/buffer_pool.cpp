@@ -20,26 +20,23 @@ constexpr std::int64_t kMapThreshold = std::int64_t{1} << 20;
 constexpr std::int64_t kHugePage = std::int64_t{1} << 21;
 
 struct Mapping {
-  void *address;
+  void* address;
   std::size_t length;
 };
 
-void unmap(void *context) {
-  auto *mapping = static_cast<Mapping *>(context);
+void unmap(void* context) {
+  auto* mapping = static_cast<Mapping*>(context);
   ::munmap(mapping->address, mapping->length);
   delete mapping;
 }
 
 c10::DataPtr map_host(std::int64_t nbytes) {
   const auto length = static_cast<std::size_t>(nbytes);
-  void *address = ::mmap(nullptr, length, PROT_READ | PROT_WRITE,
-                         MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  BMT_CHECK(StateError, address != MAP_FAILED, "cannot map a buffer of ",
-            nbytes, " bytes: out of memory");
+  void* address = ::mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  BMT_CHECK(StateError, address != MAP_FAILED, "cannot map a buffer of ", nbytes, " bytes: out of memory");
   if (nbytes >= kHugePage) {
-    ::madvise(
-        address, length,
-        MADV_HUGEPAGE); // only a hint: its failure costs speed, not correctness
+    ::madvise(address, length,
+              MADV_HUGEPAGE);  // only a hint: its failure costs speed, not correctness
   }
   auto owner = std::make_unique<Mapping>(Mapping{address, length});
   return {address, owner.release(), &unmap, c10::Device(c10::kCPU)};
@@ -49,23 +46,20 @@ c10::DataPtr allocate(std::int64_t nbytes, c10::Device device) {
   if (device.is_cpu() && nbytes >= kMapThreshold) {
     return map_host(nbytes);
   }
-  return c10::GetAllocator(device.type())
-      ->allocate(static_cast<std::size_t>(nbytes));
+  return c10::GetAllocator(device.type())->allocate(static_cast<std::size_t>(nbytes));
 }
 
-} // namespace
+}  // namespace
 
-class BufferPool::Shelf
-    : public std::enable_shared_from_this<BufferPool::Shelf> {
-public:
-  Shelf(std::int64_t idle_per_class, bool poison)
-      : idle_per_class_(idle_per_class), poison_(poison) {}
+class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf> {
+ public:
+  Shelf(std::int64_t idle_per_class, bool poison) : idle_per_class_(idle_per_class), poison_(poison) {}
 
   c10::DataPtr acquire(std::int64_t nbytes, c10::Device device) {
     c10::DataPtr memory;
     {
       const std::lock_guard lock(mutex_);
-      auto &idle = idle_[{nbytes, device.index()}];
+      auto& idle = idle_[{nbytes, device.index()}];
       if (!idle.empty()) {
         memory = std::move(idle.back());
         idle.pop_back();
@@ -73,23 +67,20 @@ public:
       }
       stats_.bytes_in_use += nbytes;
       stats_.buffers_in_use += 1;
-      stats_.peak_bytes_in_use =
-          std::max(stats_.peak_bytes_in_use, stats_.bytes_in_use);
-      stats_.peak_buffers_in_use =
-          std::max(stats_.peak_buffers_in_use, stats_.buffers_in_use);
+      stats_.peak_bytes_in_use = std::max(stats_.peak_bytes_in_use, stats_.bytes_in_use);
+      stats_.peak_buffers_in_use = std::max(stats_.peak_buffers_in_use, stats_.buffers_in_use);
       stats_.allocations += memory ? 0 : 1;
     }
     if (!memory) {
       memory = allocate(nbytes, device);
     }
-    void *address = memory.get();
-    auto lease = std::make_unique<Lease>(
-        Lease{shared_from_this(), std::move(memory), nbytes});
+    void* address = memory.get();
+    auto lease = std::make_unique<Lease>(Lease{shared_from_this(), std::move(memory), nbytes});
     return {address, lease.release(), &Shelf::give_back, device};
   }
 
   void trim() {
-    decltype(idle_) dropped; // freed after the lock is released
+    decltype(idle_) dropped;  // freed after the lock is released
     const std::lock_guard lock(mutex_);
     dropped.swap(idle_);
     stats_.bytes_idle = 0;
@@ -106,24 +97,23 @@ public:
     stats_.peak_buffers_in_use = stats_.buffers_in_use;
   }
 
-private:
+ private:
   struct Lease {
     std::shared_ptr<Shelf> shelf;
     c10::DataPtr memory;
     std::int64_t nbytes;
   };
 
-  static void give_back(void *context) {
-    const std::unique_ptr<Lease> lease(static_cast<Lease *>(context));
-    Shelf &shelf = *lease->shelf;
+  static void give_back(void* context) {
+    const std::unique_ptr<Lease> lease(static_cast<Lease*>(context));
+    Shelf& shelf = *lease->shelf;
     if (shelf.poison_ && lease->memory.device().is_cpu()) {
-      std::memset(lease->memory.get(), 0xFF,
-                  static_cast<std::size_t>(lease->nbytes));
+      std::memset(lease->memory.get(), 0xFF, static_cast<std::size_t>(lease->nbytes));
     }
     const std::lock_guard lock(shelf.mutex_);
     shelf.stats_.bytes_in_use -= lease->nbytes;
     shelf.stats_.buffers_in_use -= 1;
-    auto &idle = shelf.idle_[{lease->nbytes, lease->memory.device().index()}];
+    auto& idle = shelf.idle_[{lease->nbytes, lease->memory.device().index()}];
     if (static_cast<std::int64_t>(idle.size()) < shelf.idle_per_class_) {
       idle.push_back(std::move(lease->memory));
       shelf.stats_.bytes_idle += lease->nbytes;
@@ -132,24 +122,21 @@ private:
 
   const std::int64_t idle_per_class_;
   const bool poison_;
-  mutable std::mutex mutex_; // protects everything below; buffers may come back
-                             // from any thread
-  std::map<std::pair<std::int64_t, c10::DeviceIndex>, std::vector<c10::DataPtr>>
-      idle_;
+  mutable std::mutex mutex_;  // protects everything below; buffers may come back
+                              // from any thread
+  std::map<std::pair<std::int64_t, c10::DeviceIndex>, std::vector<c10::DataPtr>> idle_;
   Stats stats_;
 };
 
 BufferPool::BufferPool(std::int64_t idle_per_class, bool poison)
     : shelf_(std::make_shared<Shelf>(idle_per_class, poison)) {
-  BMT_CHECK(ValueError, idle_per_class >= 0,
-            "idle_per_class: expected at least 0, got ", idle_per_class);
+  BMT_CHECK(ValueError, idle_per_class >= 0, "idle_per_class: expected at least 0, got ", idle_per_class);
 }
 
 BufferPool::~BufferPool() = default;
 
 c10::DataPtr BufferPool::acquire(std::int64_t nbytes, c10::Device device) {
-  BMT_CHECK(ValueError, nbytes >= 0, "nbytes: expected at least 0, got ",
-            nbytes);
+  BMT_CHECK(ValueError, nbytes >= 0, "nbytes: expected at least 0, got ", nbytes);
   return shelf_->acquire(nbytes, device);
 }
 
@@ -157,4 +144,4 @@ void BufferPool::trim() { shelf_->trim(); }
 BufferPool::Stats BufferPool::stats() const { return shelf_->stats(); }
 void BufferPool::reset_peaks() { shelf_->reset_peaks(); }
 
-} // namespace bmtrain
+}  // namespace bmtrain

@@ -17,13 +17,13 @@
 namespace bmtrain {
 
 class BufferPool {
-public:
+ public:
   /// `poison`: fill returned buffers with 0xFF bytes (NaN in every floating
   /// dtype), to make any use after release loud.
   BufferPool(std::int64_t idle_per_class, bool poison);
   ~BufferPool();
-  BufferPool(const BufferPool &) = delete;
-  BufferPool &operator=(const BufferPool &) = delete;
+  BufferPool(const BufferPool&) = delete;
+  BufferPool& operator=(const BufferPool&) = delete;
 
   /// A buffer of at least `nbytes` with arbitrary contents; demand beyond the
   /// idle buffers allocates, never waits.
@@ -43,11 +43,11 @@ public:
   [[nodiscard]] Stats stats() const;
   void reset_peaks();
 
-  class Shelf; // shared with the buffers handed out, so that they may outlive
-               // the pool
+  class Shelf;  // shared with the buffers handed out, so that they may outlive
+                // the pool
 
-private:
+ private:
   std::shared_ptr<Shelf> shelf_;
 };
 
-} // namespace bmtrain
+}  // namespace bmtrain

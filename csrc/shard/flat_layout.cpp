@@ -7,29 +7,20 @@
 namespace bmtrain {
 namespace {
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
-}
-std::int64_t round_up(std::int64_t a, std::int64_t b) {
-  return ceil_div(a, b) * b;
-}
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+std::int64_t round_up(std::int64_t a, std::int64_t b) { return ceil_div(a, b) * b; }
 
-} // namespace
+}  // namespace
 
-FlatLayout::FlatLayout(std::vector<std::int64_t> numels,
-                       std::int64_t element_size, std::int64_t num_ranks,
+FlatLayout::FlatLayout(std::vector<std::int64_t> numels, std::int64_t element_size, std::int64_t num_ranks,
                        std::int64_t alignment_bytes)
     : num_ranks_(num_ranks) {
-  BMT_CHECK(ValueError, num_ranks >= 1, "num_ranks: expected at least 1, got ",
-            num_ranks);
-  BMT_CHECK(ValueError, element_size >= 1,
-            "element_size: expected at least 1 byte, got ", element_size);
-  const std::int64_t alignment =
-      std::max<std::int64_t>(1, alignment_bytes / element_size);
+  BMT_CHECK(ValueError, num_ranks >= 1, "num_ranks: expected at least 1, got ", num_ranks);
+  BMT_CHECK(ValueError, element_size >= 1, "element_size: expected at least 1 byte, got ", element_size);
+  const std::int64_t alignment = std::max<std::int64_t>(1, alignment_bytes / element_size);
   spans_.reserve(numels.size());
   for (const std::int64_t numel : numels) {
-    BMT_CHECK(ValueError, numel >= 0,
-              "numels: expected sizes of at least 0, got ", numel);
+    BMT_CHECK(ValueError, numel >= 0, "numels: expected sizes of at least 0, got ", numel);
     const std::int64_t offset = round_up(total_, alignment);
     spans_.push_back({offset, numel});
     total_ = offset + numel;
@@ -39,16 +30,13 @@ FlatLayout::FlatLayout(std::vector<std::int64_t> numels,
 }
 
 LocalPart FlatLayout::local_part(std::size_t index, std::int64_t rank) const {
-  BMT_CHECK(ValueError, rank >= 0 && rank < num_ranks_, "rank: expected 0 to ",
-            num_ranks_ - 1, ", got ", rank);
-  const Span &whole = span(index);
+  BMT_CHECK(ValueError, rank >= 0 && rank < num_ranks_, "rank: expected 0 to ", num_ranks_ - 1, ", got ",
+            rank);
+  const Span& whole = span(index);
   const std::int64_t shard_begin = rank * partition_;
-  const std::int64_t begin =
-      std::clamp(shard_begin, whole.offset, whole.offset + whole.numel);
-  const std::int64_t end =
-      std::clamp(shard_begin + partition_, begin, whole.offset + whole.numel);
-  return {begin - whole.offset, end - begin,
-          end > begin ? begin - shard_begin : 0};
+  const std::int64_t begin = std::clamp(shard_begin, whole.offset, whole.offset + whole.numel);
+  const std::int64_t end = std::clamp(shard_begin + partition_, begin, whole.offset + whole.numel);
+  return {begin - whole.offset, end - begin, end > begin ? begin - shard_begin : 0};
 }
 
-} // namespace bmtrain
+}  // namespace bmtrain

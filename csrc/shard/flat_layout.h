@@ -25,11 +25,10 @@ struct LocalPart {
 /// `alignment_bytes`, cut into `num_ranks` equal partitions of ceil(total /
 /// num_ranks) elements. Offsets and sizes are in elements.
 class FlatLayout {
-public:
+ public:
   static constexpr std::int64_t kAlignmentBytes = 512;
 
-  FlatLayout(std::vector<std::int64_t> numels, std::int64_t element_size,
-             std::int64_t num_ranks,
+  FlatLayout(std::vector<std::int64_t> numels, std::int64_t element_size, std::int64_t num_ranks,
              std::int64_t alignment_bytes = kAlignmentBytes);
 
   [[nodiscard]] std::int64_t num_ranks() const { return num_ranks_; }
@@ -39,20 +38,15 @@ public:
   /// Elements of one rank's shard.
   [[nodiscard]] std::int64_t partition() const { return partition_; }
   /// Elements of the gathered buffer: num_ranks() * partition() >= total().
-  [[nodiscard]] std::int64_t padded_total() const {
-    return partition_ * num_ranks_;
-  }
-  [[nodiscard]] const Span &span(std::size_t index) const {
-    return spans_.at(index);
-  }
-  [[nodiscard]] LocalPart local_part(std::size_t index,
-                                     std::int64_t rank) const;
+  [[nodiscard]] std::int64_t padded_total() const { return partition_ * num_ranks_; }
+  [[nodiscard]] const Span& span(std::size_t index) const { return spans_.at(index); }
+  [[nodiscard]] LocalPart local_part(std::size_t index, std::int64_t rank) const;
 
-private:
+ private:
   std::vector<Span> spans_;
   std::int64_t num_ranks_;
   std::int64_t total_ = 0;
   std::int64_t partition_ = 0;
 };
 
-} // namespace bmtrain
+}  // namespace bmtrain

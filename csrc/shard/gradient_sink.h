@@ -15,49 +15,49 @@ class ShardGroup;
 
 // torch counts references to nodes by c10::intrusive_ptr since 2.12 and by
 // std::shared_ptr before.
-using NodePtr = decltype(torch::autograd::impl::grad_accumulator(
-    std::declval<const torch::autograd::Variable &>()));
+using NodePtr =
+    decltype(torch::autograd::impl::grad_accumulator(std::declval<const torch::autograd::Variable&>()));
 
 class GradientSink final : public torch::autograd::Node {
-public:
+ public:
   /// `full_view` gives the shape and dtype of the gradients to come.
-  GradientSink(at::Tensor parameter, const at::Tensor &full_view,
-               std::weak_ptr<ShardGroup> group, std::size_t index);
+  GradientSink(at::Tensor parameter, const at::Tensor& full_view, std::weak_ptr<ShardGroup> group,
+               std::size_t index);
 
-  torch::autograd::variable_list
-  apply(torch::autograd::variable_list &&gradients) override;
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   std::string name() const override { return "bmtrain::GradientSink"; }
 
   // Hooks that users register on the parameter see the full gradient, before
   // the reduction.
-  std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>> &
-  tensor_pre_hooks() noexcept override {
+  std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>>& tensor_pre_hooks() noexcept override {
     return torch::autograd::impl::hooks(parameter_);
   }
 
-private:
+ private:
   at::Tensor parameter_;
   std::weak_ptr<ShardGroup> group_;
   std::size_t index_;
 };
 
-template <typename Pointer> struct NodeTraits;
+template <typename Pointer>
+struct NodeTraits;
 
-template <typename T> struct NodeTraits<std::shared_ptr<T>> {
+template <typename T>
+struct NodeTraits<std::shared_ptr<T>> {
   using Weak = std::weak_ptr<T>;
   template <typename N, typename... Args>
-  static std::shared_ptr<N> make(Args &&...args) {
+  static std::shared_ptr<N> make(Args&&... args) {
     // torch::autograd::deleteNode, found by the argument's type: it exists only
     // where nodes are std::shared_ptr.
-    return std::shared_ptr<N>(new N(std::forward<Args>(args)...),
-                              [](auto *node) { deleteNode(node); });
+    return std::shared_ptr<N>(new N(std::forward<Args>(args)...), [](auto* node) { deleteNode(node); });
   }
 };
 
-template <typename T> struct NodeTraits<c10::intrusive_ptr<T>> {
+template <typename T>
+struct NodeTraits<c10::intrusive_ptr<T>> {
   using Weak = c10::weak_intrusive_ptr<T>;
   template <typename N, typename... Args>
-  static c10::intrusive_ptr<N> make(Args &&...args) {
+  static c10::intrusive_ptr<N> make(Args&&... args) {
     return c10::make_intrusive<N>(std::forward<Args>(args)...);
   }
 };
@@ -65,4 +65,4 @@ template <typename T> struct NodeTraits<c10::intrusive_ptr<T>> {
 using SinkPtr = decltype(NodeTraits<NodePtr>::make<GradientSink>(
     at::Tensor(), at::Tensor(), std::weak_ptr<ShardGroup>(), std::size_t{0}));
 
-} // namespace bmtrain
+}  // namespace bmtrain

@@ -15,7 +15,6 @@ namespace bmtrain {
 /// The name of a node reachable from `outputs` that existed before node number
 /// `first`, or "" if there is none: a graph recorded since `first` that reaches
 /// an older node has taken in a tensor with history from outside.
-[[nodiscard]] std::string
-find_older_node(const std::vector<at::Tensor> &outputs, std::uint64_t first);
+[[nodiscard]] std::string find_older_node(const std::vector<at::Tensor>& outputs, std::uint64_t first);
 
-} // namespace bmtrain
+}  // namespace bmtrain

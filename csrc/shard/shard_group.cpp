@@ -14,16 +14,14 @@
 namespace bmtrain {
 namespace {
 
-std::int64_t product(const std::vector<std::int64_t> &shape) {
-  return std::accumulate(shape.begin(), shape.end(), std::int64_t{1},
-                         std::multiplies<>());
+std::int64_t product(const std::vector<std::int64_t>& shape) {
+  return std::accumulate(shape.begin(), shape.end(), std::int64_t{1}, std::multiplies<>());
 }
 
-std::vector<std::int64_t>
-numels_of(const std::vector<std::vector<std::int64_t>> &shapes) {
+std::vector<std::int64_t> numels_of(const std::vector<std::vector<std::int64_t>>& shapes) {
   std::vector<std::int64_t> numels;
   numels.reserve(shapes.size());
-  for (const auto &shape : shapes) {
+  for (const auto& shape : shapes) {
     numels.push_back(product(shape));
   }
   return numels;
@@ -31,20 +29,17 @@ numels_of(const std::vector<std::vector<std::int64_t>> &shapes) {
 
 /// A tensor over `storage` that may have no memory yet (see [Note: The gathered
 /// storage]).
-at::Tensor view_of_storage(const c10::Storage &storage, at::ScalarType dtype,
-                           std::int64_t offset, at::IntArrayRef shape) {
-  const auto backend_key = storage.device().is_cuda() ? c10::DispatchKey::CUDA
-                                                      : c10::DispatchKey::CPU;
+at::Tensor view_of_storage(const c10::Storage& storage, at::ScalarType dtype, std::int64_t offset,
+                           at::IntArrayRef shape) {
+  const auto backend_key = storage.device().is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
   at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(storage), c10::DispatchKeySet(backend_key),
-      c10::scalarTypeToTypeMeta(dtype));
+      c10::Storage(storage), c10::DispatchKeySet(backend_key), c10::scalarTypeToTypeMeta(dtype));
   view.unsafeGetTensorImpl()->set_storage_offset(offset);
   view.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
   return view;
 }
 
-void put_memory(const c10::Storage &storage, c10::DataPtr memory,
-                std::int64_t nbytes) {
+void put_memory(const c10::Storage& storage, c10::DataPtr memory, std::int64_t nbytes) {
   storage.set_data_ptr_noswap(std::move(memory));
   storage.set_nbytes(static_cast<std::size_t>(nbytes));
 }
@@ -57,35 +52,31 @@ c10::Storage empty_storage(c10::Device device) {
 
 using WeakNode = NodeTraits<NodePtr>::Weak;
 
-void set_accumulator(const at::Tensor &parameter, const NodePtr &node) {
+void set_accumulator(const at::Tensor& parameter, const NodePtr& node) {
   torch::autograd::impl::set_grad_accumulator(parameter, WeakNode(node));
 }
 
-} // namespace
+}  // namespace
 
 ShardGroup::ShardGroup(Options options)
     : options_(std::move(options)),
-      layout_(numels_of(options_.shapes),
-              static_cast<std::int64_t>(c10::elementSize(options_.dtype)),
+      layout_(numels_of(options_.shapes), static_cast<std::int64_t>(c10::elementSize(options_.dtype)),
               options_.gather_comm->size()) {
   const c10::InferenceMode normal_tensors(false);
   BMT_CHECK(ValueError, options_.parameters.size() == options_.shapes.size(),
-            "shapes: expected one per parameter (", options_.parameters.size(),
-            "), got ", options_.shapes.size());
-  const auto tensor_options =
-      at::TensorOptions().dtype(options_.dtype).device(options_.device);
+            "shapes: expected one per parameter (", options_.parameters.size(), "), got ",
+            options_.shapes.size());
+  const auto tensor_options = at::TensorOptions().dtype(options_.dtype).device(options_.device);
   shard_ = at::zeros({layout_.partition()}, tensor_options);
-  const c10::Storage storage = layout_.num_ranks() == 1
-                                   ? shard_.storage()
-                                   : empty_storage(options_.device);
+  const c10::Storage storage = layout_.num_ranks() == 1 ? shard_.storage() : empty_storage(options_.device);
   full_ = view_of_storage(storage, options_.dtype, 0, {layout_.padded_total()});
   for (std::size_t i = 0; i < options_.shapes.size(); ++i) {
-    full_views_.push_back(view_of_storage(
-        storage, options_.dtype, layout_.span(i).offset, options_.shapes[i]));
+    full_views_.push_back(
+        view_of_storage(storage, options_.dtype, layout_.span(i).offset, options_.shapes[i]));
     const LocalPart part = layout_.local_part(i, options_.gather_comm->rank());
     local_parts_.push_back(part);
-    local_views_.push_back(view_of_storage(shard_.storage(), options_.dtype,
-                                           part.shard_offset, {part.numel}));
+    local_views_.push_back(
+        view_of_storage(shard_.storage(), options_.dtype, part.shard_offset, {part.numel}));
   }
 }
 
@@ -93,7 +84,7 @@ ShardGroup::~ShardGroup() = default;
 
 std::int64_t ShardGroup::version() const {
   std::int64_t sum = 0;
-  for (const at::Tensor &parameter : options_.parameters) {
+  for (const at::Tensor& parameter : options_.parameters) {
     sum += parameter._version();
   }
   return sum;
@@ -102,15 +93,15 @@ std::int64_t ShardGroup::version() const {
 std::vector<bool> ShardGroup::requires_grad() const {
   std::vector<bool> flags;
   flags.reserve(options_.parameters.size());
-  for (const at::Tensor &parameter : options_.parameters) {
+  for (const at::Tensor& parameter : options_.parameters) {
     flags.push_back(parameter.requires_grad());
   }
   return flags;
 }
 
-bool ShardGroup::owns_storage(const at::Tensor &tensor) const {
-  return tensor.has_storage() && tensor.storage().unsafeGetStorageImpl() ==
-                                     full_.storage().unsafeGetStorageImpl();
+bool ShardGroup::owns_storage(const at::Tensor& tensor) const {
+  return tensor.has_storage() &&
+         tensor.storage().unsafeGetStorageImpl() == full_.storage().unsafeGetStorageImpl();
 }
 
 void ShardGroup::attach() {
@@ -124,14 +115,10 @@ void ShardGroup::start_gather() {
     return;
   }
   if (layout_.num_ranks() > 1) {
-    const auto nbytes =
-        layout_.padded_total() *
-        static_cast<std::int64_t>(c10::elementSize(options_.dtype));
-    put_memory(full_.storage(), options_.pool->acquire(nbytes, options_.device),
-               nbytes);
+    const auto nbytes = layout_.padded_total() * static_cast<std::int64_t>(c10::elementSize(options_.dtype));
+    put_memory(full_.storage(), options_.pool->acquire(nbytes, options_.device), nbytes);
     try {
-      gather_work_ =
-          options_.gather_comm->all_gather(full_, shard_, options_.label);
+      gather_work_ = options_.gather_comm->all_gather(full_, shard_, options_.label);
     } catch (...) {
       put_memory(full_.storage(), c10::DataPtr(nullptr, options_.device), 0);
       throw;
@@ -152,10 +139,9 @@ void ShardGroup::finish_gather() {
 }
 
 void ShardGroup::release() {
-  BMT_CHECK(StateError, !bound_, options_.label,
-            ": the gathered parameters are still in use");
-  finish_gather(); // a gather under way writes into the memory; it must have
-                   // ended before the memory goes
+  BMT_CHECK(StateError, !bound_, options_.label, ": the gathered parameters are still in use");
+  finish_gather();  // a gather under way writes into the memory; it must have
+                    // ended before the memory goes
   if (layout_.num_ranks() > 1) {
     put_memory(full_.storage(), c10::DataPtr(nullptr, options_.device), 0);
   }
@@ -163,23 +149,21 @@ void ShardGroup::release() {
 }
 
 void ShardGroup::bind() {
-  BMT_CHECK(StateError, state_ == State::kGathered, options_.label,
-            ": the parameters are not gathered");
+  BMT_CHECK(StateError, state_ == State::kGathered, options_.label, ": the parameters are not gathered");
   BMT_CHECK(StateError, !bound_, options_.label,
             ": the parameters are in use already; a Block cannot call itself "
             "from its own forward");
   if (sinks_.empty()) {
     for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
-      sinks_.push_back(NodeTraits<NodePtr>::make<GradientSink>(
-          options_.parameters[i], full_views_[i], weak_from_this(), i));
+      sinks_.push_back(NodeTraits<NodePtr>::make<GradientSink>(options_.parameters[i], full_views_[i],
+                                                               weak_from_this(), i));
     }
   }
   shard_accumulators_.resize(options_.parameters.size());
   bound_ = true;
   for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
-    const at::Tensor &parameter = options_.parameters[i];
-    shard_accumulators_[i] =
-        torch::autograd::impl::try_get_grad_accumulator(parameter);
+    const at::Tensor& parameter = options_.parameters[i];
+    shard_accumulators_[i] = torch::autograd::impl::try_get_grad_accumulator(parameter);
     parameter.set_data(full_views_[i]);
     set_accumulator(parameter, sinks_[i]);
   }
@@ -190,7 +174,7 @@ void ShardGroup::unbind() noexcept {
     return;
   }
   for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
-    const at::Tensor &parameter = options_.parameters[i];
+    const at::Tensor& parameter = options_.parameters[i];
     parameter.set_data(local_views_[i]);
     set_accumulator(parameter, shard_accumulators_[i]);
   }
@@ -198,34 +182,28 @@ void ShardGroup::unbind() noexcept {
 }
 
 void ShardGroup::begin_backward(std::vector<bool> trains) {
-  BMT_CHECK(ValueError, trains.size() == options_.parameters.size(),
-            "trains: expected ", options_.parameters.size(), " flags, got ",
-            trains.size());
-  BMT_CHECK(StateError, !gradient_.defined(), options_.label,
-            ": a backward is under way already");
-  const auto nbytes =
-      layout_.padded_total() *
-      static_cast<std::int64_t>(c10::elementSize(options_.dtype));
+  BMT_CHECK(ValueError, trains.size() == options_.parameters.size(), "trains: expected ",
+            options_.parameters.size(), " flags, got ", trains.size());
+  BMT_CHECK(StateError, !gradient_.defined(), options_.label, ": a backward is under way already");
+  const auto nbytes = layout_.padded_total() * static_cast<std::int64_t>(c10::elementSize(options_.dtype));
   c10::Storage storage = empty_storage(options_.device);
   put_memory(storage, options_.pool->acquire(nbytes, options_.device), nbytes);
-  gradient_ =
-      view_of_storage(storage, options_.dtype, 0, {layout_.padded_total()});
+  gradient_ = view_of_storage(storage, options_.dtype, 0, {layout_.padded_total()});
   gradient_views_.clear();
   for (std::size_t i = 0; i < options_.shapes.size(); ++i) {
-    gradient_views_.push_back(view_of_storage(
-        storage, options_.dtype, layout_.span(i).offset, options_.shapes[i]));
+    gradient_views_.push_back(
+        view_of_storage(storage, options_.dtype, layout_.span(i).offset, options_.shapes[i]));
   }
   trains_ = std::move(trains);
   touched_.assign(options_.parameters.size(), false);
 }
 
-void ShardGroup::accumulate(std::size_t index, const at::Tensor &gradient) {
+void ShardGroup::accumulate(std::size_t index, const at::Tensor& gradient) {
   BMT_CHECK(StateError, gradient_.defined(), options_.label,
             ": a gradient reached a parameter of the Block outside of the "
             "Block's own backward");
   const c10::AutoGradMode no_grad(false);
-  const at::Tensor dense =
-      gradient.is_sparse() ? gradient.to_dense() : gradient;
+  const at::Tensor dense = gradient.is_sparse() ? gradient.to_dense() : gradient;
   if (touched_.at(index)) {
     gradient_views_[index].add_(dense);
   } else {
@@ -235,8 +213,7 @@ void ShardGroup::accumulate(std::size_t index, const at::Tensor &gradient) {
 }
 
 void ShardGroup::start_reduce() {
-  BMT_CHECK(StateError, gradient_.defined(), options_.label,
-            ": there is no gradient to reduce");
+  BMT_CHECK(StateError, gradient_.defined(), options_.label, ": there is no gradient to reduce");
   const c10::AutoGradMode no_grad(false);
   zero_untouched();
   gradient_views_.clear();
@@ -244,15 +221,11 @@ void ShardGroup::start_reduce() {
     received_ = gradient_;
     return;
   }
-  const auto nbytes =
-      layout_.padded_total() *
-      static_cast<std::int64_t>(c10::elementSize(options_.dtype));
+  const auto nbytes = layout_.padded_total() * static_cast<std::int64_t>(c10::elementSize(options_.dtype));
   c10::Storage storage = empty_storage(options_.device);
   put_memory(storage, options_.pool->acquire(nbytes, options_.device), nbytes);
-  received_ =
-      view_of_storage(storage, options_.dtype, 0, {layout_.padded_total()});
-  reduce_work_ =
-      options_.reduce_comm->all_to_all(received_, gradient_, options_.label);
+  received_ = view_of_storage(storage, options_.dtype, 0, {layout_.padded_total()});
+  reduce_work_ = options_.reduce_comm->all_to_all(received_, gradient_, options_.label);
 }
 
 void ShardGroup::zero_untouched() {
@@ -265,7 +238,7 @@ void ShardGroup::zero_untouched() {
     }
   };
   for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
-    const Span &span = layout_.span(i);
+    const Span& span = layout_.span(i);
     if (touched_[i]) {
       zero(clean_until, span.offset);
       clean_until = span.offset + span.numel;
@@ -300,8 +273,8 @@ void ShardGroup::sum_into_shard() {
   while (first < options_.parameters.size()) {
     const GradientMode mode = gradient_mode(first);
     std::size_t last = first + 1;
-    while (last < options_.parameters.size() &&
-           mode != GradientMode::kForeign && gradient_mode(last) == mode) {
+    while (last < options_.parameters.size() && mode != GradientMode::kForeign &&
+           gradient_mode(last) == mode) {
       ++last;
     }
     if (mode != GradientMode::kSkip) {
@@ -312,26 +285,24 @@ void ShardGroup::sum_into_shard() {
 }
 
 ShardGroup::GradientMode ShardGroup::gradient_mode(std::size_t index) const {
-  const at::Tensor &parameter = options_.parameters[index];
+  const at::Tensor& parameter = options_.parameters[index];
   if (!trains_[index] || !parameter.requires_grad()) {
     return GradientMode::kSkip;
   }
-  const at::Tensor &current = parameter.grad();
+  const at::Tensor& current = parameter.grad();
   if (!current.defined()) {
     return GradientMode::kWrite;
   }
-  const bool is_ours =
-      current.is_alias_of(gradient_shard_) && current.is_contiguous() &&
-      current.storage_offset() == local_parts_[index].shard_offset &&
-      current.numel() == local_parts_[index].numel;
+  const bool is_ours = current.is_alias_of(gradient_shard_) && current.is_contiguous() &&
+                       current.storage_offset() == local_parts_[index].shard_offset &&
+                       current.numel() == local_parts_[index].numel;
   return is_ours ? GradientMode::kAccumulate : GradientMode::kForeign;
 }
 
-void ShardGroup::reduce_run(std::size_t first, std::size_t last,
-                            GradientMode mode) {
+void ShardGroup::reduce_run(std::size_t first, std::size_t last, GradientMode mode) {
   std::int64_t begin = -1, end = -1;
   for (std::size_t i = first; i < last; ++i) {
-    const LocalPart &part = local_parts_[i];
+    const LocalPart& part = local_parts_[i];
     if (part.numel > 0) {
       begin = begin < 0 ? part.shard_offset : begin;
       end = part.shard_offset + part.numel;
@@ -342,35 +313,31 @@ void ShardGroup::reduce_run(std::size_t first, std::size_t last,
   }
   std::vector<at::Tensor> slices;
   for (std::int64_t r = 0; r < layout_.num_ranks(); ++r) {
-    slices.push_back(
-        received_.narrow(0, r * layout_.partition() + begin, end - begin));
+    slices.push_back(received_.narrow(0, r * layout_.partition() + begin, end - begin));
   }
   if (mode == GradientMode::kForeign) {
     const at::Tensor sum = at::empty_like(slices[0]);
     sum_slices(sum, slices, /*accumulate=*/false);
-    at::Tensor &gradient = options_.parameters[first].mutable_grad();
+    at::Tensor& gradient = options_.parameters[first].mutable_grad();
     gradient.add_(sum.view_as(gradient));
   } else {
-    sum_slices(gradient_shard_.narrow(0, begin, end - begin), slices,
-               mode == GradientMode::kAccumulate);
+    sum_slices(gradient_shard_.narrow(0, begin, end - begin), slices, mode == GradientMode::kAccumulate);
   }
 }
 
 void ShardGroup::publish_gradients() {
   for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
-    const at::Tensor &parameter = options_.parameters[i];
+    const at::Tensor& parameter = options_.parameters[i];
     if (!trains_[i] || !parameter.requires_grad()) {
       continue;
     }
     if (!parameter.grad().defined()) {
       // A fresh view each time: the user may keep or detach the one handed out
       // before.
-      parameter.mutable_grad() = view_of_storage(
-          gradient_shard_.storage(), options_.dtype,
-          local_parts_[i].shard_offset, {local_parts_[i].numel});
+      parameter.mutable_grad() = view_of_storage(gradient_shard_.storage(), options_.dtype,
+                                                 local_parts_[i].shard_offset, {local_parts_[i].numel});
     }
-    if (const auto &hook =
-            torch::autograd::impl::post_acc_grad_hooks(parameter)) {
+    if (const auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter)) {
       (*hook)(parameter);
     }
   }
@@ -380,7 +347,7 @@ void ShardGroup::cancel_backward() noexcept {
   if (reduce_work_) {
     try {
       reduce_work_->wait();
-    } catch (const std::exception &) {
+    } catch (const std::exception&) {
       // The error that cancels the backward is the one to report.
     }
     reduce_work_.reset();
@@ -390,4 +357,4 @@ void ShardGroup::cancel_backward() noexcept {
   received_ = at::Tensor();
 }
 
-} // namespace bmtrain
+}  // namespace bmtrain

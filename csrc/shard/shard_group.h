@@ -37,17 +37,17 @@
 namespace bmtrain {
 
 class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
-public:
+ public:
   /// Sharded between calls, kGathering from start_gather to finish_gather,
   /// kGathered until release.
   enum class State : std::uint8_t { kSharded, kGathering, kGathered };
 
   struct Options {
-    std::string label;                  // names the block in errors and records
-    std::vector<at::Tensor> parameters; // whose data become views of the shard
-    std::vector<std::vector<std::int64_t>> shapes; // their full shapes
+    std::string label;                              // names the block in errors and records
+    std::vector<at::Tensor> parameters;             // whose data become views of the shard
+    std::vector<std::vector<std::int64_t>> shapes;  // their full shapes
     std::shared_ptr<Communicator> gather_comm,
-        reduce_comm; // of the group of ranks that share the buffer
+        reduce_comm;  // of the group of ranks that share the buffer
     std::shared_ptr<BufferPool> pool;
     at::ScalarType dtype;
     c10::Device device;
@@ -55,21 +55,17 @@ public:
 
   explicit ShardGroup(Options options);
   ~ShardGroup();
-  ShardGroup(const ShardGroup &) = delete;
-  ShardGroup &operator=(const ShardGroup &) = delete;
+  ShardGroup(const ShardGroup&) = delete;
+  ShardGroup& operator=(const ShardGroup&) = delete;
 
-  [[nodiscard]] const FlatLayout &layout() const { return layout_; }
+  [[nodiscard]] const FlatLayout& layout() const { return layout_; }
   [[nodiscard]] State state() const { return state_; }
   [[nodiscard]] bool is_bound() const { return bound_; }
-  [[nodiscard]] const std::vector<at::Tensor> &parameters() const {
-    return options_.parameters;
-  }
+  [[nodiscard]] const std::vector<at::Tensor>& parameters() const { return options_.parameters; }
   /// The flat shard: 1-D, layout().partition() elements.
   [[nodiscard]] at::Tensor shard() const { return shard_; }
   /// This rank's part of parameter `index`: a 1-D view of the shard.
-  [[nodiscard]] at::Tensor local_view(std::size_t index) const {
-    return local_views_.at(index);
-  }
+  [[nodiscard]] at::Tensor local_view(std::size_t index) const { return local_views_.at(index); }
   /// The flat gradient shard; undefined before its first need.
   [[nodiscard]] at::Tensor gradient_shard() const { return gradient_shard_; }
   /// Changes whenever one of the parameters is modified in place.
@@ -77,7 +73,7 @@ public:
   /// Which of the parameters require grad now.
   [[nodiscard]] std::vector<bool> requires_grad() const;
   /// Whether `tensor` lies in the gathered buffer.
-  [[nodiscard]] bool owns_storage(const at::Tensor &tensor) const;
+  [[nodiscard]] bool owns_storage(const at::Tensor& tensor) const;
 
   /// Makes every parameter's data the view of the shard.
   void attach();
@@ -96,7 +92,7 @@ public:
 
   /// Prepares to receive gradients of the parameters with `trains[i]`.
   void begin_backward(std::vector<bool> trains);
-  void accumulate(std::size_t index, const at::Tensor &gradient);
+  void accumulate(std::size_t index, const at::Tensor& gradient);
   /// Starts sending each rank its slice of the received gradient.
   void start_reduce();
   /// Sums the slices in rank order into the gradient shard and the parameters'
@@ -105,13 +101,8 @@ public:
   /// Forgets a backward that failed.
   void cancel_backward() noexcept;
 
-private:
-  enum class GradientMode : std::uint8_t {
-    kSkip,
-    kWrite,
-    kAccumulate,
-    kForeign
-  };
+ private:
+  enum class GradientMode : std::uint8_t { kSkip, kWrite, kAccumulate, kForeign };
 
   void zero_untouched();
   void sum_into_shard();
@@ -127,21 +118,19 @@ private:
   at::Tensor shard_;
   std::vector<LocalPart> local_parts_;
   std::vector<at::Tensor> local_views_;
-  at::Tensor full_; // flat, over the gathered storage
-  std::vector<at::Tensor>
-      full_views_; // in full shape, over the gathered storage
+  at::Tensor full_;                     // flat, over the gathered storage
+  std::vector<at::Tensor> full_views_;  // in full shape, over the gathered storage
   WorkPtr gather_work_;
 
   std::vector<SinkPtr> sinks_;
-  std::vector<NodePtr>
-      shard_accumulators_; // while bound: what unbind() restores
+  std::vector<NodePtr> shard_accumulators_;  // while bound: what unbind() restores
 
   std::vector<bool> trains_, touched_;
-  at::Tensor gradient_; // flat, full; only during a backward
+  at::Tensor gradient_;  // flat, full; only during a backward
   std::vector<at::Tensor> gradient_views_;
-  at::Tensor received_; // one slice per rank; only during a reduction
+  at::Tensor received_;  // one slice per rank; only during a reduction
   WorkPtr reduce_work_;
   at::Tensor gradient_shard_;
 };
 
-} // namespace bmtrain
+}  // namespace bmtrain

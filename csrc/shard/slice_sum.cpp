@@ -7,23 +7,18 @@
 
 namespace bmtrain {
 
-void sum_slices(const at::Tensor &destination,
-                const std::vector<at::Tensor> &slices, bool accumulate) {
+void sum_slices(const at::Tensor& destination, const std::vector<at::Tensor>& slices, bool accumulate) {
   if (destination.is_cpu()) {
-    std::vector<const void *> sources;
+    std::vector<const void*> sources;
     sources.reserve(slices.size());
-    for (const at::Tensor &slice : slices) {
+    for (const at::Tensor& slice : slices) {
       sources.push_back(slice.const_data_ptr());
     }
-    cpu::ordered_sum(destination.mutable_data_ptr(), sources.data(),
-                     static_cast<int>(sources.size()), destination.numel(),
-                     dtype_of(destination.scalar_type(), "gradient"),
-                     accumulate, 1.0F);
+    cpu::ordered_sum(destination.mutable_data_ptr(), sources.data(), static_cast<int>(sources.size()),
+                     destination.numel(), dtype_of(destination.scalar_type(), "gradient"), accumulate, 1.0F);
     return;
   }
-  const auto wide = c10::elementSize(destination.scalar_type()) < 4
-                        ? at::kFloat
-                        : destination.scalar_type();
+  const auto wide = c10::elementSize(destination.scalar_type()) < 4 ? at::kFloat : destination.scalar_type();
   at::Tensor sum = slices[0].to(wide, /*non_blocking=*/false, /*copy=*/true);
   for (std::size_t r = 1; r < slices.size(); ++r) {
     sum.add_(slices[r]);
@@ -34,4 +29,4 @@ void sum_slices(const at::Tensor &destination,
   destination.copy_(sum);
 }
 
-} // namespace bmtrain
+}  // namespace bmtrain
