@@ -18,7 +18,9 @@ def create_single(name: str) -> _C.Communicator:
     return _C.SingleCommunicator(name)
 
 
-def create_gloo(store: dist.Store, prefix: str, rank: int, size: int, timeout: float, name: str) -> _C.Communicator:
+def create_gloo(
+    store: dist.Store, prefix: str, rank: int, size: int, timeout: float, name: str
+) -> _C.Communicator:
     """Connect ``size`` ranks with Gloo. Collective over them; each call needs a ``prefix`` of its own.
 
     The process group made here is never registered anywhere: the default group, if somebody made one, is neither

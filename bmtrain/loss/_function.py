@@ -150,7 +150,7 @@ class _CrossEntropyRows(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
         logits, target, ignored, maximum, log_sum, target_weight = ctx.saved_tensors
         options: CrossEntropyOptions = ctx.options
@@ -191,7 +191,8 @@ def cross_entropy_rows(logits: Tensor, target: Tensor, options: CrossEntropyOpti
     Returns:
         ``(N,)`` losses, 0 on ignored rows, fp32 (fp64 for fp64 logits).
     """
-    loss: Tensor = _CrossEntropyRows.apply(logits, target, options)
+    function: Any = _CrossEntropyRows
+    loss: Tensor = function.apply(logits, target, options)
     return loss
 
 

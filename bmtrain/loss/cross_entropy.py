@@ -30,7 +30,7 @@ class FusedCrossEntropy(torch.nn.Module):
 
     Shape:
         Input ``(N, C)``, ``(C,)`` or ``(N, C, d1, ...)``; target the same without ``C``, int32 or int64. The
-        result is a scalar, or has the shape of target with ``reduction="none"``; fp32, or fp64 for fp64 logits.
+        result is a scalar, or has the shape of target with ``reduction="none"``; fp32 (fp64 for fp64 logits).
 
     Raises:
         ValueError: an option, a shape or the size of ``weight`` does not fit.

@@ -24,4 +24,5 @@ class Linear(WarmupLRScheduler):
         return self.start_lr * num_iter / self.warmup_iter
 
     def get_lr_decay(self, num_iter: int) -> float:
-        return max(0.0, self.start_lr * (self.end_iter - num_iter) / max(1, self.end_iter - self.warmup_iter))
+        decay: float = self.start_lr * (self.end_iter - num_iter) / max(1, self.end_iter - self.warmup_iter)
+        return max(0.0, decay)

@@ -1,0 +1,50 @@
+"""One optimizer step with the loss scale that the optimizer owns (the API of 0.1.x)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .global_var import config, rank
+
+__all__ = ["optim_step"]
+
+
+def optim_step(optim: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
+    """Step an optimizer and then its schedule, minding the loss scale if the optimizer owns one. Collective.
+
+    An optimizer made with ``scale=`` skips the step when a gradient of any rank overflowed: the scale is
+    divided by ``config["loss_scale_factor"]`` (but not below 1), the gradients are zeroed and the schedule
+    stays. After ``config["loss_scale_steps"]`` good steps in a row the scale is multiplied by the factor.
+    New programs use :class:`bmtrain.optim.OptimManager`, which does the same for several optimizers.
+
+    Args:
+        optim: any optimizer.
+        lr_scheduler: anything with ``step()``, or None.
+    """
+    if not _owns_scale(optim):
+        optim.step()
+        if lr_scheduler is not None:
+            lr_scheduler.step()
+        return
+    owner: Any = optim
+    factor, patience = float(config["loss_scale_factor"]), int(config["loss_scale_steps"])
+    try:
+        owner.step()
+    except OverflowError:
+        scale = max(owner.scale / factor, 1.0)
+        if rank() == 0:
+            print(f"Gradient overflow: step skipped, loss scale {owner.scale} -> {scale}", flush=True)
+        owner.justify_scale(scale)
+        owner.zero_grad(set_to_none=False)
+    else:
+        if lr_scheduler is not None:
+            lr_scheduler.step()
+    if owner.steps_since_last_scale >= patience:
+        owner.justify_scale(owner.scale * factor)
+
+
+def _owns_scale(optim: torch.optim.Optimizer) -> bool:
+    # Also at a scale of 1, down to which overflows may have brought it: it still skips and may grow again.
+    return getattr(optim, "_owned_scale", None) is not None

@@ -1,0 +1,9 @@
+"""Optimizers over shards, loss scaling and gradient clipping."""
+
+from __future__ import annotations
+
+from . import clip_grad, optim_manager
+from .clip_grad import clip_grad_norm
+from .optim_manager import OptimManager
+
+__all__ = ["OptimManager", "clip_grad", "clip_grad_norm", "optim_manager"]

@@ -1,0 +1,151 @@
+"""Norm, overflow and scaling of all gradients of a model, over all ranks.
+
+[Note: Who counts what]
+A norm adds every logical element once. Shards are disjoint, so each rank counts its own, also of
+tensor-parallel parameters that are split; what several ranks hold alike is counted by the first of them only:
+a tensor-parallel parameter that is not split by tensor-parallel rank 0, a plain parameter by rank 0. The
+search for inf and NaN looks at everything that any rank holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _C
+from ..global_var import context
+from ..parameter import DistributedParameter
+
+__all__ = [
+    "check_overflow",
+    "first_overflow",
+    "global_norm",
+    "grad_rescale",
+    "multiply_gradients",
+    "parameters_of",
+]
+
+
+def parameters_of(param_groups: Iterable[Any]) -> Iterator[Tensor]:
+    """The parameters of group dicts (or of a plain iterable of parameters), in order, each once."""
+    seen: set[int] = set()
+    for group in param_groups:
+        for p in group["params"] if isinstance(group, Mapping) else (group,):
+            if id(p) not in seen:
+                seen.add(id(p))
+                yield p
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    gradients = []
+    for p in parameters:
+        grad = p.grad
+        if grad is not None and grad.numel():
+            gradients.append(grad.detach())
+    return gradients
+
+
+def _counted_here(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    """See [Note: Who counts what]."""
+    topology = context("gradient clipping").topology
+    for p in parameters:
+        if not isinstance(p, DistributedParameter):
+            counts = topology.rank == 0
+        else:
+            counts = not p._tp_mode or p._tp_split_dim >= 0 or topology.tp_id == 0
+        if counts:
+            yield p
+
+
+def _by_kind(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Lists of one device and dtype, what torch's multi-tensor kernels want."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for t in tensors:
+        kinds.setdefault((t.device, t.dtype), []).append(t)
+    yield from kinds.values()
+
+
+def _power_sum(gradients: list[Tensor], norm_type: float) -> Tensor:
+    """``sum |g|^p`` or ``max |g|`` of this rank, (1,) in fp64; inf or NaN if an element is."""
+    total = torch.zeros(1, dtype=torch.float64, device=context("gradient statistics").device)
+    for grads in _by_kind(gradients):
+        norms = torch.stack(torch._foreach_norm(grads, norm_type, dtype=torch.float64))
+        if math.isinf(norm_type):
+            torch.maximum(total, norms.max().to(total.device), out=total)
+        else:
+            total += norms.pow_(norm_type).sum().to(total.device)
+    return total
+
+
+def _all_reduce(number: Tensor, op: Any, label: str) -> Tensor:
+    """Combine a number over the world, in place; all ranks get the same bits."""
+    context(label).groups["zero"].comm.all_reduce(number, op, label).wait()
+    return number
+
+
+def global_norm(parameters: Iterable[Tensor], norm_type: float) -> float:
+    """Compute the p-norm of the gradients of all ranks, each logical element once. Collective.
+
+    Args:
+        parameters: those whose gradients count; one without a gradient counts as 0.
+        norm_type: p > 0, ``math.inf`` for the largest magnitude.
+
+    Returns:
+        The norm, the same on all ranks; inf or NaN if a counted element is.
+    """
+    local = _power_sum(_gradients(_counted_here(parameters)), norm_type)
+    if math.isinf(norm_type):
+        local.nan_to_num_(nan=math.inf, posinf=math.inf)  # a transport's max may drop a NaN, but not an inf
+        return _all_reduce(local, _C.ReduceOp.MAX, "gradient norm").item()
+    return _all_reduce(local, _C.ReduceOp.SUM, "gradient norm").pow_(1.0 / norm_type).item()
+
+
+def check_overflow(param_groups: Iterable[Any]) -> bool:
+    """Tell whether any gradient of any rank holds inf or NaN. Collective; the same answer on all ranks.
+
+    Args:
+        param_groups: group dicts as of ``optimizer.param_groups``.
+    """
+    peak = _power_sum(_gradients(parameters_of(param_groups)), math.inf)
+    overflow = peak.isfinite().logical_not().to(torch.float32)
+    return _all_reduce(overflow, _C.ReduceOp.MAX, "gradient overflow").item() > 0
+
+
+def first_overflow(parameters: Sequence[Tensor]) -> int:
+    """Find the first parameter with inf or NaN in its gradient on any rank. Collective.
+
+    Returns:
+        Its index, the same on all ranks; ``len(parameters)`` if there is none.
+    """
+    local = len(parameters)
+    for index, p in enumerate(parameters):
+        if not _power_sum(_gradients([p]), math.inf).isfinite().item():
+            local = index
+            break
+    number = torch.tensor([local], device=context("gradient overflow").device)
+    return int(_all_reduce(number, _C.ReduceOp.MIN, "gradient overflow").item())
+
+
+def multiply_gradients(parameters: Iterable[Tensor], factor: float) -> None:
+    """Multiply all gradients in place; 16-bit ones are rounded once, ``factor`` itself is not."""
+    for grads in _by_kind(_gradients(parameters)):
+        if grads[0].device.type == "cpu":
+            for grad in grads:  # torch._foreach_mul_ would round the factor to 16 bits first, here
+                grad.mul_(factor)
+        else:
+            torch._foreach_mul_(grads, factor)
+
+
+def grad_rescale(param_groups: Iterable[Any], scale: float) -> None:
+    """Divide all gradients in place.
+
+    Args:
+        param_groups: group dicts as of ``optimizer.param_groups``.
+        scale: divisor, normally the loss scale.
+    """
+    for grads in _by_kind(_gradients(parameters_of(param_groups))):
+        torch._foreach_div_(grads, scale)

@@ -1,0 +1,58 @@
+"""Clipping by the norm of the gradients of all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..global_var import context
+from ._grad_stats import global_norm, multiply_gradients, parameters_of
+
+__all__ = ["clip_grad_norm"]
+
+
+def clip_grad_norm(
+    param_groups: Iterable[Any],
+    max_norm: float,
+    scale: float = 1.0,
+    norm_type: float | str = 2,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Scale gradients down so that their norm over all ranks is at most ``max_norm``. Collective.
+
+    Every logical element counts once, wherever it is sharded or repeated; a gradient of None counts as 0. If
+    the norm is inf or NaN the gradients are left as they are, for the following step to find.
+
+    Args:
+        param_groups: group dicts as of ``optimizer.param_groups``.
+        max_norm: largest norm that is left alone, of the true (unscaled) gradients.
+        scale: the loss scale that the stored gradients carry.
+        norm_type: p of the p-norm, ``"inf"`` or ``math.inf`` for the largest magnitude.
+        eps: added to the stored norm before dividing by it.
+
+    Returns:
+        The norm before clipping, unscaled: a 0-dim fp32 tensor on the run device, equal on all ranks.
+
+    Raises:
+        ValueError: ``max_norm``, ``scale`` or ``norm_type`` is out of range.
+        RuntimeError: before ``init_distributed``.
+    """
+    p = float(norm_type)
+    if not p > 0:
+        raise ValueError(f"norm_type must be > 0 or 'inf', got {norm_type!r}")
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm must be >= 0, got {max_norm}")
+    if not scale > 0:
+        raise ValueError(f"scale must be > 0, got {scale}")
+    parameters = list(parameters_of(param_groups))
+    norm = global_norm(parameters, p)
+    if math.isfinite(norm):
+        coefficient = max_norm * scale / (norm + eps)
+        if coefficient < 1:
+            multiply_gradients(parameters, coefficient)
+    device = context("gradient clipping").device
+    return torch.tensor(norm / scale, dtype=torch.float32, device=device)

@@ -1,0 +1,233 @@
+"""The loss scale, the optimizers that share it, and their schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._deprecate import warn_once
+from ..global_var import context, rank
+from ._grad_stats import check_overflow, first_overflow, grad_rescale, parameters_of
+from ._state import load_optimizer_state, optimizer_state
+from .clip_grad import clip_grad_norm
+
+__all__ = ["OptimManager", "check_overflow", "grad_rescale"]
+
+
+class OptimManager:
+    """Runs the backward pass and the step of one or more optimizers, with or without dynamic loss scaling.
+
+    With a ``loss_scale``, a step in which any gradient of any rank is inf or NaN is skipped by all ranks and
+    the scale is divided by ``loss_scale_factor``; after ``loss_scale_steps`` good steps in a row it is
+    multiplied by it. The loss is divided by ``grad_scale`` so that the gradients, which are summed over the
+    ranks, become those of the mean of the ranks' losses.
+
+    Args:
+        loss_scale: scale to start from; None for no scaling (bfloat16 and float32 need none).
+        loss_scale_factor: factor between successive scales; a value below 1 means its reciprocal.
+        loss_scale_steps: good steps before the scale grows.
+        min_loss_scale: the scale does not fall below it.
+        max_loss_scale: the scale does not grow above it.
+        grad_scale: divisor of the loss; None for the number of ranks with a loss of their own, which is the
+            world size divided by the tensor-parallel size.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Example::
+
+        manager = bmt.optim.OptimManager(loss_scale=2**20)
+        manager.add_optimizer(optimizer, lr_scheduler)
+        for batch in batches:
+            manager.zero_grad()
+            manager.backward(model(batch))
+            grad_norm = manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
+            manager.step()
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | None = None,
+        loss_scale_factor: float = 2,
+        loss_scale_steps: int = 1024,
+        min_loss_scale: float = 1,
+        max_loss_scale: float = math.inf,
+        grad_scale: float | None = None,
+    ) -> None:
+        for name, value in (("loss_scale", loss_scale), ("grad_scale", grad_scale)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be > 0 or None, got {value}")
+        if not 0 < min_loss_scale <= max_loss_scale:
+            raise ValueError(
+                f"expected 0 < min_loss_scale <= max_loss_scale, got {min_loss_scale} and {max_loss_scale}"
+            )
+        self.loss_scale: float = 1 if loss_scale is None else loss_scale
+        self.loss_scale_enabled = loss_scale is not None
+        self.steps_since_last_scale = 0
+        self.loss_scale_factor = loss_scale_factor
+        self.loss_scale_steps = loss_scale_steps
+        self.min_loss_scale = min_loss_scale
+        self.max_loss_scale = max_loss_scale
+        self._grad_scale = grad_scale
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.lr_schedulers: list[Any] = []
+
+    @property
+    def loss_scale_factor(self) -> float:
+        """Factor between successive scales, at least 1."""
+        return self._loss_scale_factor
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, factor: float) -> None:
+        if not factor > 0:
+            raise ValueError(f"loss_scale_factor must be > 0, got {factor}")
+        self._loss_scale_factor = 1 / factor if factor < 1 else factor
+
+    @property
+    def grad_scale(self) -> float:
+        """What the loss is divided by, see the class."""
+        if self._grad_scale is not None:
+            return self._grad_scale
+        topology = context("OptimManager").topology
+        return topology.world_size // topology.tp_size
+
+    @grad_scale.setter
+    def grad_scale(self, value: float | None) -> None:
+        self._grad_scale = value
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
+        """Manage an optimizer.
+
+        Args:
+            optimizer: one of this library or of ``torch.optim``.
+            lr_scheduler: anything with ``step()``, called after each step of ``optimizer``; None for none.
+        """
+        if getattr(optimizer, "_owned_scale", None) is not None:
+            warn_once(
+                "OptimManager.owned_scale",
+                "the optimizer was made with scale=, but the manager's loss scale is used: leave scale= out",
+                category=UserWarning,
+            )
+        self.optimizers.append(optimizer)
+        self.lr_schedulers.append(lr_scheduler)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss that :meth:`backward` differentiates: scaled up, divided by ``grad_scale``."""
+        return loss * (self.loss_scale / self.grad_scale)
+
+    def backward(self, loss: Tensor) -> None:
+        """Backpropagate the scaled loss; several calls before a step accumulate.
+
+        Args:
+            loss: this rank's scalar loss, normally the mean over its own batch.
+        """
+        self.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
+
+    def zero_grad(self) -> None:
+        """Fill the gradients of all optimizers with zeros."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=False)
+
+    def clip_grad_norm(
+        self, param_groups: Iterable[Any], max_norm: float, norm_type: float | str = 2, eps: float = 1e-6
+    ) -> Tensor:
+        """Clip gradients by their norm over all ranks, see :func:`bmtrain.optim.clip_grad_norm`. Collective.
+
+        Returns:
+            The unscaled norm before clipping, 0-dim, equal on all ranks.
+        """
+        return clip_grad_norm(param_groups, max_norm, self.loss_scale, norm_type, eps)
+
+    def step(self) -> None:
+        """Step every optimizer and then its schedule, or skip all if a gradient overflowed.
+
+        Collective over the world with loss scaling.
+        """
+        if self.loss_scale_enabled and self._skip_on_overflow():
+            return
+        optimizer: Any
+        for optimizer, lr_scheduler in zip(self.optimizers, self.lr_schedulers, strict=True):
+            if getattr(optimizer, "_bmtrain_optimizer", False):
+                optimizer.step(scale=self.loss_scale)
+            else:
+                if self.loss_scale_enabled and self.loss_scale != 1:
+                    grad_rescale(optimizer.param_groups, self.loss_scale)
+                optimizer.step()
+            if lr_scheduler is not None:
+                lr_scheduler.step()
+        if self.loss_scale_enabled:
+            self._count_good_step()
+
+    def _skip_on_overflow(self) -> bool:
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        if not check_overflow(groups):
+            return False
+        old = self.loss_scale
+        self.loss_scale = max(old / self.loss_scale_factor, self.min_loss_scale)
+        self.steps_since_last_scale = 0
+        culprit = first_overflow(list(parameters_of(groups)))
+        if rank() == 0:
+            print(
+                f"Gradient overflow in {_parameter_name(groups, culprit)}: step skipped, "
+                f"loss scale {old} -> {self.loss_scale}",
+                flush=True,
+            )
+        self.zero_grad()
+        return True
+
+    def _count_good_step(self) -> None:
+        self.steps_since_last_scale += 1
+        if self.steps_since_last_scale >= self.loss_scale_steps and self.loss_scale < self.max_loss_scale:
+            self.loss_scale = min(self.loss_scale * self.loss_scale_factor, self.max_loss_scale)
+            self.steps_since_last_scale = 0
+
+    def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
+        """Return the state of the optimizers, the schedules and the loss scale.
+
+        Args:
+            gather_opt: gather the optimizers' sharded tensors to full ones, so that the state can be loaded
+                on another number of ranks; then collective. Otherwise the state is of this rank alone.
+        """
+        return {
+            "optimizers": [optimizer_state(optimizer, gather_opt) for optimizer in self.optimizers],
+            "lr_schedulers": [None if s is None else s.state_dict() for s in self.lr_schedulers],
+            "loss_scale": self.loss_scale,
+            "loss_scale_enabled": self.loss_scale_enabled,
+            "steps_since_last_scale": self.steps_since_last_scale,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state of :meth:`state_dict`, which is not modified.
+
+        Args:
+            state_dict: made with as many optimizers, in the same order.
+
+        Raises:
+            ValueError: the number of optimizers or schedules, or the layout of a state, does not fit.
+        """
+        for name, own in (("optimizers", self.optimizers), ("lr_schedulers", self.lr_schedulers)):
+            if len(state_dict[name]) != len(own):
+                raise ValueError(f"expected the state of {len(own)} {name}, got {len(state_dict[name])}")
+        loss_scale = state_dict["loss_scale"]
+        for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
+            load_optimizer_state(optimizer, state, loss_scale)
+        for lr_scheduler, state in zip(self.lr_schedulers, state_dict["lr_schedulers"], strict=True):
+            if lr_scheduler is not None and state is not None:
+                lr_scheduler.load_state_dict(state)
+        self.loss_scale = loss_scale
+        self.loss_scale_enabled = state_dict["loss_scale_enabled"]
+        self.steps_since_last_scale = state_dict.get("steps_since_last_scale", 0)
+
+
+def _parameter_name(groups: list[dict[str, Any]], index: int) -> str:
+    """A parameter as the optimizers know it: by its place, and by its name if they were given names."""
+    names: dict[int, str] = {}
+    for group in groups:
+        for p, name in zip(group["params"], group.get("param_names", ()), strict=False):
+            names[id(p)] = f" ({name})"
+    parameters = list(parameters_of(groups))
+    return f"parameter {index} of {len(parameters)}{names.get(id(parameters[index]), '')}"

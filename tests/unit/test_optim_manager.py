@@ -1,0 +1,446 @@
+"""The loss scale, clipping and state dicts on one rank, with plain parameters and torch optimizers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+
+import bmtrain as bmt
+import bmtrain.backward
+from bmtrain.lr_scheduler import NoDecay
+from bmtrain.optim import OptimManager, clip_grad_norm
+from bmtrain.optim.optim_manager import check_overflow, grad_rescale
+
+
+def parameters(*dtypes: torch.dtype) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.nn.Parameter(torch.randn(3, 4 + i, generator=generator).to(dtype))
+        for i, dtype in enumerate(dtypes or [torch.float32] * 3)
+    ]
+
+
+def give_gradients(params: list[torch.nn.Parameter], factor: float = 1.0, seed: int = 1) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = (torch.randn(p.shape, generator=generator) * factor).to(p.dtype)
+
+
+def manager_of(params: list[torch.nn.Parameter], **options: Any) -> OptimManager:
+    manager = OptimManager(**options)
+    manager.add_optimizer(torch.optim.SGD(params, lr=0.5))
+    return manager
+
+
+# --- constructor and attributes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_scale": 0},
+        {"loss_scale": -2.0},
+        {"loss_scale_factor": 0},
+        {"grad_scale": 0},
+        {"min_loss_scale": 0},
+        {"min_loss_scale": 4, "max_loss_scale": 2},
+    ],
+)
+def test_options_out_of_range(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        OptimManager(**options)
+
+
+def test_attributes() -> None:
+    manager = OptimManager()
+    assert (manager.loss_scale, manager.loss_scale_enabled) == (1, False)
+    manager = OptimManager(2**20, 0.25, 7, 2, 2**21, 3)
+    assert manager.loss_scale_factor == 4
+    assert (manager.loss_scale, manager.loss_scale_enabled, manager.loss_scale_steps) == (2**20, True, 7)
+    assert (manager.min_loss_scale, manager.max_loss_scale, manager.grad_scale) == (2, 2**21, 3)
+    assert (manager.steps_since_last_scale, manager.optimizers, manager.lr_schedulers) == (0, [], [])
+    assert int(manager.loss_scale) == 2**20  # BC-56
+    manager.grad_scale = 5
+    assert manager.scale_loss(torch.tensor(10.0)) == 2**21
+
+
+def before_init() -> None:
+    params = parameters()
+    with pytest.raises(RuntimeError, match="not initialized"):
+        clip_grad_norm([{"params": params}], 1.0, 1.0)
+    with pytest.raises(RuntimeError, match="not initialized"):
+        manager_of(params, loss_scale=2).step()
+    give_gradients(params)
+    manager_of(params).step()  # nothing collective without scaling
+
+
+def test_before_initialisation() -> None:
+    run_ranks(1, before_init, init=False)
+
+
+def test_an_owned_scale_gives_way_and_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bmt._deprecate, "_seen", set())
+    optimizer = torch.optim.SGD(parameters(), lr=0.1)
+    optimizer._owned_scale = 2.0  # type: ignore[attr-defined]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            OptimManager().add_optimizer(optimizer)
+    assert [w.category for w in caught] == [UserWarning]
+    assert caught[0].filename == __file__
+
+
+# --- the state machine
+
+
+def grows_after_exactly_n_good_steps() -> None:  # BC-45
+    params = parameters()
+    manager = manager_of(params, loss_scale=4, loss_scale_factor=2, loss_scale_steps=3, max_loss_scale=12)
+    scales = []
+    for step in range(14):
+        give_gradients(params, manager.loss_scale * 1e-3)
+        if step == 4:
+            params[0].grad[0, 0] = math.inf
+        manager.step()
+        scales.append((manager.loss_scale, manager.steps_since_last_scale))
+    assert scales == [
+        *[(4, 1), (4, 2), (8, 0), (8, 1)],
+        (4, 0),  # the overflow restarts the count
+        *[(4, 1), (4, 2), (8, 0), (8, 1), (8, 2), (12, 0)],
+        *[(12, 1), (12, 2), (12, 3)],  # at the maximum: it only counts
+    ]
+
+
+def falls_to_its_floor() -> None:
+    params = parameters()
+    manager = manager_of(params, loss_scale=2**10, loss_scale_factor=0.125, min_loss_scale=4)
+    scales = []
+    for _ in range(4):
+        give_gradients(params)
+        params[-1].grad[-1, -1] = math.nan
+        manager.step()
+        scales.append(manager.loss_scale)
+    assert scales == [128, 16, 4, 4]
+
+
+def overflow_changes_nothing_else(dtype: torch.dtype, value: float) -> None:  # BC-44
+    params = parameters(torch.float32, dtype)
+    optimizer = torch.optim.Adam(params, lr=0.1)
+    manager = OptimManager(loss_scale=1024.0)
+    scheduler = NoDecay(optimizer, 0.1, 10, None, num_iter=5)
+    manager.add_optimizer(optimizer, scheduler)
+    give_gradients(params)
+    manager.step()
+    before = copy.deepcopy((params, optimizer.state_dict(), scheduler.state_dict()))
+    give_gradients(params)
+    params[1].grad[2, 3] = value
+    manager.step()
+    assert manager.loss_scale == 512.0
+    assert manager.steps_since_last_scale == 0
+    for p, old in zip(params, before[0], strict=True):
+        assert torch.equal(p, old)
+        assert torch.equal(p.grad, torch.zeros_like(p))
+    assert scheduler.state_dict() == before[2]
+    torch.testing.assert_close(optimizer.state_dict(), before[1], rtol=0, atol=0)
+
+
+def report_names_the_parameter() -> None:
+    params = parameters()
+    for names, expected in [(False, "parameter 1 of 3:"), (True, "parameter 1 of 3 (second):")]:
+        manager = OptimManager(loss_scale=8)
+        if names and bmt.utils.check_torch_version("2.6.0") < 0:
+            continue
+        given = list(zip(["first", "second", "third"], params, strict=True)) if names else params
+        manager.add_optimizer(torch.optim.SGD(given, lr=0.1))
+        give_gradients(params)
+        params[1].grad[0, 0] = math.inf
+        params[2].grad[0, 0] = math.nan
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            manager.step()
+        assert expected in out.getvalue()
+        assert "8 -> 4" in out.getvalue()
+
+
+def without_scaling_nothing_is_checked() -> None:
+    params = parameters()
+    manager = manager_of(params)
+    give_gradients(params)
+    params[0].grad[0, 0] = math.inf
+    manager.step()
+    assert params[0].isinf().any()
+    assert (manager.loss_scale, manager.steps_since_last_scale) == (1, 0)
+
+
+def torch_optimizers_get_unscaled_gradients() -> None:
+    scaled, plain = parameters(), parameters()
+    manager = OptimManager(loss_scale=2**16, grad_scale=1)
+    manager.add_optimizer(torch.optim.AdamW(scaled[:2], lr=0.1))
+    manager.add_optimizer(
+        torch.optim.SGD(scaled[2:], lr=0.1, momentum=0.9), NoDecay(manager.optimizers[0], 0.1, 0, -1)
+    )
+    references = [torch.optim.AdamW(plain[:2], lr=0.1), torch.optim.SGD(plain[2:], lr=0.1, momentum=0.9)]
+    for step in range(3):
+        manager.zero_grad()
+        for params, backward in ((scaled, manager.backward), (plain, torch.Tensor.backward)):
+            backward(sum((p**2).sum() * (step + 1) for p in params))
+        manager.step()
+        for optimizer in references:
+            optimizer.step()
+            optimizer.zero_grad()
+    for a, b in zip(scaled, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def accumulation_and_skipped_backward() -> None:  # BC-43
+    params = parameters()
+    manager = manager_of(params, loss_scale=4)
+    manager.step()  # no gradient anywhere
+    manager.backward((params[0] ** 2).sum())
+    manager.backward((params[0] ** 2).sum())
+    torch.testing.assert_close(params[0].grad, params[0].detach() * 4 * 4)
+    manager.clip_grad_norm(manager.optimizers[0].param_groups, 0.1)
+    manager.clip_grad_norm(manager.optimizers[0].param_groups, 0.1)
+    manager.step()
+    manager.zero_grad()
+    manager.backward((params[0] ** 2).sum() * 0)
+    manager.step()
+    assert all(p.isfinite().all() for p in params)
+    assert params[1].grad is None
+    assert manager.steps_since_last_scale == 3
+
+
+STEP_CASES: list[tuple[Any, ...]] = [
+    (grows_after_exactly_n_good_steps,),
+    (falls_to_its_floor,),
+    (report_names_the_parameter,),
+    (without_scaling_nothing_is_checked,),
+    (torch_optimizers_get_unscaled_gradients,),
+    (accumulation_and_skipped_backward,),
+    *[
+        (overflow_changes_nothing_else, dtype, value)
+        for dtype in (torch.float16, torch.bfloat16, torch.float32)
+        for value in (math.inf, -math.inf, math.nan)
+    ],
+]
+
+
+@pytest.mark.parametrize(
+    "case", STEP_CASES, ids=lambda case: "-".join(getattr(c, "__name__", str(c)) for c in case)
+)
+def test_step(case: tuple[Any, ...]) -> None:
+    run_ranks(1, *case)
+
+
+# --- clipping
+
+
+def clip_equals_torch(dtype: torch.dtype, norm_type: Any, max_norm: float, scale: float) -> None:  # BC-46
+    ours, theirs = parameters(dtype, dtype, dtype), parameters(dtype, dtype, dtype)
+    give_gradients(ours, scale)
+    give_gradients(theirs)
+    norm = clip_grad_norm([{"params": ours[:1]}, {"params": ours[1:]}], max_norm, scale, norm_type)
+    wide = [torch.nn.Parameter(p.float()) for p in theirs]
+    for p, w in zip(theirs, wide, strict=True):
+        w.grad = p.grad.float()
+    expected = torch.nn.utils.clip_grad_norm_(wide, max_norm, float(norm_type))
+    assert norm.dtype == torch.float32
+    assert norm.shape == ()
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+    rounding = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
+    for p, w in zip(ours, wide, strict=True):
+        torch.testing.assert_close(p.grad.float() / scale, w.grad, rtol=rounding, atol=1e-7)
+    assert "{:.4f}".format(norm) == f"{norm.item():.4f}"  # noqa: UP032 (BC-56)
+    assert norm.data.detach().float() == norm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm_type", [2, 1, 3.5, 0.5, "inf", math.inf])
+def test_clip_equals_torch(dtype: torch.dtype, norm_type: Any) -> None:
+    for max_norm, scale in [(0.5, 1.0), (0.5, 1024.0), (1e6, 64.0)]:
+        run_ranks(1, clip_equals_torch, dtype, norm_type, max_norm, scale)
+
+
+def clip_corner_cases() -> None:
+    assert clip_grad_norm([], 1.0, 1.0) == 0
+    params = parameters()
+    assert clip_grad_norm([{"params": params}], 1.0, 1.0) == 0
+    params[0].grad = torch.full_like(params[0], 1e25)  # its square does not fit fp32
+    norm = clip_grad_norm([{"params": params}, {"params": params}], 1.0, 1.0)
+    assert norm == pytest.approx(1e25 * math.sqrt(12))
+    assert params[0].grad.norm() == pytest.approx(1.0, rel=1e-5)
+    params[0].grad = torch.ones_like(params[0])
+    for value in (math.inf, math.nan):
+        for norm_type in (2, 3, "inf"):
+            params[0].grad[0, 0] = value
+            norm = clip_grad_norm([{"params": params}], 1.0, 1.0, norm_type)
+            assert not norm.isfinite()
+            assert not params[0].grad.isfinite().all()
+            assert check_overflow([{"params": params}])
+    tiny = torch.nn.Parameter(torch.zeros(8, dtype=torch.float16))
+    tiny.grad = torch.full((8,), 6e4, dtype=torch.float16)  # a coefficient of 3e-6 is no fp16 number
+    clip_grad_norm(iter([{"params": [tiny]}]), 0.5, 1.0)
+    torch.testing.assert_close(tiny.grad.float().norm(), torch.tensor(0.5), rtol=2e-2, atol=0)
+    for bad in (
+        {"norm_type": 0},
+        {"norm_type": -1},
+        {"max_norm": -1.0},
+        {"max_norm": math.nan},
+        {"scale": 0.0},
+    ):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            clip_grad_norm(**{"param_groups": [{"params": params}], "max_norm": 1.0, "scale": 1.0, **bad})
+
+
+def test_clip_corner_cases() -> None:
+    run_ranks(1, clip_corner_cases)
+
+
+def test_grad_rescale_divides_in_place() -> None:
+    params = parameters(torch.float32, torch.float16)
+    give_gradients(params, 8.0)
+    kept = [(p.grad, p.grad.clone()) for p in params]
+    grad_rescale([{"params": params}], 8.0)
+    for p, (grad, old) in zip(params, kept, strict=True):
+        assert p.grad is grad
+        assert torch.equal(grad, old / 8)
+
+
+# --- state
+
+
+def train(manager: OptimManager, params: list[torch.nn.Parameter], steps: range) -> None:
+    for step in steps:
+        manager.zero_grad()
+        give_gradients(params, manager.loss_scale, seed=step)
+        manager.step()
+
+
+def build(lr: float, **options: Any) -> tuple[list[torch.nn.Parameter], OptimManager]:
+    params = parameters()
+    manager = OptimManager(**options)
+    first = torch.optim.Adam(params[:2], lr=lr)
+    manager.add_optimizer(first, NoDecay(first, lr, 6, None))
+    manager.add_optimizer(torch.optim.SGD(params[2:], lr=lr, momentum=0.9))
+    return params, manager
+
+
+def resume_is_exact(gather: bool) -> None:  # BC-53
+    reference, manager = build(0.1, loss_scale=16.0, loss_scale_steps=4)
+    train(manager, reference, range(3))
+    buffer = io.BytesIO()
+    saved = manager.state_dict(gather_opt=gather)
+    assert set(saved) == {
+        "optimizers",
+        "lr_schedulers",
+        "loss_scale",
+        "loss_scale_enabled",
+        "steps_since_last_scale",
+    }
+    assert saved["lr_schedulers"][1] is None
+    torch.save({"manager": saved, "params": reference}, buffer)
+    train(manager, reference, range(3, 8))
+
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=True)
+    untouched = copy.deepcopy(loaded["manager"])
+    params, other = build(0.7)
+    with torch.no_grad():
+        for p, value in zip(params, loaded["params"], strict=True):
+            p.copy_(value)
+    other.load_state_dict(loaded["manager"])
+    other.loss_scale_steps = 4
+    train(other, params, range(3, 8))
+    assert other.loss_scale == manager.loss_scale == 64.0
+    assert other.steps_since_last_scale == manager.steps_since_last_scale
+    for a, b in zip(params, reference, strict=True):
+        assert torch.equal(a, b)
+    torch.testing.assert_close(loaded["manager"], untouched, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_resume_is_exact(gather: bool) -> None:
+    run_ranks(1, resume_is_exact, gather)
+
+
+def load_checks_the_number_of_optimizers() -> None:
+    _, manager = build(0.1)
+    state = manager.state_dict()
+    with pytest.raises(ValueError, match="expected the state of 0 optimizers, got 2"):
+        OptimManager().load_state_dict(state)
+    del state["steps_since_last_scale"]
+    manager.load_state_dict(state)
+    assert manager.steps_since_last_scale == 0
+
+
+def test_load_checks_the_number_of_optimizers() -> None:
+    run_ranks(1, load_checks_the_number_of_optimizers)
+
+
+# --- the API of 0.1.x
+
+
+class Legacy(torch.optim.SGD):
+    """What optim_step needs of an optimizer that owns a scale."""
+
+    def __init__(self, params: Any, scale: float) -> None:
+        super().__init__(params, lr=0.1)
+        self._owned_scale = scale
+        self.steps_since_last_scale = 0
+
+    @property
+    def scale(self) -> float:
+        return self._owned_scale
+
+    def justify_scale(self, scale: float) -> None:
+        self._owned_scale = scale
+        self.steps_since_last_scale = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if check_overflow(self.param_groups):
+            raise OverflowError("Gradient overflow")
+        self.steps_since_last_scale += 1
+        super().step(closure)
+
+
+def optim_step_with_an_owned_scale() -> None:
+    bmt.config["loss_scale_factor"], bmt.config["loss_scale_steps"] = 2, 2
+    params = parameters()
+    optimizer = Legacy(params, 4.0)
+    scheduler = NoDecay(optimizer, 0.1, 100, None)
+    scales = []
+    for overflow in [False, True, True, True, False, False, False]:
+        before = scheduler.num_iter
+        give_gradients(params)
+        if overflow:
+            params[0].grad[0, 0] = math.inf
+        bmt.backward.optim_step(optimizer, scheduler)
+        assert scheduler.num_iter == before + (not overflow)
+        if overflow:
+            assert not params[0].grad.any()
+        scales.append(optimizer.scale)
+    assert scales == [4, 2, 1, 1, 1, 2, 2]
+
+
+def optim_step_with_any_optimizer() -> None:
+    params = parameters()
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    scheduler = NoDecay(optimizer, 0.1, 0, None)
+    old = params[0].detach().clone()
+    give_gradients(params)
+    bmt.backward.optim_step(optimizer, scheduler)
+    bmt.backward.optim_step(optimizer)
+    assert scheduler.num_iter == 1
+    torch.testing.assert_close(params[0].detach(), old - 0.2 * params[0].grad)
+
+
+@pytest.mark.parametrize("case", [optim_step_with_an_owned_scale, optim_step_with_any_optimizer])
+def test_optim_step(case: Any) -> None:
+    run_ranks(1, case)
