@@ -6,9 +6,24 @@ from ._build import build_info, load_extension
 
 load_extension()  # before any module that needs it, so that a core built for another torch is named as such
 
-from . import block_layer, debug, global_var, hook_func, init, layer, param_init, parameter, utils
+from . import (
+    block_layer,
+    debug,
+    global_var,
+    hook_func,
+    init,
+    layer,
+    loss,
+    lr_scheduler,
+    optim,
+    param_init,
+    parameter,
+    utils,
+)
 from ._version import __version__
+from .backward import optim_step
 from .block_layer import Block, CheckpointBlock, TransformerBlockList
+from .checkpointing import checkpoint
 from .global_var import config, rank, world_size
 from .init import init_distributed
 from .layer import DistributedModule
@@ -27,6 +42,7 @@ __all__ = [
     "__version__",
     "block_layer",
     "build_info",
+    "checkpoint",
     "config",
     "debug",
     "gather_result",
@@ -38,6 +54,10 @@ __all__ = [
     "init_parameters",
     "layer",
     "load_nccl_pypi",
+    "loss",
+    "lr_scheduler",
+    "optim",
+    "optim_step",
     "param_init",
     "parameter",
     "print_block",
