@@ -186,7 +186,7 @@ class Block(torch.nn.Module):
         if any(
             param.dtype != storage.shards.shard.dtype
             for storage in self._storages
-            for param in storage.shards.parameters
+            for param in storage.parameters
         ):
             self._build()
         return self
@@ -290,7 +290,7 @@ def _storage_info(storage: BlockStorage) -> dict[str, Any]:
         "total": layout.total,
         "storage_type": _STORAGE_TYPES.get(storage.shards.shard.dtype),
         "requires_grad": storage.requires_grad,
-        "group": storage.shards.parameters[0].group,
+        "group": storage.parameters[0].group,
         "zero_comm": storage.group.comm,
         "world_size": storage.group.size,
         "partition_size": layout.partition,
@@ -301,7 +301,7 @@ def _storage_info(storage: BlockStorage) -> dict[str, Any]:
 
 def _param_infos(storage: BlockStorage) -> Iterator[dict[str, Any]]:
     layout = storage.shards.layout
-    for index, (name, param) in enumerate(zip(storage.names, storage.shards.parameters, strict=True)):
+    for index, (name, param) in enumerate(zip(storage.names, storage.parameters, strict=True)):
         begin, count, _ = layout.local_part(index, storage.group.rank)
         info = {
             "parameter": param,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -122,6 +122,11 @@ class Engine:
         if task != self._callback_task:
             self._callback_task = task
             torch.autograd.Variable._execution_engine.queue_callback(self.finish_reductions)
+
+    def finish_reduction_of(self, groups: Iterable[_C.ShardGroup]) -> None:
+        """Completes the reduction under way if it is of one of ``groups`` (a block that ran twice in a row)."""
+        if any(group in under_way for group in groups for under_way in self._reductions):
+            self.finish_reductions()
 
     def finish_reductions(self) -> None:
         """Waits until every gradient sent off has reached its shard."""

@@ -30,6 +30,7 @@ class BlockStorage:
         shards: the buffer.
         group: the ranks that share it.
         names: qualified names of its parameters.
+        parameters: the parameters themselves.
         requires_grad: whether its parameters were trainable when the block was built.
     """
 
@@ -37,6 +38,7 @@ class BlockStorage:
     shards: _C.ShardGroup
     group: Group
     names: tuple[str, ...]
+    parameters: tuple[DistributedParameter, ...]
     requires_grad: bool
 
 
@@ -68,7 +70,7 @@ def build_storage(
         params = [param for _, param in members]
         shards = _C.ShardGroup(
             label=label,
-            parameters=params,
+            parameters=list(params),
             shapes=[list(param._original_shape) for param in params],
             gather_comm=group.comm,
             reduce_comm=group.reduce_comm,
@@ -85,7 +87,7 @@ def build_storage(
             if param.grad is not None:
                 param.grad = param.__dict__.pop("_moved_grad")
         names = tuple(name for name, _ in members)
-        storages.append(BlockStorage(kind, shards, group, names, params[0].requires_grad))
+        storages.append(BlockStorage(kind, shards, group, names, tuple(params), params[0].requires_grad))
     return storages
 
 
