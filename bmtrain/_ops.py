@@ -1,0 +1,200 @@
+"""The operators of the C++ core (``torch.ops.bmtrain.*``): typed wrappers, and what they do to fake tensors.
+
+Reductions take a list of tensors of any shapes, fp32, fp16 and bf16 mixed, and give the same bits at every number
+of threads and every instruction set level. CPU tensors only, unless said otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _C  # noqa: F401 - loading it registers the operators
+
+__all__ = [
+    "AdamRanges",
+    "DeltaSums",
+    "abs_max",
+    "abs_power_sum",
+    "adam_",
+    "cast_",
+    "has_inf_nan",
+    "ordered_sum_",
+    "squared_sum",
+]
+
+_ops = torch.ops.bmtrain
+
+
+def cast_(out: Tensor, source: Tensor) -> Tensor:
+    """Copy ``source`` into ``out``, rounded to nearest even. Contiguous, with equally many elements.
+
+    Example:
+        >>> cast_(torch.empty(2, dtype=torch.bfloat16), torch.tensor([1.0, 1.00390625]))
+        tensor([1., 1.], dtype=torch.bfloat16)
+    """
+    _ops.cast_(out, source)
+    return out
+
+
+def ordered_sum_(
+    out: Tensor, sources: Sequence[Tensor], *, accumulate: bool = False, factor: float = 1.0
+) -> Tensor:
+    """Add ``sources`` in their order and write ``factor`` times the sum, plus the old ``out`` if ``accumulate``.
+
+    All contiguous and of one dtype (fp64 included); 16-bit values are added in fp32 and rounded once.
+
+    Example:
+        >>> ordered_sum_(torch.ones(2), [torch.ones(2), torch.ones(2)], accumulate=True, factor=0.5)
+        tensor([2., 2.])
+    """
+    _ops.ordered_sum_(out, list(sources), accumulate, factor)
+    return out
+
+
+def squared_sum(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the squares of all elements, a 0-dim fp64 tensor; finite if and only if every element is."""
+    return _tensor(_ops.squared_sum(list(tensors)) if tensors else torch.zeros((), dtype=torch.float64))
+
+
+def abs_max(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the largest magnitude, a 0-dim fp32 tensor: NaN if there is one, 0 without elements."""
+    return _tensor(_ops.abs_max(list(tensors)) if tensors else torch.zeros(()))
+
+
+def abs_power_sum(tensors: Sequence[Tensor], p: float) -> Tensor:
+    """Return the sum of ``|x| ** p`` for a finite p > 0, a 0-dim fp64 tensor. For p = 2 squared_sum is far faster."""
+    return _tensor(_ops.abs_power_sum(list(tensors), p) if tensors else torch.zeros((), dtype=torch.float64))
+
+
+def has_inf_nan(tensors: Sequence[Tensor]) -> bool:
+    """Tell whether any element is infinite or NaN. Tensors of other devices are checked there, by torch."""
+    on_cpu = [t for t in tensors if t.device.type == "cpu"]
+    elsewhere = [t for t in tensors if t.device.type != "cpu"]
+    if on_cpu and _ops.has_inf_nan(on_cpu).item():
+        return True
+    return bool(elsewhere) and not torch.stack([t.isfinite().all() for t in elsewhere]).all().item()
+
+
+def _tensor(result: Tensor) -> Tensor:  # torch.ops are untyped
+    return result
+
+
+class AdamRanges(NamedTuple):
+    """What one call of :func:`adam_` updates: parallel lists of contiguous CPU tensors.
+
+    Neighbours in memory (in every list, with equal ``steps``) are updated as one range.
+
+    Attributes:
+        weights: fp32 parameters, or fp32 masters of 16-bit ones; updated.
+        rounded: 16-bit parameters that receive the rounded weights; empty if there are none.
+        grads: fp32, fp16 or bf16.
+        exp_avgs: first moments, fp32; updated.
+        exp_avg_sqs: second moments, fp32; updated.
+        steps: the number of each tensor's update, 1 for the first.
+    """
+
+    weights: list[Tensor]
+    rounded: list[Tensor]
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    steps: list[int]
+
+
+class DeltaSums(NamedTuple):
+    """Sums over all updated elements of ``u + weight_decay * w`` and of its square (zeros if not asked for)."""
+
+    total: float
+    squares: float
+
+
+def adam_(
+    ranges: AdamRanges,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    scale: float = 1.0,
+    decoupled: bool = False,
+    maximize: bool = False,
+    hold_steps: int = 0,
+    torch_sqrt: bool = False,
+    with_delta: bool = False,
+) -> DeltaSums:
+    """Update ranges by one Adam step, in one pass, in the operation order of ``torch.optim.Adam``.
+
+    Args:
+        ranges: what to update.
+        lr: learning rate.
+        betas: decay of the first and of the second moment.
+        eps: added to the denominator after bias correction.
+        weight_decay: strength of the weight decay.
+        scale: gradients are divided by it.
+        decoupled: weight decay as in AdamW; otherwise it is added to the gradient (L2).
+        maximize: follow the gradient upwards.
+        hold_steps: number of first updates of a tensor with learning rate 0.
+        torch_sqrt: take the bits of torch's square root, which MKL does not always round correctly; fp32 only.
+        with_delta: compute the sums that are returned.
+
+    Raises:
+        TypeError: a tensor's dtype, device or layout does not fit; nothing has been written.
+        ValueError: the lists or sizes do not fit; nothing has been written.
+    """
+    if not ranges.weights:
+        return DeltaSums(0.0, 0.0)
+    sums = _ops.adam_(
+        *ranges,
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        eps=eps,
+        weight_decay=weight_decay,
+        scale=scale,
+        decoupled=decoupled,
+        maximize=maximize,
+        hold_steps=hold_steps,
+        torch_sqrt=torch_sqrt,
+        with_delta=with_delta,
+    )
+    return DeltaSums(*sums)
+
+
+def _register_fakes() -> None:
+    """What the operators give for tensors without data (torch.compile, FakeTensorMode)."""
+    fake = torch.library.register_fake
+
+    @fake("bmtrain::cast_")
+    def _(out: Tensor, source: Tensor) -> None:
+        return None
+
+    @fake("bmtrain::ordered_sum_")
+    def _(out: Tensor, sources: list[Tensor], accumulate: bool = False, factor: float = 1.0) -> None:
+        return None
+
+    @fake("bmtrain::squared_sum")
+    def _(tensors: list[Tensor]) -> Tensor:
+        return tensors[0].new_empty((), dtype=torch.float64)
+
+    @fake("bmtrain::abs_power_sum")
+    def _(tensors: list[Tensor], p: float) -> Tensor:
+        return tensors[0].new_empty((), dtype=torch.float64)
+
+    @fake("bmtrain::abs_max")
+    def _(tensors: list[Tensor]) -> Tensor:
+        return tensors[0].new_empty((), dtype=torch.float32)
+
+    @fake("bmtrain::has_inf_nan")
+    def _(tensors: list[Tensor]) -> Tensor:
+        return tensors[0].new_empty((), dtype=torch.bool)
+
+    @fake("bmtrain::adam_")
+    def _(*ranges: list[Tensor], **options: float) -> tuple[float, float]:
+        return 0.0, 0.0
+
+
+_register_fakes()

@@ -1,0 +1,121 @@
+"""Adam with its state on the run device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.adam import adam as torch_adam
+
+from .. import _ops
+from ._adam_base import AdamBase, Update
+from ._adam_state import MASTER
+from ._host_step import host_ranges
+
+__all__ = ["AdamOptimizer"]
+
+
+class AdamOptimizer(AdamBase):
+    """Adam (Kingma and Ba, 2015) for fp32, fp16 and bf16 parameters, sharded or not.
+
+    fp32 parameters are updated with the bits of `torch.optim.Adam`, weight decay added to the gradient. 16-bit
+    parameters have an fp32 master, decoupled weight decay as in AdamW (Loshchilov and Hutter, 2019), and always are
+    the master rounded to nearest even.
+
+    Args:
+        params: parameters, or group dicts with ``params`` and any of ``lr, betas, eps, weight_decay, maximize``.
+        lr: learning rate.
+        betas: decay of the first and of the second moment, in [0, 1).
+        eps: added to the denominator after bias correction.
+        weight_decay: strength of the weight decay.
+        hold_steps: number of first updates of each parameter that move its moments only.
+        scale: initial loss scale that the optimizer is to own; by default none.
+
+    Raises:
+        ValueError: an argument is out of its range.
+
+    Example:
+        >>> p = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        >>> optimizer = AdamOptimizer([p], lr=0.5)
+        >>> p.grad = torch.ones_like(p)
+        >>> optimizer.step(); p.data
+        tensor([0.5000, 0.5000, 0.5000], dtype=torch.bfloat16)
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        hold_steps: int = 0,
+        *,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, hold_steps, scale)
+
+    def get_avg_delta(self) -> float:
+        """Not recorded here.
+
+        Raises:
+            NotImplementedError: always; `AdamOffloadOptimizer` records it.
+        """
+        raise NotImplementedError("AdamOptimizer records no deltas: use AdamOffloadOptimizer(record_delta=True)")
+
+    def get_var_delta(self) -> float:
+        """Not recorded here.
+
+        Raises:
+            NotImplementedError: always; `AdamOffloadOptimizer` records it.
+        """
+        raise NotImplementedError("AdamOptimizer records no deltas: use AdamOffloadOptimizer(record_delta=True)")
+
+    def _apply(self, group: dict[str, Any], updates: Sequence[Update], *, scale: float, decoupled: bool) -> None:
+        on_host = [u for u in updates if u.param.device.type == "cpu"]
+        elsewhere = [u for u in updates if u.param.device.type != "cpu"]
+        if on_host:
+            with host_ranges(on_host) as ranges:
+                _ops.adam_(
+                    ranges,
+                    lr=float(group["lr"]),
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    scale=scale,
+                    decoupled=decoupled,
+                    maximize=group["maximize"],
+                    hold_steps=self._hold_steps,
+                    torch_sqrt=not decoupled,
+                )
+        if elsewhere:
+            self._apply_by_torch(group, elsewhere, scale=scale, decoupled=decoupled)
+
+    def _apply_by_torch(
+        self, group: dict[str, Any], updates: Sequence[Update], *, scale: float, decoupled: bool
+    ) -> None:
+        """The same update by torch's own Adam, whatever kernels it has for the device."""
+        for held in (True, False):
+            now = [u for u in updates if (u.state["step"] <= self._hold_steps) == held]
+            if not now:
+                continue
+            torch_adam(
+                [u.state.get(MASTER, u.param) for u in now],
+                [u.grad.float() / scale for u in now],
+                [u.state["exp_avg"] for u in now],
+                [u.state["exp_avg_sq"] for u in now],
+                [],
+                [torch.tensor(float(u.state["step"] - 1)) for u in now],
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=0.0 if held else float(group["lr"]),
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=group["maximize"],
+                decoupled_weight_decay=decoupled,
+            )
+            for u in now:
+                if MASTER in u.state:
+                    u.param.copy_(u.state[MASTER])
