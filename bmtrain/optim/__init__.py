@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from . import clip_grad, optim_manager
+from .adam import AdamOptimizer
+from .adam_offload import AdamOffloadOptimizer
 from .clip_grad import clip_grad_norm
 from .optim_manager import OptimManager
 
-__all__ = ["OptimManager", "clip_grad", "clip_grad_norm", "optim_manager"]
+__all__ = [
+    "AdamOffloadOptimizer",
+    "AdamOptimizer",
+    "OptimManager",
+    "clip_grad",
+    "clip_grad_norm",
+    "optim_manager",
+]

@@ -82,7 +82,8 @@ class AdamBase(torch.optim.Optimizer):
     def loss_scale(self, loss: Tensor) -> Tensor:
         """Scale a loss for backward: by `scale`, and to the mean over the ranks' losses."""
         num_losses = config.get("world_size", 1) // config.get("tp_size", 1)
-        return loss * (self.scale / num_losses)
+        scaled: Tensor = loss * (self.scale / num_losses)
+        return scaled
 
     def justify_scale(self, scale: float) -> None:
         """Set the loss scale and restart the count of steps with it."""
@@ -104,7 +105,7 @@ class AdamBase(torch.optim.Optimizer):
     # ---- the step -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, scale: float = _UNSET) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, scale: float = _UNSET) -> Any:
         """Update every parameter that has a gradient.
 
         Args:
@@ -150,7 +151,9 @@ class AdamBase(torch.optim.Optimizer):
     def _start_step(self) -> None:
         """Hook of subclasses: a step begins."""
 
-    def _apply(self, group: dict[str, Any], updates: Sequence[Update], *, scale: float, decoupled: bool) -> None:
+    def _apply(
+        self, group: dict[str, Any], updates: Sequence[Update], *, scale: float, decoupled: bool
+    ) -> None:
         """Compute the updates, all of fp32 or all of 16-bit parameters. ``step`` counts this one already."""
         raise NotImplementedError
 
@@ -211,7 +214,7 @@ class AdamBase(torch.optim.Optimizer):
                     self.state[p] = state
                     self._mark_seen(p)
 
-    def state_dict(self, gather: bool = False) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, gather: bool = False) -> dict[str, Any]:
         """The state of this rank's shards, or of whole parameters.
 
         Args:
@@ -255,8 +258,8 @@ class AdamBase(torch.optim.Optimizer):
                 if name in entry and name in state:
                     state[name].copy_(entry[name])
             self._mark_seen(p)
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()

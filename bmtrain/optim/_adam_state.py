@@ -43,9 +43,7 @@ def allocate(
     arrays = []
     for k in range(num_arrays):
         array = memory.narrow(0, k * (end + _SKEW) + _SKEW, end)
-        arrays.append(
-            [array.narrow(0, at, s.numel()).view(s) for at, s in zip(offsets, shapes, strict=True)]
-        )
+        arrays.append([array.narrow(0, at, s.numel()).view(s) for at, s in zip(offsets, shapes, strict=True)])
     return arrays
 
 
@@ -130,7 +128,10 @@ def read_state(
             read = _read_entry(p, number, entry, whole)
             if p.numel():
                 found[p] = read
-    if any(entry.get("exp_avg") is not None and entry["exp_avg"].dtype == torch.float16 for entry in found.values()):
+    if any(
+        entry.get("exp_avg") is not None and entry["exp_avg"].dtype == torch.float16
+        for entry in found.values()
+    ):
         warnings.warn(
             "the optimizer state holds float16 moments, which are in units of the loss scale of their time: loaded "
             "as if that had been 1 (load through OptimManager to divide by the saved scale)",

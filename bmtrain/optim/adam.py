@@ -62,7 +62,9 @@ class AdamOptimizer(AdamBase):
         Raises:
             NotImplementedError: always; `AdamOffloadOptimizer` records it.
         """
-        raise NotImplementedError("AdamOptimizer records no deltas: use AdamOffloadOptimizer(record_delta=True)")
+        raise NotImplementedError(
+            "AdamOptimizer records no deltas: use AdamOffloadOptimizer(record_delta=True)"
+        )
 
     def get_var_delta(self) -> float:
         """Not recorded here.
@@ -70,9 +72,13 @@ class AdamOptimizer(AdamBase):
         Raises:
             NotImplementedError: always; `AdamOffloadOptimizer` records it.
         """
-        raise NotImplementedError("AdamOptimizer records no deltas: use AdamOffloadOptimizer(record_delta=True)")
+        raise NotImplementedError(
+            "AdamOptimizer records no deltas: use AdamOffloadOptimizer(record_delta=True)"
+        )
 
-    def _apply(self, group: dict[str, Any], updates: Sequence[Update], *, scale: float, decoupled: bool) -> None:
+    def _apply(
+        self, group: dict[str, Any], updates: Sequence[Update], *, scale: float, decoupled: bool
+    ) -> None:
         on_host = [u for u in updates if u.param.device.type == "cpu"]
         elsewhere = [u for u in updates if u.param.device.type != "cpu"]
         if on_host:

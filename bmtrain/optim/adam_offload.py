@@ -83,7 +83,9 @@ class AdamOffloadOptimizer(AdamBase):
     def _start_step(self) -> None:
         self._deltas = _Deltas()
 
-    def _apply(self, group: dict[str, Any], updates: Sequence[Update], *, scale: float, decoupled: bool) -> None:
+    def _apply(
+        self, group: dict[str, Any], updates: Sequence[Update], *, scale: float, decoupled: bool
+    ) -> None:
         with host_ranges(updates) as ranges:
             sums = _ops.adam_(
                 ranges,
