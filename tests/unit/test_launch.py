@@ -1,0 +1,182 @@
+"""What the launchers' variables mean (read without touching them)."""
+
+from __future__ import annotations
+
+import re
+from types import MappingProxyType
+
+import pytest
+
+from bmtrain._launch import Launch, read_launch
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "3",
+    "MV2_COMM_WORLD_SIZE": "8",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+}
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_STEP_NODELIST": "node[07-09],other",
+}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "master",
+    "MASTER_PORT": "1234",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RUN_ID": "run",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+
+
+def read(
+    environ: dict[str, str], argv: tuple[str, ...] = ("train.py",), init_method: str = "env://"
+) -> Launch:
+    return read_launch(init_method, MappingProxyType(environ), argv)
+
+
+def place(launch: Launch) -> tuple[int, int, int | None, int | None]:
+    return launch.rank, launch.world_size, launch.local_rank, launch.local_size
+
+
+@pytest.mark.parametrize(
+    ("environ", "source", "meeting"),
+    [
+        (TORCHRUN, "torchrun", "master:1234"),
+        (OPEN_MPI, "Open MPI", "localhost:10010"),
+        (HYDRA, "MPICH", "localhost:10010"),
+        (MVAPICH, "MVAPICH", "localhost:10010"),
+        (SLURM, "Slurm", "node07:10010"),
+    ],
+)
+def test_every_launcher(environ: dict[str, str], source: str, meeting: str) -> None:
+    launch = read(environ)
+    assert place(launch) == (3, 8, 1, 2)
+    assert launch.source == source
+    assert str(launch.meeting) == meeting
+    assert launch.meeting.served == (source == "torchrun")
+
+
+def test_without_a_launcher_it_is_one_process() -> None:
+    launch = read({})
+    assert place(launch) == (0, 1, 0, 1)
+    assert str(launch.meeting) == "localhost:10010"
+
+
+def test_the_first_source_wins() -> None:
+    assert place(read({**SLURM, **HYDRA, "PMI_RANK": "5"})) == (5, 8, 1, 2)
+    assert place(read({**SLURM, **OPEN_MPI, "RANK": "0", "WORLD_SIZE": "2"})) == (0, 2, None, None)
+
+
+def test_slurm_counts_only_inside_a_step() -> None:
+    batch = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}
+    assert place(read(batch)) == (0, 1, 0, 1)
+
+
+@pytest.mark.parametrize("text", ["2(x3)", "", "4,2"])
+def test_slurm_tasks_per_node_that_say_nothing_about_this_host(text: str) -> None:
+    assert read({**SLURM, "SLURM_NTASKS_PER_NODE": text}).local_size is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node[07-09],other", "node07"),
+        ("a,b", "a"),
+        ("gpu-[3,5-7]", "gpu-3"),
+        ("r[1-2]n[08,11]-ib,x", "r1n08-ib"),
+        ("", "localhost"),
+    ],
+)
+def test_slurm_meets_at_the_first_host(nodes: str, first: str) -> None:
+    assert read({**SLURM, "SLURM_STEP_NODELIST": nodes}).meeting.host == first
+    assert read({**SLURM, "SLURM_STEP_NODELIST": nodes, "MASTER_ADDR": "chosen"}).meeting.host == "chosen"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--local_rank=1",),
+        ("--local-rank=1",),
+        ("--local_rank", "1"),
+        ("--lr", "2", "--local-rank", "1", "x"),
+    ],
+)
+def test_local_rank_from_the_command_line(arguments: tuple[str, ...]) -> None:
+    assert read({"RANK": "3", "WORLD_SIZE": "8"}, ("train.py", *arguments)).local_rank == 1
+    assert read({**TORCHRUN, "LOCAL_RANK": "0"}, ("train.py", *arguments)).local_rank == 0
+
+
+def test_a_local_rank_of_minus_one_is_the_default_of_an_option() -> None:
+    assert read({"RANK": "3", "WORLD_SIZE": "8"}, ("train.py", "--local_rank=-1")).local_rank is None
+
+
+def test_init_method_says_where() -> None:
+    assert str(read(TORCHRUN, init_method="tcp://other:77").meeting) == "other:77"
+    assert not read(TORCHRUN, init_method="tcp://other:77").meeting.served
+    assert read(TORCHRUN, init_method="tcp://master:1234").meeting.served
+    assert str(read(TORCHRUN, init_method="tcp://[::1]:77").meeting) == "[::1]:77"
+    assert str(read(TORCHRUN, init_method="file:///tmp/meet").meeting) == "/tmp/meet"
+
+
+def test_init_method_may_say_who() -> None:
+    assert place(read({}, init_method="tcp://h:77?rank=1&world_size=4")) == (1, 4, None, None)
+    assert place(read(TORCHRUN, init_method="env://?rank=2&world_size=4")) == (2, 4, 1, 2)
+    assert place(read({"WORLD_SIZE": "4"}, init_method="env://?rank=2")) == (2, 4, None, None)
+
+
+def test_a_restart_has_keys_of_its_own() -> None:
+    again = {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "3"}
+    other = {**TORCHRUN, "TORCHELASTIC_RUN_ID": "another"}
+    assert len({read(environ).job for environ in (TORCHRUN, again, other)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("environ", "init_method", "message"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "env://", "variable RANK: expected an integer, got 'x'"),
+        ({"RANK": "0"}, "env://", "variable WORLD_SIZE: expected an integer because RANK is set (torchrun)"),
+        ({"WORLD_SIZE": "2"}, "env://", "variable RANK: expected an integer because WORLD_SIZE is set"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "env://", "variable RANK: expected at least 0, got -1"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "env://", "variable WORLD_SIZE: expected at least 1, got 0"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "env://", "expected 0 <= rank < world size 2, got 2"),
+        ({**TORCHRUN, "LOCAL_RANK": "2"}, "env://", "expected less than the 2 ranks of this host, got 2"),
+        ({**TORCHRUN, "MASTER_PORT": "65536"}, "env://", "MASTER_PORT: expected a port from 1 to 65535"),
+        ({**TORCHRUN, "MASTER_PORT": "http"}, "env://", "MASTER_PORT: expected a port from 1 to 65535"),
+        ({}, "http://h:1", "init_method: expected env://, tcp://host:port or file:///path, got 'http://h:1'"),
+        ({}, "", "init_method: expected env://"),
+        ({}, "tcp://h", "init_method: expected tcp://host:port with a port from 1 to 65535, got 'tcp://h'"),
+        ({}, "tcp://h:99999", "init_method: expected tcp://host:port with a port"),
+        ({}, "tcp://:5", "init_method: expected tcp://host:port with a port"),
+        ({}, "file://", "init_method: expected the path of a file"),
+        ({}, "tcp://h:5?rank=0", "init_method: expected both rank and world_size in the query"),
+        (
+            {},
+            "tcp://h:5?rank=a&world_size=2",
+            "'tcp://h:5?rank=a&world_size=2': expected an",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_named(environ: dict[str, str], init_method: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read(environ, init_method=init_method)
+
+
+def test_a_bad_local_rank_option_is_named() -> None:
+    with pytest.raises(ValueError, match="command line option --local_rank: expected an integer, got 'a'"):
+        read({"RANK": "0", "WORLD_SIZE": "2"}, ("train.py", "--local_rank", "a"))

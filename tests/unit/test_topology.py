@@ -1,0 +1,83 @@
+"""Coordinates of ranks and members of groups."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from bmtrain import init
+from bmtrain.topology import GroupKind, Topology
+
+
+def worlds(limit: int) -> Iterator[tuple[int, int, int]]:
+    """Every (world size, pp, tp) that factors, up to a world size."""
+    for world in range(1, limit + 1):
+        for pp in range(1, world + 1):
+            for tp in range(1, world // pp + 1):
+                if world % (pp * tp) == 0:
+                    yield world, pp, tp
+
+
+def test_bc_6_coordinates_of_every_factorisation_up_to_64_ranks() -> None:
+    for world, pp, tp in worlds(64):
+        stage = world // pp
+        for r in range(world):
+            t = Topology(r, world, pp, tp)
+            assert (t.stages, t.stage_id, t.pipe_idx) == (pp, r // stage, r % stage)
+            assert (t.tp_id, t.tp_idx) == (r % tp, r // tp)
+            assert (t.tp_zero_id, t.tp_zero_idx) == (r // tp, r % tp)
+            assert (t.pp_zero_id, t.pp_zero_idx) == (r % stage, r // stage)
+            assert (t.pp_tp_zero_id, t.pp_tp_zero_idx) == ((r % stage) // tp, (r // stage) * tp + r % tp)
+            assert (t.zero_id, t.zero_idx) == (r, 0)
+
+
+@pytest.mark.parametrize("kind", list(GroupKind))
+def test_groups_are_a_partition_and_the_coordinate_is_the_position(kind: GroupKind) -> None:
+    for world, pp, tp in worlds(24):
+        groups = Topology(0, world, pp, tp).groups(kind)
+        assert sorted(rank for group in groups for rank in group) == list(range(world))
+        for r in range(world):
+            t = Topology(r, world, pp, tp)
+            assert t.groups(kind) == groups
+            assert t.members(kind)[t.get_group_rank(kind)] == r
+
+
+def test_group_sizes() -> None:
+    t = Topology(0, 24, pipe_size=3, tp_size=2)
+    sizes = {kind.value: len(t.members(kind)) for kind in GroupKind}
+    assert sizes == {"zero": 24, "tp": 2, "pipe": 3, "tp_zero": 12, "pp_zero": 8, "pp_tp_zero": 4}
+
+
+def test_documented_group_names() -> None:
+    t = Topology(5, 8, pipe_size=2, tp_size=2)
+    assert (t.get_group_id("pipe"), t.get_group_rank("pipe")) == (t.pipe_idx, t.stage_id) == (1, 1)
+    assert (t.get_group_id("zero"), t.get_group_rank("zero")) == (0, 5)
+    assert (t.get_group_id("tp_zero"), t.get_group_rank("tp_zero")) == (1, 2)
+    assert (t.get_group_id("tp"), t.get_group_rank("tp")) == (2, 1)
+    for ask in (t.get_group_id, t.get_group_rank):
+        with pytest.raises(ValueError, match=r"expected one of 'zero', 'tp'.* got 'data'"):
+            ask("data")
+
+
+def test_names_of_the_02_releases() -> None:
+    first, last = Topology(1, 8, pipe_size=4), Topology(7, 8, pipe_size=4)
+    assert (first.prev_rank, first.next_rank) == (-1, 1)
+    assert (last.prev_rank, last.next_rank) == (2, -1)
+    assert first.pp_group == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert first.dp_group == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert (first.heads, first.tails) == ([0, 1], [6, 7])
+    assert init.topology is Topology
+
+
+def test_factors_that_do_not_fit_are_all_named() -> None:
+    message = "world_size 6 must be divisible by pipe_size * tp_size = 2 * 2 = 4 (remainder 2)"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Topology(0, 6, pipe_size=2, tp_size=2)
+    with pytest.raises(ValueError, match="rank: expected 0 <= rank < world_size 2, got 2"):
+        Topology(2, 2)
+    with pytest.raises(ValueError, match="world_size: expected at least 1, got 0"):
+        Topology(0, 0)
+    with pytest.raises(ValueError, match="got pipe_size 0, tp_size 1"):
+        Topology(0, 2, pipe_size=0)
