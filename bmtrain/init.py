@@ -170,7 +170,7 @@ class _Options:
             warn_once(
                 "init_distributed.zero_level",
                 "init_distributed(zero_level=...) is deprecated: write Block(module, zero_level=...)",
-                stacklevel=4,
+                stacklevel=3,
             )
         return cls(
             seed=_integer("seed", seed),

@@ -1,0 +1,180 @@
+"""How `init_distributed` fails: the same clear sentence on every rank, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+from typing import Any
+
+import pytest
+from harness import Status, free_port, rank_outcomes, run_ranks
+
+import bmtrain
+from bmtrain import _context
+
+
+def attempt(**arguments: Any) -> str:
+    """Call init_distributed; the error as text, or an empty one."""
+    try:
+        bmtrain.init_distributed(**{"timeout": 20, **arguments})
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"backend": "mpi"}, "ValueError: backend: expected 'nccl', 'gloo' or None, got 'mpi'"),
+    ({"backend": "nccl"}, "ValueError: backend: 'nccl' needs a usable CUDA device, got none: use 'gloo'"),
+    ({"timeout": 0}, "ValueError: timeout: expected a positive, finite number of seconds, got 0"),
+    ({"timeout": "9"}, "TypeError: timeout: expected seconds or a timedelta, got '9' (str)"),
+    ({"seed": 1.5}, "TypeError: seed: expected an integer, got 1.5 (float)"),
+    ({"init_method": None}, "TypeError: init_method: expected an integer, got None (NoneType)"),
+    ({"tp_size": "2"}, "TypeError: tp_size: expected an integer, got '2' (str)"),
+    ({"zero_level": 1}, "ValueError: zero_level: expected 2 or 3, got 1"),
+    ({"loss_scale_factor": 0}, "ValueError: loss_scale_factor: expected a positive, finite number, got 0"),
+    ({"loss_scale_steps": 0}, "ValueError: loss_scale_steps: expected at least 1, got 0"),
+    ({"num_micro_batches": 0}, "ValueError: num_micro_batches: expected at least 1, got 0"),
+    ({"num_stages": 2}, "TypeError: init_distributed() got an unexpected keyword argument 'num_stages'"),
+    (
+        {"pipe_size": 2, "tp_size": 2},
+        "ValueError: world_size 2 must be divisible by pipe_size * tp_size = 2 * 2 = 4 (remainder 2): start "
+        "another number of ranks, or change pipe_size or tp_size",
+    ),
+]
+
+
+def fail_then_succeed(bad: list[dict[str, Any]]) -> list[str]:
+    """Every bad call fails, changes nothing, and does not keep a good one from working."""
+    variables = dict(os.environ)
+    found = [attempt(**arguments) for arguments in bad]
+    assert dict(os.environ) == variables
+    assert not bmtrain.init.is_initialized()
+    assert attempt() == ""
+    bmtrain.synchronize()
+    _context.uninstall()
+    return found
+
+
+def test_bad_arguments() -> None:
+    bad, messages = [arguments for arguments, _ in BAD_ARGUMENTS], [text for _, text in BAD_ARGUMENTS]
+    assert run_ranks(2, fail_then_succeed, bad, init=False) == [messages, messages]
+
+
+def started_as(variables: list[dict[str, str]], arguments: list[dict[str, Any]]) -> str:
+    """Each rank with variables and arguments of its own."""
+    rank = int(os.environ["RANK"])
+    os.environ.update(variables[rank])  # undone by the harness before its next call
+    return attempt(**arguments[rank])
+
+
+def start(
+    *variables: dict[str, str], arguments: list[dict[str, Any]] | None = None, fresh: bool = False
+) -> list[str]:
+    """The ranks' errors. They are all there is to read: no warning of the store, no stack of C++."""
+    options = arguments or [{}] * len(variables)
+    port = str(free_port())
+    variables = tuple({"MASTER_PORT": port, **changes} for changes in variables)
+    outcomes = rank_outcomes(len(variables), started_as, list(variables), options, init=False, fresh=fresh)
+    assert {outcome.status for outcome in outcomes} == {Status.RETURNED}, outcomes
+    assert [outcome.output for outcome in outcomes] == [""] * len(outcomes)
+    return [outcome.value for outcome in outcomes]
+
+
+def world_of(size: int) -> dict[str, str]:
+    return {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+
+
+def test_a_missing_rank_is_named_on_every_rank() -> None:
+    here = world_of(5)
+    arguments = [{"timeout": 2}] * 3
+    messages = start(here, here, {**here, "RANK": "3", "LOCAL_RANK": "3"}, arguments=arguments)
+    assert len(set(messages)) == 1
+    pattern = r"CommunicationError: rendezvous at 127.0.0.1:\d+: expected 5 ranks within 2 s, got 3; "
+    assert re.match(pattern + "missing ranks 2, 4: see whether they started", messages[0])
+
+
+def test_rank_0_is_missing() -> None:
+    [message] = start({**world_of(2), "RANK": "1"}, arguments=[{"timeout": 1}])
+    pattern = (
+        r"CommunicationError: rank 1 of 2: nobody answers at 127.0.0.1:\d+ after 1 s \(.*refused\): expected "
+    )
+    assert re.match(pattern + "rank 0 there; see whether it runs", message)
+
+
+def test_a_second_process_with_a_rank() -> None:
+    messages = start(world_of(3), world_of(3), {**world_of(3), "RANK": "1", "LOCAL_RANK": "1"})
+    assert len(set(messages)) == 1
+    pattern = (
+        r"BMTrainError: rank 1 of 3 at 127.0.0.1:\d+: expected one process with this rank, got a second one"
+    )
+    assert re.match(pattern, messages[0])
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "setting", "values"),
+    [
+        ([{}, world_of(3)], [{}, {}], "world size", (2, 3)),
+        ([{}, {}], [{"tp_size": 2}, {"tp_size": 1}], "tp_size", (2, 1)),
+        ([{}, {}], [{"pipe_size": 1}, {}], "pipe_enabled", (True, False)),
+    ],
+)
+def test_ranks_that_were_started_differently(
+    variables: list[dict[str, str]], arguments: list[dict[str, Any]], setting: str, values: tuple[Any, Any]
+) -> None:
+    messages = start(*variables, arguments=arguments)
+    assert len(set(messages)) == 1
+    either = [
+        f"ValueError: {setting}: expected the same on every rank, got {values[a]!r} on rank {a} and "
+        f"{values[1 - a]!r} on rank {1 - a}"
+        for a in (0, 1)
+    ]
+    assert messages[0] in either
+
+
+def test_a_host_that_nobody_knows() -> None:
+    where = {"MASTER_ADDR": "no-such-host.invalid"}
+    for rank, message in enumerate(start(where, where, arguments=[{"timeout": 1}] * 2)):
+        assert message.startswith(
+            f"CommunicationError: rank {rank} of 2: expected the address of a host in MASTER_ADDR or "
+            "init_method, got 'no-such-host.invalid', which no name service knows"
+        )
+
+
+def test_a_port_that_another_program_has() -> None:
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        where = {"MASTER_PORT": str(port)}
+        # Fresh ranks, as a thread stays behind that waits for the other program's answer.
+        server, client = start(where, where, arguments=[{"timeout": 2}] * 2, fresh=True)
+    assert server == (
+        f"CommunicationError: rank 0 of 2: cannot serve the rendezvous at 127.0.0.1:{port}: expected port "
+        f"{port} to be free on this host, got 'Address already in use': set MASTER_PORT to a free port"
+    )
+    assert client.startswith(
+        f"CommunicationError: rank 1 of 2: expected the rendezvous store at 127.0.0.1:{port}, got something "
+        "that accepts connections but does not answer as one"
+    )
+
+
+def test_a_file_where_none_can_be(tmp_path: Any) -> None:
+    url = f"file://{tmp_path}/missing/meeting"
+    for rank, message in enumerate(start({}, {}, arguments=[{"init_method": url}] * 2)):
+        assert message == (
+            f"BMTrainError: init_method, rank {rank} of 2: expected a file in a folder that can be written, "
+            f"got {tmp_path}/missing/meeting"
+        )
+
+
+def wait_for_a_server_that_dies() -> str:
+    if os.environ["RANK"] == "0":
+        threading.Timer(1.0, os._exit, [9]).start()
+    os.environ.update(world_of(3))
+    return attempt()
+
+
+def test_the_server_dies_while_others_wait() -> None:
+    first, second = rank_outcomes(2, wait_for_a_server_that_dies, init=False, fresh=True)
+    assert (first.status, first.exitcode) == (Status.DIED, 9)
+    assert second.value.startswith("CommunicationError: rank 1 of 3: lost the rendezvous at 127.0.0.1")
