@@ -125,7 +125,8 @@ def _reset(environment: dict[str, str], directory: str) -> None:
     warnings.resetwarnings()
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():  # asked, because the setter imports a compiler
+        torch.use_deterministic_algorithms(False)
     gc.collect()
     random.seed(0)
     torch.manual_seed(0)
@@ -243,11 +244,13 @@ def main() -> None:
     """Import what every rank needs, then serve. argv: the control socket's number, the parent's id."""
     _die_with_parent(int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in ("torch", "numpy", "bmtrain"):
+    for name in ("torch", "numpy", "pytest", "_pytest.assertion.rewrite", "bmtrain"):
         try:
             importlib.import_module(name)
         except Exception:  # what is missing shows in the call that needs it, with that rank's traceback
             continue
+    gc.collect()
+    gc.freeze()  # torch's objects are never garbage: without them a rank's collections take no time
     control = socket.socket(fileno=int(sys.argv[1]))
     control.send(b"ready")
     connection = _serve(control)

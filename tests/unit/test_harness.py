@@ -107,8 +107,8 @@ def test_hung_rank_shows_stacks_and_the_next_call_works() -> None:
     before = [result[2] for result in run_ranks(2, describe, 1, init=False)]
     started = time.monotonic()
     with pytest.raises(RankError, match="rank 1 was still running") as caught:
-        run_ranks(2, misbehave, "hang", init=False, timeout=0.5)
-    assert time.monotonic() - started < 20
+        run_ranks(2, misbehave, "hang", init=False, timeout=5)
+    assert time.monotonic() - started < 30
     assert "in sleep_soundly" in str(caught.value)
     assert not any(alive(pid) for pid in before)
     after = [result[2] for result in run_ranks(2, describe, 1, init=False)]
