@@ -33,8 +33,8 @@ __all__ = ["init_distributed", "is_initialized", "topology"]
 
 _log = logging.getLogger("bmtrain")
 
-# Calls of init_distributed so far: all ranks make the same ones, so that the number tells the keys of a call
-# that failed from those of the next.
+# Meetings of this process so far: all ranks make the same ones, so that the number tells the keys of one that
+# failed from those of the next.
 _attempts = count()
 
 
@@ -111,11 +111,8 @@ def init_distributed(
     factor, steps = _loss_scale(loss_scale_factor, loss_scale_steps)
     launch = read_launch(init_method, os.environ, sys.argv)
     place = Topology(launch.rank, launch.world_size, options.pipe_size, options.tp_size)
-    attempt = next(_attempts)
-    if launch.world_size == 1:
-        context = _alone(launch, place, options)
-    else:
-        context = _join(launch, place, options, attempt)
+    several = launch.world_size > 1
+    context = _join(launch, place, options) if several else _alone(launch, place, options)
     _context.install(context)
     config["loss_scale_factor"] = factor
     config["loss_scale_steps"] = steps
@@ -241,9 +238,9 @@ def _alone(launch: Launch, place: Topology, options: _Options) -> Context:
     return _build(launch, place, options, "single", device, (local_rank, 1), options.seed, None)
 
 
-def _join(launch: Launch, place: Topology, options: _Options, attempt: int) -> Context:
+def _join(launch: Launch, place: Topology, options: _Options) -> Context:
     """Meet the other ranks, see that all were started alike, and connect the groups."""
-    meeting = Rendezvous(launch, options.timeout, attempt)
+    meeting = Rendezvous(launch, options.timeout, next(_attempts))
     peers = meeting.agree(
         Peer(
             rank=launch.rank,
