@@ -1,0 +1,58 @@
+"""Failing together: an error of one rank becomes the same error on all."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+import torch
+
+import bmtrain as bmt
+
+__all__ = ["UserError", "exit_together", "together"]
+
+T = TypeVar("T")
+_MESSAGE_BYTES = 512
+
+
+class UserError(ValueError):
+    """Something that the user gave cannot be used: one sentence, raised by every rank alike."""
+
+
+def together(action: Callable[[], T], what: str) -> T:
+    """Run what a single rank may fail at, such as reading a file; if one does, all raise. Collective.
+
+    Without this, the ranks that did not fail would wait in the next collective for the one that did.
+
+    Args:
+        action: does it, on this rank.
+        what: put before the message of any error but a UserError, for example the option that it is about.
+
+    Raises:
+        UserError: with the message of the first rank that failed.
+    """
+    problem, result = "", None
+    try:
+        result = action()
+    except UserError as error:
+        problem = str(error)
+    except OSError as error:
+        problem = f"{what}: {error.filename}: {error.strerror or error} (rank {bmt.rank()})"
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        problem = f"{what}: {type(error).__name__}: {error} (rank {bmt.rank()})"
+    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+    if problem:
+        text = problem.encode()[:_MESSAGE_BYTES]
+        message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    for answer in bmt.distributed.all_gather(message.to(bmt.config["device"])).cpu():
+        if answer.any():
+            raise UserError(bytes(answer.tolist()).rstrip(b"\0").decode(errors="replace"))
+    return result  # type: ignore[return-value]  # no rank had a problem, so there is one
+
+
+def exit_together(program: str, error: UserError) -> NoReturn:
+    """Print the error once and end this rank with status 2. Collective."""
+    bmt.print_rank(f"{program}: error: {error}", file=sys.stderr, flush=True)
+    bmt.synchronize()  # a launcher ends all ranks as soon as one has failed: rank 0 must have spoken by then
+    sys.exit(2)

@@ -1,0 +1,9 @@
+"""The layers of a GPT-2, each a ``bmtrain.DistributedModule`` whose parameters live as shards."""
+
+from .attention import Attention
+from .embedding import Embedding
+from .feedforward import FeedForward
+from .layernorm import LayerNorm
+from .linear import Linear
+
+__all__ = ["Attention", "Embedding", "FeedForward", "LayerNorm", "Linear"]

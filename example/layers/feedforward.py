@@ -1,0 +1,40 @@
+"""The position-wise feed-forward layer."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+import bmtrain as bmt
+
+from .linear import Linear
+
+__all__ = ["FeedForward"]
+
+
+class FeedForward(bmt.DistributedModule):
+    """``w_out(gelu(w_in(x)))``, with the tanh form of GELU that GPT-2 uses.
+
+    Args:
+        dim_model: size of input and output.
+        dim_ff: size of the hidden layer.
+        bias: whether the two linear maps have a bias.
+        dtype: dtype of the parameters.
+        out_init_std: standard deviation for the weight of ``w_out``, which adds to the residual stream.
+    """
+
+    def __init__(
+        self,
+        dim_model: int,
+        dim_ff: int,
+        bias: bool = True,
+        *,
+        dtype: torch.dtype | None = None,
+        out_init_std: float = 0.02,
+    ) -> None:
+        super().__init__()
+        self.w_in = Linear(dim_model, dim_ff, bias, dtype=dtype)
+        self.w_out = Linear(dim_ff, dim_model, bias, dtype=dtype, init_std=out_init_std)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w_out(F.gelu(self.w_in(x), approximate="tanh"))

@@ -1,0 +1,228 @@
+"""What rank 0 reports: a progress bar or lines, metrics.jsonl, TensorBoard events and loss.png."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import bmtrain as bmt
+
+__all__ = ["Logbook", "prepare"]
+
+
+class _Display(Protocol):
+    """How the progress of a run is shown."""
+
+    def step(self, step: int, text: str) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Lines:
+    """A line every few steps, for logs and where no progress bar is installed."""
+
+    def __init__(self, num_steps: int, every: int) -> None:
+        self.num_steps = num_steps
+        self.every = every
+
+    def step(self, step: int, text: str) -> None:
+        if step % self.every == 0 or step in (1, self.num_steps):
+            print(f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}  {text}", flush=True)
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class _Rich:
+    """A bar drawn by rich."""
+
+    def __init__(self, first_step: int, num_steps: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.bar = Progress(
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+        )
+        self.task = self.bar.add_task("", total=num_steps, completed=first_step)
+        self.bar.start()
+
+    def step(self, step: int, text: str) -> None:
+        self.bar.update(self.task, completed=step, description=text)
+
+    def note(self, text: str) -> None:
+        self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self.bar.stop()
+
+
+class _Tqdm:
+    """A bar drawn by tqdm."""
+
+    def __init__(self, first_step: int, num_steps: int) -> None:
+        from tqdm import tqdm
+
+        self.bar = tqdm(total=num_steps, initial=first_step, dynamic_ncols=True)
+
+    def step(self, step: int, text: str) -> None:
+        self.bar.set_postfix_str(text, refresh=False)
+        self.bar.update(step - self.bar.n)
+
+    def note(self, text: str) -> None:
+        self.bar.write(text)
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+def _display(first_step: int, num_steps: int, every: int) -> _Display:
+    if sys.stdout.isatty():
+        if importlib.util.find_spec("rich"):
+            return _Rich(first_step, num_steps)
+        if importlib.util.find_spec("tqdm"):
+            return _Tqdm(first_step, num_steps)
+    return _Lines(num_steps, every)
+
+
+class Logbook:
+    """Writes down what happens. On ranks other than 0 every method does nothing.
+
+    Args:
+        out: folder that gets ``metrics.jsonl``, ``tensorboard/`` and ``loss.png``.
+        first_step: number of steps already done; what a former run noted after it is dropped.
+        num_steps: number of steps in all.
+        log_every: steps between lines where no bar is shown.
+        tensorboard: write events, if TensorBoard is installed.
+    """
+
+    def __init__(
+        self, out: Path, first_step: int, num_steps: int, *, log_every: int, tensorboard: bool
+    ) -> None:
+        self.out = out
+        self.active = bmt.rank() == 0
+        if not self.active:
+            return
+        out.mkdir(parents=True, exist_ok=True)
+        self.records = [r for r in _read_records(out / "metrics.jsonl") if r["step"] <= first_step]
+        with (out / "metrics.jsonl").open("w") as file:
+            file.writelines(json.dumps(record) + "\n" for record in self.records)
+        self.metrics = (out / "metrics.jsonl").open("a", buffering=1)
+        self.display = _display(first_step, num_steps, log_every)
+        self.events = None
+        if tensorboard and importlib.util.find_spec("tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.events = SummaryWriter(str(out / "tensorboard"), purge_step=first_step + 1)
+
+    def step(self, step: int, **values: float) -> None:
+        """Note a training step: its number, counted from 1, and its ``loss``, ``lr``, ... of this step."""
+        if not self.active:
+            return
+        self._write(step, values)
+        self.display.step(
+            step,
+            f"loss {values['loss']:.4f}  lr {values['lr']:.2e}  scale {values['loss_scale']:g}  "
+            f"grad norm {values['grad_norm']:.3f}  {values['tokens_per_second']:,.0f} tokens/s",
+        )
+
+    def validation(self, step: int, loss: float) -> None:
+        """Note the validation loss after ``step`` steps."""
+        if self.active:
+            self._write(step, {"validation_loss": loss})
+            self.note(f"validation loss {loss:.4f} at step {step}")
+
+    def note(self, text: str) -> None:
+        """Show a line."""
+        if self.active:
+            self.display.note(text)
+
+    def first_validation_loss(self) -> float:
+        """The earliest validation loss that is noted; NaN on ranks other than 0."""
+        losses = [r["validation_loss"] for r in self.records if "validation_loss" in r] if self.active else []
+        return losses[0] if losses else math.nan
+
+    def close(self) -> None:
+        """Draw ``loss.png`` and close all files."""
+        if not self.active:
+            return
+        self.display.close()
+        self.metrics.close()
+        if self.events:
+            self.events.close()
+        if importlib.util.find_spec("matplotlib"):
+            _draw(self.records, self.out / "loss.png")
+
+    def written(self) -> list[Path]:
+        """What there is to look at."""
+        names = ("metrics.jsonl", "tensorboard", "loss.png")
+        return [self.out / name for name in names if (self.out / name).exists()]
+
+    def _write(self, step: int, values: dict[str, float]) -> None:
+        # JSON knows neither NaN nor infinity, and a gradient's norm can be both.
+        record = {"step": step, **{k: v if math.isfinite(v) else None for k, v in values.items()}}
+        self.records.append(record)
+        self.metrics.write(json.dumps(record) + "\n")
+        if self.events:
+            for name, value in values.items():
+                self.events.add_scalar(name, value, step)
+
+
+def _read_records(path: Path) -> list[dict[str, Any]]:
+    records = []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError:  # the line that an interruption cut
+                break
+    return records
+
+
+def _draw(records: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")  # draws without a display
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for name, style in (("loss", "-"), ("validation_loss", "o--")):
+        points = [(r["step"], r[name]) for r in records if r.get(name) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "), linewidth=1)
+    axes.set(xlabel="step", ylabel="nats per byte")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(figure)
+
+
+def prepare(out: Path, resume: bool) -> Path | None:
+    """Make the folder; move what a former run left in it to ``out/earlier-<time>``, unless to be resumed.
+
+    A run that starts anew must neither mix with the former one's checkpoints nor delete them.
+
+    Returns:
+        Where the former run is now, None if it was not moved.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    names = ("checkpoints", "metrics.jsonl", "tensorboard", "loss.png")
+    former = [out / name for name in names if (out / name).exists()]
+    if resume or not former:
+        return None
+    target = out / time.strftime("earlier-%Y%m%d-%H%M%S")
+    target.mkdir()
+    for path in former:
+        path.rename(target / path.name)
+    return target

@@ -1,0 +1,125 @@
+"""The options of train.py."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+import torch
+from data import VOCAB_SIZE
+
+__all__ = ["DTYPES", "SCHEDULERS", "model_options", "parse_options", "run_options"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SCHEDULERS = ("cosine", "noam", "linear", "exponential", "no-decay")
+
+# What a step's loss depends on, apart from the text and the number of ranks; equal in a resumed run.
+_DECIDES_LOSS = (
+    "num_layers",
+    "dim_model",
+    "num_heads",
+    "dim_head",
+    "dim_ff",
+    "untied",
+    "dtype",
+    "batch_size",
+    "seq_len",
+    "seed",
+    "lr",
+    "scheduler",
+    "warmup",
+    "weight_decay",
+    "clip",
+    "loss_scale",
+    "offload",
+)
+
+
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a GPT-2 on bytes of text, sharded over all ranks of the launcher.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument("--num-layers", type=_positive, default=4)
+    model.add_argument("--dim-model", type=_positive, default=256, help="width")
+    model.add_argument("--num-heads", type=_positive, default=4)
+    model.add_argument("--dim-head", type=_positive, help="default: dim-model / num-heads")
+    model.add_argument("--dim-ff", type=_positive, help="default: 4 dim-model")
+    model.add_argument("--untied", action="store_true", help="give the output head a weight of its own")
+    model.add_argument("--dtype", choices=DTYPES, default="fp32", help="on a CPU prefer bf16 to fp16")
+
+    training = parser.add_argument_group("training")
+    training.add_argument("--steps", type=_positive, default=300)
+    training.add_argument("--batch-size", type=_positive, default=16, help="samples in a step, all ranks")
+    training.add_argument("--seq-len", type=_positive, default=256, help="bytes in a sample")
+    training.add_argument("--lr", type=_not_negative, default=2e-3)
+    training.add_argument("--scheduler", choices=SCHEDULERS, default="cosine")
+    training.add_argument("--warmup", type=int, default=20, help="steps until the learning rate is reached")
+    training.add_argument("--weight-decay", type=_not_negative, default=0.0)
+    training.add_argument("--clip", type=_not_negative, default=1.0, help="bound of the gradient's norm")
+    training.add_argument("--loss-scale", type=float, default=2.0**15, help="first loss scale, for fp16")
+    training.add_argument("--seed", type=int, default=0)
+
+    memory = parser.add_argument_group("memory")
+    memory.add_argument("--zero-level", type=int, choices=(2, 3), default=3)
+    memory.add_argument("--no-recompute", action="store_true", help="keep activations for backward")
+    memory.add_argument("--offload", action="store_true", help="optimizer state in host memory")
+
+    files = parser.add_argument_group("files")
+    files.add_argument("--data", help="a file or folder of text; default: Python's standard library")
+    files.add_argument("--out", default="out/gpt2", help="folder for checkpoints and logs")
+    files.add_argument("--save-every", type=_positive, default=100, help="steps between checkpoints")
+    files.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    files.add_argument("--validation-batches", type=_positive, default=8)
+    files.add_argument("--log-every", type=_positive, default=10, help="steps between lines without a bar")
+    files.add_argument(
+        "--tensorboard", action=argparse.BooleanOptionalAction, default=True, help="write events if installed"
+    )
+    options = parser.parse_args(arguments)
+    if options.dim_head is None:
+        if options.dim_model % options.num_heads:
+            parser.error(
+                f"--num-heads: expected a divisor of --dim-model {options.dim_model}, or --dim-head as well, "
+                f"got {options.num_heads}"
+            )
+        options.dim_head = options.dim_model // options.num_heads
+    options.dim_ff = options.dim_ff or 4 * options.dim_model
+    return options
+
+
+def model_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of GPT that a checkpoint needs to be read again, with the dtype by its short name."""
+    return {
+        "num_layers": options.num_layers,
+        "vocab_size": VOCAB_SIZE,
+        "dim_model": options.dim_model,
+        "dim_head": options.dim_head,
+        "num_heads": options.num_heads,
+        "dim_ff": options.dim_ff,
+        "max_distance": options.seq_len,
+        "dtype": options.dtype,
+        "tied": not options.untied,
+    }
+
+
+def run_options(options: argparse.Namespace) -> dict[str, Any]:
+    """What else must be equal for a resumed run to go on as the interrupted one would have."""
+    return {name: getattr(options, name) for name in _DECIDES_LOSS}
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
+    return int(text)
+
+
+def _not_negative(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number from 0, got {text!r}")
+    return value

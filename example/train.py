@@ -1,0 +1,191 @@
+"""Train a GPT-2 on text, sharded over all ranks.
+
+    torchrun --nproc_per_node 2 example/train.py --steps 300          (or: bash example/run.sh)
+
+It runs on CPU ranks and on GPUs, and without a launcher on one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import resource
+import time
+from pathlib import Path
+
+import torch
+from agree import UserError, exit_together, together
+from checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
+from data import Batch, Sampler, load_corpus, validation_batches
+from logbook import Logbook, prepare
+from models import GPT
+from options import DTYPES, model_options, parse_options, run_options
+
+import bmtrain as bmt
+
+
+def main() -> None:
+    options = parse_options()
+
+    # Part 1: initialise BMTrain. Every rank runs this script; each keeps a shard of the model.
+    bmt.init_distributed(seed=options.seed)
+    try:
+        train(options)
+    except UserError as error:  # raised by all ranks alike
+        exit_together("train.py", error)
+
+
+def train(options: argparse.Namespace) -> None:
+    # Part 2: the model, and the data it learns from.
+    model_config = model_options(options)
+    model = GPT(
+        **{**model_config, "dtype": DTYPES[options.dtype]},
+        use_checkpoint=not options.no_recompute,
+        zero_level=options.zero_level,
+    )
+    bmt.init_parameters(model)  # or bmt.load(model, "model.pt")
+
+    corpus = load_corpus(options.data)
+    sampler = Sampler(corpus.train, options.seq_len, options.batch_size, options.seed)
+    held_out = validation_batches(
+        corpus.validation, options.seq_len, options.batch_size, options.validation_batches
+    )
+
+    # Part 3: the loss, the optimizer and the learning rate.
+    loss_func = bmt.loss.FusedCrossEntropy(ignore_index=-100)
+    optimizer_class = bmt.optim.AdamOffloadOptimizer if options.offload else bmt.optim.AdamOptimizer
+    optimizer = optimizer_class(model.parameters(), lr=options.lr, weight_decay=options.weight_decay)
+    lr_scheduler = make_scheduler(options, optimizer)
+    # fp16 gradients below 6e-8 would become 0: the loss is scaled up, as far as they do not overflow.
+    optim_manager = bmt.optim.OptimManager(loss_scale=options.loss_scale if options.dtype == "fp16" else None)
+    optim_manager.add_optimizer(optimizer, lr_scheduler)
+
+    out = Path(options.out)
+    run = {"model": model_config, "options": run_options(options), "text": corpus.digest}
+    first_step = resume_or_start(options, out, model, optim_manager, run)
+    lr_scheduler.end_iter = options.steps  # a resumed run may be longer than the interrupted one
+    logbook = Logbook(
+        out, first_step, options.steps, log_every=options.log_every, tensorboard=options.tensorboard
+    )
+    logbook.note(describe(model, options, corpus.description))
+    if first_step == 0:
+        logbook.validation(0, evaluate(model, loss_func, held_out))
+
+    # Part 4: the training loop.
+    checkpoint, seconds = None, 0.0
+    for step in range(first_step, options.steps):
+        started = time.perf_counter()
+        batch = sampler.batch(step)
+        lr = lr_scheduler.current_lr
+
+        optim_manager.zero_grad()
+        loss = compute_loss(model, loss_func, batch)
+        optim_manager.backward(loss)
+        grad_norm = optim_manager.clip_grad_norm(optimizer.param_groups, max_norm=options.clip)
+        loss_scale = optim_manager.loss_scale
+        optim_manager.step()
+
+        global_loss = bmt.distributed.all_reduce(loss.detach(), op="avg").item()  # mean over all ranks
+        elapsed = time.perf_counter() - started
+        seconds += elapsed
+        logbook.step(
+            step + 1,
+            loss=global_loss,
+            lr=lr,
+            loss_scale=loss_scale,
+            grad_norm=grad_norm.item(),
+            tokens_per_second=options.batch_size * options.seq_len / elapsed,
+        )
+        if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
+            checkpoint = save_checkpoint(out / "checkpoints", step + 1, model, optim_manager, run)
+
+    final_loss = evaluate(model, loss_func, held_out)
+    logbook.validation(options.steps, final_loss)
+    logbook.close()
+    num_tokens = (options.steps - first_step) * options.batch_size * options.seq_len
+    report(logbook, final_loss, num_tokens / seconds if seconds else math.nan, checkpoint)
+
+
+def compute_loss(model: GPT, loss_func: bmt.loss.FusedCrossEntropy, batch: Batch) -> torch.Tensor:
+    """Mean cross-entropy over this rank's tokens, in nats a byte."""
+    batch_size, seq_len = batch.enc_input.shape
+    pos = torch.arange(seq_len, device=batch.enc_input.device).repeat(batch_size, 1)
+    logits = model(batch.enc_input, pos, pos < batch.enc_length[:, None])
+    return loss_func(logits.view(batch_size * seq_len, -1), batch.targets.view(batch_size * seq_len))
+
+
+def evaluate(model: GPT, loss_func: bmt.loss.FusedCrossEntropy, batches: list[Batch]) -> float:
+    """Mean loss over fixed held-out batches, of all ranks."""
+    model.eval()
+    with torch.no_grad():
+        total = sum(compute_loss(model, loss_func, batch) for batch in batches) / len(batches)
+    model.train()
+    return bmt.distributed.all_reduce(total, op="avg").item()
+
+
+def make_scheduler(
+    options: argparse.Namespace, optimizer: torch.optim.Optimizer
+) -> bmt.lr_scheduler.WarmupLRScheduler:
+    scheduler_class = {
+        "cosine": bmt.lr_scheduler.Cosine,
+        "noam": bmt.lr_scheduler.Noam,
+        "linear": bmt.lr_scheduler.Linear,
+        "exponential": bmt.lr_scheduler.Exponential,
+        "no-decay": bmt.lr_scheduler.NoDecay,
+    }[options.scheduler]
+    return scheduler_class(
+        optimizer, start_lr=options.lr, warmup_iter=options.warmup, end_iter=options.steps, num_iter=0
+    )
+
+
+def resume_or_start(
+    options: argparse.Namespace,
+    out: Path,
+    model: GPT,
+    optim_manager: bmt.optim.OptimManager,
+    run: dict[str, object],
+) -> int:
+    """The step to go on from: that of the last checkpoint with --resume, else 0."""
+    moved = together(lambda: prepare(out, options.resume) if bmt.rank() == 0 else None, "--out")
+    if moved:
+        bmt.print_rank(f"moved the former run in {out} to {moved} (--resume would have continued it)")
+    if not options.resume:
+        return 0
+    checkpoint = last_checkpoint(out / "checkpoints")
+    if checkpoint is None:
+        raise UserError(f"--resume: expected a checkpoint in {out / 'checkpoints'}, found none")
+    step = load_checkpoint(checkpoint, model, optim_manager, run)
+    if step > options.steps:
+        raise UserError(f"--steps: expected at least {step}, the step of {checkpoint}, got {options.steps}")
+    bmt.print_rank(f"resumed from {checkpoint}")
+    return step
+
+
+def describe(model: GPT, options: argparse.Namespace, text: str) -> str:
+    num_parameters = sum(math.prod(p._original_shape) for p in model.parameters())
+    return (
+        f"GPT-2 with {num_parameters:,} parameters in {options.dtype} on {bmt.world_size()} x "
+        f"{bmt.config['device'].type}, {options.batch_size} x {options.seq_len} tokens a step\ntext: {text}"
+    )
+
+
+def report(logbook: Logbook, final_loss: float, tokens_per_second: float, checkpoint: Path | None) -> None:
+    """Print what came out. Collective."""
+    if bmt.config["device"].type == "cuda":
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peaks = bmt.distributed.all_gather(torch.tensor(float(peak), device=bmt.config["device"])).tolist()
+    lines = {
+        "validation loss": f"{logbook.first_validation_loss():.4f} before, {final_loss:.4f} after",
+        "tokens a second": f"{tokens_per_second:,.0f}",
+        "peak memory a rank": ", ".join(f"{p / 2**20:,.0f} MiB" for p in peaks),
+        "checkpoint": checkpoint or "none: there was no step left to do",
+        "logs": ", ".join(str(path) for path in logbook.written()),
+    }
+    for name, value in lines.items():
+        bmt.print_rank(f"{name + ':':<20}{value}")
+
+
+if __name__ == "__main__":
+    main()
