@@ -21,10 +21,10 @@ __all__ = ["END_OF_FILE", "VOCAB_SIZE", "Batch", "Corpus", "Sampler", "load_corp
 END_OF_FILE = 256  # the token after the 256 byte values
 VOCAB_SIZE = 264  # these 257, rounded up to a multiple of 8: odd widths make slow matrix products on GPUs
 
-# Folders of the standard library that are left out: tests, what pip installed, and the character tables of
-# `encodings`, which are so much alike that a table held out would still be known.
+# Folders of the standard library that are left out: tests, what pip installed, the character tables of `encodings`
+# (so much alike that one held out would still be known) and `pydoc_data`, which is prose.
 _SKIPPED_FOLDERS = frozenset(
-    {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "__pycache__"}
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__"}
 )
 _HELD_OUT = 10  # one file in ten is for validation
 

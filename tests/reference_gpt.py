@@ -12,10 +12,14 @@ __all__ = ["ReferenceGPT"]
 
 
 class _Linear(nn.Module):
-    def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, std: float = 0.02):
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, std: float = 0.02
+    ):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
-        self.register_parameter("bias", nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None)
+        self.register_parameter(
+            "bias", nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
+        )
         self.std = std
 
     def reset(self) -> None:
@@ -56,10 +60,12 @@ class _LayerNorm(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, dim: int, heads: int, dim_head: int, bias: bool, dtype: torch.dtype, out_std: float):
+    def __init__(
+        self, dim: int, heads: int, dim_head: int, bias: bool, dtype: torch.dtype, std: float, out_std: float
+    ):
         super().__init__()
         self.heads, self.dim_head = heads, dim_head
-        self.project_qkv = _Linear(dim, 3 * heads * dim_head, bias, dtype)
+        self.project_qkv = _Linear(dim, 3 * heads * dim_head, bias, dtype, std)
         self.project_out = _Linear(heads * dim_head, dim, bias, dtype, out_std)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -71,9 +77,9 @@ class _Attention(nn.Module):
 
 
 class _FeedForward(nn.Module):
-    def __init__(self, dim: int, dim_ff: int, bias: bool, dtype: torch.dtype, out_std: float):
+    def __init__(self, dim: int, dim_ff: int, bias: bool, dtype: torch.dtype, std: float, out_std: float):
         super().__init__()
-        self.w_in = _Linear(dim, dim_ff, bias, dtype)
+        self.w_in = _Linear(dim, dim_ff, bias, dtype, std)
         self.w_out = _Linear(dim_ff, dim, bias, dtype, out_std)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,13 +88,21 @@ class _FeedForward(nn.Module):
 
 class _Layer(nn.Module):
     def __init__(
-        self, dim: int, heads: int, dim_head: int, dim_ff: int, bias: bool, dtype: torch.dtype, out_std: float
+        self,
+        dim: int,
+        heads: int,
+        dim_head: int,
+        dim_ff: int,
+        bias: bool,
+        dtype: torch.dtype,
+        std: float,
+        out_std: float,
     ):
         super().__init__()
         self.attention_norm = _LayerNorm(dim, bias, dtype)
-        self.attention = _Attention(dim, heads, dim_head, bias, dtype, out_std)
+        self.attention = _Attention(dim, heads, dim_head, bias, dtype, std, out_std)
         self.feedforward_norm = _LayerNorm(dim, bias, dtype)
-        self.feedforward = _FeedForward(dim, dim_ff, bias, dtype, out_std)
+        self.feedforward = _FeedForward(dim, dim_ff, bias, dtype, std, out_std)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), mask)
@@ -113,14 +127,16 @@ class ReferenceGPT(nn.Module):
         tied: bool = True,
     ) -> None:
         super().__init__()
-        out_std = 0.02 / math.sqrt(2 * num_layers)
-        self.token_embedding = _Embedding(vocab_size, dim_model, dtype, 0.02)
-        self.position_embedding = _Embedding(max_distance, dim_model, dtype, 0.02)
+        std = 0.02 * math.sqrt(768 / dim_model)
+        out_std = std / math.sqrt(2 * num_layers)
+        self.token_embedding = _Embedding(vocab_size, dim_model, dtype, std)
+        self.position_embedding = _Embedding(max_distance, dim_model, dtype, std)
         self.layers = nn.ModuleList(
-            _Layer(dim_model, num_heads, dim_head, dim_ff, bias, dtype, out_std) for _ in range(num_layers)
+            _Layer(dim_model, num_heads, dim_head, dim_ff, bias, dtype, std, out_std)
+            for _ in range(num_layers)
         )
         self.output_norm = _LayerNorm(dim_model, bias, dtype)
-        self.head = None if tied else _Linear(dim_model, vocab_size, False, dtype)
+        self.head = None if tied else _Linear(dim_model, vocab_size, False, dtype, std)
         for module in self.modules():
             if hasattr(module, "reset"):
                 module.reset()

@@ -21,6 +21,7 @@ class Attention(bmt.DistributedModule):
         dim_head: size of a head; ``num_heads * dim_head`` need not be ``dim_model``.
         bias: whether the linear maps have a bias.
         dtype: dtype of the parameters.
+        init_std: standard deviation for the weight of ``project_qkv``.
         out_init_std: standard deviation for the weight of ``project_out``, which adds to the residual stream.
     """
 
@@ -32,12 +33,13 @@ class Attention(bmt.DistributedModule):
         bias: bool = True,
         *,
         dtype: torch.dtype | None = None,
+        init_std: float = 0.02,
         out_init_std: float = 0.02,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.dim_head = dim_head
-        self.project_qkv = Linear(dim_model, 3 * num_heads * dim_head, bias, dtype=dtype)
+        self.project_qkv = Linear(dim_model, 3 * num_heads * dim_head, bias, dtype=dtype, init_std=init_std)
         self.project_out = Linear(num_heads * dim_head, dim_model, bias, dtype=dtype, init_std=out_init_std)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ class FeedForward(bmt.DistributedModule):
         dim_ff: size of the hidden layer.
         bias: whether the two linear maps have a bias.
         dtype: dtype of the parameters.
+        init_std: standard deviation for the weight of ``w_in``.
         out_init_std: standard deviation for the weight of ``w_out``, which adds to the residual stream.
     """
 
@@ -30,10 +31,11 @@ class FeedForward(bmt.DistributedModule):
         bias: bool = True,
         *,
         dtype: torch.dtype | None = None,
+        init_std: float = 0.02,
         out_init_std: float = 0.02,
     ) -> None:
         super().__init__()
-        self.w_in = Linear(dim_model, dim_ff, bias, dtype=dtype)
+        self.w_in = Linear(dim_model, dim_ff, bias, dtype=dtype, init_std=init_std)
         self.w_out = Linear(dim_ff, dim_model, bias, dtype=dtype, init_std=out_init_std)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -23,15 +23,15 @@ class TransformerLayer(bmt.DistributedModule):
         dim_ff: int,
         bias: bool,
         dtype: torch.dtype | None,
+        init_std: float,
         out_init_std: float,
     ) -> None:
         super().__init__()
+        std = {"init_std": init_std, "out_init_std": out_init_std}
         self.attention_norm = LayerNorm(dim_model, bias=bias, dtype=dtype)
-        self.attention = Attention(
-            dim_model, num_heads, dim_head, bias, dtype=dtype, out_init_std=out_init_std
-        )
+        self.attention = Attention(dim_model, num_heads, dim_head, bias, dtype=dtype, **std)
         self.feedforward_norm = LayerNorm(dim_model, bias=bias, dtype=dtype)
-        self.feedforward = FeedForward(dim_model, dim_ff, bias, dtype=dtype, out_init_std=out_init_std)
+        self.feedforward = FeedForward(dim_model, dim_ff, bias, dtype=dtype, **std)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), mask)
@@ -75,15 +75,19 @@ class GPT(bmt.DistributedModule):
     ) -> None:
         super().__init__()
         self.max_distance = max_distance
-        # Each layer adds twice to the residual stream; the factor keeps its variance from growing with depth.
-        out_init_std = 0.02 / math.sqrt(2 * num_layers)
+        # GPT-2 draws weights with 0.02 at its width of 768; this keeps the size of activations at other widths.
+        init_std = 0.02 * math.sqrt(768 / dim_model)
+        # Each layer adds twice to the residual stream; this keeps its variance from growing with depth.
+        out_init_std = init_std / math.sqrt(2 * num_layers)
 
-        self.token_embedding = Embedding(vocab_size, dim_model, dtype=dtype)
-        self.position_embedding = Embedding(max_distance, dim_model, dtype=dtype)
+        self.token_embedding = Embedding(vocab_size, dim_model, dtype=dtype, init_std=init_std)
+        self.position_embedding = Embedding(max_distance, dim_model, dtype=dtype, init_std=init_std)
         self.layers = bmt.TransformerBlockList(
             [
                 bmt.CheckpointBlock(
-                    TransformerLayer(dim_model, dim_head, num_heads, dim_ff, bias, dtype, out_init_std),
+                    TransformerLayer(
+                        dim_model, dim_head, num_heads, dim_ff, bias, dtype, init_std, out_init_std
+                    ),
                     use_checkpoint=use_checkpoint,
                     zero_level=zero_level,
                 )
@@ -91,7 +95,9 @@ class GPT(bmt.DistributedModule):
             ]
         )
         self.output_norm = LayerNorm(dim_model, bias=bias, dtype=dtype)
-        self.head = None if tied else Linear(dim_model, vocab_size, bias=False, dtype=dtype)
+        self.head = (
+            None if tied else Linear(dim_model, vocab_size, bias=False, dtype=dtype, init_std=init_std)
+        )
 
     def forward(self, input_ids: torch.Tensor, pos: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Scores of the next token.

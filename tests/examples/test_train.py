@@ -1,0 +1,253 @@
+"""train.py and generate.py as a user starts them, on a few small files and with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Outcome, Status, rank_outcomes, run_process
+from reference_gpt import ReferenceGPT
+
+EXAMPLE = Path(__file__).parents[2] / "example"
+TINY = [
+    *("--num-layers", "2", "--dim-model", "32", "--num-heads", "2", "--seq-len", "32", "--batch-size", "8"),
+    *("--validation-batches", "2", "--warmup", "2", "--lr", "1e-2", "--log-every", "1", "--no-tensorboard"),
+]
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a few real files, so that reading takes no time."""
+    folder = tmp_path_factory.mktemp("text")
+    for name in ("argparse", "ast", "bisect", "calendar", "csv", "dataclasses", "enum", "heapq", "inspect"):
+        shutil.copy(Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py", folder)
+    return folder
+
+
+def run_script(name: str, arguments: list[str]) -> int:
+    """The script's exit status, run on a rank that the harness has forked: no second import of torch."""
+    sys.path.insert(0, str(EXAMPLE))
+    sys.argv = [name, *arguments]
+    try:
+        runpy.run_path(str(EXAMPLE / name), run_name="__main__")
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def start(world: int, name: str, *arguments: str | Path) -> list[Outcome]:
+    return rank_outcomes(
+        world, run_script, name, [str(a) for a in arguments], init=False, fresh=True, timeout=120
+    )
+
+
+def succeed(world: int, name: str, *arguments: str | Path) -> str:
+    """What rank 0 printed."""
+    outcomes = start(world, name, *arguments)
+    for outcome in outcomes:
+        assert outcome.status is Status.RETURNED, str(outcome)
+        assert outcome.value == 0, str(outcome)
+    return outcomes[0].output
+
+
+def fail(world: int, name: str, *arguments: str | Path) -> str:
+    """The error that was printed: by rank 0 alone, while every rank ended with status 2."""
+    outcomes = start(world, name, *arguments)
+    for outcome in outcomes:
+        assert outcome.status is Status.RETURNED, str(outcome)
+        assert outcome.value == 2, str(outcome)
+        assert "Traceback" not in outcome.output
+    for outcome in outcomes[1:]:
+        assert "error" not in outcome.output
+    lines = [line for line in outcomes[0].output.splitlines() if "error" in line]
+    assert len(lines) == 1, outcomes[0].output
+    return lines[0]
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    """What was logged, without what depends on the clock."""
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in record.items() if k != "tokens_per_second"} for record in records]
+
+
+def reference(folder: Path) -> ReferenceGPT:
+    config = json.loads((folder / "run.json").read_text())["model"]
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    model = ReferenceGPT(**{**config, "dtype": dtypes[config["dtype"]]})
+    model.load_state_dict(torch.load(folder / "model.pt", weights_only=True), strict=True)
+    return model
+
+
+@pytest.mark.slow
+def test_under_torchrun(tmp_path: Path, text: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    options = ["--data", text, "--out", out, "--steps", "40", "--save-every", "20", "--tensorboard"]
+    output = run_process([*command, EXAMPLE / "train.py", *TINY, *options], timeout=180).stdout
+    assert "step 40/40" in output
+    for name in ("validation loss:", "tokens a second:", "peak memory a rank:", "checkpoint:", "logs:"):
+        assert name in output
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-0000020", "step-0000040"]
+    before, after = (r["validation_loss"] for r in metrics(out) if "validation_loss" in r)
+    assert after < before - 1.5
+    reference(out / "checkpoints" / "step-0000040")
+
+    sample = run_process([sys.executable, EXAMPLE / "generate.py", "--out", out, "--prompt", "def "]).stdout
+    assert "def " in sample
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_loss_falls_and_checkpoint_loads_in_plain_torch(tmp_path: Path, text: Path, dtype: str) -> None:
+    options = ["--dtype", dtype, "--data", text, "--out", tmp_path, "--steps", "30", "--save-every", "30"]
+    output = succeed(2, "train.py", *TINY, *options)
+    records = metrics(tmp_path)
+    steps = [r for r in records if "loss" in r]
+    assert [r["step"] for r in steps] == list(range(1, 31))
+    assert all({"loss", "lr", "loss_scale", "grad_norm"} <= set(r) for r in steps)
+    before, after = (r["validation_loss"] for r in records if "validation_loss" in r)
+    assert after < before - 1
+    assert f"{before:.4f} before, {after:.4f} after" in output
+    model = reference(tmp_path / "checkpoints" / "step-0000030")
+    assert {p.dtype for p in model.parameters()} == {
+        getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}.get(dtype, "float16"))
+    }
+
+
+@pytest.mark.parametrize("options", [[], ["--offload", "--no-recompute", "--zero-level", "2", "--untied"]])
+def test_number_of_ranks_does_not_change_the_training(tmp_path: Path, text: Path, options: list[str]) -> None:
+    losses = []
+    for world in (1, 2, 4):
+        out = tmp_path / str(world)
+        succeed(world, "train.py", *TINY, *options, "--data", text, "--out", out, "--steps", "6")
+        losses.append([r.get("loss", r.get("validation_loss")) for r in metrics(out)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_resumed_equals_uninterrupted(tmp_path: Path, text: Path, dtype: str) -> None:
+    options = [*TINY, "--dtype", dtype, "--data", text, "--steps", "9", "--save-every", "3"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    succeed(2, "train.py", *options, "--out", whole)
+    shutil.copytree(whole, cut)
+    shutil.rmtree(
+        cut / "checkpoints" / "step-0000009"
+    )  # as if it had ended after step 6, its log going on a bit
+    output = succeed(2, "train.py", *options, "--out", cut, "--resume")
+    assert "resumed from" in output
+    assert metrics(cut) == metrics(whole)
+    names = sorted(p.name for p in (whole / "checkpoints" / "step-0000009").iterdir())
+    assert names == ["model.pt", "rank-0-of-2.pt", "rank-1-of-2.pt", "run.json"]
+    for name in names[:-1]:
+        ours, theirs = (torch.load(o / "checkpoints/step-0000009" / name) for o in (cut, whole))
+        assert_same(ours, theirs)
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """Equal bit for bit, whatever it is made of."""
+    assert type(ours) is type(theirs)
+    if isinstance(ours, torch.Tensor):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    elif isinstance(ours, dict):
+        assert list(ours) == list(theirs)
+        for key in ours:
+            assert_same(ours[key], theirs[key])
+    elif isinstance(ours, (list, tuple)):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert_same(one, other)
+    else:
+        assert ours == theirs
+
+
+@pytest.mark.slow
+def test_killed_and_resumed(tmp_path: Path, text: Path) -> None:
+    options = [*TINY, "--data", str(text), "--steps", "40", "--save-every", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    process = subprocess.Popen(
+        [*command, str(EXAMPLE / "train.py"), *options, "--out", str(killed)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not (killed / "checkpoints" / "step-0000006").exists():
+            assert process.poll() is None, "it ended before it could be killed"
+            assert time.monotonic() < deadline, "it did not get to step 6"
+            time.sleep(0.01)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    succeed(2, "train.py", *options, "--out", killed, "--resume")
+    succeed(2, "train.py", *options, "--out", whole)
+    assert metrics(killed) == metrics(whole)
+
+
+def test_second_run_keeps_the_first(tmp_path: Path, text: Path) -> None:
+    options = [*TINY, "--data", text, "--out", tmp_path, "--steps", "2"]
+    succeed(1, "train.py", *options)
+    assert "moved the former run" in succeed(1, "train.py", *options)
+    (earlier,) = tmp_path.glob("earlier-*")
+    assert (earlier / "checkpoints" / "step-0000002" / "model.pt").exists()
+    assert metrics(earlier) == metrics(tmp_path)
+
+
+def test_generate(tmp_path: Path, text: Path) -> None:
+    succeed(2, "train.py", *TINY, "--data", text, "--out", tmp_path, "--steps", "2")
+    options = ["--out", tmp_path, "--prompt", "import ", "--num-tokens", "40"]
+    greedy = [succeed(world, "generate.py", *options, "--temperature", "0") for world in (1, 2)]
+    assert greedy[0] == greedy[1]
+    assert "import " in greedy[0]
+    assert succeed(1, "generate.py", *options, "--seed", "3") == succeed(
+        1, "generate.py", *options, "--seed", "3"
+    )
+
+
+def test_bad_input(tmp_path: Path, text: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (tmp_path / "file").write_text("")
+    options = [*TINY, "--steps", "2", "--out", tmp_path / "out"]
+    assert "does not exist" in fail(2, "train.py", *options, "--data", tmp_path / "none")
+    assert "no file in" in fail(2, "train.py", *options, "--data", empty)
+    assert "is empty" in fail(1, "train.py", *options, "--data", tmp_path / "file")
+    assert "multiple of 2" in fail(2, "train.py", *options, "--data", text, "--batch-size", "7")
+    assert "expected at least" in fail(1, "train.py", *options, "--data", text, "--seq-len", "1000000")
+    assert "found none" in fail(2, "train.py", *options, "--data", text, "--resume")
+    assert "found none" in fail(1, "generate.py", "--out", tmp_path / "out")
+    file = tmp_path / "file"
+    assert str(file) in fail(2, "train.py", *TINY, "--data", text, "--out", file / "out", "--steps", "2")
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def test_resume_of_another_run(tmp_path: Path, text: Path) -> None:
+    options = [*TINY, "--data", text, "--out", tmp_path, "--steps", "2"]
+    succeed(1, "train.py", *options)
+    before = sorted(p for p in tmp_path.rglob("*"))
+    assert "--seq-len was 32" in fail(1, "train.py", *options, "--resume", "--seq-len", "64")
+    assert "the number of ranks was 1" in fail(2, "train.py", *options, "--resume")
+    other = text / "enum.py"
+    assert "the text" in fail(1, "train.py", *options, "--resume", "--data", other)
+    assert "--steps" in fail(1, "train.py", *options, "--resume", "--steps", "1")
+    assert sorted(p for p in tmp_path.rglob("*")) == before
+
+
+def test_a_longer_run_can_go_on(tmp_path: Path, text: Path) -> None:
+    options = [*TINY, "--data", text, "--out", tmp_path]
+    succeed(1, "train.py", *options, "--steps", "3")
+    succeed(1, "train.py", *options, "--steps", "5", "--resume")
+    assert [r["step"] for r in metrics(tmp_path) if "loss" in r] == [1, 2, 3, 4, 5]
