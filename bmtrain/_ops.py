@@ -6,7 +6,7 @@ of threads and every instruction set level. CPU tensors only, unless said otherw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -164,37 +164,32 @@ def adam_(
     return DeltaSums(*sums)
 
 
-def _register_fakes() -> None:
-    """What the operators give for tensors without data (torch.compile, FakeTensorMode)."""
-    fake = torch.library.register_fake
-
-    @fake("bmtrain::cast_")
-    def _(out: Tensor, source: Tensor) -> None:
-        return None
-
-    @fake("bmtrain::ordered_sum_")
-    def _(out: Tensor, sources: list[Tensor], accumulate: bool = False, factor: float = 1.0) -> None:
-        return None
-
-    @fake("bmtrain::squared_sum")
-    def _(tensors: list[Tensor]) -> Tensor:
-        return tensors[0].new_empty((), dtype=torch.float64)
-
-    @fake("bmtrain::abs_power_sum")
-    def _(tensors: list[Tensor], p: float) -> Tensor:
-        return tensors[0].new_empty((), dtype=torch.float64)
-
-    @fake("bmtrain::abs_max")
-    def _(tensors: list[Tensor]) -> Tensor:
-        return tensors[0].new_empty((), dtype=torch.float32)
-
-    @fake("bmtrain::has_inf_nan")
-    def _(tensors: list[Tensor]) -> Tensor:
-        return tensors[0].new_empty((), dtype=torch.bool)
-
-    @fake("bmtrain::adam_")
-    def _(*ranges: list[Tensor], **options: float) -> tuple[float, float]:
-        return 0.0, 0.0
+def _writes_only(*tensors: object, **options: object) -> None:
+    """Fake of an operator that returns nothing."""
 
 
-_register_fakes()
+def _number(dtype: torch.dtype) -> Callable[..., Tensor]:
+    """Fake of a reduction to one number."""
+
+    def fake(tensors: list[Tensor], p: float = 2.0) -> Tensor:
+        return tensors[0].new_empty((), dtype=dtype)
+
+    return fake
+
+
+def _fake_adam(*ranges: object, **options: object) -> tuple[float, float]:
+    return 0.0, 0.0
+
+
+# What the operators give for tensors without data (torch.compile, FakeTensorMode).
+_FAKES: dict[str, Callable[..., object]] = {
+    "cast_": _writes_only,
+    "ordered_sum_": _writes_only,
+    "squared_sum": _number(torch.float64),
+    "abs_max": _number(torch.float32),
+    "abs_power_sum": _number(torch.float64),
+    "has_inf_nan": _number(torch.bool),
+    "adam_": _fake_adam,
+}
+for _name, _fake in _FAKES.items():
+    torch.library.register_fake(f"bmtrain::{_name}", _fake)

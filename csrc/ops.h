@@ -15,9 +15,9 @@ void ordered_sum(at::Tensor out, at::TensorList sources, bool accumulate, double
 [[nodiscard]] at::Tensor abs_power_sum(at::TensorList tensors, double p);
 [[nodiscard]] at::Tensor has_inf_nan(at::TensorList tensors);
 std::tuple<double, double> adam(at::TensorList weights, at::TensorList rounded, at::TensorList grads,
-                                at::TensorList exp_avgs, at::TensorList exp_avg_sqs, at::IntArrayRef steps, double lr,
-                                double beta1, double beta2, double eps, double weight_decay, double scale,
-                                bool decoupled, bool maximize, std::int64_t hold_steps, bool torch_sqrt,
-                                bool with_delta);
+                                at::TensorList exp_avgs, at::TensorList exp_avg_sqs, at::IntArrayRef steps,
+                                double lr, double beta1, double beta2, double eps, double weight_decay,
+                                double scale, bool decoupled, bool maximize, std::int64_t hold_steps,
+                                bool torch_sqrt, bool with_delta);
 
 }  // namespace bmtrain::ops

@@ -51,4 +51,4 @@ def _on_host(tensor: Tensor, empty: bool = False) -> Tensor:
         return tensor
     if empty:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
-    return tensor.detach().to("cpu", memory_format=torch.contiguous_format)
+    return tensor.detach().to("cpu").contiguous()

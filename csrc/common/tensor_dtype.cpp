@@ -15,7 +15,8 @@ DType dtype_of(at::ScalarType dtype, const char* what) {
     case at::ScalarType::Double:
       return DType::kFloat64;
     default:
-      throw TypeError(detail::join(what, ": expected float32, float16, bfloat16 or float64, got ", c10::toString(dtype)));
+      throw TypeError(
+          detail::join(what, ": expected float32, float16, bfloat16 or float64, got ", c10::toString(dtype)));
   }
 }
 

@@ -1,7 +1,8 @@
 // One Adam step over a contiguous range, in one pass. See [Note: Adam in torch's operation order].
 
 struct AdamVectors {
-  F32x16 grad_factor, lerp_weight, beta2, one_minus_beta2, bias_correction2_sqrt, eps, negative_step_size, decay;
+  F32x16 grad_factor, lerp_weight, beta2, one_minus_beta2, bias_correction2_sqrt, eps, negative_step_size,
+      decay;
 };
 
 static inline AdamVectors vectors_of(const AdamFactors& f) {

@@ -23,7 +23,8 @@ static void cast_from(void* dst, DType dst_dtype, const void* src, std::int64_t 
   }
 }
 
-static void cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int64_t offset, std::int64_t n) {
+static void cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int64_t offset,
+                 std::int64_t n) {
   switch (src_dtype) {
     case DType::kFloat32:
       return cast_from<float>(dst, dst_dtype, src, offset, offset + n);

@@ -36,11 +36,12 @@ std::uint64_t saved_register_states() {
 }
 
 IsaLevel detect() {
-  constexpr std::uint64_t kYmm = 0x6;     // SSE and upper YMM halves
-  constexpr std::uint64_t kZmm = 0xe6;    // and mask registers, ZMM
-  constexpr unsigned kFmaF16c = (1u << 12) | (1u << 29) | (1u << 28);             // leaf 1 ecx: FMA, F16C, AVX
-  constexpr unsigned kAvx2Bmi2 = (1u << 5) | (1u << 8);                           // leaf 7 ebx
-  constexpr unsigned kAvx512 = (1u << 16) | (1u << 17) | (1u << 30) | (1u << 31);  // leaf 7 ebx: F, DQ, BW, VL
+  constexpr std::uint64_t kYmm = 0x6;                                  // SSE and upper YMM halves
+  constexpr std::uint64_t kZmm = 0xe6;                                 // and mask registers, ZMM
+  constexpr unsigned kFmaF16c = (1u << 12) | (1u << 29) | (1u << 28);  // leaf 1 ecx: FMA, F16C, AVX
+  constexpr unsigned kAvx2Bmi2 = (1u << 5) | (1u << 8);                // leaf 7 ebx
+  constexpr unsigned kAvx512 =
+      (1u << 16) | (1u << 17) | (1u << 30) | (1u << 31);  // leaf 7 ebx: F, DQ, BW, VL
   const std::uint64_t saved = saved_register_states();
   const unsigned leaf1 = cpu_id(1).ecx;
   const unsigned leaf7 = cpu_id(7).ebx;

@@ -7,8 +7,8 @@
 //   - every level works on groups of 16 elements in the same order, a last partial group included, and adds
 //     up in 16 separate lanes whatever its registers hold;
 //   - a fused multiply-add is one where the body says so (`fma`) and nowhere else: -ffp-contract=off;
-//   - all other operations are IEEE 754's, and conversions to 16 bits round to nearest even, with denormals
-//     and with one rule for NaN.
+//   - all other operations are IEEE 754's, and conversions to 16 bits round to nearest even, with denormals.
+// The payload of a NaN is all that may differ.
 // avx2.cpp and avx512.cpp raise the compiler's target only after all headers, and instantiate nothing of the
 // standard library afterwards: an inline function compiled there could be chosen by the linker for everybody,
 // and crash on an older processor.
@@ -44,8 +44,9 @@ void force_isa_level(const std::string& name);
 /// The kernels of one level. Each works serially on elements [offset, offset + n) of memory of any alignment.
 struct KernelTable {
   void (*ordered_sum)(void* dst, const void* const* srcs, int num_srcs, std::int64_t offset, std::int64_t n,
-                      DType dtype, bool accumulate, float factor);
-  void (*cast)(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int64_t offset, std::int64_t n);
+                      DType dtype, bool accumulate, double factor);
+  void (*cast)(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int64_t offset,
+               std::int64_t n);
   double (*squared_sum)(const void* x, DType dtype, std::int64_t offset, std::int64_t n);
   // The bits of the largest |x[i]| as fp32; those of a NaN are above those of infinity.
   std::uint32_t (*max_magnitude)(const void* x, DType dtype, std::int64_t offset, std::int64_t n);

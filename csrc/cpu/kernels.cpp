@@ -43,8 +43,8 @@ double chunked_sum(std::int64_t n, const Part& part) {
 
 }  // namespace
 
-void ordered_sum(void* dst, const void* const* srcs, int num_srcs, std::int64_t n, DType dtype, bool accumulate,
-                 float factor) {
+void ordered_sum(void* dst, const void* const* srcs, int num_srcs, std::int64_t n, DType dtype,
+                 bool accumulate, double factor) {
   const KernelTable& table = kernel_table();
   for_each_chunk(n, [&](std::int64_t, std::int64_t offset, std::int64_t count) {
     table.ordered_sum(dst, srcs, num_srcs, offset, count, dtype, accumulate, factor);
@@ -98,7 +98,8 @@ bool has_inf_nan(const void* x, std::int64_t n, DType dtype) {
   std::atomic<bool> found{false};
   for_each_chunk(n, [&](std::int64_t, std::int64_t offset, std::int64_t count) {
     if (found.load(std::memory_order_relaxed)) return;
-    if (table.max_magnitude(x, dtype, offset, count) >= kInfinity) found.store(true, std::memory_order_relaxed);
+    if (table.max_magnitude(x, dtype, offset, count) >= kInfinity)
+      found.store(true, std::memory_order_relaxed);
   });
   return found.load();
 }
@@ -107,7 +108,8 @@ void adam(const AdamSlice* slices, std::int64_t num_slices, DeltaSums* sums) {
   const KernelTable& table = kernel_table();
   // first_chunk[s] is the number of chunks in all slices before s.
   std::vector<std::int64_t> first_chunk(static_cast<std::size_t>(num_slices) + 1, 0);
-  for (std::int64_t s = 0; s < num_slices; ++s) first_chunk[s + 1] = first_chunk[s] + num_chunks_of(slices[s].n);
+  for (std::int64_t s = 0; s < num_slices; ++s)
+    first_chunk[s + 1] = first_chunk[s] + num_chunks_of(slices[s].n);
   const std::int64_t num_chunks = first_chunk.back();
   std::vector<DeltaSums> parts(sums != nullptr ? static_cast<std::size_t>(num_chunks) : 0);
   parallel_for(num_chunks, [&](std::int64_t index) {

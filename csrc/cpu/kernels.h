@@ -12,10 +12,10 @@
 namespace bmtrain::cpu {
 
 /// dst[i] = factor * (srcs[0][i] + srcs[1][i] + ...), summed in the order of `srcs`, plus the old dst[i] if
-/// `accumulate`. 16-bit values are summed in fp32 and rounded once, to nearest even. `dst` may be one of the
-/// sources. With no source the sum is 0.
-void ordered_sum(void* dst, const void* const* srcs, int num_srcs, std::int64_t n, DType dtype, bool accumulate,
-                 float factor);
+/// `accumulate`. 16-bit values are summed in fp32 (where `factor` is rounded to fp32 too) and rounded once,
+/// to nearest even. `dst` may be one of the sources. With no source the sum is 0.
+void ordered_sum(void* dst, const void* const* srcs, int num_srcs, std::int64_t n, DType dtype,
+                 bool accumulate, double factor);
 
 /// dst[i] = src[i], rounded to nearest even. fp32, fp16 and bf16 only. The buffers may not overlap, unless
 /// they are the same and of one dtype.
@@ -56,10 +56,10 @@ using SqrtFunction = void (*)(std::int64_t n, const float* x, float* out);
 /// We do the same in one pass, so that an fp32 step has torch's bits. The square root is IEEE's except in
 /// torch builds with MKL, whose own is not always correctly rounded; `sqrt` stands for it.
 struct AdamFactors {
-  float grad_factor = 1;      // g = grad * grad_factor, or
-  bool grad_divide = false;   // g = grad / grad_factor, where a reciprocal would not be exact
+  float grad_factor = 1;     // g = grad * grad_factor, or
+  bool grad_divide = false;  // g = grad / grad_factor, where a reciprocal would not be exact
   bool lerp_from_grad = false;
-  float lerp_weight = 0;      // 1 - beta1, less 1 if lerp_from_grad
+  float lerp_weight = 0;  // 1 - beta1, less 1 if lerp_from_grad
   float beta2 = 0;
   float one_minus_beta2 = 0;
   float bias_correction2_sqrt = 1;

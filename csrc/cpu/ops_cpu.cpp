@@ -22,7 +22,8 @@ void check_memory(const at::Tensor& tensor, const char* what) {
 
 DType narrow_dtype_of(const at::Tensor& tensor, const char* what) {
   const DType dtype = dtype_of(tensor.scalar_type(), what);
-  BMT_CHECK(TypeError, dtype != DType::kFloat64, what, ": expected float32, float16 or bfloat16, got float64");
+  BMT_CHECK(TypeError, dtype != DType::kFloat64, what,
+            ": expected float32, float16 or bfloat16, got float64");
   return dtype;
 }
 
@@ -72,14 +73,15 @@ void ordered_sum(at::Tensor out, at::TensorList sources, bool accumulate, double
     pointers.push_back(source.const_data_ptr());
   }
   const DType dtype = dtype_of(out.scalar_type(), "ordered_sum_: out");
-  cpu::ordered_sum(out.mutable_data_ptr(), pointers.data(), static_cast<int>(pointers.size()), out.numel(), dtype,
-                   accumulate, static_cast<float>(factor));
+  cpu::ordered_sum(out.mutable_data_ptr(), pointers.data(), static_cast<int>(pointers.size()), out.numel(),
+                   dtype, accumulate, factor);
 }
 
 at::Tensor squared_sum(at::TensorList tensors) { return sum_over(tensors, "squared_sum", cpu::squared_sum); }
 
 at::Tensor abs_power_sum(at::TensorList tensors, double p) {
-  BMT_CHECK(ValueError, p > 0 && std::isfinite(p), "abs_power_sum: p: expected a finite number above 0, got ", p);
+  BMT_CHECK(ValueError, p > 0 && std::isfinite(p), "abs_power_sum: p: expected a finite number above 0, got ",
+            p);
   return sum_over(tensors, "abs_power_sum", [p](const void* x, std::int64_t n, DType dtype) {
     return cpu::abs_power_sum(x, n, dtype, p);
   });
@@ -107,10 +109,10 @@ at::Tensor has_inf_nan(at::TensorList tensors) {
 }
 
 std::tuple<double, double> adam(at::TensorList weights, at::TensorList rounded, at::TensorList grads,
-                                at::TensorList exp_avgs, at::TensorList exp_avg_sqs, at::IntArrayRef steps, double lr,
-                                double beta1, double beta2, double eps, double weight_decay, double scale,
-                                bool decoupled, bool maximize, std::int64_t hold_steps, bool torch_sqrt,
-                                bool with_delta) {
+                                at::TensorList exp_avgs, at::TensorList exp_avg_sqs, at::IntArrayRef steps,
+                                double lr, double beta1, double beta2, double eps, double weight_decay,
+                                double scale, bool decoupled, bool maximize, std::int64_t hold_steps,
+                                bool torch_sqrt, bool with_delta) {
   const AdamTensors tensors{weights, rounded, grads, exp_avgs, exp_avg_sqs, steps};
   const AdamOptions options{lr,    beta1,     beta2,    eps,        weight_decay,
                             scale, decoupled, maximize, hold_steps, torch_sqrt};

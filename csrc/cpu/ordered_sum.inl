@@ -22,17 +22,19 @@ static void ordered_sum_of(void* dst_memory, const void* const* srcs, int num_sr
 }
 
 static void ordered_sum(void* dst, const void* const* srcs, int num_srcs, std::int64_t offset, std::int64_t n,
-                        DType dtype, bool accumulate, float factor) {
+                        DType dtype, bool accumulate, double factor) {
   const std::int64_t end = offset + n;
   switch (dtype) {
     case DType::kFloat32:
-      return ordered_sum_of<F32x16, float>(dst, srcs, num_srcs, offset, end, accumulate, factor);
+      return ordered_sum_of<F32x16, float>(dst, srcs, num_srcs, offset, end, accumulate,
+                                           static_cast<float>(factor));
     case DType::kFloat16:
-      return ordered_sum_of<F32x16, Half>(dst, srcs, num_srcs, offset, end, accumulate, factor);
+      return ordered_sum_of<F32x16, Half>(dst, srcs, num_srcs, offset, end, accumulate,
+                                          static_cast<float>(factor));
     case DType::kBFloat16:
-      return ordered_sum_of<F32x16, Bf16>(dst, srcs, num_srcs, offset, end, accumulate, factor);
+      return ordered_sum_of<F32x16, Bf16>(dst, srcs, num_srcs, offset, end, accumulate,
+                                          static_cast<float>(factor));
     case DType::kFloat64:
-      return ordered_sum_of<F64x16, double>(dst, srcs, num_srcs, offset, end, accumulate,
-                                            static_cast<double>(factor));
+      return ordered_sum_of<F64x16, double>(dst, srcs, num_srcs, offset, end, accumulate, factor);
   }
 }

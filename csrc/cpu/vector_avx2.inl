@@ -93,7 +93,8 @@ static inline F64x16 mul(F64x16 a, F64x16 b) {
 
 static inline F64x16 widen(F32x16 x) {
   return {{_mm256_cvtps_pd(_mm256_castps256_ps128(x.low)), _mm256_cvtps_pd(_mm256_extractf128_ps(x.low, 1)),
-           _mm256_cvtps_pd(_mm256_castps256_ps128(x.high)), _mm256_cvtps_pd(_mm256_extractf128_ps(x.high, 1))}};
+           _mm256_cvtps_pd(_mm256_castps256_ps128(x.high)),
+           _mm256_cvtps_pd(_mm256_extractf128_ps(x.high, 1))}};
 }
 static inline F64x16 add_lanes(F64x16 total, F32x16 x) { return add(total, widen(x)); }
 static inline F64x16 add_squares(F64x16 total, F32x16 x) {
@@ -104,7 +105,8 @@ static inline F64x16 add_squares(F64x16 total, F32x16 x) {
   return total;
 }
 static inline double sum_of_lanes(F64x16 x) {
-  const __m256d four = _mm256_add_pd(_mm256_add_pd(x.quarter[0], x.quarter[2]), _mm256_add_pd(x.quarter[1], x.quarter[3]));
+  const __m256d four =
+      _mm256_add_pd(_mm256_add_pd(x.quarter[0], x.quarter[2]), _mm256_add_pd(x.quarter[1], x.quarter[3]));
   const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
   return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
 }

@@ -52,8 +52,12 @@ static inline void store(double* p, F64x16 x) {
   _mm512_storeu_pd(p + 8, x.high);
 }
 static inline F64x16 broadcast(double x) { return {_mm512_set1_pd(x), _mm512_set1_pd(x)}; }
-static inline F64x16 add(F64x16 a, F64x16 b) { return {_mm512_add_pd(a.low, b.low), _mm512_add_pd(a.high, b.high)}; }
-static inline F64x16 mul(F64x16 a, F64x16 b) { return {_mm512_mul_pd(a.low, b.low), _mm512_mul_pd(a.high, b.high)}; }
+static inline F64x16 add(F64x16 a, F64x16 b) {
+  return {_mm512_add_pd(a.low, b.low), _mm512_add_pd(a.high, b.high)};
+}
+static inline F64x16 mul(F64x16 a, F64x16 b) {
+  return {_mm512_mul_pd(a.low, b.low), _mm512_mul_pd(a.high, b.high)};
+}
 
 static inline F64x16 widen(F32x16 x) {
   return {_mm512_cvtps_pd(_mm512_castps512_ps256(x.all)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(x.all, 1))};

@@ -1,4 +1,5 @@
-// Vectors of 16 lanes in plain C++. See [Note: One body, three levels] for what must agree between the levels.
+// Vectors of 16 lanes in plain C++. See [Note: One body, three levels] for what must agree between the
+// levels.
 
 struct F32x16 {
   float lane[16];
@@ -80,8 +81,8 @@ static inline void store(T* p, F32x16 x) {
   }
 }
 
-#define BMT_LANEWISE(expression)                     \
-  F32x16 out;                                        \
+#define BMT_LANEWISE(expression)                           \
+  F32x16 out;                                              \
   for (int i = 0; i < 16; ++i) out.lane[i] = (expression); \
   return out
 
@@ -124,7 +125,8 @@ static inline F64x16 add_lanes(F64x16 total, F32x16 x) {
   return total;
 }
 static inline F64x16 add_squares(F64x16 total, F32x16 x) {
-  for (int i = 0; i < 16; ++i) total.lane[i] += static_cast<double>(x.lane[i]) * static_cast<double>(x.lane[i]);
+  for (int i = 0; i < 16; ++i)
+    total.lane[i] += static_cast<double>(x.lane[i]) * static_cast<double>(x.lane[i]);
   return total;
 }
 static inline double sum_of_lanes(F64x16 x) {

@@ -22,8 +22,10 @@ void check_tensor(const at::Tensor& tensor, const char* list, std::size_t index,
             " elements like weights, got ", tensor.numel());
 }
 
-void check_dtype(const at::Tensor& tensor, const char* list, std::size_t index, bool allowed, const char* expected) {
-  BMT_CHECK(TypeError, allowed, "adam: ", list, "[", index, "]: expected ", expected, ", got ", tensor.scalar_type());
+void check_dtype(const at::Tensor& tensor, const char* list, std::size_t index, bool allowed,
+                 const char* expected) {
+  BMT_CHECK(TypeError, allowed, "adam: ", list, "[", index, "]: expected ", expected, ", got ",
+            tensor.scalar_type());
 }
 
 bool is_16_bit(const at::Tensor& tensor) {
@@ -53,7 +55,8 @@ AdamSlice slice_of(const AdamTensors& tensors, std::size_t i) {
   check_dtype(grad, "grads", i, is_float32(grad) || is_16_bit(grad), "float32, float16 or bfloat16");
   check_dtype(tensors.exp_avgs[i], "exp_avgs", i, is_float32(tensors.exp_avgs[i]), "float32");
   check_dtype(tensors.exp_avg_sqs[i], "exp_avg_sqs", i, is_float32(tensors.exp_avg_sqs[i]), "float32");
-  BMT_CHECK(ValueError, tensors.steps[i] >= 1, "adam: steps[", i, "]: expected 1 or more, got ", tensors.steps[i]);
+  BMT_CHECK(ValueError, tensors.steps[i] >= 1, "adam: steps[", i, "]: expected 1 or more, got ",
+            tensors.steps[i]);
   AdamSlice slice;
   slice.weight = weight.mutable_data_ptr<float>();
   slice.grad = grad.const_data_ptr();
@@ -88,7 +91,8 @@ bool continues(const AdamSlice& slice, const AdamSlice& next) {
 }  // namespace
 
 AdamFactors adam_factors(const AdamOptions& options, std::int64_t step) {
-  // In fp64 and in the order of torch.optim.Adam; each number is rounded to fp32 once, when it meets a tensor.
+  // In fp64 and in the order of torch.optim.Adam; each number is rounded to fp32 once, when it meets a
+  // tensor.
   const auto t = static_cast<double>(step);
   const double lr = step <= options.hold_steps ? 0.0 : options.lr;
   const double bias_correction1 = 1 - std::pow(options.beta1, t);
@@ -109,7 +113,8 @@ AdamFactors adam_factors(const AdamOptions& options, std::int64_t step) {
   factors.negative_step_size = static_cast<float>(-(lr / bias_correction1));
   if (options.weight_decay != 0) {
     factors.decay_kind = options.decoupled ? cpu::WeightDecay::kDecoupled : cpu::WeightDecay::kL2;
-    factors.decay = static_cast<float>(options.decoupled ? 1 - lr * options.weight_decay : options.weight_decay);
+    factors.decay =
+        static_cast<float>(options.decoupled ? 1 - lr * options.weight_decay : options.weight_decay);
   }
   factors.sqrt = options.torch_sqrt ? cpu::torch_sqrt() : nullptr;
   factors.bias_correction1 = static_cast<float>(bias_correction1);

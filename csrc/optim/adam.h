@@ -16,8 +16,8 @@ struct AdamOptions {
   double beta2 = 0.999;
   double eps = 1e-8;
   double weight_decay = 0;
-  double scale = 1;           // gradients are divided by it
-  bool decoupled = false;     // weight decay of AdamW, else L2
+  double scale = 1;        // gradients are divided by it
+  bool decoupled = false;  // weight decay of AdamW, else L2
   bool maximize = false;
   std::int64_t hold_steps = 0;  // updates of a parameter that move its moments only
   bool torch_sqrt = false;      // torch.sqrt's bits, see [Note: torch's square root]

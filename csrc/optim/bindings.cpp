@@ -8,7 +8,8 @@ namespace bmtrain {
 void bind_optim(py::module_& module) {
   module.def(
       "cpu_isa", [] { return std::string(cpu::name_of(cpu::isa_level())); },
-      "The instruction set level of the CPU kernels: base, avx2 or avx512. ValueError for a BMTRAIN_CPU_ISA that "
+      "The instruction set level of the CPU kernels: base, avx2 or avx512. ValueError for a BMTRAIN_CPU_ISA "
+      "that "
       "this machine cannot run.");
   module.def(
       "highest_cpu_isa", [] { return std::string(cpu::name_of(cpu::highest_isa_level())); },
