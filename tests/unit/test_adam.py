@@ -1,0 +1,435 @@
+"""AdamOptimizer and AdamOffloadOptimizer against torch.optim.Adam(W), and what they promise beyond it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from kernel_levels import same_bits
+from torch import nn
+
+from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer
+from bmtrain.optim._adam_base import Update
+
+BOTH = (AdamOptimizer, AdamOffloadOptimizer)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = ((), (1,), (7,), (3, 5), (64, 33), (2, 3, 4), (40_001,))
+
+
+def parameters(dtype: torch.dtype = torch.float32, shapes: Any = SHAPES, seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def draw_gradients(params: list[nn.Parameter], generator: torch.Generator) -> None:
+    for p in params:
+        size = 10 ** (4 * torch.rand(p.shape, generator=generator) - 3)
+        p.grad = (torch.randn(p.shape, generator=generator) * size).to(p.dtype)
+
+
+def ulps_of_largest(a: torch.Tensor, b: torch.Tensor) -> float:
+    largest = b.abs().max()
+    ulp = largest.nextafter(torch.tensor(math.inf)) - largest
+    return float((a - b).abs().max() / ulp)
+
+
+HYPER: tuple[dict[str, Any], ...] = (
+    {"lr": 1},
+    {"lr": 1e-3, "weight_decay": 0.01},
+    {"lr": 0.1, "betas": (0.2, 0.5), "eps": 1e-3},
+    {"lr": 0.1, "betas": (0.0, 0.0), "weight_decay": 2.0},
+)
+
+
+@pytest.mark.parametrize("maximize", (False, True))
+@pytest.mark.parametrize("hyper", HYPER, ids=str)
+@pytest.mark.parametrize("scale", (4, 3.7))
+def test_fp32_is_torch_adam_bit_for_bit(scale: float, hyper: dict[str, Any], maximize: bool) -> None:
+    """BC-47. Offload, with the correctly rounded square root, within 4 ulp of max |w|."""
+    ours, offload, theirs = parameters(), parameters(), parameters()
+    a = AdamOptimizer([{"params": ours, "maximize": maximize}], **hyper)
+    b = AdamOffloadOptimizer([{"params": offload, "maximize": maximize}], **hyper)
+    c = torch.optim.Adam(theirs, maximize=maximize, **hyper)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(100 if scale == 4 and not maximize else 10):
+        draw_gradients(ours, generator)
+        for p, q, r in zip(ours, offload, theirs, strict=True):
+            assert p.grad is not None
+            q.grad, r.grad = p.grad.clone(), p.grad / scale
+        a.step(scale=scale)
+        b.step(scale=scale)
+        c.step()
+        for p, q, r in zip(ours, offload, theirs, strict=True):
+            assert same_bits(p.data, r.data)
+            assert ulps_of_largest(q.data, r.data) <= 4
+    for p, r in zip(ours, theirs, strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert same_bits(a.state[p][name], c.state[r][name])
+
+
+@pytest.mark.parametrize("threads", (1, 2, 3))
+def test_threads_change_no_bit(threads: int) -> None:
+    before = torch.get_num_threads()
+    ours, theirs = parameters(shapes=((150_001,),)), parameters(shapes=((150_001,),))
+    a, c = AdamOptimizer(ours, lr=0.1), torch.optim.Adam(theirs, lr=0.1)
+    generator = torch.Generator().manual_seed(2)
+    try:
+        torch.set_num_threads(threads)
+        for _ in range(5):
+            draw_gradients(ours, generator)
+            theirs[0].grad = ours[0].grad
+            a.step()
+            c.step()
+    finally:
+        torch.set_num_threads(before)
+    assert same_bits(ours[0].data, theirs[0].data)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_16_bit_is_adamw_on_a_master(dtype: torch.dtype) -> None:
+    """BC-47, BC-48: the classes agree, the master follows torch.optim.AdamW, the parameter is its rounding."""
+    ours, offload = parameters(dtype), parameters(dtype)
+    theirs = [nn.Parameter(p.detach().float()) for p in ours]
+    hyper = {"lr": 0.01, "weight_decay": 0.1}
+    a, b, c = (
+        AdamOptimizer(ours, **hyper),
+        AdamOffloadOptimizer(offload, **hyper),
+        torch.optim.AdamW(theirs, **hyper),
+    )
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(30):
+        draw_gradients(ours, generator)
+        for p, q, r in zip(ours, offload, theirs, strict=True):
+            assert p.grad is not None
+            q.grad, r.grad = p.grad.clone(), p.grad.float() / 8
+        a.step(scale=8)
+        b.step(scale=8)
+        c.step()
+        for p, q, r in zip(ours, offload, theirs, strict=True):
+            master = a.state[p]["_param_fp32"]
+            assert ulps_of_largest(master, r.data) <= 4
+            assert same_bits(p.data, master.to(dtype))
+            assert same_bits(q.data, p.data)
+
+
+@pytest.mark.parametrize("weight_decay", (0.0, 0.01))
+@pytest.mark.parametrize("cls", BOTH)
+def test_a_thousand_steps_of_a_toy_problem(cls: Any, weight_decay: float) -> None:
+    def train(optimizer_class: Any, dtype: torch.dtype, steps: int) -> torch.Tensor:
+        p = nn.Parameter(torch.linspace(-2, 2, 101).to(dtype))
+        optimizer = optimizer_class([p], lr=1e-2, weight_decay=weight_decay)
+        for i in range(steps):
+            optimizer.zero_grad()
+            # The gradient does not depend on p: rounding must not be amplified by the problem.
+            (p * torch.sin(torch.arange(101.0) * (i + 1)).to(dtype)).sum().backward()
+            optimizer.step()
+        return optimizer.state[p].get("_param_fp32", p).detach()
+
+    assert ulps_of_largest(train(cls, torch.float32, 1000), train(torch.optim.Adam, torch.float32, 1000)) <= 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cls", BOTH)
+def test_lr_is_zero_for_exactly_the_held_steps_of_each_parameter(cls: Any, dtype: torch.dtype) -> None:
+    first, late = parameters(dtype, ((5,), (5,)))
+    optimizer = cls([first, late], lr=0.1, weight_decay=0.1, hold_steps=2)
+    values = [first.detach().clone(), late.detach().clone()]
+    moved = []
+    for i in range(4):
+        first.grad = torch.ones_like(first)
+        late.grad = torch.ones_like(late) if i >= 1 else None
+        optimizer.step()
+        moved.append([not torch.equal(p.data, v) for p, v in zip((first, late), values, strict=True)])
+        assert optimizer.state[first]["exp_avg"].abs().min() > 0
+    assert moved == [[False, False], [False, False], [True, False], [True, True]]
+    assert (optimizer.state[first]["step"], optimizer.state[late]["step"]) == (4, 3)
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_groups_have_their_own_options(cls: Any) -> None:
+    """BC-49."""
+    params = parameters(shapes=((6,),) * 3)
+    twins = parameters(shapes=((6,),) * 3)
+    groups = [{"lr": 0.5}, {"weight_decay": 0.3}, {"betas": (0.5, 0.6), "eps": 0.1, "maximize": True}]
+    a = cls([{"params": [p], **g} for p, g in zip(params, groups, strict=True)], lr=0.1)
+    c = torch.optim.Adam([{"params": [p], **g} for p, g in zip(twins, groups, strict=True)], lr=0.1)
+    generator = torch.Generator().manual_seed(3)
+    for i in range(5):
+        draw_gradients(params, generator)
+        for p, q in zip(params, twins, strict=True):
+            q.grad = p.grad
+        for optimizer in (a, c):
+            optimizer.param_groups[0]["lr"] = 0.5 / (i + 1)
+            optimizer.step()
+    for p, q in zip(params, twins, strict=True):
+        assert ulps_of_largest(p.data, q.data) <= (0 if cls is AdamOptimizer else 4)
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_parameters_may_come_in_any_form(cls: Any) -> None:
+    """BC-50."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2, bias=False))
+    forms = (
+        model.parameters(),
+        list(model.parameters()),
+        (p for p in model.parameters()),
+        [{"params": model[0].parameters(), "lr": 0.5}, {"params": list(model[1].parameters())}],
+        model.named_parameters(),
+    )
+    for form in forms:
+        optimizer = cls(form, lr=0.1)
+        assert sum(len(g["params"]) for g in optimizer.param_groups) == 3
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        assert len(optimizer.state) == 3
+
+
+@pytest.mark.parametrize("cls", BOTH)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("lr", -1), ("lr", math.nan), ("eps", -1e-8), ("weight_decay", -1), ("betas", (1.0, 0.9)), ("betas", (0.9, -0.1)),
+     ("hold_steps", -1), ("scale", 0), ("scale", math.inf)],
+)  # fmt: skip
+def test_bad_options_are_named(cls: Any, name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected .*, got "):
+        cls(parameters(), **{name: value})
+    if name not in ("hold_steps", "scale"):
+        with pytest.raises(ValueError, match=f"{name}: expected .*, got "):
+            cls([{"params": parameters(), name: value}])
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_what_is_skipped_and_what_is_refused(cls: Any) -> None:
+    good, without, frozen, empty = parameters(shapes=((4,), (4,), (4,), (0,)))
+    good.grad, frozen.grad, empty.grad = torch.ones(4), torch.ones(4), torch.ones(0)
+    frozen.requires_grad_(False)
+    optimizer = cls([good, without, frozen, empty])
+    optimizer.step()
+    assert list(optimizer.state) == [good]
+
+    double = nn.Parameter(torch.ones(2).double())
+    sparse = nn.Parameter(torch.ones(3, 2))
+    for bad, message in ((double, "expected float32, float16 or bfloat16 parameters, got torch.float64"),
+                         (sparse, "expected dense gradients, got one of layout torch.sparse_coo")):  # fmt: skip
+        optimizer = cls([good, bad])
+        optimizer.step()  # without a gradient it does not matter
+        value = good.detach().clone()
+        bad.grad = torch.ones_like(bad) if bad is double else torch.ones(3, 2).to_sparse()
+        with pytest.raises(RuntimeError, match=message):
+            optimizer.step()
+        assert torch.equal(good.data, value)
+        assert optimizer.state[good]["step"] == 1
+    with pytest.raises(ValueError, match="scale: expected a finite number above 0, got 0"):
+        cls([good]).step(scale=0)
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_closure_and_zero_grad(cls: Any) -> None:
+    (p,) = parameters(shapes=((4,),))
+    optimizer = cls([p])
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (p * p).sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        assert optimizer.step(closure).item() > 0
+    assert optimizer.step() is None
+    grad = p.grad
+    optimizer.zero_grad()
+    assert p.grad is grad
+    assert not p.grad.any()
+    optimizer.zero_grad(set_to_none=True)
+    assert p.grad is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cls", BOTH)
+def test_state_is_what_the_contract_says(cls: Any, dtype: torch.dtype) -> None:
+    (p,) = parameters(dtype, ((3, 5),))
+    p.grad = torch.ones_like(p)
+    optimizer = cls([p])
+    assert cls._bmtrain_optimizer
+    assert not optimizer.state
+    optimizer.step()
+    master = ["_param_fp32"] if dtype != torch.float32 or cls is AdamOffloadOptimizer else []
+    assert sorted(optimizer.state[p]) == sorted(["step", "exp_avg", "exp_avg_sq", *master])
+    assert type(optimizer.state[p]["step"]) is int
+    for name in ("exp_avg", "exp_avg_sq", *master):
+        assert optimizer.state[p][name].dtype == torch.float32
+        assert optimizer.state[p][name].shape == p.shape
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cls", BOTH)
+def test_parameters_and_gradients_of_any_layout(cls: Any, dtype: torch.dtype) -> None:
+    base = parameters(dtype, ((6, 4),))[0].detach()
+    plain, turned = nn.Parameter(base.clone()), nn.Parameter(base.clone().t().contiguous().t())
+    a, b = cls([plain], lr=0.1), cls([turned], lr=0.1)
+    for i in range(3):
+        grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(i)).to(dtype)
+        plain.grad, turned.grad = grad.t().contiguous().t(), grad
+        a.step()
+        b.step()
+    assert torch.equal(plain.data, turned.data)
+    assert not turned.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cls", BOTH)
+def test_a_value_written_from_outside_wins(cls: Any, dtype: torch.dtype) -> None:
+    """D-19: what a load writes is authoritative, element by element."""
+    (p,) = parameters(dtype, ((8,),))
+    optimizer = cls([p], lr=1e-4)
+    for _ in range(3):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    master = optimizer.state[p].get("_param_fp32", p).detach().clone()
+    with torch.no_grad():
+        loaded = p.clone()
+        loaded[2] = 5
+        p.copy_(loaded)
+    p.grad = torch.zeros_like(p)
+    optimizer.param_groups[0]["lr"] = 0
+    optimizer.step()
+    master[2] = 5
+    assert torch.equal(optimizer.state[p].get("_param_fp32", p).detach(), master)
+    assert torch.equal(p.data, loaded)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cls", BOTH)
+def test_step_counts_as_an_in_place_change(cls: Any, dtype: torch.dtype) -> None:
+    (p,) = parameters(dtype, ((4,),))
+    loss = (p * p).sum()
+    p.grad = torch.ones_like(p)
+    cls([p]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cls", BOTH)
+def test_copies_and_pickles_continue_alike(cls: Any, dtype: torch.dtype) -> None:
+    params = parameters(dtype)
+    optimizer = cls(params, lr=0.1, hold_steps=1, scale=8)
+    generator = torch.Generator().manual_seed(1)
+    draw_gradients(params, generator)
+    optimizer.step()
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert (other.scale, other.steps_since_last_scale) == (8, 1)
+        twins = other.param_groups[0]["params"]
+        first = copy.deepcopy(params)
+        mirror = cls(first, lr=0.1, hold_steps=1, scale=8)
+        mirror.load_state_dict(optimizer.state_dict())
+        draw_gradients(twins, generator)
+        for p, q in zip(first, twins, strict=True):
+            p.grad = None if q.grad is None else q.grad.clone()
+        mirror.step()
+        other.step()
+        assert all(same_bits(p.data, q.data) for p, q in zip(first, twins, strict=True))
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_owned_loss_scale(cls: Any) -> None:
+    (p,) = parameters(shapes=((4,),))
+    optimizer = cls([p], scale=2.0**20)
+    assert (optimizer.scale, optimizer.steps_since_last_scale) == (2**20, 0)
+    assert cls([p]).scale == 1
+    loss = torch.tensor(0.5)
+    assert optimizer.loss_scale(loss).item() == 2.0**19
+    p.grad = torch.full((4,), 2.0**20)
+    optimizer.step()
+    assert optimizer.steps_since_last_scale == 1
+    assert torch.allclose(optimizer.state[p]["exp_avg"], torch.full((4,), 0.1))
+    value, state = p.detach().clone(), copy.deepcopy(optimizer.state[p])
+    p.grad[1] = math.inf
+    with pytest.raises(OverflowError, match="Gradient overflow"):
+        optimizer.step()
+    assert torch.equal(p.data, value)
+    assert optimizer.state[p]["step"] == state["step"]
+    assert torch.equal(optimizer.state[p]["exp_avg"], state["exp_avg"])
+    assert optimizer.steps_since_last_scale == 1
+    optimizer.justify_scale(16)
+    assert (optimizer.scale, optimizer.steps_since_last_scale) == (16, 0)
+    optimizer.step(scale=4)  # the caller's scale: neither checked nor counted
+    assert optimizer.steps_since_last_scale == 0
+    with pytest.raises(ValueError, match="scale: expected a finite number above 0, got -1"):
+        optimizer.justify_scale(-1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_recorded_deltas(dtype: torch.dtype) -> None:
+    params = parameters(dtype)
+    optimizer = AdamOffloadOptimizer(params, lr=0.1, weight_decay=0.5, record_delta=True)
+    assert (optimizer.get_avg_delta(), optimizer.get_var_delta()) == (0, 0)
+    before = [p.detach().double() for p in params]
+    draw_gradients(params, torch.Generator().manual_seed(1))
+    optimizer.step()
+    deltas = []
+    for p, w in zip(params, before, strict=True):
+        state = optimizer.state[p]
+        u = (state["exp_avg"].double() / (1 - 0.9)) / (
+            (state["exp_avg_sq"].double() / (1 - 0.999)).sqrt() + 1e-8
+        )
+        deltas.append((u + 0.5 * w).reshape(-1))
+    every = torch.cat(deltas)
+    assert optimizer.get_avg_delta() == pytest.approx(every.mean().item(), rel=1e-4, abs=1e-6)
+    assert optimizer.get_var_delta() == pytest.approx(every.var(correction=0).item(), rel=1e-4)
+    optimizer.zero_grad(set_to_none=True)
+    optimizer.step()
+    assert (optimizer.get_avg_delta(), optimizer.get_var_delta()) == (0, 0)
+    for name in ("get_avg_delta", "get_var_delta"):
+        with pytest.raises(NotImplementedError, match="record_delta=True"):
+            getattr(AdamOptimizer(params), name)()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_path_of_other_devices_gives_the_same(dtype: torch.dtype) -> None:
+    """Where we have no kernel, torch's own Adam does the work: tried here on CPU tensors."""
+    fused, by_torch = parameters(dtype), parameters(dtype)
+    hyper = {"lr": 0.1, "weight_decay": 0.1, "hold_steps": 1}
+    a, b = AdamOptimizer(fused, **hyper), AdamOptimizer(by_torch, **hyper)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        draw_gradients(fused, generator)
+        for p, q in zip(fused, by_torch, strict=True):
+            assert p.grad is not None
+            q.grad = p.grad.clone()
+        a.step(scale=3)
+        with torch.no_grad():
+            b._create_state([q for q in by_torch if q not in b.state])
+            updates = [Update(q, q.grad, b._prepare(q)) for q in by_torch if q.grad is not None]
+            b._apply_by_torch(b.param_groups[0], updates, scale=3.0, decoupled=dtype != torch.float32)
+    for p, q in zip(fused, by_torch, strict=True):
+        if dtype == torch.float32:
+            assert same_bits(p.data, q.data)
+        else:
+            assert ulps_of_largest(a.state[p]["_param_fp32"], b.state[q]["_param_fp32"]) <= 4
+
+
+def test_non_finite_gradients_are_not_filtered() -> None:
+    (p,) = parameters(shapes=((3,),))
+    p.grad = torch.tensor([1.0, math.nan, 1.0])
+    AdamOptimizer([p]).step()
+    assert p.isnan().tolist() == [False, True, False]
+
+
+def test_state_of_neighbours_is_contiguous_and_skewed() -> None:
+    params = parameters(shapes=((1024,),) * 4)
+    optimizer = AdamOffloadOptimizer(params)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    starts = [optimizer.state[p]["exp_avg"].data_ptr() for p in params]
+    assert [b - a for a, b in itertools.pairwise(starts)] == [4096] * 3
+    distance = optimizer.state[params[0]]["exp_avg_sq"].data_ptr() - starts[0]
+    assert distance & (distance - 1) != 0
+    assert distance % 4096 != 0

@@ -1,0 +1,185 @@
+"""Saving and loading the state of the Adam optimizers in one process."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from kernel_levels import same_bits
+from torch import nn
+
+from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer
+
+BOTH = (AdamOptimizer, AdamOffloadOptimizer)
+SHAPES = ((3, 5), (7,), (64, 33))
+
+
+def trained(cls: Any, dtype: torch.dtype, steps: int = 3, **options: Any) -> tuple[list[nn.Parameter], Any]:
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+    optimizer = cls([{"params": params[:2], "weight_decay": 0.1}, {"params": params[2:]}], lr=0.1, **options)
+    for i in range(steps):
+        train_step(params, optimizer, i)
+    return params, optimizer
+
+
+def train_step(params: list[nn.Parameter], optimizer: Any, number: int) -> None:
+    generator = torch.Generator().manual_seed(100 + number)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+    optimizer.step(scale=2)
+
+
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)  # weights_only
+
+
+@pytest.mark.parametrize("gather", (False, True))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("source", BOTH)
+@pytest.mark.parametrize("target", BOTH)
+def test_a_loaded_optimizer_continues_exactly(
+    target: Any, source: Any, dtype: torch.dtype, gather: bool
+) -> None:
+    params, optimizer = trained(source, dtype)
+    saved = through_a_file(optimizer.state_dict(gather=gather))
+    twins, other = [nn.Parameter(p.detach().clone()) for p in params], None
+    other = target([{"params": twins[:2]}, {"params": twins[2:]}], lr=7, eps=1)
+    before = copy.deepcopy(saved)
+    other.load_state_dict(saved)
+    assert [(g["lr"], g["eps"], g["weight_decay"]) for g in other.param_groups] == [
+        (0.1, 1e-8, 0.1),
+        (0.1, 1e-8, 0),
+    ]
+    mirror = source([{"params": params[:2]}, {"params": params[2:]}])
+    mirror.load_state_dict(optimizer.state_dict())
+    for number in range(3, 6):
+        train_step(params, mirror, number)
+        train_step(twins, other, number)
+    exact = source is target or dtype != torch.float32
+    for p, q in zip(params, twins, strict=True):
+        assert same_bits(p.data, q.data) if exact else torch.allclose(p, q, rtol=0, atol=1e-6)
+        assert optimizer.state[p]["step"] == 3
+    assert str(saved) == str(before)  # the caller's dict is its own
+
+
+def test_what_a_state_dict_holds() -> None:
+    params, optimizer = trained(AdamOffloadOptimizer, torch.bfloat16)
+    local, whole = optimizer.state_dict(), optimizer.state_dict(True)
+    assert (local["is_whole"], whole["is_whole"]) == (False, True)
+    for number, p in enumerate(params):
+        assert sorted(local["state"][number]) == ["_param_fp32", "exp_avg", "exp_avg_sq", "step"]
+        assert local["state"][number]["exp_avg"].shape == p.shape
+        for name, value in whole["state"][number].items():
+            assert name == "step" or (value.shape, value.dtype) == ((p.numel(),), torch.float32)
+            assert name == "step" or torch.equal(value, local["state"][number][name].reshape(-1))
+    kept = whole["state"][0]["exp_avg"].clone()
+    train_step(params, optimizer, 9)
+    assert torch.equal(whole["state"][0]["exp_avg"], kept)
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_parameters_without_state_have_no_entry(cls: Any) -> None:
+    params, optimizer = trained(cls, torch.float32, steps=0)
+    assert optimizer.state_dict()["state"] == optimizer.state_dict(gather=True)["state"] == {}
+    params[1].grad = torch.ones_like(params[1])
+    optimizer.step()
+    assert list(optimizer.state_dict(gather=True)["state"]) == [1]
+    _, other = trained(cls, torch.float32, steps=2)
+    other.load_state_dict(optimizer.state_dict(gather=True))
+    assert list(other.state) == [other.param_groups[0]["params"][1]]
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_a_state_without_master_takes_the_parameter(cls: Any) -> None:
+    params, optimizer = trained(cls, torch.bfloat16)
+    saved = optimizer.state_dict(gather=True)
+    for entry in saved["state"].values():
+        del entry["_param_fp32"]
+    optimizer.load_state_dict(saved)
+    for p in params:
+        assert torch.equal(optimizer.state[p]["_param_fp32"], p.detach().float())
+
+
+@pytest.mark.parametrize("order", ("model first", "optimizer first"))
+@pytest.mark.parametrize("cls", BOTH)
+def test_both_load_orders_resume_exactly(cls: Any, order: str) -> None:
+    params, optimizer = trained(cls, torch.bfloat16)
+    saved = through_a_file(optimizer.state_dict())
+    weights = [p.detach().clone() for p in params]
+    twins, other = trained(cls, torch.bfloat16, steps=1)
+
+    def load_model() -> None:
+        with torch.no_grad():
+            for p, w in zip(twins, weights, strict=True):
+                p.copy_(w)
+
+    loads = [load_model, lambda: other.load_state_dict(saved)]
+    for load in loads if order == "model first" else loads[::-1]:
+        load()
+    train_step(params, optimizer, 3)
+    train_step(twins, other, 3)
+    for p, q in zip(params, twins, strict=True):
+        assert same_bits(optimizer.state[p]["_param_fp32"], other.state[q]["_param_fp32"])
+
+
+def test_a_state_dict_of_torch_adam_loads() -> None:
+    p = nn.Parameter(torch.ones(4))
+    q = nn.Parameter(torch.ones(4))
+    theirs, ours = torch.optim.Adam([p], lr=0.1), AdamOptimizer([q])
+    p.grad = torch.arange(4.0)
+    theirs.step()
+    q.data.copy_(p.data)
+    ours.load_state_dict(theirs.state_dict())
+    q.grad = p.grad.clone()
+    theirs.step()
+    ours.step()
+    assert same_bits(p.data, q.data)
+
+
+def test_bad_states_are_refused_and_change_nothing() -> None:
+    params, optimizer = trained(AdamOptimizer, torch.float32)
+    before = {p: optimizer.state[p]["exp_avg"].clone() for p in params}
+    one_group = AdamOptimizer(params).state_dict()
+    with pytest.raises(
+        ValueError, match=r"expected 2 parameter groups of sizes \[2, 1\], got 1 of sizes \[3\]"
+    ):
+        optimizer.load_state_dict(one_group)
+    short = copy.deepcopy(optimizer.state_dict())
+    short["state"][2]["exp_avg_sq"] = torch.zeros(5)
+    with pytest.raises(
+        ValueError, match="exp_avg_sq of parameter 2: expected 2112 elements on this rank, got 5"
+    ):
+        optimizer.load_state_dict(short)
+    lacking = copy.deepcopy(optimizer.state_dict())
+    del lacking["state"][1]["exp_avg"]
+    with pytest.raises(ValueError, match=r"parameter 1: expected exp_avg, got only \['exp_avg_sq', 'step'\]"):
+        optimizer.load_state_dict(lacking)
+    for p, value in before.items():
+        assert torch.equal(optimizer.state[p]["exp_avg"], value)
+
+
+def test_float16_moments_warn() -> None:
+    params, optimizer = trained(AdamOptimizer, torch.float16)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for entry in saved["state"].values():
+        entry["exp_avg"] = entry["exp_avg"].half()
+    with pytest.warns(UserWarning, match="units of the loss scale"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state[params[0]]["exp_avg"].dtype == torch.float32
+
+
+def test_hooks_of_torch_are_called() -> None:
+    _, optimizer = trained(AdamOptimizer, torch.float32)
+    calls: list[str] = []
+    optimizer.register_load_state_dict_pre_hook(lambda o, sd: calls.append("pre"))
+    optimizer.register_load_state_dict_post_hook(lambda o: calls.append("post"))
+    optimizer.register_state_dict_post_hook(lambda o, sd: calls.append("saved"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == ["saved", "pre", "post"]
