@@ -88,10 +88,10 @@ class Streams:
         with torch.cuda.device(device):
             return cls(
                 calc_stream=torch.cuda.current_stream(),
-                load_stream=torch.cuda.Stream(priority=-1),
-                barrier_stream=torch.cuda.Stream(),
-                tp_comm_stream=torch.cuda.Stream(),
-                pp_comm_stream=torch.cuda.Stream(),
+                load_stream=torch.cuda.Stream(priority=-1),  # type: ignore[no-untyped-call]
+                barrier_stream=torch.cuda.Stream(),  # type: ignore[no-untyped-call]
+                tp_comm_stream=torch.cuda.Stream(),  # type: ignore[no-untyped-call]
+                pp_comm_stream=torch.cuda.Stream(),  # type: ignore[no-untyped-call]
                 load_event=torch.cuda.Event(),
             )
 
@@ -114,8 +114,6 @@ class Context:
         pipe_enabled: whether a pipeline was asked for, be it of one stage.
         micros: number of micro-batches a pipeline cuts the batch into.
         streams: what `config` shows as streams.
-        store: what served the rendezvous; rank 0 keeps it so that the script's own
-            `torch.distributed.init_process_group` can share it.
     """
 
     topology: Topology
@@ -130,7 +128,6 @@ class Context:
     pipe_enabled: bool = False
     micros: int = 1
     streams: Streams = field(default_factory=Streams)
-    store: Any = None
 
     @cached_property
     def engine(self) -> Engine:

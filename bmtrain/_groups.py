@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from ._context import Group
@@ -10,7 +12,7 @@ from .topology import GroupKind, Topology
 __all__ = ["connect_groups"]
 
 
-def connect_groups(place: Topology, backend: str, timeout: float, store: Any) -> dict[str, Group]:
+def connect_groups(place: Topology, backend: str, timeout: float, store: Any) -> Mapping[str, Group]:
     """Create every group's two communicators, groups of equal members sharing theirs.
 
     The families come in one fixed order on every rank and each rank is in one group of a family, so that the
@@ -46,4 +48,4 @@ def connect_groups(place: Topology, backend: str, timeout: float, store: Any) ->
             for comm in pair:
                 comm.close()
         raise
-    return groups
+    return MappingProxyType(groups)

@@ -12,13 +12,14 @@ the process that serves it ends.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -60,6 +61,11 @@ class Peer:
     seed: int
 
 
+# The stores that this process serves, by port, kept until it ends: init_process_group of the script shares one,
+# on whatever rank it is called first, and so does a second init_distributed after one that failed.
+_served: dict[int, Store] = {}
+
+
 class Rendezvous:
     """The meeting of the ranks of one job, from opening the store to the verdict.
 
@@ -78,13 +84,7 @@ class Rendezvous:
         self._deadline = time.monotonic() + timeout
         self._who = f"rank {launch.rank} of {launch.world_size}"
         self._serves = launch.meeting.scheme == "tcp" and launch.rank == 0 and not launch.meeting.served
-        self._base = self._open()
-        self.store: Store = PrefixStore(f"bmtrain/{launch.job}/{attempt}", self._base)
-
-    @property
-    def base(self) -> Store:
-        """The store without our prefix; the rank that serves it must keep it."""
-        return self._base
+        self.store: Store = PrefixStore(f"bmtrain/{launch.job}/{attempt}", self._open())
 
     def agree(self, me: Peer, settings: dict[str, Any]) -> list[Peer]:
         """Wait for every rank, check that all were started alike, and return them in rank order.
@@ -221,7 +221,7 @@ class Rendezvous:
         MASTER_PORT, before or after ours, shares it instead of finding the port taken.
         """
         descriptor = None
-        if not _serves_port(meeting.port):
+        if meeting.port not in _served and not _listens_on(meeting.port):
             descriptor = self._listen(meeting).detach()
         try:
             self._await_server(meeting, min(self._deadline, time.monotonic() + _NAME_SECONDS))
@@ -229,7 +229,7 @@ class Rendezvous:
             if descriptor is not None:
                 os.close(descriptor)
             raise
-        return self._connect(
+        store = self._connect(
             lambda: TCPStore(
                 meeting.host,
                 meeting.port,
@@ -242,6 +242,8 @@ class Rendezvous:
                 use_libuv=_use_libuv(),
             )
         )
+        _served.setdefault(meeting.port, store)
+        return store
 
     def _listen(self, meeting: Meeting) -> socket.socket:
         try:
@@ -348,24 +350,30 @@ def _within(seconds: float, call: Callable[[], _T]) -> _T:
     return result[0]
 
 
-def _serves_port(port: int) -> bool:
-    """Whether this very process listens on ``port`` already."""
+def _listens_on(port: int) -> bool:
+    """Whether this very process listens on ``port`` already; False where /proc does not tell."""
+    listening = set()
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        with contextlib.suppress(OSError), open(table) as lines:
+            next(lines)
+            for line in lines:
+                # slot, local address:port, remote one, state (0A: listening), queues, timer, retransmits, uid,
+                # timeout, inode, ...; numbers but the last are hexadecimal
+                fields = line.split()
+                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                    listening.add(f"socket:[{fields[9]}]")
+    return not listening.isdisjoint(_open_files()) if listening else False
+
+
+def _open_files() -> Iterator[str]:
+    """What this process's file descriptors refer to."""
     try:
-        descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
+        names = os.listdir("/proc/self/fd")
     except OSError:
-        return False
-    for descriptor in descriptors:
-        try:
-            with socket.socket(fileno=os.dup(descriptor)) as candidate:
-                if (
-                    candidate.family in (socket.AF_INET, socket.AF_INET6)
-                    and candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                    and candidate.getsockname()[1] == port
-                ):
-                    return True
-        except OSError:
-            continue
-    return False
+        return
+    for name in names:
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is gone by now
+            yield os.readlink(f"/proc/self/fd/{name}")
 
 
 def _use_libuv() -> bool:

@@ -170,7 +170,7 @@ class _Options:
                 stacklevel=3,
             )
         return cls(
-            seed=_integer("seed", seed),
+            seed=_check_seed(seed),
             pipe_size=max(stages, 1),
             pipe_enabled=enabled,
             micros=micros,
@@ -186,6 +186,13 @@ def _integer(name: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise TypeError(f"{name}: expected an integer, got {value!r} ({type(value).__name__})") from None
+
+
+def _check_seed(seed: int) -> int:
+    seed = _integer("seed", seed)
+    if not -(2**63) <= seed < 2**64:  # what torch takes
+        raise ValueError(f"seed: expected a number of 64 bits, got {seed}")
+    return seed
 
 
 def _seconds(timeout: float | timedelta) -> float:
@@ -306,7 +313,6 @@ def _build(
         pipe_enabled=options.pipe_enabled,
         micros=options.micros,
         streams=Streams.for_device(device),
-        store=meeting.base if meeting is not None else None,
     )
 
 

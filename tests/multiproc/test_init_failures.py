@@ -30,6 +30,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"timeout": 0}, "ValueError: timeout: expected a positive, finite number of seconds, got 0"),
     ({"timeout": "9"}, "TypeError: timeout: expected seconds or a timedelta, got '9' (str)"),
     ({"seed": 1.5}, "TypeError: seed: expected an integer, got 1.5 (float)"),
+    ({"seed": 2**64}, "ValueError: seed: expected a number of 64 bits, got 18446744073709551616"),
     ({"init_method": None}, "TypeError: init_method: expected an integer, got None (NoneType)"),
     ({"tp_size": "2"}, "TypeError: tp_size: expected an integer, got '2' (str)"),
     ({"zero_level": 1}, "ValueError: zero_level: expected 2 or 3, got 1"),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
+import subprocess
+import sys
 from types import MappingProxyType
 
 import pytest
 
 from bmtrain._launch import Launch, read_launch
+from bmtrain._rendezvous import _listens_on
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -180,3 +185,18 @@ def test_what_makes_no_sense_is_named(environ: dict[str, str], init_method: str,
 def test_a_bad_local_rank_option_is_named() -> None:
     with pytest.raises(ValueError, match="command line option --local_rank: expected an integer, got 'a'"):
         read({"RANK": "0", "WORLD_SIZE": "2"}, ("train.py", "--local_rank", "a"))
+
+
+def test_whether_this_process_listens_on_a_port() -> None:
+    listen = "import socket, sys; s = socket.create_server(('', 0)); print(s.getsockname()[1], flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", listen], stdin=-1, stdout=-1, text=True) as other:
+        assert other.stdout is not None
+        foreign = int(other.stdout.readline())
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            mine = server.getsockname()[1]
+            before = len(os.listdir("/proc/self/fd"))
+            assert _listens_on(mine)
+            assert not _listens_on(foreign)
+            assert len(os.listdir("/proc/self/fd")) == before
+        assert not _listens_on(mine)
+        other.communicate("\n", timeout=30)
