@@ -15,9 +15,11 @@ from . import (
     layer,
     loss,
     lr_scheduler,
+    nn,
     optim,
     param_init,
     parameter,
+    pipe_layer,
     utils,
 )
 from ._version import __version__
@@ -29,6 +31,7 @@ from .init import init_distributed
 from .layer import DistributedModule
 from .param_init import grouped_parameters, init_parameters
 from .parameter import DistributedParameter, ParameterInitializer
+from .pipe_layer import PipelineTransformerBlockList
 from .synchronize import gather_result, sum_loss, synchronize, wait_loader
 from .utils import load_nccl_pypi, print_block, print_dict, print_rank, see_memory
 
@@ -38,6 +41,7 @@ __all__ = [
     "DistributedModule",
     "DistributedParameter",
     "ParameterInitializer",
+    "PipelineTransformerBlockList",
     "TransformerBlockList",
     "__version__",
     "block_layer",
@@ -56,10 +60,12 @@ __all__ = [
     "load_nccl_pypi",
     "loss",
     "lr_scheduler",
+    "nn",
     "optim",
     "optim_step",
     "param_init",
     "parameter",
+    "pipe_layer",
     "print_block",
     "print_dict",
     "print_rank",

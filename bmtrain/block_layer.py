@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -393,13 +393,25 @@ class TransformerBlockList(torch.nn.Module):
         hidden, rest = args[:count], args[count:]
         if len(hidden) < count:
             raise ValueError(f"expected {count} hidden states as positional arguments, got {len(hidden)}")
-        inputs: list[tuple[torch.Tensor, ...]] = []
-        for name, block in self._modules.items():
-            inputs.append(hidden)
-            hidden = _hidden_states(block(*hidden, *rest, **kwargs), count, name)  # type: ignore[misc]
+        hidden, inputs = run_layers(self._modules, hidden, rest, kwargs, count)
         if return_hidden_states:
             return (*hidden, *(_stack([state[j] for state in inputs]) for j in range(count)))
         return hidden[0] if count == 1 else hidden
+
+
+def run_layers(
+    layers: Mapping[str, Any],
+    hidden: tuple[Any, ...],
+    rest: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    count: int,
+) -> tuple[tuple[torch.Tensor, ...], list[tuple[torch.Tensor, ...]]]:
+    """Runs layers one after the other; the last hidden states, and the hidden states that each layer was given."""
+    inputs = []
+    for name, layer in layers.items():
+        inputs.append(hidden)
+        hidden = _hidden_states(layer(*hidden, *rest, **kwargs), count, name)
+    return hidden, inputs
 
 
 def _as_block(module: torch.nn.Module, earlier: Block | None, index: int) -> Block:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["BMTrainError", "CommunicationError", "RepeatedBlockError"]
+__all__ = ["BMTrainError", "CommunicationError", "PipelineModeError", "RepeatedBlockError"]
 
 
 class BMTrainError(RuntimeError):
@@ -19,3 +19,7 @@ class CommunicationError(BMTrainError):
 
 class RepeatedBlockError(BMTrainError, ValueError, AssertionError):
     """One Block was given twice where each must be another one (older versions raised AssertionError)."""
+
+
+class PipelineModeError(BMTrainError, ValueError, AssertionError):
+    """A Block was given to a pipeline list without being made for one (older versions raised AssertionError)."""

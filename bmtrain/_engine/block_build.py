@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..global_var import context
 from ..layer import _OWNER
 from ..parameter import DistributedParameter
+from .runtime import BlockRuntime
+from .stage import StagedShardSpec
 from .state_dict import install_hooks
 
-__all__ = ["adopt_parameters", "dissolve_inner_blocks"]
+if TYPE_CHECKING:
+    from .._context import Group
+
+__all__ = ["adopt_parameters", "dissolve_inner_blocks", "leave_to_stage"]
 
 
 def dissolve_inner_blocks(module: torch.nn.Module, block_class: type) -> torch.nn.Module:
@@ -64,3 +70,17 @@ def install_hooks_unless_distributed(module: torch.nn.Module) -> None:
 
     if not isinstance(module, DistributedModule):
         install_hooks(module)
+
+
+def leave_to_stage(block: Any, pipe: Group, owner: int) -> None:
+    """Lets only stage ``owner`` of the pipeline keep the block's shards; the other stages free theirs."""
+    for storage in block._storages:
+        for index, param in enumerate(storage.parameters):
+            param._spec = StagedShardSpec(
+                param._original_shape, storage.group, storage.shards.layout, index, pipe=pipe, owner=owner
+            )
+            if pipe.rank != owner:
+                param.data = param.data.new_empty(0)
+    if pipe.rank != owner:
+        block.__dict__["_storages"] = []
+        block.__dict__["_runtime"] = BlockRuntime(context().engine, block._label, [], block._policy)

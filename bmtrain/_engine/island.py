@@ -147,9 +147,7 @@ class BlockCall:
         runtime.open(Phase.BACKWARD)
         try:
             outputs, leaves = self._second_run() if self.recomputes else (self.outputs, self.leaves)
-            runtime.engine.finish_reduction_of(group for group, _ in training)
-            for group, trains in training:
-                group.begin_backward(trains)
+            runtime.begin_backward([group for group, _ in training], [trains for _, trains in training])
             roots = [(out, grad) for out, grad in zip(outputs, gradients, strict=True) if grad is not None]
             with _no_autocast_cache():
                 torch.autograd.backward(

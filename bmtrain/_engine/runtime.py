@@ -39,6 +39,9 @@ class BlockRuntime:
         self.number = engine.schedule.take_number()
         self.is_bound = False
         self._gathered_version = -1
+        self._is_held = False
+        self._defers = False
+        self._deferred: list[_C.ShardGroup] = []
 
     def version(self) -> int:
         """Changes whenever a parameter is modified in place."""
@@ -49,13 +52,15 @@ class BlockRuntime:
         engine = self.engine
         if phase is not Phase.BACKWARD:
             engine.finish_reductions()  # left over only if an earlier backward failed
-        engine.schedule.enter(self, phase)
+        if not self._is_held:
+            engine.schedule.enter(self, phase)
         try:
             for group in self.groups:
                 group.start_gather()
             for group in self.groups:
                 group.finish_gather()
-            engine.schedule.gather_ahead()
+            if not self._is_held:
+                engine.schedule.gather_ahead()
             for group in self.groups:
                 group.bind()
             self.is_bound = True
@@ -90,13 +95,43 @@ class BlockRuntime:
 
     def drop_gathered(self) -> None:
         """Gives gathered memory back, unless it is in use."""
-        if not self.is_bound:
+        if not (self.is_bound or self._is_held):
             for group in self.groups:
                 if group.state != _SHARDED:
                     group.release()
 
+    def hold(self) -> None:
+        """Keeps the parameters, gathered anew at the next call, until :meth:`let_go`: several calls follow."""
+        self.let_go()
+        self._is_held = True
+
+    def let_go(self) -> None:
+        """Ends :meth:`hold`."""
+        self._is_held = False
+        self.drop_gathered()
+
+    def begin_backward(self, groups: Sequence[_C.ShardGroup], trains: Sequence[list[bool]]) -> None:
+        """Prepares ``groups`` to receive gradients, on top of those of deferred calls."""
+        self.engine.finish_reduction_of(groups)
+        for group, flags in zip(groups, trains, strict=True):
+            if group not in self._deferred:
+                group.begin_backward(flags)
+
+    def defer_reduction(self) -> None:
+        """Lets the gradients of the backwards to come add up, until :meth:`reduce_deferred`."""
+        self._defers = True
+
+    def reduce_deferred(self) -> None:
+        """Ends :meth:`defer_reduction`."""
+        self._defers = False
+        groups, self._deferred = self._deferred, []
+        self.start_reduce(groups)
+
     def start_reduce(self, groups: Sequence[_C.ShardGroup]) -> None:
         """Sends the gradients of ``groups`` off to the shards; they are complete when backward returns."""
+        if self._defers:
+            self._deferred += [group for group in groups if group not in self._deferred]
+            return
         for group in groups:
             group.start_reduce()
         self.engine.add_reduction(groups)

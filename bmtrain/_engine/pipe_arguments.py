@@ -1,0 +1,112 @@
+"""The arguments of a pipeline call, as every stage and micro-batch needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import _C
+from .stage import collect_batches
+
+if TYPE_CHECKING:
+    from .._context import Group
+
+__all__ = ["PipeArgument", "PipeArguments"]
+
+
+class PipeArgument:
+    """One tensor argument: either cut with the batch, or the first stage's and used for every micro-batch."""
+
+    def __init__(self, pipe: Group, value: torch.Tensor, is_cut: bool, num_micros: int) -> None:
+        self._pipe = pipe
+        self._is_cut = is_cut
+        self._num_micros = num_micros
+        self._shape = value.shape
+        requires_grad = value.requires_grad and torch.is_grad_enabled()
+        if is_cut:
+            whole = collect_batches(pipe, value)
+            pieces = whole.chunk(num_micros) if whole is not None else ()
+        else:
+            shared = value.detach().contiguous().clone()
+            pipe.comm.broadcast(shared, 0, "pipe.argument").wait()
+            pieces = (shared,) * num_micros
+        #: What each micro-batch gets.
+        self.pieces = [piece.detach().requires_grad_(requires_grad) for piece in pieces]
+
+    def gradient(self) -> torch.Tensor:
+        """This rank's gradient, from all stages and micro-batches. Collective over the pipe group.
+
+        A shared argument's gradient belongs to the ranks whose batches it came from; where a micro-batch mixes the
+        batches of several ranks, they get equal parts of the sum.
+        """
+        size = self._pipe.size
+        gradients = [torch.zeros_like(piece) if piece.grad is None else piece.grad for piece in self.pieces]
+        for piece in self.pieces:
+            piece.grad = None
+        if self._is_cut:
+            by_rank = torch.cat(gradients)
+        elif self._num_micros % size == 0:
+            per_rank = self._num_micros // size
+            sums = [torch.stack(gradients[r * per_rank : (r + 1) * per_rank]).sum(0) for r in range(size)]
+            by_rank = torch.stack(sums)
+        else:
+            by_rank = (torch.stack(gradients).sum(0) / size).expand(size, *self._shape).contiguous()
+        own = by_rank.new_empty(self._shape)
+        self._pipe.reduce_comm.reduce_scatter(own, by_rank, _C.ReduceOp.SUM, "pipe.argument").wait()
+        return own
+
+
+class PipeArguments:
+    """All arguments of a call after the hidden state.
+
+    Args:
+        pipe: the group with one rank of each stage.
+        hidden: this rank's batch.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        batch_related: positions in ``args`` of the tensors to cut with the batch; empty: those that have the rank and
+            dim-0 size of ``hidden``.
+        num_micros: number of micro-batches.
+    """
+
+    def __init__(
+        self,
+        pipe: Group,
+        hidden: torch.Tensor,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        batch_related: Sequence[int],
+        num_micros: int,
+    ) -> None:
+        def looks_cut(value: Any) -> bool:
+            is_tensor = isinstance(value, torch.Tensor)
+            return is_tensor and value.dim() == hidden.dim() and value.shape[0] == hidden.shape[0]
+
+        def wrap(value: Any, is_cut: bool) -> Any:
+            return PipeArgument(pipe, value, is_cut, num_micros) if isinstance(value, torch.Tensor) else value
+
+        listed = set(batch_related)
+        self._args = [
+            wrap(value, index in listed if listed else looks_cut(value)) for index, value in enumerate(args)
+        ]
+        self._kwargs = {name: wrap(value, looks_cut(value)) for name, value in kwargs.items()}
+        sources = [*args, *kwargs.values()]
+        wrapped = [*self._args, *self._kwargs.values()]
+        #: The arguments of the caller that get a gradient, and what gives it.
+        self.trained = [
+            (source, argument)
+            for source, argument in zip(sources, wrapped, strict=True)
+            if isinstance(argument, PipeArgument) and source.requires_grad
+        ]
+
+    def of_micro(self, index: int) -> tuple[list[Any], dict[str, Any]]:
+        """What the layers get for one micro-batch."""
+
+        def unwrap(value: Any) -> Any:
+            return value.pieces[index] if isinstance(value, PipeArgument) else value
+
+        return [unwrap(value) for value in self._args], {
+            name: unwrap(value) for name, value in self._kwargs.items()
+        }

@@ -1,0 +1,242 @@
+"""One call of a pipeline of stages: all micro-batches forward, later all backward.
+
+[Note: A pipeline call is an island]
+Like a block call, a pipeline call is one node of the outer graph. Forward collects the batches of a pipe group, cuts
+them into micro-batches and passes these from stage to stage; each stage records a graph of its own for each micro-batch
+(its blocks keep only their inputs). Backward passes gradients the other way. A stage's blocks are gathered once for all
+micro-batches, and their gradients are reduced once. All receives are posted before the first micro-batch is computed,
+and sends are waited for after the last: while one is computed, its neighbours are under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .pipe_arguments import PipeArguments
+from .stage import announce, collect_batches, hand_out_batches, hear, share_shape
+
+if TYPE_CHECKING:
+    from .. import _C
+    from .._context import Group
+
+__all__ = ["PipelineCall", "idle_share", "run_pipeline"]
+
+
+def idle_share(num_stages: int, num_micros: int) -> float:
+    """The part of a pass in which a stage waits: (p - 1) / (m + p - 1) (Y. Huang et al., GPipe, 2019, section 2.3)."""
+    return (num_stages - 1) / (num_micros + num_stages - 1)
+
+
+class PipelineCall:
+    """One forward of this rank's stage, and what its backward needs.
+
+    Args:
+        blocks: the layers of this stage, in order.
+        layer_counts: number of layers of every stage.
+        pipe: the group with one rank of each stage.
+        num_micros: into how many micro-batches the collected batch is cut.
+        returns_states: whether the inputs of all layers are results as well.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Any],
+        layer_counts: Sequence[int],
+        pipe: Group,
+        num_micros: int,
+        returns_states: bool,
+    ) -> None:
+        self.blocks = blocks
+        self.layer_counts = layer_counts
+        self.pipe = pipe
+        self.num_micros = num_micros
+        self.returns_states = returns_states
+        self.is_first = pipe.rank == 0
+        self.is_last = pipe.rank == pipe.size - 1
+        self.states: list[
+            list[torch.Tensor]
+        ] = []  # per micro-batch: each layer's input, then the stage's output
+        self.is_spent = False
+
+    # ---- forward
+
+    def forward(self, hidden: torch.Tensor, arguments: PipeArguments) -> tuple[torch.Tensor, ...]:
+        """Runs all micro-batches; this rank's own batch of the output (and of the layers' inputs)."""
+        self.hidden_shape, self.hidden_dtype, self.device = hidden.shape, hidden.dtype, hidden.device
+        for block in self.blocks:
+            block._runtime.hold()
+        try:
+            self._run_micros(hidden, arguments)
+        finally:
+            if not torch.is_grad_enabled():
+                self._let_go()
+        results = [self._own_part(self._merged(-1) if self.is_last else None, self.pipe.size - 1)]
+        if self.returns_states:
+            results.append(self._layer_inputs())
+        return tuple(results)
+
+    def _run_micros(self, hidden: torch.Tensor, arguments: PipeArguments) -> None:
+        pipe, sending = self.pipe, []
+        incoming = self._incoming(collect_batches(pipe, hidden, target=0))
+        for index in range(self.num_micros):
+            x = incoming.take(index).detach().requires_grad_(torch.is_grad_enabled())
+            states = self._run_stage(x, *arguments.of_micro(index))
+            self.states.append(states)
+            if not self.is_last:
+                out = states[-1].detach().contiguous()
+                if index == 0:
+                    announce(pipe, out, pipe.rank + 1)
+                sending.append((pipe.comm.send(out, pipe.rank + 1, "pipe.forward"), out))
+        for work, _ in sending:
+            work.wait()
+
+    def _incoming(self, whole: torch.Tensor | None) -> _Incoming:
+        if whole is not None:
+            return _Incoming(list(whole.chunk(self.num_micros)), [])
+        return _Incoming.posted(self.pipe, self.pipe.rank - 1, self.num_micros, self.device)
+
+    def _run_stage(self, x: torch.Tensor, args: list[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        states = [x]
+        for block in self.blocks:
+            result = block(states[-1], *args, **kwargs)
+            states.append(result[0] if isinstance(result, tuple) else result)
+        return states
+
+    def _merged(self, index: int) -> torch.Tensor:
+        """One state of this stage, of all micro-batches."""
+        return torch.cat([states[index].detach() for states in self.states])
+
+    def _own_part(self, whole: torch.Tensor | None, source: int) -> torch.Tensor:
+        shape, dtype = share_shape(self.pipe, whole, source, self.device)
+        own = torch.Size([shape[0] // self.pipe.size, *shape[1:]])
+        return hand_out_batches(self.pipe, whole, source, own, dtype, self.device)
+
+    def _layer_inputs(self) -> torch.Tensor:
+        """This rank's own batch of the inputs of all layers: ``(num_layers, batch, ...)``."""
+        return torch.stack(
+            [
+                self._own_part(self._merged(layer) if stage == self.pipe.rank else None, stage)
+                for stage, count in enumerate(self.layer_counts)
+                for layer in range(count)
+            ]
+        )
+
+    # ---- backward
+
+    def backward(self, grad_out: torch.Tensor, grad_states: torch.Tensor | None) -> torch.Tensor:
+        """Runs all micro-batches backward; the gradient of this rank's own batch of inputs."""
+        if self.is_spent:
+            raise RuntimeError(
+                "trying to backward through the pipeline a second time; specify retain_graph=True in the first "
+                "backward()"
+            )
+        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        pipe, sending = self.pipe, []
+        # Messages between two ranks arrive in the order of their receives: those of the micro-batches are posted last.
+        whole = collect_batches(pipe, grad_out, target=pipe.size - 1)
+        state_grads = [] if grad_states is None else self._collect_state_gradients(grad_states)
+        grads = self._incoming_gradients(whole)
+        for block in self.blocks:
+            block._runtime.defer_reduction()
+        for index, states in enumerate(self.states):
+            roots = [states[-1], *states[: len(state_grads)]]
+            torch.autograd.backward(
+                roots, [grads.take(index), *(grad[index] for grad in state_grads)], retain_graph=keep_graph
+            )
+            if not self.is_first:
+                out = _gradient_of(states[0])
+                sending.append((pipe.comm.send(out, pipe.rank - 1, "pipe.backward"), out))
+        for work, _ in sending:
+            work.wait()
+        for block in reversed(self.blocks):
+            block._runtime.reduce_deferred()
+        whole = torch.cat([_gradient_of(states[0]) for states in self.states]) if self.is_first else None
+        for states in self.states:
+            states[0].grad = None
+        if not keep_graph:
+            self.is_spent = True
+            self.states = []
+            self._let_go()
+        return hand_out_batches(pipe, whole, 0, self.hidden_shape, self.hidden_dtype, self.device)
+
+    def _incoming_gradients(self, whole: torch.Tensor | None) -> _Incoming:
+        if whole is not None:
+            return _Incoming(list(whole.chunk(self.num_micros)), [])
+        tensors = [torch.empty_like(states[-1]) for states in self.states]
+        works = [self.pipe.comm.recv(tensor, self.pipe.rank + 1, "pipe.backward") for tensor in tensors]
+        return _Incoming(tensors, works)
+
+    def _collect_state_gradients(self, grad_states: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        """Per layer of this stage, per micro-batch: the gradient that its input gets as a result of the call."""
+        own = []
+        number = 0
+        for stage, count in enumerate(self.layer_counts):
+            for _ in range(count):
+                whole = collect_batches(self.pipe, grad_states[number], target=stage)
+                number += 1
+                if whole is not None:
+                    own.append(whole.chunk(self.num_micros))
+        return own
+
+    def _let_go(self) -> None:
+        for block in self.blocks:
+            block._runtime.let_go()
+
+
+class _Incoming:
+    """Tensors under way to this stage, one for each micro-batch."""
+
+    def __init__(self, tensors: list[torch.Tensor], works: list[_C.Work]) -> None:
+        self._tensors = tensors
+        self._works = works
+
+    @classmethod
+    def posted(cls, pipe: Group, peer: int, count: int, device: torch.device) -> _Incoming:
+        shape, dtype = hear(pipe, peer, device)
+        tensors = [torch.empty(shape, dtype=dtype, device=device) for _ in range(count)]
+        return cls(tensors, [pipe.comm.recv(tensor, peer, "pipe.forward") for tensor in tensors])
+
+    def take(self, index: int) -> torch.Tensor:
+        if self._works:
+            self._works[index].wait()
+        return self._tensors[index]
+
+
+class _Pipeline(torch.autograd.Function):
+    """The node that stands for a pipeline call in the outer graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: PipelineCall, arguments: PipeArguments, hidden: torch.Tensor, *trained: Any
+    ) -> Any:
+        ctx.call, ctx.arguments = call, arguments
+        with torch.enable_grad():
+            return call.forward(hidden, arguments)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: torch.Tensor, *grad_states: torch.Tensor) -> Any:
+        grad_hidden = ctx.call.backward(grad_out, grad_states[0] if grad_states else None)
+        return None, None, grad_hidden, *(argument.gradient() for _, argument in ctx.arguments.trained)
+
+
+def run_pipeline(
+    call: PipelineCall, hidden: torch.Tensor, arguments: PipeArguments
+) -> tuple[torch.Tensor, ...]:
+    """Runs ``call``, as one node of the caller's graph if gradients are wanted."""
+    if not torch.is_grad_enabled():
+        return call.forward(hidden, arguments)
+    if not hidden.requires_grad:
+        hidden = hidden.detach().requires_grad_()  # parameters may be trained: the node has to be reached
+    results: tuple[torch.Tensor, ...] = _Pipeline.apply(
+        call, arguments, hidden, *(source for source, _ in arguments.trained)
+    )
+    return results
+
+
+def _gradient_of(leaf: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()

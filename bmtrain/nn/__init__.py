@@ -1,0 +1,23 @@
+"""Layers with sharded parameters, among them those divided over tensor-parallel ranks."""
+
+from ..layer import DistributedModule
+from ..parameter import DistributedParameter
+from .column_parallel_linear import ColumnParallelLinear
+from .linear import Linear, OpLinear
+from .parallel_embedding import Projection, VPEmbedding, VPProjection
+from .parallel_linear_func import OpParallelLinear, ReduceType
+from .row_parallel_linear import RowParallelLinear
+
+__all__ = [
+    "ColumnParallelLinear",
+    "DistributedModule",
+    "DistributedParameter",
+    "Linear",
+    "OpLinear",
+    "OpParallelLinear",
+    "Projection",
+    "ReduceType",
+    "RowParallelLinear",
+    "VPEmbedding",
+    "VPProjection",
+]

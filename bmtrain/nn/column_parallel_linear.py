@@ -1,0 +1,75 @@
+"""A linear layer whose output features are divided over the tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..layer import DistributedModule
+from ._divide import divided, tp_parameter
+from .parallel_linear_func import OpParallelLinear
+
+__all__ = ["ColumnParallelLinear"]
+
+
+class ColumnParallelLinear(DistributedModule):
+    """:class:`torch.nn.Linear` of which each tensor-parallel rank computes a slice of the output features.
+
+    Args:
+        in_features: size of the last dim of the input.
+        out_features: size of the whole output; a multiple of the tensor-parallel size.
+        bias: whether to add a bias.
+        dtype: of the parameters; default: torch's.
+        gather_output: concatenate the ranks' outputs along the last dim, on every rank.
+        gather_input: each rank gives its slice of the input along dim 0; they are concatenated. False: the input is the
+            same on all ranks.
+        async_gather_chunks: in how many pieces the input is gathered while it is computed on.
+
+    Raises:
+        ValueError: if ``out_features`` does not divide.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        dtype: Any = None,
+        gather_output: bool = False,
+        gather_input: bool = True,
+        async_gather_chunks: int = 2,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.gather_output = gather_output
+        self.gather_input = gather_input
+        self.async_gather_chunks = async_gather_chunks
+        rows = divided("out_features", out_features)
+        self.weight = tp_parameter((rows, in_features), 0, dtype, torch.nn.init.xavier_normal_)
+        if bias:
+            self.bias = tp_parameter((rows,), 0, dtype, torch.nn.init.zeros_)
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``(d0, ..., in)`` to ``(d0 * tp, ..., out / tp)`` (options change both factors)."""
+        out: torch.Tensor = OpParallelLinear.apply(
+            input,
+            self.weight,
+            self.bias,
+            self.gather_input,
+            self.gather_output,
+            False,
+            None,
+            self.async_gather_chunks,
+        )
+        return out
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self._parameters['bias'] is not None}, gather_input={self.gather_input}, "
+            f"gather_output={self.gather_output}"
+        )

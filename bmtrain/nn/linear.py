@@ -1,0 +1,58 @@
+"""The linear layer, sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..layer import DistributedModule
+from ..parameter import DistributedParameter, ParameterInitializer
+
+__all__ = ["Linear", "OpLinear"]
+
+
+class OpLinear:
+    """``OpLinear.apply(x, weight, bias=None)``: ``x @ weight.T + bias``, differentiable."""
+
+    @staticmethod
+    def apply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.nn.functional.linear(x, weight, bias)
+
+
+class Linear(DistributedModule):
+    """:class:`torch.nn.Linear` with sharded parameters.
+
+    ``init_parameters`` draws the weight with ``xavier_normal_`` and sets the bias to zero.
+
+    Args:
+        in_features: size of the last dim of the input.
+        out_features: size of the last dim of the output.
+        bias: whether to add a bias.
+        dtype: of the parameters; default: torch's.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, dtype: Any = None) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weight = DistributedParameter(
+            torch.empty(out_features, in_features, dtype=dtype),
+            init_method=ParameterInitializer(torch.nn.init.xavier_normal_),
+        )
+        if bias:
+            self.bias = DistributedParameter(
+                torch.empty(out_features, dtype=dtype), init_method=ParameterInitializer(torch.nn.init.zeros_)
+            )
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``(..., in_features)`` to ``(..., out_features)``."""
+        return OpLinear.apply(input, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self._parameters['bias'] is not None}"
+        )

@@ -1,0 +1,121 @@
+"""Embeddings and output projections, whole and divided along the vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..global_var import context
+from ..layer import DistributedModule
+from ..parameter import DistributedParameter, ParameterInitializer
+from ._divide import divided, tp_parameter
+from .parallel_linear_func import OpParallelLinear, gather_rows, replicate, scatter_rows
+
+__all__ = ["Projection", "VPEmbedding", "VPProjection"]
+
+
+class VPEmbedding(DistributedModule):
+    """An embedding whose table is divided along the vocabulary over the tensor-parallel ranks.
+
+    Args:
+        vocab_size: number of rows of the whole table; a multiple of the tensor-parallel size.
+        embedding_size: size of an embedding.
+        dtype: of the table.
+        init_mean, init_std: of the normal distribution that ``init_parameters`` draws from.
+
+    Raises:
+        ValueError: if ``vocab_size`` does not divide.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embedding_size: int,
+        dtype: Any = torch.half,
+        init_mean: float = 0.0,
+        init_std: float = 1,
+    ) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.embedding_size = embedding_size
+        rows = divided("vocab_size", vocab_size)
+        self.weight = tp_parameter(
+            (rows, embedding_size), 0, dtype, torch.nn.init.normal_, mean=init_mean, std=init_std
+        )
+
+    def forward(self, x: torch.Tensor, projection: bool = False) -> torch.Tensor:
+        """Embeds ids, or projects hidden states onto the vocabulary.
+
+        Args:
+            x: ids of any shape (the same shape on all tensor-parallel ranks); with ``projection`` hidden states
+                ``(batch, seq, dim)``, each rank's its own slice of the sequence.
+            projection: compute logits.
+
+        Returns:
+            ``(*x.shape, dim)``; with ``projection`` ``(batch, tp * seq, vocab / tp)``, for
+            ``FusedCrossEntropy(parallel=True)``.
+        """
+        return self.projection(x) if projection else self._embed(x)
+
+    def projection(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits of this rank's part of the vocabulary for all ranks' hidden states."""
+        by_position = x.transpose(0, 1)  # rows are gathered along dim 0, the sequence is dim 1
+        logits = OpParallelLinear.apply(by_position, self.weight, None, True, False, False, None)
+        return logits.transpose(0, 1).contiguous()  # type: ignore[no-any-return]
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        tp = context().groups["tp"]
+        weight = self.weight
+        first = tp.rank * weight.shape[0]
+        all_ids = gather_rows(ids.reshape(1, -1)) - first  # every rank looks up its rows for all ranks
+        elsewhere = (all_ids < 0) | (all_ids >= weight.shape[0])
+        found = F.embedding(all_ids.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[..., None], 0)
+        return scatter_rows(found).view(*ids.shape, weight.shape[1])
+
+
+class Projection(DistributedModule):
+    """Logits ``x @ weight.T`` over a whole vocabulary.
+
+    Args: as :class:`VPEmbedding`.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embedding_size: int,
+        dtype: Any = torch.half,
+        init_mean: float = 0.0,
+        init_std: float = 1,
+    ) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.embedding_size = embedding_size
+        self.weight = DistributedParameter(
+            torch.empty(vocab_size, embedding_size, dtype=dtype),
+            init_method=ParameterInitializer(torch.nn.init.normal_, mean=init_mean, std=init_std),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``(..., dim)`` to ``(..., vocab)``."""
+        return self.projection(x)
+
+    def projection(self, x: torch.Tensor) -> torch.Tensor:
+        """The same as calling the module."""
+        return F.linear(x, self.weight)
+
+
+class VPProjection(VPEmbedding):
+    """Logits of this rank's part of the vocabulary, for hidden states that are equal on all tensor-parallel ranks.
+
+    Args: as :class:`VPEmbedding`.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """``(..., dim)`` to ``(..., vocab / tp)``."""
+        return self.projection(x)
+
+    def projection(self, x: torch.Tensor) -> torch.Tensor:
+        """The same as calling the module."""
+        return F.linear(replicate(x), self.weight)

@@ -1,0 +1,75 @@
+"""A linear layer whose input features are divided over the tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..layer import DistributedModule
+from ._divide import divided, tp_parameter
+from .parallel_linear_func import OpParallelLinear, ReduceType
+
+__all__ = ["RowParallelLinear"]
+
+
+class RowParallelLinear(DistributedModule):
+    """:class:`torch.nn.Linear` of which each tensor-parallel rank computes a slice of the input features.
+
+    Args:
+        in_features: size of the whole input; a multiple of the tensor-parallel size.
+        out_features: size of the last dim of the output.
+        bias: whether to add a bias (the same on every rank).
+        dtype: of the parameters; default: torch's.
+        split_input: the input has all features of this rank's slice along dim 0; slices are exchanged. False: the
+            input is this rank's slice of the features.
+        all_reduce_output: every rank gets the whole output. False: its slice of it along dim 0.
+        async_chunks: in how many pieces the output is reduced while it is computed.
+
+    Raises:
+        ValueError: if ``in_features`` does not divide, or, in forward, dim 0 of an output to be scattered.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        dtype: Any = None,
+        split_input: bool = False,
+        all_reduce_output: bool = False,
+        async_chunks: int = 2,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.split_input = split_input
+        self.all_reduce_output = all_reduce_output
+        self.async_chunks = async_chunks
+        columns = divided("in_features", in_features)
+        self.weight = tp_parameter((out_features, columns), 1, dtype, torch.nn.init.xavier_normal_)
+        if bias:
+            self.bias = tp_parameter((out_features,), -1, dtype, torch.nn.init.zeros_)
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``(d0, ..., in / tp)`` to ``(d0 / tp, ..., out)`` (options change both)."""
+        out: torch.Tensor = OpParallelLinear.apply(
+            input,
+            self.weight,
+            self.bias,
+            self.split_input,
+            False,
+            self.split_input,
+            ReduceType.ALL_REDUCE if self.all_reduce_output else ReduceType.REDUCE_SCATTER,
+            self.async_chunks,
+        )
+        return out
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self._parameters['bias'] is not None}, split_input={self.split_input}, "
+            f"all_reduce_output={self.all_reduce_output}"
+        )

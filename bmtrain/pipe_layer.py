@@ -1,0 +1,140 @@
+"""Layers spread over pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ._deprecate import warn_once
+from ._engine.block_build import leave_to_stage
+from ._engine.pipe_arguments import PipeArguments
+from ._engine.pipeline import PipelineCall, idle_share, run_pipeline
+from ._engine.policy import BlockMode
+from .block_layer import Block, run_layers
+from .errors import PipelineModeError
+from .global_var import config, context
+
+__all__ = ["PipelineTransformerBlockList"]
+
+
+class PipelineTransformerBlockList(torch.nn.Module):
+    """A :class:`bmtrain.TransformerBlockList` whose layers are divided over the stages of a pipeline.
+
+    Every rank passes its own batch and gets its own outputs; inside, the batches of a pipe group run together, cut into
+    ``init_distributed(num_micro_batches=)`` micro-batches. Stage ``s`` runs ``len // stages`` layers, and one more if
+    ``s < len % stages``. All layers are there on every stage; only the stage that runs a layer holds its shards.
+
+    Args:
+        modules: plain modules, or Blocks made with ``mode="PIPE"``.
+        num_hidden: only 1.
+
+    Raises:
+        ValueError: for a Block that was made for other use, if there is no pipeline.
+        NotImplementedError: if ``num_hidden`` is not 1.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module], num_hidden: int = 1) -> None:
+        super().__init__()
+        if num_hidden != 1:
+            raise NotImplementedError(f"num_hidden: a pipeline passes one hidden state, got {num_hidden}")
+        ctx = context()
+        self._pipe = ctx.groups["pipe"]
+        self.stages = self._pipe.size
+        self.stage_id = self._pipe.rank
+        self.pipe_idx = ctx.topology.pipe_idx
+        self.num_hidden = num_hidden
+        for index, module in enumerate(modules):
+            self.add_module(str(index), _as_pipe_block(module, index))
+        self.layer_ids = list(self.get_range_by_stage_id(self.stage_id))
+        for index, block in enumerate(self):
+            leave_to_stage(block, self._pipe, self.get_stage_by_layer_id(index))
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._modules.values())
+
+    def __getitem__(self, index: int | str | slice) -> Any:
+        if isinstance(index, str):
+            return self._modules[index]
+        return list(self._modules.values())[index]
+
+    def get_part_len_by_stage_id(self, stage_id: int) -> int:
+        """Number of layers of a stage."""
+        return len(self) // self.stages + (1 if stage_id < len(self) % self.stages else 0)
+
+    def get_range_by_stage_id(self, stage_id: int) -> range:
+        """Numbers of the layers of a stage."""
+        begin = sum(self.get_part_len_by_stage_id(stage) for stage in range(stage_id))
+        return range(begin, begin + self.get_part_len_by_stage_id(stage_id))
+
+    def get_stage_by_layer_id(self, layer_id: int) -> int:
+        """The stage that runs a layer."""
+        return next(stage for stage in range(self.stages) if layer_id in self.get_range_by_stage_id(stage))
+
+    @property
+    def idle_share(self) -> float:
+        """The part of a pass in which a stage waits for others: (stages - 1) / (micro-batches + stages - 1)."""
+        return idle_share(self.stages, config["micros"])
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        *args: Any,
+        batch_related: Sequence[int] = (),
+        return_hidden_states: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs all layers on this rank's own batch, together with those of the other stages' ranks.
+
+        Args:
+            hidden: ``(batch, ...)``; the batches of all stages together must divide by the number of micro-batches.
+            args: for every layer. Tensors that go with the batch are cut like it, others are the first stage's.
+            batch_related: positions in ``args`` of the tensors that go with the batch; empty: those with the rank and
+                dim-0 size of ``hidden``.
+            return_hidden_states: also return the inputs of all layers, ``(num_layers, batch, ...)``.
+
+        Raises:
+            ValueError: if the batches do not divide.
+        """
+        if self.stages == 1:
+            hidden_states, inputs = run_layers(self._modules, (hidden,), args, kwargs, 1)
+            if return_hidden_states:
+                return hidden_states[0], torch.stack([state[0] for state in inputs])
+            return hidden_states[0]
+        num_micros = config["micros"]
+        total = hidden.shape[0] * self.stages
+        if total % num_micros:
+            raise ValueError(
+                f"hidden: expected a batch of which {self.stages} (one per stage) divide into {num_micros} "
+                f"micro-batches, got {hidden.shape[0]} rows ({total} together)"
+            )
+        counts = [self.get_part_len_by_stage_id(stage) for stage in range(self.stages)]
+        call = PipelineCall(
+            [self[index] for index in self.layer_ids], counts, self._pipe, num_micros, return_hidden_states
+        )
+        results = run_pipeline(
+            call, hidden, PipeArguments(self._pipe, hidden, args, kwargs, batch_related, num_micros)
+        )
+        return results if return_hidden_states else results[0]
+
+
+def _as_pipe_block(module: torch.nn.Module, index: int) -> Block:
+    if type(module) is not Block:
+        return Block(module, mode="PIPE")
+    if module._mode is BlockMode.PIPE:
+        return module
+    if not config["pipe_enabled"]:
+        raise PipelineModeError(
+            f'modules[{index}]: expected a Block made with mode="PIPE", got mode="BLOCK" (and there is no pipeline: '
+            "init_distributed(pipe_size=...) turns it on)"
+        )
+    warn_once(
+        "PipelineTransformerBlockList.mode",
+        'give Block(mode="PIPE") to a PipelineTransformerBlockList',
+        stacklevel=4,
+    )
+    return Block(module, use_checkpoint=module._policy.recomputes, mode="PIPE")

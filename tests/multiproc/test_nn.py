@@ -1,0 +1,221 @@
+"""Tensor-parallel layers against the unsplit layers of torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import run_ranks
+
+import bmtrain as bmt
+from bmtrain.global_var import context
+from bmtrain.parameter import full_value, gather_flat
+
+IN, OUT, ROWS = 8, 12, 6
+
+
+def close(actual, expected) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=3e-6 * float(expected.abs().max()))
+
+
+def reference(layer) -> torch.nn.Linear:
+    """The plain twin: loaded from the (full) state dict."""
+    has_bias = layer._parameters["bias"] is not None
+    twin = torch.nn.Linear(layer.in_features, layer.out_features, bias=has_bias)
+    twin.load_state_dict(layer.state_dict())
+    return twin
+
+
+def check_parameter_gradients(layer, twin) -> None:
+    for name, param in layer.named_parameters():
+        full = gather_flat(param, param.grad).view(param._tp_original_shape)
+        close(full, getattr(twin, name).grad)
+
+
+def wrapped(layer, in_block: bool):
+    return bmt.Block(layer) if in_block else layer
+
+
+def row_slice(x, tp):
+    return x.chunk(tp.size, dim=0)[tp.rank]
+
+
+def column(gather_input, gather_output, bias, chunks, in_block) -> None:
+    tp = context().groups["tp"]
+    layer = bmt.nn.ColumnParallelLinear(
+        IN, OUT, bias=bias, gather_input=gather_input, gather_output=gather_output, async_gather_chunks=chunks
+    )
+    bmt.init_parameters(layer)
+    twin = reference(layer)
+    whole = torch.randn(ROWS, 5, IN, requires_grad=True)
+    weights = torch.randn(ROWS, 5, OUT)
+    expected = twin(whole)
+    (expected * weights).sum().backward()
+
+    x = (row_slice(whole, tp) if gather_input else whole).detach().clone().requires_grad_()
+    out = wrapped(layer, in_block)(x)
+    mine = slice(None) if gather_output else slice(tp.rank * OUT // tp.size, (tp.rank + 1) * OUT // tp.size)
+    assert out.is_contiguous()
+    close(out, expected[..., mine])
+    # A gathered output is one value that every rank holds: the group's one loss is computed from it once each.
+    (out * weights[..., mine]).sum().backward()
+    close(x.grad, row_slice(whole.grad, tp) if gather_input else whole.grad)
+    data_ranks = context().groups["tp_zero"].size
+    for param in twin.parameters():
+        param.grad *= data_ranks  # every data-parallel replica computes the same loss, and they add
+    check_parameter_gradients(layer, twin)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("in_block", [False, True], ids=["bare", "block"])
+def test_bc_74_column_parallel_linear(world, in_block):
+    for gather_input in (True, False):
+        for gather_output in (True, False):
+            for bias, chunks in ((True, 2), (False, 1), (True, 4)):
+                run_ranks(
+                    world,
+                    column,
+                    gather_input,
+                    gather_output,
+                    bias,
+                    chunks,
+                    in_block,
+                    init={"tp_size": min(world, 2)},
+                )
+
+
+def row(split_input, all_reduce_output, bias, chunks, in_block) -> None:
+    tp = context().groups["tp"]
+    layer = bmt.nn.RowParallelLinear(
+        IN, OUT, bias=bias, split_input=split_input, all_reduce_output=all_reduce_output, async_chunks=chunks
+    )
+    bmt.init_parameters(layer)
+    with torch.no_grad():
+        if bias:
+            layer._parameters["bias"].fill_(0.5)
+    twin = reference(layer)
+    whole = torch.randn(ROWS, 5, IN, requires_grad=True)
+    weights = torch.randn(ROWS, 5, OUT)
+    expected = twin(whole)
+    (expected * weights).sum().backward()
+
+    def mine(t):
+        return row_slice(t, tp) if split_input else t.chunk(tp.size, dim=-1)[tp.rank]
+
+    x = mine(whole).detach().clone().requires_grad_()
+    out = wrapped(layer, in_block)(x)
+    assert out.is_contiguous()
+    close(out, expected if all_reduce_output else row_slice(expected, tp))
+    (out * (weights if all_reduce_output else row_slice(weights, tp))).sum().backward()
+    close(x.grad, mine(whole.grad))
+    data_ranks = context().groups["tp_zero"].size
+    for param in twin.parameters():
+        param.grad *= data_ranks
+    check_parameter_gradients(layer, twin)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("in_block", [False, True], ids=["bare", "block"])
+def test_bc_74_row_parallel_linear(world, in_block):
+    for split_input in (True, False):
+        for all_reduce_output in (True, False):
+            for bias, chunks in ((True, 2), (False, 1), (True, 4)):
+                run_ranks(
+                    world,
+                    row,
+                    split_input,
+                    all_reduce_output,
+                    bias,
+                    chunks,
+                    in_block,
+                    init={"tp_size": min(world, 2)},
+                )
+
+
+def embedding() -> None:
+    tp = context().groups["tp"]
+    vocab, dim, batch, seq = 16, 6, 3, 4
+    layer = bmt.nn.VPEmbedding(vocab, dim, dtype=torch.float32)
+    bmt.init_parameters(layer)
+    table = full_value(layer._parameters["weight"]).clone().requires_grad_()
+    ids = torch.randint(0, vocab, (tp.size, batch, seq), dtype=torch.int32)
+    out_weights = torch.randn(tp.size, batch, seq, dim)
+    hidden = torch.randn(tp.size, batch, seq, dim, requires_grad=True)
+    logit_weights = torch.randn(batch, tp.size * seq, vocab)
+    expected = torch.nn.functional.embedding(ids, table)
+    expected_logits = torch.cat(list(hidden.unbind(0)), dim=1) @ table.t()
+    ((expected * out_weights).sum() + (expected_logits * logit_weights).sum()).backward()
+
+    out = layer(ids[tp.rank])
+    close(out, expected[tp.rank])
+    mine = hidden[tp.rank].detach().clone().requires_grad_()
+    logits = layer(mine, projection=True)
+    columns = slice(tp.rank * vocab // tp.size, (tp.rank + 1) * vocab // tp.size)
+    close(logits, expected_logits[..., columns])
+    ((out * out_weights[tp.rank]).sum() + (logits * logit_weights[..., columns]).sum()).backward()
+    close(mine.grad, hidden.grad[tp.rank])
+    param = layer._parameters["weight"]
+    close(gather_flat(param, param.grad).view(vocab, dim), table.grad * context().groups["tp_zero"].size)
+
+
+@pytest.mark.parametrize(("world", "tp_size"), [(1, 1), (2, 2), (4, 2), (4, 4)])
+def test_vocabulary_parallel_embedding_and_projection(world, tp_size):
+    run_ranks(world, embedding, init={"tp_size": tp_size})
+
+
+def projections() -> None:
+    tp = context().groups["tp"]
+    x = torch.randn(2, 3, 6)
+    whole = bmt.nn.Projection(8, 6, dtype=torch.float32)
+    split = bmt.nn.VPProjection(8, 6, dtype=torch.float32)
+    bmt.init_parameters([whole, split])
+    split.load_state_dict(whole.state_dict())
+    a = x.clone().requires_grad_()
+    b = x.clone().requires_grad_()
+    expected = whole(a)
+    columns = slice(tp.rank * 8 // tp.size, (tp.rank + 1) * 8 // tp.size)
+    out = split(b)
+    close(out, expected[..., columns])
+    expected.square().sum().backward()
+    out.square().sum().backward()
+    close(b.grad, a.grad)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_projections_agree(world):
+    run_ranks(world, projections, init={"tp_size": world})
+
+
+def indivisible(kind: str) -> str:
+    makers = {
+        "out_features": lambda: bmt.nn.ColumnParallelLinear(4, 5),
+        "in_features": lambda: bmt.nn.RowParallelLinear(5, 4),
+        "vocab_size": lambda: bmt.nn.VPEmbedding(5, 4),
+        "input": lambda: bmt.nn.RowParallelLinear(4, 4)(torch.zeros(3, 2)),
+    }
+    with pytest.raises(ValueError, match=kind) as error:
+        makers[kind]()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["out_features", "in_features", "vocab_size", "input"])
+def test_what_does_not_divide_is_named(kind):
+    assert all("tp_size 2" in message for message in run_ranks(2, indivisible, kind, init={"tp_size": 2}))
+
+
+def test_other_tp_size_loads_the_same_file(tmp_path):
+    run_ranks(2, save_layer, str(tmp_path / "layer.pt"), init={"tp_size": 2})
+    run_ranks(1, load_layer, str(tmp_path / "layer.pt"))
+
+
+def save_layer(path: str) -> None:
+    layer = bmt.nn.ColumnParallelLinear(IN, OUT)
+    bmt.init_parameters(layer)
+    bmt.save(layer, path)
+
+
+def load_layer(path: str) -> None:
+    layer = bmt.nn.ColumnParallelLinear(IN, OUT)
+    bmt.load(layer, path)
+    torch.manual_seed(0)
+    expected = torch.nn.init.xavier_normal_(torch.empty(OUT, IN))
+    assert torch.equal(full_value(layer._parameters["weight"]), expected)

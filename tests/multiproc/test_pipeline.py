@@ -1,0 +1,187 @@
+"""A pipeline of stages against the same layers in plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import run_ranks
+
+import bmtrain as bmt
+from bmtrain import _C
+from bmtrain._engine.sharding import ShardSpec
+from bmtrain.global_var import context
+
+DIM, BATCH, LAYERS = 6, 4, 5
+
+
+def layer_forward(self, x, mask, shared, flag=None):
+    y = torch.tanh(x @ self.up.t() + shared) @ self.down.t()
+    return x + (y * mask if flag == "mask" else y)
+
+
+class Layer(bmt.DistributedModule):
+    """Uses a mask that goes with the batch, a bias that every row shares, and a flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        normal = bmt.ParameterInitializer(torch.nn.init.normal_, std=0.3)
+        self.up = bmt.DistributedParameter(torch.empty(2 * DIM, DIM), init_method=normal)
+        self.down = bmt.DistributedParameter(torch.empty(DIM, 2 * DIM), init_method=normal)
+
+    forward = layer_forward
+
+
+class PlainLayer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Parameter(torch.empty(2 * DIM, DIM))
+        self.down = torch.nn.Parameter(torch.empty(DIM, 2 * DIM))
+
+    forward = layer_forward
+
+
+def run_plain(layers, x, mask, shared):
+    states = []
+    for layer in layers:
+        states.append(x)
+        x = layer(x, mask, shared, flag="mask")
+    return x, torch.stack(states)
+
+
+def check(actual, expected) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=3e-6 * float(expected.abs().max()))
+
+
+def stage_gradient(param) -> torch.Tensor:
+    """The gradient of a parameter of this rank's stage, gathered over the stage."""
+    spec = param._spec
+    return ShardSpec(spec.shape, spec.group, spec.layout, spec.index).gather(param.grad).view(spec.shape)
+
+
+def parity(return_hidden_states: bool) -> int:
+    torch.manual_seed(1)
+    pipeline = bmt.PipelineTransformerBlockList([bmt.Block(Layer(), mode="PIPE") for _ in range(LAYERS)])
+    bmt.init_parameters(pipeline)
+    plain = torch.nn.ModuleList([PlainLayer() for _ in range(LAYERS)])
+    plain.load_state_dict(pipeline.state_dict())
+    torch.manual_seed(1)
+    assert torch.equal(plain[0].up, torch.nn.init.normal_(torch.empty(2 * DIM, DIM), std=0.3))
+
+    world, rank = bmt.world_size(), bmt.rank()
+    x_all, mask_all, weights = (torch.randn(world, BATCH, 3, DIM) for _ in range(3))
+    state_weights = torch.randn(world, LAYERS, BATCH, 3, DIM)
+    shared = torch.randn(2 * DIM)
+
+    def loss_of(out, states, r):
+        loss = (out * weights[r]).sum()
+        return loss + (states * state_weights[r]).sum() if return_hidden_states else loss
+
+    expected_inputs = [t.clone().requires_grad_() for t in (x_all, mask_all, shared)]
+    for r in range(world):
+        loss_of(
+            *run_plain(plain, expected_inputs[0][r], expected_inputs[1][r], expected_inputs[2]), r
+        ).backward()
+
+    inputs = [t.clone().requires_grad_() for t in (x_all[rank], mask_all[rank], shared)]
+    result = pipeline(*inputs, flag="mask", return_hidden_states=return_hidden_states)
+    out, states = result if return_hidden_states else (result, None)
+    expected_out, expected_states = run_plain(plain, x_all[rank], mask_all[rank], shared)
+    check(out, expected_out)
+    if states is not None:
+        check(states, expected_states)
+    loss_of(out, states, rank).backward()
+
+    check(inputs[0].grad, expected_inputs[0].grad[rank])
+    check(inputs[1].grad, expected_inputs[1].grad[rank])
+    total = inputs[2].grad.clone()
+    context().groups["zero"].comm.all_reduce(total, _C.ReduceOp.SUM).wait()
+    check(total, expected_inputs[2].grad)
+    for index, block in enumerate(pipeline):
+        for param, reference in zip(block.parameters(), plain[index].parameters(), strict=True):
+            if pipeline.get_stage_by_layer_id(index) == pipeline.stage_id:
+                check(stage_gradient(param), reference.grad)
+            else:
+                assert param.numel() == 0
+                assert param.grad is None
+    return context().engine.pool.stats()["buffers_in_use"]
+
+
+@pytest.mark.parametrize("return_hidden_states", [False, True], ids=["output", "hidden-states"])
+@pytest.mark.parametrize(
+    ("world", "init"),
+    [
+        (1, {}),
+        (1, {"pipe_size": 1}),
+        (2, {"pipe_size": 1}),
+        (2, {"pipe_size": 2}),
+        (2, {"pipe_size": 2, "num_micro_batches": 8}),
+        (2, {"pipe_size": 2, "num_micro_batches": 1}),
+        (4, {"pipe_size": 2, "num_micro_batches": 4}),
+        (4, {"pipe_size": 4}),
+    ],
+    ids=str,
+)
+def test_outputs_and_gradients_equal_those_of_plain_layers(world, init, return_hidden_states):
+    assert run_ranks(world, parity, return_hidden_states, init=init) == [0] * world
+
+
+def evaluation() -> None:
+    pipeline = bmt.PipelineTransformerBlockList([Layer() for _ in range(LAYERS)])
+    bmt.init_parameters(pipeline)
+    plain = torch.nn.ModuleList([PlainLayer() for _ in range(LAYERS)])
+    plain.load_state_dict(pipeline.state_dict())
+    x, mask, shared = torch.randn(BATCH, DIM), torch.rand(BATCH, DIM), torch.randn(2 * DIM)
+    with torch.no_grad():
+        for _ in range(2):
+            out = pipeline(x, mask, shared, flag="mask")
+            check(out, run_plain(plain, x, mask, shared)[0])
+    assert not out.requires_grad
+    assert context().engine.pool.stats()["buffers_in_use"] == 0
+
+
+def test_evaluation_in_a_pipeline():
+    run_ranks(2, evaluation, init={"pipe_size": 2})
+
+
+def stage_traffic() -> dict:
+    pipeline = bmt.PipelineTransformerBlockList([Layer() for _ in range(4)])
+    bmt.init_parameters(pipeline)
+    group = context().groups["pp_zero"]
+    x = torch.randn(BATCH, DIM)
+    for _ in range(2):
+        group.comm.reset_traffic()
+        group.reduce_comm.reset_traffic()
+        pipeline(x, x, torch.zeros(2 * DIM)).sum().backward()
+    return {**group.comm.traffic(), **group.reduce_comm.traffic()}
+
+
+def test_blocks_of_a_stage_are_gathered_once_and_reduced_once_a_step():
+    for traffic in run_ranks(4, stage_traffic, init={"pipe_size": 2, "num_micro_batches": 8}):
+        assert traffic["all_gather"][0] == 2  # two layers a stage
+        assert traffic["all_to_all"][0] == 2
+
+
+def mistakes() -> None:
+    with pytest.raises(NotImplementedError, match="num_hidden"):
+        bmt.PipelineTransformerBlockList([Layer()], num_hidden=2)
+    if not bmt.config["pipe_enabled"]:
+        for error in (ValueError, AssertionError):
+            with pytest.raises(error, match="PIPE"):
+                bmt.PipelineTransformerBlockList([bmt.Block(Layer())])
+        return
+    with pytest.warns(DeprecationWarning, match="PIPE"):
+        pipeline = bmt.PipelineTransformerBlockList([bmt.Block(Layer()), bmt.Block(Layer())])
+    with pytest.raises(ValueError, match="micro-batches"):
+        pipeline(torch.zeros(1, DIM), None, torch.zeros(2 * DIM))
+    assert [pipeline.get_part_len_by_stage_id(s) for s in range(2)] == [1, 1]
+    assert [pipeline.get_stage_by_layer_id(i) for i in range(2)] == [0, 1]
+    assert pipeline.idle_share == pytest.approx(1 / 6)
+    assert len(pipeline) == 2
+    assert pipeline[-1] is pipeline["1"]
+
+
+@pytest.mark.parametrize(
+    ("world", "init"), [(1, {}), (2, {"pipe_size": 2, "num_micro_batches": 5})], ids=["off", "two-stages"]
+)
+def test_mistakes_are_named(world, init):
+    run_ranks(world, mistakes, init=init)
