@@ -28,19 +28,30 @@ CONFIG_FILE = "_build_config.json"  # read by bmtrain/_build.py
 BUILDING = {"build", "build_ext", "bdist_wheel", "editable_wheel", "develop"}
 
 
-def import_torch() -> Any:
-    """The torch that bmtrain will run with; under build isolation that of the environment around it."""
-    if importlib.util.find_spec("torch") is None:
-        sys.path += [path for path in outer_path() if path not in sys.path]
-    try:
-        import torch
-    except ImportError as error:
+def require_torch() -> None:
+    """Make the torch that bmtrain will run with importable; under build isolation it is in the environment around."""
+    if find_torch():
+        return
+    sys.path += [path for path in outer_path() if path not in sys.path]
+    if not find_torch():
         raise SystemExit(
-            f"bmtrain is compiled against the torch it runs with, and {sys.executable} has none ({error}).\n"
+            f"bmtrain is compiled against the torch it runs with, and {sys.executable} has none.\n"
             f"First run\n    {sys.executable} -m pip install {TORCH_TO_INSTALL}\n"
             "then the same command again. With a tool that builds in an environment of its own (uv, "
             "python -m build), turn that isolation off."
-        ) from None
+        )
+
+
+def find_torch() -> bool:
+    """Whether torch could be imported, without the seconds that importing it takes."""
+    importlib.invalidate_caches()
+    return importlib.util.find_spec("torch") is not None
+
+
+def import_torch() -> Any:
+    """The torch to build against."""
+    import torch
+
     if tuple(map(int, torch.__version__.split(".")[:2])) < TORCH_MINIMUM:
         minimum = ".".join(map(str, TORCH_MINIMUM))
         raise SystemExit(f"bmtrain needs torch >= {minimum}, {sys.executable} has {torch.__version__}")
@@ -198,6 +209,10 @@ def main() -> None:
         )
     commands: dict[str, type] = {"build_py": BuildPython}
     extensions = []
+    if {"dist_info", *BUILDING} & set(sys.argv[1:]):
+        # At dist_info too, the first step of pip: having read that bmtrain depends on torch, pip would download one
+        # (gigabytes) before it comes to the build.
+        require_torch()
     if BUILDING & set(sys.argv[1:]):
         torch = import_torch()
         require_compiler()
@@ -208,4 +223,5 @@ def main() -> None:
     setup(ext_modules=extensions, cmdclass=commands)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""What is built, what is shipped, and what a user reads when it does not fit."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import types
+import zipfile
+from pathlib import Path
+
+import environment
+import pytest
+import torch
+from harness import run_process
+
+import bmtrain
+from bmtrain import _build
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def setup_script() -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location("setup_script", ROOT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def record(monkeypatch: pytest.MonkeyPatch, folder: Path, **built: object) -> None:
+    """Pretend that the core was built like this."""
+    file = folder / "_build_config.json"
+    file.write_text(json.dumps(built))
+    monkeypatch.setattr(_build, "_CONFIG", file)
+
+
+def test_build_info_describes_this_build() -> None:
+    info = bmtrain.build_info()
+    assert info["version"] == bmtrain.__version__
+    assert info["torch"] == info["running_torch"] == str(torch.__version__)
+    assert Path(str(info["extension"])).is_relative_to(ROOT)
+    assert "-ffp-contract=off" in str(info["flags"])
+    assert "-march" not in str(info["flags"])
+    assert "fast-math" not in str(info["flags"])
+
+
+def test_core_of_another_torch_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    record(monkeypatch, tmp_path, torch="2.1.0+cpu", cuda=None)
+    with pytest.raises(ImportError, match=r"built for torch 2\.1\.0\+cpu, but torch .*pip install") as caught:
+        _build.load_extension()
+    assert str(torch.__version__) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("built", "running", "fits"),
+    [
+        ({}, ("2.13.0", None), True),
+        ({"torch": "2.13.0+cpu", "cuda": None}, ("2.13.0+cu130", "13.0"), True),
+        ({"torch": "2.13.0", "cuda": "13.0"}, ("2.13.0", "13.2"), True),
+        ({"torch": "2.13.0", "cuda": "13.0"}, ("2.13.0+cpu", None), False),
+        ({"torch": "2.13.0", "cuda": "13.0"}, ("2.13.0", "12.8"), False),
+        ({"torch": "2.12.0", "cuda": None}, ("2.13.0", None), False),
+    ],
+)
+def test_which_torch_fits(built: dict[str, str | None], running: tuple[str, str | None], fits: bool) -> None:
+    assert (_build._mismatch(built, *running) == "") == fits
+
+
+def test_missing_core_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_nothing(name: str) -> types.ModuleType:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(importlib, "import_module", find_nothing)
+    with pytest.raises(ImportError, match="not built for this Python.*pip install"):
+        _build.load_extension()
+
+
+def test_import_is_light_and_silent() -> None:
+    """Heavy optional packages stay out, no thread starts, no device is touched, nothing is printed."""
+    program = """
+import sys, threading, torch
+before = set(sys.modules)
+import bmtrain
+heavy = {"torch._dynamo", "torch._inductor", "tensorboard", "matplotlib", "rich", "safetensors", "triton"}
+assert not heavy & (set(sys.modules) - before), heavy & (set(sys.modules) - before)
+assert threading.active_count() == 1, threading.enumerate()
+assert not torch.cuda.is_initialized()
+"""
+    assert (
+        run_process([sys.executable, "-W", "error::UserWarning", "-c", program], directory=ROOT).stdout == ""
+    )
+
+
+def test_stubs_name_what_the_core_has() -> None:
+    from bmtrain import _C
+
+    tree = ast.parse((ROOT / "bmtrain" / "_C.pyi").read_text())
+    declared = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    assert set(declared) == {name for name in vars(_C) if not name.startswith("_")}
+    for name, node in declared.items():
+        if isinstance(node, ast.ClassDef):
+            members = {m.name for m in node.body if isinstance(m, ast.FunctionDef | ast.ClassDef)}
+            missing = [m for m in members if not hasattr(getattr(_C, name), m)]
+            assert not missing, (name, missing)
+
+
+def test_build_requirements_leave_torch_out() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    requirements = text.partition("requires = [")[2].partition("]")[0]
+    assert "setuptools" in requirements
+    assert "torch" not in requirements
+
+
+def test_cuda_sources_are_for_cuda_builds(setup_script: types.ModuleType, tmp_path: Path) -> None:
+    for name in ("a.cpp", "a.h", "cuda/b.cu", "cuda/c_cuda.cpp", "comm/d_cuda.cpp", "comm/e.cpp"):
+        (tmp_path / "csrc" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "csrc" / name).touch()
+    setup_script.ROOT = tmp_path
+    assert setup_script.find_sources(cuda=False) == ["csrc/a.cpp", "csrc/comm/e.cpp"]
+    everything = {
+        "csrc/a.cpp",
+        "csrc/comm/e.cpp",
+        "csrc/comm/d_cuda.cpp",
+        "csrc/cuda/b.cu",
+        "csrc/cuda/c_cuda.cpp",
+    }
+    assert set(setup_script.find_sources(cuda=True)) == everything
+
+
+def test_cuda_on_request_fails_loudly(
+    setup_script: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = types.SimpleNamespace(__version__="2.13.0+cpu", version=types.SimpleNamespace(cuda=None))
+    monkeypatch.setenv("BMTRAIN_CUDA", "1")
+    with pytest.raises(SystemExit, match=r"BMTRAIN_CUDA=1.*torch 2\.13\.0\+cpu is not"):
+        setup_script.wants_cuda(without)
+    monkeypatch.setenv("BMTRAIN_CUDA", "yes")
+    with pytest.raises(SystemExit, match="expected 0 or 1, got 'yes'"):
+        setup_script.wants_cuda(without)
+    monkeypatch.setenv("BMTRAIN_CUDA", "0")
+    assert setup_script.wants_cuda(without) is False
+
+
+def test_isolated_build_finds_the_torch_around_it(
+    setup_script: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONNOUSERSITE", "1")
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+    found = setup_script.outer_path()
+    assert str(Path(torch.__file__).parents[1]) in found
+    assert "/nowhere" not in found
+
+
+def test_build_without_torch_says_what_to_run(
+    setup_script: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup_script, "outer_path", list)
+    monkeypatch.setattr(setup_script, "find_torch", lambda: False)
+    with pytest.raises(SystemExit, match=r"-m pip install torch==\d"):
+        setup_script.require_torch()
+
+
+def test_setup_py_install_names_its_successor() -> None:
+    result = run_process([sys.executable, "setup.py", "install"], directory=ROOT, check=False)
+    assert result.returncode != 0
+    assert "pip install ." in result.stdout
+
+
+def test_set_up_sees_what_is_missing() -> None:
+    requirements = [
+        f"torch=={torch.__version__}",
+        "torch>=2.11",
+        "torch==0.0.1",
+        "no-such-distribution>=3; extra == 'test'",
+        'no-such-other; extra == "docs"',
+    ]
+    found = environment.missing_requirements(requirements, ["test"])
+    assert found == ["torch==0.0.1", "no-such-distribution>=3"]
+
+
+def test_set_up_rebuilds_a_stale_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = str(torch.__version__)
+    assert environment.core_is_stale("2.1.0")
+    core = Path(str(bmtrain.build_info()["extension"]))
+    monkeypatch.setattr(environment, "ROOT", core.parents[1])
+    if bmtrain.build_info()["cuda"] is None:
+        monkeypatch.setenv("BMTRAIN_CUDA", "1")
+        assert environment.core_is_stale(version)
+
+
+@pytest.mark.slow
+def test_source_distribution_can_be_built_from(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "-q", "egg_info", "-e", tmp_path, "sdist", "-d", tmp_path]
+    run_process(command, directory=ROOT, timeout=120)
+    [archive] = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
+    tracked = subprocess.run(
+        ["git", "ls-files", "csrc", "bmtrain", "tests", "setup.py", "pyproject.toml", "LICENSE"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.split()
+    expected = tracked or ["setup.py", "pyproject.toml", "LICENSE", "csrc/bindings.h", "bmtrain/py.typed"]
+    assert [name for name in expected if name not in names] == []
+    assert not [name for name in names if name.endswith((".so", ".pyc"))]
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        tmp_path,
+        ROOT,
+    ]
+    run_process(command, directory=tmp_path, timeout=600, environment={"MAX_JOBS": str(os.cpu_count() or 1)})
+    [wheel] = tmp_path.glob("bmtrain-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {"bmtrain"}
+    for needed in ("bmtrain/py.typed", "bmtrain/_C.pyi", "bmtrain/_build_config.json"):
+        assert needed in names
+    assert any(name.startswith("bmtrain/_C.") and name.endswith(".so") for name in names)
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "bmtrain").rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == modules
