@@ -44,11 +44,12 @@ _make_venv() {
 
 _set_up() {
     if [ -n "${BMTRAIN_PYTHON:-}" ] && _is_virtual "$BMTRAIN_PYTHON"; then
-        PYTHON=$(command -v "$BMTRAIN_PYTHON")
+        PYTHON=$("$BMTRAIN_PYTHON" -c 'import sys; print(sys.executable)')
     elif [ -z "${BMTRAIN_PYTHON:-}" ] && [ -n "${VIRTUAL_ENV:-${CONDA_PREFIX:-}}" ] && _is_virtual python; then
-        PYTHON=$(command -v python)
+        PYTHON=$(python -c 'import sys; print(sys.executable)')
     else
-        [ -x .venv/bin/pip ] || _make_venv # pip comes last: without it an earlier run was interrupted
+        # pip comes last: without it an earlier run was interrupted. Or the interpreter behind it is gone.
+        { [ -x .venv/bin/pip ] && .venv/bin/python -c ''; } || _make_venv
         PYTHON=$PWD/.venv/bin/python
     fi
     "$PYTHON" tests/environment.py "$@" || _fail "failed, see above"
