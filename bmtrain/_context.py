@@ -88,10 +88,10 @@ class Streams:
         with torch.cuda.device(device):
             return cls(
                 calc_stream=torch.cuda.current_stream(),
-                load_stream=torch.cuda.Stream(priority=-1),  # type: ignore[no-untyped-call]
-                barrier_stream=torch.cuda.Stream(),  # type: ignore[no-untyped-call]
-                tp_comm_stream=torch.cuda.Stream(),  # type: ignore[no-untyped-call]
-                pp_comm_stream=torch.cuda.Stream(),  # type: ignore[no-untyped-call]
+                load_stream=torch.cuda.Stream(priority=-1),
+                barrier_stream=torch.cuda.Stream(),
+                tp_comm_stream=torch.cuda.Stream(),
+                pp_comm_stream=torch.cuda.Stream(),
                 load_event=torch.cuda.Event(),
             )
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from ._deprecate import warn_once
 from .global_var import context
+
+if TYPE_CHECKING:
+    from ._C import Communicator
 
 __all__ = ["gather_result", "sum_loss", "synchronize", "wait_loader"]
 
@@ -31,7 +36,7 @@ def wait_loader() -> None:
     context("wait_loader()")
 
 
-def sum_loss(loss: torch.Tensor, comm: object = None) -> torch.Tensor:
+def sum_loss(loss: torch.Tensor, comm: Communicator | None = None) -> torch.Tensor:
     """Mean of ``loss`` over the ranks: despite the name not a sum. [collective]
 
     Args:
@@ -44,7 +49,7 @@ def sum_loss(loss: torch.Tensor, comm: object = None) -> torch.Tensor:
     from .distributed import all_reduce
 
     warn_once("sum_loss", "sum_loss() is deprecated: write distributed.all_reduce(loss, 'avg')")
-    return all_reduce(loss, "avg", comm)  # type: ignore[arg-type]
+    return all_reduce(loss, "avg", comm)
 
 
 def gather_result(x: torch.Tensor) -> torch.Tensor:
