@@ -1,0 +1,475 @@
+"""Training steps on several ranks against one plain torch process that has the whole batch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from torch import Tensor
+
+import bmtrain as bmt
+from bmtrain.lr_scheduler import Noam
+from bmtrain.optim import OptimManager, clip_grad_norm
+from bmtrain.optim.optim_manager import check_overflow
+from bmtrain.parameter import gather_flat
+
+WORLDS = [1, 2, 4]
+WIDTH, BATCH = 6, 8
+
+
+def _layer_class(base: type[torch.nn.Module]) -> Any:
+    class Layer(base):  # type: ignore[misc, valid-type]
+        def __init__(self, make: Any) -> None:
+            super().__init__()
+            self.weight = make(torch.randn(WIDTH, WIDTH) / 3)
+            self.bias = make(torch.randn(WIDTH) / 3)
+            self.gain = make(torch.tensor(1.5))  # empty on all ranks but the first
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.tanh(torch.nn.functional.linear(x, self.weight, self.bias)) * self.gain
+
+    return Layer
+
+
+ShardedLayer, PlainLayer = _layer_class(bmt.DistributedModule), _layer_class(torch.nn.Module)
+
+
+class Model(torch.nn.Module):
+    """A layer outside blocks, two blocks, and a parameter that no loss uses."""
+
+    def __init__(self, sharded: bool, seed: int = 7) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        layer = ShardedLayer if sharded else PlainLayer
+        make = bmt.DistributedParameter if sharded else torch.nn.Parameter
+        self.first = layer(make)
+        self.blocks = torch.nn.ModuleList(
+            [bmt.Block(layer(make)) if sharded else layer(make) for _ in range(2)]
+        )
+        self.unused = make(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def batch(step: int = 0) -> Tensor:
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(100 + step))
+
+
+def loss_of(model: Model, x: Tensor) -> Tensor:
+    return (model(x) ** 3).mean()
+
+
+def own_loss(model: Model, step: int = 0) -> Tensor:
+    """This rank's loss over its part of the batch."""
+    return loss_of(model, batch(step).chunk(bmt.world_size())[bmt.rank()])
+
+
+def whole(p: Tensor, local: Tensor | None) -> Tensor | None:
+    return None if local is None else gather_flat(p, local.detach())
+
+
+def assert_gradients(model: Model, reference: Model, factor: float = 1.0) -> None:
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        grad = whole(p, p.grad)
+        assert (grad is None) == (q.grad is None), name
+        if grad is not None:
+            expected = q.grad.reshape(-1)
+            torch.testing.assert_close(
+                grad * factor, expected, rtol=0, atol=1e-6 * float(expected.abs().max())
+            )
+
+
+def assert_weights(model: Model, reference: Model, **tolerance: float) -> None:
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(
+            whole(p, p), q.detach().reshape(-1), msg=lambda m, name=name: f"{name}: {m}", **tolerance
+        )
+
+
+def make_manager(optimizer: Any, scheduler: Any = None, **options: Any) -> OptimManager:
+    manager = OptimManager(**options)
+    manager.add_optimizer(optimizer, scheduler)
+    return manager
+
+
+# --- gradients, steps, clipping
+
+
+def gradient_of_the_mean_loss(loss_scale: float | None) -> None:  # BC-40
+    model, reference = Model(True), Model(False)
+    manager = make_manager(torch.optim.SGD(model.parameters(), lr=0.1), loss_scale=loss_scale)
+    manager.backward(own_loss(model))
+    loss_of(reference, batch()).backward()
+    assert_gradients(model, reference, 1 / manager.loss_scale)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("loss_scale", [None, 8.0])
+def test_gradient_of_the_mean_loss(world: int, loss_scale: float | None) -> None:
+    run_ranks(world, gradient_of_the_mean_loss, loss_scale)
+
+
+def tensor_parallel_gradient() -> None:  # BC-40: two tp ranks share a loss
+    model, reference = Model(True), Model(False)
+    manager = make_manager(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert manager.grad_scale == 2
+    topology = bmt.config["topology"]
+    shared = batch().chunk(2)[topology.tp_idx]
+    # Each tp rank takes half of the tokens; the sum of their parts is the loss they share.
+    manager.backward(loss_of(model, shared.chunk(2)[topology.tp_id]) / 2)
+    loss_of(reference, batch()).backward()
+    assert_gradients(model, reference)
+
+
+def test_tensor_parallel_gradient() -> None:
+    run_ranks(4, tensor_parallel_gradient, init={"tp_size": 2})
+
+
+def steps_equal_one_process(clip: float | None, loss_scale: float | None) -> None:  # BC-41
+    model, reference = Model(True), Model(False)
+    optimizer, plain = (
+        torch.optim.Adam(m.parameters(), lr=0.01, weight_decay=0.01) for m in (model, reference)
+    )
+    manager = make_manager(optimizer, Noam(optimizer, 0.1, 2, None), loss_scale=loss_scale)
+    plain_scheduler = Noam(plain, 0.1, 2, None)
+    for step in range(5):
+        manager.zero_grad()
+        manager.backward(own_loss(model, step))
+        plain.zero_grad()
+        loss_of(reference, batch(step)).backward()
+        if clip is not None:
+            norm = manager.clip_grad_norm(optimizer.param_groups, clip)
+            expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), clip)
+            torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+        manager.step()
+        plain.step()
+        plain_scheduler.step()
+    assert_weights(model, reference, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("clip", "loss_scale"), [(None, None), (0.1, None), (0.1, 1024.0)])
+def test_steps_equal_one_process(world: int, clip: float | None, loss_scale: float | None) -> None:
+    run_ranks(world, steps_equal_one_process, clip, loss_scale)
+
+
+def clip_equals_torch(norm_type: Any, scale: float) -> tuple[float, ...]:  # BC-46
+    model, reference = Model(True), Model(False)
+    (own_loss(model) * scale / bmt.world_size()).backward()
+    loss_of(reference, batch()).backward()
+    extra, extra_reference = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    extra.grad = torch.full((3,), 0.25 * scale) * (1 if bmt.rank() == 0 else 17)  # rank 0's counts
+    extra_reference.grad = torch.full((3,), 0.25)
+    groups = [{"params": list(model.parameters())}, {"params": [extra]}]
+    norms = []
+    for max_norm in (1e3, 0.05):
+        norm = clip_grad_norm(groups, max_norm, scale, norm_type)
+        expected = torch.nn.utils.clip_grad_norm_(
+            [*reference.parameters(), extra_reference], max_norm, float(norm_type)
+        )
+        torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+        assert_gradients(model, reference, 1 / scale)
+        norms.append(norm.item())
+    after = clip_grad_norm(groups, 1e3, scale, norm_type)
+    assert 0.0499 < after <= 0.05 * (1 + 1e-6)
+    return tuple(norms)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("norm_type", [2, 3, "inf"])
+def test_clip_equals_torch(world: int, norm_type: Any) -> None:
+    for scale in (1.0, 256.0):
+        results = run_ranks(world, clip_equals_torch, norm_type, scale)
+        assert len(set(results)) == 1  # identical on all ranks
+
+
+def tensor_parallel_norm() -> float:
+    tp_rank = bmt.config["tp_rank"]
+    split = bmt.DistributedParameter(torch.zeros(2, 3), tp_mode=True, tp_split_dim=0)
+    repeated = bmt.DistributedParameter(torch.zeros(5), tp_mode=True)
+    ordinary = bmt.DistributedParameter(torch.zeros(7))
+    split.grad = torch.full_like(split.data, 1.0 + tp_rank)
+    repeated.grad = torch.full_like(repeated.data, 3.0)
+    ordinary.grad = torch.full_like(ordinary.data, 5.0)
+    return clip_grad_norm([{"params": [split, repeated, ordinary]}], 1e9, 1.0).item()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_tensor_parallel_norm(world: int) -> None:
+    expected = math.sqrt(6 * 1 + 6 * 4 + 5 * 9 + 7 * 25)
+    assert run_ranks(world, tensor_parallel_norm, init={"tp_size": 2}) == pytest.approx([expected] * world)
+
+
+def nothing_to_clip() -> None:  # BC-42
+    model = Model(True)
+    assert clip_grad_norm([], 1.0, 1.0) == 0
+    assert clip_grad_norm([{"params": list(model.parameters())}], 1.0, 1.0) == 0
+    assert not check_overflow([{"params": list(model.parameters())}])
+    gain = model.first._parameters["gain"]
+    gain.grad = torch.full_like(gain.data, 3.0)  # the other ranks own nothing of it
+    assert clip_grad_norm([{"params": [gain]}], 1.0, 1.0) == 3
+    manager = make_manager(torch.optim.Adam([model.unused, gain], lr=0.1), loss_scale=2.0)
+    manager.step()
+    assert manager.steps_since_last_scale == 1
+    assert torch.equal(whole(model.unused, model.unused), torch.ones(5))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_nothing_to_clip(world: int) -> None:
+    run_ranks(world, nothing_to_clip)
+
+
+def legal_but_unusual_steps() -> None:  # BC-43
+    model = Model(True)
+    manager = make_manager(torch.optim.Adam(model.parameters(), lr=0.01), loss_scale=64.0)
+    groups = manager.optimizers[0].param_groups
+    for step in range(4):
+        manager.zero_grad()
+        if step == 0:
+            manager.backward(own_loss(model) * 0)
+        elif step != 2:  # step 2: a bad loss that all ranks leave out
+            for micro in range(3):
+                manager.backward(own_loss(model, micro) / 3)
+                manager.clip_grad_norm(groups, 1.0)
+        manager.step()
+    assert manager.steps_since_last_scale == 4
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_legal_but_unusual_steps(world: int) -> None:
+    run_ranks(world, legal_but_unusual_steps)
+
+
+# --- overflow
+
+
+def one_bad_element_stops_all(where: str, value: float) -> str:  # BC-44
+    model = Model(True)
+    extra = torch.nn.Parameter(torch.ones(3))
+    named = [*model.named_parameters(), ("extra", extra)]
+    optimizer = torch.optim.Adam([p for _, p in named], lr=0.01)
+    scheduler = Noam(optimizer, 0.1, 2, None, num_iter=1)
+    manager = make_manager(optimizer, scheduler, loss_scale=1024.0)
+    for step in range(2):
+        manager.zero_grad()
+        manager.backward(own_loss(model, step) + (extra**2).sum())
+        manager.step()
+    before = copy.deepcopy(([p.detach() for _, p in named], optimizer.state_dict(), scheduler.state_dict()))
+    manager.zero_grad()
+    manager.backward(own_loss(model, 2) + (extra**2).sum())
+    bad = dict(named)[where]
+    owners = [r for r in range(bmt.world_size()) if r == bmt.rank()] if bad.grad.numel() else []
+    last_owner = int(bmt.distributed.all_reduce(torch.tensor(max(owners, default=-1)), "max"))
+    if bmt.rank() == last_owner:
+        bad.grad.view(-1)[-1] = value
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        manager.step()
+    assert (manager.loss_scale, manager.steps_since_last_scale) == (512.0, 0)
+    for (name, p), old in zip(named, before[0], strict=True):
+        assert torch.equal(p.detach(), old), name
+        assert p.grad is None or not p.grad.any(), name
+    assert scheduler.state_dict() == before[2]
+    torch.testing.assert_close(optimizer.state_dict(), before[1], rtol=0, atol=0)
+    index = [name for name, _ in named].index(where)
+    if bmt.rank() == 0:
+        assert f"parameter {index} of {len(named)}" in out.getvalue()
+        assert "1024.0 -> 512.0" in out.getvalue()
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("where", ["first.weight", "first.gain", "blocks.1.bias", "extra"])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_one_bad_element_stops_all(world: int, where: str, value: float) -> None:
+    printed = run_ranks(world, one_bad_element_stops_all, where, value)
+    assert not any(printed[1:])  # only rank 0 reports
+
+
+# --- several models
+
+
+def two_managers_and_a_teacher() -> None:  # BC-52
+    student, teacher, other = Model(True), Model(True, seed=8), Model(True, seed=9)
+    alone = Model(True)
+    kept = [p.detach().clone() for p in teacher.parameters()]
+    first = make_manager(torch.optim.SGD(student.parameters(), lr=0.1), loss_scale=4.0)
+    second = make_manager(torch.optim.SGD(other.parameters(), lr=0.1))
+    third = make_manager(torch.optim.SGD(alone.parameters(), lr=0.1), loss_scale=4.0)
+    for step in range(3):
+        x = batch(step).chunk(bmt.world_size())[bmt.rank()]
+        with torch.no_grad():
+            target = teacher(x)
+        first.zero_grad()
+        second.zero_grad()
+        first.backward(((student(x) - target) ** 2).mean())
+        second.backward(own_loss(other, step))
+        second.step()
+        first.step()
+        third.zero_grad()
+        third.backward(((alone(x) - target) ** 2).mean())
+        third.step()
+    for p, old in zip(teacher.parameters(), kept, strict=True):
+        assert torch.equal(p, old)
+        assert p.grad is None
+    for p, q in zip(student.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert first.loss_scale == 4.0
+    assert second.loss_scale == 1
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_two_managers_and_a_teacher(world: int) -> None:
+    run_ranks(world, two_managers_and_a_teacher)
+
+
+# --- state
+
+
+def build_optimizer(name: str, model: Model, lr: float) -> Any:
+    groups = [
+        {"params": list(model.first.parameters()), "weight_decay": 0.1},
+        {"params": [*model.blocks.parameters(), model.unused]},
+    ]
+    if name == "Adam":
+        return torch.optim.Adam(groups, lr=lr)
+    if name == "SGD":
+        return torch.optim.SGD(groups, lr=lr, momentum=0.9)
+    return getattr(bmt.optim, name)(groups, lr=lr)
+
+
+def build(name: str, lr: float, **options: Any) -> tuple[Model, OptimManager]:
+    model = Model(True)
+    optimizer = build_optimizer(name, model, lr)
+    return model, make_manager(optimizer, Noam(optimizer, lr, 2, None), **options)
+
+
+def train(model: Model, manager: OptimManager, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        manager.zero_grad()
+        loss = own_loss(model, step)
+        manager.backward(loss)
+        manager.step()
+        losses.append(bmt.sum_loss(loss).item())
+    return losses
+
+
+def weights(model: Model) -> list[Tensor]:
+    return [gather_flat(p, p.detach()) for p in model.parameters()]
+
+
+def load_weights(model: Model, values: list[Tensor]) -> None:
+    for p, value in zip(model.parameters(), values, strict=True):
+        bmt.parameter.load_full_value(p, value.reshape(p._tp_original_shape))
+
+
+def save_in_the_middle(name: str, folder: Path, gather: bool) -> tuple[list[float], list[Tensor]]:
+    model, manager = build(name, 0.05, loss_scale=64.0, loss_scale_steps=4)
+    train(model, manager, range(3))
+    values = weights(model)
+    torch.save(
+        {"manager": manager.state_dict(gather_opt=gather), "weights": values}, folder / f"{bmt.rank()}.pt"
+    )
+    losses = train(model, manager, range(3, 7))
+    assert manager.loss_scale == 128.0
+    return losses, weights(model)
+
+
+def resume(name: str, folder: Path, rank: int | None = None) -> tuple[list[float], list[Tensor]]:
+    saved = torch.load(folder / f"{bmt.rank() if rank is None else rank}.pt", weights_only=True)
+    untouched = copy.deepcopy(saved)
+    model, manager = build(name, 0.9)
+    manager.loss_scale_steps = 4
+    load_weights(model, saved["weights"])
+    manager.load_state_dict(saved["manager"])
+    losses = train(model, manager, range(3, 7))
+    assert manager.loss_scale == 128.0
+    torch.testing.assert_close(saved, untouched, rtol=0, atol=0)
+    return losses, weights(model)
+
+
+OPTIMIZERS = ["Adam", "SGD", "AdamOptimizer", "AdamOffloadOptimizer"]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("gather", [False, True])
+def test_resume_is_exact(world: int, name: str, gather: bool, tmp_path: Path) -> None:  # BC-53
+    uninterrupted = run_ranks(world, save_in_the_middle, name, tmp_path, gather)
+    resumed = run_ranks(world, resume, name, tmp_path)
+    for (losses, values), (other_losses, other_values) in zip(uninterrupted, resumed, strict=True):
+        assert losses == other_losses
+        torch.testing.assert_close(values, other_values, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_gathered_state_moves_to_other_worlds(name: str, tmp_path: Path) -> None:  # BC-54
+    losses, values = run_ranks(4, save_in_the_middle, name, tmp_path, True)[0]
+    for world in (1, 2):
+        for other_losses, other_values in run_ranks(world, resume, name, tmp_path, rank=3):
+            assert other_losses == pytest.approx(losses, rel=1e-6)
+            torch.testing.assert_close(other_values, values, rtol=1e-5, atol=2e-6)
+
+
+def load_at_another_layout(name: str, folder: Path) -> None:
+    saved = torch.load(folder / "0.pt", weights_only=True)
+    _, manager = build(name, 0.1)
+    with pytest.raises(ValueError, match=r"36|18|9"):
+        manager.load_state_dict(saved["manager"])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_of_one_rank_fits_no_other_layout(name: str, tmp_path: Path) -> None:  # D-22
+    run_ranks(2, save_in_the_middle, name, tmp_path, False)
+    run_ranks(1, load_at_another_layout, name, tmp_path)
+
+
+# --- the API of 0.1.x
+
+
+def legacy_loop(name: str, manager_loop: bool) -> list[Tensor]:  # BC-55
+    bmt.config["loss_scale_factor"], bmt.config["loss_scale_steps"] = 2, 3
+    model = Model(True)
+    scale = 2.0**20
+    if manager_loop:
+        optimizer = getattr(bmt.optim, name)(model.parameters(), lr=0.01)
+        manager = make_manager(optimizer, Noam(optimizer, 0.1, 2, None), loss_scale=scale, loss_scale_steps=3)
+    else:
+        optimizer = getattr(bmt.optim, name)(model.parameters(), lr=0.01, scale=scale)
+        scheduler = Noam(optimizer, 0.1, 2, None)
+    for step in range(7):
+        loss = own_loss(model, step)
+        if step == 3:
+            loss = loss * math.inf if bmt.rank() == bmt.world_size() - 1 else loss
+        if manager_loop:
+            manager.zero_grad()
+            manager.backward(loss)
+            manager.clip_grad_norm(optimizer.param_groups, 0.1)
+            manager.step()
+        else:
+            optimizer.zero_grad()
+            optimizer.loss_scale(loss).backward()
+            bmt.optim.clip_grad_norm(optimizer.param_groups, 0.1, scale=optimizer.scale)
+            bmt.optim_step(optimizer, scheduler)
+    assert (manager.loss_scale if manager_loop else optimizer.scale) == 2.0**21
+    return weights(model)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", ["AdamOptimizer", "AdamOffloadOptimizer"])
+def test_legacy_loop(world: int, name: str) -> None:
+    old = run_ranks(world, legacy_loop, name, False)
+    new = run_ranks(world, legacy_loop, name, True)
+    torch.testing.assert_close(old, new, rtol=0, atol=0)
