@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _C
+from .. import _C, _ops
 from ..global_var import context
 from ..parameter import DistributedParameter
 
@@ -28,6 +28,8 @@ __all__ = [
     "multiply_gradients",
     "parameters_of",
 ]
+
+_CORE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def parameters_of(param_groups: Iterable[Any]) -> Iterator[Tensor]:
@@ -72,13 +74,32 @@ def _by_kind(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 def _power_sum(gradients: list[Tensor], norm_type: float) -> Tensor:
     """``sum |g|^p`` or ``max |g|`` of this rank, (1,) in fp64; inf or NaN if an element is."""
     total = torch.zeros(1, dtype=torch.float64, device=context("gradient statistics").device)
-    for grads in _by_kind(gradients):
-        norms = torch.stack(torch._foreach_norm(grads, norm_type, dtype=torch.float64))
-        if math.isinf(norm_type):
-            torch.maximum(total, norms.max().to(total.device), out=total)
-        else:
-            total += norms.pow_(norm_type).sum().to(total.device)
+    in_core, others = _split(gradients)
+    parts = [_core_power_sum(in_core, norm_type)] if in_core else []
+    parts += [_torch_power_sum(grads, norm_type) for grads in _by_kind(others)]
+    for part in parts:
+        part = part.to(total)
+        total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
     return total
+
+
+def _split(gradients: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Those that the core's CPU kernels take, in one call over dtypes and sizes, and the others."""
+    taken = [g.device.type == "cpu" and g.dtype in _CORE_DTYPES and g.is_contiguous() for g in gradients]
+    return [g for g, t in zip(gradients, taken, strict=True) if t], [
+        g for g, t in zip(gradients, taken, strict=True) if not t
+    ]
+
+
+def _core_power_sum(grads: list[Tensor], norm_type: float) -> Tensor:
+    if norm_type == 2:
+        return _ops.squared_sum(grads)
+    return _ops.abs_max(grads) if math.isinf(norm_type) else _ops.abs_power_sum(grads, norm_type)
+
+
+def _torch_power_sum(grads: list[Tensor], norm_type: float) -> Tensor:
+    norms = torch.stack(torch._foreach_norm(grads, norm_type, dtype=torch.float64))
+    return norms.max() if math.isinf(norm_type) else norms.pow_(norm_type).sum()
 
 
 def _all_reduce(number: Tensor, op: Any, label: str) -> Tensor:

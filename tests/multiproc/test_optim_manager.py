@@ -67,12 +67,18 @@ def batch(step: int = 0) -> Tensor:
 
 
 def loss_of(model: Model, x: Tensor) -> Tensor:
-    return (model(x) ** 3).mean()
+    return ((model(x) - x.flip(1)) ** 2).mean()
 
 
 def own_loss(model: Model, step: int = 0) -> Tensor:
     """This rank's loss over its part of the batch."""
     return loss_of(model, batch(step).chunk(bmt.world_size())[bmt.rank()])
+
+
+def of_all_ranks(value: float) -> list[float]:
+    gathered = torch.empty(bmt.world_size(), dtype=torch.float64)
+    bmt.config["comm"].all_gather(gathered, torch.tensor([value], dtype=torch.float64)).wait()
+    return gathered.tolist()
 
 
 def whole(p: Tensor, local: Tensor | None) -> Tensor | None:
@@ -270,9 +276,8 @@ def one_bad_element_stops_all(where: str, value: float) -> str:  # BC-44
     manager.zero_grad()
     manager.backward(own_loss(model, 2) + (extra**2).sum())
     bad = dict(named)[where]
-    owners = [r for r in range(bmt.world_size()) if r == bmt.rank()] if bad.grad.numel() else []
-    last_owner = int(bmt.distributed.all_reduce(torch.tensor(max(owners, default=-1)), "max"))
-    if bmt.rank() == last_owner:
+    sizes = of_all_ranks(bad.grad.numel())
+    if bmt.rank() == max(r for r, size in enumerate(sizes) if size):
         bad.grad.view(-1)[-1] = value
     with contextlib.redirect_stdout(io.StringIO()) as out:
         manager.step()
@@ -362,7 +367,7 @@ def train(model: Model, manager: OptimManager, steps: range) -> list[float]:
         loss = own_loss(model, step)
         manager.backward(loss)
         manager.step()
-        losses.append(bmt.sum_loss(loss).item())
+        losses.append(sum(of_all_ranks(loss.item())) / bmt.world_size())
     return losses
 
 
@@ -426,7 +431,7 @@ def test_gathered_state_moves_to_other_worlds(name: str, tmp_path: Path) -> None
 def load_at_another_layout(name: str, folder: Path) -> None:
     saved = torch.load(folder / "0.pt", weights_only=True)
     _, manager = build(name, 0.1)
-    with pytest.raises(ValueError, match=r"36|18|9"):
+    with pytest.raises(ValueError, match="layout"):
         manager.load_state_dict(saved["manager"])
 
 
