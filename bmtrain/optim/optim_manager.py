@@ -125,7 +125,7 @@ class OptimManager:
         Args:
             loss: this rank's scalar loss, normally the mean over its own batch.
         """
-        self.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
+        self.scale_loss(loss).backward()
 
     def zero_grad(self) -> None:
         """Fill the gradients of all optimizers with zeros."""
