@@ -1,4 +1,4 @@
-"""Making communicators: the only file that touches ``torch.distributed`` for transport."""
+"""Making communicators, and the words that Python uses for what they do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,34 @@ import torch.distributed as dist
 from . import _C
 from .errors import CommunicationError
 
-__all__ = ["create_gloo", "create_single"]
+__all__ = ["REDUCE_OPS", "create_gloo", "create_single", "reduce_op", "wire_device"]
+
+REDUCE_OPS = {
+    "sum": _C.ReduceOp.SUM,
+    "avg": _C.ReduceOp.AVG,
+    "max": _C.ReduceOp.MAX,
+    "min": _C.ReduceOp.MIN,
+    "prod": _C.ReduceOp.PROD,
+}
+
+
+def reduce_op(op: str) -> _C.ReduceOp:
+    """The core's name of a reduction.
+
+    Raises:
+        ValueError: not one of ``sum avg max min prod``.
+    """
+    found = REDUCE_OPS.get(op) if isinstance(op, str) else None
+    if found is None:
+        raise ValueError(f"op: expected one of {', '.join(REDUCE_OPS)}, got {op!r}")
+    return found
+
+
+def wire_device(comm: _C.Communicator) -> torch.device:
+    """Where small tensors that only serve an exchange have to live."""
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if comm.backend == "nccl" else torch.device("cpu")
+    )
 
 
 def create_single(name: str) -> _C.Communicator:
@@ -23,8 +50,8 @@ def create_gloo(
 ) -> _C.Communicator:
     """Connect ``size`` ranks with Gloo. Collective over them; each call needs a ``prefix`` of its own.
 
-    The process group made here is never registered anywhere: the default group, if somebody made one, is neither
-    used nor touched.
+    The process group made here is registered nowhere: the default group, if somebody made one, is neither used
+    nor touched.
 
     Args:
         store: where the ranks find each other; not needed any more when this returns.
@@ -39,10 +66,9 @@ def create_gloo(
     """
     if size == 1:
         return create_single(name)
-    limit = datetime.timedelta(seconds=timeout)
     try:
         scoped = dist.PrefixStore(prefix, store)
-        gloo = dist.ProcessGroupGloo(scoped, rank, size, limit)
+        gloo = dist.ProcessGroupGloo(scoped, rank, size, datetime.timedelta(seconds=timeout))
         group = dist.ProcessGroup(scoped, rank, size)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     except RuntimeError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["BMTrainError", "CommunicationError", "PipelineModeError", "RepeatedBlockError"]
+__all__ = ["BMTrainError", "CommunicationError", "PipelineModeError", "RepeatedBlockError", "UnevenSplitError"]
 
 
 class BMTrainError(RuntimeError):
@@ -23,3 +23,7 @@ class RepeatedBlockError(BMTrainError, ValueError, AssertionError):
 
 class PipelineModeError(BMTrainError, ValueError, AssertionError):
     """A Block was given to a pipeline list without being made for one (older versions raised AssertionError)."""
+
+
+class UnevenSplitError(BMTrainError, ValueError, AssertionError):
+    """A tensor does not divide by the number of ranks (older versions raised AssertionError)."""

@@ -8,7 +8,7 @@
 namespace bmtrain {
 
 // Until the sharded buffers bring theirs.
-__attribute__((weak)) void bind_shard(py::module_& module) {}
+__attribute__((weak)) void bind_shard(py::module_& /*module*/) {}
 
 }  // namespace bmtrain
 

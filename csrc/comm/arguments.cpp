@@ -12,8 +12,8 @@ void check_tensor(const Communicator& comm, const char* op, const char* argument
   BMT_CHECK(TypeError, tensor.defined(), describe(comm, op), ": ", argument, " must be a tensor, got None");
   BMT_CHECK(TypeError, tensor.layout() == at::kStrided, describe(comm, op), ": ", argument,
             " must be a dense tensor, got layout ", tensor.layout());
-  BMT_CHECK(TypeError, tensor.device().is_cpu() || tensor.device().is_cuda(), describe(comm, op), ": ", argument,
-            " must be on the CPU or a CUDA device, got ", tensor.device());
+  BMT_CHECK(TypeError, tensor.device().is_cpu() || tensor.device().is_cuda(), describe(comm, op), ": ",
+            argument, " must be on the CPU or a CUDA device, got ", tensor.device());
   BMT_CHECK(TypeError, tensor.is_contiguous(), describe(comm, op), ": ", argument,
             " must be contiguous, got shape ", tensor.sizes(), " with strides ", tensor.strides());
 }
@@ -22,10 +22,11 @@ void check_sizes(const Communicator& comm, const char* op, const char* large_nam
                  const char* small_name, const at::Tensor& small) {
   check_tensor(comm, op, large_name, large);
   check_tensor(comm, op, small_name, small);
-  BMT_CHECK(TypeError, large.scalar_type() == small.scalar_type(), describe(comm, op), ": ", large_name, " and ",
-            small_name, " must have the same dtype, got ", large.scalar_type(), " and ", small.scalar_type());
-  BMT_CHECK(TypeError, large.device() == small.device(), describe(comm, op), ": ", large_name, " and ", small_name,
-            " must be on the same device, got ", large.device(), " and ", small.device());
+  BMT_CHECK(TypeError, large.scalar_type() == small.scalar_type(), describe(comm, op), ": ", large_name,
+            " and ", small_name, " must have the same dtype, got ", large.scalar_type(), " and ",
+            small.scalar_type());
+  BMT_CHECK(TypeError, large.device() == small.device(), describe(comm, op), ": ", large_name, " and ",
+            small_name, " must be on the same device, got ", large.device(), " and ", small.device());
   BMT_CHECK(ValueError, large.numel() == comm.size() * small.numel(), describe(comm, op), ": ", large_name,
             " must have ", comm.size(), " * ", small.numel(), " = ", comm.size() * small.numel(),
             " elements (group size times ", small_name, "), got ", large.numel());
@@ -54,7 +55,8 @@ void check_reducible(const Communicator& comm, const char* op, const at::Tensor&
       return;
     default:
       BMT_CHECK(TypeError, false, describe(comm, op),
-                ": expected a dtype of bool, uint8, int8, int16, int32, int64, float16, bfloat16, float32 or float64 "
+                ": expected a dtype of bool, uint8, int8, int16, int32, int64, float16, bfloat16, float32 or "
+                "float64 "
                 "for a reduction, got ",
                 tensor.scalar_type());
   }

@@ -1,9 +1,8 @@
 #include "bindings.h"
 
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-
 #include <memory>
 #include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 
 #include "comm/communicator.h"
@@ -43,12 +42,14 @@ void bind_interface(py::module_& module) {
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("name", &Communicator::name)
       .def_property_readonly("backend", &Communicator::backend)
+      .def_property_readonly("closed", &Communicator::closed)
       .def("all_gather", &Communicator::all_gather, py::arg("output"), py::arg("input"), label(), Released())
       .def("all_to_all", &Communicator::all_to_all, py::arg("output"), py::arg("input"), label(), Released())
-      .def("reduce_scatter", &Communicator::reduce_scatter, py::arg("output"), py::arg("input"), py::arg("op"),
-           label(), Released())
+      .def("reduce_scatter", &Communicator::reduce_scatter, py::arg("output"), py::arg("input"),
+           py::arg("op"), label(), Released())
       .def("all_reduce", &Communicator::all_reduce, py::arg("tensor"), py::arg("op"), label(), Released())
-      .def("reduce", &Communicator::reduce, py::arg("tensor"), py::arg("op"), py::arg("root"), label(), Released())
+      .def("reduce", &Communicator::reduce, py::arg("tensor"), py::arg("op"), py::arg("root"), label(),
+           Released())
       .def("broadcast", &Communicator::broadcast, py::arg("tensor"), py::arg("root"), label(), Released())
       .def("send", &Communicator::send, py::arg("tensor"), py::arg("peer"), label(), Released())
       .def("recv", &Communicator::recv, py::arg("tensor"), py::arg("peer"), label(), Released())
@@ -58,8 +59,8 @@ void bind_interface(py::module_& module) {
       .def("traffic", &traffic_as_dict)
       .def("reset_traffic", &Communicator::reset_traffic)
       .def("__repr__", [](const Communicator& comm) {
-        return "<" + comm.backend() + " communicator \"" + comm.name() + "\", rank " + std::to_string(comm.rank()) +
-               " of " + std::to_string(comm.size()) + ">";
+        return "<" + comm.backend() + " communicator \"" + comm.name() + "\", rank " +
+               std::to_string(comm.rank()) + " of " + std::to_string(comm.size()) + ">";
       });
 }
 
@@ -73,8 +74,8 @@ void bind_comm(py::module_& module) {
   py::class_<GlooCommunicator, Communicator, std::shared_ptr<GlooCommunicator>>(
       module, "GlooCommunicator", "Ranks connected by a Gloo process group.")
       .def(py::init<c10::intrusive_ptr<c10d::ProcessGroup>, int, int, std::string, double>(),
-           py::arg("process_group"), py::arg("rank"), py::arg("size"), py::arg("name"), py::arg("timeout_seconds"),
-           Released());
+           py::arg("process_group"), py::arg("rank"), py::arg("size"), py::arg("name"),
+           py::arg("timeout_seconds"), Released());
 }
 
 }  // namespace bmtrain

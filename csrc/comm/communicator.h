@@ -60,7 +60,8 @@ class Communicator {
   /// In place.
   [[nodiscard]] virtual WorkPtr all_reduce(at::Tensor tensor, ReduceOp op, const std::string& label) = 0;
   /// In place on `root`; unspecified contents elsewhere.
-  [[nodiscard]] virtual WorkPtr reduce(at::Tensor tensor, ReduceOp op, int root, const std::string& label) = 0;
+  [[nodiscard]] virtual WorkPtr reduce(at::Tensor tensor, ReduceOp op, int root,
+                                       const std::string& label) = 0;
   /// In place.
   [[nodiscard]] virtual WorkPtr broadcast(at::Tensor tensor, int root, const std::string& label) = 0;
 
@@ -75,6 +76,7 @@ class Communicator {
   virtual void abort(const std::string& reason) = 0;
   /// Later operations raise StateError. Never blocks, may be called twice.
   virtual void close() = 0;
+  [[nodiscard]] virtual bool closed() const = 0;
 
   /// Traffic per operation name ("all_gather", ...) since construction or the last reset.
   [[nodiscard]] virtual std::vector<std::pair<std::string, Traffic>> traffic() const = 0;

@@ -17,7 +17,9 @@ namespace {
 // Up to here an all_reduce gathers everything everywhere: one exchange instead of two.
 constexpr std::int64_t kSmallAllReduceBytes = 64 * 1024;
 
-std::int64_t bytes_of(const at::Tensor& tensor) { return tensor.numel() * static_cast<std::int64_t>(tensor.element_size()); }
+std::int64_t bytes_of(const at::Tensor& tensor) {
+  return tensor.numel() * static_cast<std::int64_t>(tensor.element_size());
+}
 
 char* data_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.data_ptr()); }
 
@@ -67,8 +69,8 @@ std::function<GlooStep()> finally(std::function<void()> last) {
   };
 }
 
-// Pointers to one slice per rank in rank order: this rank's own, and the others' as they lie in `received`, which has
-// no slot for this rank.
+// Pointers to one slice per rank in rank order: this rank's own, and the others' as they lie in `received`,
+// which has no slot for this rank.
 std::vector<const void*> in_rank_order(int rank, int size, const void* own, const at::Tensor& received,
                                        std::int64_t bytes) {
   std::vector<const void*> inputs;
@@ -80,8 +82,8 @@ std::vector<const void*> in_rank_order(int rank, int size, const void* own, cons
 }
 
 // The receives that fill `received` as in_rank_order reads it.
-void post_recv_others(GlooLink& link, const GlooOperation& operation, const at::Tensor& received, std::int64_t bytes,
-                      GlooTransfers& transfers) {
+void post_recv_others(GlooLink& link, const GlooOperation& operation, const at::Tensor& received,
+                      std::int64_t bytes, GlooTransfers& transfers) {
   for (int r = 0, slot = 0; r < link.size(); ++r) {
     if (r != link.rank()) {
       link.post_recv(operation, data_of(received) + slot++ * bytes, bytes, r, transfers);
@@ -105,7 +107,8 @@ int detail_of(at::ScalarType dtype, ReduceOp op, int root = 0) {
 
 GlooCommunicator::GlooCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> process_group, int rank, int size,
                                    std::string name, double timeout_seconds)
-    : link_(std::make_shared<GlooLink>(std::move(process_group), rank, size, std::move(name), timeout_seconds)) {}
+    : link_(std::make_shared<GlooLink>(std::move(process_group), rank, size, std::move(name),
+                                       timeout_seconds)) {}
 
 GlooCommunicator::~GlooCommunicator() { link_->close(); }
 
@@ -130,11 +133,12 @@ WorkPtr GlooCommunicator::all_to_all(at::Tensor output, at::Tensor input, const 
   check_tensor(*this, "all_to_all", "output", output);
   check_tensor(*this, "all_to_all", "input", input);
   BMT_CHECK(TypeError, output.scalar_type() == input.scalar_type() && output.device() == input.device(),
-            bmtrain::describe(*this, "all_to_all"), ": output and input must have the same dtype and device, got ",
-            output.scalar_type(), " on ", output.device(), " and ", input.scalar_type(), " on ", input.device());
+            bmtrain::describe(*this, "all_to_all"),
+            ": output and input must have the same dtype and device, got ", output.scalar_type(), " on ",
+            output.device(), " and ", input.scalar_type(), " on ", input.device());
   BMT_CHECK(ValueError, output.numel() == input.numel() && input.numel() % size() == 0,
-            bmtrain::describe(*this, "all_to_all"), ": output and input must have equal sizes divisible by ", size(),
-            ", got ", output.numel(), " and ", input.numel(), " elements");
+            bmtrain::describe(*this, "all_to_all"), ": output and input must have equal sizes divisible by ",
+            size(), ", got ", output.numel(), " and ", input.numel(), " elements");
   BMT_CHECK(ValueError, input.numel() == 0 || output.data_ptr() != input.data_ptr(),
             bmtrain::describe(*this, "all_to_all"), ": output must not be input");
   const std::int64_t bytes = bytes_of(input) / size();
@@ -152,7 +156,8 @@ WorkPtr GlooCommunicator::all_to_all(at::Tensor output, at::Tensor input, const 
   return std::make_shared<GlooWork>(link_, operation, std::move(step), std::vector{output, input, from, to});
 }
 
-WorkPtr GlooCommunicator::reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op, const std::string& label) {
+WorkPtr GlooCommunicator::reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op,
+                                         const std::string& label) {
   check_sizes(*this, "reduce_scatter", "input", input, "output", output);
   check_reducible(*this, "reduce_scatter", input, op);
   const std::int64_t bytes = bytes_of(output);
@@ -172,14 +177,16 @@ WorkPtr GlooCommunicator::reduce_scatter(at::Tensor output, at::Tensor input, Re
     publish();
   });
   traffic_.add("reduce_scatter", bytes * (size() - 1));
-  return std::make_shared<GlooWork>(link_, operation, std::move(step), std::vector{output, input, from, received});
+  return std::make_shared<GlooWork>(link_, operation, std::move(step),
+                                    std::vector{output, input, from, received});
 }
 
 WorkPtr GlooCommunicator::all_reduce(at::Tensor tensor, ReduceOp op, const std::string& label) {
   check_tensor(*this, "all_reduce", "tensor", tensor);
   check_reducible(*this, "all_reduce", tensor, op);
   const std::int64_t bytes = bytes_of(tensor);
-  const GlooOperation operation = link_->begin("all_reduce", label, bytes, detail_of(tensor.scalar_type(), op));
+  const GlooOperation operation =
+      link_->begin("all_reduce", label, bytes, detail_of(tensor.scalar_type(), op));
   const at::Tensor host = staged(tensor);
   if (bytes <= kSmallAllReduceBytes) {
     return all_reduce_small(host, op, operation, publisher(host, tensor));
@@ -187,13 +194,14 @@ WorkPtr GlooCommunicator::all_reduce(at::Tensor tensor, ReduceOp op, const std::
   return all_reduce_large(host, op, operation, publisher(host, tensor));
 }
 
-WorkPtr GlooCommunicator::all_reduce_small(const at::Tensor& tensor, ReduceOp op, const GlooOperation& operation,
-                                           std::function<void()> publish) {
+WorkPtr GlooCommunicator::all_reduce_small(const at::Tensor& tensor, ReduceOp op,
+                                           const GlooOperation& operation, std::function<void()> publish) {
   const std::int64_t bytes = operation.bytes;
   const at::Tensor received = scratch(bytes * (size() - 1));
   GlooStep step;
   post_recv_others(*link_, operation, received, bytes, step.transfers);
-  for_each_peer(*link_, [&](int r) { link_->post_send(operation, data_of(tensor), bytes, r, step.transfers); });
+  for_each_peer(*link_,
+                [&](int r) { link_->post_send(operation, data_of(tensor), bytes, r, step.transfers); });
   step.then = finally([=, rank = rank(), size = size()] {
     const auto inputs = in_rank_order(rank, size, data_of(tensor), received, bytes);
     ordered_reduce(data_of(tensor), inputs, tensor.numel(), tensor.scalar_type(), op);
@@ -203,8 +211,8 @@ WorkPtr GlooCommunicator::all_reduce_small(const at::Tensor& tensor, ReduceOp op
   return std::make_shared<GlooWork>(link_, operation, std::move(step), std::vector{tensor, received});
 }
 
-WorkPtr GlooCommunicator::all_reduce_large(const at::Tensor& tensor, ReduceOp op, const GlooOperation& operation,
-                                           std::function<void()> publish) {
+WorkPtr GlooCommunicator::all_reduce_large(const at::Tensor& tensor, ReduceOp op,
+                                           const GlooOperation& operation, std::function<void()> publish) {
   const std::int64_t element = static_cast<std::int64_t>(tensor.element_size());
   const std::int64_t numel = tensor.numel();
   const Slice own = slice_of(numel, size(), rank());
@@ -216,7 +224,8 @@ WorkPtr GlooCommunicator::all_reduce_large(const at::Tensor& tensor, ReduceOp op
   post_recv_others(*link_, operation, received, own_bytes, step.transfers);
   for_each_peer(*link_, [&](int r) {
     const Slice slice = slice_of(numel, size(), r);
-    link_->post_send(operation, data_of(tensor) + slice.begin * element, slice.numel * element, r, step.transfers);
+    link_->post_send(operation, data_of(tensor) + slice.begin * element, slice.numel * element, r,
+                     step.transfers);
   });
   // ... then gather the slices. Messages with one tag keep their order, so both steps share it.
   step.then = [=, link = link_, publish = std::move(publish)] {
@@ -243,7 +252,8 @@ WorkPtr GlooCommunicator::reduce(at::Tensor tensor, ReduceOp op, int root, const
   check_reducible(*this, "reduce", tensor, op);
   check_rank(*this, "reduce", "root", root);
   const std::int64_t bytes = bytes_of(tensor);
-  const GlooOperation operation = link_->begin("reduce", label, bytes, detail_of(tensor.scalar_type(), op, root));
+  const GlooOperation operation =
+      link_->begin("reduce", label, bytes, detail_of(tensor.scalar_type(), op, root));
   const at::Tensor host = staged(tensor);
   GlooStep step;
   if (rank() != root) {
@@ -270,7 +280,8 @@ WorkPtr GlooCommunicator::broadcast(at::Tensor tensor, int root, const std::stri
   GlooStep step;
   if (rank() == root) {
     const at::Tensor host = staged(tensor);
-    for_each_peer(*link_, [&](int r) { link_->post_send(operation, data_of(host), bytes, r, step.transfers); });
+    for_each_peer(*link_,
+                  [&](int r) { link_->post_send(operation, data_of(host), bytes, r, step.transfers); });
     traffic_.add("broadcast", bytes * (size() - 1));
     return std::make_shared<GlooWork>(link_, operation, std::move(step), std::vector{host});
   }
@@ -322,6 +333,8 @@ void GlooCommunicator::barrier(const std::string& label) {
 void GlooCommunicator::abort(const std::string& reason) { link_->abort(reason); }
 
 void GlooCommunicator::close() { link_->close(); }
+
+bool GlooCommunicator::closed() const { return link_->closed(); }
 
 std::vector<std::pair<std::string, Traffic>> GlooCommunicator::traffic() const { return traffic_.snapshot(); }
 

@@ -1,18 +1,18 @@
 // A communicator over Gloo: c10d's point-to-point messages carry the bytes, everything else is ours.
 //
 // [Note: Collectives from point-to-point messages]
-// Gloo's own collectives copy through buffers, run in its worker threads and reduce in the order in which data
-// arrives. Here a gather is a set of sends straight into the slices of the output, and a reduction is an
-// all-to-all followed by one local pass in rank order (ordered_reduce.h): the same bytes on the wire, the same
-// result on every run. Gloo's device thread moves the bytes; the local pass runs in wait(), on the caller's thread.
+// Gloo's own collectives copy through buffers, run in its worker threads and reduce in the order in which
+// data arrives. Here a gather is a set of sends straight into the slices of the output, and a reduction is an
+// all-to-all followed by one local pass in rank order (ordered_reduce.h): the same bytes on the wire, the
+// same result on every run. Gloo's device thread moves the bytes; the local pass runs in wait(), on the
+// caller's thread.
 //
 // [Note: Tags]
 // Gloo matches messages of one pair by tag. A tag holds a kind, a sequence number and a fingerprint of
-// operation and size: a receive never meets a message of another size, which Gloo would answer by terminating the
-// process. Ranks that disagree wait until one of them reaches its time-out; its notice (see Link) says so.
+// operation and size: a receive never meets a message of another size, which Gloo would answer by terminating
+// the process. Ranks that disagree wait until one of them reaches its time-out; its notice (see Link) says
+// so.
 #pragma once
-
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstdint>
 #include <functional>
@@ -20,6 +20,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 #include "comm/arguments.h"
@@ -55,14 +56,15 @@ class GlooCommunicator final : public Communicator {
   void barrier(const std::string& label) override;
   void abort(const std::string& reason) override;
   void close() override;
+  [[nodiscard]] bool closed() const override;
   [[nodiscard]] std::vector<std::pair<std::string, Traffic>> traffic() const override;
   void reset_traffic() override;
 
  private:
-  [[nodiscard]] WorkPtr all_reduce_small(const at::Tensor& tensor, ReduceOp op, const GlooOperation& operation,
-                                         std::function<void()> publish);
-  [[nodiscard]] WorkPtr all_reduce_large(const at::Tensor& tensor, ReduceOp op, const GlooOperation& operation,
-                                         std::function<void()> publish);
+  [[nodiscard]] WorkPtr all_reduce_small(const at::Tensor& tensor, ReduceOp op,
+                                         const GlooOperation& operation, std::function<void()> publish);
+  [[nodiscard]] WorkPtr all_reduce_large(const at::Tensor& tensor, ReduceOp op,
+                                         const GlooOperation& operation, std::function<void()> publish);
 
   // Shared with the works, which may outlive the communicator.
   std::shared_ptr<GlooLink> link_;

@@ -56,17 +56,18 @@ GlooLink::GlooLink(c10::intrusive_ptr<c10d::ProcessGroup> process_group, int ran
       received_(static_cast<std::size_t>(std::max(size, 0))) {
   BMT_CHECK(ValueError, size_ >= 1 && 0 <= rank_ && rank_ < size_, "communicator \"", name_,
             "\": rank must be within 0 to size - 1, got rank ", rank_, " of ", size_);
-  BMT_CHECK(ValueError, process_group_ != nullptr, "communicator \"", name_, "\": process_group must not be None");
-  BMT_CHECK(ValueError, process_group_->getRank() == rank_ && process_group_->getSize() == size_, "communicator \"",
-            name_, "\": the process group is rank ", process_group_->getRank(), " of ", process_group_->getSize(),
-            ", expected rank ", rank_, " of ", size_);
+  BMT_CHECK(ValueError, process_group_ != nullptr, "communicator \"", name_,
+            "\": process_group must not be None");
+  BMT_CHECK(ValueError, process_group_->getRank() == rank_ && process_group_->getSize() == size_,
+            "communicator \"", name_, "\": the process group is rank ", process_group_->getRank(), " of ",
+            process_group_->getSize(), ", expected rank ", rank_, " of ", size_);
   backend_ = process_group_->getBackend(c10::DeviceType::CPU);
 }
 
 std::string GlooLink::describe(const GlooOperation& operation) const {
   const std::string label = operation.label.empty() ? "" : " for \"" + operation.label + "\"";
-  return detail::join(operation.op, " #", operation.sequence, label, " (", operation.bytes, " bytes) on group \"",
-                      name_, "\", rank ", rank_, " of ", size_);
+  return detail::join(operation.op, " #", operation.sequence, label, " (", operation.bytes,
+                      " bytes) on group \"", name_, "\", rank ", rank_, " of ", size_);
 }
 
 c10::intrusive_ptr<c10d::Backend> GlooLink::usable(const GlooOperation& operation) {
@@ -161,12 +162,14 @@ void GlooLink::fail(const GlooOperation& operation, const GlooTransfer& transfer
     }
   }
   if (timed_out) {
-    message += detail::join(": timed out after ", static_cast<double>(timeout_.count()) / 1000.0, " s waiting for rank ",
-                            transfer.peer, transfer.is_send ? " to receive" : " to send",
-                            "; that rank is stalled, gone, or in another operation");
+    message +=
+        detail::join(": timed out after ", static_cast<double>(timeout_.count()) / 1000.0,
+                     " s waiting for rank ", transfer.peer, transfer.is_send ? " to receive" : " to send",
+                     "; that rank is stalled, gone, or in another operation");
   } else {
-    message += detail::join(": the connection to rank ", transfer.peer,
-                            " was lost; that rank died, or failed first (see its output): ", first_line(what));
+    message +=
+        detail::join(": the connection to rank ", transfer.peer,
+                     " was lost; that rank died, or failed first (see its output): ", first_line(what));
   }
   abort(message);
   throw CommunicationError(message);
@@ -193,8 +196,8 @@ void GlooLink::disconnect() {
   if (backend == nullptr) {
     return;
   }
-  // Gloo closes all connections of a context when one wait times out; nothing else makes it do so while other threads
-  // wait. A receive that nobody answers gives it a reason within a millisecond.
+  // Gloo closes all connections of a context when one wait times out; nothing else makes it do so while other
+  // threads wait. A receive that nobody answers gives it a reason within a millisecond.
   at::Tensor nothing = at::zeros({1}, at::TensorOptions().dtype(at::kByte));
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) {
@@ -219,6 +222,11 @@ void GlooLink::close() {
     process_group.swap(process_group_);
     backend.swap(backend_);
   }
+}
+
+bool GlooLink::closed() {
+  const std::lock_guard lock(mutex_);
+  return closed_;
 }
 
 void GlooLink::add_two_step(std::int64_t sequence, std::weak_ptr<GlooWork> work) {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <chrono>
 #include <cstdint>
@@ -10,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 namespace bmtrain {
@@ -44,25 +44,28 @@ class GlooLink {
   [[nodiscard]] int size() const { return size_; }
   [[nodiscard]] const std::string& name() const { return name_; }
 
-  /// Numbers a collective. Raises StateError when closed, CommunicationError when aborted. `detail` is anything
-  /// that the ranks must agree on besides operation and size (root, dtype).
+  /// Numbers a collective. Raises StateError when closed, CommunicationError when aborted. `detail` is
+  /// anything that the ranks must agree on besides operation and size (root, dtype).
   [[nodiscard]] GlooOperation begin(const char* op, const std::string& label, std::int64_t bytes, int detail);
   /// Numbers a message between this rank and `peer`; sends and receives count apart.
-  [[nodiscard]] GlooOperation begin_message(bool is_send, int peer, const std::string& label, std::int64_t bytes);
+  [[nodiscard]] GlooOperation begin_message(bool is_send, int peer, const std::string& label,
+                                            std::int64_t bytes);
 
   /// Adds a message to `transfers`; nothing is posted for zero bytes.
   void post_send(const GlooOperation& operation, const void* data, std::int64_t bytes, int peer,
                  GlooTransfers& transfers);
-  void post_recv(const GlooOperation& operation, void* data, std::int64_t bytes, int peer, GlooTransfers& transfers);
+  void post_recv(const GlooOperation& operation, void* data, std::int64_t bytes, int peer,
+                 GlooTransfers& transfers);
 
   /// Blocks until all of them are through; on failure aborts the link and raises CommunicationError.
   void await(const GlooOperation& operation, GlooTransfers& transfers);
 
   void abort(const std::string& reason);
   void close();
+  [[nodiscard]] bool closed();
 
-  /// Operations that post again in wait(): a wait for a later one carries these on first, so that ranks which wait
-  /// in different orders do not wait for each other.
+  /// Operations that post again in wait(): a wait for a later one carries these on first, so that ranks which
+  /// wait in different orders do not wait for each other.
   void add_two_step(std::int64_t sequence, std::weak_ptr<GlooWork> work);
   void carry_on_before(std::int64_t sequence);
 
@@ -73,7 +76,8 @@ class GlooLink {
   [[nodiscard]] std::string describe(const GlooOperation& operation) const;
   // The backend, or an exception when closed or aborted.
   [[nodiscard]] c10::intrusive_ptr<c10d::Backend> usable(const GlooOperation& operation);
-  [[noreturn]] void fail(const GlooOperation& operation, const GlooTransfer& transfer, const std::string& what);
+  [[noreturn]] void fail(const GlooOperation& operation, const GlooTransfer& transfer,
+                         const std::string& what);
   // Closes all connections: every pending message of this rank and of its peers fails.
   void disconnect();
 

@@ -6,7 +6,10 @@ namespace bmtrain {
 
 GlooWork::GlooWork(std::shared_ptr<GlooLink> link, GlooOperation operation, GlooStep step,
                    std::vector<at::Tensor> tensors)
-    : link_(std::move(link)), operation_(std::move(operation)), step_(std::move(step)), tensors_(std::move(tensors)) {}
+    : link_(std::move(link)),
+      operation_(std::move(operation)),
+      step_(std::move(step)),
+      tensors_(std::move(tensors)) {}
 
 GlooWork::~GlooWork() {
   if (!done_ && !step_.transfers.empty()) {

@@ -24,7 +24,8 @@ struct GlooStep {
 class GlooWork final : public Work {
  public:
   /// `tensors` are kept alive until the operation is over.
-  GlooWork(std::shared_ptr<GlooLink> link, GlooOperation operation, GlooStep step, std::vector<at::Tensor> tensors);
+  GlooWork(std::shared_ptr<GlooLink> link, GlooOperation operation, GlooStep step,
+           std::vector<at::Tensor> tensors);
   ~GlooWork() override;
   GlooWork(const GlooWork&) = delete;
   GlooWork& operator=(const GlooWork&) = delete;

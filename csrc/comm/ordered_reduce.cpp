@@ -114,8 +114,8 @@ void reduce_typed(void* output, const std::vector<const void*>& inputs, std::int
 
 }  // namespace
 
-void ordered_reduce(void* output, const std::vector<const void*>& inputs, std::int64_t numel, at::ScalarType dtype,
-                    ReduceOp op) {
+void ordered_reduce(void* output, const std::vector<const void*>& inputs, std::int64_t numel,
+                    at::ScalarType dtype, ReduceOp op) {
   switch (dtype) {
     case at::kHalf:
       return reduce_typed<c10::Half>(output, inputs, numel, op);

@@ -25,7 +25,8 @@ void SingleCommunicator::begin(const char* op) {
   {
     const std::lock_guard lock(mutex_);
     BMT_CHECK(StateError, !closed_, describe(*this, op), ": the communicator is closed");
-    BMT_CHECK(CommunicationError, !aborted_, describe(*this, op), ": the communicator was aborted: ", reason_);
+    BMT_CHECK(CommunicationError, !aborted_, describe(*this, op),
+              ": the communicator was aborted: ", reason_);
   }
   traffic_.add(op, 0);
 }
@@ -40,29 +41,29 @@ WorkPtr SingleCommunicator::copy(const char* op, const at::Tensor& output, const
   return std::make_shared<DoneWork>();
 }
 
-WorkPtr SingleCommunicator::all_gather(at::Tensor output, at::Tensor input, const std::string& label) {
+WorkPtr SingleCommunicator::all_gather(at::Tensor output, at::Tensor input, const std::string& /*label*/) {
   return copy("all_gather", output, input);
 }
 
-WorkPtr SingleCommunicator::all_to_all(at::Tensor output, at::Tensor input, const std::string& label) {
+WorkPtr SingleCommunicator::all_to_all(at::Tensor output, at::Tensor input, const std::string& /*label*/) {
   return copy("all_to_all", output, input);
 }
 
 WorkPtr SingleCommunicator::reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op,
-                                           const std::string& label) {
+                                           const std::string& /*label*/) {
   check_tensor(*this, "reduce_scatter", "input", input);
   check_reducible(*this, "reduce_scatter", input, op);
   return copy("reduce_scatter", output, input);
 }
 
-WorkPtr SingleCommunicator::all_reduce(at::Tensor tensor, ReduceOp op, const std::string& label) {
+WorkPtr SingleCommunicator::all_reduce(at::Tensor tensor, ReduceOp op, const std::string& /*label*/) {
   check_tensor(*this, "all_reduce", "tensor", tensor);
   check_reducible(*this, "all_reduce", tensor, op);
   begin("all_reduce");
   return std::make_shared<DoneWork>();
 }
 
-WorkPtr SingleCommunicator::reduce(at::Tensor tensor, ReduceOp op, int root, const std::string& label) {
+WorkPtr SingleCommunicator::reduce(at::Tensor tensor, ReduceOp op, int root, const std::string& /*label*/) {
   check_tensor(*this, "reduce", "tensor", tensor);
   check_reducible(*this, "reduce", tensor, op);
   check_rank(*this, "reduce", "root", root);
@@ -70,14 +71,14 @@ WorkPtr SingleCommunicator::reduce(at::Tensor tensor, ReduceOp op, int root, con
   return std::make_shared<DoneWork>();
 }
 
-WorkPtr SingleCommunicator::broadcast(at::Tensor tensor, int root, const std::string& label) {
+WorkPtr SingleCommunicator::broadcast(at::Tensor tensor, int root, const std::string& /*label*/) {
   check_tensor(*this, "broadcast", "tensor", tensor);
   check_rank(*this, "broadcast", "root", root);
   begin("broadcast");
   return std::make_shared<DoneWork>();
 }
 
-WorkPtr SingleCommunicator::send(at::Tensor tensor, int peer, const std::string& label) {
+WorkPtr SingleCommunicator::send(at::Tensor tensor, int peer, const std::string& /*label*/) {
   check_tensor(*this, "send", "tensor", tensor);
   check_rank(*this, "send", "peer", peer);
   begin("send");
@@ -86,7 +87,7 @@ WorkPtr SingleCommunicator::send(at::Tensor tensor, int peer, const std::string&
   return std::make_shared<DoneWork>();
 }
 
-WorkPtr SingleCommunicator::recv(at::Tensor tensor, int peer, const std::string& label) {
+WorkPtr SingleCommunicator::recv(at::Tensor tensor, int peer, const std::string& /*label*/) {
   check_tensor(*this, "recv", "tensor", tensor);
   check_rank(*this, "recv", "peer", peer);
   begin("recv");
@@ -99,14 +100,14 @@ WorkPtr SingleCommunicator::recv(at::Tensor tensor, int peer, const std::string&
     mailbox_.pop_front();
   }
   BMT_CHECK(ValueError, message.scalar_type() == tensor.scalar_type() && message.numel() == tensor.numel(),
-            describe(*this, "recv"), ": expected ", tensor.numel(), " elements of ", tensor.scalar_type(), ", got ",
-            message.numel(), " of ", message.scalar_type());
+            describe(*this, "recv"), ": expected ", tensor.numel(), " elements of ", tensor.scalar_type(),
+            ", got ", message.numel(), " of ", message.scalar_type());
   const at::NoGradGuard no_grad;
   tensor.detach().view(-1).copy_(message.view(-1));
   return std::make_shared<DoneWork>();
 }
 
-void SingleCommunicator::barrier(const std::string& label) { begin("barrier"); }
+void SingleCommunicator::barrier(const std::string& /*label*/) { begin("barrier"); }
 
 void SingleCommunicator::abort(const std::string& reason) {
   const std::lock_guard lock(mutex_);
@@ -122,7 +123,14 @@ void SingleCommunicator::close() {
   mailbox_.clear();
 }
 
-std::vector<std::pair<std::string, Traffic>> SingleCommunicator::traffic() const { return traffic_.snapshot(); }
+bool SingleCommunicator::closed() const {
+  const std::lock_guard lock(mutex_);
+  return closed_;
+}
+
+std::vector<std::pair<std::string, Traffic>> SingleCommunicator::traffic() const {
+  return traffic_.snapshot();
+}
 
 void SingleCommunicator::reset_traffic() { traffic_.reset(); }
 

@@ -34,6 +34,7 @@ class SingleCommunicator final : public Communicator {
   void barrier(const std::string& label) override;
   void abort(const std::string& reason) override;
   void close() override;
+  [[nodiscard]] bool closed() const override;
   [[nodiscard]] std::vector<std::pair<std::string, Traffic>> traffic() const override;
   void reset_traffic() override;
 

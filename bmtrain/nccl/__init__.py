@@ -1,0 +1,260 @@
+"""In-place collectives over raw buffers, with NCCL's names; they work on CPU ranks as well.
+
+A buffer is a contiguous tensor, or a storage, which means all of it: a typed storage has its dtype, an untyped one is
+bytes, which can be copied but not reduced. A call returns when its result is usable, or, between `groupStart` and
+`groupEnd`, at the outermost `groupEnd`.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.storage import TypedStorage, UntypedStorage
+
+from .. import _C
+from .._C import Communicator as NCCLCommunicator
+from .._comm import reduce_op
+from ._unique_id import commInitRank, getUniqueId
+from .enums import (
+    dtype2nccl,
+    ncclAvg,
+    ncclBfloat16,
+    ncclChar,
+    ncclDouble,
+    ncclFloat,
+    ncclFloat16,
+    ncclFloat32,
+    ncclFloat64,
+    ncclHalf,
+    ncclInt,
+    ncclInt8,
+    ncclInt32,
+    ncclInt64,
+    ncclMax,
+    ncclMin,
+    ncclProd,
+    ncclSum,
+    ncclUint8,
+    ncclUint32,
+    ncclUint64,
+    op2nccl,
+)
+
+__all__ = [
+    "Buffer",
+    "NCCLCommunicator",
+    "allGather",
+    "allReduce",
+    "broadcast",
+    "commCount",
+    "commDestroy",
+    "commInitRank",
+    "commRank",
+    "dtype2nccl",
+    "getUniqueId",
+    "groupEnd",
+    "groupStart",
+    "ncclAvg",
+    "ncclBfloat16",
+    "ncclChar",
+    "ncclDouble",
+    "ncclFloat",
+    "ncclFloat16",
+    "ncclFloat32",
+    "ncclFloat64",
+    "ncclHalf",
+    "ncclInt",
+    "ncclInt8",
+    "ncclInt32",
+    "ncclInt64",
+    "ncclMax",
+    "ncclMin",
+    "ncclProd",
+    "ncclSum",
+    "ncclUint8",
+    "ncclUint32",
+    "ncclUint64",
+    "op2nccl",
+    "recv",
+    "reduce",
+    "reduceScatter",
+    "send",
+]
+
+Buffer: TypeAlias = Tensor | TypedStorage | UntypedStorage
+
+
+class _Group(threading.local):
+    """Operations posted since the outermost `groupStart` of this thread."""
+
+    depth = 0
+
+    def __init__(self) -> None:
+        self.works: list[_C.Work] = []
+
+
+_group = _Group()
+
+
+def allReduce(src: Buffer, dst: Buffer, op: str, comm: NCCLCommunicator) -> None:
+    """Combine the ranks' ``src`` into every rank's ``dst``, which has the same size. [collective]
+
+    Example:
+        >>> import torch
+        >>> comm = commInitRank(getUniqueId(), 1, 0)
+        >>> x = torch.tensor([1.0, 2.0])
+        >>> allReduce(x, x, "sum", comm)
+        >>> x
+        tensor([1., 2.])
+    """
+    target = _copied("allReduce", src, dst)
+    _finish(comm.all_reduce(target, _reduction("allReduce", op, src, dst), "nccl.allReduce"))
+
+
+def reduce(src: Buffer, dst: Buffer, op: str, root: int, comm: NCCLCommunicator) -> None:
+    """Combine the ranks' ``src`` into ``dst`` of rank ``root``; other ranks' ``dst`` is undefined. [collective]"""
+    target = _copied("reduce", src, dst)
+    _finish(comm.reduce(target, _reduction("reduce", op, src, dst), root, "nccl.reduce"))
+
+
+def broadcast(src: Buffer, dst: Buffer, root: int, comm: NCCLCommunicator) -> None:
+    """Copy ``src`` of rank ``root`` into every rank's ``dst``, which has the same size. [collective]"""
+    if comm.rank == root:
+        target = _copied("broadcast", src, dst)
+    else:
+        target = _as_tensor("broadcast", "dst", dst)
+        _check_pair("broadcast", _as_tensor("broadcast", "src", src), target)
+    _finish(comm.broadcast(target, root, "nccl.broadcast"))
+
+
+def allGather(src: Buffer, dst: Buffer, comm: NCCLCommunicator) -> None:
+    """Put the ranks' ``src`` one after the other into ``dst``, ``commCount(comm)`` times as large. [collective]"""
+    _finish(
+        comm.all_gather(
+            _as_tensor("allGather", "dst", dst), _as_tensor("allGather", "src", src), "nccl.allGather"
+        )
+    )
+
+
+def reduceScatter(src: Buffer, dst: Buffer, op: str, comm: NCCLCommunicator) -> None:
+    """Combine the ranks' ``src``, ``commCount(comm)`` times as large as ``dst``; rank r gets slice r. [collective]"""
+    _finish(
+        comm.reduce_scatter(
+            _as_tensor("reduceScatter", "dst", dst),
+            _as_tensor("reduceScatter", "src", src),
+            _reduction("reduceScatter", op, src, dst),
+            "nccl.reduceScatter",
+        )
+    )
+
+
+def send(src: Buffer, peer: int, comm: NCCLCommunicator) -> None:
+    """Send ``src`` to rank ``peer`` of ``comm``, which receives the same size."""
+    _finish(comm.send(_as_tensor("send", "src", src), peer, "nccl.send"))
+
+
+def recv(dst: Buffer, peer: int, comm: NCCLCommunicator) -> None:
+    """Receive ``dst`` from rank ``peer`` of ``comm``, which sends the same size."""
+    _finish(comm.recv(_as_tensor("recv", "dst", dst), peer, "nccl.recv"))
+
+
+def groupStart() -> None:
+    """Post the calls up to `groupEnd` without waiting, so that opposite sends and receives meet. Nestable."""
+    _group.depth += 1
+
+
+def groupEnd() -> None:
+    """Wait for everything posted since the outermost `groupStart`.
+
+    Raises:
+        RuntimeError: without a `groupStart`.
+    """
+    if _group.depth == 0:
+        raise RuntimeError("nccl.groupEnd: no groupStart came before it on this thread")
+    _group.depth -= 1
+    if _group.depth == 0:
+        works, _group.works = _group.works, []
+        for work in works:
+            work.wait()
+
+
+def commCount(comm: NCCLCommunicator) -> int:
+    """Number of ranks of a communicator."""
+    return _open("commCount", comm).size
+
+
+def commRank(comm: NCCLCommunicator) -> int:
+    """This process's rank in a communicator."""
+    return _open("commRank", comm).rank
+
+
+def commDestroy(comm: NCCLCommunicator) -> None:
+    """Close a communicator; using it afterwards raises RuntimeError."""
+    _open("commDestroy", comm).close()
+
+
+def _open(call: str, comm: NCCLCommunicator) -> NCCLCommunicator:
+    if not isinstance(comm, NCCLCommunicator):
+        raise TypeError(f"nccl.{call}: comm: expected a communicator, got {type(comm).__name__}")
+    if comm.closed:
+        raise RuntimeError(f"nccl.{call}: the communicator {comm.name!r} was destroyed")
+    return comm
+
+
+def _finish(work: _C.Work) -> None:
+    if _group.depth:
+        _group.works.append(work)
+    else:
+        work.wait()
+
+
+def _as_tensor(call: str, argument: str, buffer: Buffer) -> Tensor:
+    """The memory of a buffer as a tensor, without a copy and without torch's warning about typed storages."""
+    if isinstance(buffer, Tensor):
+        return buffer.detach()
+    if isinstance(buffer, TypedStorage):
+        untyped, dtype = buffer._untyped_storage, buffer.dtype
+    elif isinstance(buffer, UntypedStorage):
+        untyped, dtype = buffer, torch.uint8
+    else:
+        raise TypeError(
+            f"nccl.{call}: {argument}: expected a tensor or a storage, got {type(buffer).__name__}"
+        )
+    return torch.empty(0, dtype=dtype, device=untyped.device).set_(untyped)
+
+
+def _check_pair(call: str, src: Tensor, dst: Tensor) -> None:
+    for argument, buffer in (("src", src), ("dst", dst)):
+        if not buffer.is_contiguous():
+            raise TypeError(
+                f"nccl.{call}: {argument}: expected a contiguous tensor, got strides {buffer.stride()}"
+            )
+    if src.dtype != dst.dtype or src.device != dst.device:
+        raise TypeError(
+            f"nccl.{call}: expected src and dst of one dtype on one device, got {src.dtype} on {src.device} and "
+            f"{dst.dtype} on {dst.device}"
+        )
+    if src.numel() != dst.numel():
+        raise ValueError(
+            f"nccl.{call}: expected src and dst of equal size, got {src.numel()} and {dst.numel()} elements"
+        )
+
+
+def _copied(call: str, src: Buffer, dst: Buffer) -> Tensor:
+    """``dst`` holding the values of ``src``: what the in-place operations of a communicator start from."""
+    source, target = _as_tensor(call, "src", src), _as_tensor(call, "dst", dst)
+    _check_pair(call, source, target)
+    if source.data_ptr() != target.data_ptr():
+        target.view(-1).copy_(source.view(-1))
+    return target
+
+
+def _reduction(call: str, op: str, *buffers: Buffer) -> _C.ReduceOp:
+    if any(isinstance(buffer, UntypedStorage) for buffer in buffers):
+        raise TypeError(
+            f"nccl.{call}: expected tensors or typed storages, got an untyped storage: bytes have no sum"
+        )
+    return reduce_op(op)
