@@ -5,13 +5,6 @@
 
 #include "common/check.h"
 
-namespace bmtrain {
-
-// Until the sharded buffers bring theirs.
-__attribute__((weak)) void bind_shard(py::module_& /*module*/) {}
-
-}  // namespace bmtrain
-
 namespace {
 
 // The class lives in Python, so that it can be caught without the extension being loaded.

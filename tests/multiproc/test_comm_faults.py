@@ -1,0 +1,182 @@
+"""A rank that dies, stalls or does something else: the others raise, and nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from harness import Status, rank_outcomes, run_ranks
+
+import bmtrain
+from bmtrain import _C
+from bmtrain.errors import BMTrainError, CommunicationError
+
+SHORT = {"timeout": 3}
+
+
+def gather_while_one_dies(numel: int) -> tuple[str, str, float]:
+    comm = bmtrain.config["comm"]
+    comm.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(CommunicationError) as first:
+        comm.all_gather(torch.empty(comm.size * numel), torch.ones(numel), "block 3").wait()
+        comm.barrier("block 3")  # a small gather may end before the kernel tells of the death
+    seconds = time.monotonic() - started
+    with pytest.raises(CommunicationError) as second:
+        comm.all_reduce(torch.ones(4), _C.ReduceOp.SUM)
+    assert isinstance(first.value, BMTrainError)
+    return str(first.value), str(second.value), seconds
+
+
+@pytest.mark.parametrize(("world", "numel"), [(2, 10), (4, 10), (3, 1_000_000)])
+def test_killed_rank(world: int, numel: int) -> None:
+    outcomes = rank_outcomes(world, gather_while_one_dies, numel, init={"timeout": 30}, timeout=60)
+    assert outcomes[1].status is Status.DIED
+    for outcome in outcomes:
+        if outcome.rank != 1:
+            assert outcome.status is Status.RETURNED, outcome
+            first, second, seconds = outcome.value
+            assert seconds < 10  # far less than the time-out
+            for words in ("block 3", f"rank {outcome.rank} of {world}", "rank 1"):
+                assert words in first
+            assert "aborted" in second
+            assert "rank 1" in second
+
+
+def stall() -> tuple[str, float]:
+    comm = bmtrain.config["comm"]
+    comm.barrier()
+    if comm.rank == 1:
+        time.sleep(8)
+        return "", 0.0
+    started = time.monotonic()
+    with pytest.raises(CommunicationError) as error:
+        comm.reduce_scatter(torch.ones(4), torch.ones(4 * comm.size), _C.ReduceOp.SUM, "block 5").wait()
+    return str(error.value), time.monotonic() - started
+
+
+def test_stalled_rank() -> None:
+    outcomes = rank_outcomes(3, stall, init=SHORT, timeout=60)
+    for rank in (0, 2):
+        assert outcomes[rank].status is Status.RETURNED, outcomes[rank]
+        message, seconds = outcomes[rank].value
+        assert 2 < seconds < 6
+        assert "reduce_scatter" in message
+        assert "block 5" in message
+    named = [rank for rank in (0, 2) if "rank 1" in outcomes[rank].value[0].split(":", 1)[1]]
+    assert named == [0, 2]
+
+
+def disagree(kind: str) -> str:
+    comm = bmtrain.config["comm"]
+    comm.barrier()
+    size, odd = comm.size, comm.rank == 1
+    with pytest.raises(CommunicationError) as error:
+        if kind == "operation":
+            if odd:
+                comm.all_reduce(torch.ones(4), _C.ReduceOp.SUM, "loss").wait()
+            else:
+                comm.all_gather(torch.empty(4 * size), torch.ones(4), "block 1").wait()
+        elif kind == "size":
+            numel = 8 if odd else 4
+            comm.all_gather(torch.empty(numel * size), torch.ones(numel), "block 1").wait()
+        elif odd:  # a message of another size than the receiver expects
+            comm.send(torch.ones(100), 0, "loss").wait()
+        else:
+            comm.recv(torch.empty(10), 1, "block 1").wait()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["operation", "size", "message"])
+def test_ranks_that_disagree(kind: str) -> None:
+    for rank, message in enumerate(run_ranks(2, disagree, kind, init=SHORT, fresh=True)):
+        assert f"rank {rank} of 2" in message
+        assert f"rank {1 - rank}" in message.split(":", 1)[1]
+
+
+def abort_from_another_thread() -> str:
+    import threading
+
+    comm = bmtrain.config["comm"]
+    comm.barrier()
+    if comm.rank == 0:
+        threading.Timer(0.3, comm.abort, args=["the user pressed Ctrl-C"]).start()
+    with pytest.raises(CommunicationError) as error:
+        comm.recv(torch.empty(4), 1 - comm.rank, "never sent").wait()
+    comm.abort("again")
+    comm.close()
+    comm.close()
+    return str(error.value)
+
+
+def test_abort() -> None:
+    started = time.monotonic()
+    messages = run_ranks(2, abort_from_another_thread, fresh=True)
+    assert time.monotonic() - started < 40  # the time-out is 45 s
+    assert "the user pressed Ctrl-C" in messages[0]
+    assert "rank 0" in messages[1]
+
+
+def leave_first(numel: int) -> float:
+    """Rank 0 ends at once after its last collective; a slow rank still gets everything."""
+    comm = bmtrain.config["comm"]
+    comm.barrier()
+    if comm.rank == 1:
+        time.sleep(0.5)
+    whole = torch.empty(comm.size * numel)
+    work = comm.all_gather(whole, torch.full((numel,), comm.rank + 1.0))
+    if comm.rank == 1:
+        time.sleep(1.0)
+    work.wait()
+    if comm.rank == 0:
+        os._exit(0)
+    time.sleep(1.0)
+    return float(whole.double().mean())
+
+
+@pytest.mark.parametrize("numel", [10, 2_000_000])
+def test_a_rank_may_leave_after_its_last_collective(numel: int) -> None:
+    outcomes = rank_outcomes(2, leave_first, numel, fresh=True)
+    assert outcomes[0].exitcode == 0
+    assert outcomes[1].status is Status.RETURNED, outcomes[1]
+    assert outcomes[1].value == 1.5
+
+
+def drop_works() -> None:
+    """Nobody waits for these; their memory stays valid until they are through."""
+    comm = bmtrain.config["comm"]
+    for _ in range(20):
+        comm.all_gather(torch.empty(comm.size * 1000), torch.ones(1000))
+    x = torch.ones(100_000)
+    comm.all_reduce(x, _C.ReduceOp.SUM).wait()
+    assert x.eq(comm.size).all()
+
+
+def test_works_that_nobody_waits_for() -> None:
+    run_ranks(2, drop_works, fresh=True)
+
+
+def beside_the_default_group() -> None:
+    """Somebody else's default group is neither needed nor touched."""
+    import torch.distributed as dist
+
+    assert not dist.is_initialized()
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    default = dist.group.WORLD
+    comm = bmtrain.config["comm"]
+    x = torch.ones(10)
+    comm.all_reduce(x, _C.ReduceOp.SUM).wait()
+    assert dist.group.WORLD is default
+    dist.destroy_process_group()
+    comm.all_reduce(x, _C.ReduceOp.SUM).wait()
+    assert x.eq(comm.size**2).all()
+
+
+def test_beside_the_default_group() -> None:
+    run_ranks(2, beside_the_default_group, fresh=True)
