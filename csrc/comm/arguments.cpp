@@ -51,7 +51,7 @@ void check_reducible(const Communicator& comm, const char* op, const at::Tensor&
     case at::kInt:
     case at::kLong:
       BMT_CHECK(ValueError, reduce_op != ReduceOp::kAvg, describe(comm, op),
-                ": the average needs a floating-point tensor, got ", tensor.scalar_type());
+                ": op \"avg\" needs a floating-point tensor, got ", tensor.scalar_type());
       return;
     default:
       BMT_CHECK(TypeError, false, describe(comm, op),
