@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["BMTrainError", "CommunicationError", "PipelineModeError", "RepeatedBlockError", "UnevenSplitError"]
+__all__ = [
+    "BMTrainError",
+    "CommunicationError",
+    "PipelineModeError",
+    "RepeatedBlockError",
+    "UnevenSplitError",
+]
 
 
 class BMTrainError(RuntimeError):

@@ -242,7 +242,7 @@ class _Sum(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return (grad if ctx.divisor == 1 else grad / ctx.divisor), None, None
 
 
@@ -258,7 +258,7 @@ class _Extremum(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (chosen,) = ctx.saved_tensors
         return torch.where(chosen, grad, torch.zeros_like(grad)), None, None
 
@@ -289,7 +289,7 @@ class _Product(torch.autograd.Function):
         return result.to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (others,) = ctx.saved_tensors
         return (grad * others).to(grad.dtype), None
 
@@ -301,7 +301,7 @@ class _AllGather(torch.autograd.Function):
         return _gathered(x, comm)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad[ctx.rank], None
 
 
@@ -314,7 +314,7 @@ class _Broadcast(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _Sum.apply(grad, "sum", ctx.comm), None, None
 
 
@@ -328,7 +328,7 @@ class _ReduceScatter(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.op not in ("sum", "avg"):
             raise NotImplementedError(
                 f"reduce_scatter: backward of op {ctx.op!r} is not defined, only of sum and avg"
