@@ -105,13 +105,15 @@ class Logbook:
         num_steps: number of steps in all.
         log_every: steps between lines where no bar is shown.
         tensorboard: write events, if TensorBoard is installed.
+        plot: draw ``loss.png``, if Matplotlib is installed.
     """
 
     def __init__(
-        self, out: Path, first_step: int, num_steps: int, *, log_every: int, tensorboard: bool
+        self, out: Path, first_step: int, num_steps: int, *, log_every: int, tensorboard: bool, plot: bool
     ) -> None:
         self.out = out
         self.active = bmt.rank() == 0
+        self.plot = plot
         if not self.active:
             return
         out.mkdir(parents=True, exist_ok=True)
@@ -161,7 +163,7 @@ class Logbook:
         self.metrics.close()
         if self.events:
             self.events.close()
-        if importlib.util.find_spec("matplotlib"):
+        if self.plot and importlib.util.find_spec("matplotlib"):
             _draw(self.records, self.out / "loss.png")
 
     def written(self) -> list[Path]:

@@ -43,7 +43,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     model = parser.add_argument_group("model")
     model.add_argument("--num-layers", type=_positive, default=4)
-    model.add_argument("--dim-model", type=_positive, default=256, help="width")
+    model.add_argument("--dim-model", type=_positive, default=128, help="width")
     model.add_argument("--num-heads", type=_positive, default=4)
     model.add_argument("--dim-head", type=_positive, help="default: dim-model / num-heads")
     model.add_argument("--dim-ff", type=_positive, help="default: 4 dim-model")
@@ -51,12 +51,12 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--dtype", choices=DTYPES, default="fp32", help="on a CPU prefer bf16 to fp16")
 
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=_positive, default=300)
-    training.add_argument("--batch-size", type=_positive, default=16, help="samples in a step, all ranks")
+    training.add_argument("--steps", type=_positive, default=1000)
+    training.add_argument("--batch-size", type=_positive, default=8, help="samples in a step, all ranks")
     training.add_argument("--seq-len", type=_positive, default=256, help="bytes in a sample")
     training.add_argument("--lr", type=_not_negative, default=2e-3)
     training.add_argument("--scheduler", choices=SCHEDULERS, default="cosine")
-    training.add_argument("--warmup", type=int, default=20, help="steps until the learning rate is reached")
+    training.add_argument("--warmup", type=int, default=50, help="steps until the learning rate is reached")
     training.add_argument("--weight-decay", type=_not_negative, default=0.0)
     training.add_argument("--clip", type=_not_negative, default=1.0, help="bound of the gradient's norm")
     training.add_argument("--loss-scale", type=float, default=2.0**15, help="first loss scale, for fp16")
@@ -70,12 +70,18 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     files = parser.add_argument_group("files")
     files.add_argument("--data", help="a file or folder of text; default: Python's standard library")
     files.add_argument("--out", default="out/gpt2", help="folder for checkpoints and logs")
-    files.add_argument("--save-every", type=_positive, default=100, help="steps between checkpoints")
+    files.add_argument("--save-every", type=_positive, default=250, help="steps between checkpoints")
     files.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
-    files.add_argument("--validation-batches", type=_positive, default=8)
-    files.add_argument("--log-every", type=_positive, default=10, help="steps between lines without a bar")
+    files.add_argument("--validation-batches", type=_positive, default=16)
+    files.add_argument("--log-every", type=_positive, default=20, help="steps between lines without a bar")
     files.add_argument(
         "--tensorboard", action=argparse.BooleanOptionalAction, default=True, help="write events if installed"
+    )
+    files.add_argument(
+        "--plot",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="draw loss.png if matplotlib is there",
     )
     options = parser.parse_args(arguments)
     if options.dim_head is None:

@@ -54,7 +54,9 @@ def train(options: argparse.Namespace) -> None:
     # Part 3: the loss, the optimizer and the learning rate.
     loss_func = bmt.loss.FusedCrossEntropy(ignore_index=-100)
     optimizer_class = bmt.optim.AdamOffloadOptimizer if options.offload else bmt.optim.AdamOptimizer
-    optimizer = optimizer_class(model.parameters(), lr=options.lr, weight_decay=options.weight_decay)
+    optimizer = optimizer_class(
+        model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay
+    )
     lr_scheduler = make_scheduler(options, optimizer)
     # fp16 gradients below 6e-8 would become 0: the loss is scaled up, as far as they do not overflow.
     optim_manager = bmt.optim.OptimManager(loss_scale=options.loss_scale if options.dtype == "fp16" else None)
@@ -65,7 +67,12 @@ def train(options: argparse.Namespace) -> None:
     first_step = resume_or_start(options, out, model, optim_manager, run)
     lr_scheduler.end_iter = options.steps  # a resumed run may be longer than the interrupted one
     logbook = Logbook(
-        out, first_step, options.steps, log_every=options.log_every, tensorboard=options.tensorboard
+        out,
+        first_step,
+        options.steps,
+        log_every=options.log_every,
+        tensorboard=options.tensorboard,
+        plot=options.plot,
     )
     logbook.note(describe(model, options, corpus.description))
     if first_step == 0:

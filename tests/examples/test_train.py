@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import runpy
@@ -19,10 +20,24 @@ import torch
 from harness import Outcome, Status, rank_outcomes, run_process
 from reference_gpt import ReferenceGPT
 
-EXAMPLE = Path(__file__).parents[2] / "example"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "example"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # of programs started from here
 TINY = [
     *("--num-layers", "2", "--dim-model", "32", "--num-heads", "2", "--seq-len", "32", "--batch-size", "8"),
-    *("--validation-batches", "2", "--warmup", "2", "--lr", "1e-2", "--log-every", "1", "--no-tensorboard"),
+    *(
+        "--validation-batches",
+        "2",
+        "--warmup",
+        "2",
+        "--lr",
+        "1e-2",
+        "--log-every",
+        "1",
+        "--no-tensorboard",
+        "--no-plot",
+    ),
 ]
 
 
@@ -92,9 +107,10 @@ def reference(folder: Path) -> ReferenceGPT:
 @pytest.mark.slow
 def test_under_torchrun(tmp_path: Path, text: Path) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    options = ["--data", text, "--out", out, "--steps", "40", "--save-every", "20", "--tensorboard"]
-    output = run_process([*command, EXAMPLE / "train.py", *TINY, *options], timeout=180).stdout
+    options = ["--data", text, "--out", out, "--steps", "40", "--save-every", "20", "--tensorboard", "--plot"]
+    output = run_process(
+        [*TORCHRUN, EXAMPLE / "train.py", *TINY, *options], environment=ENVIRONMENT, timeout=180
+    ).stdout
     assert "step 40/40" in output
     for name in ("validation loss:", "tokens a second:", "peak memory a rank:", "checkpoint:", "logs:"):
         assert name in output
@@ -102,8 +118,11 @@ def test_under_torchrun(tmp_path: Path, text: Path) -> None:
     before, after = (r["validation_loss"] for r in metrics(out) if "validation_loss" in r)
     assert after < before - 1.5
     reference(out / "checkpoints" / "step-0000040")
+    for package, path in (("matplotlib", "loss.png"), ("tensorboard", "tensorboard")):
+        assert (out / path).exists() == (importlib.util.find_spec(package) is not None)
 
-    sample = run_process([sys.executable, EXAMPLE / "generate.py", "--out", out, "--prompt", "def "]).stdout
+    command = [sys.executable, EXAMPLE / "generate.py", "--out", out, "--prompt", "def "]
+    sample = run_process(command, environment=ENVIRONMENT).stdout
     assert "def " in sample
 
 
@@ -171,17 +190,20 @@ def assert_same(ours: Any, theirs: Any) -> None:
         assert ours == theirs
 
 
+def children(parent: int) -> list[int]:
+    text = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+    return [int(pid) for pid in text.split()]
+
+
 @pytest.mark.slow
 def test_killed_and_resumed(tmp_path: Path, text: Path) -> None:
     options = [*TINY, "--data", str(text), "--steps", "40", "--save-every", "2"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     process = subprocess.Popen(
-        [*command, str(EXAMPLE / "train.py"), *options, "--out", str(killed)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [*TORCHRUN, str(EXAMPLE / "train.py"), *options, "--out", str(killed)],
+        env={**os.environ, **ENVIRONMENT},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
     )
     try:
         deadline = time.monotonic() + 120
@@ -190,7 +212,8 @@ def test_killed_and_resumed(tmp_path: Path, text: Path) -> None:
             assert time.monotonic() < deadline, "it did not get to step 6"
             time.sleep(0.01)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        for pid in [process.pid, *children(process.pid)]:  # torchrun gives each rank a session of its own
+            os.kill(pid, signal.SIGKILL)
         process.wait()
     succeed(2, "train.py", *options, "--out", killed, "--resume")
     succeed(2, "train.py", *options, "--out", whole)
