@@ -302,6 +302,29 @@ def test_one_bad_element_stops_all(world: int, where: str, value: float) -> None
     assert not any(printed[1:])  # only rank 0 reports
 
 
+def messages_of_a_step() -> list[dict[str, int]]:
+    model = Model(True)
+    manager = make_manager(torch.optim.Adam(model.parameters(), lr=0.01), loss_scale=64.0)
+    comm = bmt.config["comm"]
+    manager.backward(own_loss(model))
+    counts = []
+
+    def count() -> None:
+        counts.append({name: messages for name, (messages, _) in comm.traffic().items() if messages})
+        comm.reset_traffic()
+
+    count()
+    manager.clip_grad_norm(manager.optimizers[0].param_groups, 1.0)
+    count()
+    manager.step()
+    count()
+    return counts[1:]
+
+
+def test_one_all_reduce_to_clip_and_one_to_step() -> None:
+    assert run_ranks(2, messages_of_a_step) == [[{"all_reduce": 1}] * 2] * 2
+
+
 # --- several models
 
 

@@ -384,6 +384,56 @@ def test_load_checks_the_number_of_optimizers() -> None:
     run_ranks(1, load_checks_the_number_of_optimizers)
 
 
+def moments_of_older_files() -> None:
+    params = parameters(torch.float16)
+    _, state = adam_after_one_step(params, 1)
+    scale = 512.0
+    old = copy.deepcopy(state)
+    old["loss_scale"] = scale
+    entry = old["optimizers"][0]["state"][0]
+    exact = {key: entry[key].clone() for key in ("exp_avg", "exp_avg_sq")}
+    entry["exp_avg"] = (exact["exp_avg"] * scale).half()  # scaled units, and fp16
+    entry["exp_avg_sq"] = exact["exp_avg_sq"] * scale
+    manager, _ = adam_after_one_step(params, 2)
+    manager.load_state_dict(old)
+    loaded = manager.state_dict()["optimizers"][0]["state"][0]
+    assert loaded["exp_avg"].dtype == torch.float32
+    torch.testing.assert_close(loaded["exp_avg"], exact["exp_avg"], rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(loaded["exp_avg_sq"], exact["exp_avg_sq"], rtol=1e-6, atol=0)
+    assert entry["exp_avg"].dtype == torch.float16  # the caller's
+
+
+def adam_after_one_step(params: list[torch.nn.Parameter], seed: int) -> tuple[OptimManager, dict[str, Any]]:
+    manager = OptimManager(loss_scale=1.0)
+    manager.add_optimizer(bmt.optim.AdamOptimizer(params, lr=0.1))
+    give_gradients(params, seed=seed)
+    manager.step()
+    return manager, manager.state_dict()
+
+
+def test_moments_of_older_files() -> None:
+    run_ranks(1, moments_of_older_files)
+
+
+def the_managers_scale_is_used() -> None:
+    results = []
+    for options in ({}, {"scale": 4.0}):
+        params = parameters(torch.float32, torch.bfloat16)
+        manager = OptimManager(loss_scale=256.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            manager.add_optimizer(bmt.optim.AdamOptimizer(params, lr=0.1, **options))
+        for step in range(3):
+            give_gradients(params, manager.loss_scale * 1e-3, seed=step)
+            manager.step()
+        results.append([p.detach() for p in params])
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+def test_the_managers_scale_is_used() -> None:
+    run_ranks(1, the_managers_scale_is_used)
+
+
 # --- the API of 0.1.x
 
 
