@@ -13,7 +13,7 @@ from ._deprecate import warn_once
 from ._engine.block_build import adopt_parameters, dissolve_inner_blocks
 from ._engine.island import run_block
 from ._engine.policy import BlockMode, BlockPolicy, Recompute
-from ._engine.recompute import BufferGuard
+from ._engine.recompute import ModuleState
 from ._engine.runtime import BlockRuntime
 from ._engine.storage import BlockStorage, build_storage
 from .errors import RepeatedBlockError
@@ -88,7 +88,7 @@ class Block(torch.nn.Module):
         own["_policy"] = policy
         own["_mode"] = BlockMode[mode]
         own["_label"] = f"{type(inner_module).__name__}#{ctx.engine.schedule.next_number}"
-        own["_guard"] = BufferGuard(inner_module)
+        own["_modules_state"] = ModuleState(inner_module)
         own["_need_reference"] = initialized
         own["_links"] = [None, None]
         if not initialized:
@@ -118,7 +118,7 @@ class Block(torch.nn.Module):
         runtime = self._runtime
         if runtime.is_bound:  # called from its own forward, by a replaced forward that wraps the old one
             return self._module(*args, **kwargs)
-        return run_block(runtime, forward, self._guard, args, kwargs)
+        return run_block(runtime, forward, self._modules_state, args, kwargs)
 
     # ---- standing in for the inner module
 
@@ -204,7 +204,7 @@ class Block(torch.nn.Module):
             "_policy",
             "_mode",
             "_label",
-            "_guard",
+            "_modules_state",
             "_need_reference",
             "_links",
             "_storages",

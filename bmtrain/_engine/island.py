@@ -18,23 +18,23 @@ import torch
 from torch.autograd import Variable
 
 from .. import _C
-from .recompute import BufferGuard, ModeSnapshot, SavedTensors, StopForward
+from .recompute import ModeSnapshot, ModuleState, SavedTensors, StopForward
 from .runtime import BlockRuntime
 from .schedule import Phase
-from .tree import map_tensors, snapshot, tensors_of
+from .tree import has_containers, replace_tensors, snapshot, tensors_of
 
 __all__ = ["BlockCall", "run_block"]
 
 
 def run_block(
-    runtime: BlockRuntime, forward: Callable[..., Any], guard: BufferGuard, args: Any, kwargs: Any
+    runtime: BlockRuntime, forward: Callable[..., Any], modules: ModuleState, args: Any, kwargs: Any
 ) -> Any:
     """Runs ``forward(*args, **kwargs)`` with the block's parameters gathered.
 
     Args:
         runtime: the block's buffers.
         forward: the inner forward, as it is now.
-        guard: the block's buffers that a forward may update.
+        modules: the modules that take part.
 
     Returns:
         The result of ``forward``, a list as a tuple, attached to the caller's graph.
@@ -42,27 +42,29 @@ def run_block(
     if not torch.is_grad_enabled():
         with _gathered_for_evaluation(runtime):
             result = forward(*args, **kwargs)
-            return _as_tuple(map_tensors(result, lambda tensor: _kept_alive(runtime, tensor)))
-    return BlockCall(runtime, forward, guard).run(args, kwargs)
+            return _as_tuple(replace_tensors(result, lambda tensor: _kept_alive(runtime, tensor)))
+    return BlockCall(runtime, forward, modules).run(args, kwargs)
 
 
 @contextmanager
 def _gathered_for_evaluation(runtime: BlockRuntime) -> Iterator[None]:
-    runtime.open(Phase.EVALUATE)
     try:
+        runtime.open(Phase.EVALUATE)
         with _no_autocast_cache():
             yield
-    finally:
-        runtime.close(keep=False)
+    except BaseException:
+        runtime.abandon()
+        raise
+    runtime.close(keep=False)
 
 
 class BlockCall:
     """One forward of a block, and what its backward needs."""
 
-    def __init__(self, runtime: BlockRuntime, forward: Callable[..., Any], guard: BufferGuard) -> None:
+    def __init__(self, runtime: BlockRuntime, forward: Callable[..., Any], modules: ModuleState) -> None:
         self.runtime = runtime
         self.forward = forward
-        self.guard = guard
+        self.modules = modules
         self.recomputes = runtime.policy.recomputes
         self.inputs: list[torch.Tensor] = []  # of the outer graph, that require grad, each once
         self.leaves: list[torch.Tensor] = []  # the same, detached: where the island begins
@@ -73,67 +75,106 @@ class BlockCall:
     # ---- forward
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        runtime = self.runtime
+        """[Note: Containers among the arguments]
+
+        Lists, dicts and cache objects are given to the inner forward as they are, with detached tensors in the
+        places of those that require grad; afterwards the caller's tensors are put back. What the forward has
+        put into them is a result like any other: it leaves the island as an output, and the container then
+        holds the attached tensor.
+        """
         first_node = _C.next_node_number()
-        detached = map_tensors((args, kwargs), self._detach)
-        keep = False
-        runtime.open(Phase.FORWARD)
+        has_state = has_containers(args) or any(has_containers(value) for value in kwargs.values())
+        outer: dict[int, torch.Tensor] = {}  # what stands outside for a tensor of the island
         try:
-            self.trains = [group.requires_grad() for group in runtime.groups]
-            self._parameter_version = runtime.version()
-            result = self._first_run(detached)
-            self.outputs = _distinct(tensor for tensor in tensors_of(result) if tensor.requires_grad)
-            keep = bool(self.outputs) and runtime.keeps_for_backward()
-        finally:
-            runtime.close(keep=keep)
-        if not self.outputs:
+            inner_args = replace_tensors(args, self._detach)
+            inner_kwargs = {name: replace_tensors(value, self._detach) for name, value in kwargs.items()}
+            result = self._gathered_first_run(inner_args, inner_kwargs, has_state)
+            if self.outputs:
+                self._refuse_foreign_history(first_node)
+                outer.update(
+                    (id(inner), tensor) for inner, tensor in zip(self.outputs, self._attach(), strict=True)
+                )
+                result = replace_tensors(result, lambda tensor: outer.get(id(tensor), tensor))
             return _as_tuple(result)
-        self._refuse_foreign_history(first_node)
-        return _as_tuple(self._attach(result))
+        finally:
+            if has_state:
+                outer.update(
+                    (id(leaf), tensor) for leaf, tensor in zip(self.leaves, self.inputs, strict=True)
+                )
+                replace_tensors((args, list(kwargs.values())), lambda tensor: outer.get(id(tensor), tensor))
 
     def _detach(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.requires_grad:
             return tensor
         for known, leaf in zip(self.inputs, self.leaves, strict=True):
-            if known is tensor:
+            if known is tensor or leaf is tensor:
                 return leaf
         self.inputs.append(tensor)
         self.leaves.append(tensor.detach().requires_grad_())
         return self.leaves[-1]
 
-    def _first_run(self, detached: tuple[Any, Any]) -> Any:
-        args, kwargs = detached
+    def _gathered_first_run(self, args: Any, kwargs: dict[str, Any], has_state: bool) -> Any:
+        runtime = self.runtime
+        try:
+            runtime.open(Phase.FORWARD)
+            self.trains = [group.requires_grad() for group in runtime.groups]
+            self._parameter_version = runtime.version()
+            result = self._first_run(args, kwargs, has_state)
+            self._has_state = has_state
+            self.outputs = self._outputs_among(result, args, kwargs, self.leaves)
+        except BaseException:
+            runtime.abandon()
+            raise
+        runtime.close(keep=bool(self.outputs) and runtime.keeps_for_backward())
+        return result
+
+    def _first_run(self, args: Any, kwargs: dict[str, Any], has_state: bool) -> Any:
         with ExitStack() as stack:
             stack.enter_context(_no_autocast_cache())
             if self.recomputes:
-                self._arguments = snapshot(detached)
-                self._versions = [(tensor, tensor._version) for tensor in tensors_of(detached)]
+                self._arguments = snapshot((args, kwargs)) if has_state else (args, kwargs)
+                self._versions = [
+                    (tensor, tensor._version)
+                    for tensor in tensors_of((args, kwargs))
+                    if not tensor.is_inference()
+                ]
                 self._modes = ModeSnapshot(self.runtime.engine.device)
+                self._module_snapshot = self.modules.before_forward()
                 self._saved = SavedTensors(self.runtime)
-                buffers_after = self.guard.before_forward()
                 stack.enter_context(self._saved.record())
             result = self.forward(*args, **kwargs)
-        result = map_tensors(result, lambda tensor: _kept_alive(self.runtime, tensor))
         if self.recomputes:
-            self._old_buffers = buffers_after()
-        return result
+            self._module_snapshot.after_forward()
+        return replace_tensors(result, lambda tensor: _kept_alive(self.runtime, tensor))
+
+    def _outputs_among(
+        self, result: Any, args: Any, kwargs: Any, leaves: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        outputs = _distinct(tensor for tensor in tensors_of(result) if tensor.requires_grad)
+        if self._has_state:
+            known = {id(tensor) for tensor in (*outputs, *leaves)}
+            outputs += _distinct(
+                tensor
+                for tensor in tensors_of((args, kwargs))
+                if tensor.requires_grad and id(tensor) not in known
+            )
+        return outputs
 
     def _refuse_foreign_history(self, first_node: int) -> None:
         node = _C.find_older_node(self.outputs, first_node)
         if node:
             raise RuntimeError(
-                f"{self.runtime.label}: a tensor with gradient history ({node}) reached the block's forward other "
-                "than as an argument (through an attribute or a closure); pass it as an argument, so that its gradient "
+                f"{self.runtime.label}: a tensor with gradient history ({node}) reached the block's forward "
+                "other than as "
+                "an argument (through an attribute or a closure); pass it as an argument, so that its gradient "
                 "can flow"
             )
 
-    def _attach(self, result: Any) -> Any:
-        inputs = self.inputs or [
-            torch.empty(0, requires_grad=True)
-        ]  # something that makes the node require grad
-        attached = _Island.apply(self, *inputs)
-        by_identity = {id(inner): outer for inner, outer in zip(self.outputs, attached, strict=True)}
-        return map_tensors(result, lambda tensor: by_identity.get(id(tensor), tensor))
+    def _attach(self) -> tuple[torch.Tensor, ...]:
+        # Without inputs that require grad, something else has to make the node require grad.
+        inputs = self.inputs or [torch.empty(0, requires_grad=True)]
+        attached: tuple[torch.Tensor, ...] = _Island.apply(self, *inputs)
+        return attached
 
     # ---- backward
 
@@ -144,24 +185,29 @@ class BlockCall:
         training = [
             (group, trains) for group, trains in zip(runtime.groups, self.trains, strict=True) if any(trains)
         ]
-        runtime.open(Phase.BACKWARD)
+        roots = [(number, grad) for number, grad in enumerate(gradients) if grad is not None]
+        leaves = self.leaves
         try:
-            outputs, leaves = self._second_run() if self.recomputes else (self.outputs, self.leaves)
+            runtime.open(Phase.BACKWARD)
+            outputs = self.outputs
+            if self.recomputes and roots:
+                outputs, leaves = self._second_run()
             runtime.begin_backward([group for group, _ in training], [trains for _, trains in training])
-            roots = [(out, grad) for out, grad in zip(outputs, gradients, strict=True) if grad is not None]
-            with _no_autocast_cache():
-                torch.autograd.backward(
-                    [out for out, _ in roots], [grad for _, grad in roots], retain_graph=keep_graph
-                )
+            with _no_autocast_cache(), runtime.engine.inside_island():
+                if roots:
+                    torch.autograd.backward(
+                        [outputs[number] for number, _ in roots],
+                        [grad for _, grad in roots],
+                        retain_graph=keep_graph,
+                    )
             input_gradients = [leaf.grad for leaf in leaves]
-            for leaf in leaves:
-                leaf.grad = None
         except BaseException:
-            for group, _ in training:
-                group.cancel_backward()
-            runtime.close(keep=False)
+            runtime.cancel_backward([group for group, _ in training])
+            runtime.abandon()
             raise
         finally:
+            for leaf in leaves:
+                leaf.grad = None
             if self.recomputes:
                 self._saved.drop()
         runtime.close(keep=runtime.engine.schedule.expects_backward_of(runtime))
@@ -179,8 +225,8 @@ class BlockCall:
             )
         if not Variable._execution_engine.is_checkpoint_valid():
             raise RuntimeError(
-                f"{label}: torch.autograd.grad() and backward(inputs=...) cannot be used through a Block, because the "
-                "gradients of its parameters are reduced over the ranks on the way; use backward()"
+                f"{label}: torch.autograd.grad() and backward(inputs=...) cannot be used through a Block, because "
+                "the gradients of its parameters are reduced over the ranks on the way; use backward()"
             )
         if torch.is_grad_enabled():
             raise RuntimeError(f"{label}: a Block cannot be differentiated twice (create_graph=True)")
@@ -197,33 +243,33 @@ class BlockCall:
             if tensor._version != version:
                 raise RuntimeError(
                     f"{self.runtime.label}: tensor argument {number} (shape {tuple(tensor.shape)}) was modified in "
-                    f"place after the block's forward started (version {tensor._version}, expected {version}), so its "
+                    f"place after the block's forward started (version {tensor._version}, expected {version}), "
+                    "so its "
                     "forward cannot be run again; pass a copy"
                 )
 
     def _second_run(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         leaves = [leaf.detach().requires_grad_() for leaf in self.leaves]
         fresh = {id(old): new for old, new in zip(self.leaves, leaves, strict=True)}
-        args, kwargs = map_tensors(snapshot(self._arguments), lambda tensor: fresh.get(id(tensor), tensor))
-        engine = self.runtime.engine
-        engine.recomputing += 1
-        try:
-            with (
-                self._modes.restored(),
-                self.guard.rewound(self._old_buffers),
-                _trainable_as(self.runtime, self.trains),
-                torch.enable_grad(),
-                self._saved.refill(),
-            ):
-                try:
-                    result = self.forward(*args, **kwargs)
-                except StopForward:
-                    result = None
-        finally:
-            engine.recomputing -= 1
+        args, kwargs = replace_tensors(
+            snapshot(self._arguments), lambda tensor: fresh.get(id(tensor), tensor)
+        )
+        with (
+            self.runtime.engine.running_again(),
+            _no_autocast_cache(),
+            self._modes.restored(),
+            self._module_snapshot.restored(self.runtime.label),
+            _trainable_as(self.runtime, self.trains),
+            torch.enable_grad(),
+            self._saved.refill(stop_early=not self.modules.has_forward_hooks()),
+        ):
+            try:
+                result = self.forward(*args, **kwargs)
+            except StopForward:
+                result = None
         if self._saved.is_complete:
             return self.outputs, self.leaves
-        outputs = _distinct(tensor for tensor in tensors_of(result) if tensor.requires_grad)
+        outputs = self._outputs_among(result, args, kwargs, leaves)
         if len(outputs) != len(self.outputs):
             raise RuntimeError(
                 f"{self.runtime.label}: the forward took another path when it was run again: {len(outputs)} results "

@@ -1,25 +1,32 @@
 """Running a forward again in backward, exactly as it ran the first time.
 
 [Note: Early stop]
-In the first forward, saved-tensor hooks replace what autograd saves by numbered slots. In backward the forward runs
-again under hooks that put each tensor it saves into the slot of the same number, and stops as soon as the last slot
-is filled: what follows the last saved tensor (a block's last matrix product) never runs again. Then the *first* graph
-is differentiated. If the second run saves other tensors than the first did (scripted functions may), it is completed
-instead, and its own graph, which holds its own tensors, is differentiated.
+In the first forward, saved-tensor hooks replace what autograd saves by numbered slots. In backward the forward
+runs again under hooks that put each tensor it saves into the slot of the same number, and stops as soon as the
+last slot is filled: what follows the last saved tensor (a block's last matrix product) never runs again. Then
+the *first* graph is differentiated. If the second run saves other tensors than the first did (scripted
+functions may), it is completed instead, and its own graph, which holds its own tensors, is differentiated. Two
+saves are the same if shape, dtype and the number of autograd nodes made before them are. Inner modules with
+forward hooks see the whole second run: it does not stop early.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+from .. import _C
 
 if TYPE_CHECKING:
     from .runtime import BlockRuntime
 
-__all__ = ["BufferGuard", "ModeSnapshot", "SavedTensors", "StopForward"]
+__all__ = ["ModeSnapshot", "ModuleSnapshot", "ModuleState", "SavedTensors", "StopForward"]
+
+#: Buffers up to this size are copied before each forward; larger ones only once they are known to be updated.
+SMALL_BUFFER_BYTES = 1 << 16
 
 
 class StopForward(BaseException):
@@ -35,6 +42,13 @@ class _Slot:
         self.index = index
 
 
+class _Kept(NamedTuple):
+    """A tensor saved by the second run."""
+
+    tensor: torch.Tensor
+    version: int
+
+
 class SavedTensors:
     """The tensors that one forward of a block saves for backward.
 
@@ -43,9 +57,10 @@ class SavedTensors:
     """
 
     def __init__(self, runtime: BlockRuntime) -> None:
+        self._label = runtime.label
         self._groups = runtime.groups
-        self._shapes: list[tuple[torch.Size, torch.dtype]] = []
-        self._values: list[torch.Tensor] = []
+        self._saves: list[tuple[torch.Size, torch.dtype, int]] = []
+        self._values: list[_Kept] = []
         self.differs = False
 
     def _in_gathered_buffer(self, tensor: torch.Tensor) -> bool:
@@ -53,49 +68,58 @@ class SavedTensors:
 
     def record(self) -> Any:
         """The hooks for the first run."""
+        first_node = _C.next_node_number()
 
         def pack(tensor: torch.Tensor) -> Any:
             if self._in_gathered_buffer(tensor):
                 return tensor
-            self._shapes.append((tensor.shape, tensor.dtype))
-            return _Slot(len(self._shapes) - 1)
+            self._saves.append((tensor.shape, tensor.dtype, _C.next_node_number() - first_node))
+            return _Slot(len(self._saves) - 1)
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
-
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        value: torch.Tensor = self._values[packed.index]
-        return value
-
-    def refill(self) -> Any:
-        """The hooks for the second run; they raise :class:`StopForward` when everything is there."""
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            kept = tensor.detach()
-            if self._in_gathered_buffer(tensor):
-                return kept
-            index = len(self._values)
-            if index >= len(self._shapes) or self._shapes[index] != (tensor.shape, tensor.dtype):
-                self.differs = True
-            self._values.append(kept)
-            if index + 1 == len(self._shapes) and not self.differs:
-                raise StopForward
-            return kept
-
-        def unpack(kept: torch.Tensor) -> torch.Tensor:
-            return kept
+        def unpack(packed: Any) -> torch.Tensor:
+            return packed if isinstance(packed, torch.Tensor) else self._checked(self._values[packed.index])
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
+    def refill(self, *, stop_early: bool) -> Any:
+        """The hooks for the second run; with ``stop_early`` they raise :class:`StopForward` once everything is "
+        "there."""
+        first_node = _C.next_node_number()
+
+        def pack(tensor: torch.Tensor) -> _Kept:
+            kept = _Kept(tensor.detach(), tensor._version)
+            if self._in_gathered_buffer(tensor):
+                return kept
+            index = len(self._values)
+            save = (tensor.shape, tensor.dtype, _C.next_node_number() - first_node)
+            if index >= len(self._saves) or self._saves[index] != save:
+                self.differs = True
+            self._values.append(kept)
+            if stop_early and index + 1 == len(self._saves) and not self.differs:
+                raise StopForward
+            return kept
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, self._checked)
+
+    def _checked(self, kept: _Kept) -> torch.Tensor:
+        # Under saved-tensor hooks autograd leaves this check to them.
+        if kept.tensor._version != kept.version:
+            raise RuntimeError(
+                f"{self._label}: a tensor of shape {tuple(kept.tensor.shape)} needed for the gradient has been "
+                "modified "
+                f"by an inplace operation in the block's forward (version {kept.tensor._version}, expected "
+                f"{kept.version})"
+            )
+        return kept.tensor
+
     @property
     def is_empty(self) -> bool:
-        return not self._shapes
+        return not self._saves
 
     @property
     def is_complete(self) -> bool:
         """Whether the first graph can be differentiated."""
-        return not self.differs and len(self._values) == len(self._shapes)
+        return not self.differs and len(self._values) == len(self._saves)
 
     def drop(self) -> None:
         """Frees the second run's tensors."""
@@ -104,87 +128,169 @@ class SavedTensors:
 
 
 class ModeSnapshot:
-    """Random-number, autocast and grad-mode state at the start of a forward."""
+    """Random-number and autocast state at the start of a forward."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._cpu_rng = torch.get_rng_state()
         self._cuda_rng = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in ({"cpu", device.type})
-        ]
+        self._autocast = _autocast_state(device)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Recreates the state, and afterwards puts the current one back as if nothing had run."""
         cpu_rng = torch.get_rng_state()
         cuda_rng = torch.cuda.get_rng_state(self._device) if self._cuda_rng is not None else None
-        with ExitStack() as stack:
-            for kind, enabled, dtype in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+        autocast = _autocast_state(self._device)
+        try:
             torch.set_rng_state(self._cpu_rng)
             if self._cuda_rng is not None:
                 torch.cuda.set_rng_state(self._cuda_rng, self._device)
-            try:
-                yield
-            finally:
-                torch.set_rng_state(cpu_rng)
-                if cuda_rng is not None:
-                    torch.cuda.set_rng_state(cuda_rng, self._device)
+            _set_autocast(self._autocast)
+            yield
+        finally:
+            _set_autocast(autocast)
+            torch.set_rng_state(cpu_rng)
+            if cuda_rng is not None:
+                torch.cuda.set_rng_state(cuda_rng, self._device)
 
 
-class BufferGuard:
-    """Keeps buffers that a forward updates (running statistics) from being updated again by the second run.
+_Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 
-    Which buffers a forward updates is learnt from its first run (in each of training and evaluation mode), during which
-    all are copied; after that only those are.
+
+def _autocast_state(device: torch.device) -> _Autocast:
+    kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
+def _set_autocast(state: _Autocast) -> None:
+    for kind, enabled, dtype in state:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+
+
+class _Buffer(NamedTuple):
+    """A buffer as a forward found it; ``old`` is a copy, or None if none was made."""
+
+    owner: torch.nn.Module
+    name: str
+    tensor: torch.Tensor
+    version: int
+    old: torch.Tensor | None
+
+
+class ModuleState:
+    """What a forward may find changed in its modules when it runs again: training flags, and buffers it
+    updated itself.
+
+    Copying all buffers before each forward would be slow where they are large (tables of positions, masks).
+    Small ones are; large ones are copied before the first forward, which shows whether it updates them.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-        self._updated: dict[bool, list[tuple[torch.nn.Module, str]]] = {}
+    def __init__(self, root: torch.nn.Module) -> None:
+        self._root = root
+        self._modules: list[torch.nn.Module] = [root]
+        self._children: list[torch.nn.Module | None] = [None]
+        self._large: set[tuple[int, str]] | None = None  # known to be updated; None before the first forward
 
-    def before_forward(self) -> Callable[[], list[tuple[torch.nn.Module, str, torch.Tensor]]]:
-        """Copies what the forward may update; the result, called after the forward, gives the old values to restore."""
-        known = self._updated.get(self._module.training)
-        watched = known if known is not None else _buffers_of(self._module)
-        before = [
-            (owner, name, buffer, buffer._version, buffer.clone())
-            for owner, name in watched
-            if (buffer := owner._buffers.get(name)) is not None
-        ]
-        training = self._module.training
+    def _walk(self) -> list[torch.nn.Module]:
+        children = [child for module in self._modules for child in module._modules.values()]
+        if children != self._children:
+            self._modules = list(self._root.modules())
+            self._children = [child for module in self._modules for child in module._modules.values()]
+        return self._modules
 
-        def after_forward() -> list[tuple[torch.nn.Module, str, torch.Tensor]]:
-            changed = [
-                (owner, name, value)
-                for owner, name, buffer, version, value in before
-                if owner._buffers.get(name) is not buffer or buffer._version != version
-            ]
-            if known is None:
-                self._updated[training] = [(owner, name) for owner, name, _ in changed]
-            return changed
+    def has_forward_hooks(self) -> bool:
+        """Whether anybody wants to see the inner modules' forwards."""
+        hooks = torch.nn.modules.module
+        return bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks) or any(
+            module._forward_hooks or module._forward_pre_hooks for module in self._walk()
+        )
 
-        return after_forward
+    def before_forward(self) -> ModuleSnapshot:
+        """Notes the state; :meth:`ModuleSnapshot.after_forward` is to be called when the forward has run."""
+        modules = self._walk()
+        buffers = []
+        for owner in modules:
+            for name, tensor in owner._buffers.items():
+                if tensor is not None:
+                    copied = (
+                        tensor.nbytes <= SMALL_BUFFER_BYTES
+                        or self._large is None
+                        or (id(owner), name) in self._large
+                    )
+                    old = tensor.clone() if copied else None
+                    buffers.append(_Buffer(owner, name, tensor, tensor._version, old))
+        return ModuleSnapshot(self, modules, [module.training for module in modules], buffers)
+
+    def learn(self, updated: list[_Buffer]) -> None:
+        """Takes note of the buffers that a forward updated."""
+        if self._large is None:
+            self._large = set()
+        self._large.update((id(buffer.owner), buffer.name) for buffer in updated)
+
+
+class ModuleSnapshot:
+    """Training flags and buffers at the start of one forward."""
+
+    def __init__(
+        self,
+        state: ModuleState,
+        modules: list[torch.nn.Module],
+        training: list[bool],
+        buffers: list[_Buffer],
+    ) -> None:
+        self._state = state
+        self._modules = modules
+        self._training = training
+        self._buffers = buffers
+
+    def after_forward(self) -> None:
+        """Keeps the old values of the buffers that the forward updated, and of no others."""
+        self._buffers = [buffer for buffer in self._buffers if _is_updated(buffer)]
+        self._state.learn(self._buffers)
 
     @contextmanager
-    def rewound(self, old_values: list[tuple[torch.nn.Module, str, torch.Tensor]]) -> Iterator[None]:
-        """Runs with the old values in place (as new tensors), then puts the current buffers back."""
-        current = [(owner, name, owner._buffers[name]) for owner, name, _ in old_values]
-        for owner, name, value in old_values:
-            owner._buffers[name] = value.clone()
+    def restored(self, label: str) -> Iterator[None]:
+        """Runs with the old flags and (new tensors with) the old values, then puts back what is there now."""
+        flipped = [
+            module
+            for module, flag in zip(self._modules, self._training, strict=True)
+            if module.training is not flag
+        ]
+        old = [(buffer.owner, buffer.name, _old_value(buffer, label)) for buffer in self._buffers]
+        current = [(owner, name, owner._buffers.get(name)) for owner, name, _ in old]
+        for module in flipped:
+            module.__dict__["training"] = not module.training
+        for owner, name, value in old:
+            owner._buffers[name] = value
         try:
             yield
         finally:
+            for module in flipped:
+                module.__dict__["training"] = not module.training
             for owner, name, buffer in current:
                 owner._buffers[name] = buffer
 
 
-def _buffers_of(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:
-    return [
-        (owner, name)
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
-    ]
+def _is_updated(buffer: _Buffer) -> bool:
+    if (
+        buffer.tensor._version != buffer.version
+        or buffer.owner._buffers.get(buffer.name) is not buffer.tensor
+    ):
+        return True
+    # Batch norm writes its running statistics without counting a version.
+    return buffer.old is not None and not torch.equal(buffer.old, buffer.tensor)
+
+
+def _old_value(buffer: _Buffer, label: str) -> torch.Tensor:
+    if buffer.old is None and buffer.tensor._version == buffer.version:
+        return buffer.tensor.clone()  # replaced, not written to
+    if buffer.old is None:
+        raise RuntimeError(
+            f"{label}: the forward updated its buffer {buffer.name!r} (shape {tuple(buffer.tensor.shape)}), "
+            "which earlier "
+            "forwards left alone, so that there is no copy to run it again with; build the Block with "
+            "use_checkpoint=False, or repeat the step"
+        )
+    return buffer.old.clone()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,25 +49,21 @@ class BlockRuntime:
         return sum(group.version() for group in self.groups)
 
     def open(self, phase: Phase) -> None:
-        """Makes the parameters full tensors. Collective."""
+        """Makes the parameters full tensors; :meth:`close` or :meth:`abandon` must follow, even an error. Collective."""
         engine = self.engine
         if phase is not Phase.BACKWARD:
-            engine.finish_reductions()  # left over only if an earlier backward failed
+            engine.drop_stale_reductions()
         if not self._is_held:
             engine.schedule.enter(self, phase)
-        try:
-            for group in self.groups:
-                group.start_gather()
-            for group in self.groups:
-                group.finish_gather()
-            if not self._is_held:
-                engine.schedule.gather_ahead()
-            for group in self.groups:
-                group.bind()
-            self.is_bound = True
-        except BaseException:
-            self.close(keep=False)
-            raise
+        for group in self.groups:
+            group.start_gather()
+        for group in self.groups:
+            group.finish_gather()
+        if not self._is_held:
+            engine.schedule.gather_ahead()
+        for group in self.groups:
+            group.bind()
+        self.is_bound = True
 
     def close(self, *, keep: bool) -> None:
         """Makes the parameters shards again; ``keep`` leaves the gathered buffer for the backward to come."""
@@ -75,6 +72,11 @@ class BlockRuntime:
         self.is_bound = False
         if not keep:
             self.drop_gathered()
+
+    def abandon(self) -> None:
+        """After an error or Ctrl-C: whatever had begun, the parameters are shards and nothing is gathered."""
+        self.close(keep=False)
+        self.engine.schedule.drop_ahead()
 
     def keeps_for_backward(self) -> bool:
         """Whether the gathered parameters should stay until backward."""
@@ -117,6 +119,12 @@ class BlockRuntime:
             if group not in self._deferred:
                 group.begin_backward(flags)
 
+    def cancel_backward(self, groups: Sequence[_C.ShardGroup]) -> None:
+        """Forgets the gradients of a backward that failed."""
+        for group in groups:
+            group.cancel_backward()
+        self._deferred = [group for group in self._deferred if group not in groups]
+
     def defer_reduction(self) -> None:
         """Lets the gradients of the backwards to come add up, until :meth:`reduce_deferred`."""
         self._defers = True
@@ -144,10 +152,29 @@ class Engine:
         self.device = device
         #: How many blocks run their forward again right now.
         self.recomputing = 0
+        self._islands = 0
         self.pool = _C.BufferPool(SLOTS_PER_CLASS, bool(int(os.environ.get("BMTRAIN_POISON_BUFFERS", "0"))))
         self.schedule = Schedule()
         self._reductions: list[Sequence[_C.ShardGroup]] = []
         self._callback_task = -1
+
+    @contextmanager
+    def running_again(self) -> Iterator[None]:
+        """While a block runs its forward again."""
+        self.recomputing += 1
+        try:
+            yield
+        finally:
+            self.recomputing -= 1
+
+    @contextmanager
+    def inside_island(self) -> Iterator[None]:
+        """While autograd runs inside a block's island."""
+        self._islands += 1
+        try:
+            yield
+        finally:
+            self._islands -= 1
 
     def add_reduction(self, groups: Sequence[_C.ShardGroup]) -> None:
         """Takes over a reduction under way; completes the one before, so that at most one overlaps with compute."""
@@ -162,6 +189,13 @@ class Engine:
         """Completes the reduction under way if it is of one of ``groups`` (a block that ran twice in a row)."""
         if any(group in under_way for group in groups for under_way in self._reductions):
             self.finish_reductions()
+
+    def drop_stale_reductions(self) -> None:
+        """Forgets what a backward that failed left under way: by now the gradients may have been zeroed."""
+        if self._reductions and torch._C._current_graph_task_id() == -1:
+            while self._reductions:
+                for group in self._reductions.pop(0):
+                    group.cancel_backward()
 
     def finish_reductions(self) -> None:
         """Waits until every gradient sent off has reached its shard."""

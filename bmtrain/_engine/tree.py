@@ -1,112 +1,145 @@
-"""Walking over the tensors of arguments and results, whatever structure they come in."""
+"""Walking over the tensors of arguments and results, whatever structure they come in.
+
+Tuples (named ones too) are rebuilt where a tensor in them is replaced. Whatever can be written to keeps its
+identity and is changed in place: lists and other mutable sequences, dicts and other mutable mappings,
+dataclasses, and objects that keep their state in ``__dict__``, such as key-value caches. Modules, optimizers,
+functions and types are leaves.
+"""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
 from typing import Any
 
 import torch
 
-__all__ = ["map_tensors", "snapshot", "tensors_of"]
+__all__ = ["has_containers", "replace_tensors", "snapshot", "tensors_of"]
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.device, torch.dtype, torch.Size)
+_OPAQUE = (torch.nn.Module, torch.optim.Optimizer, type)
+_BYTES = (bytearray, memoryview)
 
 
-def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """``value`` with every tensor in it replaced by ``function(tensor)``.
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    """The attributes of an object that is walked, in ``__dict__`` or ``__slots__``; none of one that is not."""
+    if isinstance(value, _OPAQUE) or callable(value):
+        return []
+    found = list(getattr(value, "__dict__", {}).items())
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                found.append((name, getattr(value, name)))
+    return found
 
-    Lists, tuples (named ones too), dicts and other mutable mappings, and dataclasses are walked and rebuilt with their
-    own type; a container in which nothing changes is returned itself. Everything else is a leaf.
-    """
+
+def replace_tensors(
+    value: Any, function: Callable[[torch.Tensor], Any], _seen: dict[int, Any] | None = None
+) -> Any:
+    """``value`` with every tensor in it replaced by ``function(tensor)``; containers that can be written to in "
+    "place."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, _LEAVES):
         return value
-    if isinstance(value, (list, tuple)):
-        items = [map_tensors(item, function) for item in value]
+    if isinstance(value, tuple):
+        items = [replace_tensors(item, function, _seen) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, MutableMapping):
-        changed = {}
-        for key, item in value.items():
-            new = map_tensors(item, function)
+    seen = {} if _seen is None else _seen
+    if id(value) in seen:
+        return value
+    seen[id(value)] = value
+    if isinstance(value, MutableSequence) and not isinstance(value, _BYTES):
+        for index, item in enumerate(value):
+            new = replace_tensors(item, function, seen)
             if new is not item:
-                changed[key] = new
-        return _with_items(value, changed)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = {}
-        for field in dataclasses.fields(value):
-            item = getattr(value, field.name, None)
-            new = map_tensors(item, function)
+                value[index] = new
+    elif isinstance(value, MutableMapping):
+        for key, item in list(value.items()):
+            new = replace_tensors(item, function, seen)
             if new is not item:
-                changed[field.name] = new
-        return _with_fields(value, changed)
+                value[key] = new
+    for name, item in _attributes(value):
+        new = replace_tensors(item, function, seen)
+        if new is not item:
+            object.__setattr__(value, name, new)
     return value
 
 
-def _with_items(value: Any, changed: dict[Any, Any]) -> Any:
-    if not changed:
-        return value
-    clone = copy.copy(value)
-    for key, new in changed.items():
-        clone[key] = new
-    return clone
-
-
-def _with_fields(value: Any, changed: dict[str, Any]) -> Any:
-    if not changed:
-        return value
-    clone = copy.copy(value)
-    for name, new in changed.items():
-        object.__setattr__(clone, name, new)
-    return clone
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in ``value``, in the order in which :func:`map_tensors` meets them."""
+def tensors_of(value: Any, _seen: dict[int, Any] | None = None) -> Iterator[torch.Tensor]:
+    """The tensors in ``value``, in the order in which :func:`replace_tensors` meets them."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, _LEAVES):
         return
-    elif isinstance(value, (list, tuple)):
+    if isinstance(value, _LEAVES):
+        return
+    seen = {} if _seen is None else _seen
+    if isinstance(value, tuple):
         for item in value:
-            yield from tensors_of(item)
+            yield from tensors_of(item, seen)
+        return
+    if id(value) in seen:
+        return
+    seen[id(value)] = value
+    if isinstance(value, MutableSequence) and not isinstance(value, _BYTES):
+        for item in value:
+            yield from tensors_of(item, seen)
     elif isinstance(value, MutableMapping):
         for item in value.values():
-            yield from tensors_of(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_of(getattr(value, field.name, None))
+            yield from tensors_of(item, seen)
+    for _, item in _attributes(value):
+        yield from tensors_of(item, seen)
 
 
-def snapshot(value: Any) -> Any:
-    """A copy of the containers in ``value`` (their tensors are shared), or ``value`` itself if it holds none.
-
-    Besides lists, dicts and sets it copies objects that keep their state in ``__dict__``, such as key-value caches, so
-    that a forward that fills them can be run again on what it was given. Modules, functions and types are not copied.
-    """
-    if isinstance(value, (torch.Tensor, torch.nn.Module, type, *_LEAVES)) or callable(value):
-        return value
-    if isinstance(value, list):
-        return type(value)(snapshot(item) for item in value)
+def has_containers(value: Any) -> bool:
+    """Whether ``value`` is or holds something that can be written to, tensors apart."""
+    if isinstance(value, (torch.Tensor, *_LEAVES)):
+        return False
     if isinstance(value, tuple):
-        items = [snapshot(item) for item in value]
+        return any(has_containers(item) for item in value)
+    return not isinstance(value, _OPAQUE) and not callable(value)
+
+
+def snapshot(value: Any, _seen: dict[int, Any] | None = None) -> Any:
+    """A copy of everything in ``value`` that can be written to, so that a forward can be run again on what it
+    was given.
+
+    Tensors are shared, not copied. What occurs twice occurs twice in the copy as well.
+
+    Raises:
+        TypeError: for a generator, which can be read only once.
+    """
+    if isinstance(value, (torch.Tensor, *_LEAVES, *_OPAQUE)):
+        return value
+    seen = {} if _seen is None else _seen
+    if isinstance(value, tuple):
+        items = [snapshot(item, seen) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, MutableMapping):
-        clone = copy.copy(value)
-        for key, item in value.items():
-            clone[key] = snapshot(item)
-        return clone
-    if isinstance(value, (set, bytearray)):
-        return copy.copy(value)
-    if hasattr(value, "__dict__"):
-        clone = copy.copy(value)
-        for name, item in vars(value).items():
-            object.__setattr__(clone, name, snapshot(item))
-        return clone
-    return value
+    if id(value) in seen:
+        return seen[id(value)]
+    if callable(value):
+        return value
+    try:
+        clone = seen[id(value)] = copy.copy(value)
+    except Exception as error:
+        if isinstance(value, Iterator):
+            raise TypeError(
+                f"argument of type {type(value).__name__}: it can be read only once, but a Block with "
+                "use_checkpoint=True runs its forward twice; pass a list or tuple"
+            ) from error
+        return value  # a lock, a process group: nothing that a forward changes
+    if isinstance(clone, MutableSequence) and not isinstance(clone, _BYTES):
+        for index, item in enumerate(clone):
+            clone[index] = snapshot(item, seen)
+    elif isinstance(clone, MutableMapping):
+        for key, item in list(clone.items()):
+            clone[key] = snapshot(item, seen)
+    if clone is not value:
+        for name, item in _attributes(clone):
+            object.__setattr__(clone, name, snapshot(item, seen))
+    return clone

@@ -1,0 +1,417 @@
+"""Blocks when something is unusual: errors, changes between the passes, caches, several backward passes, hooks."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from harness.twins import Layer, batches, check_gradients, distribute, summed_reference, twins
+
+import bmtrain as bmt
+
+POLICIES = [{"use_checkpoint": r, "zero_level": level} for r in (True, False) for level in (2, 3)]
+
+
+def are_shards(block: Any) -> bool:
+    """Whether every parameter is a shard: 1-D, and nothing is gathered."""
+    return not block._runtime.is_bound and all(p.dim() == 1 for p in block.parameters())
+
+
+class Failing(Layer):
+    error: BaseException | None = None
+    fail_at = 0
+
+    def forward(self, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if self.error is not None and self.calls + 1 == self.fail_at:
+            raise self.error
+        return super().forward(x, *rest)
+
+
+def errors(**policy: Any) -> None:
+    plain, model = twins(lambda: torch.nn.ModuleList([Failing() for _ in range(3)]))
+    blocks = bmt.TransformerBlockList([bmt.Block(layer, **policy) for layer in model])
+    inputs = batches(2, 6)
+
+    def run(module: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in module:
+            x = layer(x)
+        return x.square().sum()
+
+    wanted = summed_reference(lambda rank: run(plain, inputs[rank]))
+    x = inputs[bmt.rank()]
+    run(blocks, x).backward()  # learns the order
+    for error in (KeyError("forward"), KeyboardInterrupt()):
+        for grad in (True, False):
+            blocks[1]._module.error, blocks[1]._module.fail_at = error, blocks[1]._module.calls + 1
+            with pytest.raises(type(error)), torch.set_grad_enabled(grad):
+                run(blocks, x)
+            assert all(are_shards(block) for block in blocks)
+    if policy["use_checkpoint"]:
+        blocks[1]._module.fail_at = blocks[1]._module.calls + 2
+        loss = run(blocks, x)
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+        assert all(are_shards(block) for block in blocks)
+    blocks[1]._module.error = None
+    for _ in range(2):
+        blocks.zero_grad(set_to_none=True)
+        loss = run(blocks, x)
+        loss.backward()
+        assert loss.item() == pytest.approx(wanted[bmt.rank()], rel=1e-6)
+        check_gradients(plain, blocks)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_errors_leave_shards_and_a_usable_block(world: int, policy: dict[str, Any]) -> None:
+    run_ranks(world, errors, **policy)
+
+
+def changed_between(**policy: Any) -> None:
+    _, layer = twins(Layer)
+    block = bmt.Block(layer, **policy)
+
+    def attempt(change: Any) -> None:
+        x = torch.randn(2, 6)
+        y = torch.randn(2, 6, requires_grad=True)
+        loss = block(x, y * 1).sum()
+        with torch.no_grad():
+            change(x, y)
+        loss.backward()
+
+    attempt(lambda x, y: None)
+    with pytest.raises(RuntimeError, match="parameter was modified"):
+        attempt(lambda x, y: next(block.parameters()).add_(1))
+    if policy["use_checkpoint"]:
+        with pytest.raises(RuntimeError, match=r"argument 0 \(shape \(2, 6\)\) was modified"):
+            attempt(lambda x, y: x.add_(1))
+    assert are_shards(block)
+    attempt(lambda x, y: None)
+    # what the forward itself changes
+    inplace = bmt.Block(Inplace(), **policy)
+    x = torch.ones(3)
+    w = torch.ones(3, requires_grad=True)
+    loss = inplace(x, w).sum()
+    assert x.tolist() == [2.0] * 3
+    if policy["use_checkpoint"]:
+        with pytest.raises(RuntimeError, match="argument 0"):
+            loss.backward()
+    else:
+        loss.backward()
+        assert w.grad.tolist() == [2.0] * 3  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        bmt.Block(SavedThenChanged(), **policy)(torch.ones(3), w).sum().backward()
+
+
+class Inplace(torch.nn.Module):
+    def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        x += 1
+        return x * w
+
+
+class SavedThenChanged(torch.nn.Module):
+    def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        out = y * w
+        y += 1
+        return (out * w) * w
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_changes_between_the_passes_raise(world: int, policy: dict[str, Any]) -> None:
+    run_ranks(world, changed_between, **policy)
+
+
+class Normed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 6)
+        self.bn = torch.nn.BatchNorm1d(6)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("scale", torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.steps += 1
+            if int(self.steps) % 2 == 0:  # not in the first forward
+                self.scale = self.scale * 1.5
+        out: torch.Tensor = self.bn(self.linear(x)) * self.scale
+        return out
+
+
+def buffers(use_checkpoint: bool) -> None:
+    plain, model = twins(Normed)
+    block = bmt.Block(model, use_checkpoint=use_checkpoint)
+    x = torch.randn(8, 6)
+    for _ in range(4):
+        plain.zero_grad()
+        block.zero_grad()
+        for module in (plain, block):
+            (module(x) * torch.arange(6)).square().sum().backward()
+        for (name, want), got in zip(plain.named_buffers(), block.buffers(), strict=True):
+            torch.testing.assert_close(got, want, msg=name)
+    if bmt.world_size() == 1:
+        check_gradients(plain, block, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+def test_buffers_are_updated_once(world: int, use_checkpoint: bool) -> None:
+    run_ranks(world, buffers, use_checkpoint)
+
+
+def flags_switched() -> None:
+    plain, _ = twins(lambda: Layer(dropout=0.5))
+    for switch in ("eval", "inner"):
+        model = bmt.Block(distribute(copy.deepcopy(plain)))
+        x = torch.randn(4, 6)
+        plain.zero_grad()
+        for module in (plain, model):
+            torch.manual_seed(3)
+            loss = module(x).square().sum()
+            module.eval() if switch == "eval" else module.dropout.eval()
+            loss.backward()
+            assert module.dropout.training is False
+            module.train()
+        if bmt.world_size() == 1:
+            check_gradients(plain, model)
+
+
+def requires_grad_toggled() -> None:
+    for recompute in (True, False):
+        plain, inner = twins(Layer)
+        model = bmt.Block(inner, use_checkpoint=recompute)
+        inputs = batches(2, 6)
+        summed_reference(lambda rank, f=plain, xs=inputs: f(xs[rank]).square().sum())  # type: ignore[misc]
+        loss = model(inputs[bmt.rank()]).square().sum()
+        model.up.requires_grad_(False)
+        loss.backward()
+        assert model.up.weight.grad is None
+        model.up.requires_grad_(True)
+        plain.up.zero_grad()
+        got = [p for n, p in model.named_parameters() if not n.startswith("up")]
+        check_gradients([p for n, p in plain.named_parameters() if not n.startswith("up")], got)
+        # and the other way: frozen in forward, trained now: the forward's flags count
+        model.zero_grad(set_to_none=True)
+        model.up.requires_grad_(False)
+        loss = model(inputs[bmt.rank()]).square().sum()
+        model.up.requires_grad_(True)
+        loss.backward()
+        assert model.up.weight.grad is None and model.down.weight.grad is not None
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("body", [flags_switched, requires_grad_toggled])
+def test_flags_switched_between_the_passes(world: int, body: Any) -> None:
+    run_ranks(world, body)
+
+
+class Cache:
+    """A key-value cache as generation libraries have it: an object that forwards fill."""
+
+    def __init__(self) -> None:
+        self.keys: list[torch.Tensor] = []
+        self.owner = self  # objects may refer to each other
+
+
+class Caching(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
+        key = self.linear(x)
+        if isinstance(cache, Cache):
+            cache.keys.append(key)
+            keys = cache.keys
+        elif isinstance(cache, dict):
+            cache[len(cache)] = key
+            keys = list(cache.values())
+        else:
+            cache.append((key, None))
+            keys = [item[0] for item in cache]
+        return x + torch.stack(keys).sum(0)
+
+
+def caches(use_checkpoint: bool) -> None:
+    for make in (Cache, dict, list):
+        plain, _ = twins(Caching)
+        block = bmt.Block(distribute(copy.deepcopy(plain)), use_checkpoint=use_checkpoint)
+        inputs = batches(2, 6)
+        outcomes = []
+        for module in (plain, block):
+            ranks = range(bmt.world_size()) if module is plain else [bmt.rank()]
+            for rank in ranks:
+                cache = make()
+                x = inputs[rank].clone().requires_grad_()
+                hidden = module(module(x, cache), cache)  # the second call reads what the first put there
+                items = cache.keys if make is Cache else list(cache.values()) if make is dict else cache
+                assert len(items) == 2
+                tensors = [item[0] if isinstance(item, tuple) else item for item in items]
+                loss = hidden.square().sum() + tensors[0].sin().sum() + tensors[1].sum()
+                loss.backward()
+                assert len(items) == 2
+                if rank == bmt.rank():
+                    outcomes.append((loss.item(), x.grad))
+        assert outcomes[0][0] == pytest.approx(outcomes[1][0], rel=1e-6)
+        torch.testing.assert_close(outcomes[0][1], outcomes[1][1])
+        check_gradients(plain, block)
+
+
+class Writing(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
+        cache.keys[0] += 1  # in place, in a tensor that a copy of the cache shares
+        out: torch.Tensor = self.linear(x) * cache.keys[0]
+        return out
+
+
+def in_place_cache() -> None:
+    block = bmt.Block(distribute(Writing()))
+    cache = Cache()
+    cache.keys.append(torch.zeros(6))
+    loss = block(torch.ones(2, 6), cache).sum()
+    with pytest.raises(RuntimeError, match="modified in place"):
+        loss.backward()
+    with pytest.raises(TypeError, match="generator"):
+        bmt.Block(distribute(Layer()))(torch.ones(2, 6), (t for t in ()))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+def test_caches_are_filled_once(world: int, use_checkpoint: bool) -> None:
+    run_ranks(world, caches, use_checkpoint)
+
+
+def test_cache_written_in_place_raises() -> None:
+    run_ranks(1, in_place_cache)
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclass
+class Output:
+    hidden: Any
+    extra: Any = None
+
+
+@dataclass(slots=True)
+class Slotted:
+    hidden: Any
+
+
+class Bag(OrderedDict):  # type: ignore[type-arg]
+    """A mapping with attributes, as model libraries return."""
+
+
+class Structured(torch.nn.Module):
+    def forward(self, form: str, x: Any) -> Any:
+        y = {"inner": x["x"] * 2, "list": [x["x"] + 1, "text"]} if isinstance(x, dict) else x * 2
+        bag = Bag(hidden=y)
+        return {
+            "dict": {"y": y, "n": 3},
+            "pair": Pair(y, None),
+            "dataclass": Output(y, extra=[y]),
+            "slots": Slotted(y),
+            "bag": bag,
+            "none": None,
+            "number": 4.5,
+        }[form]
+
+
+def structures() -> None:
+    for recompute in (True, False):
+        block = bmt.Block(Structured(), use_checkpoint=recompute)
+        for form, kind, get in (
+            ("dict", dict, lambda r: r["y"]),
+            ("pair", Pair, lambda r: r.first),
+            ("dataclass", Output, lambda r: r.hidden),
+            ("slots", Slotted, lambda r: r.hidden),
+            ("bag", Bag, lambda r: r["hidden"]),
+        ):
+            x = torch.ones(2, requires_grad=True)
+            result = block(form, x)
+            assert type(result) is kind
+            get(result).sum().backward()
+            assert x.grad.tolist() == [2.0, 2.0]  # type: ignore[union-attr]
+            if form == "dataclass":
+                assert result.extra[0] is result.hidden
+            x.grad = None
+            given = {"x": x}
+            inner = get(block(form, x=given))
+            assert given == {"x": x} and given["x"] is x
+            (inner["inner"].sum() + inner["list"][0].sum()).backward()
+            assert x.grad.tolist() == [3.0, 3.0] and inner["list"][1] == "text"  # type: ignore[union-attr]
+        assert block("none", x) is None and block("number", x) == 4.5
+
+
+class SameObject(torch.nn.Module):
+    def forward(self, a: Any, b: Any, c: Any = None) -> Any:
+        assert a is b and (c is None or c["a"] is a)
+        return a * b
+
+
+def one_object_twice() -> None:
+    x = torch.full((2,), 3.0, requires_grad=True)
+    z = x * 1
+    bmt.Block(SameObject())(z, z, c={"a": z}).sum().backward()
+    assert x.grad.tolist() == [6.0, 6.0]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("body", [structures, one_object_twice])
+def test_structures_of_arguments_and_results(body: Any) -> None:
+    run_ranks(1, body)
+
+
+class Holding(Layer):
+    held: Any = None
+
+    def forward(self, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return super().forward(x, *rest) * self.held
+
+
+def foreign_history() -> None:
+    w = torch.ones(6, requires_grad=True)
+    for recompute in (True, False):
+        block = bmt.Block(distribute(Holding()), use_checkpoint=recompute)
+        block.held = w * 2
+        with pytest.raises(RuntimeError, match="as an argument"):
+            block(torch.ones(2, 6))
+        assert are_shards(block)
+        block._module.held = w  # a leaf: its gradient has a place to go
+        block.held = w
+        w.grad = None
+        block(torch.ones(2, 6)).sum().backward()
+        assert w.grad is not None
+
+
+def refused() -> None:
+    for recompute in (True, False):
+        block = bmt.Block(distribute(Layer()), use_checkpoint=recompute)
+        x = torch.randn(2, 6, requires_grad=True)
+        with pytest.raises(RuntimeError, match=r"autograd.grad"):
+            torch.autograd.grad(block(x).sum(), x)
+        with pytest.raises(RuntimeError, match="twice"):
+            block(x).sum().backward(create_graph=True)
+        loss = block(x).sum()
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+        assert are_shards(block)
+        block(x).sum().backward()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("body", [foreign_history, refused])
+def test_what_cannot_be_right_raises(world: int, body: Any) -> None:
+    run_ranks(world, body)
