@@ -49,7 +49,8 @@ class BlockRuntime:
         return sum(group.version() for group in self.groups)
 
     def open(self, phase: Phase) -> None:
-        """Makes the parameters full tensors; :meth:`close` or :meth:`abandon` must follow, even an error. Collective."""
+        """Makes the parameters full tensors; :meth:`close` or :meth:`abandon` must follow, even an error. "
+        "Collective."""
         engine = self.engine
         if phase is not Phase.BACKWARD:
             engine.drop_stale_reductions()

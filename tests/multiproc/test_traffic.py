@@ -132,6 +132,7 @@ def storage_bytes(tensors) -> int:
 
 
 def held_between_steps(dtype: torch.dtype) -> dict[str, int]:
+    context().engine.pool.reset_peaks()  # of what ran in these ranks before
     layers = [Layer().to(dtype) for _ in range(LAYERS)]
     model = bmt.TransformerBlockList(layers)
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-3)
