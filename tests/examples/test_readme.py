@@ -1,0 +1,56 @@
+"""The quick start of both READMEs is a program that trains; the pages of docs/ build."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness import run_process, run_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+def quick_start(name: str) -> str:
+    """The blocks of Python between the two marks, in order."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    part = text.split("<!-- quick start", 1)[1].split("<!-- end of quick start -->", 1)[0]
+    return "\n\n".join(re.findall(r"```python\n(.*?)```", part, flags=re.DOTALL))
+
+
+def run(folder: str) -> None:
+    os.chdir(folder)
+    runpy.run_path("train.py", run_name="__main__")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_quick_start(tmp_path: Path, world: int, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(quick_start("README.md"), encoding="utf-8")
+    run_ranks(world, run, str(tmp_path), init=False, fresh=True)
+    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", capsys.readouterr().out)]
+    assert len(losses) == 100
+    assert losses[-1] < losses[0] / 2
+    weights = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert list(weights) == ["table", "layers.0.weight", "layers.1.weight", "layers.2.weight"]
+
+
+def test_both_languages_have_the_same_program() -> None:
+    def without_comments(program: str) -> list[str]:
+        return [line.split("  #")[0].rstrip() for line in program.splitlines()]
+
+    assert without_comments(quick_start("README-ZH.md")) == without_comments(quick_start("README.md"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("sphinx", "myst_parser", "furo")),
+    reason="the packages of the extra 'docs' are not installed",
+)
+def test_pages_build(tmp_path: Path) -> None:
+    run_process([sys.executable, "-m", "sphinx", "-q", "-W", ROOT / "docs", tmp_path], timeout=120)
+    assert (tmp_path / "index.html").exists()
