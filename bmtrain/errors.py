@@ -8,6 +8,7 @@ __all__ = [
     "PipelineModeError",
     "RepeatedBlockError",
     "UnevenSplitError",
+    "UnreadableFileError",
 ]
 
 
@@ -33,3 +34,7 @@ class PipelineModeError(BMTrainError, ValueError, AssertionError):
 
 class UnevenSplitError(BMTrainError, ValueError, AssertionError):
     """A tensor does not divide by the number of ranks (older versions raised AssertionError)."""
+
+
+class UnreadableFileError(BMTrainError, ValueError):
+    """A file is not what it should be, or holds something that would run code when it is read."""

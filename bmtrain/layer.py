@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ._engine.state_dict import give_full_values, take_local_parts
+from ._engine.state_dict import give_full_values, loading_local_parts
 from .parameter import DistributedParameter
 
 __all__ = ["DistributedModule", "DistributedParameter"]
@@ -47,13 +46,19 @@ class DistributedModule(torch.nn.Module):
                 value = source()
         super().__setattr__(name, value)
 
+    def __getstate__(self) -> dict[str, Any]:
+        inherited = getattr(super(), "__getstate__", None)
+        state = dict(self.__dict__ if inherited is None else inherited())
+        state.pop(_OWNER, None)  # what is copied or pickled has a Block of its own, or none
+        return state
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         give_full_values(self, destination, prefix)
 
     def _load_from_state_dict(
         self,
-        state_dict: Mapping[str, Any],
+        state_dict: dict[str, Any],
         prefix: str,
         local_metadata: dict[str, Any],
         strict: bool,
@@ -61,15 +66,16 @@ class DistributedModule(torch.nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        super()._load_from_state_dict(
-            take_local_parts(self, state_dict, prefix, error_msgs),
-            prefix,
-            {**local_metadata, "assign_to_params_buffers": False},
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        )
+        with loading_local_parts(self):
+            super()._load_from_state_dict(
+                state_dict,
+                prefix,
+                local_metadata,
+                strict,
+                missing_keys,
+                unexpected_keys,
+                error_msgs,
+            )
 
 
 def _read(module: torch.nn.Module, param: DistributedParameter) -> torch.Tensor:

@@ -6,7 +6,10 @@ state-dict hooks).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,45 +17,120 @@ import torch
 from ..global_var import config
 from ..parameter import DistributedParameter, full_value, shard_of
 
-__all__ = ["give_full_values", "install_hooks", "take_local_parts"]
+__all__ = [
+    "Collection",
+    "collecting",
+    "give_full_values",
+    "install_hooks",
+    "loading_local_parts",
+    "take_local_parts",
+]
 
 _HOOKED = "_bmtrain_state_dict_hooks"
+_LAST_HOOK = -1  # a key that torch, which counts hooks from 0, does not use
+
+
+class Collection:
+    """Full parameters gathered for ranks that keep them; the others see tensors without data in their place.
+
+    A parameter that appears under several names is gathered, and kept, once.
+
+    Args:
+        keeps: whether this rank keeps the tensors (on the CPU).
+    """
+
+    def __init__(self, keeps: bool) -> None:
+        self.keeps = keeps
+        self._tensors: dict[int, torch.Tensor] = {}  # by identity of the parameter
+
+    def collect(self, param: DistributedParameter) -> torch.Tensor:
+        """The full value of ``param``. Collective."""
+        if id(param) not in self._tensors:
+            full = full_value(param)
+            self._tensors[id(param)] = (
+                _compact(full.cpu()) if self.keeps else torch.empty_like(full, device="meta")
+            )
+        return self._tensors[id(param)]
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor was made here (and is nobody's parameter or buffer)."""
+        return any(tensor is known for known in self._tensors.values())
+
+
+_collection: ContextVar[Collection | None] = ContextVar("collection", default=None)
+
+
+@contextmanager
+def collecting(keeps: bool) -> Iterator[Collection]:
+    """While it lasts, state dicts have their full tensors on ranks with ``keeps`` only."""
+    collection = Collection(keeps)
+    token = _collection.set(collection)
+    try:
+        yield collection
+    finally:
+        _collection.reset(token)
 
 
 def give_full_values(module: torch.nn.Module, destination: dict[str, Any], prefix: str) -> None:
     """Replaces the shards of the module's own parameters in ``destination`` by full tensors. Collective."""
+    collection = _collection.get()
     for name, param in module._parameters.items():
-        if isinstance(param, DistributedParameter):
-            destination[prefix + name] = _for_saving(full_value(param))
+        if isinstance(param, DistributedParameter) and prefix + name in destination:
+            full = _for_saving(full_value(param)) if collection is None else collection.collect(param)
+            destination[prefix + name] = full
     for name, buffer in module._buffers.items():
         if buffer is not None and prefix + name in destination:
             destination[prefix + name] = _for_saving(buffer.detach())
 
 
 def take_local_parts(
-    module: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str, error_msgs: list[str]
-) -> dict[str, Any]:
-    """A copy of ``state_dict`` in which the module's own sharded parameters stand as this rank's parts.
+    module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
+) -> None:
+    """Replaces the full tensors of the module's own sharded parameters in ``state_dict`` by this rank's parts.
 
-    A tensor of the wrong shape is reported in ``error_msgs`` and leaves the parameter as it is.
+    What does not fit is reported in ``error_msgs`` and leaves the parameter as it is.
     """
-    state_dict = dict(state_dict)
     for name, param in module._parameters.items():
         key = prefix + name
         if not isinstance(param, DistributedParameter) or key not in state_dict:
             continue
         value = state_dict[key]
-        if tuple(value.shape) != tuple(param._tp_original_shape):
-            error_msgs.append(
-                f"size mismatch for {key}: copying a param with shape {tuple(value.shape)} from checkpoint, the shape "
-                f"in current model is {tuple(param._tp_original_shape)}."
-            )
+        problem = _misfit(key, value, param)
+        if problem:
+            error_msgs.append(problem)
             state_dict[key] = param.detach()
             continue
-        full = value if isinstance(value, torch.Tensor) else value.broadcast()
-        state_dict[key] = shard_of(param, full.detach())
+        if isinstance(value, torch.Tensor):
+            state_dict[key] = shard_of(param, value.detach())
+        else:
+            state_dict[key] = value.part_of(param)
         param._load_count += 1
-    return state_dict
+
+
+def _misfit(key: str, value: Any, param: DistributedParameter) -> str:
+    if not torch.overrides.is_tensor_like(value):
+        return (
+            f"While copying the parameter named {key!r}, expected torch.Tensor or Tensor-like object from checkpoint "
+            f"but received {type(value)}"
+        )
+    expected = tuple(param._tp_original_shape)
+    if tuple(value.shape) != expected:
+        return (
+            f"size mismatch for {key}: copying a param with shape {tuple(value.shape)} from checkpoint, the shape "
+            f"in current model is {expected}."
+        )
+    return ""
+
+
+@contextmanager
+def loading_local_parts(module: torch.nn.Module) -> Iterator[None]:
+    """Makes ``_load_from_state_dict`` take local parts, after all hooks that may rename or edit entries."""
+    hooks = module._load_state_dict_pre_hooks
+    hooks[_LAST_HOOK] = partial(_before_load, module)
+    try:
+        yield
+    finally:
+        del hooks[_LAST_HOOK]
 
 
 def install_hooks(module: torch.nn.Module) -> None:
@@ -62,7 +140,9 @@ def install_hooks(module: torch.nn.Module) -> None:
     ):
         return
     module.__dict__[_HOOKED] = True
-    module.register_state_dict_post_hook(_after_save)
+    handle = module.register_state_dict_post_hook(_after_save)
+    hooks: Any = module._state_dict_hooks
+    hooks.move_to_end(handle.id, last=False)
     module.register_load_state_dict_pre_hook(_before_load)
 
 
@@ -82,8 +162,14 @@ def _before_load(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    state_dict.update(take_local_parts(module, state_dict, prefix, error_msgs))
+    local_metadata["assign_to_params_buffers"] = False  # a shard is copied to, never replaced
+    take_local_parts(module, state_dict, prefix, error_msgs)
 
 
 def _for_saving(value: torch.Tensor) -> torch.Tensor:
-    return value.cpu() if config["save_param_to_cpu"] else value
+    return _compact(value.cpu() if config["save_param_to_cpu"] else value)
+
+
+def _compact(value: torch.Tensor) -> torch.Tensor:
+    """``value`` without the padding that may lie behind it: a file would hold the whole storage."""
+    return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()

@@ -1,0 +1,133 @@
+"""What one rank knows or suffered, told to all: values as JSON, and errors raised by every rank alike."""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import json
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from . import errors
+from ._comm import wire_device
+from .global_var import context
+
+__all__ = ["broadcast_json", "on_rank_0", "raise_together"]
+
+T = TypeVar("T")
+
+_PULSE = 5.0  # seconds between two signs of life while rank 0 works
+
+
+def broadcast_json(value: T, root: int = 0, label: str = "") -> T:
+    """The value of rank ``root`` on every rank; tuples arrive as lists. Collective.
+
+    Args:
+        value: what JSON can hold; ignored on the other ranks.
+        root: rank in the world.
+        label: what it serves, for errors.
+    """
+    comm = context().groups["zero"].comm
+    if comm.size == 1:
+        return value
+    device = wire_device(comm)
+    data = json.dumps(value).encode() if comm.rank == root else b""
+    size = torch.tensor([len(data)], device=device)
+    comm.broadcast(size, root, label).wait()
+    buffer = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+    if comm.rank == root:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    comm.broadcast(buffer, root, label).wait()
+    if comm.rank == root:
+        return value
+    received: T = json.loads(_bytes_of(buffer.cpu()))
+    return received
+
+
+def raise_together(error: Exception | None, label: str = "") -> None:
+    """Raises on every rank if one rank has an error: that of the lowest such rank, class and text alike. Collective.
+
+    Follows every step that a single rank can fail, before the next collective.
+    """
+    comm = context().groups["zero"].comm
+    if comm.size > 1:
+        device = wire_device(comm)
+        flags = torch.empty(comm.size, dtype=torch.uint8, device=device)
+        mine = torch.tensor([error is not None], device=device).to(torch.uint8)
+        comm.all_gather(flags, mine, label).wait()
+        failed = flags.nonzero().flatten().tolist()
+        if not failed:
+            return
+        told = broadcast_json(_describe(error) if error is not None else None, failed[0], label)
+        if comm.rank != failed[0]:
+            raise _rebuild(told) from error  # type: ignore[arg-type]
+    if error is not None:
+        raise error
+
+
+def on_rank_0(function: Callable[[], T], label: str = "") -> T | None:
+    """Calls ``function`` on rank 0 while the others wait, however long it takes. Collective.
+
+    An error is raised by all ranks.
+
+    Returns:
+        what it returned, on rank 0; None elsewhere.
+    """
+    current = context()
+    comm = current.groups["zero"].comm
+    if comm.size == 1:
+        return function()
+    job = _Job(function) if comm.rank == 0 else None
+    pulse = min(_PULSE, current.timeout / 4)
+    running = torch.ones(1, dtype=torch.uint8, device=wire_device(comm))
+    while running.item():
+        if job is not None:
+            job.join(pulse)
+            running.fill_(job.is_alive())
+        comm.broadcast(running, 0, label).wait()  # a sign of life: no wait is longer than the group's timeout
+    raise_together(None if job is None else job.error, label)
+    return None if job is None else job.result
+
+
+class _Job(threading.Thread, Generic[T]):
+    """Runs a function beside the thread that gives signs of life."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        super().__init__(name="bmtrain-rank-0", daemon=True)
+        self.function = function
+        self.result: T | None = None
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self.function()
+        except Exception as error:
+            self.error = error
+
+
+def _bytes_of(buffer: torch.Tensor) -> bytes:
+    return ctypes.string_at(buffer.data_ptr(), buffer.numel())
+
+
+def _describe(error: Exception) -> dict[str, Any]:
+    args = list(error.args)
+    if isinstance(error, OSError) and error.filename is not None:
+        args = [error.errno, error.strerror, str(error.filename)]
+    if not all(isinstance(arg, (str, int, float, type(None))) for arg in args):
+        args = [str(error)]
+    return {"class": type(error).__name__, "args": args, "text": str(error)}
+
+
+def _rebuild(told: dict[str, Any]) -> Exception:
+    name, text = told["class"], told["text"]
+    for namespace in (builtins, errors, torch):
+        known = getattr(namespace, name, None)
+        if isinstance(known, type) and issubclass(known, Exception):
+            error = known(*told["args"])
+            if str(error) == text:
+                return error
+    return RuntimeError(f"{name}: {text}")

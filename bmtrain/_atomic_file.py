@@ -1,0 +1,88 @@
+"""Files that appear under their name only when they are complete."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from types import TracebackType
+from typing import BinaryIO
+
+__all__ = ["AtomicFile"]
+
+
+class AtomicFile:
+    """A new file that replaces ``path`` when its ``with`` block ends well, and leaves ``path`` alone otherwise.
+
+    The data are in a file beside it until they are on disk; then the name is moved. Whatever happens at any moment, the
+    name stands for the old content or the new one. What is not a regular file (a pipe, a device) is written directly.
+
+    Args:
+        path: the file to replace; a symbolic link is followed.
+
+    Raises:
+        OSError: if the file cannot be made.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._target = os.path.realpath(path)
+        self._temporary: str | None = None
+        if not os.path.exists(self._target) or os.path.isfile(self._target):
+            folder, name = os.path.split(self._target)
+            _remove_leftovers(folder, name)
+            self._temporary = os.path.join(folder, f"{_prefix(name)}{os.getpid()}.tmp")
+        try:
+            self.file: BinaryIO = open(self._temporary or self._target, "wb")  # noqa: SIM115
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None
+
+    def __enter__(self) -> BinaryIO:
+        return self.file
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._publish()
+        finally:
+            self.file.close()
+            if self._temporary is not None:
+                with contextlib.suppress(OSError):  # gone, if it was published
+                    os.unlink(self._temporary)
+
+    def _publish(self) -> None:
+        self.file.flush()
+        if self._temporary is None:
+            return
+        os.fsync(self.file.fileno())
+        os.replace(self._temporary, self._target)
+        folder = os.open(os.path.dirname(self._target), os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _prefix(name: str) -> str:
+    return f".{name}.{socket.gethostname()}-"
+
+
+def _remove_leftovers(folder: str, name: str) -> None:
+    """Removes what processes of this host that are gone have left behind."""
+    prefix = _prefix(name)
+    with contextlib.suppress(OSError):
+        for entry in os.listdir(folder):
+            process = entry.removeprefix(prefix).removesuffix(".tmp")
+            if entry == f"{prefix}{process}.tmp" and process.isdigit() and not _is_alive(int(process)):
+                os.unlink(os.path.join(folder, entry))
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,340 @@
+"""One-file saving and loading of sharded models, and the exchange of objects between ranks."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ._agree import on_rank_0, raise_together
+from ._atomic_file import AtomicFile
+from ._engine.block_build import install_hooks_unless_distributed
+from ._engine.state_dict import collecting
+from ._objects import allgather_object, allgather_objects, broadcast_object
+from ._shared_state import DTYPE_LIST, DistributedStateDictWrapper, DistributedTensorWrapper
+from .block_layer import Block
+from .errors import UnreadableFileError
+from .global_var import config, context
+
+__all__ = [
+    "DTYPE_LIST",
+    "DistributedStateDictWrapper",
+    "DistributedTensorWrapper",
+    "SaveHandle",
+    "allgather_object",
+    "allgather_objects",
+    "broadcast_object",
+    "load",
+    "save",
+]
+
+
+def save(
+    model: torch.nn.Module, file_name: str | os.PathLike[str], non_blocking: bool = False
+) -> SaveHandle | None:
+    """Writes the full model to one file that plain ``torch.load`` reads. Collective.
+
+    Rank 0 writes what ``model.state_dict()`` of the same model without sharding holds, as CPU tensors; no other rank
+    ever holds more than one full parameter. The file appears under its name when it is complete: an interrupted save
+    leaves the old one.
+
+    Args:
+        model: any mix of distributed and plain modules.
+        file_name: where to; only rank 0's counts.
+        non_blocking: return once the values are copied, and write in the background. An error there is raised by the
+            next ``save`` or ``load`` on all ranks, or makes the program fail at its end.
+
+    Returns:
+        None; with ``non_blocking`` a handle whose ``wait()`` returns when the file is complete.
+
+    Raises:
+        OSError: on every rank, if rank 0 cannot write.
+
+    Example:
+        >>> bmtrain.save(model, "checkpoint.pt")        # doctest: +SKIP
+    """
+    _check_arguments(model, file_name)
+    _finish_background_save()
+    state = _full_state(model, copy=non_blocking)
+    if not non_blocking:
+        on_rank_0(lambda: _write(state, AtomicFile(file_name)), "save")
+        return None
+    target = on_rank_0(lambda: AtomicFile(file_name), "save")
+    handle = SaveHandle(None if target is None else lambda: _write(state, target))
+    handle.start()
+    return handle
+
+
+def load(model: torch.nn.Module, file_name: str | os.PathLike[str], strict: bool = True) -> Any:
+    """Reads a file written by :func:`save`, or by ``torch.save`` of a state dict, into the model. Collective.
+
+    Only rank 0 opens the file, and each tensor goes to the other ranks by itself. No code from the file is executed.
+
+    Args:
+        model: any mix of distributed and plain modules.
+        file_name: what to read; only rank 0's counts.
+        strict: whether missing and unexpected keys are errors.
+
+    Returns:
+        ``(missing_keys, unexpected_keys)``, as ``load_state_dict``.
+
+    Raises:
+        OSError: on every rank, if rank 0 cannot open the file.
+        UnreadableFileError: on every rank, if it holds no state dict, or something else than tensors and plain values.
+        RuntimeError: on every rank, for shapes that differ and, with ``strict``, missing or unexpected keys.
+
+    Example:
+        >>> bmtrain.load(model, "checkpoint.pt", strict=False)        # doctest: +SKIP
+    """
+    _check_arguments(model, file_name)
+    _finish_background_save()
+    state = on_rank_0(lambda: _read(os.fspath(file_name)), "load")
+    _install_hooks(model)
+    return model.load_state_dict(DistributedStateDictWrapper(state or {}), strict=strict)
+
+
+def _check_arguments(model: object, file_name: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(file_name, (str, os.PathLike)):
+        raise TypeError(f"file_name: expected a path, got {type(file_name).__name__}")
+
+
+# ---- collecting
+
+
+def _install_hooks(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        install_hooks_unless_distributed(module)
+
+
+def _full_state(model: torch.nn.Module, copy: bool) -> dict[str, Any]:
+    """The model's state on rank 0, on the CPU; empty elsewhere. With ``copy``, nothing in it changes with the model."""
+    error: Exception | None = None
+    state: dict[str, Any] = {}
+    _install_hooks(model)
+    try:
+        with collecting(keeps=context("save").topology.rank == 0) as collection:
+            state = model.state_dict()
+        if collection.keeps:
+            copies: dict[Any, torch.Tensor] = {}
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and not collection.holds(value):
+                    state[key] = _on_cpu(value, copy, copies)
+    except Exception as problem:
+        error = problem
+    raise_together(error, "save")
+    return state
+
+
+def _on_cpu(value: torch.Tensor, copy: bool, copies: dict[Any, torch.Tensor]) -> torch.Tensor:
+    """The plain tensor; one copy for several views of the same elements (tied weights)."""
+    value = value.detach().as_subclass(torch.Tensor)
+    if value.layout is not torch.strided:
+        return value.cpu().clone() if copy else value.cpu()
+    place = (value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride(), value.dtype)
+    if place not in copies:
+        host = value.cpu()
+        lies_alone = host.untyped_storage().nbytes() == host.nbytes
+        copies[place] = host.clone() if (copy and host is value) or not lies_alone else host
+    return copies[place]
+
+
+def _save_to_rank0(
+    model: torch.nn.Module, destination: dict[str, Any] | None = None, prefix: str = ""
+) -> dict[str, Any]:
+    """The full state of the model on rank 0; elsewhere ``destination`` as given, or an empty dict. Collective.
+
+    It calls no overriding ``state_dict`` of the model or of modules outside Blocks, so it may be the body of one.
+    """
+    return _collect(model, destination, prefix, context().topology.rank == 0)
+
+
+def _save_to_local_rank0(
+    model: torch.nn.Module, destination: dict[str, Any] | None = None, prefix: str = ""
+) -> dict[str, Any]:
+    """As :func:`_save_to_rank0`, kept on the first rank of every host. Collective."""
+    return _collect(model, destination, prefix, context().local_rank == 0)
+
+
+def _save_to_infer_model(
+    model: torch.nn.Module, infer_model: Any, destination: dict[str, Any] | None = None, prefix: str = ""
+) -> dict[str, Any]:
+    """Gives ``infer_model.load_layer_state_dict`` each Block's state and then the rest, on every host's first rank.
+
+    Only one of these dicts exists at a time. Collective.
+
+    Returns:
+        the rest.
+    """
+    keeps = context().local_rank == 0
+
+    def give(block: torch.nn.Module, destination: dict[str, Any], prefix: str) -> None:
+        state = _collect(block, None, prefix, keeps)
+        if keeps:
+            infer_model.load_layer_state_dict(state)
+
+    rest = _collect(model, destination, prefix, keeps, give)
+    if keeps:
+        infer_model.load_layer_state_dict(rest)
+    return rest
+
+
+#: What is done with a Block on the way: (block, destination, prefix).
+_VisitBlock = Callable[[torch.nn.Module, dict[str, Any], str], None]
+
+
+def _block_into_destination(block: torch.nn.Module, destination: dict[str, Any], prefix: str) -> None:
+    block.state_dict(destination=destination, prefix=prefix)
+
+
+def _collect(
+    model: torch.nn.Module,
+    destination: dict[str, Any] | None,
+    prefix: str,
+    keeps: bool,
+    visit_block: _VisitBlock = _block_into_destination,
+) -> dict[str, Any]:
+    if destination is None:
+        destination = _empty_state()
+    _install_hooks(model)
+    if type(model) is Block:
+        model = model._module
+    with collecting(keeps):
+        if keeps:
+            return _walk(model, destination, prefix, visit_block)
+        _walk(model, _empty_state(), prefix, visit_block)
+    return destination
+
+
+def _empty_state() -> dict[str, Any]:
+    state: Any = OrderedDict()
+    state._metadata = OrderedDict()
+    return state  # type: ignore[no-any-return]
+
+
+def _walk(
+    module: torch.nn.Module, destination: dict[str, Any], prefix: str, visit_block: _VisitBlock
+) -> dict[str, Any]:
+    """What ``torch.nn.Module.state_dict`` does, without calling the ``state_dict`` of any module but a Block."""
+    metadata = {"version": module._version}
+    known = getattr(destination, "_metadata", None)
+    if known is not None:
+        known[prefix[:-1]] = metadata
+    for before in module._state_dict_pre_hooks.values():
+        before(module, prefix, False)
+    module._save_to_state_dict(destination, prefix, False)
+    for name, child in module._modules.items():
+        if type(child) is Block:
+            visit_block(child, destination, f"{prefix}{name}.")
+        elif child is not None:
+            destination = _walk(child, destination, f"{prefix}{name}.", visit_block)
+    for after in module._state_dict_hooks.values():
+        replaced = after(module, destination, prefix, metadata)
+        if replaced is not None:
+            destination = replaced
+    return destination
+
+
+# ---- the file
+
+
+def _write(state: Mapping[str, Any], target: AtomicFile) -> None:
+    with target as file:
+        torch.save(state, file)
+
+
+def _read(path: str) -> Mapping[str, Any]:
+    with open(path, "rb") as file:
+        is_zip = file.read(4) == b"PK\x03\x04"
+    try:
+        # Mapped, the file is read as its tensors are sent; the format before torch 1.6 cannot be mapped.
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except OSError:
+        raise
+    except Exception as error:
+        raise UnreadableFileError(f"{path}: not a readable file of tensors: {_reason(error)}") from error
+    if not isinstance(state, Mapping):
+        raise UnreadableFileError(
+            f"{path}: expected a state dict (names to tensors), got {type(state).__name__}"
+        )
+    return state
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).splitlines() or [""]
+    named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
+    return f"{type(error).__name__}: {(named or lines)[0].strip()}"
+
+
+# ---- saving in the background
+
+
+class SaveHandle:
+    """A save in the background. (On ranks other than 0 there is nothing to wait for.)"""
+
+    def __init__(self, write: Callable[[], None] | None) -> None:
+        self._write = write
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="bmtrain-save") if write is not None else None
+
+    def start(self) -> None:
+        """Starts writing."""
+        if self._thread is None:
+            return
+        config.set_save_state(finish_save=False, save_thread=self)
+        atexit.register(self._at_exit)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._write()  # type: ignore[misc]
+        except Exception as error:
+            self._error = error
+        finally:
+            self._write = None  # the copied state goes with it
+            config.set_save_state(finish_save=True, save_thread=self)
+
+    def is_completed(self) -> bool:
+        """Whether the file is complete, or has failed."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Returns when the file is complete; raises, once, what kept it from being so. Local."""
+        if self._thread is not None:
+            self._thread.join()
+            atexit.unregister(self._at_exit)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    join = wait
+
+    def _at_exit(self) -> None:
+        """A save that failed unnoticed must not end in a program that succeeded."""
+        try:
+            self.wait()
+        except Exception:
+            traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+
+def _finish_background_save() -> None:
+    """Waits for the save in the background, if there is one; its error is raised by all ranks. Collective."""
+
+    def finish() -> None:
+        handle = config["save_thread"]
+        if handle is not None:
+            config.set_save_state(finish_save=True, save_thread=None)
+            handle.wait()
+
+    on_rank_0(finish, "save")
