@@ -23,7 +23,9 @@ from . import (
     param_init,
     parameter,
     pipe_layer,
+    store,
     utils,
+    wrapper,
 )
 from ._version import __version__
 from .backward import optim_step
@@ -35,10 +37,13 @@ from .layer import DistributedModule
 from .param_init import grouped_parameters, init_parameters
 from .parameter import DistributedParameter, ParameterInitializer
 from .pipe_layer import PipelineTransformerBlockList
+from .store import load, save
 from .synchronize import gather_result, sum_loss, synchronize, wait_loader
 from .utils import load_nccl_pypi, print_block, print_dict, print_rank, see_memory
+from .wrapper import BMTrainModelWrapper
 
 __all__ = [
+    "BMTrainModelWrapper",
     "Block",
     "CheckpointBlock",
     "DistributedModule",
@@ -62,6 +67,7 @@ __all__ = [
     "init_distributed",
     "init_parameters",
     "layer",
+    "load",
     "load_nccl_pypi",
     "loss",
     "lr_scheduler",
@@ -76,10 +82,13 @@ __all__ = [
     "print_dict",
     "print_rank",
     "rank",
+    "save",
     "see_memory",
+    "store",
     "sum_loss",
     "synchronize",
     "utils",
     "wait_loader",
     "world_size",
+    "wrapper",
 ]

@@ -35,6 +35,19 @@ _SHARED = (
     "_load_state_dict_post_hooks",
 )
 
+# What a Block has beyond what its inner module and its user gave it: built anew in a copy.
+_OF_THE_ENGINE = (
+    "_module",
+    "_policy",
+    "_mode",
+    "_label",
+    "_modules_state",
+    "_need_reference",
+    "_links",
+    "_storages",
+    "_runtime",
+)
+
 
 class Block(torch.nn.Module):
     """A module whose parameters are gathered together while it runs.
@@ -199,21 +212,23 @@ class Block(torch.nn.Module):
             mode=self._mode.name,
         )
         memo[id(self)] = clone
-        own = (
-            "_module",
-            "_policy",
-            "_mode",
-            "_label",
-            "_modules_state",
-            "_need_reference",
-            "_links",
-            "_storages",
-            "_runtime",
-        )
         for name, value in self.__dict__.items():
-            if name not in own and name not in _SHARED and name not in ("forward",):
+            if name not in _OF_THE_ENGINE and name not in _SHARED and name != "forward":
                 clone.__dict__[name] = copy.deepcopy(value, memo)
         return clone
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        options = {
+            "use_checkpoint": self._policy.recomputes,
+            "zero_level": self._policy.level,
+            "mode": self._mode.name,
+        }
+        own = {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in _OF_THE_ENGINE and name not in _SHARED and name != "forward"
+        }
+        return _rebuild_block, (self._module, options, own)
 
     # ---- documented, rarely used
 
@@ -261,6 +276,13 @@ class Block(torch.nn.Module):
 
 
 CheckpointBlock = Block
+
+
+def _rebuild_block(module: torch.nn.Module, options: dict[str, Any], own: dict[str, Any]) -> Block:
+    block = Block(module, **options)
+    block.__dict__.update(own)
+    return block
+
 
 _STORAGE_TYPES = {
     torch.float16: torch.HalfStorage,

@@ -177,9 +177,8 @@ class DistributedParameter(torch.nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         attributes = {k: v for k, v in self.__dict__.items() if k not in ("_spec", "_block")}
-        pipe = self._spec.group.name.startswith("pp")
-        return (_rebuild, (type(self), self.data.clone(), self.requires_grad, self._original_shape, self._tp_mode, pipe,
-                           attributes))  # fmt: skip
+        spec = self._spec.portable(self.element_size())
+        return _rebuild, (type(self), self.data.clone(), self.requires_grad, spec, attributes)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"DistributedParameter(shape={tuple(self._original_shape)}, local={super().__repr__()})"
@@ -189,14 +188,18 @@ def _rebuild(
     cls: type[DistributedParameter],
     local: torch.Tensor,
     requires_grad: bool,
-    shape: torch.Size,
-    tp_mode: bool,
-    pipe: bool,
+    spec: tuple[Any, ...],
     attributes: dict[str, Any],
 ) -> DistributedParameter:
     param = cls._from_local(local, requires_grad)
     param.__dict__.update(attributes)
-    param._spec = ShardSpec(shape, context().zero_group(tp_mode, pipe))
+    param._spec = ShardSpec.from_portable(spec, context().groups)
+    if local.numel() != param._spec.local_part[1]:
+        raise ValueError(
+            f"a pickled shard of {local.numel()} elements of a parameter of shape {tuple(param._original_shape)} cannot "
+            f"be used here: this rank ({param._spec.group.rank} of {param._spec.group.size}) owns "
+            f"{param._spec.local_part[1]}; save() and load() move parameters between numbers of ranks"
+        )
     return param
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,6 +33,24 @@ class ShardSpec:
     group: Group
     layout: _C.FlatLayout | None = None
     index: int = 0
+
+    def portable(self, element_size: int) -> tuple[Any, ...]:
+        """Plain values from which :meth:`from_portable` makes the same spec, for pickles."""
+        layout = self.layout
+        flat = None
+        if layout is not None:
+            numels = [layout.numel(index) for index in range(len(layout))]
+            flat = (numels, element_size, layout.num_ranks)
+        return tuple(self.shape), self.group.name, flat, self.index
+
+    @classmethod
+    def from_portable(cls, portable: tuple[Any, ...], groups: Mapping[str, Group]) -> ShardSpec:
+        """The spec that :meth:`portable` described, in this process's groups."""
+        from .. import _C
+
+        shape, group, flat, index = portable
+        layout = None if flat is None else _C.FlatLayout(*flat)
+        return cls(torch.Size(shape), groups[group], layout, index)
 
     @property
     def numel(self) -> int:

@@ -1,0 +1,203 @@
+"""Turning ordinary models into sharded ones, in place."""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from typing import Any
+
+import torch
+
+from .block_layer import Block, TransformerBlockList, _as_block
+from .global_var import context
+from .layer import DistributedModule
+from .parameter import DistributedParameter
+
+__all__ = ["BMTrainModelWrapper", "make_distributed", "model_wrapper_dispatch"]
+
+
+def BMTrainModelWrapper(model: torch.nn.Module) -> torch.nn.Module:  # noqa: N802
+    """Makes an ordinary model a sharded one, in place.
+
+    Every parameter becomes a :class:`bmtrain.DistributedParameter` with the same values (which must be equal on all
+    ranks), every module a :class:`bmtrain.DistributedModule` that is still an instance of its old class, and every
+    element of an outermost ``ModuleList`` a :class:`bmtrain.Block`. What is distributed already is left as it is.
+
+    Args:
+        model: any module.
+
+    Returns:
+        the same object.
+
+    Raises:
+        RuntimeError: before :func:`bmtrain.init_distributed`.
+        TypeError: if ``model`` is not a module, or holds one whose class cannot be derived from (a scripted one).
+
+    Example:
+        >>> model = bmtrain.BMTrainModelWrapper(GPT2LMHeadModel.from_pretrained("gpt2"))   # doctest: +SKIP
+    """
+    return model_wrapper_dispatch(model)
+
+
+def model_wrapper_dispatch(model: torch.nn.Module) -> torch.nn.Module:
+    """What :func:`BMTrainModelWrapper` does: the whole tree below ``model``."""
+    _check(model)
+    conversion = _Conversion()
+    model = conversion.tree(model)
+    conversion.put_blocks_everywhere(model)
+    return model
+
+
+def make_distributed(model: torch.nn.Module) -> torch.nn.Module:
+    """Makes one module distributed, in place, without looking at its children."""
+    _check(model)
+    _Conversion().node(model)
+    return model
+
+
+def _check(model: object) -> None:
+    context("BMTrainModelWrapper")
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+
+
+class _Conversion:
+    """One call of the wrapper; remembers what became of what, so that what was shared stays shared."""
+
+    def __init__(self) -> None:
+        self._parameters: dict[int, tuple[weakref.ref[torch.nn.Parameter], DistributedParameter]] = {}
+        self._blocks: dict[int, Block] = {}  # by the identity of the module in the Block
+        self._converted: set[int] = set()
+
+    def tree(self, module: torch.nn.Module, in_block: bool = False) -> torch.nn.Module:
+        """Converts a module and all below it."""
+        if id(module) in self._converted or isinstance(module, (DistributedModule, TransformerBlockList)):
+            return module
+        if type(module) is Block:
+            return module
+        self._converted.add(id(module))
+        makes_blocks = isinstance(module, torch.nn.ModuleList) and not in_block
+        for name, child in module._modules.items():
+            if child is not None:
+                convert = self.element if makes_blocks else self.tree
+                module._modules[name] = convert(child, in_block)
+        self.node(module)
+        if makes_blocks:
+            _chain(module)
+        return module
+
+    def element(self, module: torch.nn.Module, in_block: bool) -> torch.nn.Module:
+        """Converts an element of an outermost ModuleList: to a Block, unless it cannot be called."""
+        if type(module) is Block:
+            return module
+        if type(module).forward is torch.nn.Module.forward:  # a container itself
+            return self.tree(module, in_block)
+        block = _as_block(self.tree(module, in_block=True), self._blocks.get(id(module)), 0)
+        self._blocks.setdefault(id(module), block)
+        return block
+
+    def node(self, module: torch.nn.Module) -> None:
+        """Converts one module, without its children."""
+        if isinstance(module, (DistributedModule, Block)):
+            return
+        if isinstance(module, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
+            raise TypeError(f"model: a scripted module ({module.original_name}) cannot be made distributed")
+        for name, param in module._parameters.items():
+            if param is not None:
+                module._parameters[name] = self.parameter(param, f"{type(module).__name__}.{name}")
+        device = context().device
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+        _set_class(module, _distributed_class(type(module)))
+
+    def parameter(self, param: torch.nn.Parameter, name: str) -> DistributedParameter:
+        """The distributed parameter that stands for ``param``: the same one for the same object."""
+        if isinstance(param, DistributedParameter):
+            return param
+        if isinstance(param, torch.nn.UninitializedParameter):
+            raise ValueError(f"parameter {name}: expected an initialised parameter; run the lazy module once first")
+        known = self._parameters.get(id(param))
+        if known is not None and known[0]() is param:
+            return known[1]
+        made = DistributedParameter(param, requires_grad=param.requires_grad)
+        for key, value in param.__dict__.items():
+            made.__dict__.setdefault(key, value)
+        self._parameters[id(param)] = weakref.ref(param), made  # weakly: full parameters go as shards come
+        return made
+
+    def put_blocks_everywhere(self, model: torch.nn.Module) -> None:
+        """A module that became a Block is the Block wherever else it is registered outside of Blocks."""
+        pending = [model]
+        seen: set[int] = set()
+        while pending:
+            module = pending.pop()
+            if id(module) in seen or type(module) is Block:
+                continue
+            seen.add(id(module))
+            for name, child in module._modules.items():
+                if child is not None:
+                    block = self._blocks.get(id(child))
+                    if block is not None:
+                        module._modules[name] = block
+                    pending.append(child if block is None else block)
+
+
+def _chain(modules: torch.nn.Module) -> None:
+    previous = None
+    for block in modules._modules.values():
+        if type(block) is Block:
+            block.set_pre_module(previous)
+            previous = block
+
+
+# ---- classes
+
+_set_class = object.__dict__["__class__"].__set__
+
+
+class _Converted(DistributedModule):
+    """What a converted module is besides its old class."""
+
+    _old_class: type[torch.nn.Module]
+
+    @property
+    def __class__(self) -> type:  # type: ignore[misc]  # saved configurations and printed models name the old class
+        return type(self)._old_class
+
+    @__class__.setter
+    def __class__(self, new: type[torch.nn.Module]) -> None:
+        _set_class(self, new if issubclass(new, DistributedModule) else _distributed_class(new))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (type(self)._old_class,), self.__getstate__()
+
+
+def _rebuild(old: type[torch.nn.Module]) -> torch.nn.Module:
+    made = _distributed_class(old)
+    return made.__new__(made)
+
+
+@functools.cache
+def _distributed_class(old: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """The class of a converted module, one for each old class."""
+    bases = (_Converted, *([_RecurrentWeights] if issubclass(old, torch.nn.RNNBase) else []), old)
+    return types.new_class(
+        f"bmtrain.Distributed{old.__name__}",
+        bases,
+        exec_body=lambda body: body.update(_old_class=old, __module__=old.__module__, __doc__=old.__doc__),
+    )
+
+
+class _RecurrentWeights:
+    """Recurrent networks keep a second list of their parameters; it has to be read like the first."""
+
+    @property
+    def _flat_weights(self) -> list[Any]:
+        names: list[str] = self.__dict__["_flat_weights_names"]
+        return [getattr(self, name) for name in names]
+
+    @_flat_weights.setter
+    def _flat_weights(self, value: Any) -> None:
+        self.__dict__.pop("_flat_weights", None)

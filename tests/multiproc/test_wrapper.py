@@ -1,0 +1,271 @@
+"""Ordinary models, wrapped: same results, sharded parameters."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from harness import run_ranks
+from torch import nn
+
+import bmtrain as bmt
+from bmtrain import wrapper
+
+WORLDS = (1, 2, 4)
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.project = nn.Linear(dim, dim)
+        self.norms = nn.ModuleList([nn.LayerNorm(dim) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+        other = x if memory is None else memory
+        return x + self.norms[1](self.project(self.norms[0](other)))
+
+
+class Layer(nn.Module):
+    """With a list of its own, as an encoder-decoder has it."""
+
+    def __init__(self, dim: int, num_parts: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Attention(dim) for _ in range(num_parts)])
+        self.register_buffer("scale", torch.tensor(0.5))
+        self.runs = 0
+
+    def forward(self, x: torch.Tensor, *, memory: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        self.runs += 1
+        for index, part in enumerate(self.parts):
+            x = part(x, memory if index else None)
+        return {"hidden": x * self.scale}
+
+
+class EncoderDecoder(nn.Module):
+    def __init__(self, vocab: int = 13, dim: int = 6) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, dim, padding_idx=0)
+        self.encoder = nn.ModuleList([Layer(dim, 1) for _ in range(2)])
+        self.decoder = nn.ModuleList([Layer(dim, 2) for _ in range(3)])
+        self.pooler = nn.Sequential(nn.Linear(dim, dim), nn.Tanh())
+        self.head = nn.Linear(dim, vocab)
+        self.head.weight = self.embedding.weight
+        self.bias = nn.Parameter(torch.randn(vocab))
+        self.head.bias = self.bias
+        self.last = self.decoder[2]
+        self.pooler[0].bias.requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        memory = self.embedding(ids)
+        x = memory.flip(0)
+        for layer in self.encoder:
+            memory = layer(memory)["hidden"]
+        for layer in self.decoder[:2]:
+            x = layer(x, memory=memory)["hidden"]
+        x = self.last(x, memory=memory)["hidden"]
+        return self.head(self.pooler(x)) + self.bias
+
+
+def twins(seed: int = 0) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(seed)
+    plain = EncoderDecoder()
+    return plain, copy.deepcopy(plain)
+
+
+def ids_of(rank: int) -> torch.Tensor:
+    return torch.randint(13, (3, 4), generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_bc65_bc66_a_wrapped_model_computes_what_the_model_does(world):
+    run_ranks(world, check_equal_to_plain)
+
+
+def check_equal_to_plain() -> None:
+    plain, model = twins()
+    assert bmt.BMTrainModelWrapper(model) is model
+    assert torch.equal(model(ids_of(bmt.rank())), plain(ids_of(bmt.rank())))
+
+    for layer in (*model.encoder, *model.decoder):
+        layer.runs = layer._module.runs = 0
+    model(ids_of(bmt.rank())).square().mean().backward()
+    assert [layer._module.runs for layer in (*model.encoder, *model.decoder)] == [2] * 5
+    for rank in range(bmt.world_size()):  # gradients of the ranks' losses add
+        plain(ids_of(rank)).square().mean().backward()
+    compared = 0
+    for (name, expected), (other, param) in zip(
+        plain.named_parameters(), model.named_parameters(), strict=True
+    ):
+        assert name == other
+        if expected.grad is None:
+            assert param.grad is None
+            continue
+        begin, end = param._start_partition, param._end_partition
+        actual, slice_ = param.grad, expected.grad.flatten()[begin:end]
+        assert torch.allclose(actual, slice_, rtol=1e-5, atol=1e-6 * float(expected.grad.abs().max())), name
+        compared += 1
+    assert compared == len(list(plain.parameters())) - 1  # one is frozen
+
+
+def test_structure_of_a_wrapped_model():
+    run_ranks(2, check_structure)
+
+
+def check_structure() -> None:
+    plain, model = twins()
+    bmt.BMTrainModelWrapper(model)
+    assert all(isinstance(p, bmt.DistributedParameter) for p in model.parameters())
+    assert all(isinstance(m, bmt.DistributedModule) for m in model.modules() if type(m) is not bmt.Block)
+    assert isinstance(model, EncoderDecoder)
+    assert type(model).__name__ == "bmtrain.DistributedEncoderDecoder"
+    assert type(model.head) is type(model.pooler[0])  # one class for each old class
+    assert model.__class__.__name__ == "EncoderDecoder"  # what saved configurations name
+    assert repr(model) == repr(plain)
+    assert model._parameters["bias"] is model.head._parameters["bias"]
+    assert model.head._parameters["weight"] is model.embedding._parameters["weight"]
+    assert not model.pooler[0]._parameters["bias"].requires_grad
+    assert isinstance(model.decoder, nn.ModuleList)
+    assert all(type(layer) is bmt.Block and isinstance(layer, Layer) for layer in model.decoder)
+    assert model.decoder[2] is model.last is model.decoder[1].next_module()
+    assert not any(type(part) is bmt.Block for layer in model.decoder for part in layer.parts)
+    assert isinstance(model.decoder[:2], nn.ModuleList)
+
+    modules, parameters = list(model.modules()), list(model.parameters())
+    assert wrapper.model_wrapper_dispatch(model) is model  # twice is once
+    assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+
+    state, expected = model.state_dict(), plain.state_dict()
+    assert list(state) == list(expected)
+    assert all(torch.equal(state[key], expected[key]) for key in expected)
+    model.load_state_dict(twins(seed=1)[0].state_dict())
+    assert torch.equal(model.state_dict()["head.weight"], twins(seed=1)[0].state_dict()["embedding.weight"])
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_a_wrapped_model_can_be_copied_and_pickled(world):
+    run_ranks(world, check_copies)
+
+
+def check_copies() -> None:
+    plain, model = twins()
+    bmt.BMTrainModelWrapper(model)
+    model.embedding._parameters["weight"].note = "kept"
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    expected = plain(ids_of(0))
+    copies = [
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(file, weights_only=False),
+    ]
+    for clone in copies:
+        assert type(clone) is type(model)
+        assert type(clone.decoder[0]) is bmt.Block
+        assert clone.head._parameters["weight"] is clone.embedding._parameters["weight"]
+        assert clone.embedding._parameters["weight"].note == "kept"
+        assert torch.equal(clone(ids_of(0)), expected)
+        for param in clone.parameters():
+            param.data.zero_()
+    assert torch.equal(model(ids_of(0)), expected)
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_small_and_unusual_modules(world):
+    run_ranks(world, check_small_modules)
+
+
+def check_small_modules() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 5, 6)
+    holder = nn.Module()
+    holder.p = nn.Parameter(torch.randn(3))
+    for plain in (
+        nn.Linear(6, 3),
+        nn.Sequential(nn.Linear(6, 2), nn.ReLU(), nn.Linear(2, 6)),
+        nn.Tanh(),
+        nn.BatchNorm1d(5),
+        nn.LSTM(6, 3, num_layers=2),
+        nn.MultiheadAttention(6, 2),
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0), 2),
+    ):
+        model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
+        args = (x, x, x) if isinstance(plain, nn.MultiheadAttention) else (x,)
+        actual, expected = model(*args), plain(*args)
+        first = actual[0] if isinstance(actual, tuple) else actual
+        assert torch.equal(first, expected[0] if isinstance(expected, tuple) else expected), type(plain)
+        if list(plain.parameters()):
+            first.square().sum().backward()
+            assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    assert torch.equal(bmt.BMTrainModelWrapper(copy.deepcopy(holder)).p, holder.p)
+
+
+def test_containers_in_lists_and_modules_that_are_distributed_already():
+    run_ranks(2, check_containers)
+
+
+class Owned(bmt.DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = bmt.DistributedParameter(torch.ones(3))
+        self.plain = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def check_containers() -> None:
+    shared = nn.Linear(3, 3)
+    model = nn.Module()
+    model.lists = nn.ModuleList([nn.ModuleList([nn.Linear(3, 3)]), nn.ModuleList([shared, nn.Linear(3, 3)])])
+    model.again = nn.ModuleList([shared])
+    model.owned = Owned()
+    model.blocks = bmt.TransformerBlockList([bmt.Block(Counted())])
+    owned, blocks = model.owned, model.blocks
+    block = blocks[0]
+    bmt.BMTrainModelWrapper(model)
+    assert [[type(item) is bmt.Block for item in inner] for inner in model.lists] == [[True], [True, True]]
+    assert model.owned is owned
+    assert type(owned) is Owned
+    assert type(owned.plain) is nn.Parameter  # what is distributed already is left as it is
+    assert type(model.blocks) is bmt.TransformerBlockList
+    assert model.blocks[0] is block
+    x = torch.randn(2, 3)
+    assert torch.equal(model.lists[1][0](x), model.again[0](x))
+    (model.lists[1][0](x) + model.again[0](x)).sum().backward()
+    assert model.lists[1][0]._parameters["weight"] is model.again[0]._parameters["weight"]
+
+
+class Counted(bmt.DistributedModule):
+    def forward(self, x):
+        return x
+
+
+def test_one_node_and_bad_arguments():
+    run_ranks(1, check_one_node)
+
+
+def check_one_node() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.own = nn.Parameter(torch.ones(2))
+    assert wrapper.make_distributed(model) is model
+    assert isinstance(model, bmt.DistributedModule)
+    assert type(model[0]) is nn.Linear
+    assert isinstance(model._parameters["own"], bmt.DistributedParameter)
+    with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module, got list"):
+        bmt.BMTrainModelWrapper([])
+    with pytest.raises(TypeError, match="scripted"):
+        bmt.BMTrainModelWrapper(nn.Sequential(torch.jit.script(nn.Linear(2, 2))))
+
+
+def test_wrapping_needs_init():
+    run_ranks(1, check_needs_init, init=False)
+
+
+def check_needs_init() -> None:
+    with pytest.raises(RuntimeError, match="not initialized"):
+        bmt.BMTrainModelWrapper(nn.Linear(1, 1))
