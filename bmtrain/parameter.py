@@ -196,8 +196,8 @@ def _rebuild(
     param._spec = ShardSpec.from_portable(spec, context().groups)
     if local.numel() != param._spec.local_part[1]:
         raise ValueError(
-            f"a pickled shard of {local.numel()} elements of a parameter of shape {tuple(param._original_shape)} cannot "
-            f"be used here: this rank ({param._spec.group.rank} of {param._spec.group.size}) owns "
+            f"a pickled shard of {local.numel()} elements of a parameter of shape {tuple(param._original_shape)} "
+            f"cannot be used here: this rank ({param._spec.group.rank} of {param._spec.group.size}) owns "
             f"{param._spec.local_part[1]}; save() and load() move parameters between numbers of ranks"
         )
     return param

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from .block_layer import Block, TransformerBlockList, _as_block
 from .global_var import context
 from .layer import DistributedModule
 from .parameter import DistributedParameter
+from .pipe_layer import PipelineTransformerBlockList
 
 __all__ = ["BMTrainModelWrapper", "make_distributed", "model_wrapper_dispatch"]
 
 
-def BMTrainModelWrapper(model: torch.nn.Module) -> torch.nn.Module:  # noqa: N802
+def BMTrainModelWrapper(model: torch.nn.Module) -> torch.nn.Module:
     """Makes an ordinary model a sharded one, in place.
 
     Every parameter becomes a :class:`bmtrain.DistributedParameter` with the same values (which must be equal on all
@@ -62,6 +64,9 @@ def _check(model: object) -> None:
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
 
 
+_AS_THEY_ARE = (DistributedModule, TransformerBlockList, PipelineTransformerBlockList)
+
+
 class _Conversion:
     """One call of the wrapper; remembers what became of what, so that what was shared stays shared."""
 
@@ -72,7 +77,7 @@ class _Conversion:
 
     def tree(self, module: torch.nn.Module, in_block: bool = False) -> torch.nn.Module:
         """Converts a module and all below it."""
-        if id(module) in self._converted or isinstance(module, (DistributedModule, TransformerBlockList)):
+        if id(module) in self._converted or isinstance(module, _AS_THEY_ARE):
             return module
         if type(module) is Block:
             return module
@@ -117,7 +122,9 @@ class _Conversion:
         if isinstance(param, DistributedParameter):
             return param
         if isinstance(param, torch.nn.UninitializedParameter):
-            raise ValueError(f"parameter {name}: expected an initialised parameter; run the lazy module once first")
+            raise ValueError(
+                f"parameter {name}: expected an initialised parameter; run the lazy module once first"
+            )
         known = self._parameters.get(id(param))
         if known is not None and known[0]() is param:
             return known[1]
@@ -163,7 +170,7 @@ class _Converted(DistributedModule):
     _old_class: type[torch.nn.Module]
 
     @property
-    def __class__(self) -> type:  # type: ignore[misc]  # saved configurations and printed models name the old class
+    def __class__(self) -> type:  # saved configurations and printed models name the old class
         return type(self)._old_class
 
     @__class__.setter
@@ -175,19 +182,23 @@ class _Converted(DistributedModule):
 
 
 def _rebuild(old: type[torch.nn.Module]) -> torch.nn.Module:
-    made = _distributed_class(old)
-    return made.__new__(made)
+    made: Any = _distributed_class(old)
+    module: torch.nn.Module = made.__new__(made)
+    return module
 
 
-@functools.cache
-def _distributed_class(old: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """The class of a converted module, one for each old class."""
+def _derive_class(old: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """The class of a converted module of class ``old``."""
     bases = (_Converted, *([_RecurrentWeights] if issubclass(old, torch.nn.RNNBase) else []), old)
     return types.new_class(
         f"bmtrain.Distributed{old.__name__}",
         bases,
         exec_body=lambda body: body.update(_old_class=old, __module__=old.__module__, __doc__=old.__doc__),
     )
+
+
+#: One class for each old class.
+_distributed_class: Callable[[Any], type[Any]] = functools.cache(_derive_class)
 
 
 class _RecurrentWeights:

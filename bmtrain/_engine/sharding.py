@@ -41,15 +41,18 @@ class ShardSpec:
         if layout is not None:
             numels = [layout.numel(index) for index in range(len(layout))]
             flat = (numels, element_size, layout.num_ranks)
-        return tuple(self.shape), self.group.name, flat, self.index
+        return tuple(self.shape), self.group.name, flat, self.index, None
 
     @classmethod
     def from_portable(cls, portable: tuple[Any, ...], groups: Mapping[str, Group]) -> ShardSpec:
         """The spec that :meth:`portable` described, in this process's groups."""
         from .. import _C
+        from .stage import StagedShardSpec
 
-        shape, group, flat, index = portable
+        shape, group, flat, index, stage = portable
         layout = None if flat is None else _C.FlatLayout(*flat)
+        if stage is not None:
+            return StagedShardSpec(torch.Size(shape), groups[group], layout, index, groups["pipe"], stage)
         return cls(torch.Size(shape), groups[group], layout, index)
 
     @property
