@@ -100,20 +100,31 @@ def use_ninja_of_this_environment() -> None:
         os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, os.environ.get("PATH", os.defpath)])
 
 
+def find_toolkit() -> Path | None:
+    """The CUDA toolkit: nvcc and its headers. (An nvcc on PATH may be a script that stands elsewhere.)"""
+    nvcc = shutil.which("nvcc")
+    named = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    found = [str(Path(nvcc).resolve().parents[1])] if nvcc else []
+    for home in filter(None, [*named, *found, "/usr/local/cuda"]):
+        if Path(home, "bin", "nvcc").exists() and Path(home, "include", "cuda_runtime_api.h").exists():
+            return Path(home)
+    return None
+
+
 def wants_cuda(torch: Any) -> bool:
     """Whether to build the CUDA sources."""
-    from torch.utils.cpp_extension import CUDA_HOME
-
     asked = os.environ.get("BMTRAIN_CUDA", "")
     if asked not in ("", "0", "1"):
         raise SystemExit(f"BMTRAIN_CUDA: expected 0 or 1, got {asked!r}")
     missing = []
     if torch.version.cuda is None:
         missing.append(f"a torch built with CUDA (torch {torch.__version__} is not)")
-    if CUDA_HOME is None or not Path(CUDA_HOME, "bin", "nvcc").exists():
-        missing.append("a CUDA toolkit (no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda)")
+    if find_toolkit() is None:
+        missing.append(
+            "a CUDA toolkit (nvcc and headers; looked on PATH, in CUDA_HOME and in /usr/local/cuda)"
+        )
     if asked == "1" and missing:
-        raise SystemExit(f"BMTRAIN_CUDA=1, but there is not {' and not '.join(missing)}")
+        raise SystemExit(f"BMTRAIN_CUDA=1, but what is missing is {' and '.join(missing)}")
     return asked != "0" and not missing
 
 
@@ -214,6 +225,8 @@ def main() -> None:
         # (gigabytes) before it comes to the build.
         require_torch()
     if BUILDING & set(sys.argv[1:]):
+        if (toolkit := find_toolkit()) is not None:
+            os.environ["CUDA_HOME"] = str(toolkit)  # torch's build reads it when it is imported
         torch = import_torch()
         require_compiler()
         use_ninja_of_this_environment()

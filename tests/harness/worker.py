@@ -192,6 +192,7 @@ def _become_rank(parent: int, channel: int, log: str, stacks: str) -> Connection
         os.dup2(output.fileno(), 2)
     # Kept open for the life of the process: faulthandler holds only the number.
     stack_file = open(stacks, "ab", buffering=0)  # noqa: SIM115
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a killed rank flushes nothing
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True, chain=False)
     connection = Connection(channel)
