@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import math
@@ -48,13 +49,17 @@ class _Rich:
 
     def __init__(self, first_step: int, num_steps: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.table import Column
 
-        self.bar = Progress(
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
+        def whole() -> Column:  # on a narrow terminal the text at the end is cut, not this
+            return Column(no_wrap=True, min_width=5)
+
+        count, remaining = (
+            MofNCompleteColumn(table_column=whole()),
+            TimeRemainingColumn(compact=True, table_column=whole()),
         )
+        text = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+        self.bar = Progress(BarColumn(bar_width=8), count, remaining, text)
         self.task = self.bar.add_task("", total=num_steps, completed=first_step)
         self.bar.start()
 
@@ -102,18 +107,14 @@ class Logbook:
     Args:
         out: folder that gets ``metrics.jsonl``, ``tensorboard/`` and ``loss.png``.
         first_step: number of steps already done; what a former run noted after it is dropped.
-        num_steps: number of steps in all.
-        log_every: steps between lines where no bar is shown.
-        tensorboard: write events, if TensorBoard is installed.
-        plot: draw ``loss.png``, if Matplotlib is installed.
+        options: of train.py: ``steps`` in all, ``log_every`` so many of them where no bar is shown, and whether
+            to write TensorBoard events (``tensorboard``) and ``loss.png`` (``plot``), if they can be.
     """
 
-    def __init__(
-        self, out: Path, first_step: int, num_steps: int, *, log_every: int, tensorboard: bool, plot: bool
-    ) -> None:
+    def __init__(self, out: Path, first_step: int, options: argparse.Namespace) -> None:
         self.out = out
+        self.plot = options.plot
         self.active = bmt.rank() == 0
-        self.plot = plot
         if not self.active:
             return
         out.mkdir(parents=True, exist_ok=True)
@@ -121,9 +122,9 @@ class Logbook:
         with (out / "metrics.jsonl").open("w") as file:
             file.writelines(json.dumps(record) + "\n" for record in self.records)
         self.metrics = (out / "metrics.jsonl").open("a", buffering=1)
-        self.display = _display(first_step, num_steps, log_every)
+        self.display = _display(first_step, options.steps, options.log_every)
         self.events = None
-        if tensorboard and importlib.util.find_spec("tensorboard"):
+        if options.tensorboard and importlib.util.find_spec("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
 
             self.events = SummaryWriter(str(out / "tensorboard"), purge_step=first_step + 1)
@@ -135,8 +136,8 @@ class Logbook:
         self._write(step, values)
         self.display.step(
             step,
-            f"loss {values['loss']:.4f}  lr {values['lr']:.2e}  scale {values['loss_scale']:g}  "
-            f"grad norm {values['grad_norm']:.3f}  {values['tokens_per_second']:,.0f} tokens/s",
+            f"loss {values['loss']:.4f}  lr {values['lr']:.1e}  scale {values['loss_scale']:g}  "
+            f"norm {values['grad_norm']:.2f}  {values['tokens_per_second']:,.0f} tokens/s",
         )
 
     def validation(self, step: int, loss: float) -> None:

@@ -66,14 +66,8 @@ def train(options: argparse.Namespace) -> None:
     run = {"model": model_config, "options": run_options(options), "text": corpus.digest}
     first_step = resume_or_start(options, out, model, optim_manager, run)
     lr_scheduler.end_iter = options.steps  # a resumed run may be longer than the interrupted one
-    logbook = Logbook(
-        out,
-        first_step,
-        options.steps,
-        log_every=options.log_every,
-        tensorboard=options.tensorboard,
-        plot=options.plot,
-    )
+    lr_scheduler.step(lr_scheduler.num_iter)
+    logbook = Logbook(out, first_step, options)
     logbook.note(describe(model, options, corpus.description))
     if first_step == 0:
         logbook.validation(0, evaluate(model, loss_func, held_out))
