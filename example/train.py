@@ -12,6 +12,7 @@ import math
 import resource
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from agree import UserError, exit_together, together
@@ -119,9 +120,9 @@ def evaluate(model: GPT, loss_func: bmt.loss.FusedCrossEntropy, batches: list[Ba
     """Mean loss over fixed held-out batches, of all ranks."""
     model.eval()
     with torch.no_grad():
-        total = sum(compute_loss(model, loss_func, batch) for batch in batches) / len(batches)
+        losses = torch.stack([compute_loss(model, loss_func, batch) for batch in batches])
     model.train()
-    return bmt.distributed.all_reduce(total, op="avg").item()
+    return bmt.distributed.all_reduce(losses.mean(), op="avg").item()
 
 
 def make_scheduler(
@@ -144,7 +145,7 @@ def resume_or_start(
     out: Path,
     model: GPT,
     optim_manager: bmt.optim.OptimManager,
-    run: dict[str, object],
+    run: dict[str, Any],
 ) -> int:
     """The step to go on from: that of the last checkpoint with --resume, else 0."""
     moved = together(lambda: prepare(out, options.resume) if bmt.rank() == 0 else None, "--out")
