@@ -43,6 +43,20 @@ enum class WeightDecay : std::uint8_t {
 /// Square roots of n floats, as torch computes them (see torch_sqrt.h).
 using SqrtFunction = void (*)(std::int64_t n, const float* x, float* out);
 
+/// A positive number that many others are divided by.
+///
+/// [Note: Division by a known number]
+/// x / value, correctly rounded, costs four multiplications instead of a slow division if the reciprocal is
+/// known: q = x * (reciprocal + reciprocal_rest), both parts used, is the quotient or a neighbour of it;
+/// x - q * value is exact in an fma; and q plus that rest times the reciprocal then rounds to the quotient
+/// (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). It holds
+/// while nothing underflows, and square roots of fp32 numbers are far from that; an infinite q is left alone.
+struct Divisor {
+  float value = 1;
+  float reciprocal = 1;
+  float reciprocal_rest = 0;  // 1 / value - reciprocal
+};
+
 /// One Adam step's numbers, in the precision in which they meet the elements.
 ///
 /// [Note: Adam in torch's operation order]
@@ -62,7 +76,7 @@ struct AdamFactors {
   float lerp_weight = 0;  // 1 - beta1, less 1 if lerp_from_grad
   float beta2 = 0;
   float one_minus_beta2 = 0;
-  float bias_correction2_sqrt = 1;
+  Divisor bias_correction2_sqrt;
   float eps = 0;
   float negative_step_size = 0;  // -lr / bias_correction1
   WeightDecay decay_kind = WeightDecay::kNone;

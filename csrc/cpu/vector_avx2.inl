@@ -64,6 +64,16 @@ static inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
   return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
 }
 
+// See [Note: Division by a known number].
+static inline __m256 div_by8(__m256 x, const Divisor& d) {
+  const __m256 high = _mm256_set1_ps(d.reciprocal);
+  const __m256 q = _mm256_fmadd_ps(x, high, _mm256_mul_ps(x, _mm256_set1_ps(d.reciprocal_rest)));
+  const __m256 rest = _mm256_fnmadd_ps(q, _mm256_set1_ps(d.value), x);
+  const __m256 finite = _mm256_cmp_ps(q, _mm256_set1_ps(__builtin_inff()), _CMP_NEQ_UQ);
+  return _mm256_fmadd_ps(_mm256_and_ps(rest, finite), high, q);
+}
+static inline F32x16 div_by(F32x16 x, const Divisor& d) { return {div_by8(x.low, d), div_by8(x.high, d)}; }
+
 static inline __m256 max_magnitude8(__m256 a, __m256 b) {
   const __m256i magnitude = _mm256_and_si256(_mm256_castps_si256(b), _mm256_set1_epi32(0x7fffffff));
   return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a), magnitude));

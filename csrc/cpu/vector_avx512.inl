@@ -41,6 +41,15 @@ static inline F32x16 sqrt(F32x16 a) { return {_mm512_sqrt_ps(a.all)}; }
 // a * b + c with one rounding.
 static inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) { return {_mm512_fmadd_ps(a.all, b.all, c.all)}; }
 
+// See [Note: Division by a known number].
+static inline F32x16 div_by(F32x16 x, const Divisor& d) {
+  const __m512 high = _mm512_set1_ps(d.reciprocal);
+  const __m512 q = _mm512_fmadd_ps(x.all, high, _mm512_mul_ps(x.all, _mm512_set1_ps(d.reciprocal_rest)));
+  const __m512 rest = _mm512_fnmadd_ps(q, _mm512_set1_ps(d.value), x.all);
+  const __mmask16 finite = _mm512_cmp_ps_mask(q, _mm512_set1_ps(__builtin_inff()), _CMP_NEQ_UQ);
+  return {_mm512_mask3_fmadd_ps(rest, high, q, finite)};
+}
+
 static inline F32x16 max_magnitude(F32x16 a, F32x16 b) {
   const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(b.all), _mm512_set1_epi32(0x7fffffff));
   return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a.all), magnitude))};

@@ -91,6 +91,7 @@ static inline F32x16 add(F32x16 a, F32x16 b) { BMT_LANEWISE(a.lane[i] + b.lane[i
 static inline F32x16 sub(F32x16 a, F32x16 b) { BMT_LANEWISE(a.lane[i] - b.lane[i]); }
 static inline F32x16 mul(F32x16 a, F32x16 b) { BMT_LANEWISE(a.lane[i] * b.lane[i]); }
 static inline F32x16 div(F32x16 a, F32x16 b) { BMT_LANEWISE(a.lane[i] / b.lane[i]); }
+static inline F32x16 div_by(F32x16 x, const Divisor& d) { BMT_LANEWISE(x.lane[i] / d.value); }
 static inline F32x16 sqrt(F32x16 a) { BMT_LANEWISE(__builtin_sqrtf(a.lane[i])); }
 // a * b + c with one rounding.
 static inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {

@@ -74,6 +74,12 @@ AdamSlice slice_of(const AdamTensors& tensors, std::size_t i) {
   return slice;
 }
 
+cpu::Divisor divisor(float value) {
+  const double exact = 1 / static_cast<double>(value);
+  const auto reciprocal = static_cast<float>(exact);
+  return {value, reciprocal, static_cast<float>(exact - static_cast<double>(reciprocal))};
+}
+
 // Whether `next` begins where `slice` ends, in every array.
 bool continues(const AdamSlice& slice, const AdamSlice& next) {
   const auto follows = [&](const void* begin, DType dtype, const void* next_begin) {
@@ -108,7 +114,7 @@ AdamFactors adam_factors(const AdamOptions& options, std::int64_t step) {
   factors.lerp_weight = factors.lerp_from_grad ? lerp_weight - 1 : lerp_weight;
   factors.beta2 = static_cast<float>(options.beta2);
   factors.one_minus_beta2 = static_cast<float>(1 - options.beta2);
-  factors.bias_correction2_sqrt = static_cast<float>(std::pow(bias_correction2, 0.5));
+  factors.bias_correction2_sqrt = divisor(static_cast<float>(std::pow(bias_correction2, 0.5)));
   factors.eps = static_cast<float>(options.eps);
   factors.negative_step_size = static_cast<float>(-(lr / bias_correction1));
   if (options.weight_decay != 0) {

@@ -144,6 +144,22 @@ def test_levels_agree_bit_for_bit(grad: torch.dtype, torch_sqrt: bool) -> None:
                     )
 
 
+def test_levels_divide_alike_at_any_step() -> None:
+    """The wide levels divide by multiplying; the base level divides."""
+    start = problem(512)
+    start.exp_avg_sq.copy_(torch.arange(512.0) * 2.0 ** torch.arange(512).sub(256).div(4))
+    start.grad.zero_()
+    for beta2 in (0.999, 0.95, 0.5, 1 - 1e-7, 0.0):
+        for number in (*range(1, 60), 10**3, 10**4, 10**6):
+            weights = []
+            for name in LEVELS:
+                p = start.copy()
+                with level(name):
+                    p.step(number, **{**DEFAULTS, "betas": (0.9, beta2)})
+                weights.append(p.weight)
+            assert all(same_bits(weights[0], w) for w in weights)
+
+
 @pytest.mark.parametrize("rounded", (torch.bfloat16, torch.float16))
 def test_parameter_is_its_rounded_master(rounded: torch.dtype) -> None:
     p = special_problem(torch.float32, rounded)
