@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _C, _context, _ops
+from .._comm import wire_device
 from ..global_var import config
 from ._adam_state import MASTER, MOMENTS, allocate, gathered_state, layout_of, read_state, take_changed_value
 
@@ -96,8 +97,9 @@ class AdamBase(torch.optim.Optimizer):
         found = _ops.has_inf_nan([g for g in grads if g.numel()])
         current = _context.current()
         if current is not None:
-            flag = torch.tensor([float(found)], device=current.device)
-            current.groups["zero"].comm.all_reduce(flag, _C.ReduceOp.MAX, "gradient overflow").wait()
+            comm = current.groups["zero"].comm
+            flag = torch.tensor([float(found)], device=wire_device(comm))
+            comm.all_reduce(flag, _C.ReduceOp.MAX, "gradient overflow").wait()
             found = bool(flag.item())
         if found:
             raise OverflowError("Gradient overflow")

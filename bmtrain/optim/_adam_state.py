@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import _C, _context
+from .._comm import wire_device
 from ..parameter import DistributedParameter, gather_flat, shard_of
 
 if TYPE_CHECKING:
@@ -95,8 +96,9 @@ def _agreed_steps(optimizer: AdamBase, parameters: Sequence[Tensor]) -> list[int
     own = [optimizer.state[p]["step"] if p in optimizer.state else -1 for p in parameters]
     current = _context.current()
     if current is not None and own:
-        steps = torch.tensor(own, dtype=torch.float64, device=current.device)
-        current.groups["zero"].comm.all_reduce(steps, _C.ReduceOp.MAX, "optimizer state").wait()
+        comm = current.groups["zero"].comm
+        steps = torch.tensor(own, dtype=torch.float64, device=wire_device(comm))
+        comm.all_reduce(steps, _C.ReduceOp.MAX, "optimizer state").wait()
         own = [int(step) for step in steps.tolist()]
     return [step if step >= 0 else None for step in own]
 

@@ -1,0 +1,39 @@
+"""``python -m bmtrain ...``: the tools that come with the library."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+# Name of a benchmark -> what it measures. Each is a module of bmtrain.benchmark with add_arguments and run.
+_BENCHMARKS = {"adam": "one Adam step against torch's and against moving the same bytes"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one tool.
+
+    Args:
+        arguments: the command line without the program; by default that of the process.
+
+    Returns:
+        The exit status.
+    """
+    parser = argparse.ArgumentParser(prog="python -m bmtrain", description="Tools of bmtrain.")
+    tools = parser.add_subparsers(dest="tool", required=True)
+    benchmarks = tools.add_parser("bench", help="measure, always against peers in the same run")
+    names = benchmarks.add_subparsers(dest="benchmark", required=True)
+    for name, purpose in _BENCHMARKS.items():
+        module = importlib.import_module(f"bmtrain.benchmark.{name}")
+        command = names.add_parser(name, help=purpose, description=module.__doc__)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    chosen = parser.parse_args(arguments)
+    chosen.run(chosen)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
