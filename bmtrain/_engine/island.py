@@ -19,6 +19,7 @@ from torch.autograd import Variable
 
 from .. import _C
 from .recompute import ModeSnapshot, ModuleState, SavedTensors, StopForward
+from .recording import Recordings
 from .runtime import BlockRuntime
 from .schedule import Phase
 from .tree import has_containers, replace_tensors, snapshot, tensors_of
@@ -70,6 +71,7 @@ class BlockCall:
         self.leaves: list[torch.Tensor] = []  # the same, detached: where the island begins
         self.outputs: list[torch.Tensor] = []  # that require grad, each once: where the island ends
         self.trains: list[list[bool]] = []  # per group: which parameters required grad
+        self.recordings = Recordings()
         self.is_spent = False
 
     # ---- forward
@@ -95,6 +97,7 @@ class BlockCall:
                     (id(inner), tensor) for inner, tensor in zip(self.outputs, self._attach(), strict=True)
                 )
                 result = replace_tensors(result, lambda tensor: outer.get(id(tensor), tensor))
+            self._deliver_recordings(outer)
             return _as_tuple(result)
         finally:
             if has_state:
@@ -121,7 +124,7 @@ class BlockCall:
             self._parameter_version = runtime.version()
             result = self._first_run(args, kwargs, has_state)
             self._has_state = has_state
-            self.outputs = self._outputs_among(result, args, kwargs, self.leaves)
+            self.outputs = self._outputs_among(result, args, kwargs, self.leaves, self.recordings.tensors)
         except BaseException:
             runtime.abandon()
             raise
@@ -142,15 +145,24 @@ class BlockCall:
                 self._module_snapshot = self.modules.before_forward()
                 self._saved = SavedTensors(self.runtime)
                 stack.enter_context(self._saved.record())
+            stack.enter_context(self.runtime.engine.running(self))
             result = self.forward(*args, **kwargs)
         if self.recomputes:
             self._module_snapshot.after_forward()
         return replace_tensors(result, lambda tensor: _kept_alive(self.runtime, tensor))
 
     def _outputs_among(
-        self, result: Any, args: Any, kwargs: Any, leaves: list[torch.Tensor]
+        self,
+        result: Any,
+        args: Any,
+        kwargs: Any,
+        leaves: list[torch.Tensor],
+        recorded: list[torch.Tensor],
     ) -> list[torch.Tensor]:
         outputs = _distinct(tensor for tensor in tensors_of(result) if tensor.requires_grad)
+        if recorded:
+            known = {id(tensor) for tensor in (*outputs, *leaves)}
+            outputs += _distinct(tensor for tensor in recorded if id(tensor) not in known)
         if self._has_state:
             known = {id(tensor) for tensor in (*outputs, *leaves)}
             outputs += _distinct(
@@ -169,6 +181,11 @@ class BlockCall:
                 "an argument (through an attribute or a closure); pass it as an argument, so that its gradient "
                 "can flow"
             )
+
+    def _deliver_recordings(self, outputs: dict[int, torch.Tensor]) -> None:
+        if self.recordings.tensors:
+            inputs = {id(leaf): tensor for leaf, tensor in zip(self.leaves, self.inputs, strict=True)}
+            self.recordings.deliver(outputs, inputs)
 
     def _attach(self) -> tuple[torch.Tensor, ...]:
         # Without inputs that require grad, something else has to make the node require grad.
@@ -201,6 +218,7 @@ class BlockCall:
                         retain_graph=keep_graph,
                     )
             input_gradients = [leaf.grad for leaf in leaves]
+            self.recordings.hand_over_gradients(second=leaves is not self.leaves)
         except BaseException:
             runtime.cancel_backward([group for group, _ in training])
             runtime.abandon()
@@ -256,6 +274,7 @@ class BlockCall:
         )
         with (
             self.runtime.engine.running_again(),
+            self.runtime.engine.running(self),
             _no_autocast_cache(),
             self._modes.restored(),
             self._module_snapshot.restored(self.runtime.label),
@@ -269,7 +288,7 @@ class BlockCall:
                 result = None
         if self._saved.is_complete:
             return self.outputs, self.leaves
-        outputs = self._outputs_among(result, args, kwargs, leaves)
+        outputs = self._outputs_among(result, args, kwargs, leaves, self.recordings.again)
         if len(outputs) != len(self.outputs):
             raise RuntimeError(
                 f"{self.runtime.label}: the forward took another path when it was run again: {len(outputs)} results "
@@ -280,6 +299,7 @@ class BlockCall:
     def _spend(self) -> None:
         self.is_spent = True
         self.outputs, self.inputs, self.leaves = [], [], []
+        self.recordings = Recordings()
         self._arguments, self._versions = None, []
 
 

@@ -13,6 +13,7 @@ from .. import _C
 from .schedule import Phase, Schedule
 
 if TYPE_CHECKING:
+    from .island import BlockCall
     from .policy import BlockPolicy
 
 __all__ = ["BlockRuntime", "Engine"]
@@ -154,6 +155,8 @@ class Engine:
         #: How many blocks run their forward again right now.
         self.recomputing = 0
         self._islands = 0
+        #: The calls whose forward runs right now, the outermost first.
+        self.calls: list[BlockCall] = []
         self.pool = _C.BufferPool(SLOTS_PER_CLASS, bool(int(os.environ.get("BMTRAIN_POISON_BUFFERS", "0"))))
         self.schedule = Schedule()
         self._reductions: list[Sequence[_C.ShardGroup]] = []
@@ -167,6 +170,15 @@ class Engine:
             yield
         finally:
             self.recomputing -= 1
+
+    @contextmanager
+    def running(self, call: BlockCall) -> Iterator[None]:
+        """While the forward of a call runs."""
+        self.calls.append(call)
+        try:
+            yield
+        finally:
+            self.calls.pop()
 
     @contextmanager
     def inside_island(self) -> Iterator[None]:

@@ -1,0 +1,88 @@
+"""Statistics of parameters and their gradients."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .. import _C
+from .._agree import broadcast_json
+from .._comm import wire_device
+from ..global_var import context
+from ..parameter import full_value, gather_flat
+from ._statistics import mean_and_variance, smallest_and_largest
+
+__all__ = ["inspect_model"]
+
+
+def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> list[dict[str, Any]]:
+    """Statistics of the full parameters whose names match. Collective.
+
+    Args:
+        model: any module.
+        param_name: shell pattern (``* ? [..]``, case-sensitive; ``*`` matches dots too) for ``prefix`` and the name.
+        prefix: put in front of every name.
+
+    Returns:
+        one dict per parameter, a module's own before its children's, the same on all ranks: ``name``, ``shape``,
+        ``max``, ``min``, ``mean``, ``std`` (unbiased), and ``grad_mean``, ``grad_std`` of the gradient as it is stored,
+        loss scale included (0.0 if there is none).
+
+    Example:
+        >>> print(bmtrain.inspect.format_summary(bmtrain.inspect.inspect_model(model, "*")))   # doctest: +SKIP
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    context("inspect_model()")
+    found = [
+        (name, param)
+        for name, param in _named_parameters(model, prefix)
+        if fnmatch.fnmatchcase(name, param_name)
+    ]
+    has_gradient = _on_any_rank([param.grad is not None for _, param in found])
+    rows = [_row(name, param, has) for (name, param), has in zip(found, has_gradient, strict=True)]
+    # What is not sharded may differ between ranks: rank 0's is shown.
+    return [{**row, "shape": tuple(row["shape"])} for row in broadcast_json(rows, label="inspect_model")]
+
+
+def _named_parameters(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    for name, param in module._parameters.items():
+        if param is not None:
+            yield prefix + name, param
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _named_parameters(child, f"{prefix}{name}.")
+
+
+def _on_any_rank(flags: list[bool]) -> list[bool]:
+    comm = context().groups["zero"].comm
+    if comm.size == 1 or not flags:
+        return flags
+    seen = torch.tensor(flags, device=wire_device(comm)).to(torch.uint8)
+    comm.all_reduce(seen, _C.ReduceOp.MAX, "inspect_model").wait()
+    return [bool(flag) for flag in seen.tolist()]
+
+
+def _row(name: str, param: torch.nn.Parameter, has_gradient: bool) -> dict[str, Any]:
+    full = full_value(param)
+    smallest, largest = smallest_and_largest(full)
+    mean, variance = mean_and_variance(full)
+    row = {
+        "name": name,
+        "shape": list(full.shape),
+        "max": largest,
+        "min": smallest,
+        "mean": mean,
+        "std": variance**0.5,
+        "grad_mean": 0.0,
+        "grad_std": 0.0,
+    }
+    del full
+    if has_gradient:
+        local = param.grad if param.grad is not None else torch.zeros_like(param.detach())
+        mean, variance = mean_and_variance(gather_flat(param, local.detach()))
+        row.update(grad_mean=mean, grad_std=variance**0.5)
+    return row

@@ -1,0 +1,198 @@
+"""Recording tensors on their way through a model, inside Blocks too."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from .. import _context
+from .._comm import wire_device
+from .._engine.recording import running_call
+from ..global_var import context
+from ._statistics import mean_and_variance, smallest_and_largest
+
+__all__ = ["InspectTensor", "InspectTensorManager", "inspect_tensor", "record_tensor"]
+
+_active: ContextVar[InspectTensor | None] = ContextVar("inspector", default=None)
+
+
+class InspectTensor:
+    """The tensors that :func:`record_tensor` was given, in forward order.
+
+    ``summary`` is a list of dicts with ``name`` and ``group`` as given, ``summary_name``, ``shape``,
+    ``requires_grad`` and ``tensor``, which is part of the autograd graph; its ``grad`` is filled by backward.
+    """
+
+    def __init__(self) -> None:
+        self._summary: list[dict[str, Any]] = []
+
+    @property
+    def summary(self) -> list[dict[str, Any]]:
+        return self._summary
+
+    def get_tensor(
+        self, name: str, group: str | None = None, index: int | None = None
+    ) -> torch.Tensor | None:
+        """The recorded tensor of that group and name; with ``index`` that occurrence of it, else the first.
+
+        Returns:
+            None if there is none.
+        """
+        found = [item for item in self._summary if item["name"] == name and item["group"] == group]
+        wanted = 0 if index is None else index
+        return found[wanted]["tensor"] if 0 <= wanted < len(found) else None
+
+    def get_summary(self) -> list[dict[str, Any]]:
+        """Statistics over all ranks of what was recorded. Collective; every rank must have recorded as much.
+
+        Returns:
+            one dict per entry: ``name`` (``"<group>.<i>.<name>"``, without a group ``"<i>.<name>"``, where ``i`` counts
+            the entries of that group and name), ``shape`` (dim 0 counted over all ranks), ``min``, ``max``, ``mean``
+            and ``std`` (from the mean of the ranks' variances), ``grad_mean`` and ``grad_std`` (None without gradient).
+
+        Raises:
+            ValueError: if the ranks have recorded different numbers of tensors.
+        """
+        comm = context("get_summary()").groups["zero"].comm
+        per_rank = _gathered([_statistics_of(item["tensor"]) for item in self._summary])
+        lines = []
+        for number, item in enumerate(self._summary):
+            smallest, largest, mean, variance, grad_mean, grad_variance, has_gradient = per_rank[
+                :, number
+            ].T.unbind(0)
+            any_gradient = bool(has_gradient.any())
+            shape = item["shape"]
+            lines.append(
+                {
+                    "name": item["summary_name"],
+                    "min": float(smallest.min()),
+                    "max": float(largest.max()),
+                    "mean": float(mean.mean()),
+                    "std": float(variance.mean().sqrt()),
+                    "shape": (shape[0] * comm.size, *shape[1:]) if shape else (),
+                    "grad_mean": float(grad_mean.mean()) if any_gradient else None,
+                    "grad_std": float(grad_variance.mean().sqrt()) if any_gradient else None,
+                }
+            )
+        return lines
+
+    def _add(self, tensor: torch.Tensor, name: str, group: str | None) -> dict[str, Any]:
+        count = sum(item["name"] == name and item["group"] == group for item in self._summary)
+        entry = {
+            "name": name,
+            "group": group,
+            "summary_name": f"{count}.{name}" if group is None else f"{group}.{count}.{name}",
+            "shape": tuple(tensor.shape),
+            "requires_grad": tensor.requires_grad,
+            "tensor": tensor,
+        }
+        self._summary.append(entry)
+        return entry
+
+
+class InspectTensorManager:
+    """The context of :func:`inspect_tensor`."""
+
+    def __init__(self) -> None:
+        self._inspector = InspectTensor()
+        self._token: Any = None
+
+    def __enter__(self) -> InspectTensor:
+        if _active.get() is not None:
+            raise RuntimeError("inspect_tensor() is active already: its contexts cannot be nested")
+        self._token = _active.set(self._inspector)
+        return self._inspector
+
+    def __exit__(self, *error: object) -> None:
+        _active.reset(self._token)
+
+
+def inspect_tensor() -> InspectTensorManager:
+    """A context in which :func:`record_tensor` records.
+
+    Raises:
+        RuntimeError: on entering, if such a context is active.
+
+    Example:
+        >>> import torch
+        >>> with inspect_tensor() as inspector:
+        ...     record_tensor(torch.ones(2, 3), "hidden")
+        >>> inspector.summary[0]["summary_name"], inspector.get_tensor("hidden").shape
+        ('0.hidden', torch.Size([2, 3]))
+    """
+    return InspectTensorManager()
+
+
+def record_tensor(x: torch.Tensor, name: str, group: str | None = None) -> None:
+    """Remembers a tensor, and its gradient, if a context of :func:`inspect_tensor` is active.
+
+    In a Block, what is remembered is the tensor as it is outside of the Block: it may be used in a loss. Running a
+    forward again in backward records nothing.
+
+    Args:
+        x: a tensor; not a parameter.
+        name: what it is called.
+        group: put in front of the name in summaries.
+
+    Raises:
+        RuntimeError: if ``x`` is a parameter.
+        TypeError: if it is no tensor.
+    """
+    current = _context.current()
+    call = running_call(current.engine) if current is not None else None
+    if torch._C._current_graph_task_id() != -1:  # in a backward: a forward that runs again
+        if call is not None:
+            call.recordings.see_again(x)
+        return
+    inspector = _active.get()
+    if inspector is None:
+        return
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
+    if isinstance(x, torch.nn.Parameter):
+        raise RuntimeError(f"record_tensor({name!r}): parameters are inspected with inspect_model()")
+    if not torch.is_grad_enabled():
+        x = x.detach()
+    entry = inspector._add(x, name, group)
+    _place(entry, x)
+
+
+def _place(entry: dict[str, Any], tensor: torch.Tensor) -> None:
+    """Makes ``tensor`` the entry's; inside a Block, what the tensor is outside once the call has ended."""
+    entry["tensor"] = tensor
+    if not tensor.requires_grad:
+        return
+    tensor.retain_grad()
+    call = running_call(context().engine) if _context.current() is not None else None
+    if call is not None:
+        call.recordings.want(tensor, lambda outer: _place(entry, outer))
+
+
+def _statistics_of(tensor: torch.Tensor) -> list[float]:
+    gradient = tensor.grad if tensor.requires_grad else None
+    of_gradient = (0.0, 0.0) if gradient is None else mean_and_variance(gradient)
+    return [
+        *smallest_and_largest(tensor),
+        *mean_and_variance(tensor),
+        *of_gradient,
+        float(gradient is not None),
+    ]
+
+
+def _gathered(rows: list[list[float]]) -> torch.Tensor:
+    """(ranks, entries, numbers), fp64."""
+    comm = context().groups["zero"].comm
+    device = wire_device(comm)
+    counts = torch.empty(comm.size, dtype=torch.int64, device=device)
+    comm.all_gather(counts, torch.tensor([len(rows)], device=device), "get_summary").wait()
+    if len(set(counts.tolist())) > 1:
+        raise ValueError(
+            f"get_summary(): expected as many recorded tensors on all ranks, got {counts.tolist()}"
+        )
+    mine = torch.tensor(rows, dtype=torch.float64, device=device).reshape(len(rows), 7)
+    everyone = torch.empty(comm.size, *mine.shape, dtype=torch.float64, device=device)
+    if rows:
+        comm.all_gather(everyone.view(-1), mine.view(-1), "get_summary").wait()
+    return everyone.cpu()

@@ -1,0 +1,375 @@
+"""What inspection shows, for every form a model can have and any number of ranks."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import warnings
+
+import pytest
+import torch
+from harness import run_ranks
+from torch import nn
+
+import bmtrain as bmt
+from bmtrain.inspect import format_summary, inspect_model, inspect_tensor, record_tensor
+
+WORLDS = (1, 2, 4)
+DIM = 6
+
+
+# ---- parameters
+
+
+class Layer(bmt.DistributedModule):
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.inner = bmt.DistributedModule()
+        self.inner.weight = bmt.DistributedParameter(torch.randn(DIM, DIM, generator=generator))
+        self.bias = bmt.DistributedParameter(torch.randn(DIM, generator=generator).bfloat16())
+        self.one = bmt.DistributedParameter(torch.ones(1))
+
+    def forward(self, x):
+        return (x @ self.inner.weight + self.bias).tanh() * self.one
+
+
+class Model(bmt.DistributedModule):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        layers = [Layer(generator) for _ in range(3)]
+        if form == "list":
+            self.layers = bmt.TransformerBlockList(layers)
+        else:
+            self.layers = nn.ModuleList(layers if form == "bare" else [bmt.Block(layer) for layer in layers])
+        self.plain = nn.Linear(DIM, 1)
+        with torch.no_grad():
+            for param in self.plain.parameters():
+                param.copy_(torch.randn(param.shape, generator=generator))
+        self.plain.again = self.plain.weight
+        self.scale = bmt.DistributedParameter(torch.tensor(2.0), requires_grad=False)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.plain(x) * self.scale
+
+
+NAMES = [
+    "scale",
+    *[f"layers.{i}.{name}" for i in range(3) for name in ("bias", "one", "inner.weight")],
+    "plain.weight",
+    "plain.bias",
+    "plain.again",
+]
+
+
+def inspected(form: str) -> list:
+    model = Model(form)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before = inspect_model(model, "*")
+    x = torch.randn(12, DIM, generator=torch.Generator().manual_seed(5))
+    model(x.chunk(bmt.world_size())[bmt.rank()]).sum().backward()
+    for pattern in ("layers.*.bias", "*.one", "[ls]*", "?cale", "nothing", "LAYERS*"):
+        names = [row["name"] for row in inspect_model(model, pattern)]
+        assert names == [name for name in NAMES if fnmatch.fnmatchcase(name, pattern)], pattern
+    assert [row["name"] for row in inspect_model(model.layers, "all.1.*", prefix="all.")] == [
+        "all.1.bias",
+        "all.1.one",
+        "all.1.inner.weight",
+    ]
+    check_values(model, before, with_gradient=False)
+    after = inspect_model(model, "*")
+    check_values(model, after, with_gradient=True)
+    return before + after
+
+
+def check_values(model: nn.Module, rows: list[dict], with_gradient: bool) -> None:
+    state = model.state_dict()
+    assert [row["name"] for row in rows] == NAMES
+    for row in rows:
+        value = state[row["name"]].float()
+        assert row["shape"] == tuple(value.shape)
+        assert row["max"] == value.max().item()
+        assert row["min"] == value.min().item()
+        assert row["mean"] == pytest.approx(value.mean().item(), rel=1e-6)
+        if value.numel() > 1:
+            assert row["std"] == pytest.approx(value.std().item(), rel=1e-6)
+        else:
+            assert math.isnan(row["std"])
+        trained = with_gradient and row["name"] != "scale"
+        assert (row["grad_mean"] != 0.0) == trained
+
+
+@pytest.mark.parametrize("form", ["bare", "block", "list"])
+def test_bc67_inspect_model_is_equal_for_all_forms_and_worlds(form):
+    reference = run_ranks(1, inspected, "bare")[0]
+    for world in WORLDS:
+        for rows in run_ranks(world, inspected, form):
+            assert len(rows) == len(reference)
+            for row, expected in zip(rows, reference, strict=True):
+                assert row["name"] == expected["name"]
+                for key in ("max", "min", "mean", "std"):
+                    assert row[key] == pytest.approx(expected[key], rel=1e-6, nan_ok=True)
+                if not row["name"].startswith("plain"):  # whose gradient is that of rank 0's loss
+                    rounding = 5e-2 if row["name"].endswith("bias") else 1e-5  # in bf16, rank by rank
+                    for key in ("grad_mean", "grad_std"):
+                        assert row[key] == pytest.approx(expected[key], rel=rounding, abs=1e-6, nan_ok=True)
+
+
+def test_format_summary():
+    lines = format_summary(
+        [
+            {"name": "a", "shape": (1, 2), "max": 1.0, "min": -1234567.0, "std": 0.5, "mean": 0.25,
+             "grad_std": None, "grad_mean": 3},
+            {"name": "long.name", "shape": (10000000, 10000000, 10), "max": 1.0, "min": 0.0, "std": 0.5,
+             "mean": 0.25, "grad_std": math.nan, "grad_mean": 0.0},
+        ]
+    ).split("\n")  # fmt: skip
+    name, cells = 13, 10
+    assert lines[0] == " name".ljust(name) + " shape".ljust(20) + "".join(
+        f" {column}".ljust(cells) for column in ("max", "min", "std", "mean", "grad_std", "grad_mean")
+    )
+    assert lines[1] == " a".ljust(name) + " (1, 2)".ljust(20) + (
+        " 1.0000    -1234567. 0.5000    0.2500    None      3        "
+    )
+    assert lines[2].startswith(" long.name    (10000000, 10000000")
+    assert {len(line) for line in lines} == {name + 20 + 6 * cells}
+    assert format_summary([]) == " name   " + lines[0][name:]
+
+
+# ---- tensors
+
+
+class Recording(nn.Module):
+    """Records its input, something in the middle, something nobody uses, and its output."""
+
+    def __init__(self, weight: torch.Tensor, parameter: type = nn.Parameter) -> None:
+        super().__init__()
+        self.weight = parameter(weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        record_tensor(x, "input", group="layer")
+        middle = torch.nn.functional.dropout(x @ self.weight, 0.25).tanh()
+        record_tensor(middle, "middle", group="layer")
+        record_tensor(middle.exp(), "unused", group="layer")
+        record_tensor(middle.detach(), "constant")
+        out = x + middle @ self.weight
+        record_tensor(out, "output", group="layer")
+        return out
+
+
+class DistributedRecording(bmt.DistributedModule, Recording):
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__(weight, bmt.DistributedParameter)
+
+
+def make_layers(form: str, **options) -> nn.Module:
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(DIM, DIM, generator=generator) / 2 for _ in range(3)]
+    if form == "plain":
+        return nn.ModuleList([Recording(weight) for weight in weights])
+    layers = [DistributedRecording(weight) for weight in weights]
+    if form == "list":
+        return bmt.TransformerBlockList([bmt.Block(layer, **options) for layer in layers])
+    return nn.ModuleList([layer if form == "bare" else bmt.Block(layer, **options) for layer in layers])
+
+
+def run_recorded(form: str, loss_of: str, **options):
+    """Everything a user sees of one pass: entries, their values and gradients, gradients of x and the weights."""
+    torch.manual_seed(7)
+    layers = make_layers(form, **options)
+    x = torch.randn(8, DIM, generator=torch.Generator().manual_seed(bmt.rank()), requires_grad=True)
+    with inspect_tensor() as inspector:
+        hidden = x * 1
+        if form == "list":
+            hidden = layers(hidden)
+        else:
+            for layer in layers:
+                hidden = layer(hidden)
+        if "inside" in loss_of:
+            hidden.square().sum().backward()
+    middle = inspector.get_tensor("middle", group="layer", index=1)
+    if loss_of == "middle":
+        middle.sin().sum().backward()
+    elif loss_of == "both":
+        (
+            middle.sin().sum() + hidden.square().sum() + inspector.get_tensor("input", "layer", 2).sum()
+        ).backward()
+    elif loss_of == "twice":
+        hidden.square().sum().backward(retain_graph=True)
+        (middle.sin().sum() + hidden.sum()).backward()
+    entries = [
+        {
+            **{key: item[key] for key in ("name", "group", "summary_name", "shape", "requires_grad")},
+            "value": item["tensor"].detach().clone(),
+            "grad": item["tensor"].grad if item["requires_grad"] else None,
+        }
+        for item in inspector.summary
+    ]
+    weights = [layer._parameters["weight"].grad for layer in layers]
+    return entries, x.grad, weights, inspector
+
+
+def assert_close(actual: torch.Tensor | None, expected: torch.Tensor | None, what: object) -> None:
+    assert (actual is None) == (expected is None), what
+    if expected is not None:
+        assert torch.allclose(actual, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max())), what
+
+
+@pytest.mark.parametrize("loss_of", ["inside", "middle", "both", "twice"])
+@pytest.mark.parametrize("world", (1, 2))
+def test_bc68_recorded_tensors_are_part_of_the_graph(world, loss_of):
+    run_ranks(world, check_recorded, loss_of)
+
+
+def check_recorded(loss_of: str) -> None:
+    expected_entries, expected_x, expected_weights, _ = run_recorded("plain", loss_of)
+    assert [entry["summary_name"] for entry in expected_entries[:6]] == [
+        "layer.0.input", "layer.0.middle", "layer.0.unused", "0.constant", "layer.0.output", "layer.1.input",
+    ]  # fmt: skip
+    for weight in expected_weights:
+        if weight is not None:
+            torch_sum(weight)
+    cases = [("bare", {}), ("list", {})]
+    cases += [
+        ("block", {"use_checkpoint": flag, "zero_level": level}) for flag in (True, False) for level in (2, 3)
+    ]
+    for form, options in cases:
+        case = (form, options)
+        entries, x_grad, weights, inspector = run_recorded(form, loss_of, **options)
+        assert len(entries) == len(expected_entries) == 15, case
+        for entry, expected in zip(entries, expected_entries, strict=True):
+            for key in ("name", "group", "summary_name", "shape", "requires_grad"):
+                assert entry[key] == expected[key], case
+            assert torch.equal(entry["value"], expected["value"]), case
+            assert_close(entry["grad"], expected["grad"], (case, entry["summary_name"]))
+        assert_close(x_grad, expected_x, case)
+        for index, (weight, expected) in enumerate(zip(weights, expected_weights, strict=True)):
+            if expected is not None:
+                param = make_layers("bare")[index]._parameters["weight"]
+                begin, end = param._start_partition, param._end_partition
+                if form == "bare":
+                    assert_close(weight, expected.flatten()[begin:end], case)
+        assert inspector.get_tensor("nothing") is None
+        assert inspector.get_tensor("middle", "layer", 9) is None
+        assert inspector.get_tensor("constant").requires_grad is False
+
+
+def torch_sum(weight: torch.Tensor) -> None:
+    """Adds the ranks' gradients of a plain model, as sharded parameters have them."""
+    bmt.config["comm"].all_reduce(weight, bmt._C.ReduceOp.SUM).wait()
+
+
+def summaries(form: str) -> list:
+    """With nothing random, at equal total batch."""
+    layers = make_layers(form)
+    for layer in layers:
+        layer.train()
+    x = torch.randn(8, DIM, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    local = x.chunk(bmt.world_size())[bmt.rank()]
+    original = torch.nn.functional.dropout
+    torch.nn.functional.dropout = lambda value, p: value
+    try:
+        with inspect_tensor() as inspector:
+            hidden = local
+            for layer in layers:
+                hidden = layer(hidden)
+            record_tensor(hidden.sum(), "scalar")
+        before = inspector.get_summary()
+        with inspect_tensor():
+            hidden.square().sum().backward()
+    finally:
+        torch.nn.functional.dropout = original
+    return before + inspector.get_summary()
+
+
+def test_bc69_recorded_statistics_are_equal_for_all_forms():
+    for world in WORLDS:
+        forms = [run_ranks(world, summaries, form) for form in ("bare", "block", "list")]
+        expected = forms[0][0]
+        half = len(expected) // 2
+        assert all(row["grad_mean"] is None for row in expected[:half])
+        assert expected[0]["shape"] == (8, DIM)
+        assert expected[half - 1] == {**expected[half - 1], "name": "0.scalar", "shape": ()}
+        assert [row["grad_mean"] is not None for row in expected[half : half + 5]] == [
+            True,
+            True,
+            False,
+            False,
+            True,
+        ]
+        for ranks in forms:
+            for rows in ranks:
+                assert len(rows) == len(expected)
+                for row, other in zip(rows, expected, strict=True):
+                    assert row["name"] == other["name"]
+                    for key in ("min", "max", "mean", "std", "grad_mean", "grad_std"):
+                        if other[key] is None:
+                            assert row[key] is None
+                        else:
+                            assert row[key] == pytest.approx(other[key], rel=1e-5, abs=1e-6, nan_ok=True), (
+                                row["name"]
+                            )
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_statistics_over_ranks(world):
+    run_ranks(world, check_statistics)
+
+
+def check_statistics() -> None:
+    with inspect_tensor() as inspector:
+        record_tensor(torch.arange(4).view(2, 2) + 10 * bmt.rank(), "whole")
+    (row,) = inspector.get_summary()
+    values = [torch.arange(4.0) + 10 * rank for rank in range(bmt.world_size())]
+    assert row["mean"] == pytest.approx(sum(v.mean().item() for v in values) / len(values))
+    assert row["std"] == pytest.approx((sum(v.var().item() for v in values) / len(values)) ** 0.5)
+    assert (row["min"], row["max"]) == (0.0, values[-1].max().item())
+    assert row["shape"] == (2 * bmt.world_size(), 2)
+    assert row["grad_mean"] is None
+
+
+def test_rules_of_recording():
+    run_ranks(1, check_rules)
+    run_ranks(1, check_rules_before_init, init=False)
+
+
+def check_rules_before_init() -> None:
+    record_tensor(torch.ones(2), "nowhere")
+    with inspect_tensor() as inspector:
+        record_tensor(torch.ones(2), "here")
+    assert [item["name"] for item in inspector.summary] == ["here"]
+
+
+def check_rules() -> None:
+    x = torch.ones(2, requires_grad=True)
+    record_tensor(x, "nowhere")
+    with inspect_tensor() as inspector:
+        with pytest.raises(RuntimeError, match="nested"), inspect_tensor():
+            pass
+        with pytest.raises(RuntimeError, match="parameters"):
+            record_tensor(nn.Parameter(x), "parameter")
+        with pytest.raises(TypeError, match="x: expected a torch.Tensor, got int"):
+            record_tensor(3, "number")
+        with torch.no_grad():
+            record_tensor(x * 2, "plain")
+            teacher = make_layers("block")[0]
+            teacher(torch.ones(1, DIM))
+        record_tensor(x * 2, "with history")
+        bmt.checkpoint(lambda y: record_and_return(y * 3))(x).sum().backward()
+    assert inspector._summary is inspector.summary
+    names = [item["name"] for item in inspector.summary]
+    assert names == [
+        "plain", "input", "middle", "unused", "constant", "output", "with history", "checkpointed",
+    ]  # fmt: skip
+    assert [item["requires_grad"] for item in inspector.summary][:7] == [False] * 6 + [True]
+    with inspect_tensor() as second:
+        pass
+    assert second.summary == []
+
+
+def record_and_return(y: torch.Tensor) -> torch.Tensor:
+    record_tensor(y, "checkpointed")
+    return y
