@@ -143,7 +143,17 @@ def test_loss_falls_and_checkpoint_loads_in_plain_torch(tmp_path: Path, text: Pa
     }
 
 
-@pytest.mark.parametrize("options", [[], ["--offload", "--no-recompute", "--zero-level", "2", "--untied"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], id="default"),
+        pytest.param(
+            ["--offload", "--no-recompute", "--zero-level", "2", "--untied"],
+            id="other",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_number_of_ranks_does_not_change_the_training(tmp_path: Path, text: Path, options: list[str]) -> None:
     losses = []
     for world in (1, 2, 4):
