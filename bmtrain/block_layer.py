@@ -20,8 +20,16 @@ from .errors import RepeatedBlockError
 from .global_var import context
 from .param_init import grouped_parameters, init_parameters
 from .utils import round_up
+from .zero_context import ZeroContext
 
-__all__ = ["Block", "CheckpointBlock", "TransformerBlockList", "round_up", "storage_type_cuda"]
+__all__ = [
+    "Block",
+    "CheckpointBlock",
+    "CheckpointBlockContext",
+    "TransformerBlockList",
+    "round_up",
+    "storage_type_cuda",
+]
 
 # The dictionaries that a Block shares with its inner module, so that walking the Block is walking the inner module.
 _SHARED = (
@@ -276,6 +284,7 @@ class Block(torch.nn.Module):
 
 
 CheckpointBlock = Block
+CheckpointBlockContext = ZeroContext
 
 
 def _rebuild_block(module: torch.nn.Module, options: dict[str, Any], own: dict[str, Any]) -> Block:

@@ -1,0 +1,242 @@
+"""``python -m bmtrain doctor --api``: is every documented name there, and the same object under each of its paths?"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+__all__ = ["API", "MODULES", "Finding", "add_arguments", "check_api", "run"]
+
+PACKAGE = "bmtrain"
+
+#: Where an object lives -> the other paths under which it is the same object. Paths are below the package.
+API: dict[str, str] = {
+    # launch and state
+    "init_distributed": "init.init_distributed",
+    "init.is_initialized": "",
+    "init.topology": "",
+    "config": "global_var.config",
+    "rank": "global_var.rank",
+    "world_size": "global_var.world_size",
+    "synchronize": "synchronize.synchronize",
+    "sum_loss": "synchronize.sum_loss",
+    "wait_loader": "synchronize.wait_loader",
+    "gather_result": "synchronize.gather_result",
+    "print_rank": "utils.print_rank",
+    "print_block": "utils.print_block",
+    "print_dict": "utils.print_dict",
+    "see_memory": "utils.see_memory",
+    "load_nccl_pypi": "utils.load_nccl_pypi",
+    "__version__": "",
+    # models
+    "DistributedParameter": "parameter.DistributedParameter layer.DistributedParameter nn.DistributedParameter",
+    "ParameterInitializer": "parameter.ParameterInitializer",
+    "parameter.OpAllGather": "",
+    "DistributedModule": "layer.DistributedModule nn.DistributedModule",
+    "init_parameters": "param_init.init_parameters",
+    "grouped_parameters": "param_init.grouped_parameters",
+    "Block": "CheckpointBlock block_layer.Block block_layer.CheckpointBlock",
+    "TransformerBlockList": "block_layer.TransformerBlockList",
+    "block_layer.round_up": "utils.round_up",
+    "block_layer.storage_type_cuda": "",
+    "PipelineTransformerBlockList": "pipe_layer.PipelineTransformerBlockList",
+    "BMTrainModelWrapper": "wrapper.BMTrainModelWrapper",
+    "wrapper.make_distributed": "",
+    "wrapper.model_wrapper_dispatch": "",
+    "checkpoint": "checkpointing.checkpoint",
+    "zero_context.ZeroContext": "block_layer.CheckpointBlockContext",
+    # files
+    "save": "store.save",
+    "load": "store.load",
+    "store.DistributedStateDictWrapper": "",
+    "store.DistributedTensorWrapper": "",
+    "store.DTYPE_LIST": "",
+    "store._save_to_rank0": "",
+    "store._save_to_local_rank0": "",
+    "store._save_to_infer_model": "",
+    "store.allgather_object": "",
+    "store.allgather_objects": "",
+    "store.broadcast_object": "",
+    # training
+    "optim.AdamOptimizer": "optim.adam.AdamOptimizer",
+    "optim.AdamOffloadOptimizer": "optim.adam_offload.AdamOffloadOptimizer",
+    "optim.OptimManager": "optim.optim_manager.OptimManager",
+    "optim.clip_grad_norm": "optim.clip_grad.clip_grad_norm",
+    "optim.optim_manager.check_overflow": "",
+    "optim.optim_manager.grad_rescale": "",
+    "optim_step": "backward.optim_step",
+    "lr_scheduler.WarmupLRScheduler": "lr_scheduler.warmup.WarmupLRScheduler lr_scheduler.WarmupLRSchduler",
+    "lr_scheduler.Noam": "lr_scheduler.noam.Noam",
+    "lr_scheduler.Linear": "lr_scheduler.linear.Linear",
+    "lr_scheduler.Cosine": "lr_scheduler.cosine.Cosine",
+    "lr_scheduler.Exponential": "lr_scheduler.exponential.Exponential",
+    "lr_scheduler.NoDecay": "lr_scheduler.no_decay.NoDecay",
+    "loss.FusedCrossEntropy": "loss.cross_entropy.FusedCrossEntropy",
+    "loss._function.has_inf_nan": "",
+    # collectives
+    **{
+        f"distributed.{name}": f"distributed.ops.{name}"
+        for name in (
+            [
+                "all_reduce",
+                "all_gather",
+                "broadcast",
+                "reduce_scatter",
+                "send_activations",
+                "recv_activations",
+            ]
+        )
+    },
+    "nccl.send": "distributed.ops.ncclSend",
+    "nccl.recv": "distributed.ops.ncclRecv",
+    "nccl.allGather": "distributed.ops.ncclAllGather",
+    "nccl.allReduce": "distributed.ops.ncclAllReduce",
+    "nccl.broadcast": "distributed.ops.ncclBroadcast",
+    "nccl.reduceScatter": "distributed.ops.ncclReduceScatter",
+    "nccl.reduce": "",
+    "nccl.groupStart": "",
+    "nccl.groupEnd": "",
+    "nccl.commCount": "",
+    "nccl.commRank": "",
+    "nccl.getUniqueId": "",
+    "nccl.commInitRank": "",
+    "nccl.commDestroy": "",
+    "nccl.NCCLCommunicator": "",
+    "nccl.dtype2nccl": "",
+    "nccl.op2nccl": "",
+    # layers
+    "nn.Linear": "nn.linear.Linear",
+    "nn.OpLinear": "nn.linear.OpLinear",
+    "nn.ColumnParallelLinear": "nn.column_parallel_linear.ColumnParallelLinear",
+    "nn.RowParallelLinear": "nn.row_parallel_linear.RowParallelLinear",
+    "nn.VPEmbedding": "nn.parallel_embedding.VPEmbedding",
+    "nn.OpParallelLinear": "nn.parallel_linear_func.OpParallelLinear",
+    "nn.parallel_linear_func.ReduceType": "",
+    "nn.Projection": "",
+    "nn.VPProjection": "",
+    # looking into a run
+    "inspect.inspect_model": "inspect.model.inspect_model",
+    "inspect.inspect_tensor": "inspect.tensor.inspect_tensor",
+    "inspect.record_tensor": "inspect.tensor.record_tensor",
+    "inspect.format_summary": "inspect.format.format_summary",
+    "inspect.tensor.InspectTensor": "",
+    "inspect.tensor.InspectTensorManager": "",
+    "benchmark.all_gather": "",
+    "benchmark.reduce_scatter": "",
+    "benchmark.send_recv": "",
+    "utils.AverageRecorder": "",
+    "utils.check_torch_version": "",
+    "utils.tp_split_tensor": "",
+    "debug.set": "",
+    "debug.get": "",
+    "debug.append": "",
+    "debug.extend": "",
+    "debug.clear": "",
+}
+
+#: Modules that ``import bmtrain`` alone makes reachable as attributes of the package.
+MODULES = [
+    "nccl",
+    "distributed",
+    "nn",
+    "optim",
+    "inspect",
+    "lr_scheduler",
+    "loss",
+    "store",
+    "utils",
+    "debug",
+    "benchmark",
+    "init",
+    "layer",
+    "block_layer",
+    "pipe_layer",
+    "parameter",
+    "wrapper",
+    "global_var",
+]
+
+#: Paths that can be imported as modules, beyond those in which the objects above were found.
+IMPORTABLE = ("nccl.enums", "hook_func")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row of the table: a path, and what it is or why it is wrong."""
+
+    path: str
+    resolves_to: str
+    problem: str = ""
+
+
+def check_api() -> Iterator[Finding]:
+    """Resolve every documented name, in documented order."""
+    package = importlib.import_module(PACKAGE)
+    for name in MODULES:
+        module = vars(package).get(name)
+        is_module = isinstance(module, ModuleType)
+        yield Finding(
+            name,
+            _describe(module) if is_module else "",
+            "" if is_module else "no module after import bmtrain",
+        )
+    for name in IMPORTABLE:
+        yield _resolved(name)[0]
+    for home, others in API.items():
+        finding, value = _resolved(home)
+        yield finding
+        for path in others.split():
+            other, found = _resolved(path)
+            if not (finding.problem or other.problem) and found is not value:
+                other = Finding(path, other.resolves_to, f"not the object that {home} is")
+            yield other
+
+
+def _resolved(path: str) -> tuple[Finding, Any]:
+    """Find ``path`` as ``from bmtrain.<module> import <name>`` does, or as a module."""
+    module_name, _, name = f"{PACKAGE}.{path}".rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # an old name is looked at, not used
+            if hasattr(module, name):
+                value = getattr(module, name)
+            else:
+                value = importlib.import_module(f"{module_name}.{name}")
+    except Exception as error:  # whatever a module raises while it is imported belongs in the table
+        return Finding(path, "", f"missing ({type(error).__name__}: {error})"), None
+    return Finding(path, _describe(value)), value
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, ModuleType):
+        return f"module {value.__name__}"
+    kind = "class" if isinstance(value, type) else "function" if callable(value) else type(value).__name__
+    home = getattr(value, "__module__", None)
+    name = getattr(value, "__qualname__", None)
+    return f"{kind} {home}.{name}" if home and name else f"{kind} {value!r}"[:60]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes."""
+    parser.add_argument(
+        "--api", action="store_true", required=True, help="list every documented name and what it resolves to"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table. Returns 1 if anything is missing or is not the object it should be, else 0."""
+    del arguments
+    findings = list(check_api())
+    width = max(len(finding.path) for finding in findings) + len(PACKAGE) + 1
+    for finding in findings:
+        result = f"PROBLEM: {finding.problem}" if finding.problem else finding.resolves_to
+        print(f"{PACKAGE + '.' + finding.path:<{width}}  {result}")
+    problems = sum(bool(finding.problem) for finding in findings)
+    print(f"{len(findings)} names, {problems} with problems")
+    return 1 if problems else 0
