@@ -9,7 +9,10 @@ from collections.abc import Sequence
 __all__ = ["main"]
 
 # Name of a benchmark -> what it measures. Each is a module of bmtrain.benchmark with add_arguments and run.
-_BENCHMARKS = {"adam": "one Adam step against torch's and against moving the same bytes"}
+_BENCHMARKS = {
+    "adam": "one Adam step against torch's and against moving the same bytes",
+    "step": "one training step against DDP, FSDP2 and no communication",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
