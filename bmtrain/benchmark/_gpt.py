@@ -23,7 +23,8 @@ class Layer(nn.Module):
         """``(batch, seq, dim)`` to the same."""
         batch, seq, dim = x.shape
         qkv = self.qkv(self.norm_1(x)).view(batch, seq, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(*qkv.unbind(0), is_causal=True)
+        query, key, value = qkv.unbind(0)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, seq, dim))
         hidden: Tensor = x + self.down(F.gelu(self.up(self.norm_2(x))))
         return hidden
