@@ -591,3 +591,67 @@ def test_bc63_a_kill_at_any_moment_leaves_the_old_or_the_new_file(tmp_path):
         assert values.pop() >= last
     leftovers = [name for name in os.listdir(path.parent) if name != "model.pt"]
     assert len(leftovers) <= 1  # the next save removes what the last one left
+
+
+# ---- other layouts
+
+
+LAYOUTS = [
+    (1, {}),
+    (2, {"pipe_size": 2}),
+    (2, {"tp_size": 2}),
+    (4, {"pipe_size": 2, "tp_size": 2}),
+    (4, {"tp_size": 2}),
+]
+
+
+class ParallelLayer(bmt.DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = bmt.nn.ColumnParallelLinear(6, 8)
+        self.down = bmt.nn.RowParallelLinear(8, 6)
+        self.register_buffer("scale", torch.zeros(3))
+
+
+class ParallelModel(bmt.DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = bmt.PipelineTransformerBlockList([ParallelLayer() for _ in range(3)])
+        self.embedding = bmt.nn.VPEmbedding(10, 6, dtype=torch.float32)
+
+
+def full_parallel_state() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"up.weight": (8, 6), "up.bias": (8,), "down.weight": (6, 8), "down.bias": (6,)}
+    names = {f"layers.{i}.scale": (3,) for i in range(3)}
+    names |= {f"layers.{i}.{name}": shape for i in range(3) for name, shape in shapes.items()}
+    names["embedding.weight"] = (10, 6)
+    return {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
+
+
+def load_and_save_again(source: str, target: str) -> list[dict]:
+    model = ParallelModel()
+    assert tuple(bmt.load(model, source)) == ([], [])
+    state, expected = model.state_dict(), full_parallel_state()
+    assert set(state) == set(expected)
+    assert all(torch.equal(state[key], expected[key]) for key in expected)
+    bmt.save(model, target)
+    return bmt.inspect.inspect_model(model, "*")
+
+
+def test_bc64_bc67_files_and_statistics_do_not_depend_on_the_layout(tmp_path):
+    source = str(tmp_path / "0.pt")
+    torch.save(full_parallel_state(), source)
+    reference = None
+    for number, (world, init) in enumerate(LAYOUTS, 1):
+        target = str(tmp_path / f"{number}.pt")
+        for rows in run_ranks(world, load_and_save_again, source, target, init=init):
+            reference = reference or rows
+            assert rows == reference
+        assert_same_values(torch.load(target), full_parallel_state())
+        source = target
+
+
+def assert_same_values(actual, expected) -> None:
+    assert set(actual) == set(expected)
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
