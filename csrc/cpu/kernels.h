@@ -50,7 +50,7 @@ using SqrtFunction = void (*)(std::int64_t n, const float* x, float* out);
 /// known: q = x * (reciprocal + reciprocal_rest), both parts used, is the quotient or a neighbour of it;
 /// x - q * value is exact in an fma; and q plus that rest times the reciprocal then rounds to the quotient
 /// (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). It holds
-/// while nothing underflows, and square roots of fp32 numbers are far from that; an infinite q is left alone.
+/// while nothing underflows, and square roots of fp32 numbers are far from that; infinity is left alone.
 struct Divisor {
   float value = 1;
   float reciprocal = 1;

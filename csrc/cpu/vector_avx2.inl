@@ -69,8 +69,8 @@ static inline __m256 div_by8(__m256 x, const Divisor& d) {
   const __m256 high = _mm256_set1_ps(d.reciprocal);
   const __m256 q = _mm256_fmadd_ps(x, high, _mm256_mul_ps(x, _mm256_set1_ps(d.reciprocal_rest)));
   const __m256 rest = _mm256_fnmadd_ps(q, _mm256_set1_ps(d.value), x);
-  const __m256 finite = _mm256_cmp_ps(q, _mm256_set1_ps(__builtin_inff()), _CMP_NEQ_UQ);
-  return _mm256_fmadd_ps(_mm256_and_ps(rest, finite), high, q);
+  const __m256 finite = _mm256_cmp_ps(x, _mm256_set1_ps(__builtin_inff()), _CMP_NEQ_UQ);
+  return _mm256_blendv_ps(x, _mm256_fmadd_ps(rest, high, q), finite);
 }
 static inline F32x16 div_by(F32x16 x, const Divisor& d) { return {div_by8(x.low, d), div_by8(x.high, d)}; }
 

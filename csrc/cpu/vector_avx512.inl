@@ -46,8 +46,8 @@ static inline F32x16 div_by(F32x16 x, const Divisor& d) {
   const __m512 high = _mm512_set1_ps(d.reciprocal);
   const __m512 q = _mm512_fmadd_ps(x.all, high, _mm512_mul_ps(x.all, _mm512_set1_ps(d.reciprocal_rest)));
   const __m512 rest = _mm512_fnmadd_ps(q, _mm512_set1_ps(d.value), x.all);
-  const __mmask16 finite = _mm512_cmp_ps_mask(q, _mm512_set1_ps(__builtin_inff()), _CMP_NEQ_UQ);
-  return {_mm512_mask3_fmadd_ps(rest, high, q, finite)};
+  const __mmask16 finite = _mm512_cmp_ps_mask(x.all, _mm512_set1_ps(__builtin_inff()), _CMP_NEQ_UQ);
+  return {_mm512_mask_mov_ps(x.all, finite, _mm512_fmadd_ps(rest, high, q))};
 }
 
 static inline F32x16 max_magnitude(F32x16 a, F32x16 b) {
