@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -19,6 +18,7 @@ from ._engine.storage import BlockStorage, build_storage
 from .errors import RepeatedBlockError
 from .global_var import context
 from .param_init import grouped_parameters, init_parameters
+from .parameter import BlockRef, DistributedParameter
 from .utils import round_up
 from .zero_context import ZeroContext
 
@@ -44,14 +44,16 @@ _SHARED = (
 )
 
 # What a Block has beyond what its inner module and its user gave it: built anew in a copy.
-_OF_THE_ENGINE = (
+# What a copy of a Block makes anew.
+_NOT_COPIED = (
+    *_SHARED,
     "_module",
     "_policy",
     "_mode",
     "_label",
     "_modules_state",
-    "_need_reference",
     "_links",
+    "_shares_with",
     "_storages",
     "_runtime",
 )
@@ -98,7 +100,12 @@ class Block(torch.nn.Module):
             level=ctx.zero_level if zero_level is None else zero_level,
             recompute=Recompute.WHOLE if use_checkpoint else Recompute.OFF,
         )
-        inner_module = dissolve_inner_blocks(inner_module, Block)
+        self._stand_for(dissolve_inner_blocks(inner_module, Block), policy, BlockMode[mode])
+        self.__dict__["_need_reference"] = initialized
+        if not initialized:
+            self._build()
+
+    def _stand_for(self, inner_module: torch.nn.Module, policy: BlockPolicy, mode: BlockMode) -> None:
         super().__init__()
         own = self.__dict__
         for name in _SHARED:
@@ -107,24 +114,34 @@ class Block(torch.nn.Module):
         own["training"] = inner_module.training
         own["_module"] = inner_module
         own["_policy"] = policy
-        own["_mode"] = BlockMode[mode]
-        own["_label"] = f"{type(inner_module).__name__}#{ctx.engine.schedule.next_number}"
+        own["_mode"] = mode
+        own["_label"] = f"{type(inner_module).__name__}#{context().engine.schedule.next_number}"
         own["_modules_state"] = ModuleState(inner_module)
-        own["_need_reference"] = initialized
         own["_links"] = [None, None]
-        if not initialized:
-            self._build()
+        own["_shares_with"] = None
+        own["_storages"] = []
 
     def _build(self) -> None:
         """(Re)packs the parameters of the inner module into flat storage. Collective."""
-        named = adopt_parameters(self, self._module)
-        self.__dict__["_storages"] = storages = build_storage(named, self._mode, self._label, self)
-        self.__dict__["_runtime"] = BlockRuntime(
-            context().engine, self._label, [storage.shards for storage in storages], self._policy
-        )
+        reference = BlockRef(self)
+        named = adopt_parameters(self, self._module, reference)
+        # In place: Blocks that share this storage see the new one.
+        self._storages[:] = build_storage(named, self._mode, self._label, reference)
+        groups = [storage.shards for storage in self._storages]
+        if "_runtime" in self.__dict__:
+            self._runtime.replace_groups(groups)
+        else:
+            self.__dict__["_runtime"] = BlockRuntime(context().engine, self._label, groups, self._policy)
+
+    def _set_hooks(self, param: DistributedParameter) -> None:
+        for storage in self._storages:
+            for index, member in enumerate(storage.parameters):
+                if member is param and param._gradient_hooks is not None:
+                    storage.shards.set_hooks(index, param._gradient_hooks)
 
     def reference(self, block: Block) -> None:
         """Shares another Block's storage; for a Block constructed with ``initialized=True`` around the same module."""
+        self.__dict__["_shares_with"] = block
         self.__dict__["_storages"] = block._storages
         self.__dict__["_runtime"] = block._runtime
         self.__dict__["_need_reference"] = False
@@ -145,7 +162,7 @@ class Block(torch.nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         module = self.__dict__.get("_module")
-        if module is None:
+        if module is None or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(module, name)
 
@@ -162,7 +179,7 @@ class Block(torch.nn.Module):
         elif isinstance(value, (torch.nn.Module, torch.nn.Parameter)):
             setattr(module, name, value)  # registered in the dictionaries that both share
         else:
-            if not name.startswith("_") and hasattr(module, name):
+            if not name.startswith("_") and _has(module, name):
                 setattr(module, name, value)
                 if name in module._parameters or name in module._buffers or name in module._modules:
                     return
@@ -212,31 +229,23 @@ class Block(torch.nn.Module):
             self._build()
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Block:
-        clone = Block(
-            copy.deepcopy(self._module, memo),
-            use_checkpoint=self._policy.recomputes,
-            zero_level=self._policy.level,
-            mode=self._mode.name,
-        )
-        memo[id(self)] = clone
-        for name, value in self.__dict__.items():
-            if name not in _OF_THE_ENGINE and name not in _SHARED and name != "forward":
-                clone.__dict__[name] = copy.deepcopy(value, memo)
-        return clone
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        options = {
-            "use_checkpoint": self._policy.recomputes,
-            "zero_level": self._policy.level,
-            "mode": self._mode.name,
+        state = {
+            "shares_with": self._shares_with,
+            "module": self._module,
+            "policy": self._policy,
+            "mode": self._mode,
+            "own": {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED},
         }
-        own = {
-            name: value
-            for name, value in self.__dict__.items()
-            if name not in _OF_THE_ENGINE and name not in _SHARED and name != "forward"
-        }
-        return _rebuild_block, (self._module, options, own)
+        return _new_block, (), state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._stand_for(state["module"], state["policy"], state["mode"])
+        self.__dict__.update(state["own"])
+        if state["shares_with"] is None:
+            self._build()
+        else:
+            self.reference(state["shares_with"])
 
     # ---- documented, rarely used
 
@@ -287,10 +296,16 @@ CheckpointBlock = Block
 CheckpointBlockContext = ZeroContext
 
 
-def _rebuild_block(module: torch.nn.Module, options: dict[str, Any], own: dict[str, Any]) -> Block:
-    block = Block(module, **options)
-    block.__dict__.update(own)
-    return block
+def _new_block() -> Block:
+    return Block.__new__(Block)
+
+
+def _has(module: torch.nn.Module, name: str) -> bool:
+    """As hasattr(), but reads no parameter, which could gather it."""
+    own = module.__dict__
+    return any(
+        name in place for place in (own, own["_parameters"], own["_buffers"], own["_modules"])
+    ) or hasattr(type(module), name)
 
 
 _STORAGE_TYPES = {
@@ -397,6 +412,14 @@ class TransformerBlockList(torch.nn.Module):
             block.set_pre_module(previous)
             previous = block
             self.add_module(str(index), block)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        previous: Block | None = None
+        for block in self._modules.values():
+            if type(block) is Block:
+                block.set_pre_module(previous)
+                previous = block
 
     def __len__(self) -> int:
         return len(self._modules)

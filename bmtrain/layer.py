@@ -12,7 +12,9 @@ from .parameter import DistributedParameter
 
 __all__ = ["DistributedModule", "DistributedParameter"]
 
-_OWNER = "_owner_block"  # in a module's __dict__: weak reference to the Block that the module was in when it was built
+_OWNER = (
+    "_owner_block"  # in a module's __dict__: BlockRef of the Block that the module was in when it was built
+)
 
 
 class DistributedModule(torch.nn.Module):
@@ -80,7 +82,9 @@ class DistributedModule(torch.nn.Module):
 
 def _read(module: torch.nn.Module, param: DistributedParameter) -> torch.Tensor:
     owner = param._block
-    if owner is not None and (module.__dict__.get(_OWNER) is owner or owner() is None):
+    if owner is not None and (
+        param._is_full() or (owner() is not None and module.__dict__.get(_OWNER) is owner)
+    ):
         return param
     full = param.gather()
     full.__dict__["_bmtrain_source"] = weakref.ref(param)

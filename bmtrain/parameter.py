@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils.hooks import RemovableHandle
 
 from ._engine.sharding import ShardSpec
 from .global_var import context
 
 if TYPE_CHECKING:
-    from .block_layer import Block
+    pass
 
 __all__ = [
     "DistributedParameter",
@@ -80,7 +82,9 @@ class DistributedParameter(torch.nn.Parameter):
     _tp_mode: bool
     _tp_split_dim: int
     _load_count: int
-    _block: weakref.ref[Block] | None
+    _block: BlockRef | None
+    _gradient_hooks: OrderedDict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None
+    _accumulated_hooks: OrderedDict[int, Callable[[torch.Tensor], None]] | None
 
     def __new__(
         cls,
@@ -118,6 +122,8 @@ class DistributedParameter(torch.nn.Parameter):
         param = torch.Tensor._make_subclass(cls, local, requires_grad)
         param._load_count = 0
         param._block = None
+        param._gradient_hooks = None
+        param._accumulated_hooks = None
         return param
 
     @property
@@ -145,7 +151,7 @@ class DistributedParameter(torch.nn.Parameter):
 
     def gather(self) -> torch.Tensor:  # type: ignore[override]
         """The full tensor, differentiable; its gradient is summed over the ranks into the shard. Collective."""
-        if self.shape == self._original_shape and self._block is not None and _is_bound(self):
+        if self._is_full():
             return self.view_as(self)
         full: torch.Tensor = OpAllGather.apply(self)
         return full
@@ -158,17 +164,53 @@ class DistributedParameter(torch.nn.Parameter):
         """The full tensor with its tensor-parallel slices merged. Collective."""
         return self.gather() if self._tp_split_dim < 0 else self.tp_gather()
 
-    def _attributes(self) -> dict[str, Any]:
-        return dict(self.__dict__)
+    def _is_full(self) -> bool:
+        """Whether the data are the full tensor: in a running Block, or where the user put it in a shard's place."""
+        block = self._block
+        if block is None or self.shape != self._original_shape:
+            return False
+        owner = block()
+        is_bound = owner is not None and owner._runtime.is_bound
+        return is_bound or self.untyped_storage()._cdata not in block.homes
+
+    def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:
+        """Lets ``hook`` see this rank's full gradient, before the sum over the ranks, and replace it.
+
+        It does not see what reaches the shard directly, as in ``(param ** 2).sum()``. A parameter outside Blocks that
+        is read several times in one forward has it called for each.
+        """
+        if not self.requires_grad:
+            raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
+        if self._gradient_hooks is None:
+            self._gradient_hooks = OrderedDict()
+            block = self._block() if self._block is not None else None
+            if block is not None:
+                block._set_hooks(self)
+        handle = RemovableHandle(self._gradient_hooks)
+        self._gradient_hooks[handle.id] = hook
+        return handle
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+        """Calls ``hook(param)`` once at the end of each backward that gave it a gradient, complete in ``.grad``."""
+        if self._accumulated_hooks is None:
+            super().register_post_accumulate_grad_hook(_note_accumulated)
+            self._accumulated_hooks = OrderedDict()
+        handle = RemovableHandle(self._accumulated_hooks)
+        self._accumulated_hooks[handle.id] = hook
+        return handle
+
+    def _run_accumulated_hooks(self) -> None:
+        for hook in list((self._accumulated_hooks or {}).values()):
+            hook(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedParameter:
         if id(self) in memo:
             known: DistributedParameter = memo[id(self)]
             return known
-        clone = type(self)._from_local(self.data.clone(), self.requires_grad)
+        clone = type(self)._from_local(self._own_part().clone(), self.requires_grad)
         memo[id(self)] = clone
         for name, value in self.__dict__.items():
-            if name == "_block":
+            if name in _NOT_COPIED:
                 continue
             clone.__dict__[name] = value if name == "_spec" else copy.deepcopy(value, memo)
         if self.grad is not None:
@@ -176,12 +218,42 @@ class DistributedParameter(torch.nn.Parameter):
         return clone
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        attributes = {k: v for k, v in self.__dict__.items() if k not in ("_spec", "_block")}
+        attributes = {k: v for k, v in self.__dict__.items() if k not in ("_spec", *_NOT_COPIED)}
         spec = self._spec.portable(self.element_size())
-        return _rebuild, (type(self), self.data.clone(), self.requires_grad, spec, attributes)
+        return _rebuild, (type(self), self._own_part().clone(), self.requires_grad, spec, attributes)
+
+    def _own_part(self) -> torch.Tensor:
+        return self._spec.slice_of(self.data.reshape(-1)) if self._is_full() else self.data
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"DistributedParameter(shape={tuple(self._original_shape)}, local={super().__repr__()})"
+
+
+_NOT_COPIED = ("_block", "_gradient_hooks", "_accumulated_hooks")
+
+
+class BlockRef(weakref.ref[Any]):
+    """How a parameter and its module refer to the Block that they are in. A copy refers to no Block.
+
+    Attributes:
+        homes: the storages of the Block's shards, by address.
+    """
+
+    homes: tuple[int, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return _no_block, ()
+
+
+def _no_block() -> None:
+    return None
+
+
+def _note_accumulated(param: torch.Tensor) -> None:
+    context().engine.note_accumulated(param)  # type: ignore[arg-type]
 
 
 def _rebuild(
@@ -191,7 +263,7 @@ def _rebuild(
     spec: tuple[Any, ...],
     attributes: dict[str, Any],
 ) -> DistributedParameter:
-    param = cls._from_local(local, requires_grad)
+    param = cls._from_local(local.to(context().device), requires_grad)
     param.__dict__.update(attributes)
     param._spec = ShardSpec.from_portable(spec, context().groups)
     if local.numel() != param._spec.local_part[1]:
@@ -201,11 +273,6 @@ def _rebuild(
             f"{param._spec.local_part[1]}; save() and load() move parameters between numbers of ranks"
         )
     return param
-
-
-def _is_bound(param: DistributedParameter) -> bool:
-    block = param._block() if param._block is not None else None
-    return block is not None and block._runtime.is_bound
 
 
 def _merged_shape(shape: torch.Size, dim: int, tp_size: int) -> torch.Size:
@@ -228,6 +295,7 @@ class OpAllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, param: DistributedParameter) -> torch.Tensor:
+        ctx.param = param
         ctx.spec = param._spec
         flat = param._spec.gather(param)
         full: torch.Tensor = flat.new_empty(0)  # not a view of `flat`, so that callers may write to it
@@ -238,6 +306,9 @@ class OpAllGather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        for hook in list((ctx.param._gradient_hooks or {}).values()):
+            changed = hook(grad)
+            grad = grad if changed is None else changed
         reduced: torch.Tensor = ctx.spec.reduce_scatter(grad.reshape(-1))
         return reduced
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..global_var import context
 from ..layer import _OWNER
-from ..parameter import DistributedParameter
+from ..parameter import BlockRef, DistributedParameter
 from .runtime import BlockRuntime
 from .stage import StagedShardSpec
 from .state_dict import install_hooks
@@ -34,12 +33,16 @@ def dissolve_inner_blocks(module: torch.nn.Module, block_class: type) -> torch.n
 
 
 def _let_go(block: Any) -> None:
+    for storage in block._storages:
+        storage.shards.adopt_data()
     for param in block.parameters():
         if isinstance(param, DistributedParameter):
             param._block = None
 
 
-def adopt_parameters(block: Any, module: torch.nn.Module) -> list[tuple[str, DistributedParameter]]:
+def adopt_parameters(
+    block: Any, module: torch.nn.Module, reference: BlockRef
+) -> list[tuple[str, DistributedParameter]]:
     """Checks the parameters below ``module``, marks its modules as belonging to ``block``, and returns the parameters.
 
     Raises:
@@ -58,7 +61,6 @@ def adopt_parameters(block: Any, module: torch.nn.Module) -> list[tuple[str, Dis
                 f"parameter {name!r} of {block._label} belongs to another Block already: {owner._label}"
             )
         named[id(param)] = (name, param)
-    reference = weakref.ref(block)
     for child in module.modules():
         child.__dict__[_OWNER] = reference
         install_hooks_unless_distributed(child)

@@ -13,6 +13,7 @@ from .. import _C
 from .schedule import Phase, Schedule
 
 if TYPE_CHECKING:
+    from ..parameter import DistributedParameter
     from .island import BlockCall
     from .policy import BlockPolicy
 
@@ -45,6 +46,12 @@ class BlockRuntime:
         self._defers = False
         self._deferred: list[_C.ShardGroup] = []
 
+    def replace_groups(self, groups: Sequence[_C.ShardGroup]) -> None:
+        """Goes on with other buffers; what is under way is dropped."""
+        self.engine.schedule.drop_ahead()
+        self.drop_gathered()
+        self.groups = tuple(groups)
+
     def version(self) -> int:
         """Changes whenever a parameter is modified in place."""
         return sum(group.version() for group in self.groups)
@@ -55,6 +62,8 @@ class BlockRuntime:
         engine = self.engine
         if phase is not Phase.BACKWARD:
             engine.drop_stale_reductions()
+        if self._adopt_data() and phase is not Phase.BACKWARD:
+            self.drop_gathered()
         if not self._is_held:
             engine.schedule.enter(self, phase)
         for group in self.groups:
@@ -66,6 +75,10 @@ class BlockRuntime:
         for group in self.groups:
             group.bind()
         self.is_bound = True
+
+    def _adopt_data(self) -> bool:
+        """Takes over what users put in place of shards (``param.data = tensor``); whether there was anything."""
+        return any([group.adopt_data() for group in self.groups])  # noqa: C419 (of every group, not up to the first)
 
     def close(self, *, keep: bool) -> None:
         """Makes the parameters shards again; ``keep`` leaves the gathered buffer for the backward to come."""
@@ -88,6 +101,7 @@ class BlockRuntime:
         """Starts a gather for a coming call; False if the parameters are gathered already."""
         if self.is_bound or any(group.state != _SHARDED for group in self.groups):
             return False
+        self._adopt_data()
         for group in self.groups:
             group.start_gather()
         self._gathered_version = self.version()
@@ -161,6 +175,8 @@ class Engine:
         self.schedule = Schedule()
         self._reductions: list[Sequence[_C.ShardGroup]] = []
         self._callback_task = -1
+        self._is_ending = False
+        self._accumulated: dict[int, DistributedParameter] = {}
 
     @contextmanager
     def running_again(self) -> Iterator[None]:
@@ -193,10 +209,30 @@ class Engine:
         """Takes over a reduction under way; completes the one before, so that at most one overlaps with compute."""
         self.finish_reductions()
         self._reductions.append(groups)
+        self._call_at_end_of_backward()
+
+    def note_accumulated(self, param: DistributedParameter) -> None:
+        """Lets the post-accumulate hooks of ``param`` run at the end of this backward, when all gradients are there."""
+        self._accumulated[id(param)] = param
+        if self._islands == 0 and not self._is_ending:  # else the island, or the end, sees to it
+            self._call_at_end_of_backward()
+
+    def _call_at_end_of_backward(self) -> None:
         task = torch._C._current_graph_task_id()
         if task != self._callback_task:
             self._callback_task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish_reductions)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._is_ending = True
+        try:
+            self.finish_reductions()
+        finally:
+            self._is_ending = False
+        if self._islands == 0:
+            accumulated, self._accumulated = self._accumulated, {}
+            for param in accumulated.values():
+                param._run_accumulated_hooks()
 
     def finish_reduction_of(self, groups: Iterable[_C.ShardGroup]) -> None:
         """Completes the reduction under way if it is of one of ``groups`` (a block that ran twice in a row)."""
@@ -205,7 +241,8 @@ class Engine:
 
     def drop_stale_reductions(self) -> None:
         """Forgets what a backward that failed left under way: by now the gradients may have been zeroed."""
-        if self._reductions and torch._C._current_graph_task_id() == -1:
+        if (self._reductions or self._accumulated) and torch._C._current_graph_task_id() == -1:
+            self._accumulated.clear()
             while self._reductions:
                 for group in self._reductions.pop(0):
                     group.cancel_backward()

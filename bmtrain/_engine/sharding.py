@@ -81,6 +81,11 @@ class ShardSpec:
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """The flattened full tensor (a new one), from every rank's part. Collective over the group."""
         size = self.group.size
+        if local.numel() != self.local_part[1]:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(self.shape)} holds {local.numel()} elements on rank {self.group.rank} of "
+                f"{self.group.name!r}; expected this rank's {self.local_part[1]} (was its .data replaced?)"
+            )
         if size == 1:
             return local.reshape(-1).clone()
         counts = [self.part(rank)[1] for rank in range(size)]

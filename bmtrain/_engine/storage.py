@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from .. import _C
 from ..global_var import context
-from ..parameter import DistributedParameter
+from ..parameter import BlockRef, DistributedParameter
 from .policy import BlockMode
 from .sharding import ShardSpec
 
@@ -49,7 +48,7 @@ def _kind(param: DistributedParameter) -> str:
 
 
 def build_storage(
-    named: Iterable[tuple[str, DistributedParameter]], mode: BlockMode, label: str, owner: Any
+    named: Iterable[tuple[str, DistributedParameter]], mode: BlockMode, label: str, owner: BlockRef
 ) -> list[BlockStorage]:
     """Moves parameters into flat buffers; their values and gradients stay. Collective.
 
@@ -57,13 +56,12 @@ def build_storage(
         named: the parameters, each once, in the order of the buffers.
         mode: which ranks share them.
         label: names the block in errors and records.
-        owner: the Block; the parameters refer to it weakly.
+        owner: the Block, as the parameters refer to it.
     """
     kinds: dict[tuple[str, bool], list[tuple[str, DistributedParameter]]] = {}
     for name, param in named:
         kinds.setdefault((_kind(param), param._tp_mode), []).append((name, param))
     ctx = context()
-    reference = weakref.ref(owner)
     storages = []
     for (kind, tp_mode), members in kinds.items():
         group = ctx.zero_group(tp_mode, mode is BlockMode.PIPE)
@@ -83,9 +81,13 @@ def build_storage(
                 _move(param, shards, ShardSpec(param._original_shape, group, shards.layout, index), index)
         shards.attach()
         for param in params:
-            param._block = reference
+            param._block = owner
             if param.grad is not None:
                 param.grad = param.__dict__.pop("_moved_grad")
+        owner.homes += (shards.shard.untyped_storage()._cdata,)
+        for index, param in enumerate(params):
+            if param._gradient_hooks is not None:
+                shards.set_hooks(index, param._gradient_hooks)
         names = tuple(name for name, _ in members)
         storages.append(BlockStorage(kind, shards, group, names, tuple(params), params[0].requires_grad))
     return storages
@@ -100,8 +102,8 @@ def _move(param: DistributedParameter, shards: _C.ShardGroup, spec: ShardSpec, i
 
 def _respread(param: DistributedParameter, local: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     """This rank's part under ``spec`` of a tensor spread like the parameter was."""
-    if param.shape == param._original_shape and param._original_shape.numel() != param._spec.local_part[1]:
-        return spec.slice_of(local.reshape(-1))  # given full data by its user
+    if param._is_full():
+        return spec.slice_of(local.reshape(-1))
     old = param._spec
     same_ranks = old.group.size == spec.group.size
     if same_ranks and all(old.part(rank) == spec.part(rank) for rank in range(spec.group.size)):

@@ -73,7 +73,8 @@ void bind_group(py::module_& m) {
       .def(py::init(&make_group), py::kw_only(), py::arg("label"), py::arg("parameters"), py::arg("shapes"),
            py::arg("gather_comm"), py::arg("reduce_comm"), py::arg("pool"), py::arg("dtype"),
            py::arg("device"))
-      .def_property_readonly("layout", &ShardGroup::layout)
+      // A copy: a reference would keep the group alive, which keeps the parameters, which keep their layout.
+      .def_property_readonly("layout", [](const ShardGroup& self) { return FlatLayout(self.layout()); })
       .def_property_readonly("state", &ShardGroup::state)
       .def_property_readonly("is_bound", &ShardGroup::is_bound)
       .def_property_readonly("parameters", &ShardGroup::parameters)
@@ -88,6 +89,13 @@ void bind_group(py::module_& m) {
       .def("requires_grad", &ShardGroup::requires_grad)
       .def("owns_storage", &ShardGroup::owns_storage, py::arg("tensor"))
       .def("attach", &ShardGroup::attach)
+      .def("adopt_data", &ShardGroup::adopt_data)
+      .def(
+          "set_hooks",
+          [](ShardGroup& self, std::size_t index, const py::dict& hooks) {
+            self.set_hooks(index, hooks.ptr());
+          },
+          py::arg("index"), py::arg("hooks"))
       .def("start_gather", &ShardGroup::start_gather, NoGil())
       .def("finish_gather", &ShardGroup::finish_gather, NoGil())
       .def("release", &ShardGroup::release, NoGil())

@@ -1,9 +1,49 @@
 #include "shard/gradient_sink.h"
 
+#include <torch/csrc/utils/pybind.h>
+
 #include "common/check.h"
 #include "shard/shard_group.h"
 
 namespace bmtrain {
+namespace {
+
+namespace py = pybind11;
+
+/// Python functions in a dict, each given the gradient that the one before returned (or left as it was).
+class PythonHooks final : public torch::autograd::FunctionPreHook {
+ public:
+  explicit PythonHooks(PyObject* hooks) : hooks_(Py_NewRef(hooks)) {}
+  PythonHooks(const PythonHooks&) = delete;
+  PythonHooks& operator=(const PythonHooks&) = delete;
+  ~PythonHooks() override {
+    if (Py_IsInitialized() != 0) {
+      const py::gil_scoped_acquire gil;
+      Py_DECREF(hooks_);
+    }
+  }
+
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+    const py::gil_scoped_acquire gil;
+    torch::autograd::variable_list results = gradients;
+    const auto hooks = py::reinterpret_borrow<py::dict>(hooks_);
+    for (const py::handle hook : py::list(hooks.attr("values")())) {
+      if (!results.at(0).defined()) {
+        break;
+      }
+      const py::object changed = hook(results[0]);
+      if (!changed.is_none()) {
+        results[0] = changed.cast<at::Tensor>();
+      }
+    }
+    return results;
+  }
+
+ private:
+  PyObject* hooks_;
+};
+
+}  // namespace
 
 GradientSink::GradientSink(at::Tensor parameter, const at::Tensor& full_view, std::weak_ptr<ShardGroup> group,
                            std::size_t index)
@@ -25,6 +65,11 @@ torch::autograd::variable_list GradientSink::apply(torch::autograd::variable_lis
     group->accumulate(index_, gradient);
   }
   return {};
+}
+
+void GradientSink::set_hooks(PyObject* hooks) {
+  hooks_.clear();
+  hooks_.push_back(std::make_unique<PythonHooks>(hooks));
 }
 
 }  // namespace bmtrain

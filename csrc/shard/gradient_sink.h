@@ -3,11 +3,13 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <Python.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <memory>
 #include <utility>
+#include <vector>
 
 namespace bmtrain {
 
@@ -27,16 +29,19 @@ class GradientSink final : public torch::autograd::Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   std::string name() const override { return "bmtrain::GradientSink"; }
 
-  // Hooks that users register on the parameter see the full gradient, before
-  // the reduction.
+  // Hooks that users register on the parameter see the full gradient, before the reduction. They are not
+  // autograd's own hooks of the parameter, because those also run on what arrives at the shard.
   std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>>& tensor_pre_hooks() noexcept override {
-    return torch::autograd::impl::hooks(parameter_);
+    return hooks_;
   }
+  /// `hooks`: a dict of Python functions.
+  void set_hooks(PyObject* hooks);
 
  private:
   at::Tensor parameter_;
   std::weak_ptr<ShardGroup> group_;
   std::size_t index_;
+  std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>> hooks_;
 };
 
 template <typename Pointer>

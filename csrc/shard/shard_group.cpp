@@ -110,6 +110,42 @@ void ShardGroup::attach() {
   }
 }
 
+bool ShardGroup::is_attached(std::size_t index) const {
+  const at::Tensor& parameter = options_.parameters[index];
+  return parameter.dim() == 1 && parameter.numel() == local_parts_[index].numel &&
+         parameter.storage_offset() == local_parts_[index].shard_offset &&
+         parameter.storage().unsafeGetStorageImpl() == shard_.storage().unsafeGetStorageImpl();
+}
+
+bool ShardGroup::adopt_data() {
+  bool adopted = false;
+  for (std::size_t i = 0; !bound_ && i < options_.parameters.size(); ++i) {
+    if (is_attached(i)) {
+      continue;
+    }
+    const at::Tensor& parameter = options_.parameters[i];
+    const LocalPart& part = local_parts_[i];
+    BMT_CHECK(
+        StateError,
+        parameter.scalar_type() == options_.dtype && parameter.device().type() == options_.device.type(),
+        options_.label, ": a parameter of shape ", at::IntArrayRef(options_.shapes[i]), " has become ",
+        parameter.scalar_type(), " on ", parameter.device(), " while the Block holds ", options_.dtype,
+        " on ", options_.device, "; convert the whole Block or model, not a module in it");
+    const bool is_full = parameter.sizes() == at::IntArrayRef(options_.shapes[i]);
+    BMT_CHECK(StateError, is_full || (parameter.dim() == 1 && parameter.numel() == part.numel),
+              options_.label, ": a parameter's data were replaced by a tensor of shape ", parameter.sizes(),
+              "; expected the full shape ", at::IntArrayRef(options_.shapes[i]), " or this rank's ",
+              part.numel, " elements");
+    const c10::AutoGradMode no_grad(false);
+    const c10::InferenceMode normal_tensors(false);
+    const at::Tensor flat = parameter.detach().reshape({-1});
+    local_views_[i].copy_(is_full ? flat.narrow(0, part.param_begin, part.numel) : flat);
+    parameter.set_data(local_views_[i]);
+    adopted = true;
+  }
+  return adopted;
+}
+
 void ShardGroup::start_gather() {
   if (state_ != State::kSharded) {
     return;
@@ -153,12 +189,7 @@ void ShardGroup::bind() {
   BMT_CHECK(StateError, !bound_, options_.label,
             ": the parameters are in use already; a Block cannot call itself "
             "from its own forward");
-  if (sinks_.empty()) {
-    for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
-      sinks_.push_back(NodeTraits<NodePtr>::make<GradientSink>(options_.parameters[i], full_views_[i],
-                                                               weak_from_this(), i));
-    }
-  }
+  make_sinks();
   shard_accumulators_.resize(options_.parameters.size());
   bound_ = true;
   for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
@@ -167,6 +198,20 @@ void ShardGroup::bind() {
     parameter.set_data(full_views_[i]);
     set_accumulator(parameter, sinks_[i]);
   }
+}
+
+void ShardGroup::make_sinks() {
+  if (sinks_.empty()) {
+    for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
+      sinks_.push_back(NodeTraits<NodePtr>::make<GradientSink>(options_.parameters[i], full_views_[i],
+                                                               weak_from_this(), i));
+    }
+  }
+}
+
+void ShardGroup::set_hooks(std::size_t index, PyObject* hooks) {
+  make_sinks();
+  sinks_.at(index)->set_hooks(hooks);
 }
 
 void ShardGroup::unbind() noexcept {

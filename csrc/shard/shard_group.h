@@ -78,6 +78,11 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   /// Makes every parameter's data the view of the shard.
   void attach();
 
+  /// Takes over what was put in a parameter's place by `parameter.data = tensor`: a shard, or a full tensor
+  /// of which this rank's part is kept. Returns whether there was anything; then what is gathered is out of
+  /// date.
+  bool adopt_data();
+
   void start_gather();
   /// Blocks until the gathered buffer is complete (on CUDA: the current stream
   /// waits).
@@ -98,12 +103,17 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   /// Sums the slices in rank order into the gradient shard and the parameters'
   /// `.grad`.
   void finish_reduce();
+  /// Functions, by any key, that see the gradient of parameter `index` before its reduction, and may replace
+  /// it.
+  void set_hooks(std::size_t index, PyObject* hooks);
   /// Forgets a backward that failed.
   void cancel_backward() noexcept;
 
  private:
   enum class GradientMode : std::uint8_t { kSkip, kWrite, kAccumulate, kForeign };
 
+  void make_sinks();
+  [[nodiscard]] bool is_attached(std::size_t index) const;
   void zero_untouched();
   void sum_into_shard();
   [[nodiscard]] GradientMode gradient_mode(std::size_t index) const;

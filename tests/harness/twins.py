@@ -49,12 +49,21 @@ class Layer(torch.nn.Module):
         return x + change
 
 
+def _distributed_class(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    name = f"Distributed{kind.__name__}"
+    known: type[torch.nn.Module] | None = globals().get(name)
+    if known is None or not issubclass(known, kind):
+        known = type(name, (bmtrain.DistributedModule, kind), {"__module__": __name__})
+        globals()[name] = known  # where pickle looks for it
+    return known
+
+
 def distribute(module: torch.nn.Module) -> torch.nn.Module:
     """Makes a plain module tree distributed, in place; a parameter used twice stays one."""
     made: dict[int, DistributedParameter] = {}
     for part in module.modules():
         own = list(part._parameters.items())
-        part.__class__ = type(type(part).__name__, (bmtrain.DistributedModule, type(part)), {})
+        part.__class__ = _distributed_class(type(part))
         for name, param in own:
             if param is not None:
                 if id(param) not in made:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -415,3 +417,22 @@ def refused() -> None:
 @pytest.mark.parametrize("body", [foreign_history, refused])
 def test_what_cannot_be_right_raises(world: int, body: Any) -> None:
     run_ranks(world, body)
+
+
+def dropped() -> None:
+    for step in (False, True):
+        block = bmt.Block(distribute(Layer()))
+        block.up.weight.register_hook(lambda grad: grad)
+        out = block(torch.ones(2, 6)).sum()
+        if step:
+            out.backward()
+        parts = [block, block._runtime, block._storages[0].shards, *block.parameters()]
+        alive = [weakref.ref(part) for part in parts]
+        del block, out, parts
+        gc.collect()
+        assert [ref() for ref in alive] == [None] * len(alive)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_dropped_block_leaves_nothing_behind(world: int) -> None:
+    run_ranks(world, dropped)
