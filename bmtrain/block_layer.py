@@ -43,7 +43,6 @@ _SHARED = (
     "_load_state_dict_post_hooks",
 )
 
-# What a Block has beyond what its inner module and its user gave it: built anew in a copy.
 # What a copy of a Block makes anew.
 _NOT_COPIED = (
     *_SHARED,
