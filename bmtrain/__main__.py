@@ -6,6 +6,8 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
+from . import doctor
+
 __all__ = ["main"]
 
 # Name of a benchmark -> what it measures. Each is a module of bmtrain.benchmark with add_arguments and run.
@@ -26,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m bmtrain", description="Tools of bmtrain.")
     tools = parser.add_subparsers(dest="tool", required=True)
+    checks = tools.add_parser("doctor", help="check this installation", description=doctor.__doc__)
+    doctor.add_arguments(checks)
+    checks.set_defaults(run=doctor.run)
     benchmarks = tools.add_parser("bench", help="measure, always against peers in the same run")
     names = benchmarks.add_subparsers(dest="benchmark", required=True)
     for name, purpose in _BENCHMARKS.items():
@@ -34,8 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     chosen = parser.parse_args(arguments)
-    chosen.run(chosen)
-    return 0
+    return chosen.run(chosen) or 0
 
 
 if __name__ == "__main__":

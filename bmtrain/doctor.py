@@ -81,16 +81,14 @@ API: dict[str, str] = {
     # collectives
     **{
         f"distributed.{name}": f"distributed.ops.{name}"
-        for name in (
-            [
-                "all_reduce",
-                "all_gather",
-                "broadcast",
-                "reduce_scatter",
-                "send_activations",
-                "recv_activations",
-            ]
-        )
+        for name in [
+            "all_reduce",
+            "all_gather",
+            "broadcast",
+            "reduce_scatter",
+            "send_activations",
+            "recv_activations",
+        ]
     },
     "nccl.send": "distributed.ops.ncclSend",
     "nccl.recv": "distributed.ops.ncclRecv",
