@@ -38,9 +38,9 @@ template <typename... Parts>
 }  // namespace bmtrain
 
 /// BMT_CHECK(ErrorType, condition, "message ", parts...): throws ErrorType unless condition holds.
-#define BMT_CHECK(Error, condition, ...)                        \
-  do {                                                          \
-    if (!(condition)) [[unlikely]] {                            \
+#define BMT_CHECK(Error, condition, ...)                            \
+  do {                                                              \
+    if (!(condition)) [[unlikely]] {                                \
       throw ::bmtrain::Error(::bmtrain::detail::join(__VA_ARGS__)); \
-    }                                                           \
+    }                                                               \
   } while (false)
