@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from . import errors
+from . import _C, errors
 from ._comm import wire_device
 from .global_var import context
 
@@ -22,15 +22,16 @@ T = TypeVar("T")
 _PULSE = 5.0  # seconds between two signs of life while rank 0 works
 
 
-def broadcast_json(value: T, root: int = 0, label: str = "") -> T:
+def broadcast_json(value: T, root: int = 0, label: str = "", comm: _C.Communicator | None = None) -> T:
     """The value of rank ``root`` on every rank; tuples arrive as lists. Collective.
 
     Args:
         value: what JSON can hold; ignored on the other ranks.
-        root: rank in the world.
+        root: rank in the group.
         label: what it serves, for errors.
+        comm: the group; default all ranks.
     """
-    comm = context().groups["zero"].comm
+    comm = comm or context().groups["zero"].comm
     if comm.size == 1:
         return value
     device = wire_device(comm)

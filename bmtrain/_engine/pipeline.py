@@ -10,13 +10,17 @@ and sends are waited for after the last: while one is computed, its neighbours a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..global_var import context
 from .pipe_arguments import PipeArguments
+from .pipe_recording import StageRecordings
+from .recording import active_recorder
 from .stage import announce, collect_batches, hand_out_batches, hear, share_shape
 
 if TYPE_CHECKING:
@@ -61,6 +65,8 @@ class PipelineCall:
             list[torch.Tensor]
         ] = []  # per micro-batch: each layer's input, then the stage's output
         self.is_spent = False
+        recorder = active_recorder.get()
+        self.recordings = None if recorder is None else StageRecordings(pipe, recorder)
 
     # ---- forward
 
@@ -77,6 +83,8 @@ class PipelineCall:
         results = [self._own_part(self._merged(-1) if self.is_last else None, self.pipe.size - 1)]
         if self.returns_states:
             results.append(self._layer_inputs())
+        if self.recordings is not None:
+            results += self.recordings.hand_out(self._own_part)
         return tuple(results)
 
     def _run_micros(self, hidden: torch.Tensor, arguments: PipeArguments) -> None:
@@ -84,7 +92,8 @@ class PipelineCall:
         incoming = self._incoming(collect_batches(pipe, hidden, target=0))
         for index in range(self.num_micros):
             x = incoming.take(index).detach().requires_grad_(torch.is_grad_enabled())
-            states = self._run_stage(x, *arguments.of_micro(index))
+            with self._recording_micro():
+                states = self._run_stage(x, *arguments.of_micro(index))
             self.states.append(states)
             if not self.is_last:
                 out = states[-1].detach().contiguous()
@@ -93,6 +102,18 @@ class PipelineCall:
                 sending.append((pipe.comm.send(out, pipe.rank + 1, "pipe.forward"), out))
         for work, _ in sending:
             work.wait()
+
+    @contextmanager
+    def _recording_micro(self) -> Iterator[None]:
+        if self.recordings is None:
+            yield
+            return
+        self.recordings.begin_micro()
+        token = active_recorder.set(self.recordings)
+        try:
+            yield
+        finally:
+            active_recorder.reset(token)
 
     def _incoming(self, whole: torch.Tensor | None) -> _Incoming:
         if whole is not None:
@@ -127,7 +148,12 @@ class PipelineCall:
 
     # ---- backward
 
-    def backward(self, grad_out: torch.Tensor, grad_states: torch.Tensor | None) -> torch.Tensor:
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        grad_states: torch.Tensor | None,
+        grad_recorded: Sequence[torch.Tensor | None],
+    ) -> torch.Tensor:
         """Runs all micro-batches backward; the gradient of this rank's own batch of inputs."""
         if self.is_spent:
             raise RuntimeError(
@@ -139,14 +165,19 @@ class PipelineCall:
         # Messages between two ranks arrive in the order of their receives: those of the micro-batches are posted last.
         whole = collect_batches(pipe, grad_out, target=pipe.size - 1)
         state_grads = [] if grad_states is None else self._collect_state_gradients(grad_states)
+        if self.recordings is not None:
+            self.recordings.take_gradients(grad_recorded)
         grads = self._incoming_gradients(whole)
         for block in self.blocks:
             block._runtime.defer_reduction()
         for index, states in enumerate(self.states):
             roots = [states[-1], *states[: len(state_grads)]]
-            torch.autograd.backward(
-                roots, [grads.take(index), *(grad[index] for grad in state_grads)], retain_graph=keep_graph
-            )
+            root_grads = [grads.take(index), *(grad[index] for grad in state_grads)]
+            if self.recordings is not None:
+                recorded, recorded_grads = self.recordings.roots(index)
+                roots += recorded
+                root_grads += recorded_grads
+            torch.autograd.backward(roots, root_grads, retain_graph=keep_graph)
             if not self.is_first:
                 out = _gradient_of(states[0])
                 sending.append((pipe.comm.send(out, pipe.rank - 1, "pipe.backward"), out))
@@ -155,11 +186,13 @@ class PipelineCall:
         for block in reversed(self.blocks):
             block._runtime.reduce_deferred()
         whole = torch.cat([_gradient_of(states[0]) for states in self.states]) if self.is_first else None
+        if self.recordings is not None:
+            self.recordings.hand_over_gradients(self._own_part)
         for states in self.states:
             states[0].grad = None
         if not keep_graph:
             self.is_spent = True
-            self.states = []
+            self.states, self.recordings = [], None
             self._let_go()
         return hand_out_batches(pipe, whole, 0, self.hidden_shape, self.hidden_dtype, self.device)
 
@@ -181,6 +214,17 @@ class PipelineCall:
                 if whole is not None:
                     own.append(whole.chunk(self.num_micros))
         return own
+
+    @property
+    def num_results(self) -> int:
+        """How many results the caller asked for; recorded tensors follow them."""
+        return 2 if self.returns_states else 1
+
+    def give_out(self, results: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Gives the recorded tensors to who records; returns the caller's results."""
+        if self.recordings is not None:
+            self.recordings.deliver(results[self.num_results :], context().engine)
+        return results[: self.num_results]
 
     def _let_go(self) -> None:
         for block in self.blocks:
@@ -214,13 +258,23 @@ class _Pipeline(torch.autograd.Function):
         ctx: Any, call: PipelineCall, arguments: PipeArguments, hidden: torch.Tensor, *trained: Any
     ) -> Any:
         ctx.call, ctx.arguments = call, arguments
+        ctx.set_materialize_grads(False)
         with torch.enable_grad():
-            return call.forward(hidden, arguments)
+            results = call.forward(hidden, arguments)
+        ctx.out_like = torch.empty_like(results[0], device="meta")
+        if call.recordings is not None:
+            recorded = zip(results[call.num_results :], call.recordings.specs, strict=True)
+            ctx.mark_non_differentiable(*(result for result, spec in recorded if not spec.requires_grad))
+        return results
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: torch.Tensor, *grad_states: torch.Tensor) -> Any:
-        grad_hidden = ctx.call.backward(grad_out, grad_states[0] if grad_states else None)
+    def backward(ctx: Any, grad_out: torch.Tensor | None, *others: torch.Tensor | None) -> Any:
+        call = ctx.call
+        if grad_out is None:
+            grad_out = torch.zeros_like(ctx.out_like, device=call.device)
+        grad_states = others[0] if call.returns_states else None
+        grad_hidden = call.backward(grad_out, grad_states, others[call.num_results - 1 :])
         return None, None, grad_hidden, *(argument.gradient() for _, argument in ctx.arguments.trained)
 
 
@@ -229,13 +283,13 @@ def run_pipeline(
 ) -> tuple[torch.Tensor, ...]:
     """Runs ``call``, as one node of the caller's graph if gradients are wanted."""
     if not torch.is_grad_enabled():
-        return call.forward(hidden, arguments)
+        return call.give_out(call.forward(hidden, arguments))
     if not hidden.requires_grad:
         hidden = hidden.detach().requires_grad_()  # parameters may be trained: the node has to be reached
     results: tuple[torch.Tensor, ...] = _Pipeline.apply(
         call, arguments, hidden, *(source for source, _ in arguments.trained)
     )
-    return results
+    return call.give_out(results)
 
 
 def _gradient_of(leaf: torch.Tensor) -> torch.Tensor:

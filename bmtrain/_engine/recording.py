@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import TYPE_CHECKING
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -13,12 +13,58 @@ if TYPE_CHECKING:
     from .island import BlockCall
     from .runtime import Engine
 
-__all__ = ["Recordings", "running_call"]
+__all__ = ["Recorder", "Recordings", "TotalGradient", "active_recorder", "place_outside", "running_call"]
+
+
+class Recorder(Protocol):
+    """Takes what :func:`bmtrain.inspect.record_tensor` is given."""
+
+    def add(self, tensor: torch.Tensor, name: str, group: str | None) -> dict[str, Any]:
+        """A new entry; its ``"tensor"`` is replaced by what stands for the tensor outside of the block."""
+
+
+#: Who records right now: an inspector, or within a pipeline the stage.
+active_recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
 
 def running_call(engine: Engine) -> BlockCall | None:
     """The block call whose forward runs now, the innermost if there are several."""
     return engine.calls[-1] if engine.calls else None
+
+
+def place_outside(entry: dict[str, Any], tensor: torch.Tensor, engine: Engine | None) -> None:
+    """Makes ``tensor`` the entry's; inside a block, what the tensor is outside once the call has ended."""
+    entry["tensor"] = tensor
+    if not tensor.requires_grad:
+        return
+    tensor.retain_grad()
+    call = None if engine is None else running_call(engine)
+    if call is not None:
+        call.recordings.want(tensor, lambda outer: place_outside(entry, outer, engine))
+
+
+class TotalGradient:
+    """Gives a tensor outside, which sees only the gradient from there, the total one.
+
+    Args:
+        outer: the tensor; referred to weakly, because it refers to the call that it came from.
+    """
+
+    def __init__(self, outer: torch.Tensor) -> None:
+        self._outer = weakref.ref(outer)
+        self._before: list[torch.Tensor | None] = []  # the gradient that it had when this backward came by
+        outer.register_hook(self._remember)  # runs before the gradient from outside is retained
+
+    def _remember(self, _gradient: torch.Tensor) -> None:
+        outer = self._outer()
+        self._before = [None if outer is None else outer.grad]
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """Adds this backward's total to what earlier ones left."""
+        outer = self._outer()
+        if outer is not None:
+            before = self._before.pop() if self._before else outer.grad
+            outer.grad = gradient if before is None else before + gradient
 
 
 class Recordings:
@@ -32,8 +78,7 @@ class Recordings:
         self.tensors: list[torch.Tensor] = []
         self.again: list[torch.Tensor] = []  # the same in the second run
         self._receivers: list[Callable[[torch.Tensor], None]] = []
-        self._outer: list[weakref.ref[torch.Tensor] | None] = []  # weakly: they refer to the call
-        self._before: dict[int, torch.Tensor | None] = {}  # gradients of earlier backwards, by number
+        self._totals: list[TotalGradient | None] = []
 
     def want(self, tensor: torch.Tensor, receive: Callable[[torch.Tensor], None]) -> None:
         """Asks for a tensor of the first run; ``receive`` gets what it is outside, when the call has ended."""
@@ -53,30 +98,22 @@ class Recordings:
             outputs, inputs: what stands outside for an inner tensor of that identity.
         """
         done: set[int] = set()
-        for number, (tensor, receive) in enumerate(zip(self.tensors, self._receivers, strict=True)):
+        for tensor, receive in zip(self.tensors, self._receivers, strict=True):
             outer = outputs.get(id(tensor))
             if outer is None or id(outer) in done:
-                self._outer.append(None)  # an input has its total gradient outside
+                self._totals.append(None)  # an input has its total gradient outside
             else:
                 done.add(id(outer))
-                self._outer.append(weakref.ref(outer))
-                outer.register_hook(partial(self._remember, number))  # runs before the gradient is retained
+                self._totals.append(TotalGradient(outer))
             receive(inputs.get(id(tensor), tensor) if outer is None else outer)
         self._receivers = []
-
-    def _remember(self, number: int, _gradient: torch.Tensor) -> None:
-        reference = self._outer[number]
-        outer = None if reference is None else reference()
-        self._before[number] = None if outer is None else outer.grad
 
     def hand_over_gradients(self, *, second: bool) -> None:
         """Adds what the tensors of the first (the second) run retained to the gradients outside."""
         inner = self.again if second else self.tensors
-        for number, (tensor, reference) in enumerate(zip(inner, self._outer, strict=True)):
-            outer = None if reference is None else reference()
-            if outer is not None and tensor.grad is not None:
-                before = self._before.pop(number) if number in self._before else outer.grad
-                outer.grad = tensor.grad if before is None else before + tensor.grad
-            if reference is not None:
+        for tensor, total in zip(inner, self._totals, strict=True):
+            if total is not None:
+                if tensor.grad is not None:
+                    total.add(tensor.grad)
                 tensor.grad = None
         self.again = []

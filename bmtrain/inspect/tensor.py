@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 from .. import _context
 from .._comm import wire_device
-from .._engine.recording import running_call
+from .._engine.recording import active_recorder, place_outside, running_call
 from ..global_var import context
 from ._statistics import mean_and_variance, smallest_and_largest
 
 __all__ = ["InspectTensor", "InspectTensorManager", "inspect_tensor", "record_tensor"]
-
-_active: ContextVar[InspectTensor | None] = ContextVar("inspector", default=None)
 
 
 class InspectTensor:
@@ -78,7 +75,8 @@ class InspectTensor:
             )
         return lines
 
-    def _add(self, tensor: torch.Tensor, name: str, group: str | None) -> dict[str, Any]:
+    def add(self, tensor: torch.Tensor, name: str, group: str | None) -> dict[str, Any]:
+        """A new entry of the summary."""
         count = sum(item["name"] == name and item["group"] == group for item in self._summary)
         entry = {
             "name": name,
@@ -100,13 +98,13 @@ class InspectTensorManager:
         self._token: Any = None
 
     def __enter__(self) -> InspectTensor:
-        if _active.get() is not None:
+        if active_recorder.get() is not None:
             raise RuntimeError("inspect_tensor() is active already: its contexts cannot be nested")
-        self._token = _active.set(self._inspector)
+        self._token = active_recorder.set(self._inspector)
         return self._inspector
 
     def __exit__(self, *error: object) -> None:
-        _active.reset(self._token)
+        active_recorder.reset(self._token)
 
 
 def inspect_tensor() -> InspectTensorManager:
@@ -146,8 +144,8 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None) -> None:
         if call is not None:
             call.recordings.see_again(x)
         return
-    inspector = _active.get()
-    if inspector is None:
+    recorder = active_recorder.get()
+    if recorder is None:
         return
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
@@ -155,19 +153,7 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None) -> None:
         raise RuntimeError(f"record_tensor({name!r}): parameters are inspected with inspect_model()")
     if not torch.is_grad_enabled():
         x = x.detach()
-    entry = inspector._add(x, name, group)
-    _place(entry, x)
-
-
-def _place(entry: dict[str, Any], tensor: torch.Tensor) -> None:
-    """Makes ``tensor`` the entry's; inside a Block, what the tensor is outside once the call has ended."""
-    entry["tensor"] = tensor
-    if not tensor.requires_grad:
-        return
-    tensor.retain_grad()
-    call = running_call(context().engine) if _context.current() is not None else None
-    if call is not None:
-        call.recordings.want(tensor, lambda outer: _place(entry, outer))
+    place_outside(recorder.add(x, name, group), x, None if current is None else current.engine)
 
 
 def _statistics_of(tensor: torch.Tensor) -> list[float]:

@@ -173,6 +173,8 @@ def make_layers(form: str, **options) -> nn.Module:
     layers = [DistributedRecording(weight) for weight in weights]
     if form == "list":
         return bmt.TransformerBlockList([bmt.Block(layer, **options) for layer in layers])
+    if form == "pipeline":
+        return bmt.PipelineTransformerBlockList(layers)
     return nn.ModuleList([layer if form == "bare" else bmt.Block(layer, **options) for layer in layers])
 
 
@@ -183,7 +185,7 @@ def run_recorded(form: str, loss_of: str, **options):
     x = torch.randn(8, DIM, generator=torch.Generator().manual_seed(bmt.rank()), requires_grad=True)
     with inspect_tensor() as inspector:
         hidden = x * 1
-        if form == "list":
+        if form in ("list", "pipeline"):
             hidden = layers(hidden)
         else:
             for layer in layers:
@@ -276,8 +278,11 @@ def summaries(form: str) -> list:
     try:
         with inspect_tensor() as inspector:
             hidden = local
-            for layer in layers:
-                hidden = layer(hidden)
+            if form == "pipeline":
+                hidden = layers(hidden)
+            else:
+                for layer in layers:
+                    hidden = layer(hidden)
             record_tensor(hidden.sum(), "scalar")
         before = inspector.get_summary()
         with inspect_tensor():
@@ -314,6 +319,46 @@ def test_bc69_recorded_statistics_are_equal_for_all_forms():
                             assert row[key] == pytest.approx(other[key], rel=1e-5, abs=1e-6, nan_ok=True), (
                                 row["name"]
                             )
+
+
+@pytest.mark.parametrize(
+    ("world", "init"), [(2, {"pipe_size": 2}), (4, {"pipe_size": 2, "num_micro_batches": 4})]
+)
+def test_bc69_a_pipeline_shows_what_a_list_shows(world, init):
+    expected = run_ranks(world, summaries, "list")[0]
+    for rows in run_ranks(world, summaries, "pipeline", init=init):
+        assert [row["name"] for row in rows] == [row["name"] for row in expected]
+        for row, other in zip(rows, expected, strict=True):
+            assert row["shape"] == other["shape"]
+            for key in ("min", "max", "mean", "std", "grad_mean", "grad_std"):
+                if other[key] is None:
+                    assert row[key] is None, (row["name"], key)
+                else:
+                    assert row[key] == pytest.approx(other[key], rel=1e-5, abs=1e-6, nan_ok=True), row["name"]
+
+
+@pytest.mark.parametrize("loss_of", ["inside", "middle", "both", "twice"])
+def test_bc68_tensors_recorded_in_a_pipeline_are_part_of_the_graph(loss_of):
+    run_ranks(2, check_recorded_in_pipeline, loss_of, init={"pipe_size": 2}, fresh=True)
+
+
+def check_recorded_in_pipeline(loss_of: str) -> None:
+    original = torch.nn.functional.dropout
+    torch.nn.functional.dropout = lambda value, p: value
+    try:
+        expected_entries, expected_x, _, _ = run_recorded("plain", loss_of)
+        entries, x_grad, _, _ = run_recorded("pipeline", loss_of)
+    finally:
+        torch.nn.functional.dropout = original
+    assert_close(x_grad, expected_x, "x")
+    for entry, expected in zip(entries, expected_entries, strict=True):
+        for key in ("name", "group", "summary_name", "shape", "requires_grad"):
+            assert entry[key] == expected[key], entry
+        assert torch.allclose(entry["value"], expected["value"], rtol=1e-5, atol=1e-6)
+        if expected["grad"] is None and entry["grad"] is not None:
+            assert not entry["grad"].any()  # between two stages a gradient always travels
+        else:
+            assert_close(entry["grad"], expected["grad"], entry["summary_name"])
 
 
 @pytest.mark.parametrize("world", (1, 2))
