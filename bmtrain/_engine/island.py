@@ -177,9 +177,8 @@ class BlockCall:
         if node:
             raise RuntimeError(
                 f"{self.runtime.label}: a tensor with gradient history ({node}) reached the block's forward "
-                "other than as "
-                "an argument (through an attribute or a closure); pass it as an argument, so that its gradient "
-                "can flow"
+                "other than as an argument (through an attribute or a closure); pass it as an argument, so that its "
+                "gradient can flow"
             )
 
     def _deliver_recordings(self, outputs: dict[int, torch.Tensor]) -> None:
@@ -262,8 +261,7 @@ class BlockCall:
                 raise RuntimeError(
                     f"{self.runtime.label}: tensor argument {number} (shape {tuple(tensor.shape)}) was modified in "
                     f"place after the block's forward started (version {tensor._version}, expected {version}), "
-                    "so its "
-                    "forward cannot be run again; pass a copy"
+                    "so its forward cannot be run again; pass a copy"
                 )
 
     def _second_run(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
