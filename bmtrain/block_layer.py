@@ -131,6 +131,7 @@ class Block(torch.nn.Module):
             self._runtime.replace_groups(groups)
         else:
             self.__dict__["_runtime"] = BlockRuntime(context().engine, self._label, groups, self._policy)
+        reference.runtime = weakref.ref(self._runtime)
 
     def _set_hooks(self, param: DistributedParameter) -> None:
         for storage in self._storages:

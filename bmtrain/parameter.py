@@ -16,7 +16,7 @@ from ._engine.sharding import ShardSpec
 from .global_var import context
 
 if TYPE_CHECKING:
-    pass
+    from ._engine.runtime import BlockRuntime
 
 __all__ = [
     "DistributedParameter",
@@ -169,8 +169,8 @@ class DistributedParameter(torch.nn.Parameter):
         block = self._block
         if block is None or self.shape != self._original_shape:
             return False
-        owner = block()
-        is_bound = owner is not None and owner._runtime.is_bound
+        runtime = block.runtime() if block.runtime is not None else None
+        is_bound = runtime is not None and runtime.is_bound
         return is_bound or self.untyped_storage()._cdata not in block.homes
 
     def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:
@@ -237,9 +237,11 @@ class BlockRef(weakref.ref[Any]):
 
     Attributes:
         homes: the storages of the Block's shards, by address.
+        runtime: the Block's runtime, which a backward to come keeps alive longer than the Block.
     """
 
     homes: tuple[int, ...] = ()
+    runtime: weakref.ref[BlockRuntime] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None

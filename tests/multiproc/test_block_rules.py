@@ -436,3 +436,20 @@ def dropped() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_dropped_block_leaves_nothing_behind(world: int) -> None:
     run_ranks(world, dropped)
+
+
+def backward_after_the_block() -> None:
+    for recompute in (True, False):
+        plain, layer = twins(Layer)
+        x = torch.ones(2, 6)
+        for _ in range(bmt.world_size()):
+            plain(x).sum().backward()
+        loss = bmt.Block(layer, use_checkpoint=recompute)(x).sum()
+        gc.collect()
+        loss.backward()
+        check_gradients(plain, layer)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_backward_may_come_after_the_block_is_gone(world: int) -> None:
+    run_ranks(world, backward_after_the_block)
