@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ._deprecate import warn_once
 from .global_var import config, rank
 
 __all__ = ["optim_step"]
@@ -23,6 +24,7 @@ def optim_step(optim: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
         optim: any optimizer.
         lr_scheduler: anything with ``step()``, or None.
     """
+    warn_once("optim_step", "optim_step() is deprecated: step through bmtrain.optim.OptimManager")
     if not _owns_scale(optim):
         optim.step()
         if lr_scheduler is not None:

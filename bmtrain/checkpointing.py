@@ -8,6 +8,8 @@ from typing import ParamSpec, TypeVar
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from ._deprecate import warn_once
+
 __all__ = ["checkpoint"]
 
 P = ParamSpec("P")
@@ -36,6 +38,10 @@ def checkpoint(func: Callable[P, R]) -> Callable[P, R]:
         >>> x.grad
         tensor(6.)
     """
+
+    warn_once(
+        "checkpoint", "bmtrain.checkpoint is deprecated: use Block, or torch.utils.checkpoint for a function"
+    )
 
     @functools.wraps(func)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import _C, _context, _ops
 from .._comm import wire_device
+from .._deprecate import warn_once
 from ..global_var import config
 from ._adam_state import MASTER, MOMENTS, allocate, gathered_state, layout_of, read_state, take_changed_value
 
@@ -50,6 +51,11 @@ class AdamBase(torch.optim.Optimizer):
             raise ValueError(f"hold_steps: expected 0 or more, got {hold_steps}")
         if scale is not None:
             _check_scale(scale)
+            warn_once(
+                "optimizer.scale",
+                f"{type(self).__name__}(scale=) is deprecated: write OptimManager(loss_scale=...)",
+                stacklevel=3,
+            )
         self._hold_steps = int(hold_steps)
         self._owned_scale: float | None = None if scale is None else float(scale)
         self._steps_since_last_scale = 0

@@ -1,0 +1,78 @@
+"""Programs written for three generations of the API, run as they are, train alike and are told once what is old."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness import free_port, run_process
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+WORLD = 2
+
+# What each script is told, in the words that name the old form.
+OLD_FORMS = {
+    "train_0_1.py": [
+        "init_distributed(SEED)",
+        "sqrt=",
+        "bmtrain.checkpoint",
+        "WarmupLRSchduler",
+        "Warmup.get_lr_warmpup",
+        "FusedCrossEntropy(inplace=)",
+        "AdamOptimizer(scale=)",
+        "optim_step()",
+        "sum_loss()",
+        "gather_result()",
+    ],
+    "train_0_2.py": ["init_distributed(zero_level=...)", "FusedCrossEntropy(inplace=)", "sum_loss()"],
+    "train_1_0.py": [],
+}
+
+
+def launched(script: str, saved: Path) -> tuple[list[float], list[str]]:
+    """The losses that a script prints, and the deprecations that its ranks are told."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={WORLD}"]
+    address = ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    output = run_process(
+        [*launcher, *address, SCRIPTS / script, saved],
+        timeout=100,
+        environment={"PYTHONWARNINGS": "always::DeprecationWarning", "PYTHONPATH": str(SCRIPTS.parents[1])},
+    ).stdout
+    (losses,) = re.findall(r"^losses (.*)$", output, re.MULTILINE)
+    warnings = re.findall(rf"{re.escape(script)}:\d+: DeprecationWarning: (.*)$", output, re.MULTILINE)
+    return json.loads(losses), warnings
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[float], list[str], Path]]:
+    folder = tmp_path_factory.mktemp("legacy")
+    return {
+        script: (*launched(script, folder / f"{script}.pt"), folder / f"{script}.pt") for script in OLD_FORMS
+    }
+
+
+def test_scripts_of_three_generations_train_alike(
+    runs: dict[str, tuple[list[float], list[str], Path]],
+) -> None:
+    losses = [run[0] for run in runs.values()]
+    assert losses[0] == pytest.approx(losses[2], rel=1e-6)
+    assert losses[1] == pytest.approx(losses[2], rel=1e-6)
+    assert losses[0][-1] < losses[0][0]
+    weights = [torch.load(run[2]) for run in runs.values()]
+    for other in weights[:2]:
+        assert list(other) == list(weights[2])
+        for name, value in other.items():
+            assert torch.allclose(value, weights[2][name], rtol=0, atol=1e-5), name
+
+
+@pytest.mark.parametrize("script", OLD_FORMS)
+def test_each_old_form_warns_once(script: str, runs: dict[str, tuple[list[float], list[str], Path]]) -> None:
+    told = runs[script][1]
+    assert len(told) == WORLD * len(OLD_FORMS[script]), told
+    for form in OLD_FORMS[script]:
+        assert sum(text.startswith(form) or f" {form}" in text for text in told) >= WORLD, form
+    assert len(set(told)) == len(OLD_FORMS[script])
