@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 
+from ._engine.grad_readers import refuse_whole_tensor_tools
 from ._engine.sharding import ShardSpec
 from .global_var import context
 
@@ -27,6 +29,9 @@ __all__ = [
     "load_full_value",
     "shard_of",
 ]
+
+
+_torch_grad: Any = torch.Tensor.grad  # torch's own attribute, a descriptor
 
 
 class ParameterInitializer:
@@ -125,6 +130,21 @@ class DistributedParameter(torch.nn.Parameter):
         param._gradient_hooks = None
         param._accumulated_hooks = None
         return param
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """This rank's shard of the gradient, or None. See [Note: Who may read a shard's gradient]."""
+        refuse_whole_tensor_tools(self, sys._getframe(1))
+        gradient: torch.Tensor | None = _torch_grad.__get__(self)
+        return gradient
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _torch_grad.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _torch_grad.__set__(self, None)
 
     @property
     def group(self) -> str | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._deprecate import warn_once
 from ..global_var import context, rank
+from ..parameter import DistributedParameter
 from ._grad_stats import check_overflow, first_overflow, grad_rescale, parameters_of
 from ._state import load_optimizer_state, optimizer_state
 from .clip_grad import clip_grad_norm
@@ -105,7 +106,11 @@ class OptimManager:
         Args:
             optimizer: one of this library or of ``torch.optim``.
             lr_scheduler: anything with ``step()``, called after each step of ``optimizer``; None for none.
+
+        Raises:
+            ValueError: the optimizer is of a kind that computes over whole tensors, and has distributed parameters.
         """
+        _refuse_whole_tensor_optimizer(optimizer)
         if getattr(optimizer, "_owned_scale", None) is not None:
             warn_once(
                 "OptimManager.owned_scale",
@@ -221,6 +226,21 @@ class OptimManager:
         self.loss_scale = loss_scale
         self.loss_scale_enabled = state_dict["loss_scale_enabled"]
         self.steps_since_last_scale = state_dict.get("steps_since_last_scale", 0)
+
+
+#: What optimizers are called that use norms or factors of whole tensors, for which shards are no substitute.
+_WHOLE_TENSOR_KINDS = ("adafactor", "lamb", "larc", "lars", "muon", "shampoo")
+
+
+def _refuse_whole_tensor_optimizer(optimizer: Any) -> None:
+    name = type(optimizer).__name__
+    if not any(kind in name.lower() for kind in _WHOLE_TENSOR_KINDS):
+        return
+    if any(isinstance(p, DistributedParameter) for p in parameters_of(optimizer.param_groups)):
+        raise ValueError(
+            f"optimizer: {name} computes over whole tensors and would see this rank's shards, flat; use "
+            "bmtrain.optim.AdamOptimizer, or an optimizer that works element by element"
+        )
 
 
 def _parameter_name(groups: list[dict[str, Any]], index: int) -> str:

@@ -1,0 +1,135 @@
+"""Tools that compute over parameters as if they were whole: right on shards, or refused with what to use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from harness import run_ranks
+
+import bmtrain as bmt
+
+
+def with_gradients() -> list[torch.nn.Parameter]:
+    """Parameters outside and inside a Block, with gradients."""
+    torch.manual_seed(0)
+    outer = bmt.BMTrainModelWrapper(torch.nn.Linear(6, 5))
+    block = bmt.Block(bmt.BMTrainModelWrapper(torch.nn.Linear(5, 3)))
+    (block(outer(torch.randn(4, 6))).square().sum() / bmt.world_size()).backward()
+    return [*outer.parameters(), *block.parameters()]
+
+
+def clip(parameters: list[torch.nn.Parameter]) -> None:
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+
+
+def scale(parameters: list[torch.nn.Parameter]) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(torch.optim.SGD(parameters, lr=0.1))
+
+
+def scale_and_step(parameters: list[torch.nn.Parameter]) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    scaler.step(bmt.optim.AdamOptimizer(parameters))
+
+
+def adafactor(parameters: list[torch.nn.Parameter]) -> None:
+    torch.optim.Adafactor(parameters).step()
+
+
+def lbfgs(parameters: list[torch.nn.Parameter]) -> None:
+    torch.optim.LBFGS(parameters).step(lambda: torch.zeros(()))
+
+
+def refused(tool: Callable[[list[torch.nn.Parameter]], None], remedy: str) -> None:
+    parameters = with_gradients()
+    before = [(p.detach().clone(), p.grad.clone()) for p in parameters]
+    with pytest.raises(RuntimeError, match=remedy):
+        tool(parameters)
+    for p, (value, gradient) in zip(parameters, before, strict=True):
+        assert torch.equal(p.detach(), value) and torch.equal(p.grad, gradient)
+
+
+REFUSED = [
+    (clip, "bmtrain.optim.clip_grad_norm"),
+    (scale, "OptimManager"),
+    (scale_and_step, "OptimManager"),
+    (adafactor, "bmtrain.optim.AdamOptimizer"),
+    (lbfgs, "bmtrain.optim.AdamOptimizer"),
+]
+
+
+def all_refused() -> None:
+    for tool, remedy in REFUSED:
+        refused(tool, remedy)
+
+
+def test_refused_on_shards_naming_what_to_use() -> None:
+    run_ranks(2, all_refused)
+
+
+def right_alone() -> None:
+    for tool in (clip, scale, lbfgs):
+        tool(with_gradients())
+    refused(adafactor, "bmtrain.optim.AdamOptimizer")  # flat, even if whole: what it factors are matrices
+
+
+def test_one_rank_may_use_what_needs_all_elements() -> None:
+    run_ranks(1, right_alone)
+
+
+def element_by_element() -> list[float]:
+    parameters = with_gradients()
+    torch.nn.utils.clip_grad_value_(parameters, 0.5)
+    assert all(p.grad.abs().max() <= 0.5 for p in parameters if p.numel())
+    for kind in (
+        torch.optim.SGD,
+        torch.optim.AdamW,
+        torch.optim.Adagrad,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+    ):
+        kind(parameters, lr=0.01).step()
+    return [bmt.parameter.full_value(p).sum().item() for p in parameters]
+
+
+def test_tools_that_work_element_by_element() -> None:
+    assert run_ranks(2, element_by_element)[0] == pytest.approx(run_ranks(1, element_by_element)[0], rel=1e-5)
+
+
+def gradients_come_and_go() -> None:
+    p = with_gradients()[0]
+    assert p.grad is p.grad
+    given = torch.ones(p.shape)
+    p.grad = given
+    assert p.grad is given
+    del p.grad
+    assert p.grad is None
+    with pytest.raises(RuntimeError):
+        p.grad = torch.ones(p.numel() + 1)
+
+
+def test_the_attribute_is_torchs_own() -> None:
+    run_ranks(2, gradients_come_and_go)
+
+
+class Lamb(torch.optim.Optimizer):
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+
+def manager_refuses() -> None:
+    parameters = with_gradients()
+    manager = bmt.optim.OptimManager()
+    with pytest.raises(ValueError, match="Lamb.*element by element"):
+        manager.add_optimizer(Lamb(parameters))
+    manager.add_optimizer(Lamb([torch.nn.Parameter(torch.ones(2))]))
+    assert len(manager.optimizers) == 1
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_manager_refuses_optimizers_known_for_norms_of_tensors(world: int) -> None:
+    run_ranks(world, manager_refuses)
