@@ -267,9 +267,13 @@ class BlockCall:
     def _second_run(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         leaves = [leaf.detach().requires_grad_() for leaf in self.leaves]
         fresh = {id(old): new for old, new in zip(self.leaves, leaves, strict=True)}
-        args, kwargs = replace_tensors(
-            snapshot(self._arguments), lambda tensor: fresh.get(id(tensor), tensor)
-        )
+        args, kwargs = snapshot(self._arguments) if self._has_state else self._arguments
+
+        def put(tensor: torch.Tensor) -> torch.Tensor:
+            return fresh.get(id(tensor), tensor)
+
+        args = replace_tensors(args, put)
+        kwargs = {name: replace_tensors(value, put) for name, value in kwargs.items()}
         with (
             self.runtime.engine.running_again(),
             self.runtime.engine.running(self),

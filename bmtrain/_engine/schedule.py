@@ -78,10 +78,11 @@ class Schedule:
         runtime = reference()
         if runtime is None:
             return None
-        # Parameters change between a backward and the next forward, and may change between two evaluations:
-        # neither the end of a backward pass nor a return to an earlier block is a reason to gather.
+        # Parameters change between a backward and the next forward, may change between two evaluations, and between
+        # the forward of one model and the evaluation of another (a momentum teacher): neither another kind of pass
+        # nor a return to an earlier block is a reason to gather.
         if event.phase is not Phase.BACKWARD and (
-            self._last.phase is Phase.BACKWARD or event.block <= self._last.block
+            event.phase is not self._last.phase or event.block <= self._last.block
         ):
             return None
         return event, runtime

@@ -453,3 +453,30 @@ def backward_after_the_block() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_backward_may_come_after_the_block_is_gone(world: int) -> None:
     run_ranks(world, backward_after_the_block)
+
+
+def momentum() -> None:
+    plain, model = twins(lambda: torch.nn.ModuleList([Layer() for _ in range(4)]))
+    blocks = [bmt.Block(layer) for layer in model]
+    x = torch.randn(2, 6)
+
+    def step(
+        layers: Any,
+    ) -> torch.Tensor:  # the target follows between the two forwards, as in momentum contrast
+        query = layers[1](layers[0](x))
+        with torch.no_grad():
+            for source, target in zip(layers[:2], layers[2:], strict=True):
+                for p, q in zip(source.parameters(), target.parameters(), strict=True):
+                    q.data.mul_(0.5).add_(p.data)
+            key = layers[3](layers[2](x))
+        loss: torch.Tensor = (query * key).sum()
+        loss.backward()
+        return key
+
+    for _ in range(4):
+        torch.testing.assert_close(step(blocks), step(list(plain)))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_parameters_changed_between_passes_are_not_gathered_early(world: int) -> None:
+    run_ranks(world, momentum)
