@@ -107,7 +107,7 @@ def gradient(
     return x.grad
 
 
-def gradients(dtype_name: str) -> None:
+def gradients(dtype_name: str) -> None:  # BC-71
     dtype = getattr(torch, dtype_name)
     size, rank = bmtrain.world_size(), bmtrain.rank()
     weight = (torch.arange(1.0, 5.0) * (rank + 1)).to(dtype)
@@ -190,7 +190,7 @@ def test_gather_result(world: int) -> None:
     run_ranks(world, gather_results)
 
 
-def activations() -> None:
+def activations() -> None:  # BC-77
     comm = bmtrain.config["comm"]
     rank, peer = comm.rank, 1 - comm.rank
     for x in [
@@ -216,7 +216,7 @@ def test_activations() -> None:
     run_ranks(2, activations)
 
 
-def activations_along_the_pipeline() -> float:
+def activations_along_the_pipeline() -> float:  # BC-77
     comm = bmtrain.config["pipe_comm"]
     if bmtrain.config["topology"].stage_id == 0:
         distributed.send_activations(torch.full((3,), float(bmtrain.rank())), 1, comm)

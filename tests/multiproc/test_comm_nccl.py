@@ -18,7 +18,7 @@ def library_warnings(caught: list[warnings.WarningMessage]) -> list[str]:
     return [f"{w.filename}: {w.message}" for w in caught if "/bmtrain/" in w.filename]
 
 
-def storages() -> None:
+def storages() -> None:  # BC-72
     comm = bmtrain.config["comm"]
     size, rank = comm.size, comm.rank
     total = sum(range(1, size + 1))
@@ -61,7 +61,7 @@ def test_storages(world: int) -> None:
     run_ranks(world, storages)
 
 
-def exchange() -> None:
+def exchange() -> None:  # BC-72
     comm = bmtrain.config["comm"]
     peer = comm.rank ^ 1
     mine, theirs = torch.full((70_000,), float(comm.rank)), torch.zeros(70_000)
@@ -142,7 +142,7 @@ def test_bad_calls(world: int) -> None:
     run_ranks(world, bad_calls)
 
 
-def objects() -> None:
+def objects() -> None:  # BC-73
     size, rank = bmtrain.world_size(), bmtrain.rank()
     mine = {"rank": rank, "data": "x" * (rank * 10_000), "none": None}
     everyone = _objects.allgather_objects(mine)
