@@ -14,7 +14,7 @@ from ._engine.island import run_block
 from ._engine.policy import BlockMode, BlockPolicy, Recompute
 from ._engine.recompute import ModuleState
 from ._engine.runtime import BlockRuntime
-from ._engine.storage import BlockStorage, build_storage
+from ._engine.storage import build_storage
 from .errors import RepeatedBlockError
 from .global_var import context
 from .param_init import grouped_parameters, init_parameters
@@ -274,22 +274,17 @@ class Block(torch.nn.Module):
     @property
     def _storage_params(self) -> dict[str, torch.nn.Parameter]:
         """Kind -> flat local parameter, with ``.grad`` where there is one."""
-        flat = {}
-        for storage in self._storages:
-            param = torch.nn.Parameter(storage.shards.shard, requires_grad=storage.requires_grad)
-            param.grad = storage.shards.gradient_shard
-            flat[storage.kind] = param
-        return flat
+        return {storage.kind: storage.flat_parameter() for storage in self._storages}
 
     @property
     def _storage_info(self) -> dict[str, dict[str, Any]]:
         """Kind -> sizes and ranks of the flat buffer."""
-        return {storage.kind: _storage_info(storage) for storage in self._storages}
+        return {storage.kind: storage.info() for storage in self._storages}
 
     @property
     def _param_info(self) -> list[dict[str, Any]]:
         """Where each parameter lies."""
-        return [info for storage in self._storages for info in _param_infos(storage)]
+        return [info for storage in self._storages for info in storage.parameter_infos()]
 
 
 CheckpointBlock = Block
@@ -308,14 +303,6 @@ def _has(module: torch.nn.Module, name: str) -> bool:
     ) or hasattr(type(module), name)
 
 
-_STORAGE_TYPES = {
-    torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.float32: torch.FloatStorage,
-    torch.float64: torch.DoubleStorage,
-}
-
-
 class _ReplacedForward:
     """What a Block runs after ``block.forward = function``: the function, gathered and recomputed like its own."""
 
@@ -327,39 +314,6 @@ class _ReplacedForward:
         if self.block._runtime.is_bound:
             return self.function(*args, **kwargs)
         return self.block._run(self.function, *args, **kwargs)
-
-
-def _storage_info(storage: BlockStorage) -> dict[str, Any]:
-    layout = storage.shards.layout
-    rank = storage.group.rank
-    return {
-        "total": layout.total,
-        "storage_type": _STORAGE_TYPES.get(storage.shards.shard.dtype),
-        "requires_grad": storage.requires_grad,
-        "group": storage.parameters[0].group,
-        "zero_comm": storage.group.comm,
-        "world_size": storage.group.size,
-        "partition_size": layout.partition,
-        "begin": rank * layout.partition,
-        "end": (rank + 1) * layout.partition,
-    }
-
-
-def _param_infos(storage: BlockStorage) -> Iterator[dict[str, Any]]:
-    layout = storage.shards.layout
-    for index, (name, param) in enumerate(zip(storage.names, storage.parameters, strict=True)):
-        begin, count, _ = layout.local_part(index, storage.group.rank)
-        info = {
-            "parameter": param,
-            "name": name,
-            "kw_name": storage.kind,
-            "offset": layout.offset(index),
-            "size": layout.numel(index),
-            "shape": param._original_shape,
-        }
-        if count:
-            info.update(begin=begin, end=begin + count)
-        yield info
 
 
 def storage_type_cuda(storage_type: type) -> type:

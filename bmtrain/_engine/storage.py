@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,6 +39,50 @@ class BlockStorage:
     names: tuple[str, ...]
     parameters: tuple[DistributedParameter, ...]
     requires_grad: bool
+
+    def flat_parameter(self) -> torch.nn.Parameter:
+        """The shard as one parameter, with its gradient where there is one."""
+        param = torch.nn.Parameter(self.shards.shard, requires_grad=self.requires_grad)
+        param.grad = self.shards.gradient_shard
+        return param
+
+    def info(self) -> dict[str, Any]:
+        """Sizes and ranks of the buffer, in elements."""
+        layout, rank = self.shards.layout, self.group.rank
+        return {
+            "total": layout.total,
+            "storage_type": _STORAGE_TYPES.get(self.shards.shard.dtype),
+            "requires_grad": self.requires_grad,
+            "group": self.parameters[0].group,
+            "zero_comm": self.group.comm,
+            "world_size": self.group.size,
+            "partition_size": layout.partition,
+            "begin": rank * layout.partition,
+            "end": (rank + 1) * layout.partition,
+        }
+
+    def parameter_infos(self) -> Iterator[dict[str, Any]]:
+        """Where each parameter lies; ``begin`` and ``end`` only if a part of it is on this rank."""
+        layout = self.shards.layout
+        for index, (name, param) in enumerate(zip(self.names, self.parameters, strict=True)):
+            begin, count, _ = layout.local_part(index, self.group.rank)
+            info = {
+                "parameter": param,
+                "name": name,
+                "kw_name": self.kind,
+                "offset": layout.offset(index),
+                "size": layout.numel(index),
+                "shape": param._original_shape,
+            }
+            yield {**info, "begin": begin, "end": begin + count} if count else info
+
+
+_STORAGE_TYPES = {
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.float32: torch.FloatStorage,
+    torch.float64: torch.DoubleStorage,
+}
 
 
 def _kind(param: DistributedParameter) -> str:
