@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from sys import _getframe
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 
-from ._engine.grad_readers import refuse_whole_tensor_tools
+from ._engine.grad_readers import FILES_TO_REFUSE, refuse_whole_tensor_tools
 from ._engine.sharding import ShardSpec
 from .global_var import context
 
@@ -32,6 +32,7 @@ __all__ = [
 
 
 _torch_grad: Any = torch.Tensor.grad  # torch's own attribute, a descriptor
+_get_grad: Callable[[torch.Tensor], torch.Tensor | None] = _torch_grad.__get__
 
 
 class ParameterInitializer:
@@ -134,9 +135,10 @@ class DistributedParameter(torch.nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         """This rank's shard of the gradient, or None. See [Note: Who may read a shard's gradient]."""
-        refuse_whole_tensor_tools(self, sys._getframe(1))
-        gradient: torch.Tensor | None = _torch_grad.__get__(self)
-        return gradient
+        reader = _getframe(1)
+        if reader.f_code.co_filename in FILES_TO_REFUSE:
+            refuse_whole_tensor_tools(self, reader)
+        return _get_grad(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:

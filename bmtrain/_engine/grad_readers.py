@@ -18,7 +18,7 @@ from torch.optim import _adafactor, lbfgs
 
 from ..global_var import world_size
 
-__all__ = ["refuse_whole_tensor_tools"]
+__all__ = ["FILES_TO_REFUSE", "refuse_whole_tensor_tools"]
 
 _ELEMENTWISE = "use bmtrain.optim.AdamOptimizer, or an optimizer of torch.optim that works element by element"
 
@@ -35,15 +35,14 @@ _REFUSED = {
     (_adafactor.__file__, "_init_group"): ("torch.optim.Adafactor", _ELEMENTWISE),
     (lbfgs.__file__, "_gather_flat_grad"): ("torch.optim.LBFGS", _ELEMENTWISE),
 }
-_FILES = {file for file, _ in _REFUSED}
+#: Where a reader may be one of them. Looked at first, because gradients are read often.
+FILES_TO_REFUSE = frozenset(file for file, _ in _REFUSED)
 #: Of what is refused, what is right where one rank has every element.
 _RIGHT_ALONE = ("torch.nn.utils.clip_grad_norm_", "torch.amp.GradScaler", "torch.optim.LBFGS")
 
 
 def refuse_whole_tensor_tools(param: torch.Tensor, reader: FrameType) -> None:
     """Raise RuntimeError if the function that runs in ``reader`` would compute over a shard as if it were the whole."""
-    if reader.f_code.co_filename not in _FILES:
-        return
     frame: FrameType | None = reader
     while frame is not None and frame.f_code.co_name.startswith("<"):  # a comprehension before Python 3.12
         frame = frame.f_back
