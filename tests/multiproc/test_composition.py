@@ -100,6 +100,14 @@ def train(pipeline: bool) -> None:
         expected, other = plain.state_dict()[name], twin.state_dict()[name]
         allowed = max(2 * float((expected - other).abs().max()), 1e-5)
         assert float((value - expected).abs().max()) <= allowed, name
+    gathered = manager.state_dict(gather_opt=True)["optimizers"][0]
+    assert gathered["is_whole"]
+    for index, (param, state) in enumerate(references[0][1].state.items()):
+        whole = gathered["state"][index]
+        assert whole["step"] == STEPS
+        for name in ("exp_avg", "exp_avg_sq"):
+            difference = (whole[name].view(param.shape) - state[name]).abs().max()
+            assert float(difference) <= 1e-5 * float(state[name].abs().max())
 
 
 FACTORS = [
