@@ -173,8 +173,10 @@ def make_build_command(torch: Any, cuda: bool) -> type:
         def finalize_options(self) -> None:
             super().finalize_options()
             # pip gives an editable build a folder that it deletes afterwards; here ninja finds what is done.
+            # What changes every compiler call has a folder of its own, so that going back and forth is quick.
+            kind = ("-cuda" if cuda else "") + ("-werror" if os.environ.get("BMTRAIN_WERROR") == "1" else "")
             name = f"core-{sysconfig.get_platform()}-{sys.implementation.cache_tag}-torch{torch.__version__}"
-            self.build_temp = str(ROOT / "build" / (name + ("-cuda" if cuda else "")))
+            self.build_temp = str(ROOT / "build" / (name + kind))
 
         def run(self) -> None:
             super().run()
