@@ -30,7 +30,7 @@ from . import (
 )
 from ._version import __version__
 from .backward import optim_step
-from .block_layer import Block, CheckpointBlock, TransformerBlockList
+from .block_layer import Block, TransformerBlockList
 from .checkpointing import checkpoint
 from .global_var import config, rank, world_size
 from .init import init_distributed
@@ -42,6 +42,8 @@ from .store import load, save
 from .synchronize import gather_result, sum_loss, synchronize, wait_loader
 from .utils import load_nccl_pypi, print_block, print_dict, print_rank, see_memory
 from .wrapper import BMTrainModelWrapper
+
+CheckpointBlock = Block
 
 __all__ = [
     "BMTrainModelWrapper",

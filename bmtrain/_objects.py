@@ -10,6 +10,7 @@ import torch
 
 from . import _C
 from ._comm import wire_device
+from ._deprecate import warn_once
 from .global_var import context
 
 __all__ = ["allgather_object", "allgather_objects", "broadcast_object"]
@@ -34,11 +35,11 @@ def allgather_objects(obj: T) -> list[T]:
         >>> allgather_objects({"rank": bmtrain.rank()})
         [{'rank': 0}]
     """
-    return allgather_object(obj, context("allgather_objects()").groups["zero"].comm)
+    return _allgather(obj, context("allgather_objects()").groups["zero"].comm)
 
 
 def allgather_object(obj: T, comm: _C.Communicator) -> list[T]:
-    """Every object of the ranks of ``comm``, in rank order. [collective over comm]
+    """Every object of the ranks of ``comm``, in rank order; the form of 0.2. [collective over comm]
 
     Args:
         obj: anything that can be pickled; sizes may differ between ranks.
@@ -47,6 +48,11 @@ def allgather_object(obj: T, comm: _C.Communicator) -> list[T]:
     Raises:
         RuntimeError: on all ranks if one rank's object cannot be pickled.
     """
+    warn_once("store.allgather_object", "store.allgather_object() is deprecated: call allgather_objects()")
+    return _allgather(obj, comm)
+
+
+def _allgather(obj: T, comm: _C.Communicator) -> list[T]:
     if comm.size == 1:
         return [obj]
     device = wire_device(comm)

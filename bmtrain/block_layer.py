@@ -24,8 +24,8 @@ from .zero_context import ZeroContext
 
 __all__ = [
     "Block",
-    "CheckpointBlock",
-    "CheckpointBlockContext",
+    "CheckpointBlock",  # noqa: F822 (given by __getattr__)
+    "CheckpointBlockContext",  # noqa: F822 (given by __getattr__)
     "TransformerBlockList",
     "round_up",
     "storage_type_cuda",
@@ -287,8 +287,16 @@ class Block(torch.nn.Module):
         return [info for storage in self._storages for info in storage.parameter_infos()]
 
 
-CheckpointBlock = Block
-CheckpointBlockContext = ZeroContext
+# The names of 0.1 and 0.2 in this module; bmtrain.CheckpointBlock is the documented one.
+_OLD_NAMES = {"CheckpointBlock": Block, "CheckpointBlockContext": ZeroContext}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OLD_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    today = "bmtrain.Block" if name == "CheckpointBlock" else "bmtrain.zero_context.ZeroContext"
+    warn_once(f"block_layer.{name}", f"block_layer.{name} is deprecated: use {today}")
+    return _OLD_NAMES[name]
 
 
 def _new_block() -> Block:

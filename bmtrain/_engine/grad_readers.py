@@ -26,7 +26,7 @@ _ELEMENTWISE = "use bmtrain.optim.AdamOptimizer, or an optimizer of torch.optim 
 _REFUSED = {
     (clip_grad.__file__, "clip_grad_norm_"): (
         "torch.nn.utils.clip_grad_norm_",
-        "use OptimManager.clip_grad_norm or bmtrain.optim.clip_grad_norm, whose norm is that of all ranks' gradients",
+        "use OptimManager.clip_grad_norm, whose norm is that of all ranks' gradients",
     ),
     (grad_scaler.__file__, "_unscale_grads_"): (
         "torch.amp.GradScaler",

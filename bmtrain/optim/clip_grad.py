@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._deprecate import warn_once
 from ..global_var import context
 from ._grad_stats import global_norm, multiply_gradients, parameters_of
 
-__all__ = ["clip_grad_norm"]
+__all__ = ["clip_grad_norm", "clip_gradients"]
 
 
-def clip_grad_norm(
+def clip_gradients(
     param_groups: Iterable[Any],
     max_norm: float,
     scale: float = 1.0,
@@ -56,3 +57,17 @@ def clip_grad_norm(
             multiply_gradients(parameters, coefficient)
     device = context("gradient clipping").device
     return torch.tensor(norm / scale, dtype=torch.float32, device=device)
+
+
+def clip_grad_norm(
+    param_groups: Iterable[Any],
+    max_norm: float,
+    scale: float = 1.0,
+    norm_type: float | str = 2,
+    eps: float = 1e-6,
+) -> Tensor:
+    """:func:`clip_gradients`, by the name of 0.1. Programs with an :class:`OptimManager` call its method instead."""
+    warn_once(
+        "optim.clip_grad_norm", "optim.clip_grad_norm() is deprecated: call OptimManager.clip_grad_norm()"
+    )
+    return clip_gradients(param_groups, max_norm, scale, norm_type, eps)

@@ -14,7 +14,7 @@ from ..global_var import context, rank
 from ..parameter import DistributedParameter
 from ._grad_stats import check_overflow, first_overflow, grad_rescale, parameters_of
 from ._state import load_optimizer_state, optimizer_state
-from .clip_grad import clip_grad_norm
+from .clip_grad import clip_gradients
 
 __all__ = ["OptimManager", "check_overflow", "grad_rescale"]
 
@@ -140,12 +140,12 @@ class OptimManager:
     def clip_grad_norm(
         self, param_groups: Iterable[Any], max_norm: float, norm_type: float | str = 2, eps: float = 1e-6
     ) -> Tensor:
-        """Clip gradients by their norm over all ranks, see :func:`bmtrain.optim.clip_grad_norm`. Collective.
+        """Clip gradients by their norm over all ranks, see :func:`~bmtrain.optim.clip_grad.clip_gradients`. Collective.
 
         Returns:
             The unscaled norm before clipping, 0-dim, equal on all ranks.
         """
-        return clip_grad_norm(param_groups, max_norm, self.loss_scale, norm_type, eps)
+        return clip_gradients(param_groups, max_norm, self.loss_scale, norm_type, eps)
 
     def step(self) -> None:
         """Step every optimizer and then its schedule, or skip all if a gradient overflowed.

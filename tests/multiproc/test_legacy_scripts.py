@@ -25,10 +25,17 @@ OLD_FORMS = {
         "FusedCrossEntropy(inplace=)",
         "AdamOptimizer(scale=)",
         "optim_step()",
+        "block_layer.CheckpointBlock",
+        "optim.clip_grad_norm()",
         "sum_loss()",
         "gather_result()",
     ],
-    "train_0_2.py": ["init_distributed(zero_level=...)", "FusedCrossEntropy(inplace=)", "sum_loss()"],
+    "train_0_2.py": [
+        "init_distributed(zero_level=...)",
+        "FusedCrossEntropy(inplace=)",
+        "sum_loss()",
+        "store.allgather_object()",
+    ],
     "train_1_0.py": [],
 }
 

@@ -54,7 +54,7 @@ def refused(tool: Callable[[list[torch.nn.Parameter]], None], remedy: str) -> No
 
 
 REFUSED = [
-    (clip, "bmtrain.optim.clip_grad_norm"),
+    (clip, "OptimManager.clip_grad_norm"),
     (scale, "OptimManager"),
     (scale_and_step, "OptimManager"),
     (adafactor, "bmtrain.optim.AdamOptimizer"),
