@@ -139,6 +139,15 @@ class Block(torch.nn.Module):
                 if member is param and param._gradient_hooks is not None:
                     storage.shards.set_hooks(index, param._gradient_hooks)
 
+    def _make_shard(self, param: DistributedParameter) -> bool:
+        """Gives ``param`` its place in the storage; False if it has none (on another stage of a pipeline)."""
+        for storage in self._storages:
+            for index, member in enumerate(storage.parameters):
+                if member is param:
+                    storage.shards.make_shard(index)
+                    return True
+        return False
+
     def reference(self, block: Block) -> None:
         """Shares another Block's storage; for a Block constructed with ``initialized=True`` around the same module."""
         self.__dict__["_shares_with"] = block

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ._engine.meta import Placeholder
 from ._engine.state_dict import give_full_values, loading_local_parts
 from .parameter import DistributedParameter
 
@@ -37,7 +38,7 @@ class DistributedModule(torch.nn.Module):
         parameters = self.__dict__.get("_parameters")
         if parameters is not None and name in parameters:
             param = parameters[name]
-            return _read(self, param) if isinstance(param, DistributedParameter) else param
+            return _read(self, param, name) if isinstance(param, DistributedParameter) else param
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -80,12 +81,15 @@ class DistributedModule(torch.nn.Module):
             )
 
 
-def _read(module: torch.nn.Module, param: DistributedParameter) -> torch.Tensor:
+def _read(module: torch.nn.Module, param: DistributedParameter, name: str) -> torch.Tensor:
     owner = param._block
     if owner is not None and (
         param._is_full() or (owner() is not None and module.__dict__.get(_OWNER) is owner)
     ):
         return param
-    full = param.gather()
+    if param.is_meta:
+        full: torch.Tensor = Placeholder.of(param, f"{type(module).__name__}.{name}", param.clone())
+    else:
+        full = param.gather()
     full.__dict__["_bmtrain_source"] = weakref.ref(param)
     return full

@@ -30,7 +30,8 @@ def init_parameters(module: torch.nn.Module | Iterable[torch.nn.Module]) -> None
 
     Modules are visited as ``named_modules()`` gives them, parameters in order of registration, each once. The
     initialiser runs on a temporary full tensor of which this rank keeps its shard, so random numbers are drawn exactly
-    as a single process draws them, and equal seeds give equal weights at any world size.
+    as a single process draws them, and equal seeds give equal weights at any world size. A parameter on the meta
+    device gets its shard; without an ``init_method`` it stays there.
 
     Args:
         module: a module, a Block, a list of either, or an iterable of modules.

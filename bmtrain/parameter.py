@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 
 from ._engine.grad_readers import FILES_TO_REFUSE, refuse_whole_tensor_tools
+from ._engine.meta import make_shard, no_values
 from ._engine.sharding import ShardSpec
 from .global_var import context
 
@@ -62,7 +63,9 @@ class DistributedParameter(torch.nn.Parameter):
 
     Args:
         data: the full tensor, of any shape and device (for a tensor-parallel parameter, this rank's slice). This rank's
-            part is copied to the run device; there is no communication.
+            part is copied to the run device; there is no communication. On the meta device it has no values, and may
+            come before :func:`bmtrain.init_distributed`: the parameter keeps the full shape and no memory until
+            :func:`bmtrain.init_parameters` or loading makes the shard.
         requires_grad: whether it is trained. Integer data need ``requires_grad=False``.
         init_method: called by :func:`bmtrain.init_parameters` on a full-size ordinary tensor.
         group: a label, used by :func:`bmtrain.grouped_parameters`.
@@ -103,25 +106,30 @@ class DistributedParameter(torch.nn.Parameter):
     ) -> DistributedParameter:
         if not isinstance(data, torch.Tensor):
             raise TypeError(f"data: expected a torch.Tensor, got {type(data).__name__}")
-        ctx = context()
         shape = data.shape
         if tp_split_dim >= max(data.dim(), 1) or tp_split_dim < -1:
             raise ValueError(
                 f"tp_split_dim: expected -1 to {data.dim() - 1} for shape {tuple(shape)}, got {tp_split_dim}"
             )
-        spec = ShardSpec(shape, ctx.zero_group(tp_mode, False))
-        part = spec.slice_of(data.detach().reshape(-1))
-        local = torch.empty(part.numel(), dtype=data.dtype, device=ctx.device)
-        local.copy_(part)
+        local = data.detach() if data.is_meta else _copy_of_part(data, tp_mode)
         param = cls._from_local(local, requires_grad)
-        param._spec = spec
         param._original_shape = shape
         param._init_method = init_method
         param._group = "tp" if tp_mode else group
         param._tp_mode = tp_mode
         param._tp_split_dim = tp_split_dim if tp_mode else -1
-        param._tp_original_shape = _merged_shape(shape, param._tp_split_dim, ctx.groups["tp"].size)
         return param
+
+    def __getattr__(self, name: str) -> Any:
+        """What depends on the groups of ranks is found at its first need."""
+        if name == "_spec":
+            self._spec = ShardSpec(self._original_shape, context().zero_group(self._tp_mode, False))
+        elif name == "_tp_original_shape":
+            tp_size = context().groups["tp"].size
+            self._tp_original_shape = _merged_shape(self._original_shape, self._tp_split_dim, tp_size)
+        else:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self.__dict__[name]
 
     @classmethod
     def _from_local(cls, local: torch.Tensor, requires_grad: bool) -> DistributedParameter:
@@ -173,6 +181,7 @@ class DistributedParameter(torch.nn.Parameter):
 
     def gather(self) -> torch.Tensor:  # type: ignore[override]
         """The full tensor, differentiable; its gradient is summed over the ranks into the shard. Collective."""
+        self.require_data()
         if self._is_full():
             return self.view_as(self)
         full: torch.Tensor = OpAllGather.apply(self)
@@ -189,11 +198,16 @@ class DistributedParameter(torch.nn.Parameter):
     def _is_full(self) -> bool:
         """Whether the data are the full tensor: in a running Block, or where the user put it in a shard's place."""
         block = self._block
-        if block is None or self.shape != self._original_shape:
+        if block is None or self.is_meta or self.shape != self._original_shape:
             return False
         runtime = block.runtime() if block.runtime is not None else None
         is_bound = runtime is not None and runtime.is_bound
         return is_bound or self.untyped_storage()._cdata not in block.homes
+
+    def require_data(self, name: str = "") -> None:
+        """Raises if the parameter is on the meta device still; ``name`` is what the error calls it."""
+        if self.is_meta:
+            raise RuntimeError(no_values(name, self._original_shape))
 
     def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:
         """Lets ``hook`` see this rank's full gradient, before the sum over the ranks, and replace it.
@@ -287,16 +301,23 @@ def _rebuild(
     spec: tuple[Any, ...],
     attributes: dict[str, Any],
 ) -> DistributedParameter:
-    param = cls._from_local(local.to(context().device), requires_grad)
+    param = cls._from_local(local if local.is_meta else local.to(context().device), requires_grad)
     param.__dict__.update(attributes)
     param._spec = ShardSpec.from_portable(spec, context().groups)
-    if local.numel() != param._spec.local_part[1]:
+    if not local.is_meta and local.numel() != param._spec.local_part[1]:
         raise ValueError(
             f"a pickled shard of {local.numel()} elements of a parameter of shape {tuple(param._original_shape)} "
             f"cannot be used here: this rank ({param._spec.group.rank} of {param._spec.group.size}) owns "
             f"{param._spec.local_part[1]}; save() and load() move parameters between numbers of ranks"
         )
     return param
+
+
+def _copy_of_part(data: torch.Tensor, tp_mode: bool) -> torch.Tensor:
+    """This rank's shard of ``data``, on the run device."""
+    ctx = context()
+    part = ShardSpec(data.shape, ctx.zero_group(tp_mode, False)).slice_of(data.detach().reshape(-1))
+    return torch.empty(part.numel(), dtype=data.dtype, device=ctx.device).copy_(part)
 
 
 def _merged_shape(shape: torch.Size, dim: int, tp_size: int) -> torch.Size:
@@ -381,6 +402,7 @@ def full_value(param: torch.Tensor) -> torch.Tensor:
     """The full (tensor-parallel merged) value, detached, on the run device. Collective."""
     if not isinstance(param, DistributedParameter):
         return param.detach()
+    param.require_data()
     return gather_flat(param, param.detach()).view(param._tp_original_shape)
 
 
@@ -396,5 +418,6 @@ def load_full_value(param: torch.Tensor, full: torch.Tensor) -> None:
         return
     if full.shape != param._tp_original_shape:
         raise ValueError(f"full: expected shape {tuple(param._tp_original_shape)}, got {tuple(full.shape)}")
+    make_shard(param)
     param.copy_(shard_of(param, full))
     param._load_count += 1

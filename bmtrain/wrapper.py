@@ -113,7 +113,7 @@ class _Conversion:
                 module._parameters[name] = self.parameter(param, f"{type(module).__name__}.{name}")
         device = context().device
         for name, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and not buffer.is_meta:
                 module._buffers[name] = buffer.to(device)
         _set_class(module, _distributed_class(type(module)))
 

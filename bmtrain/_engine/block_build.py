@@ -81,7 +81,7 @@ def leave_to_stage(block: Any, pipe: Group, owner: int) -> None:
             param._spec = StagedShardSpec(
                 param._original_shape, storage.group, storage.shards.layout, index, pipe=pipe, owner=owner
             )
-            if pipe.rank != owner:
+            if pipe.rank != owner and not param.is_meta:
                 param.data = param.data.new_empty(0)
     if pipe.rank != owner:
         block.__dict__["_storages"] = []

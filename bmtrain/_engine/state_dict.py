@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from ..global_var import config
+from ..global_var import config, context
 from ..parameter import DistributedParameter, full_value, shard_of
+from .meta import make_shard
 
 __all__ = [
     "Collection",
@@ -76,11 +77,18 @@ def give_full_values(module: torch.nn.Module, destination: dict[str, Any], prefi
     collection = _collection.get()
     for name, param in module._parameters.items():
         if isinstance(param, DistributedParameter) and prefix + name in destination:
-            full = _for_saving(full_value(param)) if collection is None else collection.collect(param)
-            destination[prefix + name] = full
+            if collection is not None:
+                param.require_data(prefix + name)
+                destination[prefix + name] = collection.collect(param)
+            elif param.is_meta:
+                destination[prefix + name] = torch.empty(
+                    param._tp_original_shape, dtype=param.dtype, device="meta"
+                )
+            else:
+                destination[prefix + name] = _for_saving(full_value(param))
     for name, buffer in module._buffers.items():
         if buffer is not None and prefix + name in destination:
-            destination[prefix + name] = _for_saving(buffer.detach())
+            destination[prefix + name] = buffer.detach() if buffer.is_meta else _for_saving(buffer.detach())
 
 
 def take_local_parts(
@@ -100,11 +108,15 @@ def take_local_parts(
             error_msgs.append(problem)
             state_dict[key] = param.detach()
             continue
+        make_shard(param)
         if isinstance(value, torch.Tensor):
             state_dict[key] = shard_of(param, value.detach())
         else:
             state_dict[key] = value.part_of(param)
         param._load_count += 1
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta and prefix + name in state_dict:
+            module._buffers[name] = torch.empty_like(buffer, device=context().device)
 
 
 def _misfit(key: str, value: Any, param: DistributedParameter) -> str:
@@ -119,6 +131,8 @@ def _misfit(key: str, value: Any, param: DistributedParameter) -> str:
             f"size mismatch for {key}: copying a param with shape {tuple(value.shape)} from checkpoint, the shape "
             f"in current model is {expected}."
         )
+    if value.is_meta:
+        return f"{key}: the tensor to load is on the meta device and has no values."
     return ""
 
 

@@ -42,6 +42,8 @@ class BlockStorage:
 
     def flat_parameter(self) -> torch.nn.Parameter:
         """The shard as one parameter, with its gradient where there is one."""
+        for name, member in zip(self.names, self.parameters, strict=True):
+            member.require_data(name)
         param = torch.nn.Parameter(self.shards.shard, requires_grad=self.requires_grad)
         param.grad = self.shards.gradient_shard
         return param
@@ -113,6 +115,7 @@ def build_storage(
         shards = _C.ShardGroup(
             label=label,
             parameters=list(params),
+            names=[name for name, _ in members],
             shapes=[list(param._original_shape) for param in params],
             gather_comm=group.comm,
             reduce_comm=group.reduce_comm,
@@ -138,7 +141,8 @@ def build_storage(
 
 
 def _move(param: DistributedParameter, shards: _C.ShardGroup, spec: ShardSpec, index: int) -> None:
-    shards.local_view(index).copy_(_respread(param, param.detach(), spec))
+    if not param.is_meta:
+        shards.local_view(index).copy_(_respread(param, param.detach(), spec))
     if param.grad is not None:
         param.__dict__["_moved_grad"] = _respread(param, param.grad, spec).clone()
     param._spec = spec

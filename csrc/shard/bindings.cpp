@@ -6,6 +6,7 @@
 #include "shard/buffer_pool.h"
 #include "shard/flat_layout.h"
 #include "shard/graph_walk.h"
+#include "shard/materialize.h"
 #include "shard/shard_group.h"
 
 namespace bmtrain {
@@ -53,14 +54,15 @@ void bind_pool(py::module_& m) {
 }
 
 std::shared_ptr<ShardGroup> make_group(std::string label, std::vector<at::Tensor> parameters,
+                                       std::vector<std::string> names,
                                        std::vector<std::vector<std::int64_t>> shapes,
                                        std::shared_ptr<Communicator> gather_comm,
                                        std::shared_ptr<Communicator> reduce_comm,
                                        std::shared_ptr<BufferPool> pool, at::ScalarType dtype,
                                        const c10::Device& device) {
   return std::make_shared<ShardGroup>(
-      ShardGroup::Options{std::move(label), std::move(parameters), std::move(shapes), std::move(gather_comm),
-                          std::move(reduce_comm), std::move(pool), dtype, device});
+      ShardGroup::Options{std::move(label), std::move(parameters), std::move(names), std::move(shapes),
+                          std::move(gather_comm), std::move(reduce_comm), std::move(pool), dtype, device});
 }
 
 void bind_group(py::module_& m) {
@@ -70,9 +72,9 @@ void bind_group(py::module_& m) {
       .value("GATHERING", ShardGroup::State::kGathering)
       .value("GATHERED", ShardGroup::State::kGathered);
   group
-      .def(py::init(&make_group), py::kw_only(), py::arg("label"), py::arg("parameters"), py::arg("shapes"),
-           py::arg("gather_comm"), py::arg("reduce_comm"), py::arg("pool"), py::arg("dtype"),
-           py::arg("device"))
+      .def(py::init(&make_group), py::kw_only(), py::arg("label"), py::arg("parameters"), py::arg("names"),
+           py::arg("shapes"), py::arg("gather_comm"), py::arg("reduce_comm"), py::arg("pool"),
+           py::arg("dtype"), py::arg("device"))
       // A copy: a reference would keep the group alive, which keeps the parameters, which keep their layout.
       .def_property_readonly("layout", [](const ShardGroup& self) { return FlatLayout(self.layout()); })
       .def_property_readonly("state", &ShardGroup::state)
@@ -89,6 +91,7 @@ void bind_group(py::module_& m) {
       .def("requires_grad", &ShardGroup::requires_grad)
       .def("owns_storage", &ShardGroup::owns_storage, py::arg("tensor"))
       .def("attach", &ShardGroup::attach)
+      .def("make_shard", &ShardGroup::make_shard, py::arg("index"))
       .def("adopt_data", &ShardGroup::adopt_data)
       .def(
           "set_hooks",
@@ -113,6 +116,7 @@ void bind_shard(py::module_& m) {
   bind_layout(m);
   bind_pool(m);
   bind_group(m);
+  m.def("materialize", &materialize, py::arg("parameter"), py::arg("data"));
   m.def("next_node_number", &next_node_number);
   m.def("find_older_node", &find_older_node, py::arg("outputs"), py::arg("first"));
 }

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "common/check.h"
+#include "shard/materialize.h"
 #include "shard/slice_sum.h"
 
 namespace bmtrain {
@@ -66,8 +67,12 @@ ShardGroup::ShardGroup(Options options)
   BMT_CHECK(ValueError, options_.parameters.size() == options_.shapes.size(),
             "shapes: expected one per parameter (", options_.parameters.size(), "), got ",
             options_.shapes.size());
-  const auto tensor_options = at::TensorOptions().dtype(options_.dtype).device(options_.device);
-  shard_ = at::zeros({layout_.partition()}, tensor_options);
+  BMT_CHECK(ValueError, options_.names.size() == options_.parameters.size(),
+            "names: expected one per parameter (", options_.parameters.size(), "), got ",
+            options_.names.size());
+  const c10::Storage shard_storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, options_.device),
+                                   c10::GetAllocator(options_.device.type()), /*resizable=*/true);
+  shard_ = view_of_storage(shard_storage, options_.dtype, 0, {layout_.partition()});
   const c10::Storage storage = layout_.num_ranks() == 1 ? shard_.storage() : empty_storage(options_.device);
   full_ = view_of_storage(storage, options_.dtype, 0, {layout_.padded_total()});
   for (std::size_t i = 0; i < options_.shapes.size(); ++i) {
@@ -77,10 +82,38 @@ ShardGroup::ShardGroup(Options options)
     local_parts_.push_back(part);
     local_views_.push_back(
         view_of_storage(shard_.storage(), options_.dtype, part.shard_offset, {part.numel}));
+    if (!options_.parameters[i].is_meta()) {
+      allocate();
+    }
   }
 }
 
 ShardGroup::~ShardGroup() = default;
+
+void ShardGroup::allocate() {
+  const c10::Storage& storage = shard_.storage();
+  if (storage.nbytes() == 0) {
+    const at::Tensor zeros = at::zeros(shard_.sizes(), shard_.options());
+    const auto nbytes = static_cast<std::int64_t>(zeros.storage().nbytes());
+    put_memory(storage, zeros.storage().set_data_ptr(c10::DataPtr(nullptr, options_.device)), nbytes);
+  }
+}
+
+void ShardGroup::make_shard(std::size_t index) {
+  const c10::InferenceMode normal_tensors(false);
+  allocate();
+  materialize(options_.parameters.at(index), local_views_.at(index));
+}
+
+void ShardGroup::check_data() const {
+  for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
+    BMT_CHECK(
+        StateError, !options_.parameters[i].is_meta(), options_.label, ": parameter '", options_.names[i],
+        "' of shape ", at::IntArrayRef(options_.shapes[i]),
+        " is on the meta device and has no values yet; initialise it (bmtrain.init_parameters, given an "
+        "init_method) or load it (bmtrain.load, load_state_dict) first");
+  }
+}
 
 std::int64_t ShardGroup::version() const {
   std::int64_t sum = 0;
@@ -106,7 +139,9 @@ bool ShardGroup::owns_storage(const at::Tensor& tensor) const {
 
 void ShardGroup::attach() {
   for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
-    options_.parameters[i].set_data(local_views_[i]);
+    if (!options_.parameters[i].is_meta()) {
+      options_.parameters[i].set_data(local_views_[i]);
+    }
   }
 }
 
@@ -120,7 +155,7 @@ bool ShardGroup::is_attached(std::size_t index) const {
 bool ShardGroup::adopt_data() {
   bool adopted = false;
   for (std::size_t i = 0; !bound_ && i < options_.parameters.size(); ++i) {
-    if (is_attached(i)) {
+    if (options_.parameters[i].is_meta() || is_attached(i)) {
       continue;
     }
     const at::Tensor& parameter = options_.parameters[i];
@@ -150,6 +185,7 @@ void ShardGroup::start_gather() {
   if (state_ != State::kSharded) {
     return;
   }
+  check_data();
   if (layout_.num_ranks() > 1) {
     const auto nbytes = layout_.padded_total() * static_cast<std::int64_t>(c10::elementSize(options_.dtype));
     put_memory(full_.storage(), options_.pool->acquire(nbytes, options_.device), nbytes);

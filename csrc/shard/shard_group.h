@@ -14,6 +14,10 @@
 // saved tensor needs rewriting. With one rank the gathered buffer is the shard
 // itself.
 //
+// [Note: Parameters on the meta device]
+// A parameter made on the meta device has its place in the layout, but no data until make_shard(). The shard
+// has no memory until the first of its parameters has data.
+//
 // [Note: Gradient sinks]
 // While bound, each parameter's gradient accumulator is a node of ours that
 // writes the gradient straight into the flat gradient buffer: it lands once, at
@@ -45,6 +49,7 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   struct Options {
     std::string label;                              // names the block in errors and records
     std::vector<at::Tensor> parameters;             // whose data become views of the shard
+    std::vector<std::string> names;                 // theirs, for errors
     std::vector<std::vector<std::int64_t>> shapes;  // their full shapes
     std::shared_ptr<Communicator> gather_comm,
         reduce_comm;  // of the group of ranks that share the buffer
@@ -75,8 +80,10 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   /// Whether `tensor` lies in the gathered buffer.
   [[nodiscard]] bool owns_storage(const at::Tensor& tensor) const;
 
-  /// Makes every parameter's data the view of the shard.
+  /// Makes every parameter's data the view of the shard, but those on the meta device.
   void attach();
+  /// Gives a parameter on the meta device its data: the view of the shard, zeros.
+  void make_shard(std::size_t index);
 
   /// Takes over what was put in a parameter's place by `parameter.data = tensor`: a shard, or a full tensor
   /// of which this rank's part is kept. Returns whether there was anything; then what is gathered is out of
@@ -112,6 +119,8 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
  private:
   enum class GradientMode : std::uint8_t { kSkip, kWrite, kAccumulate, kForeign };
 
+  void allocate();
+  void check_data() const;
   void make_sinks();
   [[nodiscard]] bool is_attached(std::size_t index) const;
   void zero_untouched();

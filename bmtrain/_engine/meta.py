@@ -1,0 +1,73 @@
+"""Parameters on the meta device, which have no values until they are initialised or loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from .. import _C
+from ..global_var import context
+
+if TYPE_CHECKING:
+    from ..parameter import DistributedParameter
+
+__all__ = ["Placeholder", "make_shard", "no_values"]
+
+
+def make_shard(param: DistributedParameter) -> None:
+    """Gives a parameter on the meta device its shard, zeros, in its Block's storage if it is in a Block. Local.
+
+    It stays the same object for optimizers that have it. One that has its shard is left as it is.
+    """
+    if not param.is_meta:
+        return
+    block = param._block() if param._block is not None else None
+    if block is None or not block._make_shard(param):
+        local = torch.zeros(param._spec.local_part[1], dtype=param.dtype, device=context().device)
+        _C.materialize(param, local)
+
+
+def no_values(name: str, shape: torch.Size) -> str:
+    """What is said to who uses the parameter."""
+    return (
+        f"parameter {name + ' ' if name else ''}of shape {tuple(shape)} is on the meta device and has no values yet; "
+        "initialise it (bmtrain.init_parameters, given an init_method) or load it (bmtrain.load, load_state_dict) first"
+    )
+
+
+class Placeholder(torch.Tensor):
+    """What reading a parameter without values gives, for modules that look at it or write to it as they are built.
+
+    It, and what is computed from it, meets no tensor that has values.
+    """
+
+    _parameter: DistributedParameter
+    _label: str
+
+    @classmethod
+    def of(cls, param: DistributedParameter, label: str, value: torch.Tensor) -> Placeholder:
+        """``value``, which comes from ``param``, as a placeholder; ``label`` names the parameter."""
+        made = value.as_subclass(cls)
+        made._parameter, made._label = param, label
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            known = next(tensor for tensor in tensors if isinstance(tensor, cls))
+            if not (_writes(func.__name__) or all(tensor.is_meta for tensor in tensors)):
+                known._parameter.require_data(known._label)
+            result = func(*args, **(kwargs or {}))
+            if type(result) is torch.Tensor and result.is_meta:
+                return cls.of(known._parameter, known._label, result)
+            return result
+
+
+def _writes(name: str) -> bool:
+    """Whether a method of tensors writes to them, or picks what to write to."""
+    return name in ("__getitem__", "__setitem__") or (name.endswith("_") and not name.endswith("__"))
