@@ -37,10 +37,31 @@ MklSqrt mkl_sqrt() {
   return function;
 }
 
+// Keeps MKL from starting threads of its own in the calling thread, which is one of our pool's already.
+class SingleThreadedMkl {
+ public:
+  SingleThreadedMkl() : before_(set_threads() != nullptr ? set_threads()(1) : 0) {}
+  ~SingleThreadedMkl() {
+    if (set_threads() != nullptr) set_threads()(before_);
+  }
+  SingleThreadedMkl(const SingleThreadedMkl&) = delete;
+  SingleThreadedMkl& operator=(const SingleThreadedMkl&) = delete;
+
+ private:
+  using SetThreads = int (*)(int);
+  static SetThreads set_threads() {
+    static const auto function =
+        reinterpret_cast<SetThreads>(dlsym(RTLD_DEFAULT, "MKL_Set_Num_Threads_Local"));
+    return function;
+  }
+  int before_;
+};
+
 void sqrt_by_mkl(std::int64_t n, const float* x, float* out) {
   constexpr std::int64_t kHighAccuracy = 0x2;
   constexpr std::int64_t kKeepDenormals = 0x00140000;
   constexpr std::int64_t kIgnoreErrors = 0x100;
+  const SingleThreadedMkl alone;
   mkl_sqrt()(n, x, out, kHighAccuracy | kKeepDenormals | kIgnoreErrors);
 }
 
