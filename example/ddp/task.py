@@ -1,0 +1,44 @@
+"""What all programs of this folder train: one dense layer on 4096 random samples.
+
+4 ranks take 32 samples each in a step, so that an epoch has 4096 / (32 * 4) = 32 steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+from torch.utils.data import TensorDataset
+
+__all__ = ["DIM", "LEARNING_RATE", "log_line", "make_dataset", "parse_options"]
+
+NUM_SAMPLES = 4096
+DIM = 20
+LEARNING_RATE = 1e-2
+_DATA_SEED = 0  # every rank draws the same samples and takes its own part of them
+
+
+def make_dataset() -> TensorDataset:
+    """Random inputs of 20 numbers, each with a random target."""
+    generator = torch.Generator().manual_seed(_DATA_SEED)
+    inputs = torch.rand(NUM_SAMPLES, DIM, generator=generator)
+    targets = torch.rand(NUM_SAMPLES, 1, generator=generator)
+    return TensorDataset(inputs, targets)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train one dense layer on all ranks.")
+    parser.add_argument("--max_epochs", type=int, default=2)
+    parser.add_argument("--batch_size", type=int, default=32, help="samples of a rank in a step")
+    parser.add_argument(
+        "--num_ranks", type=int, default=4, help="without GPUs, of the programs that start ranks"
+    )
+    parser.add_argument("--save", help="file for the trained parameters")
+    return parser.parse_args()
+
+
+def log_line(rank: int, epoch: int, batch_size: int, num_steps: int) -> None:
+    """Say what this rank is about to do. One write, so that the ranks' lines stay whole."""
+    sys.stdout.write(f"GPU:{rank} | Epoch: {epoch} | Batchsize: {batch_size} | Steps: {num_steps}\n")
+    sys.stdout.flush()

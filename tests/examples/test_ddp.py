@@ -1,0 +1,118 @@
+"""The tutorial's programs: the lines of the notes under all launchers, and twins that end at the same parameters."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness import free_port, run_process, run_ranks
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "example" / "ddp"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+LAUNCH = ["-m", "torch.distributed.launch", "--use-env", "--nproc-per-node=4"]
+LINES = ["GPU_Count: 4"] + [
+    f"GPU:{rank} | Epoch: {epoch} | Batchsize: 32 | Steps: 32" for epoch in range(2) for rank in range(4)
+]
+
+
+def run(command: list[str], script: str, *arguments: str) -> list[str]:
+    """The lines of a program under a launcher."""
+    standalone = not command or "--standalone" in command
+    launcher = command if standalone else [*command, f"--master-port={free_port()}"]
+    done = run_process(
+        [sys.executable, *launcher, script, *arguments],
+        directory=FOLDER,
+        timeout=240,
+        environment={
+            "PYTHONPATH": str(ROOT),
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONWARNINGS": "ignore",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(free_port()),
+        },
+    )
+    return done.stdout.splitlines()
+
+
+def run_script(script: str, *arguments: str) -> None:
+    """Run a program on this rank, as a launcher would."""
+    sys.path.insert(0, str(FOLDER))
+    sys.argv = [script, *arguments]
+    runpy.run_path(str(FOLDER / script), run_name="__main__")
+
+
+def check_lines(output: list[str]) -> None:
+    told = [line for line in output if line.startswith("GPU")]
+    assert told[0] == LINES[0]
+    assert sorted(told) == sorted(LINES)
+    for rank in range(4):  # every rank's epochs are in order
+        own = [line for line in told if line.startswith(f"GPU:{rank} ")]
+        assert own == [LINES[1 + rank], LINES[5 + rank]]
+
+
+def check_weights(ddp: Path, bmt: Path) -> None:
+    expected, found = (torch.load(file, weights_only=True) for file in (ddp, bmt))
+    assert expected.keys() == found.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-6)
+    torch.manual_seed(0)
+    assert not torch.equal(torch.nn.Linear(20, 1).weight, expected["weight"])  # it was trained
+
+
+def test_twins_print_the_lines_of_the_notes_and_end_at_equal_parameters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {kind: tmp_path / f"{kind}.pt" for kind in ("ddp", "bmt")}
+    for kind, file in files.items():
+        options = ("--max_epoch=2", "--batch_size=32", f"--save={file}")
+        run_ranks(4, run_script, f"{kind}_torchrun.py", *options, init=False, fresh=True, timeout=200)
+        output = [line.partition("] ")[2] for line in capsys.readouterr().out.splitlines()]
+        check_lines(output)
+    check_weights(files["ddp"], files["bmt"])
+
+
+CASES = [
+    ([], "mp", "--max_epochs=2"),
+    (TORCHRUN, "torchrun", "--max_epoch=2"),
+    (LAUNCH, "torchrun", "--max_epoch=2"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "name", "epochs"), CASES, ids=["mp", "torchrun", "launch"])
+def test_all_three_launchers(tmp_path: Path, command: list[str], name: str, epochs: str) -> None:
+    files = {kind: tmp_path / f"{kind}.pt" for kind in ("ddp", "bmt")}
+    for kind, file in files.items():
+        check_lines(run(command, f"{kind}_{name}.py", epochs, "--batch_size=32", f"--save={file}"))
+    check_weights(files["ddp"], files["bmt"])
+
+
+@pytest.mark.parametrize("name", ["communication_intro", "communication"])
+def test_communication_shows_the_same_on_both(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for kind in ("ddp", "bmt"):
+        run_ranks(2, run_script, f"{kind}_{name}.py", init=False, fresh=True, timeout=200)
+        output = capsys.readouterr().out.splitlines()
+        shown[kind] = [found[1] for line in output if (found := re.search(r"(rank \d \| .*)", line))]
+    assert shown["bmt"] == shown["ddp"]
+    if name == "communication":
+        assert "rank 1 | scatter: [10.0, 11.0]" in shown["ddp"]
+        assert "rank 0 | gather: [[1.0, 2.0], [3.0, 4.0]]" in shown["ddp"]
+        assert "rank 1 | reduce_scatter: [120.0, 122.0]" in shown["ddp"]
+        assert len(shown["ddp"]) == 14
+    else:
+        assert "rank 1 | send/recv: [1.0, 1.0]" in shown["ddp"]
+        assert "rank 0 | all_reduce: [3.0, 6.0]" in shown["ddp"]
+
+
+def test_every_program_says_how_it_is_run() -> None:
+    for path in FOLDER.glob("*_*.py"):
+        if "__main__" in path.read_text():
+            assert os.path.basename(path) in path.read_text().split('"""')[1], path
