@@ -6,7 +6,7 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
-from . import doctor
+from . import cpu_run, doctor
 
 __all__ = ["main"]
 
@@ -38,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = names.add_parser(name, help=purpose, description=module.__doc__)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
+    script = tools.add_parser("run", help="run a GPU training script on the CPU", description=cpu_run.__doc__)
+    cpu_run.add_arguments(script)
+    script.set_defaults(run=cpu_run.run)
     chosen = parser.parse_args(arguments)
     return chosen.run(chosen) or 0
 

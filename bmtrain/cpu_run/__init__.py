@@ -1,0 +1,53 @@
+"""Run an unmodified GPU training script on CPU ranks: ``python -m bmtrain run --cpu script.py ...``.
+
+Everything that asks for ``cuda`` gets the CPU instead, in this process alone: devices, ``.cuda()``, streams, events,
+memory statistics, autocast, pinned memory, nccl process groups. Under a launcher every rank does so:
+``torchrun --nproc_per_node 2 -m bmtrain run --cpu script.py ...``. At the end rank 0 says what was redirected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from .redirect import Redirection
+
+__all__ = ["Redirection", "add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    parser.add_argument("--cpu", action="store_true", required=True, help="redirect cuda to the CPU")
+    parser.add_argument("script", type=Path, help="the training script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the script as ``__main__``, with its own arguments and folder.
+
+    Returns:
+        0; an exception or a `SystemExit` of the script passes through, after the report.
+
+    Raises:
+        FileNotFoundError: there is no such script.
+    """
+    if not options.script.is_file():
+        raise FileNotFoundError(f"run: expected a Python script, found no file {options.script}")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU that is there stays untouched
+    if os.environ.get("BMTRAIN_BACKEND") == "nccl":
+        os.environ["BMTRAIN_BACKEND"] = "gloo"
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [str(options.script), *options.arguments]
+    sys.path[0] = str(options.script.resolve().parent)
+    redirection = Redirection()
+    try:
+        with redirection:
+            runpy.run_path(str(options.script), run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = argv, path
+        if os.environ.get("RANK", "0") == "0":
+            print(redirection.report(str(options.script)), file=sys.stderr, flush=True)
+    return 0
