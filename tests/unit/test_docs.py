@@ -1,0 +1,155 @@
+"""Every block of code in the READMEs and in docs/ runs, or says why it does not.
+
+- The Python blocks of a page run in order, as one program, on 1 and 2 ranks.
+- A block of shell commands, or of another language, follows a comment that says so: ``<!-- runs: path of the test that
+  runs it -->`` or ``<!-- not run: why -->``. A comment of the second kind exempts a Python block as well.
+- A block without a language, or in ``text``, is a picture or an output.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from harness import run_ranks
+
+ROOT = Path(__file__).parents[2]
+_FENCE = re.compile(
+    r"(?:^<!-- *(?P<mark>runs|not run): *(?P<why>.+?) *-->\n+)?^```(?P<language>[\w{}-]*)\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+_DIRECTIVES = ("{include}", "{toctree}", "{eval-rst}", "{automodule}")
+
+
+class Fence(NamedTuple):
+    """A block of code of a page."""
+
+    line: int
+    language: str
+    code: str
+    mark: str | None
+    why: str | None
+
+
+def pages() -> list[str]:
+    files = [*ROOT.glob("README*.md"), ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    return sorted(path.relative_to(ROOT).as_posix() for path in files if "_build" not in path.parts)
+
+
+def fences(page: str) -> list[Fence]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = []
+    for match in _FENCE.finditer(text):
+        line = text.count("\n", 0, match.start("language")) + 1
+        found.append(Fence(line, match["language"], match["code"], match["mark"], match["why"]))
+    return [fence for fence in found if fence.language not in _DIRECTIVES]
+
+
+def program(page: str) -> str:
+    """The Python blocks of a page as one program, each at the line where it stands."""
+    lines: list[str] = []
+    for fence in fences(page):
+        if fence.language == "python" and fence.mark is None:
+            lines += [""] * (fence.line - len(lines))
+            lines += fence.code.splitlines()
+    return "\n".join(lines) + "\n" if lines else ""
+
+
+def run_program(text: str, name: str, folder: str) -> None:
+    os.chdir(folder)
+    path = Path(folder) / "page.py"
+    path.write_text(text, encoding="utf-8")
+    names = {"__name__": "__main__", "__file__": str(path)}
+    exec(compile(text, name, "exec"), names)
+
+
+PROGRAMS = [page for page in pages() if program(page)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_programs(page: str, world: int, tmp_path: Path) -> None:
+    run_ranks(world, run_program, program(page), page, str(tmp_path), init=False, fresh=True, timeout=200)
+
+
+@pytest.mark.parametrize("page", ["docs/tutorial/own.md"])
+def test_the_second_run_goes_on_where_the_first_ended(
+    page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        run_ranks(2, run_program, program(page), page, str(tmp_path), init=False, fresh=True, timeout=200)
+    epochs = re.findall(r"epoch (\d+)  loss", capsys.readouterr().out)
+    assert epochs == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("page", pages())
+def test_everything_else_says_what_runs_it(page: str) -> None:
+    silent = [
+        f"{page}:{fence.line}: ```{fence.language}"
+        for fence in fences(page)
+        if fence.mark is None and fence.language not in ("", "text", "python")
+    ]
+    assert not silent, "no comment <!-- runs: ... --> or <!-- not run: ... --> before:\n" + "\n".join(silent)
+    for fence in fences(page):
+        if fence.mark == "runs":
+            path = re.split(r"[ (（:]", fence.why or "")[0]
+            assert (ROOT / path).is_file(), f"{page}:{fence.line}: there is no {path}"
+
+
+def test_fences_are_found() -> None:
+    """Indented fences would be missed: there are none; and the quick start is among those that run."""
+    for page in pages():
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert not re.search(r"^[ \t]+```", text, re.MULTILINE), page
+        assert text.count("```") % 2 == 0, page
+    assert {"README.md", "README-ZH.md", "docs/tutorial/distributed.md"} <= set(PROGRAMS)
+
+
+def test_links_inside_lead_somewhere() -> None:
+    broken = []
+    for page in pages():
+        text = re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if "://" not in target and not target.startswith("#"):
+                path = (ROOT / page).parent / target.split("#")[0]
+                if not path.exists():
+                    broken.append(f"{page}: {target}")
+    assert not broken, broken
+
+
+def test_both_languages_have_the_same_commands() -> None:
+    english, chinese = (
+        [f.code for f in fences(page) if f.language in ("shell", "bash")]
+        for page in ("README.md", "README-ZH.md")
+    )
+    strip = re.compile(r" *#.*$", re.MULTILINE)
+    assert [strip.sub("", c) for c in chinese] == [strip.sub("", c) for c in english]
+
+
+def test_pictures_are_what_the_script_draws() -> None:
+    spec = importlib.util.spec_from_file_location("draw", ROOT / "docs" / "draw.py")
+    assert spec is not None
+    assert spec.loader is not None
+    draw = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw)
+    drawn = draw.pictures()
+    there = {path.name: path.read_text() for path in (ROOT / "docs" / "images").glob("*.svg")}
+    assert there == drawn, "run python docs/draw.py"
+
+
+def test_pages_name_commands_that_exist() -> None:
+    """`python -m bmtrain TOOL` in any page is a tool of this version."""
+    named = set()
+    for page in pages():
+        text = (ROOT / page).read_text(encoding="utf-8")
+        named |= set(re.findall(r"python3? -m bmtrain ([a-z]+)", text))
+    told = subprocess.run(
+        [sys.executable, "-m", "bmtrain", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert {name for name in named if not re.search(rf"\b{name}\b", told)} == set()
