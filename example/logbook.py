@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib.util
 import json
 import math
@@ -29,13 +30,18 @@ class _Display(Protocol):
 class _Lines:
     """A line every few steps, for logs and where no progress bar is installed."""
 
-    def __init__(self, num_steps: int, every: int) -> None:
+    def __init__(self, first_step: int, num_steps: int, every: int) -> None:
+        self.first_step = first_step
         self.num_steps = num_steps
         self.every = every
+        self.started = time.monotonic()
 
     def step(self, step: int, text: str) -> None:
         if step % self.every == 0 or step in (1, self.num_steps):
-            print(f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}  {text}", flush=True)
+            a_step = (time.monotonic() - self.started) / max(step - self.first_step, 1)
+            remaining = datetime.timedelta(seconds=round(a_step * (self.num_steps - step)))
+            width = len(str(self.num_steps))
+            print(f"step {step:>{width}}/{self.num_steps}  {text}  {remaining} left", flush=True)
 
     def note(self, text: str) -> None:
         print(text, flush=True)
@@ -98,7 +104,7 @@ def _display(first_step: int, num_steps: int, every: int) -> _Display:
             return _Rich(first_step, num_steps)
         if importlib.util.find_spec("tqdm"):
             return _Tqdm(first_step, num_steps)
-    return _Lines(num_steps, every)
+    return _Lines(first_step, num_steps, every)
 
 
 class Logbook:

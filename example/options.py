@@ -75,6 +75,9 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     files.add_argument("--validation-batches", type=_positive, default=16)
     files.add_argument("--log-every", type=_positive, default=20, help="steps between lines without a bar")
     files.add_argument(
+        "--inspect-every", type=_positive, help="steps between tables of parameters and gradients"
+    )
+    files.add_argument(
         "--tensorboard", action=argparse.BooleanOptionalAction, default=True, help="write events if installed"
     )
     files.add_argument(

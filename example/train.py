@@ -85,6 +85,8 @@ def train(options: argparse.Namespace) -> None:
         optim_manager.backward(loss)
         grad_norm = optim_manager.clip_grad_norm(optimizer.param_groups, max_norm=options.clip)
         loss_scale = optim_manager.loss_scale
+        if options.inspect_every and (step + 1) % options.inspect_every == 0:  # while there are gradients
+            logbook.note(bmt.inspect.format_summary(bmt.inspect.inspect_model(model, "*")))
         optim_manager.step()
 
         global_loss = bmt.distributed.all_reduce(loss.detach(), op="avg").item()  # mean over all ranks

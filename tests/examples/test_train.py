@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -232,7 +233,10 @@ def test_killed_and_resumed(tmp_path: Path, text: Path) -> None:
 
 def test_second_run_keeps_the_first(tmp_path: Path, text: Path) -> None:
     options = [*TINY, "--data", text, "--out", tmp_path, "--steps", "2"]
-    succeed(1, "train.py", *options)
+    told = succeed(1, "train.py", *options, "--inspect-every", "2")
+    assert told.count("grad_std  grad_mean") == 1
+    assert re.search(r"^ layers\.0\.\S+ +\(", told, re.MULTILINE)
+    assert re.search(r"^step 2/2  loss .* tokens/s  0:00:00 left$", told, re.MULTILINE)
     assert "moved the former run" in succeed(1, "train.py", *options)
     (earlier,) = tmp_path.glob("earlier-*")
     assert (earlier / "checkpoints" / "step-0000002" / "model.pt").exists()
