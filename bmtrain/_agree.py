@@ -15,7 +15,7 @@ from . import _C, errors
 from ._comm import wire_device
 from .global_var import context
 
-__all__ = ["broadcast_json", "on_rank_0", "raise_together"]
+__all__ = ["broadcast_json", "describe_error", "on_all_ranks", "on_rank_0", "raise_together", "rebuild_error"]
 
 T = TypeVar("T")
 
@@ -62,9 +62,9 @@ def raise_together(error: Exception | None, label: str = "") -> None:
         failed = flags.nonzero().flatten().tolist()
         if not failed:
             return
-        told = broadcast_json(_describe(error) if error is not None else None, failed[0], label)
+        told = broadcast_json(describe_error(error) if error is not None else None, failed[0], label)
         if comm.rank != failed[0]:
-            raise _rebuild(told) from error  # type: ignore[arg-type]
+            raise rebuild_error(told) from error  # type: ignore[arg-type]
     if error is not None:
         raise error
 
@@ -93,11 +93,34 @@ def on_rank_0(function: Callable[[], T], label: str = "") -> T | None:
     return None if job is None else job.result
 
 
+def on_all_ranks(function: Callable[[], T], label: str = "") -> T:
+    """Calls ``function``, which does not communicate, on every rank, however long it takes on some. Collective.
+
+    An error of any rank is raised by all, when all are done.
+
+    Returns:
+        what it returned on this rank.
+    """
+    current = context()
+    comm = current.groups["zero"].comm
+    if comm.size == 1:
+        return function()
+    job = _Job(function)
+    pulse = min(_PULSE, current.timeout / 4)
+    running = torch.ones(1, dtype=torch.int32, device=wire_device(comm))
+    while running.item():
+        job.join(pulse)
+        running.fill_(job.is_alive())
+        comm.all_reduce(running, _C.ReduceOp.MAX, label).wait()
+    raise_together(job.error, label)
+    return job.result  # type: ignore[return-value]
+
+
 class _Job(threading.Thread, Generic[T]):
     """Runs a function beside the thread that gives signs of life."""
 
     def __init__(self, function: Callable[[], T]) -> None:
-        super().__init__(name="bmtrain-rank-0", daemon=True)
+        super().__init__(name="bmtrain-job", daemon=True)
         self.function = function
         self.result: T | None = None
         self.error: Exception | None = None
@@ -114,7 +137,8 @@ def _bytes_of(buffer: torch.Tensor) -> bytes:
     return ctypes.string_at(buffer.data_ptr(), buffer.numel())
 
 
-def _describe(error: Exception) -> dict[str, Any]:
+def describe_error(error: Exception) -> dict[str, Any]:
+    """An error as JSON, from which :func:`rebuild_error` makes it again elsewhere."""
     args = list(error.args)
     if isinstance(error, OSError) and error.filename is not None:
         args = [error.errno, error.strerror, str(error.filename)]
@@ -123,7 +147,8 @@ def _describe(error: Exception) -> dict[str, Any]:
     return {"class": type(error).__name__, "args": args, "text": str(error)}
 
 
-def _rebuild(told: dict[str, Any]) -> Exception:
+def rebuild_error(told: dict[str, Any]) -> Exception:
+    """The error that was described, of the same class and text where the class is known here."""
     name, text = told["class"], told["text"]
     for namespace in (builtins, errors, torch):
         known = getattr(namespace, name, None)

@@ -14,9 +14,12 @@ from typing import Any
 import torch
 
 from ._agree import on_rank_0, raise_together
+from ._archive import check_archive
 from ._atomic_file import AtomicFile
 from ._engine.block_build import install_hooks_unless_distributed
+from ._engine.outline import outline_of
 from ._engine.state_dict import collecting
+from ._model_check import check_model_state, loads_by_itself
 from ._objects import allgather_object, allgather_objects, broadcast_object
 from ._shared_state import DTYPE_LIST, DistributedStateDictWrapper, DistributedTensorWrapper
 from .block_layer import Block
@@ -31,6 +34,7 @@ __all__ = [
     "allgather_object",
     "allgather_objects",
     "broadcast_object",
+    "finish_background_save",
     "load",
     "save",
 ]
@@ -61,7 +65,7 @@ def save(
         >>> bmtrain.save(model, "checkpoint.pt")        # doctest: +SKIP
     """
     _check_arguments(model, file_name)
-    _finish_background_save()
+    finish_background_save()
     state = _full_state(model, copy=non_blocking)
     if not non_blocking:
         on_rank_0(lambda: _write(state, AtomicFile(file_name)), "save")
@@ -76,6 +80,8 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike[str], strict: bool
     """Reads a file written by :func:`save`, or by ``torch.save`` of a state dict, into the model. Collective.
 
     Only rank 0 opens the file, and each tensor goes to the other ranks by itself. No code from the file is executed.
+    Checksums, keys and shapes are checked on all ranks before anything of the model is changed (of models that have
+    loading methods or hooks of their own, which may rename or reshape, only checksums are).
 
     Args:
         model: any mix of distributed and plain modules.
@@ -87,17 +93,26 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike[str], strict: bool
 
     Raises:
         OSError: on every rank, if rank 0 cannot open the file.
-        UnreadableFileError: on every rank, if it holds no state dict, or something else than tensors and plain values.
+        UnreadableFileError: on every rank, if it is damaged, holds no state dict, or something else than tensors and
+            plain values.
         RuntimeError: on every rank, for shapes that differ and, with ``strict``, missing or unexpected keys.
 
     Example:
         >>> bmtrain.load(model, "checkpoint.pt", strict=False)        # doctest: +SKIP
     """
     _check_arguments(model, file_name)
-    _finish_background_save()
+    finish_background_save()
     state = on_rank_0(lambda: _read(os.fspath(file_name)), "load")
     _install_hooks(model)
-    return model.load_state_dict(DistributedStateDictWrapper(state or {}), strict=strict)
+    wrapper = DistributedStateDictWrapper(state or {})
+    problem: Exception | None = None
+    try:
+        if not loads_by_itself(model):
+            check_model_state(model, outline_of(model).entries, wrapper, strict)
+    except Exception as error:
+        problem = error
+    raise_together(problem, "load")
+    return model.load_state_dict(wrapper, strict=strict)
 
 
 def _check_arguments(model: object, file_name: object) -> None:
@@ -254,6 +269,8 @@ def _write(state: Mapping[str, Any], target: AtomicFile) -> None:
 def _read(path: str) -> Mapping[str, Any]:
     with open(path, "rb") as file:
         is_zip = file.read(4) == b"PK\x03\x04"
+    if is_zip:
+        check_archive(path)
     try:
         # Mapped, the file is read as its tensors are sent; the format before torch 1.6 cannot be mapped.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
@@ -287,9 +304,9 @@ class SaveHandle:
 
     def start(self) -> None:
         """Starts writing."""
+        config.set_save_state(finish_save=self._thread is None, save_thread=self)
         if self._thread is None:
             return
-        config.set_save_state(finish_save=False, save_thread=self)
         atexit.register(self._at_exit)
         self._thread.start()
 
@@ -317,6 +334,17 @@ class SaveHandle:
 
     join = wait
 
+    def join_quietly(self) -> None:
+        """Returns when nothing is being written any more; an error has been told already."""
+        if self._thread is not None:
+            self._thread.join()
+            atexit.unregister(self._at_exit)
+        self._error = None
+
+    def finish(self) -> None:
+        """Waits; the error is raised by all ranks. Collective."""
+        on_rank_0(self.wait, "save")
+
     def _at_exit(self) -> None:
         """A save that failed unnoticed must not end in a program that succeeded."""
         try:
@@ -328,13 +356,11 @@ class SaveHandle:
             os._exit(1)
 
 
-def _finish_background_save() -> None:
+def finish_background_save() -> None:
     """Waits for the save in the background, if there is one; its error is raised by all ranks. Collective."""
-
-    def finish() -> None:
-        handle = config["save_thread"]
-        if handle is not None:
+    handle = config["save_thread"]
+    if handle is not None:
+        try:
+            handle.finish()
+        finally:  # not earlier: the thread sets it as it ends, and all ranks have to find the same here
             config.set_save_state(finish_save=True, save_thread=None)
-            handle.wait()
-
-    on_rank_0(finish, "save")

@@ -40,6 +40,8 @@ class Collection:
         keeps: whether this rank keeps the tensors (on the CPU).
     """
 
+    needs_data = True
+
     def __init__(self, keeps: bool) -> None:
         self.keeps = keeps
         self._tensors: dict[int, torch.Tensor] = {}  # by identity of the parameter
@@ -62,9 +64,12 @@ _collection: ContextVar[Collection | None] = ContextVar("collection", default=No
 
 
 @contextmanager
-def collecting(keeps: bool) -> Iterator[Collection]:
-    """While it lasts, state dicts have their full tensors on ranks with ``keeps`` only."""
-    collection = Collection(keeps)
+def collecting(keeps: bool, collection: Collection | None = None) -> Iterator[Collection]:
+    """While it lasts, state dicts have their full tensors on ranks with ``keeps`` only.
+
+    A ``collection`` of another kind decides itself what state dicts have in their place.
+    """
+    collection = collection or Collection(keeps)
     token = _collection.set(collection)
     try:
         yield collection
@@ -78,7 +83,8 @@ def give_full_values(module: torch.nn.Module, destination: dict[str, Any], prefi
     for name, param in module._parameters.items():
         if isinstance(param, DistributedParameter) and prefix + name in destination:
             if collection is not None:
-                param.require_data(prefix + name)
+                if collection.needs_data:
+                    param.require_data(prefix + name)
                 destination[prefix + name] = collection.collect(param)
             elif param.is_meta:
                 destination[prefix + name] = torch.empty(

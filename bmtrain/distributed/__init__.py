@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import checkpoint
 from .ops import all_gather, all_reduce, broadcast, recv_activations, reduce_scatter, send_activations
 from .rooted import gather, recv, reduce, scatter, send
 
@@ -9,6 +10,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "broadcast",
+    "checkpoint",
     "gather",
     "recv",
     "recv_activations",

@@ -1,0 +1,75 @@
+"""What a model's state dict would hold, without gathering anything: names, and the parameters behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..parameter import DistributedParameter
+from .block_build import install_hooks_unless_distributed
+from .state_dict import Collection, collecting
+
+__all__ = ["Outline", "outline_of"]
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A state dict in which distributed parameters stand for themselves.
+
+    Args:
+        entries: by key, in the order of the state dict: a parameter, a tensor that this rank has whole, or a value.
+        metadata: as in the state dict.
+    """
+
+    entries: dict[str, Any]
+    metadata: Any
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters and whole tensors, with their keys."""
+        return ((key, value) for key, value in self.entries.items() if isinstance(value, torch.Tensor))
+
+
+class _StandIns(Collection):
+    """Gives every distributed parameter a tensor without data, by which it is known again."""
+
+    needs_data = False
+
+    def __init__(self) -> None:
+        super().__init__(keeps=False)
+        self.parameters: dict[int, DistributedParameter] = {}  # by identity of the stand-in
+        self._given: dict[int, torch.Tensor] = {}  # by identity of the parameter
+
+    def collect(self, param: DistributedParameter) -> torch.Tensor:
+        if id(param) not in self._given:
+            given = torch.empty(param._tp_original_shape, dtype=param.dtype, device="meta")
+            self._given[id(param)] = given
+            self.parameters[id(given)] = param
+        return self._given[id(param)]
+
+
+def outline_of(model: torch.nn.Module) -> Outline:
+    """The outline of a model's state dict.
+
+    A ``state_dict`` that the model's class overrides is called, and may communicate.
+
+    Raises:
+        TypeError: such a method computes with the parameters' values, which are not there.
+    """
+    for module in model.modules():
+        install_hooks_unless_distributed(module)
+    stand_ins = _StandIns()
+    with collecting(keeps=False, collection=stand_ins):
+        state = model.state_dict()
+    entries: dict[str, Any] = {}
+    for key, value in state.items():
+        if id(value) in stand_ins.parameters:
+            value = stand_ins.parameters[id(value)]
+        elif isinstance(value, torch.Tensor):
+            value = value.detach()
+            if value.layout is not torch.strided:
+                raise TypeError(f"{key}: expected a dense tensor, got layout {value.layout}")
+        entries[key] = value
+    return Outline(entries, getattr(state, "_metadata", None))

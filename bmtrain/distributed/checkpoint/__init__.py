@@ -1,0 +1,214 @@
+"""Checkpoints of a run: a folder for each, one file a rank, complete or absent, loadable on any number of ranks.
+
+Example:
+    >>> import tempfile
+    >>> from bmtrain.distributed import checkpoint
+    >>> model = bmtrain.BMTrainModelWrapper(torch.nn.Linear(3, 2))
+    >>> optimizer = bmtrain.optim.AdamOptimizer(model.parameters(), lr=0.1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = checkpoint.save(folder, 100, model, optimizer, data={"epoch": 2}, keep=3)
+    ...     found = checkpoint.load(folder, model, optimizer)
+    >>> found.step, found.data
+    (100, {'epoch': 2})
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..._agree import broadcast_json, on_rank_0, raise_together
+from ...global_var import context
+from ...store import finish_background_save
+from ...store import load as load_file
+from .layout import MANIFEST, newest, remove_old, step_folder
+from .loading import Loading, open_manifest
+from .reader import Reader
+from .saving import CheckpointHandle, start_saving
+
+__all__ = ["Checkpoint", "CheckpointHandle", "latest", "load", "prune", "save"]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What :func:`load` found besides the state that it loaded.
+
+    Attributes:
+        path: the folder, or the one file.
+        step: number of finished steps; None for a file of :func:`bmtrain.save`.
+        data: this rank's position in the data; None if another number of ranks saved it.
+        data_of_ranks: the positions of all ranks that saved.
+        extra: what the user added.
+        world_size, tp_size, pipe_size: of the run that saved; None for a file.
+    """
+
+    path: Path
+    step: int | None = None
+    data: Any = None
+    data_of_ranks: tuple[Any, ...] = ()
+    extra: Any = None
+    world_size: int | None = None
+    tp_size: int | None = None
+    pipe_size: int | None = None
+
+
+def save(
+    folder: str | os.PathLike[str],
+    step: int,
+    model: torch.nn.Module | None = None,
+    optim: Any = None,
+    *,
+    schedulers: Iterable[Any] = (),
+    data: Any = None,
+    extra: Any = None,
+    keep: int | None = None,
+    non_blocking: bool = False,
+) -> CheckpointHandle:
+    """Writes ``folder/step-<step>``: each rank what it holds. Collective.
+
+    The manifest is written last, when everything else is on disk: until then there is no checkpoint of this step, or
+    still the earlier one. Whatever happens at any moment, finished checkpoints stay as they are.
+
+    Args:
+        folder: on a file system that all ranks see.
+        step: number of finished steps.
+        model: any mix of distributed and plain modules.
+        optim: an :class:`bmtrain.optim.OptimManager` (with its loss scale and schedulers), an optimizer, or several.
+        schedulers: schedulers that no manager has.
+        data: this rank's position in the data: tensors, numbers, strings, None, lists, tuples and dicts.
+        extra: anything else of these types; rank 0's counts.
+        keep: remove all but this many complete checkpoints, when the new one is complete.
+        non_blocking: return once the values are copied, and write in the background.
+
+    Returns:
+        A handle with ``path``; with ``non_blocking``, ``wait()`` returns when the checkpoint is complete. An error in
+        the background is raised by the next save, load or prune on all ranks, or makes the program fail at its end.
+
+    Raises:
+        OSError: on every rank, if one cannot write; nothing of the step is left then.
+        TypeError: on every rank, if something cannot be stored.
+        ValueError: for a negative ``step``, or a ``keep`` below 1.
+    """
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(f"step: expected a number of steps, 0 or more, got {step!r}")
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep: expected 1 or more, or None for all, got {keep}")
+    finish_background_save()
+    target = step_folder(Path(folder), step)
+    return start_saving(target, step, model, optim, list(schedulers), data, extra, keep, non_blocking)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module | None = None,
+    optim: Any = None,
+    *,
+    schedulers: Iterable[Any] = (),
+    strict: bool = True,
+    random: bool = True,
+) -> Checkpoint:
+    """Continues from a checkpoint, at any world size, tensor-parallel and pipeline size. Collective.
+
+    Each rank reads the byte ranges that it needs, and checks them first; nothing is changed unless all ranks find
+    everything in order. Random number generators continue bit for bit on as many ranks; on others, rank ``r`` gets
+    those of rank ``r % saved``. So do tensors that ranks had for themselves: plain parameters and buffers.
+
+    Args:
+        path: a checkpoint, a folder of checkpoints (the latest is loaded), or a file of :func:`bmtrain.save` (then only
+            the model is loaded).
+        model, optim, schedulers: as for :func:`save`; what is left out is not loaded.
+        strict: whether missing and unexpected keys of the model are errors.
+        random: whether the random number generators continue.
+
+    Raises:
+        FileNotFoundError: on every rank, if there is no complete checkpoint, or one rank does not see a file.
+        UnreadableFileError: on every rank, naming file and tensor, if something is damaged. Nothing is changed.
+        RuntimeError: on every rank, if keys or shapes do not fit the model. Nothing is changed.
+        ValueError: on every rank, if the optimizers do not fit. Nothing is changed.
+    """
+    context("checkpoint.load")
+    finish_background_save()
+    resolved = on_rank_0(lambda: _resolve(Path(path)), "checkpoint.load")
+    found = Path(broadcast_json(resolved or "", label="checkpoint.load"))
+    if not found.is_dir():
+        return _load_file(found, model, optim, strict)
+    manifest = open_manifest(found)
+    with Reader(found, manifest) as reader:
+        loading = _prepare(reader, model, optim, list(schedulers), strict, random)
+        loading.check()
+        loading.apply()
+        data = loading.data()
+        return Checkpoint(
+            path=found,
+            step=manifest.step,
+            data=data[context().topology.rank] if len(data) == context().topology.world_size else None,
+            data_of_ranks=tuple(data),
+            extra=loading.extra(),
+            world_size=manifest.world_size,
+            tp_size=manifest.tp_size,
+            pipe_size=manifest.pipe_size,
+        )
+
+
+def _prepare(reader: Reader, *arguments: Any) -> Loading:
+    problem: Exception | None = None
+    loading: Any = None
+    try:
+        loading = Loading(reader, *arguments)
+    except Exception as error:
+        problem = error
+    raise_together(problem, "checkpoint.load")
+    ready: Loading = loading
+    return ready
+
+
+def _load_file(path: Path, model: torch.nn.Module | None, optim: Any, strict: bool) -> Checkpoint:
+    if model is None or optim is not None:
+        raise ValueError(
+            f"{path} is a file of bmtrain.save: it holds a model, no optimizer; load(path, model)"
+        )
+    load_file(model, path, strict=strict)
+    return Checkpoint(path)
+
+
+def _resolve(path: Path) -> str:
+    if path.is_file() or (path / MANIFEST).exists():
+        return str(path)
+    found = newest(path)
+    if found is None:
+        raise FileNotFoundError(2, "no complete checkpoint: no such file or folder", str(path))
+    return str(found)
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The complete checkpoint in ``folder`` that was saved last, or None. Collective once initialised: rank 0's view.
+
+    Its manifest is intact and all its files are there in full length; :func:`load` checks every byte.
+    """
+    from ..._context import current
+
+    if current() is None:
+        return newest(Path(folder))
+    found = on_rank_0(lambda: str(newest(Path(folder)) or ""), "checkpoint.latest")
+    found = broadcast_json(found, label="checkpoint.latest")
+    return Path(found) if found else None
+
+
+def prune(folder: str | os.PathLike[str], keep: int) -> None:
+    """Removes all but ``keep`` complete checkpoints: the one saved last, then those of the highest steps. Collective.
+
+    What interrupted saves left is removed as well. If no checkpoint is complete, nothing is removed.
+
+    Raises:
+        ValueError: ``keep`` is below 1.
+        OSError: on every rank, if rank 0 cannot remove something.
+    """
+    if keep < 1:
+        raise ValueError(f"keep: expected 1 or more, got {keep}")
+    finish_background_save()
+    on_rank_0(lambda: remove_old(Path(folder), keep) if Path(folder).is_dir() else None, "checkpoint.prune")

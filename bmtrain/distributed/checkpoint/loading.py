@@ -1,0 +1,243 @@
+"""Loading a checkpoint: everything is read, checked and compared before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..._agree import broadcast_json, on_all_ranks, on_rank_0, raise_together
+from ..._engine.outline import outline_of
+from ..._model_check import check_model_state
+from ...global_var import context
+from ...optim._state import load_optimizer_state
+from ...optim.optim_manager import OptimManager
+from .layout import check_sizes, read_manifest
+from .manifest import DTYPES, Manifest
+from .reader import Reader, StoredTensor
+from .snapshot import optimizers_of, schedulers_of, set_random_state
+from .spread import local_run, spread_of
+
+__all__ = ["Loading", "open_manifest"]
+
+_LABEL = "checkpoint.load"
+
+
+def open_manifest(checkpoint: Path) -> Manifest:
+    """The manifest as rank 0 reads it, on every rank; all files are there on all ranks. Collective."""
+    body = on_rank_0(lambda: read_manifest(checkpoint), _LABEL)
+    text = broadcast_json(body.to_bytes().decode() if body is not None else "", label=_LABEL)
+    manifest = Manifest.from_bytes(text.encode(), str(checkpoint))
+    on_all_ranks(lambda: check_sizes(checkpoint, manifest), _LABEL)
+    return manifest
+
+
+class Loading:
+    """One act of loading. First :meth:`check`, which changes nothing, then :meth:`apply`.
+
+    Args:
+        reader: the checkpoint.
+        model, optim, schedulers: what to load into, as for :func:`bmtrain.distributed.checkpoint.load`.
+        strict: whether missing and unexpected keys of the model are errors.
+        random: whether the random number generators continue as well.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        model: torch.nn.Module | None,
+        optim: Any,
+        schedulers: Iterable[Any],
+        strict: bool,
+        random: bool,
+    ) -> None:
+        topology = context().topology
+        self._reader = reader
+        self._values = reader.manifest.values
+        self._model = model
+        self._optim = optim
+        self._optimizers = optimizers_of(optim)
+        self._schedulers = schedulers_of(optim, schedulers)
+        self._strict = strict
+        self._random = random
+        manifest = reader.manifest
+        self.same_layout = (manifest.world_size, manifest.tp_size, manifest.pipe_size) == (
+            topology.world_size,
+            topology.tp_size,
+            topology.pipe_size,
+        )
+        own = manifest.ranks[topology.rank % manifest.world_size]
+        self._random_state = own["random"]
+        self._data = [own_values["data"] for own_values in manifest.ranks]
+        self._state: _StoredState | None = None
+
+    def check(self) -> None:
+        """Finds out whether all can be loaded, and reads every byte of it once. Collective.
+
+        Raises:
+            UnreadableFileError: something is damaged.
+            RuntimeError: keys or shapes of the model differ.
+            ValueError: the optimizers differ.
+        """
+        problem: Exception | None = None
+        try:
+            self._request_all()
+        except Exception as error:
+            problem = error
+        raise_together(problem, _LABEL)
+        on_all_ranks(self._reader.verify, _LABEL)
+
+    def _request_all(self) -> None:
+        if self._model is not None:
+            self._request_model(self._model)
+        if self._optimizers:
+            self._request_optimizers()
+        if self._schedulers:
+            self._reader.request_value(self._values["schedulers"])
+            _check_number("schedulers", self._reader_length("schedulers"), len(self._schedulers))
+        self._reader.request_value(self._values["extra"])
+        if self._random and self._random_state is not None:
+            self._reader.request_value(self._random_state)
+        for told in self._data:
+            self._reader.request_value(told)
+
+    def _reader_length(self, name: str) -> int:
+        return len(self._values[name]["is"]["list"])
+
+    def _request_model(self, model: torch.nn.Module) -> None:
+        told = self._values.get("model")
+        if told is None:
+            raise ValueError(f"{self._reader.checkpoint}: holds no model (it was saved without one)")
+        entries: dict[str, Any] = {}
+        for key, entry in told["keys"]:
+            name = entry.get("tensor")
+            if name is None:
+                self._reader.request_value(entry["value"])
+                entries[key] = entry["value"]
+            else:
+                whole = self._reader.own_or_shared(name, self.same_layout)
+                if whole != name and name not in self._reader.manifest.tensors:
+                    name = whole
+                entries[key] = StoredTensor(self._reader, name, whole)
+        self._reader.request_value(told["metadata"])
+        outline = outline_of(model)
+        check_model_state(model, outline.entries, entries, self._strict)
+        for key, entry in entries.items():
+            if isinstance(entry, StoredTensor):
+                entry.request_for(outline.entries.get(key))
+        self._state = _StoredState(self._reader, entries, told["metadata"])
+
+    def _request_optimizers(self) -> None:
+        told = self._values["optimizers"]
+        _check_number("optimizers", len(told), len(self._optimizers))
+        if isinstance(self._optim, OptimManager) and "manager" not in self._values:
+            raise ValueError("the checkpoint holds optimizers, but was saved without an OptimManager")
+        for number, (saved, optimizer) in enumerate(zip(told, self._optimizers, strict=True)):
+            parameters = _parameters(optimizer)
+            shapes = [list(getattr(p, "_tp_original_shape", p.shape)) for p in parameters]
+            if saved["shapes"] != shapes:
+                raise ValueError(
+                    f"optimizer {number}: saved over parameters of shapes {saved['shapes']}, got {shapes}"
+                )
+            self._reader.request_value(saved["groups"])
+            self._reader.request_value(saved["others"])
+            for index, entry in saved["entries"].items():
+                for key, described in entry.items():
+                    self._request_state(
+                        parameters[int(index)], described, f"{number}, parameter {index}: {key}"
+                    )
+
+    def _request_state(self, p: torch.Tensor, described: dict[str, Any], label: str) -> None:
+        if "shard" in described:
+            self._reader.request(described["shard"], spread_of(p), *local_run(p))
+        elif "replica" in described:
+            if described["of_shard"] and not self.same_layout:
+                raise ValueError(
+                    f"optimizer {label} is not sharded like its parameter: it loads at the same layout only"
+                )
+            self._reader.request_whole(self._reader.own_or_shared(described["replica"], self.same_layout))
+        elif "value" in described:
+            self._reader.request_value(described["value"])
+
+    def apply(self) -> None:
+        """Loads. Collective."""
+        problem: Exception | None = None
+        try:
+            if self._model is not None and self._state is not None:
+                self._model.load_state_dict(self._state, strict=self._strict)
+            if isinstance(self._optim, OptimManager):
+                for name, value in self._values["manager"].items():
+                    setattr(self._optim, name, value)
+            for optimizer, saved in zip(self._optimizers, self._values["optimizers"], strict=False):
+                load_optimizer_state(optimizer, self._optimizer_state(optimizer, saved), 1.0)
+            if self._schedulers:
+                states = self._reader.value(self._values["schedulers"])
+                for scheduler, state in zip(self._schedulers, states, strict=True):
+                    if scheduler is not None and state is not None:
+                        scheduler.load_state_dict(state)
+            if self._random and self._random_state is not None:
+                set_random_state(self._reader.value(self._random_state))
+        except Exception as error:
+            problem = error
+        raise_together(problem, _LABEL)
+
+    def extra(self) -> Any:
+        """What the user added."""
+        return self._reader.value(self._values["extra"])
+
+    def data(self) -> list[Any]:
+        """The position in the data of every rank that saved."""
+        return [self._reader.value(told) for told in self._data]
+
+    def _optimizer_state(self, optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
+        parameters = _parameters(optimizer)
+        state = {
+            int(index): {key: self._read_state(parameters[int(index)], told) for key, told in entry.items()}
+            for index, entry in saved["entries"].items()
+        }
+        others = self._reader.value(saved["others"])
+        return {**others, "state": state, "param_groups": self._reader.value(saved["groups"])}
+
+    def _read_state(self, p: torch.Tensor, described: dict[str, Any]) -> Any:
+        if "shard" in described:
+            return self._reader.read(described["shard"], spread_of(p), *local_run(p))
+        if "scalar" in described:
+            dtype, value = described["scalar"]
+            return torch.tensor(value, dtype=DTYPES[dtype])
+        if "replica" in described:
+            return self._reader.read_whole(self._reader.own_or_shared(described["replica"], self.same_layout))
+        return self._reader.value(described["value"])
+
+
+def _parameters(optimizer: Any) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _check_number(kind: str, saved: int, given: int) -> None:
+    if saved != given:
+        raise ValueError(f"expected {saved} {kind}, as the checkpoint holds, got {given}")
+
+
+class _StoredState(Mapping[str, Any]):
+    """The model's state dict; its tensors are read when a module takes them."""
+
+    def __init__(self, reader: Reader, entries: dict[str, Any], metadata: Any) -> None:
+        self._reader = reader
+        self._entries = entries
+        self._metadata = reader.value(metadata) if not metadata["tensors"] else None
+
+    def __getitem__(self, key: str) -> Any:
+        entry = self._entries[key]
+        return entry if isinstance(entry, StoredTensor) else self._reader.value(entry)
+
+    def __iter__(self) -> Any:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def copy(self) -> _StoredState:
+        """Itself: there is nothing in it that could be changed."""
+        return self

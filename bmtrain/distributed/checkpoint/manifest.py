@@ -1,0 +1,189 @@
+"""The table of contents of a checkpoint: JSON that says what every byte of it is, and how to know that it is intact."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from ...errors import UnreadableFileError
+from .spread import Spread
+
+__all__ = ["CHUNK", "DTYPES", "FORMAT", "Manifest", "Piece", "ShardFile", "StoredTensorInfo", "dtype_name"]
+
+FORMAT = 1
+CHUNK = 1 << 18  # bytes under one checksum: what is read at least to trust one byte
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "uint16",
+        "uint32", "uint64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2",
+    )
+    if hasattr(torch, name)
+}  # fmt: skip
+
+_HEAD = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n"manifest": ')
+_TAIL = b"}\n"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in a manifest.
+
+    Raises:
+        TypeError: for one that cannot be stored.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise TypeError(f"expected a tensor of one of {', '.join(DTYPES)}, got {dtype}")
+    return name
+
+
+class Piece(NamedTuple):
+    """A run of elements in a file."""
+
+    file: int  # number of the file
+    offset: int  # in bytes
+    part: int  # which slice of the tensor, see Spread
+    begin: int  # first element in the slice
+    num: int  # number of elements
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """One rank's file; ``crc32`` has one checksum for each ``CHUNK`` bytes of it."""
+
+    name: str
+    size: int
+    crc32: list[int]
+
+
+@dataclass(frozen=True)
+class StoredTensorInfo:
+    """Where one logical tensor is."""
+
+    dtype: str
+    shape: list[int]
+    dim: int
+    parts: int
+    pieces: list[Piece]
+
+    @property
+    def spread(self) -> Spread:
+        return Spread(tuple(self.shape), self.dim, self.parts)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Args:
+        step: number of finished steps.
+        save: names this one act of saving; part of the names of its files.
+        world_size, tp_size, pipe_size: of the run that saved.
+        files: by rank.
+        tensors: by name.
+        values: everything that is not a tensor, the same for all ranks.
+        ranks: what each rank had for itself.
+    """
+
+    step: int
+    save: str
+    world_size: int
+    tp_size: int
+    pipe_size: int
+    files: list[ShardFile]
+    tensors: dict[str, StoredTensorInfo]
+    values: dict[str, Any] = field(default_factory=dict)
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    format: int = FORMAT
+
+    def to_bytes(self) -> bytes:
+        """The text of the file, with its own checksum."""
+        body = json.dumps(asdict(self), separators=(",", ":")).encode()
+        head = f'{{"sha256": "{hashlib.sha256(body).hexdigest()}",\n"manifest": '
+        return head.encode() + body + _TAIL
+
+    @classmethod
+    def from_bytes(cls, text: bytes, source: str) -> Manifest:
+        """Reads and checks the text; ``source`` is what errors call it.
+
+        Raises:
+            UnreadableFileError: it was damaged, is of a newer version, or describes what cannot be.
+        """
+        head = _HEAD.match(text)
+        if head is None or not text.endswith(_TAIL):
+            raise UnreadableFileError(f"{source}: damaged: not the text of a manifest, or cut short")
+        body = text[head.end() : -len(_TAIL)]
+        if hashlib.sha256(body).hexdigest().encode() != head[1]:
+            raise UnreadableFileError(f"{source}: damaged: its checksum is not that of its text")
+        try:
+            return cls.from_json(json.loads(body))
+        except UnreadableFileError as error:
+            raise UnreadableFileError(f"{source}: {error}") from None
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            IndexError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
+            raise UnreadableFileError(
+                f"{source}: not a manifest of this library: {type(error).__name__}: {error}"
+            ) from error
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Manifest:
+        """Reads what :func:`dataclasses.asdict` made, and checks that it makes sense."""
+        if told["format"] != FORMAT:
+            raise UnreadableFileError(f"format {told['format']}: this version reads format {FORMAT}")
+        files = [ShardFile(**file) for file in told["files"]]
+        for file in files:
+            _check_file(file)
+        tensors = {
+            name: StoredTensorInfo(**{**tensor, "pieces": [Piece(*piece) for piece in tensor["pieces"]]})
+            for name, tensor in told["tensors"].items()
+        }
+        for name, tensor in tensors.items():
+            _check_tensor(name, tensor, files)
+        return cls(**{**told, "files": files, "tensors": tensors})
+
+
+def _check_file(file: ShardFile) -> None:
+    if not re.fullmatch(r"shard-[0-9a-z-]+\.bin", file.name):
+        raise UnreadableFileError(f"{file.name!r} is not the name of a shard")
+    if file.size < 0 or len(file.crc32) != -(-file.size // CHUNK):
+        raise UnreadableFileError(
+            f"{file.name}: {len(file.crc32)} checksums do not go with {file.size} bytes"
+        )
+
+
+def _check_tensor(name: str, tensor: StoredTensorInfo, files: list[ShardFile]) -> None:
+    if tensor.dtype not in DTYPES:
+        raise UnreadableFileError(f"tensor {name}: unknown dtype {tensor.dtype!r}")
+    if any(not isinstance(size, int) or size < 0 for size in tensor.shape):
+        raise UnreadableFileError(f"tensor {name}: impossible shape {tensor.shape}")
+    size = DTYPES[tensor.dtype].itemsize
+    runs: list[list[tuple[int, int]]] = [[] for _ in range(tensor.parts)]
+    for file, offset, part, begin, count in tensor.pieces:
+        if min(file, offset, part, begin, count) < 0:
+            raise UnreadableFileError(f"tensor {name}: a negative number in a piece")
+        if offset + count * size > files[file].size:
+            raise UnreadableFileError(f"tensor {name}: goes beyond the end of {files[file].name}")
+        runs[part].append((begin, count))
+    whole = tensor.spread.part_numel
+    for slice_runs in runs:
+        end = 0
+        for begin, count in sorted(slice_runs):
+            if begin != end:
+                break
+            end += count
+        if end != whole:
+            raise UnreadableFileError(f"tensor {name}: its pieces make {end} of {whole} elements")

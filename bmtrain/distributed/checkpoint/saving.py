@@ -1,0 +1,114 @@
+"""Saving, at once or in the background."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..._agree import broadcast_json, on_all_ranks, on_rank_0, raise_together
+from ...global_var import context
+from ...store import SaveHandle
+from .snapshot import Snapshot, take_snapshot
+from .writer import Saving
+
+__all__ = ["CheckpointHandle", "start_saving"]
+
+_LABEL = "checkpoint.save"
+
+
+class CheckpointHandle(SaveHandle):
+    """A checkpoint that is written in the background, or has been written.
+
+    Attributes:
+        path: its folder.
+    """
+
+    def __init__(self, path: Path, saving: Saving | None = None, snapshot: Snapshot | None = None) -> None:
+        super().__init__(None if saving is None else self._save)
+        self.path = path
+        self._saving = saving
+        self._snapshot = snapshot
+        self._part_written = threading.Event()  # set by the thread, for the other ranks' sake
+        self._part_error: Exception | None = None
+
+    def _save(self) -> None:
+        """The thread's work. It overlaps with training and touches no communicator: ranks meet in the folder."""
+        saving, snapshot = self._saving, self._snapshot
+        self._snapshot = None
+        if saving is None or snapshot is None:
+            return
+        try:
+            saving.write_shard(snapshot)
+        except Exception as error:
+            self._part_error = error
+            raise
+        finally:
+            self._part_written.set()
+        if context().topology.rank == 0:
+            try:
+                saving.commit()
+            except BaseException:
+                saving.clean_up()
+                raise
+
+    def finish(self) -> None:
+        """Waits for all ranks; what went wrong on one is raised by all. Collective."""
+        if self._saving is None:
+            return
+        try:
+            on_all_ranks(self._wait_part, _LABEL)
+        except Exception:
+            self._saving.abandoned.set()
+            self.join_quietly()
+            self._saving.clean_up()
+            raise
+        on_all_ranks(self.wait, _LABEL)
+
+    def _wait_part(self) -> None:
+        self._part_written.wait()
+        if self._part_error is not None and self._error is not None:
+            raise self._part_error
+
+
+def start_saving(
+    target: Path,
+    step: int,
+    model: torch.nn.Module | None,
+    optim: Any,
+    schedulers: Iterable[Any],
+    data: Any,
+    extra: Any,
+    keep: int | None,
+    non_blocking: bool,
+) -> CheckpointHandle:
+    """See :func:`bmtrain.distributed.checkpoint.save`. Collective."""
+    current = context(_LABEL)
+    problem: Exception | None = None
+    snapshot = Snapshot()
+    try:
+        snapshot = take_snapshot(model, optim, schedulers, data, extra)
+    except Exception as error:
+        problem = error
+    raise_together(problem, _LABEL)
+    snapshot.keep_what_differs()
+    save = broadcast_json(os.urandom(5).hex(), label=_LABEL)
+    saving = Saving(target, save, step, current.topology, keep, current.timeout)
+    try:
+        on_rank_0(saving.prepare, _LABEL)
+        if not non_blocking:
+            on_all_ranks(lambda: saving.write_shard(snapshot), _LABEL)
+            on_rank_0(saving.commit, _LABEL)
+    except Exception:
+        saving.clean_up()
+        raise
+    if not non_blocking:
+        return CheckpointHandle(target)
+    snapshot.detach()
+    handle = CheckpointHandle(target, saving, snapshot)
+    handle.start()
+    return handle

@@ -1,0 +1,273 @@
+"""What this rank contributes to a checkpoint: runs of tensors, and values."""
+
+from __future__ import annotations
+
+import random
+import sys
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..._agree import broadcast_json
+from ..._engine.outline import outline_of
+from ..._engine.stage import StagedShardSpec
+from ..._shared_state import _encode
+from ...global_var import context
+from ...optim.optim_manager import OptimManager
+from ...parameter import DistributedParameter
+from ._memory import bytes_of
+from .manifest import dtype_name
+from .spread import Spread, local_run, spread_of
+
+__all__ = [
+    "Run",
+    "Snapshot",
+    "optimizers_of",
+    "own_name",
+    "schedulers_of",
+    "set_random_state",
+    "take_snapshot",
+]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of elements of one logical tensor, that this rank writes."""
+
+    name: str
+    spread: Spread
+    part: int
+    begin: int
+    values: torch.Tensor  # 1-D
+
+    def detached(self) -> Run:
+        """The same, in host memory of its own."""
+        return Run(self.name, self.spread, self.part, self.begin, self.values.to("cpu", copy=True))
+
+
+@dataclass
+class Snapshot:
+    """All that one rank has to say.
+
+    Args:
+        runs: what it alone writes.
+        replicas: whole tensors that every rank has, mostly the same: see :meth:`keep_what_differs`.
+        values: JSON; rank 0's count.
+        own: JSON, kept for each rank.
+        entries: by optimizer and parameter number, the state that is not in runs; the first rank that has it counts.
+    """
+
+    runs: list[Run] = field(default_factory=list)
+    replicas: list[Run] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
+    entries: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+
+    def detach(self) -> None:
+        """Copies all tensors, so that nothing in the snapshot changes with the model."""
+        self.runs = [run.detached() for run in self.runs]
+
+    def keep_what_differs(self) -> None:
+        """Makes runs of the replicas: on rank 0 of all, elsewhere of those that are not the same bits. Collective."""
+        rank = context().topology.rank
+        mine = {run.name: zlib.crc32(bytes_of(run.values.cpu().contiguous())) for run in self.replicas}
+        first = broadcast_json(mine, label="checkpoint.save")
+        for run in self.replicas:
+            if rank == 0:
+                self.runs.append(run)
+            elif first.get(run.name) != mine[run.name]:
+                self.runs.append(Run(own_name(rank, run.name), run.spread, run.part, run.begin, run.values))
+        self.replicas = []
+
+    def add_value(self, name: str, value: Any, own: bool = False) -> dict[str, Any]:
+        """A value as JSON; the tensors in it become runs, of rank 0 alone unless they are the rank's ``own``."""
+        tensors: list[torch.Tensor] = []
+        encoded = _encode(value, tensors)
+        if own or context().topology.rank == 0:
+            self.runs += [_whole(f"{name}/{index}", tensor) for index, tensor in enumerate(tensors)]
+        return {"is": encoded, "tensors": [f"{name}/{index}" for index in range(len(tensors))]}
+
+    def add_shard(self, name: str, param: torch.Tensor, local: torch.Tensor) -> None:
+        """A tensor that is sharded like ``param``, of which this rank has ``local``."""
+        dtype_name(local.dtype)
+        part, begin, count = local_run(param)
+        spread = spread_of(param)
+        if (count and _is_writer(param)) or (spread.numel == 0 and context().topology.rank == 0):
+            self.runs.append(Run(name, spread, part, begin, local.detach().reshape(-1)))
+
+
+def _whole(name: str, tensor: torch.Tensor) -> Run:
+    dtype_name(tensor.dtype)
+    if tensor.is_meta:
+        raise TypeError(f"{name}: expected a tensor with values, got one on the meta device")
+    return Run(name, Spread(tuple(tensor.shape)), 0, 0, tensor.detach().reshape(-1))
+
+
+def _is_writer(param: torch.Tensor) -> bool:
+    """Whether this rank is the first of those that hold the same elements of the parameter."""
+    if not isinstance(param, DistributedParameter):
+        return context().topology.rank == 0
+    topology = context().topology
+    if param._tp_mode and param._tp_split_dim < 0 and topology.tp_id != 0:
+        return False
+    is_stage = param._spec.group.name.startswith("pp_")
+    return not is_stage or isinstance(param._spec, StagedShardSpec) or topology.stage_id == 0
+
+
+def own_name(rank: int, name: str) -> str:
+    """What a rank's own value of a tensor is called, where it is not rank 0's."""
+    return f"rank/{rank}/{name}"
+
+
+def optimizers_of(optim: Any) -> list[Any]:
+    """The optimizers behind what a user gives: a manager, an optimizer, several, or None."""
+    if optim is None:
+        return []
+    if isinstance(optim, OptimManager):
+        return list(optim.optimizers)
+    if hasattr(optim, "param_groups"):
+        return [optim]
+    optimizers = list(optim)
+    for optimizer in optimizers:
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(f"optim: expected an OptimManager or optimizers, got {type(optimizer).__name__}")
+    return optimizers
+
+
+def schedulers_of(optim: Any, schedulers: Iterable[Any]) -> list[Any]:
+    """The manager's schedulers, and those that were given beside it."""
+    managed = list(optim.lr_schedulers) if isinstance(optim, OptimManager) else []
+    return managed + list(schedulers)
+
+
+def take_snapshot(
+    model: torch.nn.Module | None, optim: Any, schedulers: Iterable[Any], data: Any, extra: Any
+) -> Snapshot:
+    """Collects, without copying a shard. Communicates only if a user's ``state_dict`` method does.
+
+    Raises:
+        TypeError: something cannot be stored.
+        RuntimeError: a parameter has no values yet.
+    """
+    rank = context("checkpoint.save").topology.rank
+    snapshot = Snapshot()
+    if model is not None:
+        snapshot.values["model"] = _add_model(snapshot, model)
+    snapshot.values["optimizers"] = [
+        _add_optimizer(snapshot, f"optimizers/{number}", optimizer)
+        for number, optimizer in enumerate(optimizers_of(optim))
+    ]
+    if isinstance(optim, OptimManager):
+        names = ("loss_scale", "loss_scale_enabled", "steps_since_last_scale")
+        snapshot.values["manager"] = {name: getattr(optim, name) for name in names}
+    if rank == 0:
+        states = [None if s is None else s.state_dict() for s in schedulers_of(optim, schedulers)]
+        snapshot.values["schedulers"] = snapshot.add_value("schedulers", states)
+        snapshot.values["extra"] = snapshot.add_value("extra", extra)
+    snapshot.own["data"] = snapshot.add_value(f"data/{rank}", data, own=True)
+    snapshot.own["random"] = snapshot.add_value(f"random/{rank}", random_state(), own=True)
+    return snapshot
+
+
+def _add_model(snapshot: Snapshot, model: torch.nn.Module) -> dict[str, Any]:
+    """Describes the state dict: by key, the name of the stored tensor or the value."""
+    outline = outline_of(model)
+    keys: list[Any] = []
+    stored: dict[int, str] = {}  # by identity: what has several keys is stored once
+    for key, value in outline.entries.items():
+        if not isinstance(value, torch.Tensor):
+            keys.append([key, {"value": snapshot.add_value(f"value/{key}", value)}])
+            continue
+        name = stored.setdefault(id(value), f"model/{key}")
+        keys.append([key, {"tensor": name}])
+        if name != f"model/{key}":
+            continue
+        if isinstance(value, DistributedParameter):
+            value.require_data(key)
+            snapshot.add_shard(name, value, value.data)
+        else:
+            snapshot.replicas.append(_whole(name, value))
+    return {"keys": keys, "metadata": snapshot.add_value("metadata", outline.metadata)}
+
+
+_HANDLED = ("state", "param_groups", "layout", "is_whole")  # keys of an optimizer's state dict
+
+
+def _add_optimizer(snapshot: Snapshot, name: str, optimizer: Any) -> dict[str, Any]:
+    rank = context().topology.rank
+    state = optimizer.state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    entries: dict[str, dict[str, Any]] = {}
+    for number, entry in state["state"].items():
+        p = parameters[number] if isinstance(number, int) else None
+        described = entries.setdefault(json_key(number), {})
+        for key, value in entry.items():
+            full = f"{name}/{number}/{key}"
+            if not isinstance(value, torch.Tensor):
+                described[key] = {"value": snapshot.add_value(own_name(rank, full), value, own=True)}
+            elif value.dim() == 0:
+                described[key] = {"scalar": [dtype_name(value.dtype), value.item()]}
+            elif p is not None and value.data_ptr() == p.data_ptr() and value.numel():
+                continue  # a master that is the parameter itself
+            elif isinstance(p, DistributedParameter) and value.shape == p.shape:
+                described[key] = {"shard": full}
+                snapshot.add_shard(full, p, value)
+            else:
+                described[key] = {"replica": full, "of_shard": isinstance(p, DistributedParameter)}
+                snapshot.replicas.append(_whole(full, value))
+    snapshot.entries.append(entries)
+    others = {key: value for key, value in state.items() if key not in _HANDLED}
+    return {
+        "class": type(optimizer).__name__,
+        "groups": snapshot.add_value(f"{name}/groups", state["param_groups"]),
+        "others": snapshot.add_value(f"{name}/others", others),
+        "shapes": [list(getattr(p, "_tp_original_shape", p.shape)) for p in parameters],
+    }
+
+
+def json_key(number: Any) -> str:
+    """The number of a parameter as a key of a JSON object."""
+    if not isinstance(number, int):
+        raise TypeError(f"optim: expected parameters to be numbered in the state dict, got key {number!r}")
+    return str(number)
+
+
+def random_state() -> dict[str, Any]:
+    """The states of all random number generators of this process that the library seeds."""
+    version, internal, spare = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": {"version": version, "state": torch.tensor(internal), "spare": spare},
+    }
+    device = context().device
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, position, has_gauss, gauss = numpy.random.get_state()
+        if kind == "MT19937":
+            words = torch.tensor(keys.astype("int64"))
+            state["numpy"] = {
+                "state": words,
+                "position": int(position),
+                "gauss": [int(has_gauss), float(gauss)],
+            }
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Continues from what :func:`random_state` returned; generators that are not here are left out."""
+    torch.set_rng_state(state["torch"])
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["state"].tolist()), python["spare"]))
+    device = context().device
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        told = state["numpy"]
+        words = numpy.array(told["state"].tolist(), dtype="uint32")
+        numpy.random.set_state(("MT19937", words, told["position"], *told["gauss"]))

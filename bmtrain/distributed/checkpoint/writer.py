@@ -1,0 +1,247 @@
+"""One rank's file, what rank 0 is told about it, and the manifest that makes a checkpoint of the files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from threading import Event
+from typing import Any, BinaryIO
+
+from ..._agree import describe_error, rebuild_error
+from ..._atomic_file import AtomicFile
+from ...errors import UnreadableFileError
+from ...topology import Topology
+from ._memory import bytes_of
+from .layout import MANIFEST, part_name, point_to, remove_old, remove_unreferenced, shard_name, sync_folder
+from .manifest import CHUNK, Manifest, Piece, ShardFile, StoredTensorInfo, dtype_name
+from .snapshot import Run, Snapshot
+
+__all__ = ["Saving", "write_single"]
+
+_ALIGNMENT = 64  # bytes; every run of elements starts at a multiple
+_SLICE = 1 << 23  # bytes given to the operating system at once
+_POLL = 0.02  # seconds between two looks for the other ranks' parts
+
+
+class Saving:
+    """One act of saving, as one rank sees it.
+
+    Args:
+        checkpoint: the folder of the step.
+        save: names this act; the same on all ranks, and never used before.
+        step: number of finished steps.
+        topology: of this rank.
+        keep: how many checkpoints remain; None for all.
+        timeout: seconds that rank 0 waits for the others' parts.
+    """
+
+    def __init__(
+        self, checkpoint: Path, save: str, step: int, topology: Topology, keep: int | None, timeout: float
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.step = step
+        self.abandoned = Event()  # set when another rank is known to have failed
+        self._save = save
+        self._topology = topology
+        self._keep = keep
+        self._timeout = timeout
+
+    @property
+    def _shard(self) -> Path:
+        return self.checkpoint / shard_name(self._topology.rank, self._topology.world_size, self._save)
+
+    def _part(self, rank: int) -> Path:
+        return self.checkpoint / part_name(rank, self._topology.world_size, self._save)
+
+    def prepare(self) -> None:
+        """Makes the folder and removes what an interrupted save of the same step left. For rank 0, before the rest."""
+        folder = self.checkpoint.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.checkpoint.exists():
+            remove_unreferenced(self.checkpoint)
+        self.checkpoint.mkdir(exist_ok=True)
+        sync_folder(folder)
+
+    def write_shard(self, snapshot: Snapshot) -> None:
+        """Writes this rank's file, then tells rank 0 about it. An error removes the file and is told as well."""
+        self.write_values(snapshot.runs, snapshot.values, snapshot.own, snapshot.entries)
+
+    def write_values(
+        self, runs: Iterable[Run], values: dict[str, Any], own: dict[str, Any], entries: list[Any]
+    ) -> None:
+        """What :meth:`write_shard` does, for the parts of a snapshot."""
+        try:
+            table = _write_runs(self._shard, runs, self._banner())
+        except Exception as error:
+            self._shard.unlink(missing_ok=True)  # gives back the space that telling needs
+            with contextlib.suppress(OSError):
+                self._tell({"error": describe_error(error)})
+            raise
+        try:
+            self._tell({**table, "values": values, "own": own, "entries": entries})
+        except Exception:
+            self.clean_up()
+            raise
+
+    def _banner(self) -> bytes:
+        """The first bytes of a shard, for people who find one."""
+        t = self._topology
+        text = f"bmtrain shard of step {self.step}, rank {t.rank} of {t.world_size}, save {self._save}\n"
+        return text.encode().ljust(2 * _ALIGNMENT)
+
+    def _tell(self, told: dict[str, Any]) -> None:
+        with AtomicFile(self._part(self._topology.rank)) as file:
+            file.write(json.dumps(told).encode())
+
+    def commit(self) -> None:
+        """Waits for all parts and makes the checkpoint of them. For rank 0, after its own part.
+
+        Raises:
+            TimeoutError: parts of other ranks did not appear.
+            Exception: what another rank's part failed with.
+        """
+        manifest = _merge(self.step, self._save, self._topology, self._all_parts())
+        with AtomicFile(self.checkpoint / MANIFEST) as file:
+            file.write(manifest.to_bytes())
+        point_to(self.checkpoint)
+        remove_unreferenced(self.checkpoint)
+        if self._keep is not None:
+            remove_old(self.checkpoint.parent, self._keep)
+
+    def _all_parts(self) -> list[dict[str, Any]]:
+        parts: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + self._timeout
+        while len(parts) < self._topology.world_size:
+            for rank in range(self._topology.world_size):
+                if rank not in parts and self._part(rank).exists():
+                    parts[rank] = json.loads(self._part(rank).read_bytes())
+                    if "error" in parts[rank]:
+                        raise rebuild_error(parts[rank]["error"])
+            missing = [rank for rank in range(self._topology.world_size) if rank not in parts]
+            if missing and (self.abandoned.wait(_POLL) or time.monotonic() > deadline):
+                raise TimeoutError(
+                    f"{self.checkpoint}: no part of rank {', '.join(map(str, missing))} appeared"
+                )
+        return [parts[rank] for rank in sorted(parts)]
+
+    def clean_up(self) -> None:
+        """Removes this rank's files of a save that failed; on rank 0 the folder, if it has become empty."""
+        for path in (self._shard, self._part(self._topology.rank)):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        if self._topology.rank == 0:
+            with contextlib.suppress(OSError, UnreadableFileError):
+                remove_unreferenced(self.checkpoint)
+
+
+def _write_runs(path: Path, runs: Iterable[Run], banner: bytes) -> dict[str, Any]:
+    """Writes a shard and puts it on disk; returns its entry in the manifest."""
+    table = []
+    with open(path, "xb", buffering=0) as raw:
+        stream = _Checksummed(raw)
+        stream.write(memoryview(banner))
+        for run in runs:
+            stream.write(memoryview(bytes(-stream.size % _ALIGNMENT)))
+            values = run.values.cpu().contiguous()
+            table.append(
+                {
+                    "name": run.name,
+                    "dtype": dtype_name(values.dtype),
+                    "shape": list(run.spread.shape),
+                    "cut": [run.spread.dim, run.spread.parts],
+                    "piece": [stream.size, run.part, run.begin, values.numel()],
+                }
+            )
+            if values.numel():
+                stream.write(bytes_of(values))
+        crc32 = stream.finish()
+        os.fsync(raw.fileno())
+    sync_folder(path.parent)
+    return {"file": {"name": path.name, "size": stream.size, "crc32": crc32}, "runs": table}
+
+
+class _Checksummed:
+    """Writes to a file and keeps a checksum of each chunk of it."""
+
+    def __init__(self, file: Any) -> None:
+        self._file: BinaryIO = file
+        self._crc32: list[int] = []
+        self._running = 0
+        self.size = 0
+
+    def write(self, data: memoryview) -> None:
+        at = 0
+        while at < len(data):
+            end = at + min(CHUNK - self.size % CHUNK, len(data) - at)
+            self._running = zlib.crc32(data[at:end], self._running)
+            self.size += end - at
+            at = end
+            if self.size % CHUNK == 0:
+                self._crc32.append(self._running)
+                self._running = 0
+        for begin in range(0, len(data), _SLICE):
+            rest = data[begin : begin + _SLICE]
+            while len(rest):
+                rest = rest[self._file.write(rest) :]
+
+    def finish(self) -> list[int]:
+        return self._crc32 + ([self._running] if self.size % CHUNK else [])
+
+
+def _merge(step: int, save: str, topology: Topology, parts: list[dict[str, Any]]) -> Manifest:
+    """The manifest of what the ranks told, in rank order."""
+    tensors: dict[str, StoredTensorInfo] = {}
+    for number, part in enumerate(parts):
+        for run in part["runs"]:
+            dim, slices = run["cut"]
+            info = StoredTensorInfo(run["dtype"], run["shape"], dim, slices, [])
+            known = tensors.setdefault(run["name"], info)
+            if (known.dtype, known.shape, known.dim, known.parts) != (info.dtype, info.shape, dim, slices):
+                raise ValueError(
+                    f"tensor {run['name']}: rank {number} has {info.dtype} {info.shape}, others {known.dtype} "
+                    f"{known.shape}"
+                )
+            known.pieces.append(Piece(number, *run["piece"]))
+    values = parts[0]["values"]
+    for number, optimizer in enumerate(values["optimizers"]):
+        merged: dict[str, dict[str, Any]] = {}
+        for part in parts:
+            for index, entry in part["entries"][number].items():
+                merged[index] = {**entry, **merged.get(index, {})}
+        optimizer["entries"] = merged
+    manifest = Manifest(
+        step=step,
+        save=save,
+        world_size=topology.world_size,
+        tp_size=topology.tp_size,
+        pipe_size=topology.pipe_size,
+        files=[ShardFile(**part["file"]) for part in parts],
+        tensors=tensors,
+        values=values,
+        ranks=[part["own"] for part in parts],
+    )
+    return Manifest.from_bytes(manifest.to_bytes(), "the manifest to be written")
+
+
+def write_single(checkpoint: Path, runs: Iterable[Run], keys: list[Any]) -> None:
+    """Makes a checkpoint of a model alone, by one process without a group; ``runs`` are asked for one at a time."""
+    saving = Saving(checkpoint, os.urandom(5).hex(), 0, Topology(0, 1), None, 0.0)
+    saving.prepare()
+    no_value: dict[str, Any] = {"is": None, "tensors": []}
+    values = {
+        "model": {"keys": keys, "metadata": no_value},
+        "optimizers": [],
+        "schedulers": {"is": {"list": []}, "tensors": []},
+        "extra": no_value,
+    }
+    try:
+        saving.write_values(runs, values, {"data": no_value, "random": None}, [])
+        saving.commit()
+    except BaseException:
+        saving.clean_up()
+        raise

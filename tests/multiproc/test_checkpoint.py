@@ -1,0 +1,292 @@
+"""Folder checkpoints: training goes on bit for bit, on as many ranks or on others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from harness import run_ranks
+from harness.checkpoint_run import Run, differences, state_of
+
+import bmtrain as bmt
+from bmtrain.distributed import checkpoint
+
+
+@pytest.mark.parametrize("non_blocking", [False, True])
+@pytest.mark.parametrize(
+    ("world", "optimizer", "dtype"),
+    [(1, "adam", "float32"), (2, "adam", "float16"), (2, "offload", "bfloat16"), (4, "torch", "float32")],
+)
+def test_training_continues_bit_for_bit(world, optimizer, dtype, non_blocking, tmp_path):
+    run_ranks(world, check_resume, str(tmp_path), optimizer, dtype, non_blocking)
+
+
+def check_resume(folder: str, optimizer: str, dtype: str, non_blocking: bool) -> None:
+    run = Run(optimizer, dtype)
+    with torch.no_grad():
+        run.model.scale += bmt.rank()  # plain parameters are each rank's own
+    run.train(3)
+    handle = run.save(folder, non_blocking=non_blocking)
+    losses = run.train(3)
+    handle.wait()
+    expected = state_of(run)
+    own_scale = run.model.scale.detach().clone()
+    assert checkpoint.latest(folder) == handle.path == Path(folder) / "step-0000003"
+
+    other = Run(optimizer, dtype, seed=2)
+    other.train(1)
+    found = other.load(folder)
+    assert found.step == 3
+    assert found.data == {"position": 3, "rank": bmt.rank()}
+    assert found.data_of_ranks == tuple({"position": 3, "rank": r} for r in range(bmt.world_size()))
+    assert found.extra["note"] == ("a", None)
+    assert found.extra["table"].tolist() == [0, 1, 2]
+    assert other.train(3) == losses
+    assert differences(expected, state_of(other)) == []
+    assert torch.equal(other.model.scale, own_scale)
+
+
+SIZES = [
+    (1, {}, False),
+    (2, {}, False),
+    (4, {}, False),
+    (2, {"tp_size": 2}, False),
+    (4, {"tp_size": 2}, False),
+    (2, {"pipe_size": 2}, True),
+    (4, {"pipe_size": 2, "tp_size": 2}, True),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint made at each size, of the same values."""
+    folders = []
+    for number, (world, init, pipeline) in enumerate(SIZES):
+        folder = tmp_path_factory.mktemp(f"saved{number}")
+        run_ranks(world, save_known, str(folder), pipeline, init=init)
+        folders.append(str(folder))
+    return folders
+
+
+def parallel(pipeline: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model with tensor-parallel layers of every cut, and an optimizer with known state."""
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            kind = bmt.PipelineTransformerBlockList if pipeline else bmt.TransformerBlockList
+            mode = "PIPE" if pipeline else "BLOCK"
+            self.layers = kind([bmt.Block(Pair(), mode=mode) for _ in range(2)])
+            self.outside = Pair()
+            self.alone = bmt.Block(Pair(), mode=mode)
+
+    class Pair(bmt.DistributedModule):
+        def __init__(self) -> None:
+            super().__init__()
+            tp = bmt.config["tp_size"]
+            self.rows = bmt.DistributedParameter(torch.zeros(8 // tp, 6), tp_mode=True, tp_split_dim=0)
+            self.columns = bmt.DistributedParameter(torch.zeros(6, 8 // tp), tp_mode=True, tp_split_dim=1)
+            self.middle = bmt.DistributedParameter(torch.zeros(3, 4 // tp, 5), tp_mode=True, tp_split_dim=1)
+            self.copies = bmt.DistributedParameter(torch.zeros(5), tp_mode=True, tp_split_dim=-1)
+            self.plain = bmt.DistributedParameter(torch.zeros(7, 3))
+
+    model = Net()
+    return model, bmt.optim.AdamOptimizer(model.parameters(), lr=0.1)
+
+
+def save_known(folder: str, pipeline: bool) -> None:
+    model, optimizer = parallel(pipeline)
+    generator = torch.Generator().manual_seed(3)
+    known = {k: torch.randn(v.shape, generator=generator) for k, v in model.state_dict().items()}
+    model.load_state_dict(known)
+    gathered = optimizer.state_dict(gather=True)
+    for number, p in enumerate(model.parameters()):
+        moments = {
+            name: torch.randn(p._tp_original_shape.numel(), generator=generator)
+            for name in ("exp_avg", "exp_avg_sq")
+        }
+        gathered["state"][number] = {"step": 7, **moments}
+    optimizer.load_state_dict(gathered)
+    checkpoint.save(folder, 1, model, optimizer)
+    full = {f"model/{k}": v for k, v in model.state_dict().items()}
+    for number, entry in optimizer.state_dict(gather=True)["state"].items():
+        full.update({f"{number}/{key}": torch.as_tensor(value) for key, value in entry.items()})
+    if bmt.rank() == 0:
+        torch.save(full, f"{folder}/expected.pt")
+
+
+@pytest.mark.parametrize("size", range(len(SIZES)))
+def test_a_checkpoint_loads_at_every_size(size, saved):
+    world, init, pipeline = SIZES[size]
+    run_ranks(world, check_known, saved, pipeline, init=init)
+
+
+def check_known(folders: list[str], pipeline: bool) -> None:
+    for folder in folders:
+        model, optimizer = parallel(pipeline)
+        checkpoint.load(folder, model, optimizer)
+        full = {f"model/{k}": v for k, v in model.state_dict().items()}
+        for number, entry in optimizer.state_dict(gather=True)["state"].items():
+            full.update({f"{number}/{key}": torch.as_tensor(value) for key, value in entry.items()})
+        expected = torch.load(f"{folder}/expected.pt")
+        assert len(expected) == 20 + 20 * 3
+        assert differences(full, expected) == [], folder
+
+
+def test_a_run_goes_on_at_another_size(tmp_path):
+    run_ranks(4, save_after_training, str(tmp_path))
+    for world in (1, 2):
+        run_ranks(world, check_continues, str(tmp_path))
+
+
+def save_after_training(folder: str) -> None:
+    run = Run("torch", "bfloat16")
+    run.train(2)
+    run.save(folder)
+    state = state_of(run)
+    if bmt.rank() == 0:
+        torch.save(state, f"{folder}/expected.pt")
+
+
+def check_continues(folder: str) -> None:
+    run = Run("torch", "bfloat16", seed=9)
+    found = run.load(folder)
+    assert (found.world_size, found.data, len(found.data_of_ranks)) == (4, None, 4)
+    assert differences(state_of(run), torch.load(f"{folder}/expected.pt")) == []
+    assert all(loss < 100 for loss in run.train(2))
+
+
+def test_each_rank_reads_its_part_only(tmp_path):
+    run_ranks(4, save_large, str(tmp_path))
+    verified = run_ranks(4, count_bytes, str(tmp_path))
+    whole = sum(path.stat().st_size for path in tmp_path.glob("step-*/*.bin"))
+    chunk = checkpoint.manifest.CHUNK
+    assert whole > 16 * chunk
+    assert max(verified) <= whole / 4 + 4 * chunk  # its part, and the rest of the chunks at the ends
+
+
+def save_large(folder: str) -> None:
+    model = bmt.BMTrainModelWrapper(torch.nn.Linear(1024, 2048))
+    checkpoint.save(folder, 0, model)
+
+
+def count_bytes(folder: str) -> int:
+    readers = []
+
+    class Counting(checkpoint.Reader):
+        def __init__(self, *arguments) -> None:
+            super().__init__(*arguments)
+            readers.append(self)
+
+    original, checkpoint.Reader = checkpoint.Reader, Counting
+    try:
+        checkpoint.load(folder, bmt.BMTrainModelWrapper(torch.nn.Linear(1024, 2048)))
+    finally:
+        checkpoint.Reader = original
+    return readers[0].bytes_verified
+
+
+def test_only_as_many_are_kept_as_wanted(tmp_path):
+    run_ranks(2, check_keep, str(tmp_path))
+
+
+def check_keep(folder: str) -> None:
+    root = Path(folder)
+    model = bmt.BMTrainModelWrapper(torch.nn.Linear(3, 2))
+
+    def steps() -> list[str]:
+        bmt.synchronize()
+        found = sorted(path.name for path in root.iterdir())
+        bmt.synchronize()
+        return found
+
+    for step in (1, 2, 3):
+        checkpoint.save(root, step, model, keep=2)
+    assert steps() == ["latest", "step-0000002", "step-0000003"]
+    checkpoint.save(root, 1, model, keep=2)  # somebody went back
+    assert steps() == ["latest", "step-0000001", "step-0000003"]
+    assert checkpoint.latest(root) == root / "step-0000001"
+    if bmt.rank() == 0:
+        (root / "step-0000009").mkdir()
+        (root / "step-0000009" / "shard-0-of-2-ab.bin").write_bytes(b"unfinished")
+        (root / "step-0000001" / "manifest.json").write_bytes(b"damaged")
+    bmt.synchronize()
+    assert checkpoint.latest(root) == root / "step-0000003"
+    checkpoint.prune(root, 1)
+    assert "step-0000009" not in steps()
+    assert checkpoint.latest(root) == root / "step-0000003"
+    if bmt.rank() == 0:
+        (root / "step-0000003" / "manifest.json").write_bytes(b"damaged")
+    bmt.synchronize()
+    before = steps()
+    checkpoint.prune(root, 1)
+    assert steps() == before  # nothing is known to be good: nothing goes
+    assert checkpoint.latest(root) is None
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+        checkpoint.load(root, model)
+    for keep in (0, -1):
+        with pytest.raises(ValueError, match="keep: expected 1 or more"):
+            checkpoint.save(root, 5, model, keep=keep)
+    with pytest.raises(ValueError, match="step: expected"):
+        checkpoint.save(root, -5, model)
+
+
+def test_what_does_not_fit_changes_nothing(tmp_path):
+    run_ranks(2, check_misfit, str(tmp_path))
+
+
+def check_misfit(folder: str) -> None:
+    run = Run()
+    run.train(1)
+    run.save(folder)
+    for build, error, text in (
+        (lambda: torch.nn.Linear(3, 2), RuntimeError, "Missing key"),
+        (lambda: wider(), RuntimeError, "size mismatch for embed"),
+    ):
+        model = bmt.BMTrainModelWrapper(build())
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        with pytest.raises(error, match=text):
+            checkpoint.load(folder, model)
+        assert differences(before, model.state_dict()) == []
+    before = state_of(run)
+    few = torch.optim.SGD(list(run.model.parameters())[:2], lr=1.0)
+    for optim, text in ((few, "optimizer 0: saved over"), ([few, few], "expected 1 optimizers")):
+        with pytest.raises(ValueError, match=text):
+            checkpoint.load(folder, run.model, optim)
+    assert differences(before, state_of(run)) == []
+    with pytest.raises(TypeError, match="expected tensors, numbers"):
+        checkpoint.save(folder, 8, run.model, data=object() if bmt.rank() == 1 else None)
+    assert checkpoint.load(folder, run.model).step == 1
+
+
+def wider() -> torch.nn.Module:
+    model = Run().model
+    model.embed = bmt.DistributedParameter(torch.zeros(8, 12))
+    return model
+
+
+def test_a_file_of_save_is_accepted(tmp_path):
+    run_ranks(2, check_file, str(tmp_path / "model.pt"))
+
+
+def check_file(path: str) -> None:
+    run, other = Run(), Run(seed=4)
+    bmt.save(run.model, path)
+    found = checkpoint.load(path, other.model)
+    assert (found.path, found.step) == (Path(path), None)
+    assert differences(dict(run.model.state_dict()), dict(other.model.state_dict())) == []
+
+
+def test_the_manifest_is_json_that_anybody_reads(tmp_path):
+    run_ranks(2, save_large, str(tmp_path))
+    told = json.loads((tmp_path / "step-0000000" / "manifest.json").read_text())["manifest"]
+    assert (told["world_size"], told["step"], told["format"]) == (2, 0, 1)
+    weight = told["tensors"]["model/weight"]
+    file, offset, _, begin, count = weight["pieces"][0]
+    data = (tmp_path / "step-0000000" / told["files"][file]["name"]).read_bytes()[offset:]
+    values = torch.frombuffer(bytearray(data), dtype=getattr(torch, weight["dtype"]), count=count)
+    assert (begin, count, weight["shape"]) == (0, 1024 * 1024, [2048, 1024])
+    torch.manual_seed(0)
+    assert torch.isfinite(values).all()
