@@ -6,7 +6,7 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
-from . import cpu_run, doctor
+from . import convert, cpu_run, doctor
 
 __all__ = ["main"]
 
@@ -31,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checks = tools.add_parser("doctor", help="check this installation", description=doctor.__doc__)
     doctor.add_arguments(checks)
     checks.set_defaults(run=doctor.run)
+    conversion = tools.add_parser("convert", help="convert files of weights", description=convert.__doc__)
+    convert.add_arguments(conversion)
+    conversion.set_defaults(run=convert.run)
     benchmarks = tools.add_parser("bench", help="measure, always against peers in the same run")
     names = benchmarks.add_subparsers(dest="benchmark", required=True)
     for name, purpose in _BENCHMARKS.items():

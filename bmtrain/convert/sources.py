@@ -1,0 +1,146 @@
+"""Files of weights to read from, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._archive import check_archive
+from .._safetensors import SafetensorsFile, locate_tensors
+from ..distributed.checkpoint.layout import MANIFEST, check_sizes, newest, read_manifest
+from ..distributed.checkpoint.manifest import DTYPES
+from ..distributed.checkpoint.reader import Reader
+from ..errors import UnreadableFileError
+
+__all__ = ["Source", "open_source"]
+
+TIES = "bmtrain.ties"  # key of the metadata of a safetensors file: names that share a tensor with another
+
+
+class Source:
+    """Tensors by name.
+
+    Attributes:
+        table: dtype and shape of each tensor.
+        ties: further names, by the name of the tensor that they share.
+        order: all names, in the order of the model.
+    """
+
+    table: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    ties: dict[str, str]
+    order: list[str]
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor, on the host."""
+        raise NotImplementedError
+
+
+class _Archive(Source):
+    """A file of ``bmtrain.save`` or ``torch.save``, mapped to memory."""
+
+    def __init__(self, path: Path) -> None:
+        check_archive(path)
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except OSError:
+            raise
+        except Exception as error:
+            raise UnreadableFileError(f"{path}: not a readable file of tensors: {error}") from error
+        if not isinstance(state, Mapping) or not all(
+            isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in state.items()
+        ):
+            raise UnreadableFileError(f"{path}: expected names to tensors, and nothing else, to convert")
+        self._state = state
+        self.table, self.ties, self.order = {}, {}, list(state)
+        first: dict[Any, str] = {}
+        for name, value in state.items():
+            place = (
+                value.untyped_storage()._cdata,
+                value.storage_offset(),
+                value.shape,
+                value.stride(),
+                value.dtype,
+            )
+            known = first.setdefault(place, name)
+            if known != name and value.numel():
+                self.ties[name] = known
+            else:
+                self.table[name] = (value.dtype, tuple(value.shape))
+
+    def read(self, name: str) -> torch.Tensor:
+        value: torch.Tensor = self._state[name]
+        return value
+
+
+class _Safetensors(Source):
+    """One safetensors file, or several with an index."""
+
+    def __init__(self, path: Path) -> None:
+        self._files: dict[str, SafetensorsFile] = locate_tensors(path)
+        self.table = {name: file.places[name][:2] for name, file in self._files.items()}
+        self.ties, self.order = {}, list(self.table)
+        for file in self._files.values():
+            told = json.loads(file.metadata.get(TIES, "{}"))
+            if told:
+                self.ties, self.order = dict(told["ties"]), list(told["order"])
+                break
+        if set(self.order) != set(self.table) | set(self.ties) or not set(self.ties.values()) <= set(
+            self.table
+        ):
+            raise UnreadableFileError(f"{path}: its note of shared tensors does not fit its tensors")
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._files[name].read(name).view(self.table[name][1])
+
+
+class _Folder(Source):
+    """The model in a checkpoint of ``bmtrain.distributed.checkpoint``."""
+
+    def __init__(self, path: Path) -> None:
+        manifest = read_manifest(path)
+        check_sizes(path, manifest)
+        told = manifest.values.get("model")
+        if told is None or any("tensor" not in entry for _, entry in told["keys"]):
+            raise UnreadableFileError(f"{path}: expected a model whose state is tensors only")
+        self._reader = Reader(path, manifest)
+        self._stored: dict[str, str] = {}
+        self.table, self.ties, self.order = {}, {}, [key for key, _ in told["keys"]]
+        first: dict[str, str] = {}
+        for key, entry in told["keys"]:
+            name = entry["tensor"]
+            info = self._reader.info(name)
+            if first.setdefault(name, key) != key:
+                self.ties[key] = first[name]
+            else:
+                self._stored[key] = name
+                self.table[key] = (DTYPES[info.dtype], tuple(info.shape))
+
+    def read(self, name: str) -> torch.Tensor:
+        self._reader.request_whole(self._stored[name])
+        self._reader.verify()
+        return self._reader.read_whole(self._stored[name])
+
+
+def open_source(path: Path) -> Source:
+    """The source that ``path`` is.
+
+    Raises:
+        FileNotFoundError: nothing of a known kind is there.
+        UnreadableFileError: it is damaged.
+    """
+    if path.is_dir():
+        if (path / MANIFEST).exists():
+            return _Folder(path)
+        found = newest(path)
+        return _Safetensors(path) if found is None else _Folder(found)
+    if path.suffix == ".safetensors" or path.name.endswith(".index.json"):
+        return _Safetensors(path)
+    with path.open("rb") as file:
+        is_archive = file.read(4) == b"PK\x03\x04"
+    if not is_archive:
+        raise UnreadableFileError(f"{path}: neither a file of torch.save nor of safetensors")
+    return _Archive(path)

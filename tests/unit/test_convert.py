@@ -1,0 +1,113 @@
+"""Conversion of weights: every way there and back is bit for bit."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bmtrain.__main__ import main
+from bmtrain._archive import check_archive
+from bmtrain.convert import convert
+from bmtrain.errors import UnreadableFileError
+
+
+def make_state() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    state = {
+        str(dtype).removeprefix("torch."): torch.randn(5, 3, generator=generator).mul(20).to(dtype)
+        for dtype in (
+            torch.float32,
+            torch.float16,
+            torch.bfloat16,
+            torch.float64,
+            torch.int64,
+            torch.uint8,
+            torch.bool,
+        )
+    }
+    state["float8"] = torch.randn(9, generator=generator).to(torch.float8_e4m3fn)
+    state.update(
+        scalar=torch.tensor(3.5), empty=torch.zeros(0, 4), large=torch.randn(300, 301, generator=generator)
+    )
+    state["tied"] = state["large"]
+    return state
+
+
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert list(actual) == list(expected)
+    for name, value in expected.items():
+        assert (actual[name].dtype, actual[name].shape) == (value.dtype, value.shape), name
+        assert (
+            actual[name]
+            .contiguous()
+            .view(-1)
+            .view(torch.uint8)
+            .equal(value.contiguous().view(-1).view(torch.uint8))
+        )
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_every_way_and_back(checksums: bool, tmp_path: Path) -> None:
+    state = make_state()
+    torch.save(state, tmp_path / "a.pt")
+    known = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(checksums)
+    try:
+        convert(tmp_path / "a.pt", tmp_path / "b.safetensors")
+        convert(tmp_path / "b.safetensors", tmp_path / "c", "checkpoint")
+        convert(tmp_path / "c", tmp_path / "d", "safetensors", max_shard_size=100_000)
+        convert(tmp_path / "d", tmp_path / "e.pt")
+    finally:
+        torch.serialization.set_crc32_options(known)
+    assert len(list((tmp_path / "d").glob("model-*.safetensors"))) > 1
+    for mapped in (False, True):
+        loaded = torch.load(tmp_path / "e.pt", weights_only=True, mmap=mapped)
+        assert_same(loaded, state)
+        assert loaded["tied"].data_ptr() == loaded["large"].data_ptr()
+    check_archive(tmp_path / "e.pt")
+    with zipfile.ZipFile(tmp_path / "e.pt") as archive:
+        assert archive.testzip() is None
+
+
+def test_records_are_aligned(tmp_path: Path) -> None:
+    torch.save(make_state(), tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "b.pt")
+    data = (tmp_path / "b.pt").read_bytes()
+    large = make_state()["large"].numpy().tobytes()
+    assert data.index(large) % 64 == 0
+
+
+def test_files_of_the_reference_implementation(tmp_path: Path) -> None:
+    state = {name: value for name, value in make_state().items() if name != "tied"}
+    save_file(state, tmp_path / "a.safetensors", metadata={"format": "pt"})
+    convert(tmp_path / "a.safetensors", tmp_path / "b.pt")
+    convert(tmp_path / "b.pt", tmp_path / "c.safetensors")
+    assert_same({name: load_file(tmp_path / "c.safetensors")[name] for name in state}, state)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(make_state(), tmp_path / "a.pt")
+    assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "b.safetensors")]) == 0
+    assert "100 %" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "b")]) == 1
+    assert "cannot tell what to write" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "none.pt"), str(tmp_path / "b.pt")]) == 1
+    assert "none.pt" in capsys.readouterr().err
+
+
+def test_damaged_sources_are_refused_and_nothing_appears(tmp_path: Path) -> None:
+    torch.save(make_state(), tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "b.safetensors")
+    data = (tmp_path / "b.safetensors").read_bytes()
+    for size in (0, 7, 8, 200, len(data) - 1):
+        (tmp_path / "b.safetensors").write_bytes(data[:size])
+        with pytest.raises(UnreadableFileError):
+            convert(tmp_path / "b.safetensors", tmp_path / "out.pt")
+    (tmp_path / "a.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:-50])
+    with pytest.raises(UnreadableFileError, match="damaged"):
+        convert(tmp_path / "a.pt", tmp_path / "out.pt")
+    assert not (tmp_path / "out.pt").exists()
