@@ -10,15 +10,17 @@ import torch
 
 from ._deprecate import warn_once
 from ._engine.block_build import adopt_parameters, dissolve_inner_blocks
+from ._engine.block_ref import BlockRef
 from ._engine.island import run_block
 from ._engine.policy import BlockMode, BlockPolicy, Recompute
 from ._engine.recompute import ModuleState
 from ._engine.runtime import BlockRuntime
+from ._engine.stand_in import SHARED, StandIn
 from ._engine.storage import build_storage
 from .errors import RepeatedBlockError
 from .global_var import context
 from .param_init import grouped_parameters, init_parameters
-from .parameter import BlockRef, DistributedParameter
+from .parameter import DistributedParameter
 from .utils import round_up
 from .zero_context import ZeroContext
 
@@ -31,21 +33,9 @@ __all__ = [
     "storage_type_cuda",
 ]
 
-# The dictionaries that a Block shares with its inner module, so that walking the Block is walking the inner module.
-_SHARED = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_non_persistent_buffers_set",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-
 # What a copy of a Block makes anew.
 _NOT_COPIED = (
-    *_SHARED,
+    *SHARED,
     "_module",
     "_policy",
     "_mode",
@@ -58,7 +48,7 @@ _NOT_COPIED = (
 )
 
 
-class Block(torch.nn.Module):
+class Block(StandIn):
     """A module whose parameters are gathered together while it runs.
 
     Args:
@@ -79,7 +69,6 @@ class Block(torch.nn.Module):
         >>> hidden = block(hidden, mask, position_bias)        # doctest: +SKIP
     """
 
-    _module: torch.nn.Module
     _runtime: BlockRuntime
 
     def __init__(
@@ -99,19 +88,15 @@ class Block(torch.nn.Module):
             level=ctx.zero_level if zero_level is None else zero_level,
             recompute=Recompute.WHOLE if use_checkpoint else Recompute.OFF,
         )
-        self._stand_for(dissolve_inner_blocks(inner_module, Block), policy, BlockMode[mode])
+        self._begin(dissolve_inner_blocks(inner_module, Block), policy, BlockMode[mode])
         self.__dict__["_need_reference"] = initialized
         if not initialized:
             self._build()
 
-    def _stand_for(self, inner_module: torch.nn.Module, policy: BlockPolicy, mode: BlockMode) -> None:
+    def _begin(self, inner_module: torch.nn.Module, policy: BlockPolicy, mode: BlockMode) -> None:
         super().__init__()
+        self._stand_for(inner_module)
         own = self.__dict__
-        for name in _SHARED:
-            if name in inner_module.__dict__:
-                own[name] = inner_module.__dict__[name]
-        own["training"] = inner_module.training
-        own["_module"] = inner_module
         own["_policy"] = policy
         own["_mode"] = mode
         own["_label"] = f"{type(inner_module).__name__}#{context().engine.schedule.next_number}"
@@ -167,66 +152,8 @@ class Block(torch.nn.Module):
             return self._module(*args, **kwargs)
         return run_block(runtime, forward, self._modules_state, args, kwargs)
 
-    # ---- standing in for the inner module
-
-    def __getattr__(self, name: str) -> Any:
-        module = self.__dict__.get("_module")
-        if module is None or (name.startswith("__") and name.endswith("__")):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        module = self.__dict__.get("_module")
-        if module is None:
-            super().__setattr__(name, value)
-        elif name == "forward":
-            self.__dict__["forward"] = _ReplacedForward(self, value)
-        elif name == "_module":
-            raise AttributeError(
-                "_module: a Block keeps the module that it was built around; build a new Block instead"
-            )
-        elif isinstance(value, (torch.nn.Module, torch.nn.Parameter)):
-            setattr(module, name, value)  # registered in the dictionaries that both share
-        else:
-            if not name.startswith("_") and _has(module, name):
-                setattr(module, name, value)
-                if name in module._parameters or name in module._buffers or name in module._modules:
-                    return
-            self.__dict__[name] = value
-
-    def __delattr__(self, name: str) -> None:
-        if name in self.__dict__:
-            del self.__dict__[name]
-        else:
-            delattr(self._module, name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self._module)})
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # libraries look for their layer class with isinstance()
-        module = self.__dict__.get("_module")
-        return Block if module is None else type(module)
-
-    def __repr__(self) -> str:
-        return repr(self._module)
-
-    def train(self, mode: bool = True) -> Block:
-        self._module.train(mode)
-        self.__dict__["training"] = mode
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._module.state_dict(*args, **kwargs)
-
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._module._save_to_state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._module.load_state_dict(*args, **kwargs)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._module._load_from_state_dict(*args, **kwargs)
+    def _replaced_forward(self, function: Any) -> Any:
+        return _ReplacedForward(self, function)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Block:
         self._module._apply(fn, recurse)
@@ -249,7 +176,7 @@ class Block(torch.nn.Module):
         return _new_block, (), state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._stand_for(state["module"], state["policy"], state["mode"])
+        self._begin(state["module"], state["policy"], state["mode"])
         self.__dict__.update(state["own"])
         if state["shares_with"] is None:
             self._build()
@@ -310,14 +237,6 @@ def __getattr__(name: str) -> Any:
 
 def _new_block() -> Block:
     return Block.__new__(Block)
-
-
-def _has(module: torch.nn.Module, name: str) -> bool:
-    """As hasattr(), but reads no parameter, which could gather it."""
-    own = module.__dict__
-    return any(
-        name in place for place in (own, own["_parameters"], own["_buffers"], own["_modules"])
-    ) or hasattr(type(module), name)
 
 
 class _ReplacedForward:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from sys import _getframe
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 
+from ._engine.block_ref import BlockRef
+from ._engine.gather import OpAllGather
 from ._engine.grad_readers import FILES_TO_REFUSE, refuse_whole_tensor_tools
+from ._engine.initializer import ParameterInitializer
 from ._engine.meta import make_shard, no_values
 from ._engine.sharding import ShardSpec
 from .global_var import context
-
-if TYPE_CHECKING:
-    from ._engine.runtime import BlockRuntime
 
 __all__ = [
     "DistributedParameter",
@@ -34,28 +32,6 @@ __all__ = [
 
 _torch_grad: Any = torch.Tensor.grad  # torch's own attribute, a descriptor
 _get_grad: Callable[[torch.Tensor], torch.Tensor | None] = _torch_grad.__get__
-
-
-class ParameterInitializer:
-    """An initialiser and its arguments, to be called on the full tensor by :func:`bmtrain.init_parameters`.
-
-    Args:
-        func: called as ``func(tensor, *args, **kwargs)``; initialises the tensor in place.
-
-    Example:
-        >>> import torch, bmtrain
-        >>> fill = bmtrain.ParameterInitializer(torch.nn.init.constant_, 2.0)
-        >>> t = torch.empty(3); _ = fill(t); t
-        tensor([2., 2., 2.])
-    """
-
-    def __init__(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        self.func = func
-        self._args = args
-        self._kwargs = kwargs
-
-    def __call__(self, param: torch.Tensor) -> Any:
-        return self.func(param, *self._args, **self._kwargs)
 
 
 class DistributedParameter(torch.nn.Parameter):
@@ -268,28 +244,6 @@ class DistributedParameter(torch.nn.Parameter):
 _NOT_COPIED = ("_block", "_gradient_hooks", "_accumulated_hooks")
 
 
-class BlockRef(weakref.ref[Any]):
-    """How a parameter and its module refer to the Block that they are in. A copy refers to no Block.
-
-    Attributes:
-        homes: the storages of the Block's shards, by address.
-        runtime: the Block's runtime, which a backward to come keeps alive longer than the Block.
-    """
-
-    homes: tuple[int, ...] = ()
-    runtime: weakref.ref[BlockRuntime] | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
-
-    def __reduce__(self) -> Any:
-        return _no_block, ()
-
-
-def _no_block() -> None:
-    return None
-
-
 def _note_accumulated(param: torch.Tensor) -> None:
     context().engine.note_accumulated(param)  # type: ignore[arg-type]
 
@@ -333,29 +287,6 @@ def _tp_merge(value: torch.Tensor, dim: int) -> torch.Tensor:
     from .distributed import all_gather
 
     return torch.cat(list(all_gather(value, group.comm).unbind(0)), dim=max(dim, 0))
-
-
-class OpAllGather(torch.autograd.Function):
-    """shard -> full tensor; backward: full gradient -> sum over ranks -> shard."""
-
-    @staticmethod
-    def forward(ctx: Any, param: DistributedParameter) -> torch.Tensor:
-        ctx.param = param
-        ctx.spec = param._spec
-        flat = param._spec.gather(param)
-        full: torch.Tensor = flat.new_empty(0)  # not a view of `flat`, so that callers may write to it
-        shape = param._original_shape
-        strides = torch.empty(shape, device="meta").stride()
-        return full.set_(flat.untyped_storage(), flat.storage_offset(), shape, strides)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        for hook in list((ctx.param._gradient_hooks or {}).values()):
-            changed = hook(grad)
-            grad = grad if changed is None else changed
-        reduced: torch.Tensor = ctx.spec.reduce_scatter(grad.reshape(-1))
-        return reduced
 
 
 def gather_flat(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

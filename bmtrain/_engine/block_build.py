@@ -8,7 +8,8 @@ import torch
 
 from ..global_var import context
 from ..layer import _OWNER
-from ..parameter import BlockRef, DistributedParameter
+from ..parameter import DistributedParameter
+from .block_ref import BlockRef
 from .runtime import BlockRuntime
 from .stage import StagedShardSpec
 from .state_dict import install_hooks

@@ -10,7 +10,8 @@ import torch
 
 from .. import _C
 from ..global_var import context
-from ..parameter import BlockRef, DistributedParameter
+from ..parameter import DistributedParameter
+from .block_ref import BlockRef
 from .policy import BlockMode
 from .sharding import ShardSpec
 

@@ -1,0 +1,33 @@
+"""Which Block a parameter is in."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .runtime import BlockRuntime
+
+__all__ = ["BlockRef"]
+
+
+class BlockRef(weakref.ref[Any]):
+    """How a parameter and its module refer to the Block that they are in. A copy refers to no Block.
+
+    Attributes:
+        homes: the storages of the Block's shards, by address.
+        runtime: the Block's runtime, which a backward to come keeps alive longer than the Block.
+    """
+
+    homes: tuple[int, ...] = ()
+    runtime: weakref.ref[BlockRuntime] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return _no_block, ()
+
+
+def _no_block() -> None:
+    return None

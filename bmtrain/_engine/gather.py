@@ -1,0 +1,36 @@
+"""Reading one parameter: its shards put together, its gradient summed into them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from ..parameter import DistributedParameter
+
+__all__ = ["OpAllGather"]
+
+
+class OpAllGather(torch.autograd.Function):
+    """shard -> full tensor; backward: full gradient -> sum over ranks -> shard."""
+
+    @staticmethod
+    def forward(ctx: Any, param: DistributedParameter) -> torch.Tensor:
+        ctx.param = param
+        ctx.spec = param._spec
+        flat = param._spec.gather(param)
+        full: torch.Tensor = flat.new_empty(0)  # not a view of `flat`, so that callers may write to it
+        shape = param._original_shape
+        strides = torch.empty(shape, device="meta").stride()
+        return full.set_(flat.untyped_storage(), flat.storage_offset(), shape, strides)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        for hook in list((ctx.param._gradient_hooks or {}).values()):
+            changed = hook(grad)
+            grad = grad if changed is None else changed
+        reduced: torch.Tensor = ctx.spec.reduce_scatter(grad.reshape(-1))
+        return reduced

@@ -1,0 +1,32 @@
+"""An initialiser that waits for its tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["ParameterInitializer"]
+
+
+class ParameterInitializer:
+    """An initialiser and its arguments, to be called on the full tensor by :func:`bmtrain.init_parameters`.
+
+    Args:
+        func: called as ``func(tensor, *args, **kwargs)``; initialises the tensor in place.
+
+    Example:
+        >>> import torch, bmtrain
+        >>> fill = bmtrain.ParameterInitializer(torch.nn.init.constant_, 2.0)
+        >>> t = torch.empty(3); _ = fill(t); t
+        tensor([2., 2., 2.])
+    """
+
+    def __init__(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self.func = func
+        self._args = args
+        self._kwargs = kwargs
+
+    def __call__(self, param: torch.Tensor) -> Any:
+        return self.func(param, *self._args, **self._kwargs)
