@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from . import _context
 from ._engine.meta import Placeholder
 from ._engine.state_dict import give_full_values, loading_local_parts
+from .global_var import context
 from .parameter import DistributedParameter
 
 __all__ = ["DistributedModule", "DistributedParameter"]
@@ -33,6 +35,13 @@ class DistributedModule(torch.nn.Module):
         ...     def forward(self, x):
         ...         return x * self.weight
     """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        current = _context.current()
+        if current is None or current.engine.reads.is_open:
+            return super().__call__(*args, **kwargs)
+        with current.engine.reads.scope(self):
+            return super().__call__(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         parameters = self.__dict__.get("_parameters")
@@ -90,6 +99,6 @@ def _read(module: torch.nn.Module, param: DistributedParameter, name: str) -> to
     if param.is_meta:
         full: torch.Tensor = Placeholder.of(param, f"{type(module).__name__}.{name}", param.clone())
     else:
-        full = param.gather()
+        full = context().engine.reads.read(param)
     full.__dict__["_bmtrain_source"] = weakref.ref(param)
     return full

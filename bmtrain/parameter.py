@@ -67,6 +67,7 @@ class DistributedParameter(torch.nn.Parameter):
     _tp_mode: bool
     _tp_split_dim: int
     _load_count: int
+    _is_reread: bool  # some forward read it more than once
     _block: BlockRef | None
     _gradient_hooks: OrderedDict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None
     _accumulated_hooks: OrderedDict[int, Callable[[torch.Tensor], None]] | None
@@ -111,6 +112,7 @@ class DistributedParameter(torch.nn.Parameter):
     def _from_local(cls, local: torch.Tensor, requires_grad: bool) -> DistributedParameter:
         param = torch.Tensor._make_subclass(cls, local, requires_grad)
         param._load_count = 0
+        param._is_reread = False
         param._block = None
         param._gradient_hooks = None
         param._accumulated_hooks = None
@@ -188,8 +190,7 @@ class DistributedParameter(torch.nn.Parameter):
     def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:
         """Lets ``hook`` see this rank's full gradient, before the sum over the ranks, and replace it.
 
-        It does not see what reaches the shard directly, as in ``(param ** 2).sum()``. A parameter outside Blocks that
-        is read several times in one forward has it called for each.
+        It does not see what reaches the shard directly, as in ``(param ** 2).sum()``.
         """
         if not self.requires_grad:
             raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")

@@ -10,7 +10,15 @@ from torch.autograd.function import once_differentiable
 if TYPE_CHECKING:
     from ..parameter import DistributedParameter
 
-__all__ = ["OpAllGather"]
+__all__ = ["OpAllGather", "changed_by_hooks"]
+
+
+def changed_by_hooks(param: DistributedParameter, gradient: torch.Tensor) -> torch.Tensor:
+    """This rank's full gradient, as the user's hooks on the parameter leave it."""
+    for hook in list((param._gradient_hooks or {}).values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
 
 
 class OpAllGather(torch.autograd.Function):
@@ -29,8 +37,6 @@ class OpAllGather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        for hook in list((ctx.param._gradient_hooks or {}).values()):
-            changed = hook(grad)
-            grad = grad if changed is None else changed
+        grad = changed_by_hooks(ctx.param, grad)
         reduced: torch.Tensor = ctx.spec.reduce_scatter(grad.reshape(-1))
         return reduced

@@ -41,7 +41,7 @@ def run_block(
         The result of ``forward``, a list as a tuple, attached to the caller's graph.
     """
     if not torch.is_grad_enabled():
-        with _gathered_for_evaluation(runtime):
+        with _gathered_for_evaluation(runtime), runtime.engine.reads.scope(modules.root):
             result = forward(*args, **kwargs)
             return _as_tuple(replace_tensors(result, lambda tensor: _kept_alive(runtime, tensor)))
     return BlockCall(runtime, forward, modules).run(args, kwargs)
@@ -145,6 +145,7 @@ class BlockCall:
                 self._module_snapshot = self.modules.before_forward()
                 self._saved = SavedTensors(self.runtime)
                 stack.enter_context(self._saved.record())
+            stack.enter_context(self.runtime.engine.reads.scope(self.modules.root))
             stack.enter_context(self.runtime.engine.running(self))
             result = self.forward(*args, **kwargs)
         if self.recomputes:
@@ -277,6 +278,7 @@ class BlockCall:
         with (
             self.runtime.engine.running_again(),
             self.runtime.engine.running(self),
+            self.runtime.engine.reads.scope(self.modules.root),
             _no_autocast_cache(),
             self._modes.restored(),
             self._module_snapshot.restored(self.runtime.label),

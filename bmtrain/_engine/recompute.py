@@ -188,7 +188,7 @@ class ModuleState:
     """
 
     def __init__(self, root: torch.nn.Module) -> None:
-        self._root = root
+        self.root = root
         self._modules: list[torch.nn.Module] = [root]
         self._children: list[torch.nn.Module | None] = [None]
         self._large: set[tuple[int, str]] | None = None  # known to be updated; None before the first forward
@@ -196,7 +196,7 @@ class ModuleState:
     def _walk(self) -> list[torch.nn.Module]:
         children = [child for module in self._modules for child in module._modules.values()]
         if children != self._children:
-            self._modules = list(self._root.modules())
+            self._modules = list(self.root.modules())
             self._children = [child for module in self._modules for child in module._modules.values()]
         return self._modules
 

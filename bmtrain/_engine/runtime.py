@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import _C
+from .reads import Reads
 from .schedule import Phase, Schedule
 
 if TYPE_CHECKING:
@@ -173,6 +174,7 @@ class Engine:
         self.calls: list[BlockCall] = []
         self.pool = _C.BufferPool(SLOTS_PER_CLASS, bool(int(os.environ.get("BMTRAIN_POISON_BUFFERS", "0"))))
         self.schedule = Schedule()
+        self.reads = Reads()
         self._reductions: list[Sequence[_C.ShardGroup]] = []
         self._callback_task = -1
         self._is_ending = False

@@ -81,11 +81,7 @@ class ShardSpec:
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """The flattened full tensor (a new one), from every rank's part. Collective over the group."""
         size = self.group.size
-        if local.numel() != self.local_part[1]:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(self.shape)} holds {local.numel()} elements on rank {self.group.rank} of "
-                f"{self.group.name!r}; expected this rank's {self.local_part[1]} (was its .data replaced?)"
-            )
+        self.check_local(local)
         if size == 1:
             return local.reshape(-1).clone()
         counts = [self.part(rank)[1] for rank in range(size)]
@@ -95,6 +91,14 @@ class ShardSpec:
         if self.layout is None:
             return slots[: self.numel]  # equal runs: only the tail is padding
         return torch.cat([slots.narrow(0, rank * longest, count) for rank, count in enumerate(counts)])
+
+    def check_local(self, local: torch.Tensor) -> None:
+        """Raises RuntimeError unless ``local`` has as many elements as this rank owns."""
+        if local.numel() != self.local_part[1]:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(self.shape)} holds {local.numel()} elements on rank {self.group.rank} of "
+                f"{self.group.name!r}; expected this rank's {self.local_part[1]} (was its .data replaced?)"
+            )
 
     def reduce_scatter(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sum of the ranks' full tensors (16-bit dtypes accumulate in fp32)."""

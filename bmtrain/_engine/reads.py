@@ -1,0 +1,217 @@
+"""Parameters outside blocks, read in one forward.
+
+[Note: Reads of one forward]
+The outermost forward of a distributed module, and each run of a block's forward, is a *scope* of reads. The first read
+in a scope gathers all small parameters below the scope's module that no Block holds, in one message for each dtype and
+group of ranks, and one autograd node gives them out; its backward sums all their gradients in one message. A parameter
+read again in the same scope is the same tensor, so its gradients add before the reduction. What is gathered depends on
+the modules alone, never on what a rank does with them, so all ranks send the same messages. Large parameters are
+gathered one by one when they are read; those that are read more than once (tied weights) stay until the scope's end.
+
+A block's run is a scope of its own because its nodes must lie inside its island, and in backward it runs again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .. import _C
+from .gather import changed_by_hooks
+
+if TYPE_CHECKING:
+    from .._context import Group
+    from ..parameter import DistributedParameter
+
+__all__ = ["SMALL_BYTES", "Reads"]
+
+#: Parameters up to this size (whole, in bytes) travel together.
+SMALL_BYTES = 256 * 1024
+
+_Mode = tuple[bool, bool]  # grad mode, inference mode: a tensor read in one is of no use in another
+
+
+class _Known(NamedTuple):
+    """A parameter as it was read."""
+
+    param: DistributedParameter  # kept: its identity is the key
+    full: torch.Tensor
+    versions: tuple[int, int, bool]
+
+    def is_current(self) -> bool:
+        return self.versions == _versions(self.param, self.full)
+
+
+def _versions(param: DistributedParameter, full: torch.Tensor) -> tuple[int, int, bool]:
+    return param._version, 0 if full.is_inference() else full._version, param.requires_grad
+
+
+class _Scope:
+    """The reads of one forward of ``root``."""
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        self._root = root
+        self._known: dict[tuple[int, _Mode], _Known] = {}
+        self._modes: set[_Mode] = set()
+        self._times: dict[int, int] = {}
+
+    def read(self, param: DistributedParameter) -> torch.Tensor:
+        mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        if mode not in self._modes:
+            self._modes.add(mode)
+            self._gather_small(mode)
+        known = self._known.get((id(param), mode))
+        if known is not None and known.is_current():
+            return known.full
+        full = param.gather()
+        self._times[id(param)] = self._times.get(id(param), 0) + 1
+        param._is_reread |= self._times[id(param)] > 1
+        if param._is_reread or _is_small(param):
+            self._keep(param, full, mode)
+        return full
+
+    def _keep(self, param: DistributedParameter, full: torch.Tensor, mode: _Mode) -> None:
+        self._known[id(param), mode] = _Known(param, full, _versions(param, full))
+
+    def _gather_small(self, mode: _Mode) -> None:
+        places: dict[int, int] = {}
+        together: dict[tuple[int, torch.dtype], list[DistributedParameter]] = {}
+        for param in _outside_blocks(self._root):
+            places[id(param)] = places.get(id(param), 0) + 1
+            if places[id(param)] > 1:
+                param._is_reread = True
+            elif _is_small(param) and param._spec.layout is None and param._spec.group.size > 1:
+                together.setdefault((id(param._spec.group), param.dtype), []).append(param)
+        for members in together.values():
+            if len(members) > 1:
+                for param, full in zip(members, _gather_together(members), strict=True):
+                    self._keep(param, full, mode)
+
+
+def _outside_blocks(root: torch.nn.Module) -> Iterator[DistributedParameter]:
+    """The parameters below ``root`` that have values and are in no Block, once for each place that they have."""
+    from ..block_layer import Block
+    from ..parameter import DistributedParameter
+
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        for param in module._parameters.values():
+            if isinstance(param, DistributedParameter) and not (param.is_meta or param._is_full()):
+                yield param
+        waiting += [
+            child for child in module._modules.values() if child is not None and type(child) is not Block
+        ]
+
+
+def _is_small(param: DistributedParameter) -> bool:
+    return param._original_shape.numel() * param.element_size() <= SMALL_BYTES
+
+
+class _Bundle:
+    """Parameters that travel in one message: in each rank's slot, its part of each, padded to the longest."""
+
+    def __init__(self, params: Sequence[DistributedParameter]) -> None:
+        self.params = params
+        self.group: Group = params[0]._spec.group
+
+    def _chunks(self) -> list[int]:
+        return [-(-param._spec.numel // self.group.size) for param in self.params]
+
+    def gathered(self) -> list[torch.Tensor]:
+        """The full tensors. Collective."""
+        size, chunks = self.group.size, self._chunks()
+        like = self.params[0].detach()
+        slots = like.new_empty((size, sum(chunks)))
+        own = like.new_zeros(sum(chunks))
+        for part, param in zip(own.split(chunks), self.params, strict=True):
+            param._spec.check_local(param)
+            part[: param.numel()] = param.detach()
+        self.group.comm.all_gather(slots.view(-1), own, "parameters").wait()
+        fulls = []
+        for columns, param in zip(slots.split(chunks, dim=1), self.params, strict=True):
+            full = like.new_empty(param._original_shape)
+            full.view(-1).copy_(columns.reshape(-1)[: full.numel()])
+            fulls.append(full)
+        return fulls
+
+    def reduced(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's parts of the sums over the ranks. Collective."""
+        size, chunks = self.group.size, self._chunks()
+        slots = gradients[0].new_zeros((size, sum(chunks)))
+        for columns, gradient in zip(slots.split(chunks, dim=1), gradients, strict=True):
+            flat = gradient.new_zeros(columns.numel())
+            flat[: gradient.numel()] = gradient.reshape(-1)
+            columns.copy_(flat.view_as(columns))
+        own = slots.new_empty(sum(chunks))
+        self.group.reduce_comm.reduce_scatter(own, slots.view(-1), _C.ReduceOp.SUM, "parameters").wait()
+        return [
+            part[: param._spec.local_part[1]]
+            for part, param in zip(own.split(chunks), self.params, strict=True)
+        ]
+
+
+class _GatherTogether(torch.autograd.Function):
+    """Shards of several parameters -> full tensors; backward: full gradients -> sums over ranks -> shards."""
+
+    @staticmethod
+    def forward(ctx: Any, bundle: _Bundle, *params: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.params = bundle.params
+        ctx.set_materialize_grads(False)
+        fulls = bundle.gathered()
+        frozen = [full for full, param in zip(fulls, bundle.params, strict=True) if not param.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(fulls)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        trained = [
+            (index, changed_by_hooks(param, gradient))
+            for index, (param, gradient) in enumerate(zip(ctx.params, gradients, strict=True))
+            if gradient is not None and param.requires_grad
+        ]
+        out: list[torch.Tensor | None] = [None] * len(gradients)
+        if trained:
+            bundle = _Bundle([ctx.params[index] for index, _ in trained])
+            for (index, _), part in zip(trained, bundle.reduced([g for _, g in trained]), strict=True):
+                out[index] = part
+        return None, *out
+
+
+def _gather_together(params: Sequence[DistributedParameter]) -> tuple[torch.Tensor, ...]:
+    fulls: tuple[torch.Tensor, ...] = _GatherTogether.apply(_Bundle(params), *params)
+    return fulls
+
+
+class Reads:
+    """The scopes that are open now, the innermost last."""
+
+    def __init__(self) -> None:
+        self._scopes: list[_Scope] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a forward runs."""
+        return bool(self._scopes)
+
+    @contextmanager
+    def scope(self, root: torch.nn.Module) -> Iterator[None]:
+        """While a forward of ``root`` runs."""
+        self._scopes.append(_Scope(root))
+        try:
+            yield
+        finally:
+            self._scopes.pop()
+
+    def read(self, param: DistributedParameter) -> torch.Tensor:
+        """The full tensor of a parameter that has values. Collective."""
+        return self._scopes[-1].read(param) if self._scopes else param.gather()

@@ -1,0 +1,255 @@
+"""Parameters outside blocks within one forward: how many messages they take, and that the values and gradients are
+those of plain torch whatever the forward does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import run_ranks
+
+import bmtrain as bmt
+from bmtrain._engine.reads import SMALL_BYTES
+from bmtrain.global_var import context
+
+DIM = 6
+
+
+class Linear(bmt.DistributedModule):
+    def __init__(self, dim_out: int = DIM, dim_in: int = DIM) -> None:
+        super().__init__()
+        self.weight = bmt.DistributedParameter(torch.randn(dim_out, dim_in) / dim_in**0.5)
+        self.bias = bmt.DistributedParameter(torch.randn(dim_out))
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+
+class Chain(bmt.DistributedModule):
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.links = torch.nn.ModuleList([Linear() for _ in range(length)])
+
+    def forward(self, x, skipped=()):
+        for index, link in enumerate(self.links):
+            if index not in skipped:
+                x = torch.tanh(link(x))
+        return x
+
+
+def messages_of(step) -> dict[str, tuple[int, int]]:
+    group = context().groups["zero"]
+    group.comm.reset_traffic()
+    group.reduce_comm.reset_traffic()
+    step()
+    return {**dict(group.comm.traffic()), **dict(group.reduce_comm.traffic())}
+
+
+def plain_gradients(model, forward) -> list[torch.Tensor | None]:
+    """The gradients, summed over ranks, that ``forward`` gives the parameters as ordinary full tensors."""
+    values = {name: p.gather().detach().requires_grad_() for name, p in model.named_parameters()}
+    forward(values).backward()
+    world = bmt.world_size()
+    return [None if v.grad is None else v.grad * world for v in values.values()]
+
+
+def check_gradients(model, expected) -> None:
+    for (name, param), wanted in zip(model.named_parameters(), expected, strict=True):
+        if wanted is None:
+            assert param.grad is None, name
+        else:
+            part = wanted.flatten()[param._start_partition : param._end_partition]
+            torch.testing.assert_close(param.grad, part, msg=name)
+
+
+def two_hundred() -> dict[str, tuple[int, int]]:
+    model = Chain(100)
+    x = torch.randn(3, DIM)
+    traffic = messages_of(lambda: model(x).sum().backward())
+
+    def plain(values):
+        y = x
+        for index in range(100):
+            y = torch.tanh(
+                torch.nn.functional.linear(y, values[f"links.{index}.weight"], values[f"links.{index}.bias"])
+            )
+        return y.sum()
+
+    check_gradients(model, plain_gradients(model, plain))
+    return traffic
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_two_hundred_small_tensors_are_one_message_each_way(world):
+    part = 100 * (-(-DIM * DIM // world) + -(-DIM // world))
+    for traffic in run_ranks(world, two_hundred):
+        assert traffic["all_gather"] == (1, 4 * (world - 1) * part)
+        assert traffic["reduce_scatter"] == (1, 4 * (world - 1) * part)
+
+
+class Tied(bmt.DistributedModule):
+    """A large weight read as a table and as a projection, and a small one read by its parent as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rows = SMALL_BYTES // (4 * DIM) + 1
+        self.inner = Linear()
+        self.table = bmt.DistributedParameter(torch.randn(rows, DIM))
+        self.reads = []
+
+    def forward(self, ids):
+        hidden = torch.nn.functional.embedding(ids, self.table)
+        hidden = self.inner(hidden) + self.inner.bias
+        self.reads = [self.table, self.table, self.inner.bias, self.inner.bias]
+        return torch.nn.functional.linear(hidden, self.table).logsumexp(-1).sum()
+
+
+def tied() -> list[tuple[int, int]]:
+    model = Tied()
+    calls = []
+    for param in model.parameters():
+        param.register_hook(lambda gradient: calls.append(tuple(gradient.shape)))
+    ids = torch.tensor([1, 5, 5])
+    model(ids)  # shows which large parameters are read again
+    counts = []
+    for _ in range(2):
+        calls.clear()
+        traffic = messages_of(lambda: model(ids).backward())
+        counts.append((traffic["all_gather"][0], traffic["reduce_scatter"][0]))
+        table, again, bias, bias_again = model.reads
+        assert table is again and bias is bias_again
+        assert sorted(calls) == sorted(tuple(p._original_shape) for p in model.parameters())
+        model.reads = []
+    model.zero_grad(set_to_none=True)
+    model(ids).backward()
+
+    def plain(values):
+        hidden = torch.nn.functional.embedding(ids, values["table"])
+        bias = values["inner.bias"]
+        hidden = torch.nn.functional.linear(hidden, values["inner.weight"], bias) + bias
+        return torch.nn.functional.linear(hidden, values["table"]).logsumexp(-1).sum()
+
+    check_gradients(model, plain_gradients(model, plain))
+    return counts
+
+
+def test_a_parameter_read_again_is_the_same_tensor_reduced_once():
+    # One message for weight and bias, one for the table.
+    assert run_ranks(2, tied) == [[(2, 2)] * 2] * 2
+
+
+class Adapted(bmt.DistributedModule):
+    """A layer of a block into which low-rank weights are put later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = Linear()
+        self.adapters = torch.nn.ModuleList()
+
+    def forward(self, x):
+        y = torch.tanh(self.base(x))
+        for adapter in self.adapters:
+            y = y + adapter(y)
+        return y
+
+
+def inserted(use_checkpoint: bool) -> tuple[int, int]:
+    blocks = bmt.TransformerBlockList([bmt.Block(Adapted(), use_checkpoint=use_checkpoint) for _ in range(3)])
+    for block in blocks:
+        block.adapters.extend([Linear(), Linear()])
+    x = torch.randn(2, DIM)
+    for _ in range(2):
+        blocks(x).sum().backward()
+    traffic = messages_of(lambda: blocks(x).sum().backward())
+    return traffic["all_gather"][0] - 5, traffic["reduce_scatter"][0]
+
+
+@pytest.mark.parametrize(("use_checkpoint", "gathers"), [(True, 6), (False, 3)])
+def test_what_is_inserted_into_a_block_is_one_message_in_each_of_its_runs(use_checkpoint, gathers):
+    assert run_ranks(2, inserted, use_checkpoint) == [(gathers, 3)] * 2
+
+
+def all_kinds_of_forwards() -> list[float]:
+    model = Chain(4)
+    model.links[1].weight.requires_grad_(False)
+    x = torch.randn(3, DIM)
+    results = []
+    # Modules are skipped; the last one's gradient stays None where it was.
+    loss = model(x, skipped=(1, 3)).sum()
+    loss.backward()
+    assert model.links[3].weight.grad is None and model.links[1].bias.grad is None
+    results.append(loss.item())
+    # Without gradients, in a forward that wants them, and the other way round.
+    with torch.no_grad():
+        results.append(model(x).sum().item())
+    with torch.inference_mode():
+        results.append(model(x).sum().item())
+    model.links[2].forward = lambda y: no_grad_then_grad(model.links[2], y)
+    loss = model(x).sum()
+    loss.backward()
+    results.append(loss.item())
+    del model.links[2].forward
+    # An error in the middle leaves no scope open.
+    model.links[2].forward = fails
+    with pytest.raises(ZeroDivisionError):
+        model(x)
+    del model.links[2].forward
+    assert not context().engine.reads.is_open
+    # A step changes what the next forward reads, also within one forward.
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    results.append(model(x).sum().item())
+    model.links[3].forward = lambda y: grows(model.links[3], y)
+    results.append(model(x).sum().item())
+    return results
+
+
+def no_grad_then_grad(link, y):
+    with torch.no_grad():
+        weight = link.weight
+        assert not weight.requires_grad
+    assert torch.equal(weight, link.weight) and link.weight.requires_grad
+    return torch.nn.functional.linear(y, link.weight, link.bias)
+
+
+def fails(y):
+    return y / 0 if y is None else 1 // 0
+
+
+def grows(link, y):
+    before = link.bias
+    with torch.no_grad():
+        link._parameters["bias"].add_(1.0)
+    torch.testing.assert_close(link.bias, before + 1.0)
+    return torch.nn.functional.linear(y, link.weight, link.bias)
+
+
+def test_skipped_modules_modes_errors_and_steps():
+    single = run_ranks(1, all_kinds_of_forwards)[0]
+    for several in run_ranks(2, all_kinds_of_forwards):
+        # The gradients of two equal ranks are twice one rank's, so the step goes further; all before it is equal.
+        assert several[:4] == pytest.approx(single[:4], rel=1e-6)
+
+
+def mixed_kinds() -> tuple[int, int]:
+    torch.manual_seed(0)
+    model = Chain(3)
+    model.half_scale = bmt.DistributedParameter(torch.ones(DIM, dtype=torch.bfloat16))
+    model.table = bmt.DistributedParameter(torch.arange(DIM), requires_grad=False)
+    x = torch.randn(3, DIM)
+
+    class Outer(bmt.DistributedModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            inner = self.model
+            return (inner(x)[:, inner.table] * inner.half_scale.float()).sum()
+
+    outer = Outer()
+    traffic = messages_of(lambda: outer(x).backward())
+    assert model.half_scale.grad.dtype == torch.bfloat16 and model.table.grad is None
+    return traffic["all_gather"][0], traffic["reduce_scatter"][0]
+
+
+def test_each_dtype_travels_by_itself():
+    assert run_ranks(2, mixed_kinds) == [(3, 2)] * 2
