@@ -12,6 +12,7 @@ from ._deprecate import warn_once
 from ._engine.block_build import adopt_parameters, dissolve_inner_blocks
 from ._engine.block_ref import BlockRef
 from ._engine.island import run_block
+from ._engine.meta import make_moved_shards
 from ._engine.policy import BlockMode, BlockPolicy, Recompute
 from ._engine.recompute import ModuleState
 from ._engine.runtime import BlockRuntime
@@ -156,6 +157,7 @@ class Block(StandIn):
         return _ReplacedForward(self, function)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Block:
+        make_moved_shards(self, fn)
         self._module._apply(fn, recurse)
         if any(
             param.dtype != storage.shards.shard.dtype

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from . import _context
-from ._engine.meta import Placeholder
-from ._engine.state_dict import give_full_values, loading_local_parts
+from ._engine.meta import Placeholder, make_moved_shards
+from ._engine.state_dict import give_full_values, install_hooks_below, loading_local_parts
 from .global_var import context
 from .parameter import DistributedParameter
 
@@ -63,6 +63,18 @@ class DistributedModule(torch.nn.Module):
         state = dict(self.__dict__ if inherited is None else inherited())
         state.pop(_OWNER, None)  # what is copied or pickled has a Block of its own, or none
         return state
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        make_moved_shards(self, fn)
+        return super()._apply(fn, recurse)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        install_hooks_below(self)
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        install_hooks_below(self)
+        return super().load_state_dict(*args, **kwargs)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from ._engine.state_dict import install_hooks_below
 from .global_var import context
 from .parameter import DistributedParameter, load_full_value
 
@@ -31,12 +32,15 @@ def init_parameters(module: torch.nn.Module | Iterable[torch.nn.Module]) -> None
     Modules are visited as ``named_modules()`` gives them, parameters in order of registration, each once. The
     initialiser runs on a temporary full tensor of which this rank keeps its shard, so random numbers are drawn exactly
     as a single process draws them, and equal seeds give equal weights at any world size. A parameter on the meta
-    device gets its shard; without an ``init_method`` it stays there.
+    device gets its shard; without an ``init_method`` it stays there. Plain modules that
+    hold distributed parameters save and load full tensors from now on.
 
     Args:
         module: a module, a Block, a list of either, or an iterable of modules.
     """
     device = context().device
+    for root in [module] if isinstance(module, torch.nn.Module) else (module := list(module)):
+        install_hooks_below(root)
     with torch.no_grad():
         for param in _distinct_parameters(module):
             if param._init_method is not None:

@@ -16,9 +16,8 @@ import torch
 from ._agree import on_rank_0, raise_together
 from ._archive import check_archive
 from ._atomic_file import AtomicFile
-from ._engine.block_build import install_hooks_unless_distributed
 from ._engine.outline import outline_of
-from ._engine.state_dict import collecting
+from ._engine.state_dict import collecting, install_hooks_below
 from ._model_check import check_model_state, loads_by_itself
 from ._objects import allgather_object, allgather_objects, broadcast_object
 from ._shared_state import DTYPE_LIST, DistributedStateDictWrapper, DistributedTensorWrapper
@@ -103,7 +102,7 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike[str], strict: bool
     _check_arguments(model, file_name)
     finish_background_save()
     state = on_rank_0(lambda: _read(os.fspath(file_name)), "load")
-    _install_hooks(model)
+    install_hooks_below(model)
     wrapper = DistributedStateDictWrapper(state or {})
     problem: Exception | None = None
     try:
@@ -125,16 +124,11 @@ def _check_arguments(model: object, file_name: object) -> None:
 # ---- collecting
 
 
-def _install_hooks(model: torch.nn.Module) -> None:
-    for module in model.modules():
-        install_hooks_unless_distributed(module)
-
-
 def _full_state(model: torch.nn.Module, copy: bool) -> dict[str, Any]:
     """The model's state on rank 0, on the CPU; empty elsewhere. With ``copy``, nothing in it changes with the model."""
     error: Exception | None = None
     state: dict[str, Any] = {}
-    _install_hooks(model)
+    install_hooks_below(model)
     try:
         with collecting(keeps=context("save").topology.rank == 0) as collection:
             state = model.state_dict()
@@ -219,7 +213,7 @@ def _collect(
 ) -> dict[str, Any]:
     if destination is None:
         destination = _empty_state()
-    _install_hooks(model)
+    install_hooks_below(model)
     if type(model) is Block:
         model = model._module
     with collecting(keeps):

@@ -12,7 +12,7 @@ from ..parameter import DistributedParameter
 from .block_ref import BlockRef
 from .runtime import BlockRuntime
 from .stage import StagedShardSpec
-from .state_dict import install_hooks
+from .state_dict import install_hooks_below
 
 if TYPE_CHECKING:
     from .._context import Group
@@ -64,15 +64,8 @@ def adopt_parameters(
         named[id(param)] = (name, param)
     for child in module.modules():
         child.__dict__[_OWNER] = reference
-        install_hooks_unless_distributed(child)
+    install_hooks_below(module)
     return list(named.values())
-
-
-def install_hooks_unless_distributed(module: torch.nn.Module) -> None:
-    from ..layer import DistributedModule
-
-    if not isinstance(module, DistributedModule):
-        install_hooks(module)
 
 
 def leave_to_stage(block: Any, pipe: Group, owner: int) -> None:

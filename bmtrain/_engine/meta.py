@@ -13,7 +13,7 @@ from ..global_var import context
 if TYPE_CHECKING:
     from ..parameter import DistributedParameter
 
-__all__ = ["Placeholder", "make_shard", "no_values"]
+__all__ = ["Placeholder", "make_moved_shards", "make_shard", "no_values"]
 
 
 def make_shard(param: DistributedParameter) -> None:
@@ -27,6 +27,19 @@ def make_shard(param: DistributedParameter) -> None:
     if block is None or not block._make_shard(param):
         local = torch.zeros(param._spec.local_part[1], dtype=param.dtype, device=context().device)
         _C.materialize(param, local)
+
+
+def make_moved_shards(module: torch.nn.Module, function: Any) -> None:
+    """Makes the shards of the parameters below ``module`` that ``function`` takes off the meta device. Local.
+
+    Args:
+        function: what ``Module._apply`` is given; ``to_empty()`` allocates, ``half()`` does not.
+    """
+    for param in module.parameters():
+        if param.is_meta and hasattr(param, "_original_shape"):
+            if function(torch.empty(0, dtype=param.dtype, device="meta")).is_meta:
+                return
+            make_shard(param)  # type: ignore[arg-type]
 
 
 def no_values(name: str, shape: torch.Size) -> str:

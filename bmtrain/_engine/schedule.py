@@ -28,6 +28,9 @@ class Phase(enum.Enum):
     BACKWARD = "backward"  # the recomputation and gradient of an earlier forward
     EVALUATE = "evaluate"  # a forward without gradients
 
+    # Members are single objects: enum's own hash, of the name, is a call of Python for each look-up.
+    __hash__ = object.__hash__
+
 
 class Event(NamedTuple):
     """One block call: the block's number and what it was called for."""

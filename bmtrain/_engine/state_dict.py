@@ -17,12 +17,13 @@ import torch
 from ..global_var import config, context
 from ..parameter import DistributedParameter, full_value, shard_of
 from .meta import make_shard
+from .stand_in import StandIn
 
 __all__ = [
     "Collection",
     "collecting",
     "give_full_values",
-    "install_hooks",
+    "install_hooks_below",
     "loading_local_parts",
     "take_local_parts",
 ]
@@ -153,23 +154,43 @@ def loading_local_parts(module: torch.nn.Module) -> Iterator[None]:
         del hooks[_LAST_HOOK]
 
 
-def install_hooks(module: torch.nn.Module) -> None:
-    """Makes a plain module that holds distributed parameters save and load full tensors."""
+def install_hooks_below(root: torch.nn.Module) -> None:
+    """Makes the plain modules of a tree that hold distributed parameters save and load full tensors."""
+    for module in root.modules():
+        if isinstance(module, StandIn):
+            module = module._module  # which is not among the modules, and shares its hooks
+        if not _handles_shards(module):
+            _install_hooks(module)
+
+
+def _handles_shards(module: torch.nn.Module) -> bool:
+    from ..layer import DistributedModule
+
+    return isinstance(module, DistributedModule)
+
+
+def _install_hooks(module: torch.nn.Module) -> None:
     if _HOOKED in module.__dict__ or not any(
         isinstance(p, DistributedParameter) for p in module._parameters.values()
     ):
         return
     module.__dict__[_HOOKED] = True
-    handle = module.register_state_dict_post_hook(_after_save)
+    handle = module.register_state_dict_post_hook(_after_save_of_plain)
     hooks: Any = module._state_dict_hooks
     hooks.move_to_end(handle.id, last=False)
-    module.register_load_state_dict_pre_hook(_before_load)
+    module.register_load_state_dict_pre_hook(_before_load_of_plain)
 
 
-def _after_save(
+def _after_save_of_plain(
     module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
-    give_full_values(module, state_dict, prefix)
+    if not _handles_shards(module):  # the wrapper may have made it distributed since
+        give_full_values(module, state_dict, prefix)
+
+
+def _before_load_of_plain(module: torch.nn.Module, *args: Any) -> None:
+    if not _handles_shards(module):
+        _before_load(module, *args)
 
 
 def _before_load(

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _C, _context, _ops
-from .._comm import wire_device
 from .._deprecate import warn_once
 from ..global_var import config
 from ._adam_state import MASTER, MOMENTS, allocate, gathered_state, layout_of, read_state, take_changed_value
+from ._grad_stats import check_overflow
 
 __all__ = ["AdamBase", "Update"]
 
@@ -98,18 +97,6 @@ class AdamBase(torch.optim.Optimizer):
         self._owned_scale = float(scale)
         self._steps_since_last_scale = 0
 
-    def _check_overflow(self) -> None:
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        found = _ops.has_inf_nan([g for g in grads if g.numel()])
-        current = _context.current()
-        if current is not None:
-            comm = current.groups["zero"].comm
-            flag = torch.tensor([float(found)], device=wire_device(comm))
-            comm.all_reduce(flag, _C.ReduceOp.MAX, "gradient overflow").wait()
-            found = bool(flag.item())
-        if found:
-            raise OverflowError("Gradient overflow")
-
     # ---- the step -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -139,7 +126,8 @@ class AdamBase(torch.optim.Optimizer):
         else:
             _check_scale(scale)
         if owned:
-            self._check_overflow()
+            if check_overflow(self.param_groups):
+                raise OverflowError("Gradient overflow")
             self._steps_since_last_scale += 1
         self._start_step()
         for group, pairs in ready:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _C, _ops
+from .. import _C, _context, _ops
 from ..global_var import context
 from ..parameter import DistributedParameter
 
@@ -128,11 +128,15 @@ def global_norm(parameters: Iterable[Tensor], norm_type: float) -> float:
 def check_overflow(param_groups: Iterable[Any]) -> bool:
     """Tell whether any gradient of any rank holds inf or NaN. Collective; the same answer on all ranks.
 
+    Before ``init_distributed``, of this process alone.
+
     Args:
         param_groups: group dicts as of ``optimizer.param_groups``.
     """
-    peak = _power_sum(_gradients(parameters_of(param_groups)), math.inf)
-    overflow = peak.isfinite().logical_not().to(torch.float32)
+    gradients = _gradients(parameters_of(param_groups))
+    if _context.current() is None:
+        return _ops.has_inf_nan(gradients)
+    overflow = _power_sum(gradients, math.inf).isfinite().logical_not().to(torch.float32)
     return _all_reduce(overflow, _C.ReduceOp.MAX, "gradient overflow").item() > 0
 
 

@@ -78,12 +78,18 @@ def check_family(family: str) -> None:
 
 def compare_gradients(plain: torch.nn.Module, model: torch.nn.Module) -> None:
     """Makes the plain gradients those of the sum over ranks, as sharded parameters have them, and compares."""
-    pairs = list(zip(plain.parameters(), model.parameters(), strict=True))
-    for expected, _ in pairs:
+    named = list(zip(plain.named_parameters(), model.parameters(), strict=True))
+    for (_, expected), _ in named:
         if expected.grad is not None:
             bmt.config["comm"].all_reduce(expected.grad, bmt._C.ReduceOp.SUM).wait()
-    largest = max(float(expected.grad.abs().max()) for expected, _ in pairs if expected.grad is not None)
-    for expected, param in pairs:
-        if expected.grad is not None:
+    largest = max(float(expected.grad.abs().max()) for (_, expected), _ in named if expected.grad is not None)
+    for (name, expected), param in named:
+        if name.endswith("attention.self.key.bias"):
+            # It adds the same number to all scores of a query, and softmax takes it out again: the gradient is 0 but
+            # for rounding, which has no reason to be alike.
+            assert (
+                max(float(g.abs().max()) for g in (expected.grad, param.grad) if g.numel()) < 1e-6 * largest
+            )
+        elif expected.grad is not None:
             part = expected.grad.flatten()[param._start_partition : param._end_partition]
             torch.testing.assert_close(param.grad, part, rtol=1e-4, atol=1e-5 * largest)
