@@ -28,7 +28,9 @@ from . import (
     utils,
     wrapper,
 )
+from ._engine.policy import BlockPolicy, Recompute, default_policy
 from ._version import __version__
+from .accumulate import no_sync
 from .backward import optim_step
 from .block_layer import Block, TransformerBlockList
 from .checkpointing import checkpoint
@@ -48,11 +50,13 @@ CheckpointBlock = Block
 __all__ = [
     "BMTrainModelWrapper",
     "Block",
+    "BlockPolicy",
     "CheckpointBlock",
     "DistributedModule",
     "DistributedParameter",
     "ParameterInitializer",
     "PipelineTransformerBlockList",
+    "Recompute",
     "TransformerBlockList",
     "__version__",
     "benchmark",
@@ -61,6 +65,7 @@ __all__ = [
     "checkpoint",
     "config",
     "debug",
+    "default_policy",
     "distributed",
     "gather_result",
     "global_var",
@@ -77,6 +82,7 @@ __all__ = [
     "lr_scheduler",
     "nccl",
     "nn",
+    "no_sync",
     "optim",
     "optim_step",
     "param_init",

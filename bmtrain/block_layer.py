@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,6 +61,8 @@ class Block(StandIn):
             ``init_distributed(zero_level=)`` said, else 3.
         initialized: build no storage: :meth:`reference` will share another Block's.
         mode: ``"BLOCK"``, or ``"PIPE"`` for pipeline lists.
+        policy: everything that a Block can be asked to do, in place of ``use_checkpoint`` and ``zero_level``. Default:
+            what :func:`bmtrain.default_policy` says.
 
     Raises:
         ValueError: for a parameter that is not distributed (named), a bad ``zero_level`` or ``mode``, or parameters
@@ -79,16 +82,24 @@ class Block(StandIn):
         zero_level: int | None = None,
         initialized: bool = False,
         mode: str = "BLOCK",
+        *,
+        policy: BlockPolicy | None = None,
     ) -> None:
         if not isinstance(inner_module, torch.nn.Module):
             raise TypeError(f"inner_module: expected a torch.nn.Module, got {type(inner_module).__name__}")
         if mode not in BlockMode.__members__:
             raise ValueError(f"mode: expected 'BLOCK' or 'PIPE', got {mode!r}")
-        ctx = context()
-        policy = BlockPolicy(
-            level=ctx.zero_level if zero_level is None else zero_level,
-            recompute=Recompute.WHOLE if use_checkpoint else Recompute.OFF,
-        )
+        if zero_level not in (None, 2, 3):
+            raise ValueError(f"zero_level: expected 2 or 3, got {zero_level!r}; level 1 is for BlockPolicy")
+        if policy is None:
+            policy = context().engine.default_policy or BlockPolicy(level=context().zero_level)
+            policy = replace(
+                policy,
+                level=policy.level if zero_level is None else zero_level,
+                recompute=policy.recompute if use_checkpoint else Recompute.OFF,
+            )
+        elif zero_level is not None or not use_checkpoint:
+            raise ValueError("policy: give either policy= or use_checkpoint= and zero_level=, not both")
         self._begin(dissolve_inner_blocks(inner_module, Block), policy, BlockMode[mode])
         self.__dict__["_need_reference"] = initialized
         if not initialized:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..global_var import context
+
 if TYPE_CHECKING:
     from ..parameter import DistributedParameter
 
@@ -36,7 +38,14 @@ class OpAllGather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
         grad = changed_by_hooks(ctx.param, grad)
+        accumulation = context().engine.accumulation
+        if accumulation.is_on:
+            accumulation.add_outside(ctx.param, grad)
+            return None
+        if accumulation.is_open:
+            context().engine.call_at_end_of_backward()
+        grad = accumulation.with_unsent(ctx.param, grad)
         reduced: torch.Tensor = ctx.spec.reduce_scatter(grad.reshape(-1))
         return reduced

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["BlockMode", "BlockPolicy", "Recompute"]
+from ..global_var import context
+
+__all__ = ["BlockMode", "BlockPolicy", "Recompute", "default_policy"]
 
 
 class Recompute(enum.Enum):
@@ -24,24 +28,53 @@ class BlockMode(enum.Enum):
 
 @dataclass(frozen=True)
 class BlockPolicy:
-    """How one block is gathered and recomputed.
+    """How one block is gathered and recomputed, and when its gradients travel. Results are those of any other policy.
 
     Args:
         level: ZeRO level. 3 frees the full parameters after forward and gathers them again for backward; 2 keeps
-            them from forward to backward. Results are identical.
+            them from forward to backward; 1 keeps them always, and gathers them anew at the first forward after a
+            backward that sent gradients, or after a change in place. Gradients and optimizer state are shards at each.
         recompute: what backward runs again.
+        keep_gathered: between the forwards and backwards of one :func:`bmtrain.no_sync` keep the full parameters.
+        keep_gradients: in :func:`bmtrain.no_sync` keep whole gradients on each rank; otherwise they are sent as ever.
 
     Raises:
         ValueError: for any other level.
+
+    Example:
+        >>> from bmtrain import BlockPolicy
+        >>> BlockPolicy(level=2, keep_gathered=True).recomputes
+        True
     """
 
     level: int = 3
     recompute: Recompute = Recompute.WHOLE
+    keep_gathered: bool = False
+    keep_gradients: bool = True
 
     def __post_init__(self) -> None:
-        if self.level not in (2, 3):
-            raise ValueError(f"zero_level: expected 2 or 3, got {self.level!r}")
+        if self.level not in (1, 2, 3):
+            raise ValueError(f"level: expected 1, 2 or 3, got {self.level!r}")
 
     @property
     def recomputes(self) -> bool:
         return self.recompute is not Recompute.OFF
+
+
+@contextmanager
+def default_policy(policy: BlockPolicy) -> Iterator[None]:
+    """Blocks built while it lasts have ``policy``, but for what they are told themselves.
+
+    Raises:
+        RuntimeError: before :func:`bmtrain.init_distributed`.
+
+    Example:
+        >>> with bmtrain.default_policy(bmtrain.BlockPolicy(level=2)):   # doctest: +SKIP
+        ...     model = Model()
+    """
+    engine = context().engine
+    before, engine.default_policy = engine.default_policy, policy
+    try:
+        yield
+    finally:
+        engine.default_policy = before

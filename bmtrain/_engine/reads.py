@@ -21,6 +21,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .. import _C
+from ..global_var import context
 from .gather import changed_by_hooks
 
 if TYPE_CHECKING:
@@ -180,7 +181,14 @@ class _GatherTogether(torch.autograd.Function):
             if gradient is not None and param.requires_grad
         ]
         out: list[torch.Tensor | None] = [None] * len(gradients)
-        if trained:
+        accumulation = context().engine.accumulation
+        if accumulation.is_on:
+            for index, gradient in trained:
+                accumulation.add_outside(ctx.params[index], gradient)
+        elif trained:
+            if accumulation.is_open:
+                context().engine.call_at_end_of_backward()
+            trained = [(index, accumulation.with_unsent(ctx.params[index], g)) for index, g in trained]
             bundle = _Bundle([ctx.params[index] for index, _ in trained])
             for (index, _), part in zip(trained, bundle.reduced([g for _, g in trained]), strict=True):
                 out[index] = part

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import _C
+from .accumulation import Accumulation
 from .reads import Reads
 from .schedule import Phase, Schedule
 
@@ -43,6 +44,7 @@ class BlockRuntime:
         self.number = engine.schedule.take_number()
         self.is_bound = False
         self._gathered_version = -1
+        self._gathered_round = -1
         self._is_held = False
         self._defers = False
         self._deferred: list[_C.ShardGroup] = []
@@ -67,8 +69,7 @@ class BlockRuntime:
             self.drop_gathered()
         if not self._is_held:
             engine.schedule.enter(self, phase)
-        for group in self.groups:
-            group.start_gather()
+        self._start_gather()
         for group in self.groups:
             group.finish_gather()
         if not self._is_held:
@@ -86,27 +87,51 @@ class BlockRuntime:
         for group in self.groups:
             group.unbind()
         self.is_bound = False
-        if not keep:
+        if self.policy.level == 1:
+            return
+        accumulation = self.engine.accumulation
+        if self.policy.keep_gathered and accumulation.is_open:
+            accumulation.stays_gathered(self)
+        elif not keep:
             self.drop_gathered()
 
     def abandon(self) -> None:
         """After an error or Ctrl-C: whatever had begun, the parameters are shards and nothing is gathered."""
         self.close(keep=False)
+        self.drop_gathered()
         self.engine.schedule.drop_ahead()
 
     def keeps_for_backward(self) -> bool:
         """Whether the gathered parameters should stay until backward."""
-        return self.policy.level == 2 or self.engine.schedule.expects_backward_of(self)
+        return self.policy.level <= 2 or self.engine.schedule.expects_backward_of(self)
 
     def start_gather_ahead(self) -> bool:
         """Starts a gather for a coming call; False if the parameters are gathered already."""
-        if self.is_bound or any(group.state != _SHARDED for group in self.groups):
+        if self.is_bound or (self._is_gathered() and (self.policy.level != 1 or self.is_of_this_round())):
             return False
+        self.drop_gathered()
         self._adopt_data()
+        self._start_gather()
+        return True
+
+    def _is_gathered(self) -> bool:
+        return any(group.state != _SHARDED for group in self.groups)
+
+    def _start_gather(self) -> None:
+        """Starts the gather, unless the parameters are gathered."""
+        if not self._is_gathered():
+            self._gathered_version = self.version()
+            self._gathered_round = self.engine.accumulation.round
         for group in self.groups:
             group.start_gather()
-        self._gathered_version = self.version()
-        return True
+
+    def is_of_this_round(self) -> bool:
+        """Whether what is gathered holds for another forward: the policy keeps it, and nothing has changed since."""
+        return (
+            (self.policy.level == 1 or (self.policy.keep_gathered and self.engine.accumulation.is_open))
+            and self._gathered_round == self.engine.accumulation.round
+            and self.gathered_is_current()
+        )
 
     def gathered_is_current(self) -> bool:
         """Whether no parameter was modified in place since the gather ahead was started."""
@@ -142,6 +167,11 @@ class BlockRuntime:
             group.cancel_backward()
         self._deferred = [group for group in self._deferred if group not in groups]
 
+    @property
+    def defers(self) -> bool:
+        """Whether :meth:`defer_reduction` is in force."""
+        return self._defers
+
     def defer_reduction(self) -> None:
         """Lets the gradients of the backwards to come add up, until :meth:`reduce_deferred`."""
         self._defers = True
@@ -154,9 +184,16 @@ class BlockRuntime:
 
     def start_reduce(self, groups: Sequence[_C.ShardGroup]) -> None:
         """Sends the gradients of ``groups`` off to the shards; they are complete when backward returns."""
-        if self._defers:
+        accumulation = self.engine.accumulation
+        accumulates = self.policy.keep_gradients and accumulation.is_on
+        if self._defers or accumulates:
             self._deferred += [group for group in groups if group not in self._deferred]
+            if accumulates and groups:
+                accumulation.add_block(self)
             return
+        groups = [*self._deferred, *(group for group in groups if group not in self._deferred)]
+        self._deferred = []
+        accumulation.block_is_sent(self)
         for group in groups:
             group.start_reduce()
         self.engine.add_reduction(groups)
@@ -167,6 +204,8 @@ class Engine:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        #: Of Blocks that are built now and given none of their own.
+        self.default_policy: BlockPolicy | None = None
         #: How many blocks run their forward again right now.
         self.recomputing = 0
         self._islands = 0
@@ -175,6 +214,7 @@ class Engine:
         self.pool = _C.BufferPool(SLOTS_PER_CLASS, bool(int(os.environ.get("BMTRAIN_POISON_BUFFERS", "0"))))
         self.schedule = Schedule()
         self.reads = Reads()
+        self.accumulation = Accumulation()
         self._reductions: list[Sequence[_C.ShardGroup]] = []
         self._callback_task = -1
         self._is_ending = False
@@ -211,15 +251,17 @@ class Engine:
         """Takes over a reduction under way; completes the one before, so that at most one overlaps with compute."""
         self.finish_reductions()
         self._reductions.append(groups)
-        self._call_at_end_of_backward()
+        if not self._is_ending:
+            self.call_at_end_of_backward()
 
     def note_accumulated(self, param: DistributedParameter) -> None:
         """Lets the post-accumulate hooks of ``param`` run at the end of this backward, when all gradients are there."""
         self._accumulated[id(param)] = param
         if self._islands == 0 and not self._is_ending:  # else the island, or the end, sees to it
-            self._call_at_end_of_backward()
+            self.call_at_end_of_backward()
 
-    def _call_at_end_of_backward(self) -> None:
+    def call_at_end_of_backward(self) -> None:
+        """Lets all gradients be complete when the backward that runs now returns."""
         task = torch._C._current_graph_task_id()
         if task != self._callback_task:
             self._callback_task = task
@@ -228,6 +270,8 @@ class Engine:
     def _end_backward(self) -> None:
         self._is_ending = True
         try:
+            if self._islands == 0 and not self.accumulation.is_on:
+                self.accumulation.close()
             self.finish_reductions()
         finally:
             self._is_ending = False

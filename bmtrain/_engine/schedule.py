@@ -67,7 +67,7 @@ class Schedule:
             self._ahead = None
         else:
             self.drop_ahead()
-            if phase is not Phase.BACKWARD:
+            if phase is not Phase.BACKWARD and not runtime.is_of_this_round():
                 runtime.drop_gathered()  # kept for a backward that never came: perhaps of older parameters
 
     def expected(self) -> tuple[Event, BlockRuntime] | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._deprecate import warn_once
 from ..global_var import config
 from ._adam_state import MASTER, MOMENTS, allocate, gathered_state, layout_of, read_state, take_changed_value
-from ._grad_stats import check_overflow
+from ._grad_stats import check_overflow, forget_unsent
 
 __all__ = ["AdamBase", "Update"]
 
@@ -139,7 +139,10 @@ class AdamBase(torch.optim.Optimizer):
             if len(low) < len(updates):
                 high = [u for u in updates if u.param.dtype == torch.float32]
                 self._apply(group, high, scale=float(scale), decoupled=False)
-            torch.autograd.graph.increment_version([p for p, _ in pairs])
+            # Also of empty shards: all ranks see the same parameters change.
+            torch.autograd.graph.increment_version(
+                [p for p in group["params"] if p.grad is not None and p.requires_grad]
+            )
             for p, _ in pairs:
                 self._mark_seen(p)
         return loss
@@ -170,7 +173,8 @@ class AdamBase(torch.optim.Optimizer):
             self._seen[p] = _value_mark(p)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Fill all gradients with zeros, or set them to None."""
+        """Fill all gradients with zeros, or set them to None; drop those that were not sent yet."""
+        forget_unsent()
         super().zero_grad(set_to_none=set_to_none)
 
     # ---- state ----------------------------------------------------------------------------------------------

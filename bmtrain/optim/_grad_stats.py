@@ -23,6 +23,7 @@ from ..parameter import DistributedParameter
 __all__ = [
     "check_overflow",
     "first_overflow",
+    "forget_unsent",
     "global_norm",
     "grad_rescale",
     "multiply_gradients",
@@ -138,6 +139,13 @@ def check_overflow(param_groups: Iterable[Any]) -> bool:
         return _ops.has_inf_nan(gradients)
     overflow = _power_sum(gradients, math.inf).isfinite().logical_not().to(torch.float32)
     return _all_reduce(overflow, _C.ReduceOp.MAX, "gradient overflow").item() > 0
+
+
+def forget_unsent() -> None:
+    """Drop the gradients that backwards in :func:`bmtrain.no_sync` left unsent."""
+    current = _context.current()
+    if current is not None:
+        current.engine.accumulation.forget()
 
 
 def first_overflow(parameters: Sequence[Tensor]) -> int:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._deprecate import warn_once
+from ..accumulate import no_sync
 from ..global_var import context, rank
 from ..parameter import DistributedParameter
-from ._grad_stats import check_overflow, first_overflow, grad_rescale, parameters_of
+from ._grad_stats import check_overflow, first_overflow, forget_unsent, grad_rescale, parameters_of
 from ._state import load_optimizer_state, optimizer_state
 from .clip_grad import clip_gradients
 
@@ -35,6 +37,8 @@ class OptimManager:
         max_loss_scale: the scale does not grow above it.
         grad_scale: divisor of the loss; None for the number of ranks with a loss of their own, which is the
             world size divided by the tensor-parallel size.
+        accumulate: number of backwards whose mean gradient one step uses. The others than the last send nothing (see
+            :func:`bmtrain.no_sync`), and until it :meth:`zero_grad` and :meth:`step` do nothing: the loop is the same.
 
     Raises:
         ValueError: a number is out of range.
@@ -58,10 +62,14 @@ class OptimManager:
         min_loss_scale: float = 1,
         max_loss_scale: float = math.inf,
         grad_scale: float | None = None,
+        *,
+        accumulate: int = 1,
     ) -> None:
         for name, value in (("loss_scale", loss_scale), ("grad_scale", grad_scale)):
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be > 0 or None, got {value}")
+        if accumulate < 1:
+            raise ValueError(f"accumulate must be at least 1, got {accumulate}")
         if not 0 < min_loss_scale <= max_loss_scale:
             raise ValueError(
                 f"expected 0 < min_loss_scale <= max_loss_scale, got {min_loss_scale} and {max_loss_scale}"
@@ -74,6 +82,8 @@ class OptimManager:
         self.min_loss_scale = min_loss_scale
         self.max_loss_scale = max_loss_scale
         self._grad_scale = grad_scale
+        self.accumulate = accumulate
+        self._num_backwards = 0  # since the last step
         self.optimizers: list[torch.optim.Optimizer] = []
         self.lr_schedulers: list[Any] = []
 
@@ -122,7 +132,7 @@ class OptimManager:
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss that :meth:`backward` differentiates: scaled up, divided by ``grad_scale``."""
-        return loss * (self.loss_scale / self.grad_scale)
+        return loss * (self.loss_scale / (self.grad_scale * self.accumulate))
 
     def backward(self, loss: Tensor) -> None:
         """Backpropagate the scaled loss; several calls before a step accumulate.
@@ -130,10 +140,18 @@ class OptimManager:
         Args:
             loss: this rank's scalar loss, normally the mean over its own batch.
         """
-        self.scale_loss(loss).backward()
+        self._num_backwards += 1
+        with no_sync() if self._is_accumulating() else nullcontext():
+            self.scale_loss(loss).backward()
+
+    def _is_accumulating(self) -> bool:
+        return 0 < self._num_backwards < self.accumulate
 
     def zero_grad(self) -> None:
         """Fill the gradients of all optimizers with zeros."""
+        if self._is_accumulating():
+            return
+        forget_unsent()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=False)
 
@@ -152,6 +170,9 @@ class OptimManager:
 
         Collective over the world with loss scaling.
         """
+        if self._is_accumulating():
+            return
+        self._num_backwards = 0
         if self.loss_scale_enabled and self._skip_on_overflow():
             return
         optimizer: Any

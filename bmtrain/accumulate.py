@@ -1,0 +1,31 @@
+"""Backwards that send no gradients."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from .global_var import context
+
+__all__ = ["no_sync"]
+
+
+def no_sync() -> AbstractContextManager[None]:
+    """While it lasts, backwards add up gradients on each rank and send nothing.
+
+    The first backward after it sends the sums; until then ``.grad`` does not have them. Each rank holds whole gradients
+    meanwhile, in the parameters' dtype. All ranks must do the same. Blocks with ``keep_gradients=False`` in their
+    policy send as always; those with ``keep_gathered=True`` are gathered once for all these backwards.
+
+    To drop gradients that were not sent, use ``zero_grad()`` of this library's optimizers or :class:`OptimManager
+    <bmtrain.optim.OptimManager>`: torch's own know nothing of them.
+
+    Raises:
+        RuntimeError: before :func:`bmtrain.init_distributed`.
+
+    Example:
+        >>> with bmtrain.no_sync():                        # doctest: +SKIP
+        ...     for batch in batches[:-1]:
+        ...         model(batch).backward()
+        >>> model(batches[-1]).backward()                  # doctest: +SKIP
+    """
+    return context().engine.accumulation.no_sync()

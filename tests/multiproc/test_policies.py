@@ -1,0 +1,318 @@
+"""What blocks may be asked to do, in one table: the messages, bytes and buffers of each policy, with and without
+accumulation, and that losses and gradients are those of plain torch under all of them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from harness import run_ranks
+
+import bmtrain as bmt
+from bmtrain._engine.runtime import BlockRuntime
+from bmtrain.global_var import context
+
+LAYERS, DIM, MICROS = 4, 8, 3
+
+
+class Linear(bmt.DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = bmt.DistributedParameter(torch.randn(DIM, DIM) / DIM**0.5)
+        self.bias = bmt.DistributedParameter(torch.randn(DIM))
+
+    def forward(self, x):
+        return torch.tanh(torch.nn.functional.linear(x, self.weight, self.bias))
+
+
+class Model(bmt.DistributedModule):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.layers = bmt.TransformerBlockList([bmt.Block(Linear(), **options) for _ in range(LAYERS)])
+        self.head = Linear()
+
+    def forward(self, x):
+        return self.head(self.layers(x)).square().sum()
+
+
+def plain_loss(values: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    for name in (*(f"layers.{i}" for i in range(LAYERS)), "head"):
+        x = torch.tanh(torch.nn.functional.linear(x, values[f"{name}.weight"], values[f"{name}.bias"]))
+    return x.square().sum()
+
+
+def batches(step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + bmt.rank())
+    return [torch.randn(2, DIM, generator=generator) for _ in range(MICROS)]
+
+
+def check_against_plain(model, values, inputs, losses) -> None:
+    total = sum(plain_loss(values, x) for x in inputs)
+    torch.testing.assert_close(sum(losses), total.detach(), rtol=1e-6, atol=0)
+    total.backward()
+    for name, param in model.named_parameters():
+        wanted = bmt.distributed.all_reduce(values[name].grad).flatten()
+        part = wanted[param._start_partition : param._end_partition]
+        torch.testing.assert_close(param.grad, part, rtol=1e-5, atol=1e-6)
+
+
+class Counts(NamedTuple):
+    gathers: tuple[int, int]  # messages, bytes
+    block_reductions: tuple[int, int]
+    head_reductions: tuple[int, int]
+    buffers_between: int  # of the pool, in use between two micro-batches
+    buffers_after: int
+
+
+def counted_window(policy: dict[str, Any], accumulates: bool) -> tuple[Counts, int, int]:
+    with bmt.default_policy(bmt.BlockPolicy(**policy)):
+        model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    pool, group = context().engine.pool, context().groups["zero"]
+    for step in range(3):  # the order of blocks is learnt in the first
+        values = {n: p.gather().detach().requires_grad_() for n, p in model.named_parameters()}
+        optimizer.zero_grad()
+        inputs, losses = batches(step), []
+        group.comm.reset_traffic()
+        group.reduce_comm.reset_traffic()
+        for index, x in enumerate(inputs):
+            with bmt.no_sync() if accumulates and index < MICROS - 1 else nullcontext():
+                loss = model(x)
+                loss.backward()
+                losses.append(loss.detach())
+            if index == 0:
+                between = pool.stats()["buffers_in_use"]
+        traffic = {**dict(group.comm.traffic()), **dict(group.reduce_comm.traffic())}
+        after = pool.stats()["buffers_in_use"]
+        check_against_plain(model, values, inputs, losses)
+        optimizer.step()
+    counts = Counts(traffic["all_gather"], traffic["all_to_all"], traffic["reduce_scatter"], between, after)
+    partition = model.layers[0]._storages[0].shards.layout.partition
+    return counts, partition, sum(p._spec.part(0)[1] for p in model.head.parameters())
+
+
+# policy, whether gradients accumulate: gathers and reductions of blocks, reductions of the head, buffers in use
+# between micro-batches and after the last.
+TABLE = {
+    "3": ({}, False, MICROS * (2 * LAYERS - 1), MICROS * LAYERS, MICROS, 0, 0),
+    "3, accumulating": ({}, True, MICROS * (2 * LAYERS - 1), LAYERS, 1, LAYERS, 0),
+    "3, kept gathered": ({"keep_gathered": True}, True, LAYERS, LAYERS, 1, 2 * LAYERS, 0),
+    "3, activations kept": (
+        {"recompute": bmt.Recompute.OFF},
+        True,
+        MICROS * (2 * LAYERS - 1),
+        LAYERS,
+        1,
+        LAYERS,
+        0,
+    ),
+    "2": ({"level": 2}, False, MICROS * LAYERS, MICROS * LAYERS, MICROS, 0, 0),
+    "2, accumulating": ({"level": 2}, True, MICROS * LAYERS, LAYERS, 1, LAYERS, 0),
+    "2, gradients sent": (
+        {"level": 2, "keep_gradients": False},
+        True,
+        MICROS * LAYERS,
+        MICROS * LAYERS,
+        1,
+        0,
+        0,
+    ),
+    "2, kept gathered": ({"level": 2, "keep_gathered": True}, True, LAYERS, LAYERS, 1, 2 * LAYERS, 0),
+    "1": ({"level": 1}, False, MICROS * LAYERS, MICROS * LAYERS, MICROS, LAYERS, LAYERS),
+    "1, accumulating": ({"level": 1}, True, LAYERS, LAYERS, 1, 2 * LAYERS, LAYERS),
+    "1, activations kept": (
+        {"level": 1, "recompute": bmt.Recompute.OFF},
+        True,
+        LAYERS,
+        LAYERS,
+        1,
+        2 * LAYERS,
+        LAYERS,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_policy_sends_and_keeps_what_the_table_says(case):
+    world = 2
+    policy, accumulates, gathers, reductions, head_reductions, between, after = TABLE[case]
+    for counts, partition, head in run_ranks(world, counted_window, policy, accumulates):
+        block, outside = 4 * (world - 1) * partition, 4 * (world - 1) * head
+        assert counts == Counts(
+            gathers=(gathers + MICROS, gathers * block + MICROS * outside),
+            block_reductions=(reductions, reductions * block),
+            head_reductions=(head_reductions, head_reductions * outside),
+            buffers_between=between,
+            buffers_after=after,
+        )
+
+
+@pytest.mark.parametrize("case", ["3, kept gathered", "1, accumulating"])
+def test_policies_on_one_rank(case):
+    policy, accumulates, *_ = TABLE[case]
+    run_ranks(1, counted_window, policy, accumulates)
+
+
+def kept_always() -> list[int]:
+    with bmt.default_policy(bmt.BlockPolicy(level=1)):
+        model = Model()
+    group = context().groups["zero"]
+    x = torch.randn(2, DIM)
+    counts = []
+    shard = model.layers[0]._storages[0].shards.parameters[0]
+
+    def evaluate() -> float:
+        group.comm.reset_traffic()
+        with torch.no_grad():
+            loss = model(x).item()
+        counts.append(dict(group.comm.traffic())["all_gather"][0] - 1)
+        return loss
+
+    before = evaluate()
+    assert evaluate() == before
+    with torch.no_grad():
+        shard.add_(1.0)  # on every rank
+    assert evaluate() != before
+    model.load_state_dict({name: torch.zeros_like(v) for name, v in model.state_dict().items()})
+    assert evaluate() == 0.0
+    return counts
+
+
+def test_level_1_gathers_again_what_was_changed():
+    assert run_ranks(2, kept_always) == [[LAYERS, 0, 1, LAYERS]] * 2
+
+
+def managed(accumulate: int) -> tuple[list[torch.Tensor], int]:
+    model = Model()
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=0.01)
+    manager = bmt.optim.OptimManager(loss_scale=4, accumulate=accumulate)
+    manager.add_optimizer(optimizer)
+    group = context().groups["zero"]
+    for step in range(3):
+        group.reduce_comm.reset_traffic()
+        pieces = batches(step) if accumulate > 1 else [torch.cat(batches(step))]
+        for x in pieces:  # one loop, whether or not gradients accumulate
+            manager.zero_grad()
+            manager.backward(model(x) / len(x))
+            manager.step()
+    return list(model.state_dict().values()), dict(group.reduce_comm.traffic())["all_to_all"][0]
+
+
+def test_manager_steps_on_the_mean_of_the_accumulated_gradients():
+    # The batches of a step together, and one after the other.
+    for (weights, messages), (whole, _) in zip(
+        run_ranks(2, managed, MICROS), run_ranks(2, managed, 1), strict=True
+    ):
+        assert messages == LAYERS
+        for one, other in zip(weights, whole, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+    with pytest.raises(ValueError, match="accumulate must be at least 1, got 0"):
+        bmt.optim.OptimManager(accumulate=0)
+
+
+def left_unsent() -> None:
+    model = Model()
+    optimizer = bmt.optim.AdamOptimizer(model.parameters())
+    x = torch.randn(2, DIM)
+    model(x).backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+
+    def check() -> None:
+        for param, gradient in zip(model.parameters(), wanted, strict=True):
+            assert torch.equal(param.grad, gradient)
+
+    optimizer.zero_grad()
+    with bmt.no_sync():
+        model(x).backward()
+    optimizer.zero_grad()  # drops them
+    model(x).backward()
+    check()
+    # What the sending backward does not come to is sent all the same.
+    optimizer.zero_grad(set_to_none=True)
+    with bmt.no_sync():
+        model(x).backward()
+    assert all(p.grad is None for p in model.parameters())
+    (0 * model.layers(x).sum()).backward()
+    check()
+    optimizer.zero_grad(set_to_none=True)
+    with bmt.no_sync():
+        model(x).backward()
+    (0 * model.head(x).sum()).backward()
+    check()
+    assert context().engine.pool.stats()["buffers_in_use"] == 0
+
+
+def test_gradients_left_unsent_are_dropped_or_sent_and_never_lost():
+    run_ranks(2, left_unsent)
+
+
+def arguments() -> None:
+    with pytest.raises(ValueError, match="not both"):
+        bmt.Block(Linear(), zero_level=2, policy=bmt.BlockPolicy())
+    with pytest.raises(ValueError, match="expected 1, 2 or 3"):
+        bmt.BlockPolicy(level=4)
+    with pytest.raises(ValueError, match="expected 2 or 3, got 1"):
+        bmt.Block(Linear(), zero_level=1)
+    with bmt.default_policy(bmt.BlockPolicy(level=1, keep_gathered=True)):
+        assert bmt.Block(Linear())._policy == bmt.BlockPolicy(level=1, keep_gathered=True)
+        told = bmt.Block(Linear(), use_checkpoint=False, zero_level=2)._policy
+        assert told == bmt.BlockPolicy(level=2, keep_gathered=True, recompute=bmt.Recompute.OFF)
+        assert bmt.Block(Linear(), policy=bmt.BlockPolicy())._policy == bmt.BlockPolicy()
+    assert bmt.Block(Linear())._policy == bmt.BlockPolicy()
+
+
+def test_policy_arguments():
+    run_ranks(1, arguments)
+
+
+# ---- overlap
+
+EVENTS: list[tuple[str, int]] = []
+
+
+class Noted(Linear):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x):
+        EVENTS.append(("compute", self.number))
+        return super().forward(x)
+
+
+def noted_step(options: dict[str, Any]) -> list[tuple[str, int]]:
+    layers = bmt.TransformerBlockList([bmt.Block(Noted(i), **options) for i in range(LAYERS)])
+    numbers = {block._runtime: index for index, block in enumerate(layers)}
+    start_gather = BlockRuntime._start_gather
+
+    def noted(runtime: BlockRuntime) -> None:
+        if runtime in numbers and not runtime._is_gathered():
+            EVENTS.append(("gather", numbers[runtime]))
+        start_gather(runtime)
+
+    BlockRuntime._start_gather = noted
+    try:
+        for _ in range(3):
+            EVENTS.clear()
+            layers(torch.randn(2, DIM)).sum().backward()
+    finally:
+        BlockRuntime._start_gather = start_gather
+    return list(EVENTS)
+
+
+@pytest.mark.parametrize("options", [{}, {"zero_level": 2}])
+def test_the_next_gather_is_issued_before_the_present_compute(options):
+    """In both directions, for every block but the first, whose gather nothing can hide."""
+    for events in run_ranks(2, noted_step, options):
+        turn = events.index(("compute", LAYERS - 1)) + 1
+        forward, backward = events[:turn], events[turn:]
+        for block in range(1, LAYERS):
+            assert forward.index(("gather", block)) < forward.index(("compute", block - 1))
+        order = [number for what, number in backward if what == "compute"]
+        assert order == list(reversed(range(LAYERS)))
+        gathered_again = [number for what, number in backward if what == "gather"]
+        assert gathered_again == ([] if options else list(reversed(range(LAYERS - 1))))
+        for block in gathered_again:
+            assert backward.index(("gather", block)) < backward.index(("compute", block + 1))
