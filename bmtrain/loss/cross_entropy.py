@@ -86,21 +86,14 @@ class FusedCrossEntropy(torch.nn.Module):
         width = rows.shape[1]
         columns = _vocabulary_slice(width) if self.parallel else VocabularySlice(0, width, None)
         flat_target = target.reshape(-1).to(device=rows.device, dtype=torch.int64)
-        _check_range(flat_target, columns.total, self.ignore_index)
-        weight = self._weight_for(rows, columns.total)
+        check_range(flat_target, columns.total, self.ignore_index)
+        weight = self.weight_for(rows, columns.total)
         options = CrossEntropyOptions(weight, self.ignore_index, float(self.label_smoothing), columns)
         loss = cross_entropy_rows(rows, flat_target, options)
-        if self.reduction == "none":
-            return loss.reshape(target.shape)
-        total = loss.sum()
-        if self.reduction == "sum":
-            return total
-        counted = flat_target != self.ignore_index
-        if weight is None:
-            return total / counted.sum()
-        return total / weight[torch.where(counted, flat_target, 0)].mul(counted).sum()
+        return reduce_rows(loss, flat_target, weight, self.ignore_index, self.reduction, target.shape)
 
-    def _weight_for(self, rows: Tensor, total: int) -> Tensor | None:
+    def weight_for(self, rows: Tensor, total: int) -> Tensor | None:
+        """The weights of ``total`` classes as the computation on ``rows`` wants them."""
         if self.weight is None:
             return None
         if self.weight.numel() != total:
@@ -149,7 +142,28 @@ def _vocabulary_slice(width: int) -> VocabularySlice:
     return VocabularySlice(start=group.rank * width, total=group.size * width, comm=comm)
 
 
-def _check_range(target: Tensor, num_classes: int, ignore_index: int) -> None:
+def reduce_rows(
+    loss: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    shape: torch.Size,
+) -> Tensor:
+    """The losses of rows as ``reduction`` wants them; ``shape`` is what the targets came in."""
+    if reduction == "none":
+        return loss.reshape(shape)
+    total = loss.sum()
+    if reduction == "sum":
+        return total
+    counted = target != ignore_index
+    if weight is None:
+        return total / counted.sum()
+    return total / weight[torch.where(counted, target, 0)].mul(counted).sum()
+
+
+def check_range(target: Tensor, num_classes: int, ignore_index: int) -> None:
+    """Raises IndexError for a class index out of range, where asking does not stop a device."""
     if target.device.type != "cpu":
         return  # reading the answer would stop the host; the device reports an index out of range itself
     bad = ((target < 0) | (target >= num_classes)) & (target != ignore_index)
