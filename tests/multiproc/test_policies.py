@@ -88,7 +88,8 @@ def counted_window(policy: dict[str, Any], accumulates: bool) -> tuple[Counts, i
         after = pool.stats()["buffers_in_use"]
         check_against_plain(model, values, inputs, losses)
         optimizer.step()
-    counts = Counts(traffic["all_gather"], traffic["all_to_all"], traffic["reduce_scatter"], between, after)
+    sent = (traffic.get(name, (0, 0)) for name in ("all_gather", "all_to_all", "reduce_scatter"))
+    counts = Counts(*sent, between, after)
     partition = model.layers[0]._storages[0].shards.layout.partition
     return counts, partition, sum(p._spec.part(0)[1] for p in model.head.parameters())
 
