@@ -14,11 +14,18 @@ from bmtrain.global_var import context
 DIM = 6
 
 
+def whole(value: torch.Tensor) -> bmt.DistributedParameter:
+    """A parameter that remembers its value: to gather hundreds takes long where ranks share a core."""
+    param = bmt.DistributedParameter(value)
+    param.at_first = value
+    return param
+
+
 class Linear(bmt.DistributedModule):
     def __init__(self, dim_out: int = DIM, dim_in: int = DIM) -> None:
         super().__init__()
-        self.weight = bmt.DistributedParameter(torch.randn(dim_out, dim_in) / dim_in**0.5)
-        self.bias = bmt.DistributedParameter(torch.randn(dim_out))
+        self.weight = whole(torch.randn(dim_out, dim_in) / dim_in**0.5)
+        self.bias = whole(torch.randn(dim_out))
 
     def forward(self, x):
         return torch.nn.functional.linear(x, self.weight, self.bias)
@@ -46,7 +53,7 @@ def messages_of(step) -> dict[str, tuple[int, int]]:
 
 def plain_gradients(model, forward) -> list[torch.Tensor | None]:
     """The gradients, summed over ranks, that ``forward`` gives the parameters as ordinary full tensors."""
-    values = {name: p.gather().detach().requires_grad_() for name, p in model.named_parameters()}
+    values = {name: p.at_first.clone().requires_grad_() for name, p in model.named_parameters()}
     forward(values).backward()
     world = bmt.world_size()
     return [None if v.grad is None else v.grad * world for v in values.values()]
@@ -93,7 +100,7 @@ class Tied(bmt.DistributedModule):
         super().__init__()
         rows = SMALL_BYTES // (4 * DIM) + 1
         self.inner = Linear()
-        self.table = bmt.DistributedParameter(torch.randn(rows, DIM))
+        self.table = whole(torch.randn(rows, DIM))
         self.reads = []
 
     def forward(self, ids):
