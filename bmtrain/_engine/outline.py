@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from ..parameter import DistributedParameter
-from .block_build import install_hooks_unless_distributed
-from .state_dict import Collection, collecting
+from .state_dict import Collection, collecting, install_hooks_below
 
 __all__ = ["Outline", "outline_of"]
 
@@ -58,8 +57,7 @@ def outline_of(model: torch.nn.Module) -> Outline:
     Raises:
         TypeError: such a method computes with the parameters' values, which are not there.
     """
-    for module in model.modules():
-        install_hooks_unless_distributed(module)
+    install_hooks_below(model)
     stand_ins = _StandIns()
     with collecting(keeps=False, collection=stand_ins):
         state = model.state_dict()
