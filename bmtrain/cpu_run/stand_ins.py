@@ -189,7 +189,7 @@ def _install_cuda(redirection: Redirection) -> None:
     for name, call in _CUDA.items():
         redirection.replace(cuda, name, _counted(redirection, f"torch.cuda.{name}", call))
     for name, kind in _CUDA_CLASSES.items():
-        construct: Callable[..., None] = kind.__init__
+        construct: Any = kind.__init__
         made = _counted(redirection, f"torch.cuda.{name}", construct)
         counted = type(kind.__name__, (kind,), {"__init__": made})
         redirection.replace(cuda, name, counted)
