@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Sequence
 
 from . import convert, cpu_run, doctor
+from .plan import command as plan
 
 __all__ = ["main"]
 
@@ -34,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     conversion = tools.add_parser("convert", help="convert files of weights", description=convert.__doc__)
     convert.add_arguments(conversion)
     conversion.set_defaults(run=convert.run)
+    planner = tools.add_parser("plan", help="predict memory, time and traffic", description=plan.__doc__)
+    plan.add_arguments(planner)
+    planner.set_defaults(run=plan.run)
     benchmarks = tools.add_parser("bench", help="measure, always against peers in the same run")
     names = benchmarks.add_subparsers(dest="benchmark", required=True)
     for name, purpose in _BENCHMARKS.items():
