@@ -40,7 +40,8 @@ class TrainingPolicy:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if not 0 <= self.offload <= 1:
             raise ValueError(f"offload: expected 0 to 1, got {self.offload}")
-        self.block_policy()
+        if self.level not in (2, 3):
+            raise ValueError(f"level: expected 2 or 3, got {self.level!r}")
 
     def block_policy(self) -> BlockPolicy:
         """The same choice as a Block takes it."""

@@ -77,7 +77,7 @@ def test_what_cannot_be_described_is_told() -> None:
         describe_config({"model_type": "llama"})
     with pytest.raises(ValueError, match="offload: expected 0 to 1"):
         TrainingPolicy(offload=2)
-    with pytest.raises(ValueError, match="zero_level"):
+    with pytest.raises(ValueError, match="level: expected 2 or 3"):
         TrainingPolicy(level=1)
 
 
