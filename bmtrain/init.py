@@ -24,6 +24,7 @@ from ._deprecate import warn_once
 from ._groups import connect_groups
 from ._launch import Launch, read_launch
 from ._rendezvous import Peer, Rendezvous
+from ._version import __version__
 from .errors import BMTrainError
 from .global_var import config
 from .topology import Topology
@@ -267,6 +268,7 @@ def _join(launch: Launch, place: Topology, options: _Options) -> Context:
             seed=options.seed,
         ),
         {
+            "bmtrain version": __version__,
             "pipe_size": options.pipe_size,
             "pipe_enabled": options.pipe_enabled,
             "num_micro_batches": options.micros,
