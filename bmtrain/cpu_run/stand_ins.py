@@ -163,7 +163,12 @@ _CUDA_CLASSES: dict[str, Any] = {
     "device_of": _Guard,
     "stream": _Guard,
 }
-_NVTX = {"range_push": _nothing, "range_pop": _nothing, "mark": _nothing, "range": _range}
+_NVTX: dict[str, Callable[..., Any]] = {
+    "range_push": _nothing,
+    "range_pop": _nothing,
+    "mark": _nothing,
+    "range": _range,
+}
 _TENSOR_TYPES = ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
 
 
@@ -189,8 +194,7 @@ def _install_cuda(redirection: Redirection) -> None:
     for name, call in _CUDA.items():
         redirection.replace(cuda, name, _counted(redirection, f"torch.cuda.{name}", call))
     for name, kind in _CUDA_CLASSES.items():
-        construct: Any = kind.__init__
-        made = _counted(redirection, f"torch.cuda.{name}", construct)
+        made = _counted(redirection, f"torch.cuda.{name}", kind.__init__)
         counted = type(kind.__name__, (kind,), {"__init__": made})
         redirection.replace(cuda, name, counted)
     for name, call in _NVTX.items():
