@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .. import _C
+from .._engine.reads import SMALL_BYTES
 
-__all__ = ["BlockDescription", "FlatBuffer", "ModelDescription", "OutsideParameter", "gpt2", "transformer"]
+__all__ = [
+    "BlockDescription",
+    "FlatBuffer",
+    "ModelDescription",
+    "OutsideParameter",
+    "OutsideReads",
+    "gpt2",
+    "transformer",
+]
 
 #: Bytes of the fp32 masters and moments that Adam keeps for one parameter, by the size of its elements.
 ADAM_BYTES = {2: 12, 4: 8, 8: 8}
@@ -82,6 +92,29 @@ class OutsideParameter:
     def partition(self, num_ranks: int) -> int:
         """Elements of the longest shard."""
         return -(-self.numel // num_ranks)
+
+
+class OutsideReads:
+    """The messages in which parameters outside blocks travel, after ``_engine/reads.py``: each parameter once a
+    forward, small ones of a kind together.
+
+    Attributes:
+        before_blocks: what is gathered before the first block, and reduced after the backward of all.
+        after_blocks: what is gathered after the last block, and reduced before the backward of all.
+    """
+
+    def __init__(self, params: Sequence[OutsideParameter]) -> None:
+        small: dict[int, list[OutsideParameter]] = {}
+        alone: list[OutsideParameter] = []
+        for param in params:
+            if param.reads_before + param.reads_after and param.numel * param.element_size <= SMALL_BYTES:
+                small.setdefault(param.element_size, []).append(param)
+            elif param.reads_before + param.reads_after:
+                alone.append(param)
+        bundles = [together for together in small.values() if len(together) > 1]
+        alone += [param for together in small.values() if len(together) == 1 for param in together]
+        self.before_blocks = bundles + [[param] for param in alone if param.reads_before]
+        self.after_blocks = [[param] for param in alone if not param.reads_before]
 
 
 @dataclass(frozen=True)

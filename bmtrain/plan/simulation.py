@@ -19,7 +19,7 @@ import torch
 from .. import _C
 from .._engine.runtime import BlockRuntime, Engine
 from .._engine.schedule import Phase
-from .model import BlockDescription, FlatBuffer, ModelDescription, OutsideParameter
+from .model import BlockDescription, FlatBuffer, ModelDescription, OutsideParameter, OutsideReads
 from .network import Network, Transfer, Wire
 from .policy import TrainingPolicy
 
@@ -264,17 +264,18 @@ class SimulatedStep:
 
     def _pass(self) -> None:
         model, memory = self.model, self.simulation.memory
-        self._gather_outside([(p, p.reads_before) for p in model.outside])
+        outside = OutsideReads(model.outside)
+        self._gather_outside(outside.before_blocks)
         for runtime, block in zip(self.runtimes, model.blocks, strict=True):
             self._forward(runtime, block)
-        self._gather_outside([(p, p.reads_after) for p in model.outside])
+        self._gather_outside(outside.after_blocks)
         memory.add("activations", model.head_bytes * self.samples)
         self._compute("head", 3 * model.head_flops, 2 * model.head_bytes)
         memory.add("activations", -model.head_bytes * self.samples)
-        self._reduce_outside([(p, p.reads_after) for p in model.outside])
+        self._reduce_outside(outside.after_blocks)
         for runtime, block in zip(reversed(self.runtimes), reversed(model.blocks), strict=True):
             self._backward(runtime, block)
-        self._reduce_outside([(p, p.reads_before) for p in model.outside])
+        self._reduce_outside(outside.before_blocks)
         self.engine.finish_reductions()
         memory.add("outside blocks", -memory.now.get("outside blocks", 0.0))  # autograd lets go of the last
 
@@ -328,24 +329,23 @@ class SimulatedStep:
             self.simulation.waiting += times * 2 * self.tp.all_reduce_seconds(half)
             self.simulation.wire.advance(times * 2 * self.tp.all_reduce_seconds(half))
 
-    def _gather_outside(self, reads: Sequence[tuple[OutsideParameter, int]]) -> None:
-        self._outside("gather", "all_gather", reads, self.simulation.ring_gather)
+    def _gather_outside(self, messages: Sequence[Sequence[OutsideParameter]]) -> None:
+        self._outside("gather", "all_gather", messages, self.simulation.ring_gather)
 
-    def _reduce_outside(self, reads: Sequence[tuple[OutsideParameter, int]]) -> None:
-        trained = [(param, times) for param, times in reads if param.trains]
-        self._outside("reduce", "reduce_scatter", trained, ring=True)
+    def _reduce_outside(self, messages: Sequence[Sequence[OutsideParameter]]) -> None:
+        trained = [[param for param in together if param.trains] for together in messages]
+        self._outside("reduce", "reduce_scatter", [together for together in trained if together], ring=True)
 
     def _outside(
-        self, kind: str, operation: str, reads: Sequence[tuple[OutsideParameter, int]], ring: bool
+        self, kind: str, operation: str, messages: Sequence[Sequence[OutsideParameter]], ring: bool
     ) -> None:
-        """Each read is a collective that is waited for; autograd holds what was gathered (no time is lost with one)."""
+        """Each message is waited for; autograd holds what was gathered (no time is lost with one)."""
         simulation = self.simulation
         sign = 1 if kind == "gather" else -1
-        for param, times in reads:
-            for _ in range(times):
-                nbytes = param.partition(simulation.network.size) * param.element_size
-                simulation.memory.add("outside blocks", sign * simulation.network.size * nbytes)
-                if simulation.network.size > 1:
-                    simulation.count(operation, nbytes)
-                    seconds = simulation.network.seconds(nbytes, ring=ring)
-                    simulation.wait(kind, simulation.wire.start(kind, "outside", seconds))
+        for together in messages:
+            nbytes = sum(p.partition(simulation.network.size) * p.element_size for p in together)
+            simulation.memory.add("outside blocks", sign * simulation.network.size * nbytes)
+            if simulation.network.size > 1:
+                simulation.count(operation, nbytes)
+                seconds = simulation.network.seconds(nbytes, ring=ring)
+                simulation.wait(kind, simulation.wire.start(kind, "outside", seconds))
