@@ -189,6 +189,7 @@ class OptimManager:
             self._count_good_step()
 
     def _skip_on_overflow(self) -> bool:
+        context("OptimManager.step with a loss scale")  # alone, a rank cannot know what the others skip
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         if not check_overflow(groups):
             return False
