@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Sequence
 
 from . import cpu_run, doctor
+from .plan import command as plan
 
 __all__ = ["main"]
 
@@ -31,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checks = tools.add_parser("doctor", help="check this installation", description=doctor.__doc__)
     doctor.add_arguments(checks)
     checks.set_defaults(run=doctor.run)
+    planner = tools.add_parser("plan", help="predict memory, time and traffic", description=plan.__doc__)
+    plan.add_arguments(planner)
+    planner.set_defaults(run=plan.run)
     benchmarks = tools.add_parser("bench", help="measure, always against peers in the same run")
     names = benchmarks.add_subparsers(dest="benchmark", required=True)
     for name, purpose in _BENCHMARKS.items():

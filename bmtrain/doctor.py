@@ -1,4 +1,8 @@
-"""``python -m bmtrain doctor --api``: is every documented name there, and the same object under each of its paths?"""
+"""``python -m bmtrain doctor``: is this installation fit for training? Each problem is named with its remedy.
+
+Looks at torch, compiler, core, processor, devices, NCCL, shared memory, memory and port, lets the ranks meet, and
+tries a collective and an Adam step. Under a launcher (torchrun -m bmtrain doctor) every rank reports.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-__all__ = ["API", "MODULES", "Finding", "add_arguments", "check_api", "run"]
+from ._checkup import Surroundings, check_up
+
+__all__ = ["API", "MODULES", "Finding", "add_arguments", "check_api", "run", "run_checks"]
 
 PACKAGE = "bmtrain"
 
@@ -222,14 +228,36 @@ def _describe(value: Any) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Say what the command takes."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "--api", action="store_true", required=True, help="list every documented name and what it resolves to"
+        "--api", action="store_true", help="list every documented name and what it resolves to instead"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=10.0, metavar="SECONDS", help="for the ranks to meet (default: 10)"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table. Returns 1 if anything is missing or is not the object it should be, else 0."""
-    del arguments
+    """Print the report. Returns 1 if there is a problem, else 0."""
+    return _run_api() if arguments.api else run_checks(Surroundings(timeout=arguments.timeout))
+
+
+def run_checks(here: Surroundings) -> int:
+    """Print what every check finds. Returns 1 if there is a problem, else 0."""
+    several = int(here.environ.get("WORLD_SIZE") or 1) > 1
+    mark = f"[rank {here.environ.get('RANK', '?')}] " if several else ""
+    problems = 0
+    for check in check_up(here):
+        problems += check.is_problem
+        print(f"{mark}{'PROBLEM' if check.is_problem else 'ok':<8}{check.name:<15}{check.found}", flush=True)
+        if check.is_problem:
+            print(f"{mark}{'':<8}{'remedy:':<15}{check.remedy}", flush=True)
+    print(f"{mark}{problems} problem{'' if problems == 1 else 's'}", flush=True)
+    return 1 if problems else 0
+
+
+def _run_api() -> int:
+    """Print the table of names. Returns 1 if anything is missing or is not the object it should be, else 0."""
     findings = list(check_api())
     width = max(len(finding.path) for finding in findings) + len(PACKAGE) + 1
     for finding in findings:

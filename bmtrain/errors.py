@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "BMTrainError",
     "CommunicationError",
+    "DoesNotFitError",
     "PipelineModeError",
     "RepeatedBlockError",
     "UnevenSplitError",
@@ -22,6 +23,10 @@ class CommunicationError(BMTrainError):
     The message names the operation, what it served, its sequence number, the group, this rank, and the rank that did
     not answer. After it the communicator is aborted: every later operation on it fails with the first reason.
     """
+
+
+class DoesNotFitError(BMTrainError, ValueError):
+    """A plan given to ``init_distributed`` needs more memory than there is."""
 
 
 class RepeatedBlockError(BMTrainError, ValueError, AssertionError):

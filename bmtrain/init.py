@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,9 @@ from .errors import BMTrainError
 from .global_var import config
 from .topology import Topology
 from .topology import Topology as topology  # the documented name
+
+if TYPE_CHECKING:
+    from .plan import Plan
 
 __all__ = ["init_distributed", "is_initialized", "topology"]
 
@@ -60,6 +63,7 @@ def init_distributed(
     loss_scale_steps: int = 1024,
     backend: str | None = None,
     timeout: float | timedelta = 600,
+    plan: Plan | None = None,
 ) -> None:
     """Join the other ranks of the job and make this process ready for everything else in the library.
 
@@ -83,10 +87,12 @@ def init_distributed(
             machine with usable GPUs where this build has an NCCL communicator, else Gloo. Until there is one,
             GPU ranks exchange tensors through host memory with Gloo.
         timeout: seconds, or a timedelta, after which this call or any later operation gives up with an error.
+        plan: by :func:`bmtrain.plan.estimate`, for this number of ranks; one that does not fit is refused.
 
     Raises:
         ValueError: an argument or launch variable that makes no sense, or that differs between ranks.
         RuntimeError: a second call.
+        DoesNotFitError: the plan needs more memory than there is.
         BMTrainError: another process has this rank, or the backend is not available.
         CommunicationError: ranks are missing at the time-out, or the address cannot be served or reached.
 
@@ -110,6 +116,8 @@ def init_distributed(
     options = _Options.check(seed, pipe_size, num_micro_batches, tp_size, zero_level, backend, timeout)
     factor, steps = _loss_scale(loss_scale_factor, loss_scale_steps)
     launch = read_launch(init_method, os.environ, sys.argv)
+    if plan is not None:
+        plan.require_fit(launch.world_size)
     place = Topology(launch.rank, launch.world_size, options.pipe_size, options.tp_size)
     several = launch.world_size > 1
     context = _join(launch, place, options) if several else _alone(launch, place, options)

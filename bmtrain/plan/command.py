@@ -1,0 +1,202 @@
+"""``python -m bmtrain plan``: will it fit, how fast will it be, what limits it?
+
+Predicts memory, time and traffic of a training run from the sizes of a model, a machine and the policy of its blocks.
+The step is simulated on a virtual clock by the runtime's own schedule, so what overlaps is not assumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from .calibrate import measure_machine
+from .describe import describe_config, describe_module
+from .estimator import estimate
+from .machine import MACHINES, Machine
+from .model import ModelDescription, gpt2
+from .policy import TrainingPolicy
+from .published import FITTED, compare, fit_constants
+from .report import format_plan, format_published
+from .scale import draw_scale
+from .search import choose_policy, remedies
+
+__all__ = ["EPILOG", "add_arguments", "run"]
+
+EPILOG = """examples:
+  python -m bmtrain plan --layers 40 --dim 5120 --heads 40 --machine a100-80gb --nodes 4 --micro-batch 8
+  python -m bmtrain plan --config config.json --machine h100-80gb --choose
+  python -m bmtrain plan --module train.py:build --machine h200-141gb --json plan.json
+  python -m bmtrain plan --published
+--module names a function without arguments that returns a model (build it under torch.device("meta")) and its
+inputs: (model, input, ...)."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the options of ``plan``."""
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    model = parser.add_argument_group("model (a GPT-2 by numbers unless --config or --module is given)")
+    model.add_argument("--layers", type=int, default=24, metavar="N", help="(default: %(default)s)")
+    model.add_argument("--dim", type=int, default=2048, metavar="N", help="width (default: %(default)s)")
+    model.add_argument("--heads", type=int, default=16, metavar="N", help="(default: %(default)s)")
+    model.add_argument("--dim-head", type=int, metavar="N", help="default: dim / heads")
+    model.add_argument("--vocab", type=int, default=50257, metavar="N", help="(default: %(default)s)")
+    model.add_argument("--seq", type=int, metavar="N", help="tokens of a sample (default: 1024)")
+    model.add_argument("--config", type=Path, metavar="FILE", help="a Hugging Face config.json instead")
+    model.add_argument("--module", metavar="FILE:FUNCTION", help="a module instead, see below")
+    machine = parser.add_argument_group("machine")
+    machine.add_argument(
+        "--machine", default="a100-80gb", metavar="NAME", help=f"{', '.join(MACHINES)} (default: %(default)s)"
+    )
+    machine.add_argument(
+        "--here", action="store_true", help="measure this machine with --devices ranks (default: 2) instead"
+    )
+    machine.add_argument("--nodes", type=int, metavar="N", help="default: the preset's")
+    machine.add_argument("--devices", type=int, metavar="N", help="of a node; default: the preset's")
+    machine.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=NUMBER",
+        help="replace a number of the preset, e.g. network_bandwidth=25e9; may be repeated",
+    )
+    policy = parser.add_argument_group("policy")
+    policy.add_argument("--micro-batch", type=int, default=1, metavar="N", help="samples of one device")
+    policy.add_argument("--level", type=int, default=3, choices=(2, 3), help="ZeRO level")
+    policy.add_argument("--no-recompute", action="store_true", help="keep activations")
+    policy.add_argument(
+        "--offload", type=float, default=0.0, metavar="F", help="share of the optimizer on the host, 0 to 1"
+    )
+    policy.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches of a step")
+    policy.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks")
+    policy.add_argument("--pipe", type=int, default=1, metavar="N", help="pipeline stages")
+    policy.add_argument(
+        "--ring-reduce",
+        action="store_true",
+        help="sum gradients around a ring; by default slices go straight to their owners, as the runtime sends them",
+    )
+    policy.add_argument(
+        "--choose", action="store_true", help="find the fastest level, recomputation, offload and micro-batch"
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", type=Path, metavar="FILE", help="write the plan to this file as well")
+    output.add_argument(
+        "--published", action="store_true", help="compare with the published 13B table instead"
+    )
+    output.add_argument(
+        "--scale",
+        type=Path,
+        metavar="DIR",
+        help="draw scaling curves from 1 to 4,096 devices of --machine instead",
+    )
+    output.add_argument(
+        "--fit", action="store_true", help="with --published: fit its two constants anew (15 s)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the plan. Returns 1 if it does not fit, 2 for an option that makes no sense, else 0."""
+    try:
+        return _run(arguments)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"python -m bmtrain plan: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.published:
+        fit = fit_constants() if arguments.fit else FITTED
+        cells = compare(fit)
+        print(format_published(cells, fit))
+        _write(arguments.json, {"fit": dataclasses.asdict(fit), "cells": [vars(cell) for cell in cells]})
+        return 0
+    if arguments.scale is not None:
+        print("\n".join(draw_scale(arguments.scale, _machine(arguments))))
+        return 0
+    model, machine = _model(arguments), _machine(arguments)
+    policy = TrainingPolicy(
+        micro_batch=arguments.micro_batch,
+        level=arguments.level,
+        recompute=not arguments.no_recompute,
+        offload=arguments.offload,
+        accumulate=arguments.accumulate,
+        tp_size=arguments.tp,
+        pipe_size=arguments.pipe,
+    )
+    plan = None
+    if arguments.choose:
+        plan = choose_policy(model, machine, policy, ring_reduce=arguments.ring_reduce)
+        if plan is None:
+            print("no level, recomputation, offload or micro-batch makes it fit; the closest is:")
+            policy = dataclasses.replace(policy, micro_batch=1, level=3, recompute=True, offload=1.0)
+    if plan is None:
+        plan = estimate(model, machine, policy, ring_reduce=arguments.ring_reduce)
+    changes = remedies(plan, ring_reduce=arguments.ring_reduce)
+    print(format_plan(plan, changes))
+    _write(arguments.json, {**plan.as_dict(), "remedies": changes})
+    return 0 if plan.fits else 1
+
+
+def _write(path: Path | None, content: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _machine(arguments: argparse.Namespace) -> Machine:
+    if arguments.here:
+        return measure_machine(arguments.devices or 2)
+    if arguments.machine not in MACHINES:
+        raise ValueError(f"--machine: expected one of {', '.join(MACHINES)}, got {arguments.machine!r}")
+    machine = MACHINES[arguments.machine].sized(num_nodes=arguments.nodes, devices_per_node=arguments.devices)
+    numbers = {f.name for f in dataclasses.fields(Machine) if f.type == "float"}
+    for change in arguments.set:
+        name, _, value = change.partition("=")
+        if name not in numbers:
+            raise ValueError(f"--set: expected one of {', '.join(sorted(numbers))}, got {name!r}")
+        try:
+            replacement: dict[str, Any] = {name: float(value)}
+            machine = dataclasses.replace(machine, **replacement)
+        except ValueError as error:
+            raise ValueError(f"--set {change}: {error}") from None
+    return machine
+
+
+def _model(arguments: argparse.Namespace) -> ModelDescription:
+    if arguments.config is not None:
+        try:
+            config = json.loads(arguments.config.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--config: {arguments.config} is not JSON ({error})") from None
+        return describe_config(config, seq_len=arguments.seq)
+    if arguments.module is not None:
+        model, *inputs = _build(arguments.module)
+        return describe_module(model, *inputs)
+    return gpt2(
+        arguments.layers,
+        arguments.dim,
+        arguments.heads,
+        dim_head=arguments.dim_head,
+        vocab_size=arguments.vocab,
+        seq_len=arguments.seq or 1024,
+    )
+
+
+def _build(place: str) -> Any:
+    """Calls ``FUNCTION`` of ``FILE:FUNCTION``."""
+    file, _, name = place.rpartition(":")
+    path = Path(file)
+    if not path.is_file():
+        raise ValueError(f"--module: expected FILE:FUNCTION, and there is no file {file!r}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"--module: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, name):
+        raise ValueError(f"--module: {path} has no function {name!r}")
+    return getattr(module, name)()

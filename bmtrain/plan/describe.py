@@ -1,0 +1,311 @@
+"""Descriptions of models that exist as modules, or as a Hugging Face configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..block_layer import Block
+from .model import BlockDescription, FlatBuffer, ModelDescription, OutsideParameter, transformer
+
+__all__ = ["describe_config", "describe_module"]
+
+
+def describe_module(
+    module: torch.nn.Module,
+    *inputs: Any,
+    blocks: Sequence[torch.nn.Module] | None = None,
+    head_bytes: float | None = None,
+) -> ModelDescription:
+    """Describe a model by running its forward without memory or arithmetic.
+
+    Args:
+        module: on any device, the meta device included; its parameters stay as they are.
+        inputs: of one forward; the first dimension of the first tensor counts the samples, the second one the tokens.
+            Only shapes and dtypes matter.
+        blocks: the modules that are, or will be, a :class:`bmtrain.Block` each, in the order of their calls; default:
+            all Blocks in ``module``, else the members of its longest ``ModuleList``.
+        head_bytes: of one sample, what a loss outside of ``module`` takes; default: three times the result.
+
+    Raises:
+        ValueError: no blocks are known, or no input is a tensor.
+
+    Example:
+        >>> import torch
+        >>> from bmtrain.plan import describe_module
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        >>> described = describe_module(model, torch.empty(4, 3, 8), blocks=list(model))
+        >>> described.num_parameters, described.blocks[0].flops
+        (144, 384.0)
+    """
+    members = list(_blocks_of(module) if blocks is None else blocks)
+    if not members:
+        raise ValueError(
+            "blocks: expected the modules that are to be Blocks; there is no Block and no ModuleList in the model"
+        )
+    first = next((leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)), None)
+    if first is None or first.dim() == 0:
+        raise ValueError("inputs: expected a tensor whose first dimension counts samples, got none")
+    # Imported here, as it takes longer than all of bmtrain.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    watch = _Watch(members)
+    with FakeTensorMode(), _fake_parameters(module), _unsharded(module), watch.running():
+        fakes = tree_map(_fake, inputs)
+        result = module(*fakes)
+    samples = first.shape[0]
+    owned = {id(param) for block in members for param in block.parameters()}
+    result_bytes = sum(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+    return ModelDescription(
+        name=type(module).__name__,
+        blocks=tuple(_described(block, watch.records[id(block)], samples) for block in members),
+        outside=tuple(_outside(module, owned)),
+        seq_len=first.shape[1] if first.dim() > 1 else 1,
+        head_flops=watch.outside_flops() / samples,
+        head_bytes=3 * result_bytes / samples if head_bytes is None else head_bytes,
+    )
+
+
+def _blocks_of(module: torch.nn.Module) -> list[torch.nn.Module]:
+    found: list[torch.nn.Module] = [member for member in module.modules() if type(member) is Block]
+    if found:
+        return found
+    lists = [list(member) for member in module.modules() if isinstance(member, torch.nn.ModuleList)]
+    return max(lists, key=len, default=[])
+
+
+def _fake(value: Any) -> Any:
+    return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+def _shape(param: torch.Tensor) -> torch.Size:
+    return torch.Size(getattr(param, "_original_shape", param.shape))
+
+
+def _described(block: torch.nn.Module, record: _Record, samples: int) -> BlockDescription:
+    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for param in block.parameters():
+        kinds.setdefault((param.dtype, param.requires_grad), []).append(_shape(param).numel())
+    return BlockDescription(
+        buffers=tuple(
+            FlatBuffer(tuple(numels), dtype.itemsize, trains) for (dtype, trains), numels in kinds.items()
+        ),
+        flops=record.flops / samples,
+        last_matmul_flops=(record.flops - record.flops_at_last_save) / samples,
+        input_bytes=record.input_bytes / samples,
+        activation_bytes=max(record.saved_bytes, record.input_bytes) / samples,
+        gradient_bytes=2.0 * record.largest_saved / samples,
+    )
+
+
+def _outside(module: torch.nn.Module, owned: set[int]) -> Iterator[OutsideParameter]:
+    """Parameters in no block. Each is taken to be read once; embeddings before the first block, others after it."""
+    reads: dict[int, list[Any]] = {}
+    for member in module.modules():
+        for param in member._parameters.values():
+            if param is not None and id(param) not in owned:
+                counts = reads.setdefault(id(param), [param, 0, 0])
+                counts[1 if "Embedding" in type(member).__name__ else 2] += 1
+    for param, before, after in reads.values():
+        yield OutsideParameter(
+            _shape(param).numel(), param.dtype.itemsize, before, after, param.requires_grad
+        )
+
+
+@contextmanager
+def _fake_parameters(module: torch.nn.Module) -> Iterator[None]:
+    """Full-size parameters and buffers without memory (the caller's mode), in the places of the module's own."""
+    made: dict[int, torch.Tensor] = {}
+    places: list[tuple[Any, str, torch.Tensor]] = []
+    for member in module.modules():
+        for own in (member._parameters, member._buffers):
+            places += [(own, name, value) for name, value in own.items() if value is not None]
+    for tensors, name, value in places:
+        if id(value) not in made:
+            fake = torch.empty(_shape(value), dtype=value.dtype, device="cpu")
+            is_parameter = isinstance(value, torch.nn.Parameter)
+            made[id(value)] = torch.nn.Parameter(fake, value.requires_grad) if is_parameter else fake
+        tensors[name] = made[id(value)]
+    try:
+        yield
+    finally:
+        for tensors, name, value in places:
+            tensors[name] = value
+
+
+@contextmanager
+def _unsharded(module: torch.nn.Module) -> Iterator[None]:
+    """Blocks run their inner modules as they are: their parameters are full already."""
+    runtimes = [member._runtime for member in module.modules() if type(member) is Block]
+    for runtime in runtimes:
+        runtime.is_bound = True
+    try:
+        yield
+    finally:
+        for runtime in runtimes:
+            runtime.is_bound = False
+
+
+@dataclass
+class _Record:
+    """What one block's forward did, all samples together."""
+
+    input_bytes: int = 0
+    flops: float = 0.0
+    flops_at_last_save: float = 0.0
+    saved: dict[int, torch.Tensor] = field(
+        default_factory=dict
+    )  # by storage; kept, so that no address is used twice
+
+    @property
+    def largest_saved(self) -> int:
+        return max((tensor.untyped_storage().nbytes() for tensor in self.saved.values()), default=0)
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.saved.values())
+
+
+def _attention_flops(
+    query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    """Scores and mixing: two products of (heads, queries, size) and (heads, keys, size), two operations each."""
+    batch, heads, queries, size = query
+    return int(2 * batch * heads * queries * key[2] * (size + value[3]))
+
+
+class _Watch:
+    """Counts work and saved tensors of each block while the model's forward runs."""
+
+    def __init__(self, blocks: Sequence[torch.nn.Module]) -> None:
+        self.blocks = blocks
+        self.records = {id(block): _Record() for block in blocks}
+        from torch.utils.flop_counter import FlopCounterMode
+
+        # Fused attention of the CPU is not counted by torch.
+        fused = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+        self._counter = FlopCounterMode(display=False, custom_mapping=fused)
+        self._running: _Record | None = None
+        self._begin = 0.0
+
+    def outside_flops(self) -> float:
+        """Work of no block."""
+        inside = sum(record.flops for record in self.records.values())
+        return max(self._counter.get_total_flops() - inside, 0.0)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While the forward runs."""
+        with ExitStack() as stack:
+            for block in self.blocks:
+                enter = block.register_forward_pre_hook(self._enter, with_kwargs=True)
+                leave = block.register_forward_hook(self._leave)
+                stack.callback(enter.remove)
+                stack.callback(leave.remove)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved))
+            stack.enter_context(self._counter)
+            yield
+
+    def _enter(self, block: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        self._running = record = self.records[id(block)]
+        self._begin = self._counter.get_total_flops()
+        record.input_bytes = sum(
+            leaf.nbytes
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        )
+
+    def _leave(self, block: torch.nn.Module, args: Any, result: Any) -> None:
+        record = self.records[id(block)]
+        record.flops += self._counter.get_total_flops() - self._begin
+        self._running = None
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        record = self._running
+        owner = tensor if tensor._base is None else tensor._base
+        if record is not None and not isinstance(owner, torch.nn.Parameter):
+            record.saved[tensor.untyped_storage()._cdata] = tensor
+            record.flops_at_last_save = record.flops + self._counter.get_total_flops() - self._begin
+        return tensor
+
+
+#: Families whose feed-forward layer has a gate; a configuration does not say so itself.
+_GATED = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "olmo",
+    "minicpm",
+)
+
+
+def describe_config(
+    config: Any, *, seq_len: int | None = None, dtype: torch.dtype = torch.bfloat16
+) -> ModelDescription:
+    """Describe a dense decoder by its Hugging Face configuration, without building it.
+
+    Args:
+        config: a ``PretrainedConfig``, or the content of a ``config.json``.
+        seq_len: tokens of a sample; default: as many as the model has positions.
+        dtype: of parameters and activations.
+
+    Raises:
+        ValueError: a size is missing, or the model is not a dense decoder.
+
+    Example:
+        >>> from bmtrain.plan import describe_config
+        >>> sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        ...          "intermediate_size": 11008, "vocab_size": 32000}
+        >>> llama = describe_config({"model_type": "llama", **sizes}, seq_len=2048)
+        >>> round(llama.num_parameters / 1e9, 1)
+        6.7
+    """
+    values: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+    kind = str(values.get("model_type", "decoder"))
+    if any(values.get(name) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
+        raise ValueError(f"config: expected a dense model, got a mixture of experts ({kind})")
+    if values.get("is_encoder_decoder"):
+        raise ValueError(f"config: expected a decoder, got an encoder and a decoder ({kind})")
+    dim = _number(values, "hidden_size", "n_embd", "d_model")
+    heads = _number(values, "num_attention_heads", "n_head")
+    positions = values.get("max_position_embeddings") or values.get("n_positions") or values.get("n_ctx")
+    length = seq_len or positions
+    if not length:
+        raise ValueError("seq_len: expected a length, as the configuration gives no number of positions")
+    gated = kind.startswith(_GATED)
+    return transformer(
+        name=kind,
+        num_layers=_number(values, "num_hidden_layers", "n_layer", "num_layers"),
+        dim_model=dim,
+        num_heads=heads,
+        num_kv_heads=values.get("num_key_value_heads") or heads,
+        dim_head=values.get("head_dim") or dim // heads,
+        dim_ff=values.get("intermediate_size") or values.get("n_inner") or 4 * dim,
+        gated=gated,
+        vocab_size=_number(values, "vocab_size"),
+        seq_len=int(length),
+        num_positions=0 if gated else int(positions or length),
+        bias=not gated,
+        tied=bool(values.get("tie_word_embeddings", not gated)),
+        element_size=dtype.itemsize,
+        scores=False,
+    )
+
+
+def _number(values: Mapping[str, Any], *names: str) -> int:
+    for name in names:
+        if values.get(name):
+            return int(values[name])
+    raise ValueError(f"config: expected {' or '.join(names)}, got neither")

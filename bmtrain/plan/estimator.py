@@ -1,0 +1,308 @@
+"""From a model, a machine and a policy to memory, time and what limits them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..errors import DoesNotFitError
+from .machine import Machine
+from .model import ADAM_BYTES, ModelDescription
+from .network import Network
+from .policy import TrainingPolicy
+from .simulation import Rates, SimulatedStep, StepResult
+
+__all__ = ["MemoryEstimate", "Plan", "TimeEstimate", "estimate", "model_state_bytes"]
+
+#: The ranges of Adam's state start apart from each other (bmtrain/optim/_adam_state.py).
+_STATE_SKEW_BYTES = 3 * 16 * 1024
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one device when there are most of them, by purpose; ``host`` is pinned memory of one node.
+
+    Args:
+        weights: shards.
+        gathered: full parameters, of blocks and outside of them.
+        gradients: shards, and full gradients on their way to them.
+        optimizer: masters and moments.
+        activations: inputs of blocks, what autograd saves, logits.
+        usable: what the device has.
+        host: pinned host memory of a node.
+        host_usable: what the node has.
+        pool_peak: largest sum of what the runtime's BufferPool lends.
+    """
+
+    weights: float
+    gathered: float
+    gradients: float
+    optimizer: float
+    activations: float
+    usable: float
+    host: float
+    host_usable: float
+    pool_peak: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gathered + self.gradients + self.optimizer + self.activations
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.usable and self.host <= self.host_usable
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """Seconds of one optimizer step: the whole, and how long each resource is busy.
+
+    Args:
+        step: from batch to batch.
+        compute: the device computes forwards and backwards.
+        wire: links and network carry bytes.
+        exposed_wire: the device waits for them.
+        optimizer: the update on the device.
+        pcie: gradients to the host and parameters back.
+        host: the update on the host.
+        idle: a pipeline stage waits for the others.
+    """
+
+    step: float
+    compute: float
+    wire: float
+    exposed_wire: float
+    optimizer: float
+    pcie: float
+    host: float
+    idle: float
+
+    @property
+    def bottleneck(self) -> str:
+        """The resource that a faster one of would help most."""
+        parts = {
+            "compute": self.compute,
+            "wire": self.exposed_wire,
+            "device memory (optimizer)": self.optimizer,
+            "PCIe": self.pcie,
+            "host memory": self.host,
+            "pipeline": self.idle,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run would need and how fast it would be.
+
+    Args:
+        model: what is trained.
+        machine: where.
+        policy: how.
+        memory: on one device.
+        time: of one step.
+        traffic: operation -> (messages, bytes on the wire) of one rank and step, as `Communicator.traffic` counts.
+        result: the simulated forward and backward.
+    """
+
+    model: ModelDescription
+    machine: Machine
+    policy: TrainingPolicy
+    memory: MemoryEstimate
+    time: TimeEstimate
+    traffic: dict[str, tuple[int, int]]
+    result: StepResult
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.fits
+
+    def require_fit(self, world_size: int) -> None:
+        """Refuse a run that would end out of memory.
+
+        Args:
+            world_size: ranks of the run.
+
+        Raises:
+            ValueError: the plan is for another number of ranks.
+            DoesNotFitError: it needs more memory than the machine has.
+        """
+        if world_size != self.machine.num_devices:
+            raise ValueError(
+                f"plan: made for {self.machine.num_devices} devices, but there are {world_size} ranks"
+            )
+        memory = self.memory
+        for what, needed, usable in (
+            ("a device", memory.total, memory.usable),
+            ("a node's host memory", memory.host, memory.host_usable),
+        ):
+            if needed > usable:
+                raise DoesNotFitError(
+                    f"plan: {self.model.name} needs {needed / 2**30:.1f} GiB of {what}, which has "
+                    f"{usable / 2**30:.1f} GiB; bmtrain.plan.remedies(plan) tells what would make it fit"
+                )
+
+    @property
+    def samples_per_step(self) -> int:
+        """Of all ranks: ``micro_batch`` for each tensor-parallel group."""
+        groups = self.machine.num_devices // self.policy.tp_size
+        return self.policy.micro_batch * self.policy.accumulate * groups
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples_per_step / self.time.step
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.samples_per_second * self.model.seq_len
+
+    @property
+    def flops_per_device(self) -> float:
+        """Useful operations per second and device: three forwards a sample, recomputation not counted."""
+        return 3 * self.model.flops * self.samples_per_second / self.machine.num_devices
+
+    @property
+    def mfu(self) -> float:
+        """The share of the peak that is (Chowdhery et al., PaLM, 2022, appendix B)."""
+        return self.flops_per_device / self.machine.flops
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "model": {"name": self.model.name, "parameters": self.model.num_parameters},
+            "machine": asdict(self.machine),
+            "policy": asdict(self.policy),
+            "fits": self.fits,
+            "bottleneck": self.time.bottleneck,
+            "memory": {**asdict(self.memory), "total": self.memory.total},
+            "seconds": asdict(self.time),
+            "traffic": {name: list(counts) for name, counts in self.traffic.items()},
+            "samples_per_second": self.samples_per_second,
+            "tokens_per_second": self.tokens_per_second,
+            "tflops_per_device": self.flops_per_device / 1e12,
+            "mfu": self.mfu,
+        }
+
+
+def model_state_bytes(model: ModelDescription, num_ranks: int) -> dict[str, int]:
+    """What one rank keeps of a model between steps: ``weights``, ``gradients`` and ``optimizer``, in bytes."""
+    sizes = {"weights": 0, "gradients": 0, "optimizer": 0}
+    for block in model.blocks:
+        for buffer in block.buffers:
+            _add(sizes, buffer.partition(num_ranks), buffer.element_size, buffer.trains)
+    for param in model.outside:
+        _add(sizes, param.partition(num_ranks), param.element_size, param.trains)
+    if sizes["optimizer"]:
+        sizes["optimizer"] += _STATE_SKEW_BYTES
+    return sizes
+
+
+def _add(sizes: dict[str, int], numel: int, element_size: int, trains: bool) -> None:
+    sizes["weights"] += numel * element_size
+    if trains:
+        sizes["gradients"] += numel * element_size
+        sizes["optimizer"] += numel * ADAM_BYTES[element_size]
+
+
+def estimate(
+    model: ModelDescription,
+    machine: Machine,
+    policy: TrainingPolicy | None = None,
+    *,
+    ring_gather: bool = True,
+    ring_reduce: bool = False,
+) -> Plan:
+    """Predict memory, time and traffic of training.
+
+    Args:
+        model: by :func:`gpt2`, :func:`describe_module` or :func:`describe_config`.
+        machine: one of `MACHINES`, or your own.
+        policy: how it is trained; default: level 3, recomputation, one sample.
+        ring_gather: gathers go around a ring (NCCL); False: from rank to rank (Gloo).
+        ring_reduce: reductions go around a ring; False: from rank to rank, as the runtime sends them.
+
+    Raises:
+        ValueError: the devices do not divide into pipelines of tensor-parallel groups.
+
+    Example:
+        >>> from bmtrain.plan import MACHINES, TrainingPolicy, estimate, gpt2
+        >>> plan = estimate(gpt2(24, 2048, 16), MACHINES["a100-80gb"], TrainingPolicy(micro_batch=8))
+        >>> plan.fits, plan.time.bottleneck
+        (True, 'compute')
+    """
+    policy = TrainingPolicy() if policy is None else policy
+    factor = policy.tp_size * policy.pipe_size
+    if machine.num_devices % factor:
+        raise ValueError(
+            f"devices: expected a multiple of tp_size * pipe_size = {policy.tp_size} * {policy.pipe_size}, "
+            f"got {machine.num_devices}"
+        )
+    local = model.sliced(policy.tp_size, policy.pipe_size)
+    num_sharing = machine.num_devices // factor
+    network = Network(machine, num_sharing, stride=policy.tp_size)
+    states = model_state_bytes(local, num_sharing)
+    on_host = policy.offload * states["optimizer"]
+    step = SimulatedStep(
+        local,
+        policy,
+        policy.micro_batch * policy.pipe_size,  # a pipeline runs the batches of all of its ranks
+        network,
+        Rates(machine.flops * machine.efficiency, machine.memory_bandwidth),
+        tp=Network(machine, policy.tp_size) if policy.tp_size > 1 else None,
+        fixed={**states, "optimizer": states["optimizer"] - on_host},
+        ring_gather=ring_gather,
+        ring_reduce=ring_reduce,
+    )
+    result = step.run()
+    return Plan(
+        model=model,
+        machine=machine,
+        policy=policy,
+        memory=_memory(result, machine, on_host),
+        time=_time(result, machine, policy, states),
+        traffic={
+            name: (messages * policy.accumulate, nbytes * policy.accumulate)
+            for name, (messages, nbytes) in result.traffic.items()
+        },
+        result=result,
+    )
+
+
+def _memory(result: StepResult, machine: Machine, on_host: float) -> MemoryEstimate:
+    at_peak = result.memory.at_peak
+    return MemoryEstimate(
+        weights=at_peak["weights"],
+        gathered=at_peak.get("gathered", 0.0) + at_peak.get("outside blocks", 0.0),
+        gradients=at_peak["gradients"] + at_peak.get("gradients in flight", 0.0),
+        optimizer=at_peak["optimizer"],
+        activations=at_peak.get("activations", 0.0),
+        usable=machine.usable_memory,
+        host=on_host * machine.devices_per_node,
+        host_usable=machine.host_memory,
+        pool_peak=result.memory.pool_peak,
+    )
+
+
+def _time(
+    result: StepResult, machine: Machine, policy: TrainingPolicy, states: dict[str, int]
+) -> TimeEstimate:
+    gradients = states["gradients"]
+    # One pass over gradient, parameter, master and moments reads and writes all but the gradient.
+    touched = 2 * (states["optimizer"] + gradients) + gradients
+    optimizer = (1 - policy.offload) * touched / machine.memory_bandwidth
+    pcie = policy.offload * gradients / machine.pcie_bandwidth if policy.offload else 0.0
+    host = policy.offload * touched * machine.devices_per_node / machine.host_bandwidth
+    passes = policy.accumulate
+    idle = result.seconds * passes * (policy.pipe_size - 1) / policy.pipe_size
+    return TimeEstimate(
+        # The update on the host follows the backward: nothing of it overlaps. Gradients go down and parameters come
+        # back over PCIe.
+        step=result.seconds * passes + idle + optimizer + 2 * pcie + host,
+        compute=result.computing * passes,
+        wire=result.wire_busy * passes,
+        exposed_wire=result.waiting * passes,
+        optimizer=optimizer,
+        pcie=2 * pcie,
+        host=host,
+        idle=idle,
+    )

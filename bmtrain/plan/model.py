@@ -1,0 +1,291 @@
+"""What the planner has to know of a model: sizes, work and what is kept, block by block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .. import _C
+
+__all__ = ["BlockDescription", "FlatBuffer", "ModelDescription", "OutsideParameter", "gpt2", "transformer"]
+
+#: Bytes of the fp32 masters and moments that Adam keeps for one parameter, by the size of its elements.
+ADAM_BYTES = {2: 12, 4: 8, 8: 8}
+
+
+@dataclass(frozen=True)
+class FlatBuffer:
+    """The parameters of a block that share dtype and trainability.
+
+    Args:
+        numels: elements of each, in any order.
+        element_size: bytes of an element.
+        trains: whether they get gradients.
+    """
+
+    numels: tuple[int, ...]
+    element_size: int
+    trains: bool = True
+
+    def partition(self, num_ranks: int) -> int:
+        """Elements of one rank's shard: that of the very layout that the runtime uses."""
+        return _C.FlatLayout(list(self.numels), self.element_size, num_ranks).partition
+
+
+@dataclass(frozen=True)
+class BlockDescription:
+    """One block, and what it does with one sample.
+
+    Args:
+        buffers: its parameters.
+        flops: floating-point operations of a forward (a multiplication and an addition are two).
+        last_matmul_flops: those behind the last tensor that autograd saves, which no second forward repeats.
+        input_bytes: the hidden states it gets.
+        activation_bytes: everything that autograd saves in a forward, the input included.
+        gradient_bytes: gradients of activations that exist at once: of the result and of the input of the step of its
+            backward that has the largest ones.
+        tp_exchange_bytes: what tensor-parallel ranks add up in a forward.
+    """
+
+    buffers: tuple[FlatBuffer, ...]
+    flops: float
+    last_matmul_flops: float
+    input_bytes: float
+    activation_bytes: float
+    gradient_bytes: float = 0.0
+    tp_exchange_bytes: float = 0.0
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(sum(buffer.numels) for buffer in self.buffers)
+
+
+@dataclass(frozen=True)
+class OutsideParameter:
+    """A parameter outside blocks.
+
+    Args:
+        numel: its elements.
+        element_size: bytes of an element.
+        reads_before: how often the forward reads it before the first block.
+        reads_after: and after the last one.
+        trains: whether it gets a gradient.
+    """
+
+    numel: int
+    element_size: int
+    reads_before: int = 0
+    reads_after: int = 0
+    trains: bool = True
+
+    def partition(self, num_ranks: int) -> int:
+        """Elements of the longest shard."""
+        return -(-self.numel // num_ranks)
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """A model by numbers; all amounts of work and activations are those of one sample.
+
+    Args:
+        name: for reports.
+        blocks: in the order of their calls.
+        outside: parameters outside blocks.
+        seq_len: tokens of a sample.
+        head_flops: forward work behind the last block.
+        head_bytes: logits, and what the loss keeps and computes from them.
+    """
+
+    name: str
+    blocks: tuple[BlockDescription, ...]
+    outside: tuple[OutsideParameter, ...] = ()
+    seq_len: int = 1
+    head_flops: float = 0.0
+    head_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.blocks:
+            raise ValueError(f"blocks: expected at least one block in model {self.name!r}, got none")
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, each counted once."""
+        return sum(b.num_parameters for b in self.blocks) + sum(p.numel for p in self.outside)
+
+    @property
+    def flops(self) -> float:
+        """Forward work of one sample."""
+        return sum(block.flops for block in self.blocks) + self.head_flops
+
+    def sliced(self, tp_size: int, pipe_size: int) -> ModelDescription:
+        """What one of ``tp_size`` tensor-parallel ranks of one of ``pipe_size`` stages holds and does.
+
+        Parameters and work are divided; activations as in Megatron-LM without sequence parallelism: inputs and what
+        norms and residuals keep (10 of 34 parts, Korthikanti et al., 2022, section 4.1) stay whole.
+        """
+        if tp_size == 1 and pipe_size == 1:
+            return self
+        per_stage = -(-len(self.blocks) // pipe_size)
+        blocks = tuple(_sliced_block(block, tp_size) for block in self.blocks[:per_stage])
+        outside = tuple(
+            OutsideParameter(-(-p.numel // tp_size), p.element_size, p.reads_before, p.reads_after, p.trains)
+            for p in self.outside
+        )
+        return ModelDescription(
+            self.name, blocks, outside, self.seq_len, self.head_flops / tp_size, self.head_bytes / tp_size
+        )
+
+
+def _sliced_block(block: BlockDescription, tp_size: int) -> BlockDescription:
+    whole = min(5 * block.input_bytes, block.activation_bytes)
+    return BlockDescription(
+        buffers=tuple(
+            FlatBuffer(tuple(-(-numel // tp_size) for numel in b.numels), b.element_size, b.trains)
+            for b in block.buffers
+        ),
+        flops=block.flops / tp_size,
+        last_matmul_flops=block.last_matmul_flops / tp_size,
+        input_bytes=block.input_bytes,
+        activation_bytes=whole + (block.activation_bytes - whole) / tp_size,
+        gradient_bytes=block.gradient_bytes / tp_size,
+        tp_exchange_bytes=2 * block.input_bytes,
+    )
+
+
+def transformer(
+    *,
+    name: str,
+    num_layers: int,
+    dim_model: int,
+    num_heads: int,
+    num_kv_heads: int,
+    dim_head: int,
+    dim_ff: int,
+    gated: bool,
+    vocab_size: int,
+    seq_len: int,
+    num_positions: int,
+    bias: bool,
+    tied: bool,
+    element_size: int,
+    scores: bool,
+) -> ModelDescription:
+    """A decoder by numbers; see :func:`gpt2` for what is counted.
+
+    Args:
+        num_kv_heads: heads of keys and values.
+        gated: the feed-forward layer multiplies two inner maps (SwiGLU).
+        num_positions: learnt positions; 0: none.
+        element_size: bytes of an element of parameters and activations.
+        scores: attention keeps its scores for backward.
+    """
+    inner, narrow = num_heads * dim_head, num_kv_heads * dim_head
+    qkv, widths = inner + 2 * narrow, [dim_ff] * (2 if gated else 1)
+    matrices = [
+        qkv * dim_model,
+        inner * dim_model,
+        *(width * dim_model for width in widths),
+        dim_ff * dim_model,
+    ]
+    vectors = [dim_model, dim_model]
+    if bias:
+        vectors += [dim_model, dim_model, qkv, dim_model, *widths, dim_model]
+    # Per token: two norms' inputs and outputs, queries, keys and values, the mixed values twice (as attention and as
+    # the output map keep them), and what the activation function and the products around it keep.
+    wide = (4 if gated else 2) * dim_ff
+    kept = seq_len * element_size * (4 * dim_model + qkv + 2 * inner + wide)
+    if scores:
+        kept += seq_len * seq_len * num_heads * 5 * element_size // 2
+    block = BlockDescription(
+        buffers=(FlatBuffer((*matrices, *vectors), element_size),),
+        flops=2.0 * seq_len * sum(matrices) + 4.0 * seq_len * seq_len * inner,
+        last_matmul_flops=2.0 * seq_len * dim_ff * dim_model,
+        input_bytes=float(seq_len * dim_model * element_size),
+        activation_bytes=float(kept),
+        gradient_bytes=2.0 * seq_len * element_size * max(dim_ff, seq_len * num_heads if scores else 0),
+    )
+    outside = [OutsideParameter(vocab_size * dim_model, element_size, reads_before=1, reads_after=int(tied))]
+    if num_positions:
+        outside.append(OutsideParameter(num_positions * dim_model, element_size, reads_before=1))
+    outside += [OutsideParameter(dim_model, element_size, reads_after=1)] * (2 if bias else 1)
+    if not tied:
+        outside.append(OutsideParameter(vocab_size * dim_model, element_size, reads_after=1))
+    return ModelDescription(
+        name=name,
+        blocks=(block,) * num_layers,
+        outside=tuple(outside),
+        seq_len=seq_len,
+        head_flops=2.0 * seq_len * vocab_size * dim_model,
+        # Logits, what the loss keeps of them, and their gradient.
+        head_bytes=3.0 * seq_len * vocab_size * element_size,
+    )
+
+
+def gpt2(
+    num_layers: int,
+    dim_model: int,
+    num_heads: int,
+    *,
+    dim_head: int | None = None,
+    dim_ff: int | None = None,
+    vocab_size: int = 50257,
+    seq_len: int = 1024,
+    max_distance: int | None = None,
+    bias: bool = True,
+    tied: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    attention: str = "fused",
+    name: str = "",
+) -> ModelDescription:
+    """The example's GPT-2 by numbers.
+
+    Work: two operations per weight and token, and 4 seq_len per token and head element for attention. Activations:
+    counted from what the example's layer saves; with ``"whole"`` attention the scores as well, 5 bytes each in
+    16 bits (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4).
+
+    Args:
+        num_layers: transformer layers, each a block.
+        dim_model: width.
+        num_heads: attention heads.
+        dim_head: size of a head; default ``dim_model / num_heads``.
+        dim_ff: width of the feed-forward layer; default ``4 dim_model``.
+        vocab_size: token ids.
+        seq_len: tokens of a sample.
+        max_distance: positions; default ``seq_len``.
+        bias: whether linear maps and norms have biases.
+        tied: the token embedding is the output head too.
+        dtype: of parameters and activations.
+        attention: ``"fused"`` keeps no scores, ``"whole"`` keeps them.
+
+    Raises:
+        ValueError: a size below 1 or another kind of attention.
+
+    Example:
+        >>> from bmtrain.plan import gpt2
+        >>> round(gpt2(12, 768, 12).num_parameters / 1e6)
+        124
+    """
+    sizes = {"num_layers": num_layers, "dim_model": dim_model, "num_heads": num_heads, "seq_len": seq_len}
+    for argument, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{argument}: expected at least 1, got {value}")
+    if attention not in ("fused", "whole"):
+        raise ValueError(f"attention: expected 'fused' or 'whole', got {attention!r}")
+    return transformer(
+        name=name or f"GPT-2 of {num_layers} layers, width {dim_model}",
+        num_layers=num_layers,
+        dim_model=dim_model,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        dim_head=dim_head or max(dim_model // num_heads, 1),
+        dim_ff=dim_ff or 4 * dim_model,
+        gated=False,
+        vocab_size=vocab_size,
+        seq_len=seq_len,
+        num_positions=max_distance or seq_len,
+        bias=bias,
+        tied=tied,
+        element_size=torch.empty((), dtype=dtype).element_size(),
+        scores=attention == "whole",
+    )

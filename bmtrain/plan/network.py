@@ -1,0 +1,131 @@
+"""How long a collective takes alone, and how collectives that are under way together share the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .machine import Machine
+
+__all__ = ["Network", "Transfer", "Wire"]
+
+#: Messages of one rank to different peers that travel together.
+_MESSAGES_IN_FLIGHT = 8
+
+
+@dataclass(frozen=True)
+class Network:
+    """The ranks that share a buffer, and the way between them.
+
+    In a ring every byte enters each node once. Sent directly, as the runtime's gradient slices are, a byte enters a
+    node once for each of the node's ranks that needs it: nothing is summed on the way, so ``devices_per_node`` times
+    as much passes the network cards. Between the ranks of one node there is no difference.
+
+    Args:
+        machine: where the ranks are.
+        size: how many there are; they fill nodes.
+        stride: ranks of a node that belong to other groups of this kind (tensor-parallel neighbours, stages).
+    """
+
+    machine: Machine
+    size: int
+    stride: int = 1
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Members of the group in one node."""
+        return max(1, min(self.size, self.machine.devices_per_node // self.stride))
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.size // self.ranks_per_node)
+
+    def seconds(self, partition_bytes: float, *, ring: bool) -> float:
+        """An all-gather or reduce-scatter of ``size`` partitions.
+
+        Args:
+            partition_bytes: what one rank contributes, or gets.
+            ring: around a ring, or directly from rank to rank.
+        """
+        if self.size == 1:
+            return 0.0
+        machine, here = self.machine, self.ranks_per_node
+        seconds = (self.size - 1) * partition_bytes / machine.link_bandwidth
+        # All groups of this kind use the node's network cards at the same time.
+        groups = max(1, min(self.stride, machine.devices_per_node))
+        if self.num_nodes > 1:
+            entering = (self.size - 1 if ring else here * (self.size - here)) * partition_bytes * groups
+            seconds = max(seconds, entering / machine.network_bandwidth)
+        far = self.num_nodes if ring else (self.size - here) / _MESSAGES_IN_FLIGHT
+        near = self.size - self.num_nodes if ring else (here - 1) / _MESSAGES_IN_FLIGHT
+        return (
+            seconds
+            + (far * machine.network_latency if self.num_nodes > 1 else 0)
+            + (near * machine.link_latency)
+        )
+
+    def all_reduce_seconds(self, nbytes: float) -> float:
+        """A sum of tensors of ``nbytes`` around a ring."""
+        return 2 * self.seconds(nbytes / self.size, ring=True)
+
+
+@dataclass
+class Transfer:
+    """One collective under way.
+
+    Args:
+        name: what it is for.
+        remaining: seconds of wire that it still needs.
+        begin: when it was started.
+        end: when it was over; None before.
+    """
+
+    name: str
+    remaining: float
+    begin: float
+    end: float | None = None
+
+
+class Wire:
+    """Collectives on a virtual clock: in order on each communicator, at equal shares between communicators."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.busy = 0.0
+        self._queues: dict[str, list[Transfer]] = {}
+
+    def start(self, communicator: str, name: str, seconds: float) -> Transfer:
+        """Posts a collective that would take ``seconds`` alone."""
+        transfer = Transfer(name, seconds, self.now)
+        self._queues.setdefault(communicator, []).append(transfer)
+        return transfer
+
+    def advance(self, seconds: float) -> None:
+        """Lets ``seconds`` go by."""
+        self._run_until(self.now + seconds, None)
+
+    def wait(self, transfer: Transfer) -> float:
+        """Lets time go by until ``transfer`` is over; how long that was."""
+        before = self.now
+        if transfer.end is None:
+            self._run_until(float("inf"), transfer)
+        return self.now - before
+
+    def drain(self) -> float:
+        """Waits for everything under way; how long that was."""
+        return sum(self.wait(queue[-1]) for queue in list(self._queues.values()) if queue)
+
+    def _run_until(self, until: float, awaited: Transfer | None) -> None:
+        while self.now < until and (awaited is None or awaited.end is None):
+            heads = [queue[0] for queue in self._queues.values() if queue]
+            if not heads:
+                self.now = until
+                return
+            step = min(min(head.remaining for head in heads) * len(heads), until - self.now)
+            self.now += step
+            self.busy += step
+            for queue in self._queues.values():
+                if queue:
+                    queue[0].remaining -= step / len(heads)
+                    # What rounding leaves of a transfer is over as well.
+                    if queue[0].remaining <= 1e-12 * max(1.0, self.now):
+                        queue.pop(0).end = self.now

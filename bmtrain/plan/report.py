@@ -1,0 +1,143 @@
+"""Plans and comparisons as text for a terminal of 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from .estimator import Plan
+from .published import BATCHES, PUBLISHED, Cell, Fit
+
+__all__ = ["format_plan", "format_published"]
+
+_BAR = 28
+
+
+def format_bytes(nbytes: float) -> str:
+    """In units of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """In the unit that gives the shortest number."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+
+
+def _row(name: str, text: str, share: float) -> str:
+    bar = "#" * min(_BAR, round(share * _BAR))
+    return f"  {name:<24}{text:>12}  {bar:<{_BAR}}{share:>7.1%}"
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    memory = plan.memory
+    yield f"memory of one device, of {format_bytes(memory.usable)} usable"
+    for name in ("weights", "gathered", "gradients", "optimizer", "activations", "total"):
+        nbytes = getattr(memory, name)
+        yield _row(name, format_bytes(nbytes), nbytes / memory.usable)
+    if memory.host:
+        yield _row("pinned host, of a node", format_bytes(memory.host), memory.host / memory.host_usable)
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    time = plan.time
+    yield f"one step: {format_seconds(time.step)}"
+    parts = {
+        "compute": time.compute,
+        "wire": time.wire,
+        "  of it exposed": time.exposed_wire,
+        "optimizer on the device": time.optimizer,
+        "PCIe": time.pcie,
+        "host memory": time.host,
+        "pipeline waits": time.idle,
+    }
+    for name, seconds in parts.items():
+        if seconds or name in ("compute", "wire", "  of it exposed"):
+            yield _row(name, format_seconds(seconds), seconds / time.step)
+
+
+def _traffic(plan: Plan) -> Iterator[str]:
+    for name, (messages, nbytes) in plan.traffic.items():
+        yield f"wire of one rank and step: {messages} {name}, {format_bytes(nbytes)}"
+
+
+def _policy(plan: Plan) -> str:
+    policy = plan.policy
+    parts = [f"micro-batch {policy.micro_batch}", f"level {policy.level}"]
+    parts.append("recomputation" if policy.recompute else "activations kept")
+    parts += [f"offload {policy.offload:g}"] * bool(policy.offload)
+    parts += [f"{policy.accumulate} micro-batches a step"] * (policy.accumulate > 1)
+    parts += [f"tensor parallel {policy.tp_size}"] * (policy.tp_size > 1)
+    parts += [f"{policy.pipe_size} stages"] * (policy.pipe_size > 1)
+    return ", ".join(parts)
+
+
+def format_plan(plan: Plan, remedies: Sequence[str] = ()) -> str:
+    """A plan as text.
+
+    Args:
+        plan: by :func:`bmtrain.plan.estimate`.
+        remedies: what would make it fit, by :func:`bmtrain.plan.remedies`.
+    """
+    machine = plan.machine
+    lines = [
+        f"{plan.model.name}: {plan.model.num_parameters / 1e9:.3f} billion parameters, "
+        f"{plan.model.seq_len} tokens",
+        f"{machine.num_nodes} x {machine.devices_per_node} {machine.name}; {_policy(plan)}",
+        "",
+        *_memory(plan),
+        "",
+        *_time(plan),
+        "",
+        f"{plan.tokens_per_second:,.0f} tokens/s, {plan.samples_per_second:,.2f} samples/s",
+        f"{plan.flops_per_device / 1e12:,.3g} TFLOP/s a device, MFU {plan.mfu:.1%}",
+        *_traffic(plan),
+        f"bottleneck: {plan.time.bottleneck}",
+    ]
+    if plan.fits:
+        lines.append("fits: yes")
+    else:
+        what = "device" if plan.memory.total > plan.memory.usable else "host"
+        lines.append(f"fits: NO, out of {what} memory")
+        lines += [f"  would fit with {change}" for change in remedies] or [
+            "  no single change makes it fit: more devices, a smaller model, or several changes (--choose)"
+        ]
+    return "\n".join(lines)
+
+
+def format_published(cells: Sequence[Cell], fit: Fit) -> str:
+    """The published table beside its predictions."""
+    found = {(cell.system, cell.batch): cell for cell in cells}
+    lines = [
+        "GPT-2 of 13 billion parameters (40 layers, 128 heads of width 40, hidden size",
+        "5120, 512 tokens) on 4 x 8 V100-32GB: samples per second, published > predicted",
+        "(error). The page says 'of each GPU': 29.42 of those are 13 times a V100's peak.",
+        "They are taken as the cluster's. OOM: out of memory. !: the prediction is wrong",
+        "about whether it fits.",
+        "",
+        f"{'batch per GPU':<13}" + "".join(f"{batch:>16}" for batch in BATCHES),
+    ]
+    for system in PUBLISHED:
+        lines.append(f"{system:<13}" + "".join(f"{_cell(found[system, batch]):>16}" for batch in BATCHES))
+    errors = [abs(cell.error) for cell in cells if cell.error is not None]
+    agreeing = sum(cell.agrees_on_fit for cell in cells)
+    lines += [
+        "",
+        f"fitted: {fit.efficiency:.3f} of the peak of matrix products, "
+        f"{fit.network_bandwidth / 1e9:.2f} GB/s of network a server",
+        f"mean error {sum(errors) / len(errors):.1%} over {len(errors)} cells, largest {max(errors):.1%}; "
+        f"right about fitting in {agreeing} of {len(cells)}",
+    ]
+    return "\n".join(lines)
+
+
+def _cell(cell: Cell) -> str:
+    mark = "" if cell.agrees_on_fit else "!"
+    predicted = "OOM" if cell.predicted is None else f"{cell.predicted:.1f}"
+    if cell.error is None:
+        return f"OOM>{predicted}{mark}"
+    return f"{cell.published:.1f}>{predicted} ({cell.error:+.0%}){mark}"

@@ -1,0 +1,166 @@
+"""Scaling curves from 1 to 4,096 devices, simulated: ``python -m bmtrain plan --scale DIR``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .estimator import Plan, estimate
+from .machine import MACHINES, Machine
+from .model import ModelDescription, gpt2
+from .policy import TrainingPolicy
+
+__all__ = ["CURVES", "Curve", "draw_scale"]
+
+#: Devices of a point.
+COUNTS = tuple(2**exponent for exponent in range(13))
+_TABLE_COUNTS = (8, 64, 512, 4096)
+_BATCHES = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One model at growing numbers of devices; the batch of a device stays, so the batch of all grows.
+
+    Args:
+        label: in the pictures.
+        model: what is trained.
+        policy: how; its micro-batch is the largest one of 1, 2, 4, 8, 16 that fits at each number of devices.
+    """
+
+    label: str
+    model: ModelDescription
+    policy: TrainingPolicy
+
+    def points(self, machine: Machine) -> list[tuple[Plan, Plan]]:
+        """For each number of devices at which the model fits: with reductions around a ring, and with direct slices."""
+        factor = self.policy.tp_size * self.policy.pipe_size
+        plans = []
+        for count in COUNTS:
+            if count % factor == 0:
+                plan = self._largest(machine.with_devices(count))
+                if plan is not None:
+                    direct = estimate(self.model, plan.machine, plan.policy, ring_reduce=False)
+                    plans.append((plan, direct))
+        return plans
+
+    def _largest(self, machine: Machine) -> Plan | None:
+        best = None
+        for batch in _BATCHES:
+            policy = replace(self.policy, micro_batch=batch)
+            plan = estimate(self.model, machine, policy, ring_reduce=True)
+            if not plan.fits:
+                break
+            best = plan
+        return best
+
+
+CURVES = (
+    Curve("1.3B", gpt2(24, 2048, 16, seq_len=2048), TrainingPolicy()),
+    Curve("13B", gpt2(40, 5120, 40, seq_len=2048), TrainingPolicy()),
+    Curve("175B", gpt2(96, 12288, 96, seq_len=2048), TrainingPolicy()),
+    Curve("175B, TP 8", gpt2(96, 12288, 96, seq_len=2048), TrainingPolicy(tp_size=8)),
+    Curve("1T, TP 8, PP 8", gpt2(128, 25600, 160, seq_len=2048), TrainingPolicy(tp_size=8, pipe_size=8)),
+)
+_COLORS = ("#4c78a8", "#f2a93b", "#e45756", "#54a24b", "#b279a2")
+
+
+def draw_scale(directory: Path, machine: Machine | None = None) -> list[str]:
+    """Draw the pictures and make the table of ``docs/explanation/scale.md``.
+
+    Args:
+        directory: where ``scale-mfu.png`` and ``scale-parts.png`` are written.
+        machine: whose nodes; default: eight H100 a node.
+
+    Returns:
+        The lines of a Markdown table.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("drawing needs matplotlib: pip install matplotlib") from None
+    machine = MACHINES["h100-80gb"] if machine is None else machine
+    found = {curve.label: curve.points(machine) for curve in CURVES}
+    directory.mkdir(parents=True, exist_ok=True)
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    for color, curve in zip(_COLORS, CURVES, strict=True):
+        plans = found[curve.label]
+        devices = [ring.machine.num_devices for ring, _ in plans]
+        look: dict[str, Any] = {"color": color, "marker": "."}
+        left.plot(devices, [100 * ring.mfu for ring, _ in plans], "-", label=curve.label, **look)
+        left.plot(devices, [100 * direct.mfu for _, direct in plans], "--", **look)
+        right.plot(devices, [ring.memory.total / 2**30 for ring, _ in plans], label=curve.label, **look)
+    left.set_ylabel("MFU, %  (solid: ring reduction, dashed: direct slices)")
+    left.set_ylim(0)
+    right.set_ylabel("memory of a device, GiB")
+    right.axhline(machine.usable_memory / 2**30, color="gray", linewidth=0.8)
+    right.set_yscale("log", base=2)
+    right.yaxis.set_major_formatter(lambda size, _: f"{size:.0f}")
+    for axes in (left, right):
+        _count_axis(axes, machine)
+        axes.legend(frameon=False)
+    figure.savefig(directory / "scale-mfu.png", dpi=110)
+    _draw_parts(
+        [ring for ring, _ in found["1.3B"]],
+        [direct for _, direct in found["1.3B"]],
+        directory / "scale-parts.png",
+        machine,
+    )
+    return _table(found)
+
+
+def _count_axis(axes: Any, machine: Machine) -> None:
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda count, _: f"{count:,.0f}")
+    axes.set_xlabel(f"{machine.name} devices, {machine.devices_per_node} a node")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_parts(ring: list[Plan], direct: list[Plan], path: Path, machine: Machine) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, plans, title in zip(
+        figure.subplots(1, 2, sharey=True), (ring, direct), ("ring reduction", "direct slices"), strict=True
+    ):
+        devices = [str(plan.machine.num_devices) for plan in plans]
+        base = [0.0] * len(plans)
+        for name, color in (("compute", _COLORS[0]), ("exposed_wire", _COLORS[2]), ("optimizer", _COLORS[3])):
+            # Of one sample, as the batch that fits grows with the number of devices.
+            values = [1e3 * getattr(plan.time, name) / plan.policy.micro_batch for plan in plans]
+            axes.bar(devices, values, bottom=base, color=color, label=name.replace("_", " "))
+            base = [low + value for low, value in zip(base, values, strict=True)]
+        axes.set_title(f"1.3B, {title}", fontsize=10)
+        axes.set_xlabel(f"{machine.name} devices")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(
+        *figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False
+    )
+    figure.axes[0].set_ylabel("ms of a step per sample of a device")
+    figure.savefig(path, dpi=110)
+
+
+def _table(found: dict[str, list[tuple[Plan, Plan]]]) -> list[str]:
+    lines = [
+        "| model | devices | micro-batch | memory, GiB | MFU, ring | MFU, direct | exposed, ring | exposed, direct |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for label, plans in found.items():
+        for ring, direct in plans:
+            if ring.machine.num_devices in _TABLE_COUNTS:
+                lines.append(
+                    f"| {label} | {ring.machine.num_devices:,} | {ring.policy.micro_batch} "
+                    f"| {ring.memory.total / 2**30:.1f} | {ring.mfu:.1%} | {direct.mfu:.1%} "
+                    f"| {ring.time.exposed_wire / ring.time.step:.1%} "
+                    f"| {direct.time.exposed_wire / direct.time.step:.1%} |"
+                )
+    return lines

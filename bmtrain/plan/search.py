@@ -1,0 +1,95 @@
+"""Choosing a policy, and finding what would make a run fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from .estimator import Plan, estimate
+from .machine import Machine
+from .model import ModelDescription
+from .policy import TrainingPolicy
+
+__all__ = ["choose_policy", "remedies"]
+
+_OFFLOADS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_MAX_DOUBLINGS = 10
+
+
+def choose_policy(
+    model: ModelDescription,
+    machine: Machine,
+    base: TrainingPolicy | None = None,
+    *,
+    ring_reduce: bool = False,
+) -> Plan | None:
+    """The fastest plan that fits, over ZeRO level, recomputation, offload and micro-batch.
+
+    Args:
+        model: what is trained.
+        machine: where.
+        base: what is not chosen (accumulation, tensor-parallel size, stages).
+        ring_reduce: as for :func:`estimate`.
+
+    Returns:
+        None if nothing fits, not even one sample with everything offloaded.
+    """
+    base = TrainingPolicy() if base is None else base
+    best: Plan | None = None
+    for level in (2, 3):
+        for recompute in (False, True):
+            for offload in _OFFLOADS:
+                policy = replace(base, level=level, recompute=recompute, offload=offload)
+                found = _largest_batch(model, machine, policy, ring_reduce)
+                if found is not None and (best is None or found.samples_per_second > best.samples_per_second):
+                    best = found
+                if found is not None:
+                    break  # a larger share on the host is slower
+    return best
+
+
+def _largest_batch(
+    model: ModelDescription, machine: Machine, policy: TrainingPolicy, ring_reduce: bool
+) -> Plan | None:
+    """The fastest of the micro-batches 1, 2, 4, ... that fit."""
+    best: Plan | None = None
+    for doubling in range(_MAX_DOUBLINGS):
+        plan = estimate(model, machine, replace(policy, micro_batch=2**doubling), ring_reduce=ring_reduce)
+        if not plan.fits:
+            break
+        if best is not None and plan.samples_per_second < 1.01 * best.samples_per_second:
+            break
+        best = plan
+    return best
+
+
+def _changes(policy: TrainingPolicy) -> Iterator[tuple[str, TrainingPolicy]]:
+    if policy.level == 2:
+        yield "ZeRO level 3 instead of 2", replace(policy, level=3)
+    if not policy.recompute:
+        yield "recomputation", replace(policy, recompute=True)
+    batch = policy.micro_batch // 2
+    while batch >= 1:
+        yield f"micro-batch {batch} instead of {policy.micro_batch}", replace(policy, micro_batch=batch)
+        batch //= 2
+    for offload in _OFFLOADS:
+        if offload > policy.offload:
+            yield f"offload {offload:g} of the optimizer to the host", replace(policy, offload=offload)
+
+
+def remedies(plan: Plan, *, ring_reduce: bool = False) -> list[str]:
+    """Single changes of the policy, or of the number of devices, each of which makes a plan fit; none if it does."""
+    if plan.fits:
+        return []
+    found, kinds = [], set()
+    for change, policy in _changes(plan.policy):
+        kind = change.split()[0]
+        if kind not in kinds and estimate(plan.model, plan.machine, policy, ring_reduce=ring_reduce).fits:
+            kinds.add(kind)
+            found.append(change)
+    for doubling in range(1, 8):
+        machine = plan.machine.sized(num_nodes=plan.machine.num_nodes * 2**doubling)
+        if estimate(plan.model, machine, plan.policy, ring_reduce=ring_reduce).fits:
+            found.append(f"{machine.num_devices} devices instead of {plan.machine.num_devices}")
+            break
+    return found

@@ -1,0 +1,145 @@
+"""The doctor finds injected problems and names the remedy; on a healthy installation it finds none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from harness import free_port, run_process, run_ranks
+
+import bmtrain
+from bmtrain import _checkup
+from bmtrain._checkup import Check, Surroundings, check_up
+from bmtrain.doctor import run_checks
+
+
+def here(**changes) -> Surroundings:
+    return replace(Surroundings(environ={"PATH": os.environ["PATH"]}), **changes)
+
+
+def no_compiler(folder: Path, stack: ExitStack) -> Check:
+    return _checkup.check_compiler(here(environ={"PATH": str(folder)}))
+
+
+def stale_core(folder: Path, stack: ExitStack) -> Check:
+    source = folder / "kernels.cpp"
+    source.touch()
+    os.utime(source, (time.time() + 3600, time.time() + 3600))
+    return _checkup.check_extension(here(sources=folder))
+
+
+def old_nccl(folder: Path, stack: ExitStack) -> Check:
+    source, library = folder / "nccl.c", folder / "libnccl.so.2"
+    source.write_text("int ncclGetVersion(int* version) { *version = 21805; return 0; }\n")
+    compiler = shutil.which("cc") or shutil.which("c++")
+    assert compiler is not None  # bmtrain could not have been built
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    return _checkup.check_nccl(here(environ={"BMTRAIN_NCCL_LIBRARY": str(library)}))
+
+
+def port_taken(folder: Path, stack: ExitStack) -> Check:
+    listener = stack.enter_context(socket.socket())
+    listener.bind(("", 0))
+    listener.listen()
+    return _checkup.check_port(here(environ={"MASTER_PORT": str(listener.getsockname()[1])}))
+
+
+def unwritable_shared_memory(folder: Path, stack: ExitStack) -> Check:
+    (folder / "shm").touch()  # nobody, root included, can write into a file as into a folder
+    return _checkup.check_shared_memory(here(shared_memory=folder / "shm"))
+
+
+def forced_too_high(folder: Path, stack: ExitStack) -> Check:
+    patch = stack.enter_context(pytest.MonkeyPatch.context())
+    patch.setattr(_checkup._C, "highest_cpu_isa", lambda: "avx2")
+    return _checkup.check_processor(here(environ={"BMTRAIN_CPU_ISA": "avx512"}))
+
+
+def wrong_torch(folder: Path, stack: ExitStack) -> Check:
+    return _checkup.check_torch(here(build={**bmtrain.build_info(), "torch": "2.1.0+cpu"}))
+
+
+def little_memory(folder: Path, stack: ExitStack) -> Check:
+    return _checkup.check_memory(here(available_memory=lambda: 100 << 20))
+
+
+def wrong_clock() -> list[Check]:
+    shift = 100.0 * bmtrain.rank()
+    return list(check_up(here(clock=lambda: time.time() + shift)))
+
+
+def skewed_clocks(folder: Path, stack: ExitStack) -> Check:
+    first, second = run_ranks(2, wrong_clock)
+    assert first == second or all(len(checks) == len(first) for checks in (first, second))
+    return next(check for check in first if check.name == "clocks")
+
+
+def missing_rank(folder: Path, stack: ExitStack) -> Check:
+    launch = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", "bmtrain", "doctor", "--timeout", "2"]
+    done = run_process(command, environment=launch, check=False)
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    number = next(n for n, line in enumerate(lines) if "PROBLEM ranks" in line)
+    return Check("ranks", lines[number], lines[number + 1])
+
+
+@pytest.mark.parametrize(
+    ("inject", "found", "remedy"),
+    [
+        (no_compiler, "no C++ compiler", "apt-get install g++"),
+        (stale_core, "older than kernels.cpp", "pip install -e"),
+        (old_nccl, "NCCL 2.18.5", "pip install nvidia-nccl"),
+        (port_taken, "cannot be served", "set MASTER_PORT to a free port"),
+        (missing_rank, "1", "start every rank"),
+        (unwritable_shared_memory, "cannot be written to", "--shm-size"),
+        (forced_too_high, "BMTRAIN_CPU_ISA=avx512", "unset BMTRAIN_CPU_ISA"),
+        (wrong_torch, "built for torch 2.1.0", "install torch 2.1.0"),
+        (skewed_clocks, "differ by 100.", "timedatectl"),
+        (little_memory, "100 MiB available", "fewer ranks"),
+    ],
+)
+def test_injected_problem_is_found_with_its_remedy(inject, found: str, remedy: str, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        check = inject(tmp_path, stack)
+    assert check.is_problem
+    assert found in check.found
+    assert remedy in check.remedy
+
+
+def healthy() -> list[Check]:
+    return [check for check in check_up(here(sources=Path("/nowhere"))) if check.is_problem]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_healthy_ranks_have_no_problem(world: int) -> None:
+    assert run_ranks(world, healthy) == [[]] * world
+
+
+@pytest.fixture
+def one_failing_check(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def checks(surroundings: Surroundings) -> Iterator[Check]:
+        yield Check("memory", "enough")
+        yield Check("port", "taken", "take another")
+
+    monkeypatch.setattr("bmtrain.doctor.check_up", checks)
+    yield
+
+
+@pytest.mark.usefixtures("one_failing_check")
+def test_a_problem_is_printed_with_its_remedy_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_checks(here()) == 1
+    output = capsys.readouterr().out
+    assert "ok      memory" in output
+    assert "PROBLEM port           taken" in output
+    assert "remedy:        take another" in output
+    assert output.endswith("1 problem\n")

@@ -1,0 +1,225 @@
+"""The planner: what it is told, what it says, and what it says of the published table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from bmtrain.__main__ import main
+from bmtrain.benchmark._gpt import GPT
+from bmtrain.errors import DoesNotFitError
+from bmtrain.plan import (
+    MACHINES,
+    TrainingPolicy,
+    choose_policy,
+    describe_config,
+    describe_module,
+    estimate,
+    gpt2,
+    remedies,
+)
+from bmtrain.plan.network import Network, Wire
+from bmtrain.plan.published import FITTED, PUBLISHED, compare
+
+SMALL = gpt2(6, 256, 4, vocab_size=1000, seq_len=128, dtype=torch.float32, tied=False)
+EIGHT = MACHINES["a100-80gb"]
+
+
+def test_published_table_within_ten_percent_and_fits_told_right() -> None:
+    cells = compare(FITTED)
+    errors = [abs(cell.error) for cell in cells if cell.error is not None]
+    assert len(errors) == sum(value is not None for row in PUBLISHED.values() for value in row) == 11
+    assert sum(errors) / len(errors) < 0.08
+    assert max(errors) < 0.25
+    assert sum(cell.agrees_on_fit for cell in cells) >= 26
+
+
+def test_a_module_and_its_numbers_are_described_alike() -> None:
+    with torch.device("meta"):
+        model = GPT(6, 256, 4, 1000, 128)
+    described = describe_module(model, torch.zeros(3, 129, dtype=torch.long))
+    assert described.num_parameters == SMALL.num_parameters
+    block, by_numbers = described.blocks[0], SMALL.blocks[0]
+    assert block.flops == by_numbers.flops
+    assert block.last_matmul_flops == by_numbers.last_matmul_flops
+    assert block.input_bytes == by_numbers.input_bytes
+    assert block.activation_bytes == pytest.approx(by_numbers.activation_bytes, rel=0.07)
+    assert described.head_flops == SMALL.head_flops
+    assert all(param.is_meta for param in model.parameters())
+
+
+def test_a_hugging_face_configuration_has_the_model_s_parameters() -> None:
+    transformers = pytest.importorskip("transformers")
+    configs = [
+        transformers.LlamaConfig(
+            hidden_size=64, intermediate_size=176, num_hidden_layers=3, num_attention_heads=8,
+            num_key_value_heads=2, vocab_size=1000,
+        ),
+        transformers.GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=1000, n_positions=128),
+    ]  # fmt: skip
+    for config in configs:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        assert describe_config(config, seq_len=64).num_parameters == model.num_parameters()
+
+
+def test_what_cannot_be_described_is_told() -> None:
+    with pytest.raises(ValueError, match="blocks: expected"):
+        describe_module(nn.Linear(2, 2), torch.zeros(1, 2))
+    with pytest.raises(ValueError, match="mixture of experts"):
+        describe_config({"model_type": "mixtral", "num_local_experts": 8})
+    with pytest.raises(ValueError, match="hidden_size or n_embd"):
+        describe_config({"model_type": "llama"})
+    with pytest.raises(ValueError, match="offload: expected 0 to 1"):
+        TrainingPolicy(offload=2)
+    with pytest.raises(ValueError, match="zero_level"):
+        TrainingPolicy(level=1)
+
+
+def test_collectives_of_two_communicators_share_the_wire() -> None:
+    wire = Wire()
+    first = wire.start("gather", "a", 1.0)
+    second = wire.start("gather", "b", 1.0)
+    other = wire.start("reduce", "c", 0.5)
+    wire.wait(other)
+    assert wire.now == pytest.approx(1.0)  # half of the wire each
+    wire.wait(first)
+    assert wire.now == pytest.approx(1.5)
+    wire.advance(0.25)
+    assert second.end is None
+    assert wire.wait(second) == pytest.approx(0.75)
+    assert wire.busy == pytest.approx(wire.now)
+
+
+def test_direct_slices_cross_the_network_once_for_each_device_of_a_node() -> None:
+    machine = dataclasses.replace(MACHINES["v100-32gb"], link_latency=0, network_latency=0)
+    network = Network(machine, 32)
+    ring, direct = network.seconds(1e9, ring=True), network.seconds(1e9, ring=False)
+    assert ring == pytest.approx(31e9 / machine.network_bandwidth)
+    assert direct == pytest.approx(8 * 24e9 / machine.network_bandwidth)
+    here = Network(machine, 8)
+    assert here.seconds(1e9, ring=True) == pytest.approx(here.seconds(1e9, ring=False))
+
+
+def test_the_next_gather_starts_before_the_block_computes() -> None:
+    result = estimate(SMALL, EIGHT).result
+    starts = {e.block: e.begin for e in reversed(result.events) if e.kind == "gather"}
+    computes: dict[str, float] = {}
+    for event in result.events:
+        computes.setdefault(event.block, event.begin) if event.kind == "compute" else None
+    for number in range(1, 5):
+        assert starts[f"block {number + 1}"] <= computes[f"block {number}"]
+
+
+def test_a_slow_wire_is_exposed_and_a_fast_one_is_not() -> None:
+    fast = estimate(SMALL, EIGHT, TrainingPolicy(micro_batch=64))
+    slow = estimate(SMALL, dataclasses.replace(EIGHT, link_bandwidth=1e9), TrainingPolicy(micro_batch=64))
+    assert fast.time.exposed_wire < 0.2 * fast.time.compute
+    assert slow.time.bottleneck == "wire"
+    assert slow.time.compute == pytest.approx(fast.time.compute)
+    assert slow.traffic == fast.traffic
+
+
+@pytest.mark.parametrize(
+    ("change", "purpose"),
+    [
+        ({"recompute": True}, "activations"),
+        ({"level": 3}, "gathered"),
+        ({"offload": 1.0}, "optimizer"),
+        ({"micro_batch": 4}, "activations"),
+    ],
+)
+def test_each_knob_saves_the_memory_it_is_for(change: dict, purpose: str) -> None:
+    base = TrainingPolicy(micro_batch=8, level=2, recompute=False)
+    before = estimate(SMALL, EIGHT, base).memory
+    after = estimate(SMALL, EIGHT, dataclasses.replace(base, **change)).memory
+    assert getattr(after, purpose) < getattr(before, purpose)
+    assert after.total < before.total
+
+
+def test_remedies_fit_and_a_policy_is_chosen() -> None:
+    model = gpt2(40, 5120, 40)
+    plan = estimate(model, EIGHT.sized(devices_per_node=2), TrainingPolicy(micro_batch=1))
+    assert not plan.fits
+    found = remedies(plan)
+    assert any("offload" in change for change in found)
+    assert any("devices instead of 2" in change for change in found)
+    chosen = choose_policy(model, plan.machine)
+    assert chosen is not None
+    assert chosen.fits
+    assert chosen.policy.offload > 0
+    assert choose_policy(gpt2(400, 5120, 40), MACHINES["v100-32gb"].with_devices(1)) is None
+
+
+def test_tensor_parallel_ranks_and_stages_divide_the_model() -> None:
+    model = gpt2(8, 1024, 16)
+    whole = estimate(model, EIGHT, TrainingPolicy(micro_batch=2))
+    sliced = estimate(model, EIGHT, TrainingPolicy(micro_batch=2, tp_size=2))
+    staged = estimate(model, EIGHT, TrainingPolicy(micro_batch=2, pipe_size=2))
+    assert 2 * sliced.time.compute == pytest.approx(whole.time.compute, rel=0.4)
+    assert 2 * sliced.samples_per_step == whole.samples_per_step == staged.samples_per_step
+    assert staged.time.idle == pytest.approx(staged.result.seconds / 2)
+    assert staged.traffic["all_to_all"][0] == 4
+    with pytest.raises(ValueError, match="multiple of tp_size"):
+        estimate(model, EIGHT, TrainingPolicy(tp_size=3))
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_starts() -> None:
+    plan = estimate(gpt2(40, 5120, 40), EIGHT.with_devices(1))
+    with pytest.raises(DoesNotFitError, match=r"needs \d+\.\d GiB of a device, which has 78\.5 GiB"):
+        plan.require_fit(1)
+    with pytest.raises(ValueError, match="made for 1 devices, but there are 2 ranks"):
+        plan.require_fit(2)
+    estimate(SMALL, EIGHT).require_fit(8)
+
+
+def test_command_prints_a_plan_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    sizes = ["--layers", "40", "--dim", "5120", "--heads", "40"]
+    assert main(["plan", *sizes, "--nodes", "4", "--json", str(file)]) == 0
+    output = capsys.readouterr().out
+    assert max(len(line) for line in output.splitlines()) <= 80
+    content = json.loads(file.read_text())
+    assert content["fits"] is True
+    assert content["memory"]["total"] < content["memory"]["usable"]
+    assert main(["plan", *sizes, "--devices", "1", "--nodes", "1"]) == 1
+    assert "fits: NO" in capsys.readouterr().out
+
+
+def test_command_describes_a_file_s_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "model.py"
+    script.write_text(
+        "import torch\nfrom bmtrain.benchmark._gpt import GPT\n"
+        "def build():\n    with torch.device('meta'):\n"
+        "        return GPT(4, 64, 4, 100, 16), torch.zeros(2, 17, dtype=torch.long)\n"
+    )
+    assert main(["plan", "--module", f"{script}:build"]) == 0
+    assert "GPT: 0.000 billion" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--machine", "abacus"], "--machine: expected one of"),
+        (["--set", "speed=3"], "--set: expected one of"),
+        (["--set", "efficiency=3"], "--set efficiency=3: efficiency: expected"),
+        (["--config", "/nowhere/config.json"], "/nowhere/config.json"),
+        (["--module", "/nowhere/model.py:build"], "there is no file"),
+        (["--micro-batch", "0"], "micro_batch: expected at least 1"),
+        (["--tp", "3"], "multiple of tp_size"),
+        (["--nodes", "0"], "num_nodes: expected at least 1"),
+    ],
+)
+def test_a_wrong_option_gets_one_sentence(
+    options: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *options]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert problem in told.err
+    assert len(told.err.splitlines()) == 1
