@@ -342,7 +342,12 @@ class OpAllGather(torch.autograd.Function):
     def forward(ctx: Any, param: DistributedParameter) -> torch.Tensor:
         ctx.param = param
         ctx.spec = param._spec
+        timeline = context().engine.timeline
+        if timeline is not None:
+            timeline.outside_begins()
         flat = param._spec.gather(param)
+        if timeline is not None:
+            timeline.outside_ends("gather")
         full: torch.Tensor = flat.new_empty(0)  # not a view of `flat`, so that callers may write to it
         shape = param._original_shape
         strides = torch.empty(shape, device="meta").stride()
@@ -354,7 +359,12 @@ class OpAllGather(torch.autograd.Function):
         for hook in list((ctx.param._gradient_hooks or {}).values()):
             changed = hook(grad)
             grad = grad if changed is None else changed
+        timeline = context().engine.timeline
+        if timeline is not None:
+            timeline.outside_begins()
         reduced: torch.Tensor = ctx.spec.reduce_scatter(grad.reshape(-1))
+        if timeline is not None:
+            timeline.outside_ends("reduce")
         return reduced
 
 

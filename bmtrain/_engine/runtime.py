@@ -14,6 +14,7 @@ from .schedule import Phase, Schedule
 
 if TYPE_CHECKING:
     from ..parameter import DistributedParameter
+    from ..timeline import Timeline
     from .island import BlockCall
     from .policy import BlockPolicy
 
@@ -66,15 +67,23 @@ class BlockRuntime:
             self.drop_gathered()
         if not self._is_held:
             engine.schedule.enter(self, phase)
+        timeline = engine.timeline
+        if timeline is not None:
+            timeline.gathering(self)
+            timeline.awaiting_gather(self)
         for group in self.groups:
             group.start_gather()
         for group in self.groups:
             group.finish_gather()
+        if timeline is not None:
+            timeline.gathered(self)
         if not self._is_held:
             engine.schedule.gather_ahead()
         for group in self.groups:
             group.bind()
         self.is_bound = True
+        if timeline is not None:
+            timeline.computing(self, phase)
 
     def _adopt_data(self) -> bool:
         """Takes over what users put in place of shards (``param.data = tensor``); whether there was anything."""
@@ -82,6 +91,8 @@ class BlockRuntime:
 
     def close(self, *, keep: bool) -> None:
         """Makes the parameters shards again; ``keep`` leaves the gathered buffer for the backward to come."""
+        if self.engine.timeline is not None:
+            self.engine.timeline.computed(self)
         for group in self.groups:
             group.unbind()
         self.is_bound = False
@@ -102,6 +113,8 @@ class BlockRuntime:
         if self.is_bound or any(group.state != _SHARDED for group in self.groups):
             return False
         self._adopt_data()
+        if self.engine.timeline is not None:
+            self.engine.timeline.gathering(self)
         for group in self.groups:
             group.start_gather()
         self._gathered_version = self.version()
@@ -156,6 +169,8 @@ class BlockRuntime:
         if self._defers:
             self._deferred += [group for group in groups if group not in self._deferred]
             return
+        if self.engine.timeline is not None:
+            self.engine.timeline.reducing(self, groups)
         for group in groups:
             group.start_reduce()
         self.engine.add_reduction(groups)
@@ -177,6 +192,8 @@ class Engine:
         self._callback_task = -1
         self._is_ending = False
         self._accumulated: dict[int, DistributedParameter] = {}
+        #: The recording that is told what begins and ends, None if there is none.
+        self.timeline: Timeline | None = None
 
     @contextmanager
     def running_again(self) -> Iterator[None]:
@@ -250,5 +267,10 @@ class Engine:
     def finish_reductions(self) -> None:
         """Waits until every gradient sent off has reached its shard."""
         while self._reductions:
-            for group in self._reductions.pop(0):
+            groups = self._reductions.pop(0)
+            if self.timeline is not None:
+                self.timeline.awaiting_reduction()
+            for group in groups:
                 group.finish_reduce()
+            if self.timeline is not None:
+                self.timeline.reduced(groups)

@@ -1,0 +1,111 @@
+"""Recorded spans, and the file format in which trace viewers read them.
+
+The format is Chrome's (Google, "Trace Event Format", 2016), which Perfetto reads as well: complete events (``X``) for
+what the rank itself does, pairs of asynchronous events (``b``, ``e``) for collectives, which overlap with it and with
+each other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["KINDS", "Span", "merge", "read_traces", "trace_events", "write_trace"]
+
+#: Kind of span -> its row in a viewer. The first four are what the rank does, the others are under way beside it.
+KINDS = {"compute": 1, "wait": 2, "optimizer": 3, "step": 0, "gather": 4, "reduce": 5}
+_BESIDE = ("gather", "reduce")
+
+
+class Span(NamedTuple):
+    """Something that took time on one rank.
+
+    Args:
+        kind: ``compute``, ``wait``, ``optimizer``, ``step``, ``gather`` or ``reduce``.
+        name: the block, or what it is otherwise.
+        begin: seconds since the recording began.
+        end: the same.
+        detail: ``forward``, ``backward``, ``evaluate``; of a wait, what for: ``gather`` or ``reduce``.
+    """
+
+    kind: str
+    name: str
+    begin: float
+    end: float
+    detail: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+def trace_events(spans: Iterable[Span], rank: int) -> Iterator[dict[str, Any]]:
+    """One rank's spans as trace events; times are in microseconds."""
+    yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
+    for kind, row in KINDS.items():
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": kind}}
+    for number, span in enumerate(spans):
+        event = {"name": span.name, "cat": span.kind, "pid": rank, "tid": KINDS[span.kind]}
+        event["args"] = {"detail": span.detail}
+        begin, end = span.begin * 1e6, span.end * 1e6
+        if span.kind in _BESIDE:
+            yield {**event, "ph": "b", "id": number, "ts": begin}
+            yield {**event, "ph": "e", "id": number, "ts": end}
+        else:
+            yield {**event, "ph": "X", "ts": begin, "dur": end - begin}
+
+
+def write_trace(path: Path, spans: Sequence[Span], rank: int) -> None:
+    """Write one rank's spans as a file that trace viewers open."""
+    events = list(trace_events(spans, rank))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def merge(directory: Path) -> dict[str, Any]:
+    """The files of all ranks as one trace."""
+    events: list[dict[str, Any]] = []
+    for path in _files(directory):
+        events += json.loads(path.read_text())["traceEvents"]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def read_traces(directory: Path) -> dict[int, list[Span]]:
+    """The spans of every rank that has written into ``directory``.
+
+    Raises:
+        ValueError: there is no trace, or one of another program.
+    """
+    found: dict[int, list[Span]] = {}
+    for path in _files(directory):
+        try:
+            events = json.loads(path.read_text())["traceEvents"]
+            rank = events[0]["pid"]
+            found[rank] = list(_spans(events))
+        except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is not a timeline of bmtrain ({type(error).__name__})") from None
+    return found
+
+
+def _files(directory: Path) -> list[Path]:
+    files = sorted(directory.glob("rank*.json"))
+    if not files:
+        raise ValueError(
+            f"{directory}: expected files rank*.json, which BMTRAIN_TIMELINE writes; there are none"
+        )
+    return files
+
+
+def _spans(events: Iterable[dict[str, Any]]) -> Iterator[Span]:
+    begun: dict[int, float] = {}
+    for event in events:
+        detail = event["args"].get("detail", "")
+        if event["ph"] == "X":
+            begin = event["ts"] / 1e6
+            yield Span(event["cat"], event["name"], begin, begin + event["dur"] / 1e6, detail)
+        elif event["ph"] == "b":
+            begun[event["id"]] = event["ts"] / 1e6
+        elif event["ph"] == "e":
+            yield Span(event["cat"], event["name"], begun.pop(event["id"]), event["ts"] / 1e6, detail)
