@@ -6,7 +6,7 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
-from . import doctor
+from . import _blame, doctor
 
 __all__ = ["main"]
 
@@ -31,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checks = tools.add_parser("doctor", help="check this installation", description=doctor.__doc__)
     doctor.add_arguments(checks)
     checks.set_defaults(run=doctor.run)
+    records = tools.add_parser("blame", help="name the rank that a job failed by", description=_blame.__doc__)
+    _blame.add_arguments(records)
+    records.set_defaults(run=_blame.run)
     benchmarks = tools.add_parser("bench", help="measure, always against peers in the same run")
     names = benchmarks.add_subparsers(dest="benchmark", required=True)
     for name, purpose in _BENCHMARKS.items():

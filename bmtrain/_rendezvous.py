@@ -84,7 +84,9 @@ class Rendezvous:
         self._deadline = time.monotonic() + timeout
         self._who = f"rank {launch.rank} of {launch.world_size}"
         self._serves = launch.meeting.scheme == "tcp" and launch.rank == 0 and not launch.meeting.served
-        self.store: Store = PrefixStore(f"bmtrain/{launch.job}/{attempt}", self._open())
+        root = self._open()
+        self._refuse_other_job(root)
+        self.store: Store = PrefixStore(f"bmtrain/{launch.job}/{attempt}", root)
 
     def agree(self, me: Peer, settings: dict[str, Any]) -> list[Peer]:
         """Wait for every rank, check that all were started alike, and return them in rank order.
@@ -121,6 +123,21 @@ class Rendezvous:
         """Remove what the meeting leaves behind; called when no rank needs the store any more."""
         if self._launch.meeting.scheme == "file" and self._launch.rank == 0:
             Path(self._launch.meeting.path).unlink(missing_ok=True)
+
+    def _refuse_other_job(self, root: Store) -> None:
+        """The first rank at a meeting place says whose it is; another job's would wait there in vain."""
+        mine = self._launch.job.rpartition("/")[0] or "-"  # without the number of the restart
+        try:
+            first = root.compare_set("bmtrain/job", "", mine).decode()
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"{self._who}: lost the rendezvous at {self._launch.meeting} ({_first_line(error)})"
+            ) from None
+        if first != mine:
+            raise BMTrainError(
+                f"{self._who}: expected the ranks of job {mine!r} at {self._launch.meeting}, got those of job "
+                f"{first!r}: give each job a MASTER_PORT of its own"
+            )
 
     # The verdict, see [Note: One verdict].
 

@@ -134,6 +134,32 @@ def test_ranks_that_were_started_differently(
     assert messages[0] in either
 
 
+def of_another_version() -> str:
+    from bmtrain import init
+
+    if os.environ["RANK"] == "1":
+        init.__version__ = "0.0.1"
+    return attempt()
+
+
+def test_a_rank_of_another_version() -> None:
+    first, second = run_ranks(2, of_another_version, init=False, fresh=True)
+    assert first == second
+    assert first.startswith("ValueError: bmtrain version: expected the same on every rank, got ")
+    assert "'0.0.1' on rank 1" in first
+
+
+def test_a_rank_of_another_job_on_the_same_port() -> None:
+    """It is refused by itself, whichever comes first; the other job goes on waiting for its own ranks."""
+    jobs = [{"TORCHELASTIC_RUN_ID": name} for name in ("red", "blue")]
+    messages = start(*jobs, arguments=[{"timeout": 4}] * 2)
+    refused = [message for message in messages if message.startswith("BMTrainError")]
+    assert len(refused) == 1
+    assert "give each job a MASTER_PORT of its own" in refused[0]
+    assert "red" in refused[0]
+    assert "blue" in refused[0]
+
+
 def test_a_host_that_nobody_knows() -> None:
     where = {"MASTER_ADDR": "no-such-host.invalid"}
     for rank, message in enumerate(start(where, where, arguments=[{"timeout": 1}] * 2)):
