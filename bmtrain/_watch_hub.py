@@ -19,8 +19,10 @@ from . import _blame
 
 __all__ = ["Hub", "Lines", "listen"]
 
-# How long ranks have to say what they are doing. With the time that others need to notice it stays below 2 s.
+# How long ranks have to say what they are doing. Who does not answer at a time-out is accused of it, so that they
+# have more time then.
 _ANSWER_SECONDS = 1.4
+_LATE_ANSWER_SECONDS = 5.0
 _SEND_SECONDS = 0.5
 
 Message = dict[str, Any]
@@ -84,7 +86,8 @@ class _Case:
     def __init__(self, failure: Message) -> None:
         self.failure = failure
         self.states: dict[int, Message] = {}
-        self.deadline = time.monotonic() + _ANSWER_SECONDS
+        late = failure["kind"] == "late"
+        self.deadline = time.monotonic() + (_LATE_ANSWER_SECONDS if late else _ANSWER_SECONDS)
 
 
 class Hub:

@@ -40,9 +40,11 @@ from .errors import CommunicationError
 
 __all__ = ["Watch", "transport_timeout"]
 
-# The longest time between two looks for time-outs, and how long the hub may take for a verdict.
+# The longest time between two looks for time-outs, and how long the hub may take for a verdict: longer than it
+# gives the ranks.
 _TICK_SECONDS = 0.2
-_VERDICT_SECONDS = 1.8
+_VERDICT_SECONDS = 3.5
+_LATE_VERDICT_SECONDS = 7.0
 # Ctrl-C: how long an operation that somebody waits for may still take to end by itself.
 _INTERRUPT_SECONDS = 0.3
 
@@ -221,7 +223,8 @@ class Watch:
         if failure is None or self._failure is not None or self._judged.is_set():
             return
         self._failure = {**failure, "rank": self._rank, "time": time.time()}
-        self._deadline = time.monotonic() + _VERDICT_SECONDS
+        late = failure["kind"] == "late"
+        self._deadline = time.monotonic() + (_LATE_VERDICT_SECONDS if late else _VERDICT_SECONDS)
         self._send({"do": "fail", "failure": self._failure})
         if self._line is None and self._hub is None:
             self._judge_alone()
@@ -268,13 +271,7 @@ class Watch:
             self._selector.unregister(self._line.connection)
             self._line.close()
         self._line, self._hub_absent = None, absence
-        self.core_alone()
-
-    def core_alone(self) -> None:
-        """Nobody compares fingerprints any more: let go of those who wait for it."""
-        if os.environ.get("BMTRAIN_CHECK", "") not in ("", "0"):
-            self.core.attend(False)
-            self.core.attend(True)
+        self.core.end_checks()  # nobody compares fingerprints any more
 
     def _handle(self, message: Message) -> None:
         if message["do"] == "ask":

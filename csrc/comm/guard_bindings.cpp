@@ -114,6 +114,7 @@ void bind_guard(py::module_& module) {
       .def("take_failure", [](Watchdog& self) { return to_dict(self.take_failure()); })
       .def("take_fingerprints", &take_fingerprints)
       .def("release", &Watchdog::release, py::arg("group"), py::arg("sequence"), Released())
+      .def("end_checks", &Watchdog::end_checks, Released())
       .def("overdue", [](Watchdog& self) { return to_dict(self.overdue()); })
       .def("blocked_for", &Watchdog::blocked_for, py::arg("seconds"), Released())
       .def(

@@ -13,8 +13,8 @@
 namespace bmtrain {
 namespace {
 
-// How long a failed operation waits for the attendant, who has 2 s to hear all ranks.
-constexpr std::chrono::seconds kPatience{5};
+// How long a failed operation waits for the attendant, who needs seconds to hear all ranks.
+constexpr std::chrono::seconds kPatience{10};
 
 OpRecord::Clock::duration to_duration(double seconds) {
   return std::chrono::duration_cast<OpRecord::Clock::duration>(std::chrono::duration<double>(seconds));
@@ -98,7 +98,8 @@ bool Watchdog::agree(Fingerprint fingerprint) {
   const std::pair key(fingerprint.group, fingerprint.record.sequence);
   tell(std::move(fingerprint));
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return !verdict_.empty() || !attended_ || released_.contains(key); });
+  changed_.wait(lock,
+                [&] { return !verdict_.empty() || !attended_ || checks_ended_ || released_.contains(key); });
   released_.erase(key);
   return verdict_.empty();
 }
@@ -145,6 +146,12 @@ std::vector<std::shared_ptr<FlightRecorder>> Watchdog::recorders() {
     }
   }
   return found;
+}
+
+void Watchdog::end_checks() {
+  const std::lock_guard lock(mutex_);
+  checks_ended_ = true;
+  changed_.notify_all();
 }
 
 std::optional<Failure> Watchdog::overdue() {

@@ -76,6 +76,8 @@ class Watchdog {
   [[nodiscard]] std::optional<Failure> take_failure();
   [[nodiscard]] std::vector<Fingerprint> take_fingerprints();
   void release(const std::string& group, std::int64_t sequence);
+  /// From now on agree() agrees: there is nobody to compare with.
+  void end_checks();
   /// The operation that has been waited for longest, if that is longer than the time-out.
   [[nodiscard]] std::optional<Failure> overdue();
   /// Whether somebody has waited in one operation for `seconds`.
@@ -100,6 +102,7 @@ class Watchdog {
   mutable std::mutex mutex_;  // protects everything below
   std::condition_variable changed_;
   bool attended_ = false;
+  bool checks_ended_ = false;
   std::string verdict_;
   std::optional<Failure> failure_;
   std::deque<Fingerprint> fingerprints_;

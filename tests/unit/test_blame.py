@@ -17,7 +17,10 @@ ZERO, TP = "zero/0/gather", "tp/0/gather"
 def record(op: str = "all_gather", sequence: int = 3, **changes: Any) -> dict[str, Any]:
     made = {"op": op, "sequence": sequence, "label": "block 1", "dtype": "Float", "numel": 10, "detail": ""}
     made |= {"peer": None, "state": "started", "posted": 1.0, "started": 1.0, "ended": None, **changes}
-    return {**made, "text": f'{made["op"]} #{made["sequence"]} for "{made["label"]}" ({made["numel"]} x Float)'}
+    return {
+        **made,
+        "text": f'{made["op"]} #{made["sequence"]} for "{made["label"]}" ({made["numel"]} x Float)',
+    }
 
 
 def state(posted: int = 4, *blocked: dict[str, Any], group: str = ZERO, members: int = 4) -> dict[str, Any]:
@@ -39,18 +42,36 @@ WAITS = state(4, record())
     ("failed", "states", "absent", "culprits", "words"),
     [
         # one rank said itself what happened
-        (failure("exception", 2, what="ValueError: no"), {0: WAITS}, {1: "gone"}, (2,), "rank 2 raised ValueError: no"),
+        (
+            failure("exception", 2, what="ValueError: no"),
+            {0: WAITS},
+            {1: "gone"},
+            (2,),
+            "rank 2 raised ValueError: no",
+        ),
         (failure("interrupted", 1), {}, {}, (1,), "rank 1 was interrupted"),
         (failure("aborted", 0, what="enough"), {}, {}, (0,), "rank 0 aborted: enough"),
         # a survivor lost another survivor, but somebody is gone
-        (failure("failed", 0, what="lost rank 1"), {0: WAITS, 1: WAITS, 2: WAITS}, {3: "gone"}, (3,), "rank 3 died"),
+        (
+            failure("failed", 0, what="lost rank 1"),
+            {0: WAITS, 1: WAITS, 2: WAITS},
+            {3: "gone"},
+            (3,),
+            "rank 3 died",
+        ),
         (failure(), {0: WAITS, 1: WAITS}, {2: "silent", 3: "silent"}, (2, 3), "no answer from ranks 2-3"),
         (failure(), {0: WAITS, 1: WAITS, 2: WAITS}, {3: "left"}, (3,), "rank 3 ended while others"),
         # gone comes before silent, silent before left
         (failure(), {0: WAITS}, {1: "left", 2: "silent", 3: "gone"}, (3,), "rank 3 died"),
         (failure(), {0: WAITS, 3: WAITS}, {1: "left", 2: "silent"}, (2,), "no answer from rank 2"),
         # all alive: one has not come
-        (failure(), {0: WAITS, 1: state(3), 2: WAITS, 3: WAITS}, {}, (1,), "rank 1 did not come to all_gather #3"),
+        (
+            failure(),
+            {0: WAITS, 1: state(3), 2: WAITS, 3: WAITS},
+            {},
+            (1,),
+            "rank 1 did not come to all_gather #3",
+        ),
         # all came, with other operations
         (
             failure(),
@@ -64,7 +85,11 @@ WAITS = state(4, record())
     ],
 )
 def test_judge(
-    failed: dict[str, Any], states: dict[int, Any], absent: dict[int, str], culprits: tuple[int, ...], words: str
+    failed: dict[str, Any],
+    states: dict[int, Any],
+    absent: dict[int, str],
+    culprits: tuple[int, ...],
+    words: str,
 ) -> None:
     verdict = _blame.judge(failed, states, absent)
     assert verdict.culprits == culprits

@@ -64,7 +64,11 @@ def test_messages_have_numbers_of_their_own() -> None:
     comm.all_reduce(x, SUM).wait()
     comm.recv(x, 0).wait()
     [group] = watchdog.groups(whole=True)
-    assert [(r["op"], r["sequence"]) for r in group["records"]] == [("send", 0), ("all_reduce", 0), ("recv", 0)]
+    assert [(r["op"], r["sequence"]) for r in group["records"]] == [
+        ("send", 0),
+        ("all_reduce", 0),
+        ("recv", 0),
+    ]
 
 
 def test_one_failure_aborts_every_communicator_of_the_process() -> None:
