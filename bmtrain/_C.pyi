@@ -57,6 +57,13 @@ class GlooCommunicator(Communicator):
         self, process_group: ProcessGroup, rank: int, size: int, name: str, timeout_seconds: float
     ) -> None: ...
 
+class ShmCommunicator(Communicator):
+    def __init__(
+        self, files: list[int], watches: list[int], rank: int, size: int, name: str, timeout_seconds: float
+    ) -> None: ...
+    @staticmethod
+    def segment_bytes(size: int) -> int: ...
+
 class FlatLayout:
     def __init__(
         self, numels: list[int], element_size: int, num_ranks: int, alignment_bytes: int = 512
