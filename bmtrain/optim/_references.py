@@ -78,9 +78,9 @@ def is_unwatched(
         if _address(param) not in tensors:
             tensors[_address(param)] = param
             expected[_address(param)] = 1 + _shares_memory(states[param], param)
-        if _address(grad) not in tensors:
-            tensors[_address(grad)] = grad
-            expected[_address(grad)] = 1  # of the parameter
+        if runtime is None:  # in a block the group's count has it; several outside may share memory
+            tensors.setdefault(_address(grad), grad)
+            expected[_address(grad)] += 1  # of the parameter
         expected[_address(grad)] += 1  # the update's own
         if not (_are_unheld(param, states) and arenas.are_as_noted(states[param])):
             return False
