@@ -108,15 +108,25 @@ class StageRecordings:
 
     # ---- backward
 
-    def take_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Brings the gradients from outside to the stages that the tensors came from. Collective."""
+    def take_gradients(self, gradients: Sequence[torch.Tensor | None]) -> int:
+        """Brings the gradients from outside to the stages that the tensors came from. Collective.
+
+        Args:
+            gradients: all ranks have those of the same tensors.
+
+        Returns:
+            the last stage that one came to; -1 if none did.
+        """
         self._roots: list[tuple[int, Sequence[torch.Tensor]]] = []
+        reached = -1
         for spec, gradient in zip(self.specs, gradients, strict=True):
             if spec.requires_grad and gradient is not None:
+                reached = max(reached, spec.stage)
                 whole = collect_batches(self._pipe, gradient, target=spec.stage)
                 if whole is not None:
                     sizes = [len(tensor) for tensor in self._tensors(spec.number)]
                     self._roots.append((spec.number, whole.split(sizes)))
+        return reached
 
     def roots(self, micro: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Tensors of a micro-batch, and the gradients that come to them from outside."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from .. import _C
 from ..global_var import context
 from .pipe_arguments import PipeArguments
 from .pipe_recording import StageRecordings
@@ -24,7 +25,6 @@ from .recording import active_recorder
 from .stage import announce, collect_batches, hand_out_batches, hear, share_shape
 
 if TYPE_CHECKING:
-    from .. import _C
     from .._context import Group
 
 __all__ = ["PipelineCall", "idle_share", "run_pipeline"]
@@ -85,6 +85,7 @@ class PipelineCall:
             results.append(self._layer_inputs())
         if self.recordings is not None:
             results += self.recordings.hand_out(self._own_part)
+        self._results_like = [torch.empty_like(result, device="meta") for result in results]
         return tuple(results)
 
     def _run_micros(self, hidden: torch.Tensor, arguments: PipeArguments) -> None:
@@ -148,43 +149,35 @@ class PipelineCall:
 
     # ---- backward
 
-    def backward(
-        self,
-        grad_out: torch.Tensor,
-        grad_states: torch.Tensor | None,
-        grad_recorded: Sequence[torch.Tensor | None],
-    ) -> torch.Tensor:
-        """Runs all micro-batches backward; the gradient of this rank's own batch of inputs."""
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Runs all micro-batches backward, on the stages that a gradient reaches.
+
+        Args:
+            gradients: of the results, in their order; None where this rank's loss does not depend on one.
+
+        Returns:
+            the gradient of this rank's own batch of inputs.
+        """
         if self.is_spent:
             raise RuntimeError(
                 "trying to backward through the pipeline a second time; specify retain_graph=True in the first "
                 "backward()"
             )
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        pipe, sending = self.pipe, []
+        pipe = self.pipe
+        grad_out, *others = self._wanted_anywhere(gradients)
         # Messages between two ranks arrive in the order of their receives: those of the micro-batches are posted last.
-        whole = collect_batches(pipe, grad_out, target=pipe.size - 1)
-        state_grads = [] if grad_states is None else self._collect_state_gradients(grad_states)
+        whole = None if grad_out is None else collect_batches(pipe, grad_out, target=pipe.size - 1)
+        reached = (
+            -1 if grad_out is None else pipe.size - 1
+        )  # the last stage that a gradient from outside reaches
+        state_grads: list[tuple[torch.Tensor, ...]] = []
+        if self.returns_states and others[0] is not None:
+            state_grads, reached = self._collect_state_gradients(others[0]), pipe.size - 1
         if self.recordings is not None:
-            self.recordings.take_gradients(grad_recorded)
-        grads = self._incoming_gradients(whole)
-        for block in self.blocks:
-            block._runtime.defer_reduction()
-        for index, states in enumerate(self.states):
-            roots = [states[-1], *states[: len(state_grads)]]
-            root_grads = [grads.take(index), *(grad[index] for grad in state_grads)]
-            if self.recordings is not None:
-                recorded, recorded_grads = self.recordings.roots(index)
-                roots += recorded
-                root_grads += recorded_grads
-            torch.autograd.backward(roots, root_grads, retain_graph=keep_graph)
-            if not self.is_first:
-                out = _gradient_of(states[0])
-                sending.append((pipe.comm.send(out, pipe.rank - 1, "pipe.backward"), out))
-        for work, _ in sending:
-            work.wait()
-        for block in reversed(self.blocks):
-            block._runtime.reduce_deferred()
+            reached = max(reached, self.recordings.take_gradients(others[self.num_results - 1 :]))
+        if pipe.rank <= reached:
+            self._backward_micros(self._incoming_gradients(whole, reached), state_grads, keep_graph)
         whole = torch.cat([_gradient_of(states[0]) for states in self.states]) if self.is_first else None
         if self.recordings is not None:
             self.recordings.hand_over_gradients(self._own_part)
@@ -196,9 +189,54 @@ class PipelineCall:
             self._let_go()
         return hand_out_batches(pipe, whole, 0, self.hidden_shape, self.hidden_dtype, self.device)
 
-    def _incoming_gradients(self, whole: torch.Tensor | None) -> _Incoming:
+    def _wanted_anywhere(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """``gradients``, with zeros for those that only other ranks of the pipe group have. Collective if there are
+        several."""
+        if len(gradients) == 1:  # or this backward would not run
+            return [gradients[0] if gradients[0] is not None else self._zeros_like_result(0)]
+        flags = torch.tensor([gradient is not None for gradient in gradients], device=self.device)
+        seen = flags.to(torch.uint8)
+        self.pipe.comm.all_reduce(seen, _C.ReduceOp.MAX, "pipe.backward").wait()
+        return [
+            self._zeros_like_result(index) if gradient is None and is_wanted else gradient
+            for index, (gradient, is_wanted) in enumerate(zip(gradients, seen.tolist(), strict=True))
+        ]
+
+    def _zeros_like_result(self, index: int) -> torch.Tensor:
+        return torch.zeros_like(self._results_like[index], device=self.device)
+
+    def _backward_micros(
+        self, incoming: _Incoming | None, state_grads: Sequence[Sequence[torch.Tensor]], keep_graph: bool
+    ) -> None:
+        """This stage's share of a backward."""
+        sending = []
+        for block in self.blocks:
+            block._runtime.defer_reduction()
+        for index, states in enumerate(self.states):
+            roots = states[: len(state_grads)]
+            root_grads = [grad[index] for grad in state_grads]
+            if incoming is not None:
+                roots.append(states[-1])
+                root_grads.append(incoming.take(index))
+            if self.recordings is not None:
+                recorded, recorded_grads = self.recordings.roots(index)
+                roots += recorded
+                root_grads += recorded_grads
+            torch.autograd.backward(roots, root_grads, retain_graph=keep_graph)
+            if not self.is_first:
+                out = _gradient_of(states[0])
+                sending.append((self.pipe.comm.send(out, self.pipe.rank - 1, "pipe.backward"), out))
+        for work, _ in sending:
+            work.wait()
+        for block in reversed(self.blocks):
+            block._runtime.reduce_deferred()
+
+    def _incoming_gradients(self, whole: torch.Tensor | None, reached: int) -> _Incoming | None:
+        """Those of this stage's output: from outside, from the next stage, or none."""
         if whole is not None:
             return _Incoming(list(whole.chunk(self.num_micros)), [])
+        if self.pipe.rank >= reached:
+            return None
         tensors = [torch.empty_like(states[-1]) for states in self.states]
         works = [self.pipe.comm.recv(tensor, self.pipe.rank + 1, "pipe.backward") for tensor in tensors]
         return _Incoming(tensors, works)
@@ -261,7 +299,6 @@ class _Pipeline(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         with torch.enable_grad():
             results = call.forward(hidden, arguments)
-        ctx.out_like = torch.empty_like(results[0], device="meta")
         if call.recordings is not None:
             recorded = zip(results[call.num_results :], call.recordings.specs, strict=True)
             ctx.mark_non_differentiable(*(result for result, spec in recorded if not spec.requires_grad))
@@ -269,12 +306,8 @@ class _Pipeline(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: torch.Tensor | None, *others: torch.Tensor | None) -> Any:
-        call = ctx.call
-        if grad_out is None:
-            grad_out = torch.zeros_like(ctx.out_like, device=call.device)
-        grad_states = others[0] if call.returns_states else None
-        grad_hidden = call.backward(grad_out, grad_states, others[call.num_results - 1 :])
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        grad_hidden = ctx.call.backward(gradients)
         return None, None, grad_hidden, *(argument.gradient() for _, argument in ctx.arguments.trained)
 
 

@@ -6,15 +6,16 @@ A model is a function of a kit, so the plain model and its sharded twin are one 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import bmtrain as bmt
 
-__all__ = ["BMTRAIN", "TORCH", "Kit"]
+__all__ = ["BMTRAIN", "TORCH", "TORCH_RECOMPUTED", "Kit"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,15 @@ class PlainLayers(torch.nn.ModuleList):
     def forward(self, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
         for layer in self:
             hidden = layer(hidden, *rest)
+        return hidden
+
+
+class RecomputedLayers(PlainLayers):
+    """Layers that keep only their inputs, in torch's way: a layer is a node of its own in the graph, as a Block is."""
+
+    def forward(self, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+        for layer in self:
+            hidden = checkpoint(layer, hidden, *rest, use_reentrant=True)
         return hidden
 
 
@@ -80,6 +90,7 @@ class LayerNorm(bmt.DistributedModule):
 TORCH = Kit(
     torch.nn.Module, torch.nn.Parameter, torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm, PlainLayers
 )
+TORCH_RECOMPUTED = replace(TORCH, layers=RecomputedLayers)
 BMTRAIN = Kit(
     bmt.DistributedModule,
     bmt.DistributedParameter,

@@ -2,9 +2,8 @@
 
 Three runs are compared: *sharded* (every rank with its part of the batch), *whole* (plain torch, the batch in one
 piece) and *cut* (plain torch, the batch cut into the ranks' parts, gradients added). Whole and cut differ by rounding
-alone; how much is the measure of what sharded weights may differ from whole (`parts_for(world)`: on one rank, too, a
-Block adds up an input's gradient over its own uses first, as torch's checkpoint does, which rounds in another order
-than torch without it). All three start from one file.
+alone; how much is the measure of what sharded weights may differ from whole: nothing on one rank, where they have to be
+equal bit for bit. All three start from one file.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ __all__ = [
     "Batch",
     "Run",
     "assert_same_training",
-    "parts_for",
     "saved",
     "token_batches",
     "train_plain",
@@ -46,11 +44,6 @@ class Run:
     losses: list[float] = field(default_factory=list)
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-def parts_for(world: int) -> int:
-    """In how many parts to cut the batch of the run that measures rounding."""
-    return max(world, 2)
 
 
 def train_plain(
@@ -116,7 +109,7 @@ def assert_same_training(ours: Sequence[Run], whole: Run, cut: Run) -> None:
     Args:
         ours: one run of every rank.
         whole: plain torch.
-        cut: plain torch with the batch cut in `parts_for(world)`.
+        cut: plain torch with the batch cut into the ranks' parts.
     """
     for other in ours[1:]:
         assert other.losses == ours[0].losses

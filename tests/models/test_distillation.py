@@ -16,7 +16,6 @@ from harness.parity import (
     Batch,
     Run,
     assert_same_training,
-    parts_for,
     saved,
     token_batches,
     train_plain,
@@ -112,4 +111,4 @@ def test_bc_36_two_teachers_and_two_optimizers(world: int, tmp_path: Path) -> No
     models = [Pupil(), Llama(), Llama()]
     paths = [saved(model, tmp_path / f"{index}.pt") for index, model in enumerate(models)]
     ours = run_ranks(world, sharded, paths)
-    assert_same_training(ours, plain(paths, 1), plain(paths, parts_for(world)))
+    assert_same_training(ours, plain(paths, 1), plain(paths, world))

@@ -9,12 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import run_ranks
-from harness.kits import BMTRAIN, TORCH, Kit
+from harness.kits import BMTRAIN, TORCH, TORCH_RECOMPUTED, Kit
 from harness.parity import (
     Batch,
     Run,
     assert_same_training,
-    parts_for,
     saved,
     token_batches,
     train_plain,
@@ -136,8 +135,8 @@ def sharded(path: str) -> Run:
     return train_sharded(model, loss_of, batches())
 
 
-def plain(path: str, parts: int) -> Run:
-    model = encoder_decoder(TORCH)
+def plain(path: str, parts: int, kit: Kit = TORCH) -> Run:
+    model = encoder_decoder(kit)
     model.load_state_dict(torch.load(path))
     return train_plain(model, loss_of, batches(), parts)
 
@@ -149,7 +148,8 @@ def test_bc_23_none_arguments_and_a_position_bias_trained_through_all_layers(
     torch.manual_seed(3)
     path = saved(encoder_decoder(TORCH), tmp_path / "start.pt")
     ours = run_ranks(world, sharded, path)
-    whole = plain(path, 1)
-    assert_same_training(ours, whole, plain(path, parts_for(world)))
+    # The bias gets a gradient from each layer: a layer that runs again adds up its own uses first, in torch as well.
+    whole = plain(path, 1, TORCH_RECOMPUTED if world == 1 else TORCH)
+    assert_same_training(ours, whole, whole if world == 1 else plain(path, world))
     assert whole.gradients["encoder_bias.table"].any()
     assert whole.losses[-1] < whole.losses[0] * 1.05

@@ -12,7 +12,6 @@ from harness.parity import (
     Batch,
     Run,
     assert_same_training,
-    parts_for,
     saved,
     token_batches,
     train_plain,
@@ -49,7 +48,7 @@ def test_bc_57_bc_65_a_wrapped_llama(world: int, tmp_path: Path) -> None:
     torch.manual_seed(5)
     path = saved(Llama(), tmp_path / "start.pt")
     ours = run_ranks(world, sharded, path, str(tmp_path / "trained.pt"))
-    assert_same_training(ours, plain(path, 1), plain(path, parts_for(world)))
+    assert_same_training(ours, plain(path, 1), plain(path, world))
     twin = Llama()
     twin.load_state_dict(torch.load(tmp_path / "trained.pt"), strict=True)
     assert torch.equal(twin.layers[1].mlp.gate.weight, ours[0].weights["layers.1.mlp.gate.weight"])

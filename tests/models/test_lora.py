@@ -13,7 +13,6 @@ from harness.parity import (
     Batch,
     Run,
     assert_same_training,
-    parts_for,
     saved,
     token_batches,
     train_plain,
@@ -111,6 +110,6 @@ def test_bc_15_bc_34_low_rank_layers_in_built_blocks(world: int, tmp_path: Path)
     torch.manual_seed(6)
     path = saved(Llama(), tmp_path / "start.pt")
     ours = run_ranks(world, sharded, path, str(tmp_path / "delta.pt"))
-    assert_same_training(ours, plain(path, 1), plain(path, parts_for(world)))
+    assert_same_training(ours, plain(path, 1), plain(path, world))
     delta = torch.load(tmp_path / "delta.pt")
     assert len(delta) == 3 * 2 * 2 and all(is_delta(name) for name in delta)
