@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 
 from . import _C
+from ._comm_nccl import create_nccl
 from .errors import CommunicationError
 
-__all__ = ["REDUCE_OPS", "create_gloo", "create_single", "reduce_op", "wire_device"]
+__all__ = ["REDUCE_OPS", "create_gloo", "create_nccl", "create_single", "reduce_op", "wire_device"]
 
 REDUCE_OPS = {
     "sum": _C.ReduceOp.SUM,

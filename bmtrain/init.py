@@ -228,23 +228,15 @@ def _loss_scale(factor: float, steps: int) -> tuple[float, int]:
 
 
 def _choose_backend(backend: str | None) -> str:
-    from . import _comm
-
     name = "backend"
     if backend is None and os.environ.get("BMTRAIN_BACKEND"):
         name, backend = "environment variable BMTRAIN_BACKEND", os.environ["BMTRAIN_BACKEND"]
     if backend not in (None, "nccl", "gloo"):
         raise ValueError(f"{name}: expected 'nccl', 'gloo' or None, got {backend!r}")
     has_gpu = torch.cuda.is_available() and torch.cuda.device_count() > 0
-    has_nccl = hasattr(_comm, "create_nccl")
-    if backend == "nccl":
-        if not has_gpu:
-            raise ValueError(f"{name}: 'nccl' needs a usable CUDA device, got none: use 'gloo'")
-        if not has_nccl:
-            raise BMTrainError(
-                f"{name}: 'nccl' is not available, this build has no NCCL communicator: use 'gloo'"
-            )
-    return backend or ("nccl" if has_gpu and has_nccl else "gloo")
+    if backend == "nccl" and not has_gpu:
+        raise ValueError(f"{name}: 'nccl' needs a usable CUDA device, got none: use 'gloo'")
+    return backend or ("nccl" if has_gpu else "gloo")
 
 
 def _alone(launch: Launch, place: Topology, options: _Options) -> Context:

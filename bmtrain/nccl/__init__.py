@@ -88,12 +88,13 @@ Buffer: TypeAlias = Tensor | TypedStorage | UntypedStorage
 
 
 class _Group(threading.local):
-    """Operations posted since the outermost `groupStart` of this thread."""
+    """Operations posted since the outermost `groupStart` of this thread, and the communicators that collect theirs."""
 
     depth = 0
 
     def __init__(self) -> None:
         self.works: list[_C.Work] = []
+        self.comms: list[_C.NcclCommunicator] = []
 
 
 _group = _Group()
@@ -111,13 +112,13 @@ def allReduce(src: Buffer, dst: Buffer, op: str, comm: NCCLCommunicator) -> None
         tensor([1., 2.])
     """
     target = _copied("allReduce", src, dst)
-    _finish(comm.all_reduce(target, _reduction("allReduce", op, src, dst), "nccl.allReduce"))
+    _finish(_joined(comm).all_reduce(target, _reduction("allReduce", op, src, dst), "nccl.allReduce"))
 
 
 def reduce(src: Buffer, dst: Buffer, op: str, root: int, comm: NCCLCommunicator) -> None:
     """Combine the ranks' ``src`` into ``dst`` of rank ``root``; other ranks' ``dst`` is undefined. [collective]"""
     target = _copied("reduce", src, dst)
-    _finish(comm.reduce(target, _reduction("reduce", op, src, dst), root, "nccl.reduce"))
+    _finish(_joined(comm).reduce(target, _reduction("reduce", op, src, dst), root, "nccl.reduce"))
 
 
 def broadcast(src: Buffer, dst: Buffer, root: int, comm: NCCLCommunicator) -> None:
@@ -127,13 +128,13 @@ def broadcast(src: Buffer, dst: Buffer, root: int, comm: NCCLCommunicator) -> No
     else:
         target = _as_tensor("broadcast", "dst", dst)
         _check_pair("broadcast", _as_tensor("broadcast", "src", src), target)
-    _finish(comm.broadcast(target, root, "nccl.broadcast"))
+    _finish(_joined(comm).broadcast(target, root, "nccl.broadcast"))
 
 
 def allGather(src: Buffer, dst: Buffer, comm: NCCLCommunicator) -> None:
     """Put the ranks' ``src`` one after the other into ``dst``, ``commCount(comm)`` times as large. [collective]"""
     _finish(
-        comm.all_gather(
+        _joined(comm).all_gather(
             _as_tensor("allGather", "dst", dst), _as_tensor("allGather", "src", src), "nccl.allGather"
         )
     )
@@ -142,7 +143,7 @@ def allGather(src: Buffer, dst: Buffer, comm: NCCLCommunicator) -> None:
 def reduceScatter(src: Buffer, dst: Buffer, op: str, comm: NCCLCommunicator) -> None:
     """Combine the ranks' ``src``, ``commCount(comm)`` times as large as ``dst``; rank r gets slice r. [collective]"""
     _finish(
-        comm.reduce_scatter(
+        _joined(comm).reduce_scatter(
             _as_tensor("reduceScatter", "dst", dst),
             _as_tensor("reduceScatter", "src", src),
             _reduction("reduceScatter", op, src, dst),
@@ -153,12 +154,12 @@ def reduceScatter(src: Buffer, dst: Buffer, op: str, comm: NCCLCommunicator) -> 
 
 def send(src: Buffer, peer: int, comm: NCCLCommunicator) -> None:
     """Send ``src`` to rank ``peer`` of ``comm``, which receives the same size."""
-    _finish(comm.send(_as_tensor("send", "src", src), peer, "nccl.send"))
+    _finish(_joined(comm).send(_as_tensor("send", "src", src), peer, "nccl.send"))
 
 
 def recv(dst: Buffer, peer: int, comm: NCCLCommunicator) -> None:
     """Receive ``dst`` from rank ``peer`` of ``comm``, which sends the same size."""
-    _finish(comm.recv(_as_tensor("recv", "dst", dst), peer, "nccl.recv"))
+    _finish(_joined(comm).recv(_as_tensor("recv", "dst", dst), peer, "nccl.recv"))
 
 
 def groupStart() -> None:
@@ -177,6 +178,9 @@ def groupEnd() -> None:
     _group.depth -= 1
     if _group.depth == 0:
         works, _group.works = _group.works, []
+        comms, _group.comms = _group.comms, []
+        for comm in comms:
+            comm.end_group()
         for work in works:
             work.wait()
 
@@ -201,6 +205,14 @@ def _open(call: str, comm: NCCLCommunicator) -> NCCLCommunicator:
         raise TypeError(f"nccl.{call}: comm: expected a communicator, got {type(comm).__name__}")
     if comm.closed:
         raise RuntimeError(f"nccl.{call}: the communicator {comm.name!r} was destroyed")
+    return comm
+
+
+def _joined(comm: NCCLCommunicator) -> NCCLCommunicator:
+    """``comm``, for an operation; over NCCL what a group posts has to start as one."""
+    if _group.depth and isinstance(comm, _C.NcclCommunicator) and comm not in _group.comms:
+        comm.begin_group()
+        _group.comms.append(comm)
     return comm
 
 

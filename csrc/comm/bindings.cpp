@@ -1,5 +1,7 @@
 #include "bindings.h"
 
+#include <torch/csrc/utils/pybind.h>
+
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -7,7 +9,9 @@
 
 #include "comm/communicator.h"
 #include "comm/gloo_communicator.h"
+#include "comm/nccl_communicator.h"
 #include "comm/single_communicator.h"
+#include "common/device_runtime.h"
 
 namespace bmtrain {
 namespace {
@@ -64,6 +68,26 @@ void bind_interface(py::module_& module) {
       });
 }
 
+void bind_nccl(py::module_& module) {
+  py::class_<NcclLibrary, std::shared_ptr<NcclLibrary>>(module, "NcclLibrary", "An NCCL library, opened.")
+      .def(py::init<std::vector<std::string>>(), py::arg("candidates"), Released())
+      .def_property_readonly("path", &NcclLibrary::path)
+      .def_property_readonly("version",
+                             [](const NcclLibrary& self) { return nccl_version_text(self.version()); })
+      .def("make_unique_id", [](const NcclLibrary& self) { return py::bytes(self.make_unique_id()); });
+  py::class_<NcclCommunicator, Communicator, std::shared_ptr<NcclCommunicator>>(
+      module, "NcclCommunicator", "Ranks connected by NCCL, each with a device of its own.")
+      .def(py::init<std::shared_ptr<NcclLibrary>, std::string, int, int, std::string, c10::Device, double>(),
+           py::arg("library"), py::arg("unique_id"), py::arg("rank"), py::arg("size"), py::arg("name"),
+           py::arg("device"), py::arg("timeout_seconds"), Released())
+      .def("split", &NcclCommunicator::split, py::arg("color"), py::arg("rank"), py::arg("size"),
+           py::arg("name"), Released())
+      .def("poll", &NcclCommunicator::poll, Released())
+      .def("begin_group", &NcclCommunicator::begin_group, Released())
+      .def("end_group", &NcclCommunicator::end_group, Released());
+  module.def("install_device_runtime", &install_device_runtime, py::arg("library"));
+}
+
 }  // namespace
 
 void bind_comm(py::module_& module) {
@@ -76,6 +100,7 @@ void bind_comm(py::module_& module) {
       .def(py::init<c10::intrusive_ptr<c10d::ProcessGroup>, int, int, std::string, double>(),
            py::arg("process_group"), py::arg("rank"), py::arg("size"), py::arg("name"),
            py::arg("timeout_seconds"), Released());
+  bind_nccl(module);
 }
 
 }  // namespace bmtrain

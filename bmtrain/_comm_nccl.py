@@ -1,0 +1,73 @@
+"""Connecting ranks by NCCL: finding the library, exchanging ids."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from . import _C
+from .errors import BMTrainError, CommunicationError
+
+__all__ = ["create_nccl", "find_candidates", "library"]
+
+
+def find_candidates() -> list[str]:
+    """Files of the ``nvidia-nccl`` package, if it is installed."""
+    try:
+        spec = importlib.util.find_spec("nvidia.nccl")
+    except ImportError:
+        return []
+    folders = spec.submodule_search_locations if spec is not None else None
+    return [str(path) for folder in folders or [] for path in sorted(Path(folder, "lib").glob("libnccl.so*"))]
+
+
+@cache
+def library() -> _C.NcclLibrary:
+    """The NCCL of this process, opened at the first call.
+
+    Looked for in this order: the file named by ``BMTRAIN_NCCL_LIBRARY`` (alone, if it is set), the copy that torch has
+    loaded, the ``nvidia-nccl`` package, the system's ``libnccl.so.2``.
+
+    Raises:
+        BMTrainError: there is none, or it is older than 2.19; with what to do about it.
+    """
+    try:
+        return _C.NcclLibrary(find_candidates())
+    except RuntimeError as error:
+        raise BMTrainError(f"{error}; or connect the ranks through the host with backend='gloo'") from None
+
+
+def create_nccl(
+    store: dist.Store, prefix: str, rank: int, size: int, timeout: float, name: str
+) -> _C.Communicator:
+    """Connect ``size`` ranks by NCCL, each with its current CUDA device. Collective over them.
+
+    Args:
+        store: where the ranks find each other; not needed any more when this returns.
+        prefix: the part of the store this group uses; each call needs one of its own.
+        rank: this process's rank in the group.
+        size: number of ranks in the group.
+        timeout: seconds after which connecting, and later every operation, gives up.
+        name: what errors and records call the group.
+
+    Raises:
+        BMTrainError: no usable NCCL library.
+        CommunicationError: not all ranks arrived in time, or NCCL failed.
+    """
+    nccl = library()
+    scoped = dist.PrefixStore(prefix, store)
+    try:
+        if rank == 0:
+            scoped.set("nccl_id", nccl.make_unique_id())
+        unique_id = bytes(scoped.get("nccl_id"))
+    except dist.DistError as error:
+        raise CommunicationError(
+            f"group {name!r}: rank {rank} of {size} waited in vain for the NCCL id of its rank 0: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    device = torch.device("cuda", torch.cuda.current_device())
+    return _C.NcclCommunicator(nccl, unique_id, rank, size, name, device, float(timeout))

@@ -1,0 +1,379 @@
+#include "comm/nccl_link.h"
+
+#include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <thread>
+#include <utility>
+
+#include "common/check.h"
+
+namespace bmtrain {
+namespace {
+
+using nccl::Result;
+
+// How long NCCL may take to end a communicator before we go on without it.
+constexpr std::chrono::seconds kGracefulLimit{5};
+constexpr std::chrono::seconds kTakedownLimit{10};
+constexpr std::chrono::microseconds kShortestPause{20};
+constexpr std::chrono::microseconds kLongestPause{2000};
+
+// Asks again and again, at first quickly: most waits are short.
+class Pause {
+ public:
+  void operator()() {
+    std::this_thread::sleep_for(length_);
+    length_ = std::min(length_ * 2, kLongestPause);
+  }
+
+ private:
+  std::chrono::microseconds length_ = kShortestPause;
+};
+
+NcclClock::duration seconds(double value) {
+  return std::chrono::duration_cast<NcclClock::duration>(std::chrono::duration<double>(value));
+}
+
+nccl::UniqueId unique_id_of(const std::string& bytes) {
+  BMT_CHECK(ValueError, bytes.size() == nccl::kUniqueIdBytes, "unique_id: expected ", nccl::kUniqueIdBytes,
+            " bytes, got ", bytes.size());
+  nccl::UniqueId id = {};
+  std::memcpy(id.bytes, bytes.data(), nccl::kUniqueIdBytes);
+  return id;
+}
+
+}  // namespace
+
+struct NcclLink::Handle {
+  explicit Handle(std::shared_ptr<NcclLibrary> used) : library(std::move(used)) {}
+
+  // Ends the communicator. In a thread of its own, since NCCL may wait for other ranks here.
+  void end(bool gracefully) {
+    // A thread that is inside NCCL sees that the communicator is ending and leaves; should it be stuck there,
+    // abort is what frees it.
+    const std::unique_lock lock(mutex, kGracefulLimit);
+    const nccl::Comm ending = std::exchange(comm, nullptr);
+    if (ending != nullptr && !(gracefully && finalize(ending))) {
+      (void)library->call().CommAbort(ending);
+    }
+    pending.clear();
+    launching.clear();
+  }
+
+  [[nodiscard]] bool finalize(nccl::Comm ending) const {
+    const auto deadline = NcclClock::now() + kGracefulLimit;
+    Result result = library->call().CommFinalize(ending);
+    Pause pause;
+    while (result == Result::kInProgress && NcclClock::now() < deadline) {
+      pause();
+      if (library->call().CommGetAsyncError(ending, &result) != Result::kSuccess) {
+        return false;
+      }
+    }
+    return result == Result::kSuccess && library->call().CommDestroy(ending) == Result::kSuccess;
+  }
+
+  const std::shared_ptr<NcclLibrary> library;
+  std::timed_mutex mutex;  // one thread at a time calls NCCL; protects all below, and more of the link
+  nccl::Comm comm = nullptr;
+  std::deque<NcclOperationPtr> pending;
+  std::vector<NcclOperationPtr>
+      launching;  // keeps tensors of a launch that failed half-way until NCCL has ended
+};
+
+NcclLink::NcclLink(Options options)
+    : options_(std::move(options)),
+      runtime_(device_runtime(options_.device)),
+      stream_(runtime_->make_stream()),
+      handle_(std::make_shared<Handle>(options_.library)) {
+  BMT_CHECK(ValueError, options_.size >= 1 && 0 <= options_.rank && options_.rank < options_.size,
+            "NCCL group \"", options_.name, "\": expected 0 <= rank < size, got rank ", options_.rank, " of ",
+            options_.size);
+  BMT_CHECK(ValueError, options_.timeout_seconds > 0, "timeout_seconds: expected more than 0, got ",
+            options_.timeout_seconds);
+}
+
+std::shared_ptr<NcclLink> NcclLink::connect(Options options, const std::string& unique_id) {
+  const nccl::UniqueId id = unique_id_of(unique_id);
+  const std::shared_ptr<NcclLink> link(new NcclLink(std::move(options)));
+  link->options_.library->add(link);
+  const c10::DeviceGuard guard(link->options_.device);
+  const std::string what = link->describe("connecting");
+  const std::unique_lock lock(link->handle_->mutex);
+  nccl::Config config;
+  nccl::Comm& comm = link->handle_->comm;
+  link->check(link->call().CommInitRankConfig(&comm, link->options_.size, id, link->options_.rank, &config),
+              what);
+  link->settle(what, comm);
+  return link;
+}
+
+std::shared_ptr<NcclLink> NcclLink::split(int color, int key, Options options) {
+  const std::shared_ptr<NcclLink> link(new NcclLink(std::move(options)));
+  link->options_.library->add(link);
+  const c10::DeviceGuard guard(options_.device);
+  const std::string what = describe("splitting");
+  const std::unique_lock lock(handle_->mutex);
+  check_usable("splitting");
+  nccl::Config config;
+  config.split_share = 1;  // both are aborted together anyway, and share what costs memory
+  nccl::Comm& comm = link->handle_->comm;
+  check(call().CommSplit(handle_->comm, color, key, &comm, &config), what);
+  settle(what, handle_->comm);
+  link->settle(link->describe("connecting"), comm);
+  return link;
+}
+
+NcclLink::~NcclLink() {
+  close();
+  std::shared_future<void> ended;
+  {
+    const std::lock_guard lock(reason_mutex_);
+    ended = ended_;
+  }
+  (void)ended.wait_for(kTakedownLimit);
+}
+
+std::string NcclLink::describe(const char* op) const {
+  return detail::join(op, " on group \"", options_.name, "\", rank ", options_.rank, " of ", options_.size,
+                      " (nccl)");
+}
+
+std::string NcclLink::describe(const NcclOperation& operation) const {
+  const std::string serves = operation.label.empty() ? "" : " for " + operation.label;
+  return detail::join(describe(operation.op), serves, ", operation ", operation.sequence, ", ",
+                      operation.bytes, " bytes");
+}
+
+std::string NcclLink::reason() const {
+  const std::lock_guard lock(reason_mutex_);
+  return reason_;
+}
+
+void NcclLink::check_usable(const char* op) const {
+  BMT_CHECK(CommunicationError, !aborted_, describe(op), ": the communicator was aborted: ", reason());
+  BMT_CHECK(StateError, !closed_, describe(op), ": the communicator is closed");
+}
+
+void NcclLink::fail(const std::string& message) {
+  options_.library->abort_all(message);
+  throw CommunicationError(message);
+}
+
+void NcclLink::check(Result result, const std::string& what) {
+  if (result != Result::kSuccess && result != Result::kInProgress) {
+    fail(what + ": " + options_.library->explain(result));
+  }
+}
+
+// See [Note: Calls that do not block].
+void NcclLink::settle(const std::string& what, nccl::Comm comm) {
+  const auto deadline = NcclClock::now() + seconds(options_.timeout_seconds);
+  Pause pause;
+  while (true) {
+    Result state = Result::kSuccess;
+    check(call().CommGetAsyncError(comm, &state), what);
+    if (state == Result::kSuccess) {
+      return;
+    }
+    check(state, what);
+    BMT_CHECK(CommunicationError, !has_ended(), what, ": the communicator was aborted: ", reason());
+    if (NcclClock::now() > deadline) {
+      fail(detail::join(what, ": not all ranks took part within ", options_.timeout_seconds, " s"));
+    }
+    pause();
+  }
+}
+
+NcclOperationPtr NcclLink::submit(const char* op, const std::string& label, std::int64_t bytes,
+                                  std::vector<at::Tensor> tensors, Issue issue, std::function<void()> after) {
+  std::vector<NcclOperationPtr> over;  // dropped after the lock is released
+  const std::unique_lock lock(handle_->mutex);
+  check_usable(op);
+  const auto operation =
+      std::make_shared<NcclOperation>(NcclOperation{op, label, ++sequence_, bytes, runtime_->current_stream(),
+                                                    NcclClock::now(), nullptr, std::move(tensors)});
+  Entry entry{operation, std::move(issue), std::move(after)};
+  if (group_depth_ > 0) {
+    group_.push_back(std::move(entry));
+    return operation;
+  }
+  retire(over);
+  std::vector<Entry> batch;
+  batch.push_back(std::move(entry));
+  launch(std::move(batch));
+  return operation;
+}
+
+void NcclLink::launch(std::vector<Entry> batch) {
+  const NcclOperation& first = *batch.front().operation;
+  const std::string what = describe(first);
+  const std::unique_ptr<DeviceEvent> fork = runtime_->make_event();
+  fork->record(runtime_->current_stream());
+  fork->block(stream_);
+  nccl::Stream const stream = runtime_->native_handle(stream_);
+  for (const Entry& entry : batch) {
+    handle_->launching.push_back(entry.operation);
+  }
+  check(call().GroupStart(), what);
+  Result result = Result::kSuccess;
+  for (const Entry& entry : batch) {
+    if (result == Result::kSuccess || result == Result::kInProgress) {
+      result = entry.issue(handle_->comm, stream);
+    }
+  }
+  const Result closing = call().GroupEnd();  // even after an error: NCCL counts starts and ends of a thread
+  check(result, what);
+  check(closing, what);
+  settle(what, handle_->comm);
+  for (const Entry& entry : batch) {
+    if (entry.after) {
+      runtime_->run_on(stream_, entry.after);
+    }
+  }
+  const std::shared_ptr<DeviceEvent> done = runtime_->make_event();
+  done->record(stream_);
+  for (const Entry& entry : batch) {
+    entry.operation->done = done;
+    handle_->pending.push_back(entry.operation);
+  }
+  handle_->launching.clear();
+}
+
+void NcclLink::begin_group() {
+  const std::unique_lock lock(handle_->mutex);
+  ++group_depth_;
+}
+
+void NcclLink::end_group() {
+  const std::unique_lock lock(handle_->mutex);
+  BMT_CHECK(StateError, group_depth_ > 0, describe("group end"), ": no group was begun");
+  if (--group_depth_ > 0) {
+    return;
+  }
+  std::vector<Entry> batch = std::exchange(group_, {});
+  if (!batch.empty()) {
+    check_usable("group end");
+    launch(std::move(batch));
+  }
+}
+
+void NcclLink::wait(NcclOperation& operation) {
+  std::vector<at::Tensor> dropped;
+  const std::unique_lock lock(handle_->mutex);
+  if (aborted_ && !(operation.done && operation.done->is_complete())) {
+    BMT_CHECK(CommunicationError, false, describe(operation), ": the communicator was aborted: ", reason());
+  }
+  BMT_CHECK(StateError, operation.done, describe(operation), ": its group has not ended yet");
+  const std::int64_t current = runtime_->current_stream();
+  operation.done->block(current);
+  if (current == operation.issue_stream) {
+    dropped.swap(operation.tensors);
+  }
+}
+
+bool NcclLink::is_complete(NcclOperation& operation) {
+  if (aborted_) {
+    return true;
+  }
+  const std::unique_lock lock(handle_->mutex);
+  return operation.done && operation.done->is_complete();
+}
+
+void NcclLink::wait_on_host(NcclOperation& operation) {
+  Pause pause;
+  while (true) {
+    {
+      const std::unique_lock lock(handle_->mutex);
+      if (operation.done && operation.done->is_complete()) {
+        return;
+      }
+    }
+    BMT_CHECK(CommunicationError, !has_ended(), describe(operation),
+              ": the communicator was aborted: ", reason());
+    poll();
+    pause();
+  }
+}
+
+void NcclLink::retire(std::vector<NcclOperationPtr>& over) {
+  auto& pending = handle_->pending;
+  while (!pending.empty() && pending.front()->done->is_complete()) {
+    over.push_back(std::move(pending.front()));
+    pending.pop_front();
+    if (!pending.empty()) {
+      pending.front()->started = NcclClock::now();
+    }
+  }
+}
+
+void NcclLink::poll() {
+  if (has_ended()) {
+    return;
+  }
+  const std::string failure = find_failure();
+  if (!failure.empty()) {
+    options_.library->abort_all(failure);
+  }
+}
+
+std::string NcclLink::find_failure() {
+  std::vector<NcclOperationPtr> over;  // dropped after the lock is released
+  const std::unique_lock lock(handle_->mutex, std::try_to_lock);
+  if (!lock.owns_lock() || handle_->comm == nullptr) {
+    return {};  // whoever is inside NCCL sees errors itself
+  }
+  try {
+    retire(over);
+  } catch (const std::exception& error) {
+    return detail::join(describe("watching"), ": the device failed: ", error.what());
+  }
+  const auto& pending = handle_->pending;
+  const std::string what = pending.empty() ? describe("idle") : describe(*pending.front());
+  Result state = Result::kSuccess;
+  const Result asked = call().CommGetAsyncError(handle_->comm, &state);
+  if (asked != Result::kSuccess || (state != Result::kSuccess && state != Result::kInProgress)) {
+    return what + ": " + options_.library->explain(asked != Result::kSuccess ? asked : state);
+  }
+  if (!pending.empty() && NcclClock::now() - pending.front()->started > seconds(options_.timeout_seconds)) {
+    return detail::join(what, ": not completed within ", options_.timeout_seconds,
+                        " s; a rank is gone, late, or does something else");
+  }
+  return {};
+}
+
+void NcclLink::abort(const std::string& reason) {
+  {
+    const std::lock_guard lock(reason_mutex_);
+    if (has_ended()) {
+      return;
+    }
+    reason_ = reason;
+    aborted_ = true;
+  }
+  take_down(false);
+}
+
+void NcclLink::close() {
+  if (!closed_.exchange(true)) {
+    take_down(!aborted_);
+  }
+}
+
+void NcclLink::take_down(bool gracefully) {
+  const std::lock_guard lock(reason_mutex_);
+  if (ended_.valid()) {
+    return;
+  }
+  std::promise<void> promise;
+  ended_ = promise.get_future().share();
+  std::thread([handle = handle_, gracefully, promise = std::move(promise)]() mutable {
+    handle->end(gracefully);
+    promise.set_value();
+  }).detach();
+}
+
+}  // namespace bmtrain

@@ -1,0 +1,85 @@
+#include "common/device_runtime.h"
+
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
+
+#include <mutex>
+#include <utility>
+
+#include "common/check.h"
+
+namespace bmtrain {
+namespace {
+
+c10::Stream stream_of(c10::Device device, std::int64_t id) {
+  return c10::Stream(c10::Stream::UNSAFE, device, id);
+}
+
+// An event in torch's streams.
+class TorchEvent final : public DeviceEvent {
+ public:
+  explicit TorchEvent(c10::Device device) : device_(device), event_(device.type()) {}
+  void record(std::int64_t stream) override { event_.record(stream_of(device_, stream)); }
+  void block(std::int64_t stream) override { event_.block(stream_of(device_, stream)); }
+  [[nodiscard]] bool is_complete() override { return event_.query(); }
+
+ private:
+  c10::Device device_;
+  c10::Event event_;
+};
+
+// Streams of torch's pool, so that the caching allocator and torch.cuda.Stream know them.
+class TorchRuntime final : public DeviceRuntime {
+ public:
+  explicit TorchRuntime(c10::Device device) : device_(device), guard_(device.type()) {}
+
+  [[nodiscard]] std::int64_t make_stream() override {
+    return guard_.getStreamFromGlobalPool(device_, /*isHighPriority=*/true).id();
+  }
+  [[nodiscard]] std::int64_t current_stream() override { return guard_.getStream(device_).id(); }
+  [[nodiscard]] void* native_handle(std::int64_t stream) override {
+    return guard_.getStreamNativeHandle(stream_of(device_, stream));
+  }
+  [[nodiscard]] std::unique_ptr<DeviceEvent> make_event() override {
+    return std::make_unique<TorchEvent>(device_);
+  }
+  void run_on(std::int64_t stream, std::function<void()> work) override {
+    const c10::StreamGuard guard(stream_of(device_, stream));
+    work();
+  }
+
+ private:
+  c10::Device device_;
+  c10::impl::VirtualGuardImpl guard_;
+};
+
+std::mutex mutex;  // protects installed
+std::shared_ptr<DeviceRuntime> installed;
+
+}  // namespace
+
+std::shared_ptr<DeviceRuntime> device_runtime(const c10::Device& device) {
+  if (device.is_cuda()) {
+    return std::make_shared<TorchRuntime>(device);
+  }
+  const std::lock_guard lock(mutex);
+  BMT_CHECK(StateError, device.is_cpu() && installed != nullptr, "NCCL: expected a CUDA device, got ",
+            device);
+  return installed;
+}
+
+void install_device_runtime(const std::string& library) {
+  void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+  const char* error = handle == nullptr ? dlerror() : nullptr;
+  BMT_CHECK(StateError, handle != nullptr, "device runtime: ", error == nullptr ? library.c_str() : error);
+  using Maker = DeviceRuntime* (*)();
+  const auto make = reinterpret_cast<Maker>(dlsym(handle, "bmtrain_device_runtime"));
+  BMT_CHECK(StateError, make != nullptr, "device runtime: ", library, " has no bmtrain_device_runtime");
+  const std::lock_guard lock(mutex);
+  installed = std::shared_ptr<DeviceRuntime>(make(), [](DeviceRuntime*) {});
+}
+
+}  // namespace bmtrain

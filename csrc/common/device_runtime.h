@@ -1,0 +1,53 @@
+// Streams and events of a device, as far as a communicator needs them.
+//
+// [Note: A device behind an interface]
+// The NCCL communicator orders its work by streams and events alone. It reaches them through this interface:
+// over torch's own device interface for CUDA (no CUDA header is needed, so every build can use NCCL), and in
+// tests over a fake in a shared library, where operations complete when the test says so, or never.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+namespace c10 {
+struct Device;
+}
+
+namespace bmtrain {
+
+/// A mark in a stream.
+class DeviceEvent {
+ public:
+  virtual ~DeviceEvent() = default;
+  virtual void record(std::int64_t stream) = 0;
+  /// Later work of `stream` waits for the mark; the host does not.
+  virtual void block(std::int64_t stream) = 0;
+  /// Whether everything before the mark has completed. Throws if the device failed.
+  [[nodiscard]] virtual bool is_complete() = 0;
+};
+
+class DeviceRuntime {
+ public:
+  virtual ~DeviceRuntime() = default;
+  /// A stream that lives as long as the process.
+  [[nodiscard]] virtual std::int64_t make_stream() = 0;
+  /// The calling thread's stream.
+  [[nodiscard]] virtual std::int64_t current_stream() = 0;
+  /// What NCCL takes for a stream (a cudaStream_t).
+  [[nodiscard]] virtual void* native_handle(std::int64_t stream) = 0;
+  [[nodiscard]] virtual std::unique_ptr<DeviceEvent> make_event() = 0;
+  /// Calls `work`, whose tensor operations become work of `stream`.
+  virtual void run_on(std::int64_t stream, std::function<void()> work) = 0;
+};
+
+/// The runtime of a CUDA device, or the fake one for the CPU. StateError if there is none.
+[[nodiscard]] std::shared_ptr<DeviceRuntime> device_runtime(const c10::Device& device);
+
+/// For tests: takes the runtime of the CPU from a shared library, whose function
+/// `bmtrain::DeviceRuntime* bmtrain_device_runtime()` returns an object that lives as long as the process. It
+/// has to be built with this header by the same compiler. StateError if it cannot be loaded.
+void install_device_runtime(const std::string& library);
+
+}  // namespace bmtrain

@@ -1,0 +1,336 @@
+"""The NCCL communicator over a fake device and a fake NCCL (tests/cuda/fake): it moves what it should, every failure of
+every call reaches the caller, one failure ends all communicators, and nothing hangs. Then the real library, if it is
+installed: without a driver it can still be opened, and refuses cleanly."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bmtrain import _C
+from bmtrain._comm_nccl import find_candidates
+from bmtrain.errors import CommunicationError
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+RESULTS = range(1, 7)  # every error that NCCL has
+
+
+def build_fake(folder: Path, *flags: str) -> Path:
+    library = folder / "libnccl.so.2"
+    command = [os.environ.get("CXX", "c++"), "-std=c++20", "-O1", "-fPIC", "-shared", "-Icsrc", *flags]
+    source = "tests/cuda/fake/fake_nccl.cpp"
+    subprocess.run([*command, source, "-o", str(library)], cwd=ROOT, check=True, timeout=120)
+    return library
+
+
+@pytest.fixture(scope="module")
+def fake_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = build_fake(tmp_path_factory.mktemp("fake"))
+    _C.install_device_runtime(str(path))
+    return path
+
+
+@pytest.fixture
+def fake(fake_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
+    monkeypatch.setenv("BMTRAIN_NCCL_LIBRARY", str(fake_path))
+    controls = ctypes.CDLL(str(fake_path))
+    controls.fake_reset()
+    yield controls
+    controls.fake_stuck(0, 0)
+    controls.fake_async_error(0)
+
+
+class Ranks:
+    """The communicators of all ranks, in one process; calls are made for one rank after the other."""
+
+    def __init__(self, size: int, timeout: float = 60.0) -> None:
+        self.library = _C.NcclLibrary([])
+        unique_id = self.library.make_unique_id()
+        self.comms = [
+            _C.NcclCommunicator(self.library, unique_id, rank, size, "zero", CPU, timeout)
+            for rank in range(size)
+        ]
+
+    def run(self, call: Callable[[_C.NcclCommunicator], _C.Work]) -> None:
+        for work in [call(comm) for comm in self.comms]:
+            assert work.is_completed()
+            work.wait()
+
+
+def spread(size: int, numel: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(numel)
+    return [torch.randn(numel, generator=generator).to(dtype) for _ in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_moves(fake: ctypes.CDLL, size: int) -> None:
+    ranks = Ranks(size)
+    inputs = spread(size, 12)
+    outputs = [torch.full((12 * size,), torch.nan) for _ in range(size)]
+    for rank, output in enumerate(outputs):
+        output[12 * rank : 12 * (rank + 1)] = inputs[rank]
+    own = [output[12 * rank : 12 * (rank + 1)] for rank, output in enumerate(outputs)]
+    ranks.run(lambda comm: comm.all_gather(outputs[comm.rank], own[comm.rank]))  # in place
+    assert all(torch.equal(output, torch.cat(inputs)) for output in outputs)
+
+    received = [torch.empty(12) for _ in range(size)]
+    ranks.run(lambda comm: comm.all_to_all(received[comm.rank], inputs[comm.rank]))
+    for rank in range(size):
+        assert torch.equal(received[rank], torch.cat([x.chunk(size)[rank] for x in inputs]))
+
+    copies = [x.clone() for x in inputs]
+    ranks.run(lambda comm: comm.broadcast(copies[comm.rank], size - 1))
+    assert all(torch.equal(copy, inputs[-1]) for copy in copies)
+    assert ranks.comms[0].traffic()["all_gather"] == (1, 48 * (size - 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("op", ["SUM", "AVG"])
+def test_reduce_scatter_sums_in_rank_order_and_fp32(fake: ctypes.CDLL, dtype: torch.dtype, op: str) -> None:
+    ranks = Ranks(4)
+    inputs = spread(4, 64, dtype)
+    outputs = [torch.empty(16, dtype=dtype) for _ in range(4)]
+    ranks.run(
+        lambda comm: comm.reduce_scatter(outputs[comm.rank], inputs[comm.rank], getattr(_C.ReduceOp, op))
+    )
+    total = inputs[0].float() + inputs[1].float() + inputs[2].float() + inputs[3].float()
+    expected = (total / (4 if op == "AVG" else 1)).to(dtype)
+    assert torch.equal(torch.cat(outputs), expected)
+    assert (fake.fake_calls(b"ReduceScatter") > 0) == (dtype == torch.float32)
+
+
+def test_reductions_and_messages(fake: ctypes.CDLL) -> None:
+    ranks = Ranks(2)
+    x = spread(2, 5)
+    both = [t.clone() for t in x]
+    ranks.run(lambda comm: comm.all_reduce(both[comm.rank], _C.ReduceOp.MAX))
+    assert all(torch.equal(t, torch.maximum(*x)) for t in both)
+    at_root = [t.clone() for t in x]
+    ranks.run(lambda comm: comm.reduce(at_root[comm.rank], _C.ReduceOp.SUM, 1))
+    assert torch.equal(at_root[1], x[0] + x[1])
+    here, there = torch.empty(5), torch.empty(5)
+    works = []
+    for comm, out in zip(ranks.comms, (here, there), strict=True):
+        comm.begin_group()  # both send first: without a group neither would get to its recv
+        works.append(comm.send(x[comm.rank], 1 - comm.rank))
+        works.append(comm.recv(out, 1 - comm.rank))
+        with pytest.raises(RuntimeError, match="group has not ended"):
+            works[-1].wait()
+        comm.end_group()
+    for work in works:
+        work.wait()
+    assert torch.equal(here, x[1])
+    assert torch.equal(there, x[0])
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda comm: comm.barrier(), ranks.comms))
+
+
+def test_split(fake: ctypes.CDLL) -> None:
+    ranks = Ranks(4)
+    parts = [comm.split(comm.rank % 2, comm.rank // 2, 2, f"part{comm.rank % 2}") for comm in ranks.comms]
+    x = [torch.tensor([float(rank)]) for rank in range(4)]
+    works = []
+    for part, value in zip(parts, x, strict=True):
+        assert (part.size, part.backend) == (2, "nccl")
+        works.append(part.all_reduce(value, _C.ReduceOp.SUM))
+    for work in works:
+        work.wait()
+    assert [value.item() for value in x] == [2.0, 4.0, 2.0, 4.0]
+
+
+CALLS = (
+    "AllGather",
+    "ReduceScatter",
+    "AllReduce",
+    "Reduce",
+    "Broadcast",
+    "Send",
+    "Recv",
+    "GroupStart",
+    "GroupEnd",
+    "CommGetAsyncError",
+    "CommSplit",
+)
+
+
+def operations(comm: _C.NcclCommunicator) -> dict[str, Callable[[], Any]]:
+    small, large = torch.zeros(4), torch.zeros(4 * comm.size)
+    total = _C.ReduceOp.SUM
+    return {
+        "AllGather": lambda: comm.all_gather(large, small),
+        "ReduceScatter": lambda: comm.reduce_scatter(small, large, total),
+        "AllReduce": lambda: comm.all_reduce(small, total),
+        "Reduce": lambda: comm.reduce(small, total, 0),
+        "Broadcast": lambda: comm.broadcast(small, 0),
+        "Send": lambda: comm.send(small, 1 - comm.rank),
+        "Recv": lambda: comm.recv(small, 1 - comm.rank),
+        "GroupStart": lambda: comm.all_reduce(small, total),
+        "GroupEnd": lambda: comm.all_reduce(small, total),
+        "CommGetAsyncError": lambda: comm.all_reduce(small, total),
+        "CommSplit": lambda: comm.split(0, comm.rank, comm.size, "part"),
+    }
+
+
+def assert_all_aborted(fake: ctypes.CDLL, comms: Sequence[_C.NcclCommunicator]) -> None:
+    for comm in comms:
+        with pytest.raises(CommunicationError, match="was aborted"):
+            comm.all_reduce(torch.zeros(1), _C.ReduceOp.SUM)
+    deadline = time.monotonic() + 30
+    while fake.fake_open() > 0 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert fake.fake_open() == 0
+
+
+@pytest.mark.parametrize("result", RESULTS)
+@pytest.mark.parametrize("call", CALLS)
+def test_every_failure_of_every_call_aborts_all(fake: ctypes.CDLL, call: str, result: int) -> None:
+    ranks = Ranks(2)
+    library = ranks.library
+    bystander = _C.NcclCommunicator(library, library.make_unique_id(), 0, 1, "other", CPU, 60.0)
+    fake.fake_fail(call.encode(), result, 0)
+    with pytest.raises(CommunicationError, match=rf"group \"zero\", rank 0 of 2.*result {result}"):
+        operations(ranks.comms[0])[call]()
+    fake.fake_fail(call.encode(), 0, 0)
+    assert_all_aborted(fake, [*ranks.comms, bystander])
+
+
+@pytest.mark.parametrize("call", ["GetUniqueId", "CommInitRankConfig"])
+@pytest.mark.parametrize("result", RESULTS)
+def test_failures_before_there_is_a_communicator(fake: ctypes.CDLL, call: str, result: int) -> None:
+    fake.fake_fail(call.encode(), result, 0)
+    with pytest.raises(CommunicationError, match=f"result {result}"):
+        Ranks(1)
+    assert fake.fake_open() == 0
+
+
+@pytest.mark.parametrize("call", ["CommAbort", "CommFinalize", "CommDestroy"])
+@pytest.mark.parametrize("result", RESULTS)
+def test_failures_at_the_end_are_silent(fake: ctypes.CDLL, call: str, result: int) -> None:
+    ranks = Ranks(2)
+    fake.fake_fail(call.encode(), result, 0)
+    for comm in ranks.comms:
+        comm.close()
+        comm.close()
+        assert comm.closed
+        with pytest.raises(RuntimeError, match="is closed"):
+            comm.all_reduce(torch.zeros(1), _C.ReduceOp.SUM)
+    del ranks, comm
+
+
+def test_errors_that_come_later(fake: ctypes.CDLL) -> None:
+    ranks = Ranks(2)
+    fake.fake_stuck(1, 0)
+    work = ranks.comms[0].all_gather(torch.zeros(8), torch.zeros(4), "block 3")
+    ranks.comms[0].poll()
+    assert not work.is_completed()
+    fake.fake_async_error(6)
+    ranks.comms[0].poll()
+    with pytest.raises(CommunicationError, match=r"for block 3, operation 1.*aborted.*remote process exited"):
+        work.wait()
+    assert_all_aborted(fake, ranks.comms)
+
+
+def test_an_operation_that_never_completes_is_told_by_its_time_out(fake: ctypes.CDLL) -> None:
+    ranks = Ranks(2, timeout=0.05)
+    work = ranks.comms[1].all_gather(torch.zeros(8), torch.zeros(4), "block 5")
+    deadline = time.monotonic() + 30
+    while not work.is_completed() and time.monotonic() < deadline:
+        ranks.comms[1].poll()
+    with pytest.raises(CommunicationError, match=r"all_gather .* block 5.*not completed within 0.05 s"):
+        work.wait()
+    assert_all_aborted(fake, ranks.comms)
+
+
+def test_calls_that_stay_in_progress_time_out(fake: ctypes.CDLL) -> None:
+    ranks = Ranks(2, timeout=0.05)
+    fake.fake_stuck(0, 1)
+    with pytest.raises(CommunicationError, match=r"all_reduce.*not all ranks took part within 0.05 s"):
+        ranks.comms[0].all_reduce(torch.zeros(1), _C.ReduceOp.SUM)
+    with pytest.raises(CommunicationError, match="connecting.*not all ranks took part"):
+        Ranks(1, timeout=0.05)
+    assert_all_aborted(fake, ranks.comms)
+
+
+def test_a_barrier_that_nobody_else_reaches_raises(fake: ctypes.CDLL) -> None:
+    ranks = Ranks(2, timeout=0.05)
+    with pytest.raises(CommunicationError, match="barrier.*not completed within"):
+        ranks.comms[0].barrier("epoch")
+    assert_all_aborted(fake, ranks.comms)
+
+
+def test_abort_from_another_thread_frees_who_waits(fake: ctypes.CDLL) -> None:
+    ranks = Ranks(2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ranks.comms[0].barrier)
+        while not fake.fake_calls(b"AllReduce"):
+            time.sleep(0.001)
+        ranks.comms[0].abort("a test said so")
+        with pytest.raises(CommunicationError, match="a test said so"):
+            waiting.result(timeout=30)
+
+
+def test_closing_with_operations_under_way_does_not_hang(fake: ctypes.CDLL) -> None:
+    ranks = Ranks(2)
+    work = ranks.comms[0].all_gather(torch.zeros(8), torch.zeros(4))
+    ranks.comms[0].abort("over")
+    del ranks
+    assert work.is_completed()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((torch.zeros(8), torch.zeros(3)), ValueError),
+        ((torch.zeros(8), torch.zeros(4, dtype=torch.float16)), TypeError),
+    ],
+)
+def test_arguments_are_checked_before_anything_moves(
+    fake: ctypes.CDLL, arguments: tuple[Tensor, Tensor], error: type[Exception]
+) -> None:
+    ranks = Ranks(2)
+    with pytest.raises(error):
+        ranks.comms[0].all_gather(*arguments)
+    with pytest.raises(TypeError, match="does not reduce"):
+        ranks.comms[0].all_reduce(torch.zeros(2, dtype=torch.int16), _C.ReduceOp.SUM)
+    assert fake.fake_calls(b"GroupStart") == 0
+
+
+def test_old_and_foreign_libraries_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BMTRAIN_NCCL_LIBRARY", str(build_fake(tmp_path, "-DFAKE_VERSION=21805")))
+    with pytest.raises(RuntimeError, match=r"expected version 2\.19 or later, got 2\.18\.5.*pip install"):
+        _C.NcclLibrary([])
+    monkeypatch.setenv("BMTRAIN_NCCL_LIBRARY", str(tmp_path / "missing.so"))
+    with pytest.raises(RuntimeError, match=r"BMTRAIN_NCCL_LIBRARY: .*missing\.so"):
+        _C.NcclLibrary([])
+    monkeypatch.setenv("BMTRAIN_NCCL_LIBRARY", "libm.so.6")
+    with pytest.raises(RuntimeError, match="has no function ncclGetVersion"):
+        _C.NcclLibrary([])
+
+
+def test_a_gpu_is_needed(fake: ctypes.CDLL) -> None:
+    library = _C.NcclLibrary([])
+    with pytest.raises(RuntimeError, match="expected a CUDA device, got meta"):
+        _C.NcclCommunicator(library, library.make_unique_id(), 0, 1, "zero", torch.device("meta"), 1.0)
+
+
+@pytest.mark.skipif(not find_candidates(), reason="nvidia-nccl is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a driver")
+def test_real_library_without_a_driver(fake_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BMTRAIN_NCCL_LIBRARY", raising=False)
+    library = _C.NcclLibrary(find_candidates())
+    assert library.version.startswith("2.")
+    unique_id = library.make_unique_id()
+    assert len(unique_id) == 128
+    with pytest.raises(CommunicationError, match="connecting on group"):
+        _C.NcclCommunicator(library, unique_id, 0, 1, "zero", CPU, 20.0)
