@@ -62,8 +62,8 @@ def create_nccl(
     scoped = dist.PrefixStore(prefix, store)
     try:
         if rank == 0:
-            scoped.set("nccl_id", nccl.make_unique_id())
-        unique_id = bytes(scoped.get("nccl_id"))
+            scoped.set("nccl_id", nccl.make_unique_id().hex())
+        unique_id = bytes.fromhex(scoped.get("nccl_id").decode())
     except dist.DistError as error:
         raise CommunicationError(
             f"group {name!r}: rank {rank} of {size} waited in vain for the NCCL id of its rank 0: "

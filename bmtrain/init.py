@@ -25,7 +25,6 @@ from ._groups import connect_groups
 from ._launch import Launch, read_launch
 from ._rendezvous import Peer, Rendezvous
 from ._version import __version__
-from .errors import BMTrainError
 from .global_var import config
 from .topology import Topology
 from .topology import Topology as topology  # the documented name
@@ -85,8 +84,8 @@ def init_distributed(
         loss_scale_factor: factor of the loss scale that `optim_step` keeps; below 1 its reciprocal is meant.
         loss_scale_steps: good steps after which `optim_step` raises the loss scale.
         backend: ``"gloo"`` or ``"nccl"``; default: environment variable ``BMTRAIN_BACKEND``, else NCCL on a
-            machine with usable GPUs where this build has an NCCL communicator, else Gloo. Until there is one,
-            GPU ranks exchange tensors through host memory with Gloo.
+            machine with usable GPUs, else Gloo. With ``"gloo"`` GPU ranks exchange tensors through host memory, and
+            several may share a card.
         timeout: seconds, or a timedelta, after which this call or any later operation gives up with an error.
         plan: by :func:`bmtrain.plan.estimate`, for this number of ranks; one that does not fit is refused.
 

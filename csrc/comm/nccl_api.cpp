@@ -4,8 +4,13 @@
 #include <link.h>
 
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
+#include <thread>
+#include <utility>
 
 #include "common/check.h"
 
@@ -14,6 +19,7 @@ namespace {
 
 constexpr const char* kOverride = "BMTRAIN_NCCL_LIBRARY";
 constexpr const char* kSoname = "libnccl.so.2";
+constexpr std::chrono::milliseconds kPollPeriod{100};
 constexpr const char* kRemedy =
     "; install one with `pip install nvidia-nccl-cu13` (or -cu12, as torch.version.cuda says), or name the "
     "file in "
@@ -51,15 +57,83 @@ std::string nccl_version_text(int version) {
   return detail::join(major, ".", minor, ".", version % 100);
 }
 
-NcclLibrary::NcclLibrary(const std::vector<std::string>& candidates) {
+// See [Note: Who looks for failures].
+struct NcclLibrary::Members {
+  std::mutex mutex;  // protects all below
+  std::condition_variable changed;
+  std::vector<std::weak_ptr<NcclMember>> all;
+  bool is_watched = false;
+  bool is_over = false;
+
+  [[nodiscard]] std::vector<std::weak_ptr<NcclMember>> snapshot() {
+    const std::lock_guard lock(mutex);
+    return all;
+  }
+
+  // Until the library or the last communicator is gone.
+  void watch() {
+    std::unique_lock lock(mutex);
+    while (!changed.wait_for(lock, kPollPeriod, [this] { return is_over; })) {
+      std::erase_if(all, [](const std::weak_ptr<NcclMember>& member) { return member.expired(); });
+      if (all.empty()) {
+        break;
+      }
+      const std::vector<std::weak_ptr<NcclMember>> members = all;
+      lock.unlock();
+      for (const std::weak_ptr<NcclMember>& member : members) {
+        if (const std::shared_ptr<NcclMember> alive = member.lock()) {
+          alive->poll();
+        }
+      }
+      lock.lock();
+    }
+    is_watched = false;
+  }
+};
+
+NcclLibrary::~NcclLibrary() {
+  const std::lock_guard lock(members_->mutex);
+  members_->is_over = true;
+  members_->changed.notify_all();
+}
+
+NcclLibrary::NcclLibrary(const std::vector<std::string>& candidates) : members_(std::make_shared<Members>()) {
   open(candidates);
+  try {
+    look_up();
+  } catch (...) {
+    dlclose(handle_);  // nothing of it has run: it must not be taken for the one that torch uses
+    throw;
+  }
+}
+
+void NcclLibrary::look_up() {
   look_up_one(handle_, path_, "ncclGetVersion", call_.GetVersion);
   const nccl::Result result = call_.GetVersion(&version_);
   BMT_CHECK(StateError, result == nccl::Result::kSuccess, "NCCL: ", path_,
             " does not tell its version, result ", static_cast<int>(result));
   BMT_CHECK(StateError, version_ >= kOldestVersion, "NCCL: expected version 2.19 or later, got ",
             nccl_version_text(version_), " in ", path_, kRemedy);
-  look_up();
+#define BMT_NCCL_FUNCTION(name) look_up_one(handle_, path_, "nccl" #name, call_.name)
+  BMT_NCCL_FUNCTION(GetUniqueId);
+  BMT_NCCL_FUNCTION(CommInitRankConfig);
+  BMT_NCCL_FUNCTION(CommSplit);
+  BMT_NCCL_FUNCTION(CommFinalize);
+  BMT_NCCL_FUNCTION(CommDestroy);
+  BMT_NCCL_FUNCTION(CommAbort);
+  BMT_NCCL_FUNCTION(CommGetAsyncError);
+  BMT_NCCL_FUNCTION(GetErrorString);
+  BMT_NCCL_FUNCTION(GetLastError);
+  BMT_NCCL_FUNCTION(AllGather);
+  BMT_NCCL_FUNCTION(ReduceScatter);
+  BMT_NCCL_FUNCTION(AllReduce);
+  BMT_NCCL_FUNCTION(Reduce);
+  BMT_NCCL_FUNCTION(Broadcast);
+  BMT_NCCL_FUNCTION(Send);
+  BMT_NCCL_FUNCTION(Recv);
+  BMT_NCCL_FUNCTION(GroupStart);
+  BMT_NCCL_FUNCTION(GroupEnd);
+#undef BMT_NCCL_FUNCTION
 }
 
 void NcclLibrary::open(const std::vector<std::string>& candidates) {
@@ -88,29 +162,6 @@ void NcclLibrary::open(const std::vector<std::string>& candidates) {
             overridden ? detail::join(kOverride, ": ") : std::string(), tried, ")", kRemedy);
 }
 
-void NcclLibrary::look_up() {
-#define BMT_NCCL_FUNCTION(name) look_up_one(handle_, path_, "nccl" #name, call_.name)
-  BMT_NCCL_FUNCTION(GetUniqueId);
-  BMT_NCCL_FUNCTION(CommInitRankConfig);
-  BMT_NCCL_FUNCTION(CommSplit);
-  BMT_NCCL_FUNCTION(CommFinalize);
-  BMT_NCCL_FUNCTION(CommDestroy);
-  BMT_NCCL_FUNCTION(CommAbort);
-  BMT_NCCL_FUNCTION(CommGetAsyncError);
-  BMT_NCCL_FUNCTION(GetErrorString);
-  BMT_NCCL_FUNCTION(GetLastError);
-  BMT_NCCL_FUNCTION(AllGather);
-  BMT_NCCL_FUNCTION(ReduceScatter);
-  BMT_NCCL_FUNCTION(AllReduce);
-  BMT_NCCL_FUNCTION(Reduce);
-  BMT_NCCL_FUNCTION(Broadcast);
-  BMT_NCCL_FUNCTION(Send);
-  BMT_NCCL_FUNCTION(Recv);
-  BMT_NCCL_FUNCTION(GroupStart);
-  BMT_NCCL_FUNCTION(GroupEnd);
-#undef BMT_NCCL_FUNCTION
-}
-
 std::string NcclLibrary::make_unique_id() const {
   nccl::UniqueId id = {};
   const nccl::Result result = call_.GetUniqueId(&id);
@@ -132,18 +183,16 @@ std::string NcclLibrary::explain(nccl::Result result) const {
 }
 
 void NcclLibrary::add(std::weak_ptr<NcclMember> member) {
-  const std::lock_guard lock(mutex_);
-  std::erase_if(members_, [](const std::weak_ptr<NcclMember>& old) { return old.expired(); });
-  members_.push_back(std::move(member));
+  const std::lock_guard lock(members_->mutex);
+  std::erase_if(members_->all, [](const std::weak_ptr<NcclMember>& old) { return old.expired(); });
+  members_->all.push_back(std::move(member));
+  if (!std::exchange(members_->is_watched, true)) {
+    std::thread([members = members_] { members->watch(); }).detach();
+  }
 }
 
 void NcclLibrary::abort_all(const std::string& reason) {
-  std::vector<std::weak_ptr<NcclMember>> members;
-  {
-    const std::lock_guard lock(mutex_);
-    members = members_;
-  }
-  for (const std::weak_ptr<NcclMember>& member : members) {
+  for (const std::weak_ptr<NcclMember>& member : members_->snapshot()) {
     if (const std::shared_ptr<NcclMember> alive = member.lock()) {
       alive->abort(reason);
     }

@@ -9,7 +9,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -95,11 +94,13 @@ struct Functions {
 
 }  // namespace nccl
 
-/// What the library has to end when another communicator of it has failed.
+/// What the library looks after, and has to end when another communicator of it has failed.
 class NcclMember {
  public:
   virtual ~NcclMember() = default;
   virtual void abort(const std::string& reason) = 0;
+  /// Looks for failures that came later; never blocks.
+  virtual void poll() = 0;
 };
 
 class NcclLibrary {
@@ -110,6 +111,7 @@ class NcclLibrary {
   /// process has mapped already (torch's), `candidates` (where Python knows the wheel to be), and the soname.
   /// StateError, saying what was tried, if there is none, or if it is older than 2.19 or lacks a function.
   explicit NcclLibrary(const std::vector<std::string>& candidates);
+  ~NcclLibrary();
   NcclLibrary(const NcclLibrary&) = delete;
   NcclLibrary& operator=(const NcclLibrary&) = delete;
 
@@ -126,10 +128,17 @@ class NcclLibrary {
   // A rank whose communicator failed stops taking part in every collective, so the other ranks' operations on
   // other communicators can never complete; and kernels of a communicator that waits in vain keep the GPU
   // from work of others. So the first failure aborts every communicator of the process, and everybody raises.
+  //
+  // [Note: Who looks for failures]
+  // The host waits for no operation, so nobody would see one that never completes, or an error that NCCL
+  // reports later. While there are communicators, one thread polls them all. It holds no tensors of theirs
+  // and takes no lock that a caller may keep for long.
   void add(std::weak_ptr<NcclMember> member);
   void abort_all(const std::string& reason);
 
  private:
+  struct Members;
+
   void open(const std::vector<std::string>& candidates);
   void look_up();
 
@@ -137,8 +146,7 @@ class NcclLibrary {
   std::string path_;
   int version_ = 0;
   nccl::Functions call_ = {};
-  std::mutex mutex_;  // protects members_
-  std::vector<std::weak_ptr<NcclMember>> members_;
+  const std::shared_ptr<Members> members_;  // shared with the thread that polls
 };
 
 /// 22809 -> "2.28.9".

@@ -18,18 +18,25 @@ using nccl::Result;
 // How long NCCL may take to end a communicator before we go on without it.
 constexpr std::chrono::seconds kGracefulLimit{5};
 constexpr std::chrono::seconds kTakedownLimit{10};
+constexpr int kMostYields = 100;
 constexpr std::chrono::microseconds kShortestPause{20};
 constexpr std::chrono::microseconds kLongestPause{2000};
 
-// Asks again and again, at first quickly: most waits are short.
+// Asks again and again, at first without sleep: NCCL starts most operations within some microseconds.
 class Pause {
  public:
   void operator()() {
+    if (num_yields_ < kMostYields) {
+      ++num_yields_;
+      std::this_thread::yield();
+      return;
+    }
     std::this_thread::sleep_for(length_);
     length_ = std::min(length_ * 2, kLongestPause);
   }
 
  private:
+  int num_yields_ = 0;
   std::chrono::microseconds length_ = kShortestPause;
 };
 
@@ -61,6 +68,7 @@ struct NcclLink::Handle {
     }
     pending.clear();
     launching.clear();
+    over.clear();
   }
 
   [[nodiscard]] bool finalize(nccl::Comm ending) const {
@@ -80,6 +88,7 @@ struct NcclLink::Handle {
   std::timed_mutex mutex;  // one thread at a time calls NCCL; protects all below, and more of the link
   nccl::Comm comm = nullptr;
   std::deque<NcclOperationPtr> pending;
+  std::vector<NcclOperationPtr> over;  // completed, but their tensors are for a caller to drop
   std::vector<NcclOperationPtr>
       launching;  // keeps tensors of a launch that failed half-way until NCCL has ended
 };
@@ -201,7 +210,8 @@ NcclOperationPtr NcclLink::submit(const char* op, const std::string& label, std:
     group_.push_back(std::move(entry));
     return operation;
   }
-  retire(over);
+  retire();
+  over.swap(handle_->over);
   std::vector<Entry> batch;
   batch.push_back(std::move(entry));
   launch(std::move(batch));
@@ -299,10 +309,10 @@ void NcclLink::wait_on_host(NcclOperation& operation) {
   }
 }
 
-void NcclLink::retire(std::vector<NcclOperationPtr>& over) {
+void NcclLink::retire() {
   auto& pending = handle_->pending;
   while (!pending.empty() && pending.front()->done->is_complete()) {
-    over.push_back(std::move(pending.front()));
+    handle_->over.push_back(std::move(pending.front()));
     pending.pop_front();
     if (!pending.empty()) {
       pending.front()->started = NcclClock::now();
@@ -321,13 +331,12 @@ void NcclLink::poll() {
 }
 
 std::string NcclLink::find_failure() {
-  std::vector<NcclOperationPtr> over;  // dropped after the lock is released
   const std::unique_lock lock(handle_->mutex, std::try_to_lock);
   if (!lock.owns_lock() || handle_->comm == nullptr) {
     return {};  // whoever is inside NCCL sees errors itself
   }
   try {
-    retire(over);
+    retire();
   } catch (const std::exception& error) {
     return detail::join(describe("watching"), ": the device failed: ", error.what());
   }

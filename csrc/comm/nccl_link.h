@@ -8,8 +8,8 @@
 //
 // [Note: Memory of an operation under way]
 // torch's allocator reuses freed memory in the order of the stream it was allocated on. After a wait on that
-// stream everything is in order; until then the operation holds its tensors, and drops them when its event
-// has happened.
+// stream everything is in order; until then the operation holds its tensors, and callers drop them once its
+// event has happened.
 //
 // [Note: Calls that do not block]
 // Communicators are non-blocking: a call that would wait for other ranks (connecting, the first operation
@@ -87,7 +87,7 @@ class NcclLink final : public NcclMember {
   [[nodiscard]] bool is_complete(NcclOperation& operation);
 
   /// Looks for errors and time-outs of operations under way; aborts all communicators where it finds one.
-  void poll();
+  void poll() override;
   void abort(const std::string& reason) override;
   void close();
   [[nodiscard]] bool closed() const { return closed_; }
@@ -111,7 +111,7 @@ class NcclLink final : public NcclMember {
   void settle(const std::string& what, nccl::Comm comm);
   void launch(std::vector<Entry> batch);
   [[nodiscard]] std::string find_failure();
-  void retire(std::vector<NcclOperationPtr>& over);
+  void retire();
   void take_down(bool gracefully);
 
   const Options options_;
