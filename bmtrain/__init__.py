@@ -26,6 +26,7 @@ from . import (
     pipe_layer,
     plan,
     store,
+    timeline,
     utils,
     wrapper,
 )
@@ -99,6 +100,7 @@ __all__ = [
     "store",
     "sum_loss",
     "synchronize",
+    "timeline",
     "utils",
     "wait_loader",
     "world_size",

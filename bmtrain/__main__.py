@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from . import convert, cpu_run, doctor
 from .plan import command as plan
+from .timeline import command as timeline
 
 __all__ = ["main"]
 
@@ -38,6 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     planner = tools.add_parser("plan", help="predict memory, time and traffic", description=plan.__doc__)
     plan.add_arguments(planner)
     planner.set_defaults(run=plan.run)
+    recordings = tools.add_parser(
+        "timeline", help="what recorded steps spent their time on", description=timeline.__doc__
+    )
+    timeline.add_arguments(recordings)
+    recordings.set_defaults(run=timeline.run)
     benchmarks = tools.add_parser("bench", help="measure, always against peers in the same run")
     names = benchmarks.add_subparsers(dest="benchmark", required=True)
     for name, purpose in _BENCHMARKS.items():

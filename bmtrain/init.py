@@ -26,6 +26,7 @@ from ._launch import Launch, read_launch
 from ._rendezvous import Peer, Rendezvous
 from ._version import __version__
 from .global_var import config
+from .timeline import record_from_environment
 from .topology import Topology
 from .topology import Topology as topology  # the documented name
 
@@ -125,6 +126,7 @@ def init_distributed(
     config["loss_scale_factor"] = factor
     config["loss_scale_steps"] = steps
     _seed_everything(context.seed)
+    record_from_environment()
     _log.info(
         "bmtrain: rank %d of %d (%s), %s, device %s, pipe_size %d, tp_size %d",
         place.rank,

@@ -30,7 +30,8 @@ class OpAllGather(torch.autograd.Function):
     def forward(ctx: Any, param: DistributedParameter) -> torch.Tensor:
         ctx.param = param
         ctx.spec = param._spec
-        flat = param._spec.gather(param)
+        with context().engine.observer.waiting("outside blocks", "gather"):
+            flat = param._spec.gather(param)
         full: torch.Tensor = flat.new_empty(0)  # not a view of `flat`, so that callers may write to it
         shape = param._original_shape
         strides = torch.empty(shape, device="meta").stride()
@@ -47,5 +48,6 @@ class OpAllGather(torch.autograd.Function):
         if accumulation.is_open:
             context().engine.call_at_end_of_backward()
         grad = accumulation.with_unsent(ctx.param, grad)
-        reduced: torch.Tensor = ctx.spec.reduce_scatter(grad.reshape(-1))
+        with context().engine.observer.waiting("outside blocks", "reduce"):
+            reduced: torch.Tensor = ctx.spec.reduce_scatter(grad.reshape(-1))
         return reduced

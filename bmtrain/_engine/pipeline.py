@@ -102,7 +102,7 @@ class PipelineCall:
                     announce(pipe, out, pipe.rank + 1)
                 sending.append((pipe.comm.send(out, pipe.rank + 1, "pipe.forward"), out))
         for work, _ in sending:
-            work.wait()
+            _wait_for_stage(work)
 
     @contextmanager
     def _recording_micro(self) -> Iterator[None]:
@@ -168,9 +168,8 @@ class PipelineCall:
         grad_out, *others = self._wanted_anywhere(gradients)
         # Messages between two ranks arrive in the order of their receives: those of the micro-batches are posted last.
         whole = None if grad_out is None else collect_batches(pipe, grad_out, target=pipe.size - 1)
-        reached = (
-            -1 if grad_out is None else pipe.size - 1
-        )  # the last stage that a gradient from outside reaches
+        # The last stage that a gradient from outside reaches.
+        reached = -1 if grad_out is None else pipe.size - 1
         state_grads: list[tuple[torch.Tensor, ...]] = []
         if self.returns_states and others[0] is not None:
             state_grads, reached = self._collect_state_gradients(others[0]), pipe.size - 1
@@ -227,7 +226,7 @@ class PipelineCall:
                 out = _gradient_of(states[0])
                 sending.append((self.pipe.comm.send(out, self.pipe.rank - 1, "pipe.backward"), out))
         for work, _ in sending:
-            work.wait()
+            _wait_for_stage(work)
         for block in reversed(self.blocks):
             block._runtime.reduce_deferred()
 
@@ -284,7 +283,7 @@ class _Incoming:
 
     def take(self, index: int) -> torch.Tensor:
         if self._works:
-            self._works[index].wait()
+            _wait_for_stage(self._works[index])
         return self._tensors[index]
 
 
@@ -323,6 +322,11 @@ def run_pipeline(
         call, arguments, hidden, *(source for source, _ in arguments.trained)
     )
     return call.give_out(results)
+
+
+def _wait_for_stage(work: _C.Work) -> None:
+    with context().engine.observer.waiting("pipeline", "stage"):
+        work.wait()
 
 
 def _gradient_of(leaf: torch.Tensor) -> torch.Tensor:

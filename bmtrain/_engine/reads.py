@@ -136,7 +136,8 @@ class _Bundle:
         for part, param in zip(own.split(chunks), self.params, strict=True):
             param._spec.check_local(param)
             part[: param.numel()] = param.detach()
-        self.group.comm.all_gather(slots.view(-1), own, "parameters").wait()
+        with context().engine.observer.waiting("outside blocks", "gather"):
+            self.group.comm.all_gather(slots.view(-1), own, "parameters").wait()
         fulls = []
         for columns, param in zip(slots.split(chunks, dim=1), self.params, strict=True):
             full = like.new_empty(param._original_shape)
@@ -153,7 +154,8 @@ class _Bundle:
             flat[: gradient.numel()] = gradient.reshape(-1)
             columns.copy_(flat.view_as(columns))
         own = slots.new_empty(sum(chunks))
-        self.group.reduce_comm.reduce_scatter(own, slots.view(-1), _C.ReduceOp.SUM, "parameters").wait()
+        with context().engine.observer.waiting("outside blocks", "reduce"):
+            self.group.reduce_comm.reduce_scatter(own, slots.view(-1), _C.ReduceOp.SUM, "parameters").wait()
         return [
             part[: param._spec.local_part[1]]
             for part, param in zip(own.split(chunks), self.params, strict=True)

@@ -11,6 +11,7 @@ import torch
 
 from .. import _C
 from .accumulation import Accumulation
+from .observer import Observer
 from .reads import Reads
 from .schedule import Phase, Schedule
 
@@ -70,13 +71,16 @@ class BlockRuntime:
         if not self._is_held:
             engine.schedule.enter(self, phase)
         self._start_gather()
+        engine.observer.awaiting_gather(self)
         for group in self.groups:
             group.finish_gather()
+        engine.observer.gathered(self)
         if not self._is_held:
             engine.schedule.gather_ahead()
         for group in self.groups:
             group.bind()
         self.is_bound = True
+        engine.observer.computing(self, phase)
 
     def _adopt_data(self) -> bool:
         """Takes over what users put in place of shards (``param.data = tensor``); whether there was anything."""
@@ -84,6 +88,7 @@ class BlockRuntime:
 
     def close(self, *, keep: bool) -> None:
         """Makes the parameters shards again; ``keep`` leaves the gathered buffer for the backward to come."""
+        self.engine.observer.computed(self)
         for group in self.groups:
             group.unbind()
         self.is_bound = False
@@ -122,6 +127,7 @@ class BlockRuntime:
         if not self._is_gathered():
             self._gathered_version = self.version()
             self._gathered_round = self.engine.accumulation.round
+            self.engine.observer.gathering(self)
         for group in self.groups:
             group.start_gather()
 
@@ -194,6 +200,7 @@ class BlockRuntime:
         groups = [*self._deferred, *(group for group in groups if group not in self._deferred)]
         self._deferred = []
         accumulation.block_is_sent(self)
+        self.engine.observer.reducing(self, groups)
         for group in groups:
             group.start_reduce()
         self.engine.add_reduction(groups)
@@ -219,6 +226,8 @@ class Engine:
         self._callback_task = -1
         self._is_ending = False
         self._accumulated: dict[int, DistributedParameter] = {}
+        #: Told what begins and ends; a recording puts itself here.
+        self.observer = Observer()
 
     @contextmanager
     def running_again(self) -> Iterator[None]:
@@ -296,5 +305,8 @@ class Engine:
     def finish_reductions(self) -> None:
         """Waits until every gradient sent off has reached its shard."""
         while self._reductions:
-            for group in self._reductions.pop(0):
+            groups = self._reductions.pop(0)
+            self.observer.awaiting_reduction(groups)
+            for group in groups:
                 group.finish_reduce()
+            self.observer.reduced(groups)

@@ -1,0 +1,286 @@
+"""Recording: the engine tells when things begin and end, nothing else is touched.
+
+[Note: What recording costs]
+Off, the engine calls an :class:`Observer` that does nothing where something begins or ends. On, a :class:`Timeline` is
+in its place, which notes the time and appends a tuple. On CUDA the time is an event on the current stream, read when
+the recording is over, so nothing waits for the device; the spans are the device's then, not the host's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from .. import _C
+from .._context import current
+from .._engine.observer import Observer
+from ..global_var import context
+from .summary import Summary, summarize
+from .trace import Span, write_trace
+
+if TYPE_CHECKING:
+    from .._engine.runtime import BlockRuntime
+    from .._engine.schedule import Phase
+
+__all__ = ["Timeline", "record", "record_from_environment"]
+
+#: Steps that BMTRAIN_TIMELINE records, after as many as it takes to learn the order of blocks.
+_DEFAULT_STEPS, _LEARNING_STEPS = 10, 3
+
+
+class _Clock(Protocol):
+    def now(self) -> Any: ...
+
+    def seconds(self, mark: Any) -> float: ...
+
+
+class _HostClock:
+    """Seconds since the recording began."""
+
+    def __init__(self) -> None:
+        self._begin = time.perf_counter()
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, mark: float) -> float:
+        return mark - self._begin
+
+
+class _DeviceClock:
+    """When the device reaches what has been given to the current stream."""
+
+    def __init__(self) -> None:
+        self._begin = self.now()
+
+    def now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, mark: torch.cuda.Event) -> float:
+        mark.synchronize()
+        return float(self._begin.elapsed_time(mark)) / 1e3
+
+
+class _Mark(NamedTuple):
+    kind: str
+    name: str
+    begin: Any
+    end: Any
+    detail: str
+
+
+class Timeline(Observer):
+    """What this rank does, from ``start`` (or ``with``) until ``stop`` or ``steps`` optimizer steps later.
+
+    Args:
+        steps: stop by itself after so many; None: when told.
+        skip: optimizer steps before the recording begins.
+        directory: where the trace is written when it stops; None: nowhere.
+
+    Attributes:
+        spans: what was recorded, by its end; complete once stopped.
+    """
+
+    def __init__(
+        self, steps: int | None = None, *, skip: int = 0, directory: str | os.PathLike[str] | None = None
+    ) -> None:
+        if steps is not None and steps < 1:
+            raise ValueError(f"steps: expected at least 1, or None, got {steps}")
+        if skip < 0:
+            raise ValueError(f"skip: expected 0 or more, got {skip}")
+        self._steps, self._skip = steps, skip
+        self._directory = None if directory is None else Path(directory)
+        self.spans: list[Span] = []
+        self.is_running = False
+        self._marks: list[_Mark] = []
+        self._open: dict[Any, Any] = {}
+        self._phases: dict[int, str] = {}
+        self._reducing: dict[int, str] = {}
+        self._remove_hooks: list[Callable[[], None]] = []
+
+    # ---- on and off
+
+    def start(self) -> Timeline:
+        """Begin; there is one recording at a time.
+
+        Raises:
+            RuntimeError: another one is running, or bmtrain is not initialized.
+        """
+        engine = context("timeline.record").engine
+        if type(engine.observer) is not Observer or self.is_running:
+            raise RuntimeError("timeline: a recording is running already; stop it first")
+        self.is_running = True
+        self._rank = context().topology.rank
+        self._began = time.time()
+        self._clock: _Clock = _DeviceClock() if context().device.type == "cuda" else _HostClock()
+        self._marks.clear()
+        self._stepping: Any = None
+        self._remove_hooks = [
+            register_optimizer_step_pre_hook(self._before_step).remove,
+            register_optimizer_step_post_hook(self._after_step).remove,
+        ]
+        if self._skip == 0:
+            self._begin()
+        return self
+
+    def _begin(self) -> None:
+        context().engine.observer = self
+        self._open = {"step": self._clock.now()}
+
+    def stop(self) -> None:
+        """End; write the trace if there is a directory. Does nothing the second time."""
+        if not self.is_running:
+            return
+        self.is_running = False
+        for remove in self._remove_hooks:
+            remove()
+        place = current()
+        if place is not None and place.engine.observer is self:
+            place.engine.observer = Observer()
+        seconds = self._clock.seconds
+        self.spans = [Span(m.kind, m.name, seconds(m.begin), seconds(m.end), m.detail) for m in self._marks]
+        if self._directory is not None:
+            write_trace(self._directory, self.spans, self._rank, self._began)
+
+    def __enter__(self) -> Timeline:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def summary(self) -> Summary:
+        """Shares of this rank's time, see :class:`Summary`.
+
+        Raises:
+            ValueError: nothing was recorded, or the recording is not over.
+        """
+        if self.is_running:
+            raise ValueError("timeline: expected a recording that is over; call stop() first")
+        return summarize({self._rank: self.spans})
+
+    # ---- optimizers
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._open["optimizer"] = self._clock.now()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        engine = context().engine
+        self._stepping = self._stepping or optimizer
+        counts = self._stepping is optimizer  # a step of several optimizers is counted once
+        if engine.observer is not self:
+            self._skip -= int(counts)
+            if self._skip <= 0:
+                self._begin()
+            return
+        self._close("optimizer", "optimizer", type(optimizer).__name__)
+        if counts:
+            self._close("step", "step", "step")
+            if self._steps is not None and sum(mark.kind == "step" for mark in self._marks) >= self._steps:
+                self.stop()
+                return
+            self._open["step"] = self._clock.now()
+
+    # ---- told by the engine
+
+    def _close(self, key: Any, kind: str, name: str, detail: str = "") -> None:
+        begin = self._open.pop(key, None)
+        if begin is not None:
+            self._marks.append(_Mark(kind, name, begin, self._clock.now(), detail))
+
+    def gathering(self, runtime: BlockRuntime) -> None:
+        if any(group.layout.num_ranks > 1 for group in runtime.groups):
+            self._open["gather", id(runtime)] = self._clock.now()
+
+    def awaiting_gather(self, runtime: BlockRuntime) -> None:
+        if ("gather", id(runtime)) in self._open:
+            self._open["wait"] = self._clock.now()
+
+    def gathered(self, runtime: BlockRuntime) -> None:
+        self._close("wait", "wait", runtime.label, "gather")
+        self._close(("gather", id(runtime)), "gather", runtime.label)
+
+    def computing(self, runtime: BlockRuntime, phase: Phase) -> None:
+        self._phases[id(runtime)] = phase.value
+        self._open["compute", id(runtime)] = self._clock.now()
+
+    def computed(self, runtime: BlockRuntime) -> None:
+        self._close(("compute", id(runtime)), "compute", runtime.label, self._phases.pop(id(runtime), ""))
+
+    def reducing(self, runtime: BlockRuntime, groups: Sequence[_C.ShardGroup]) -> None:
+        if any(group.layout.num_ranks > 1 for group in groups):
+            self._reducing[id(groups)] = runtime.label
+            self._open["reduce", id(groups)] = self._clock.now()
+
+    def awaiting_reduction(self, groups: Sequence[_C.ShardGroup]) -> None:
+        if id(groups) in self._reducing:
+            self._open["wait"] = self._clock.now()
+
+    def reduced(self, groups: Sequence[_C.ShardGroup]) -> None:
+        label = self._reducing.pop(id(groups), "")
+        self._close("wait", "wait", label, "reduce")
+        self._close(("reduce", id(groups)), "reduce", label)
+
+    @contextmanager
+    def waiting(self, name: str, reason: str) -> Iterator[None]:
+        begin = self._clock.now()
+        try:
+            yield
+        finally:
+            self._marks.append(_Mark("wait", name, begin, self._clock.now(), reason))
+
+
+def record(
+    steps: int | None = None, *, skip: int = 0, directory: str | os.PathLike[str] | None = None
+) -> Timeline:
+    """Record what this rank does while the ``with`` block runs.
+
+    Args:
+        steps: stop after so many optimizer steps; None: at the end of the block.
+        skip: steps before that; the order of blocks is learnt in the first two or three.
+        directory: where to write ``rank00000.json``, for ``python -m bmtrain timeline`` and trace viewers.
+
+    Returns:
+        The recording, a context manager; ``.spans`` and ``.summary()`` tell what happened.
+
+    Example::
+
+        with bmt.timeline.record(steps=5, skip=3, directory="out/timeline") as timeline:
+            for batch in batches:
+                train(batch)
+        print(timeline.summary())
+    """
+    return Timeline(steps, skip=skip, directory=directory)
+
+
+def record_from_environment() -> None:
+    """Start a recording if ``BMTRAIN_TIMELINE`` names a directory; it ends after ``BMTRAIN_TIMELINE_STEPS`` steps.
+
+    Raises:
+        ValueError: the number of steps is none.
+    """
+    directory = os.environ.get("BMTRAIN_TIMELINE")
+    if not directory:
+        return
+    given = os.environ.get("BMTRAIN_TIMELINE_STEPS", str(_DEFAULT_STEPS))
+    if not given.isdigit() or int(given) < 1:
+        raise ValueError(
+            f"environment variable BMTRAIN_TIMELINE_STEPS: expected a number of steps, got {given!r}"
+        )
+    timeline = Timeline(int(given), skip=_LEARNING_STEPS, directory=directory).start()
+    atexit.register(timeline.stop)  # a run that ends before

@@ -1,0 +1,124 @@
+"""Recorded spans, and the file format in which trace viewers read them.
+
+The format is Chrome's (Google, "Trace Event Format", 2016), which Perfetto reads as well: complete events (``X``) for
+what the rank itself does, pairs of asynchronous events (``b``, ``e``) for collectives, which overlap with it and with
+each other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["KINDS", "Span", "merge", "read_traces", "trace_events", "write_trace"]
+
+#: Kind of span -> its row in a viewer. The first four are what the rank does, the others are under way beside it.
+KINDS = {"compute": 1, "wait": 2, "optimizer": 3, "step": 0, "gather": 4, "reduce": 5}
+_BESIDE = ("gather", "reduce")
+
+
+class Span(NamedTuple):
+    """Something that took time on one rank.
+
+    Args:
+        kind: ``compute``, ``wait``, ``optimizer``, ``step``, ``gather`` or ``reduce``.
+        name: the block, or what it is otherwise.
+        begin: seconds since the recording began.
+        end: the same.
+        detail: ``forward``, ``backward``, ``evaluate``; of a wait, what for: ``gather``, ``reduce``,
+            ``stage`` (of a pipeline) or ``update``.
+    """
+
+    kind: str
+    name: str
+    begin: float
+    end: float
+    detail: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+def trace_events(spans: Iterable[Span], rank: int) -> Iterator[dict[str, Any]]:
+    """One rank's spans as trace events; times are in microseconds."""
+    yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
+    for kind, row in KINDS.items():
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": kind}}
+    for number, span in enumerate(spans):
+        event = {"name": span.name, "cat": span.kind, "pid": rank, "tid": KINDS[span.kind]}
+        event["args"] = {"detail": span.detail}
+        begin, end = span.begin * 1e6, span.end * 1e6
+        if span.kind in _BESIDE:
+            yield {**event, "ph": "b", "id": number, "ts": begin}
+            yield {**event, "ph": "e", "id": number, "ts": end}
+        else:
+            yield {**event, "ph": "X", "ts": begin, "dur": end - begin}
+
+
+def write_trace(directory: Path, spans: Sequence[Span], rank: int, began: float = 0.0) -> None:
+    """Write one rank's spans as a file that trace viewers open.
+
+    Args:
+        directory: made if it is missing.
+        spans: what was recorded.
+        rank: who recorded it.
+        began: when, in seconds since the epoch; it puts the ranks' times together.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    events = list(trace_events(spans, rank))
+    content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"rank": rank, "began": began}}
+    (directory / f"rank{rank:05d}.json").write_text(json.dumps(content))
+
+
+def merge(spans: Mapping[int, Iterable[Span]]) -> dict[str, Any]:
+    """The spans of all ranks as one trace, what a viewer opens."""
+    events = [event for rank, recorded in spans.items() for event in trace_events(recorded, rank)]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def read_traces(directory: Path) -> dict[int, list[Span]]:
+    """The spans of every rank that has written into ``directory``, in seconds since the first of them began.
+
+    Raises:
+        ValueError: there is no trace, or one of another program.
+    """
+    found: dict[int, tuple[float, list[Span]]] = {}
+    for path in _files(directory):
+        try:
+            content = json.loads(path.read_text())
+            about = content["otherData"]
+            found[about["rank"]] = float(about["began"]), list(_spans(content["traceEvents"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not a timeline of bmtrain ({type(error).__name__})") from None
+    first = min(began for began, _ in found.values())
+    return {
+        rank: [
+            span._replace(begin=span.begin + began - first, end=span.end + began - first) for span in spans
+        ]
+        for rank, (began, spans) in sorted(found.items())
+    }
+
+
+def _files(directory: Path) -> list[Path]:
+    files = sorted(directory.glob("rank*.json"))
+    if not files:
+        raise ValueError(
+            f"{directory}: expected files rank*.json, which BMTRAIN_TIMELINE writes; there are none"
+        )
+    return files
+
+
+def _spans(events: Iterable[dict[str, Any]]) -> Iterator[Span]:
+    begun: dict[int, float] = {}
+    for event in events:
+        detail = event["args"].get("detail", "")
+        if event["ph"] == "X":
+            begin = event["ts"] / 1e6
+            yield Span(event["cat"], event["name"], begin, begin + event["dur"] / 1e6, detail)
+        elif event["ph"] == "b":
+            begun[event["id"]] = event["ts"] / 1e6
+        elif event["ph"] == "e":
+            yield Span(event["cat"], event["name"], begun.pop(event["id"]), event["ts"] / 1e6, detail)

@@ -1,0 +1,217 @@
+"""Timelines: order of events, shares of time, files that trace viewers read, nothing when off."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from harness import run_ranks
+
+import bmtrain as bmt
+from bmtrain.__main__ import main
+from bmtrain._engine.observer import Observer
+from bmtrain.benchmark._gpt import GPT
+from bmtrain.global_var import context
+from bmtrain.timeline import Span, read_traces, summarize, write_trace
+from bmtrain.wrapper import BMTrainModelWrapper, model_wrapper_dispatch
+
+LAYERS = 4
+
+
+def training(**options):
+    torch.manual_seed(0)
+    model = GPT(LAYERS, 32, 4, 50, 16)
+    model.layers = torch.nn.ModuleList(
+        [bmt.Block(model_wrapper_dispatch(layer), **options) for layer in model.layers]
+    )
+    model = BMTrainModelWrapper(model)
+    optimizer = bmt.optim.AdamOptimizer(model.parameters())
+    batch = torch.randint(0, 50, (2, 17))
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def recorded(directory: str, options: dict) -> dict:
+    step = training(**options)
+    engine = context().engine
+    with bmt.timeline.record(steps=2, skip=3, directory=directory) as timeline:
+        losses = [step() for _ in range(3)]
+        off = type(engine.observer) is Observer and not timeline.is_running
+        losses += [step() for _ in range(5)]
+        stopped = type(engine.observer) is Observer and not timeline.is_running
+    plain = training(**options)
+    return {
+        "same losses": losses == [plain() for _ in range(8)],
+        "off": off,
+        "stopped": stopped,
+        "spans": timeline.spans,
+        "exposed": timeline.summary().exposed_communication,
+    }
+
+
+def of(spans: list[Span], kind: str, detail: str = "") -> list[Span]:
+    return [span for span in spans if span.kind == kind and detail in ("", span.detail)]
+
+
+@pytest.mark.parametrize(
+    ("options", "gathers"), [({}, 2 * LAYERS - 1), ({"zero_level": 2}, LAYERS)], ids=["level3", "level2"]
+)
+def test_a_recording_has_every_event_in_order(options, gathers, tmp_path: Path) -> None:
+    for found in run_ranks(2, recorded, str(tmp_path), options):
+        spans = found["spans"]
+        assert found["same losses"]
+        assert found["stopped"]
+        assert not found["off"] or not of(spans, "step")  # the third step's end begins the recording
+        assert len(of(spans, "step")) == len(of(spans, "optimizer")) == 2
+        assert len(of(spans, "gather")) == 2 * gathers
+        assert len(of(spans, "reduce")) == 2 * LAYERS
+        forwards, backwards = of(spans, "compute", "forward"), of(spans, "compute", "backward")
+        assert len(forwards) == len(backwards) == 2 * LAYERS
+        # The gather of the next block is under way before a block computes.
+        for now, following in itertools.pairwise(forwards[:LAYERS]):
+            gather = next(span for span in of(spans, "gather") if span.name == following.name)
+            assert gather.begin <= now.begin
+        # At most one reduction overlaps with the next block's backward: it is waited for after that.
+        reductions = of(spans, "reduce")[:LAYERS]
+        assert [span.name for span in reductions] == [span.name for span in backwards[:LAYERS]]
+        for reduction, following in zip(reductions[:-1], backwards[1:LAYERS], strict=True):
+            assert reduction.begin <= following.begin <= following.end <= reduction.end
+        assert 0 < found["exposed"] < 1
+    summary = summarize(read_traces(tmp_path))
+    assert [rank.rank for rank in summary.ranks] == [0, 1]
+    assert summary.exposed_communication == pytest.approx(found["exposed"], abs=0.5)
+    assert summary.slowest_block is not None
+
+
+def check_trace_format(content: dict) -> None:
+    """Google's "Trace Event Format", 2016: what each phase of event has to have."""
+    assert isinstance(content["traceEvents"], list)
+    begun: set[tuple] = set()
+    stacks: dict[tuple, list[float]] = {}
+    for event in content["traceEvents"]:
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name")
+            assert isinstance(event["args"]["name"], str)
+            continue
+        assert event["ts"] >= 0
+        key = (event["pid"], event["cat"], event.get("id"))
+        if event["ph"] == "b":
+            assert key not in begun
+            begun.add(key)
+        elif event["ph"] == "e":
+            begun.remove(key)
+        else:
+            assert event["ph"] == "X"
+            assert event["dur"] >= 0
+            stacks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["dur"]))
+    assert not begun
+    for spans in stacks.values():  # on one row, events follow or contain each other
+        ends: list[float] = []
+        for begin, duration in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while ends and ends[-1] <= begin + 1e-3:
+                ends.pop()
+            assert not ends or begin + duration <= ends[-1] + 1e-3
+            ends.append(begin + duration)
+
+
+def test_command_prints_draws_and_writes_what_viewers_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_ranks(2, recorded, str(tmp_path), {})
+    assert main(["timeline", str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert "exposed communication: " in output
+    assert "slowest block: " in output
+    assert max(len(line) for line in output.splitlines() if not line.startswith("written")) <= 80
+    check_trace_format(json.loads((tmp_path / "trace.json").read_text()))
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def recorded_by_environment() -> None:
+    step = training()
+    for _ in range(6):
+        step()
+
+
+def test_the_environment_starts_a_recording(tmp_path: Path) -> None:
+    environment = {"BMTRAIN_TIMELINE": str(tmp_path), "BMTRAIN_TIMELINE_STEPS": "2"}
+    run_ranks(2, recorded_by_environment, environment=environment, fresh=True)
+    spans = read_traces(tmp_path)
+    assert sorted(spans) == [0, 1]
+    assert len(of(spans[1], "step")) == 2
+
+
+def test_summary_adds_up() -> None:
+    spans = [
+        Span("step", "step", 0.0, 10.0),
+        Span("compute", "a", 0.0, 4.0, "forward"),
+        Span("compute", "inner", 1.0, 2.0, "forward"),
+        Span("wait", "inner", 1.5, 1.75, "gather"),
+        Span("wait", "a", 4.0, 5.0, "gather"),
+        Span("wait", "a", 5.0, 5.5, "reduce"),
+        Span("optimizer", "optimizer", 6.0, 8.0, "Adam"),
+        Span("compute", "late", 11.0, 12.0, "forward"),
+    ]
+    summary = summarize({0: spans, 1: [Span("step", "step", 0.0, 10.0)]})
+    assert summary.exposed_communication == pytest.approx(0.0875)
+    assert summary.ranks[0].other == pytest.approx(2.5)
+    assert summary.slowest_rank == 1
+    assert summary.ranks[0].compute == pytest.approx(3.75)
+    assert {block.name: block.compute for block in summary.blocks} == pytest.approx(
+        {"a": 1.5, "inner": 0.375}
+    )
+    with pytest.raises(ValueError, match="at least one optimizer step"):
+        summarize({0: spans[1:]})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [("other.json", "{}", "expected files rank"), ("rank0.json", "{}", "is not a timeline of bmtrain")],
+)
+def test_a_wrong_directory_gets_one_sentence(
+    name: str, content: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert main(["timeline", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert problem in told
+    assert len(told.splitlines()) == 1
+
+
+def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
+    spans = [Span("gather", "a", 0.5, 1.0), Span("compute", "a", 1.0, 2.5, "forward")]
+    write_trace(tmp_path, spans, 3, began=100.0)
+    write_trace(tmp_path, spans, 1, began=102.0)  # that clock was started later
+    found = read_traces(tmp_path)
+    assert found[3] == spans
+    assert [(span.begin, span.end) for span in found[1]] == [(2.5, 3.0), (3.0, 4.5)]
+
+
+def recorded_stages() -> list[Span]:
+    layers = [model_wrapper_dispatch(torch.nn.Linear(8, 8)) for _ in range(4)]
+    model = bmt.PipelineTransformerBlockList(layers)
+    optimizer = bmt.optim.AdamOptimizer(model.parameters())
+    with bmt.timeline.record() as timeline:
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+    return timeline.spans
+
+
+def test_waits_between_pipeline_stages_are_told_apart() -> None:
+    for spans in run_ranks(2, recorded_stages, init={"pipe_size": 2}):
+        # 2 micro-batches: sent or received forward, received or sent backward
+        assert len(of(spans, "wait", "stage")) == 2 * 2
+        assert {span.name for span in of(spans, "wait", "stage")} == {"pipeline"}
