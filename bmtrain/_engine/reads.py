@@ -156,8 +156,8 @@ class _Bundle:
         own = slots.new_empty(sum(chunks))
         with context().engine.observer.waiting("outside blocks", "reduce"):
             self.group.reduce_comm.reduce_scatter(own, slots.view(-1), _C.ReduceOp.SUM, "parameters").wait()
-        return [
-            part[: param._spec.local_part[1]]
+        return [  # copies: each becomes a parameter's gradient, whose memory is nobody else's
+            part[: param._spec.local_part[1]].clone()
             for part, param in zip(own.split(chunks), self.params, strict=True)
         ]
 

@@ -18,6 +18,7 @@ from .schedule import Phase, Schedule
 if TYPE_CHECKING:
     from ..parameter import DistributedParameter
     from .island import BlockCall
+    from .pending import PendingUpdate
     from .policy import BlockPolicy
 
 __all__ = ["BlockRuntime", "Engine"]
@@ -44,6 +45,8 @@ class BlockRuntime:
         self.policy = policy
         self.number = engine.schedule.take_number()
         self.is_bound = False
+        #: Optimizer steps of the block's parameters that are still being computed.
+        self.pending: list[PendingUpdate] = []
         self._gathered_version = -1
         self._gathered_round = -1
         self._is_held = False
@@ -64,6 +67,8 @@ class BlockRuntime:
         """Makes the parameters full tensors; :meth:`close` or :meth:`abandon` must follow, even an error. "
         "Collective."""
         engine = self.engine
+        if self.pending:
+            self.finish_updates()
         if phase is not Phase.BACKWARD:
             engine.drop_stale_reductions()
         if self._adopt_data() and phase is not Phase.BACKWARD:
@@ -81,6 +86,11 @@ class BlockRuntime:
             group.bind()
         self.is_bound = True
         engine.observer.computing(self, phase)
+
+    def finish_updates(self) -> None:
+        """Waits for optimizer steps under way. See [Note: Updates that overlap]."""
+        for update in tuple(self.pending):
+            update.finish()
 
     def _adopt_data(self) -> bool:
         """Takes over what users put in place of shards (``param.data = tensor``); whether there was anything."""
@@ -115,6 +125,8 @@ class BlockRuntime:
         if self.is_bound or (self._is_gathered() and (self.policy.level != 1 or self.is_of_this_round())):
             return False
         self.drop_gathered()
+        if self.pending:
+            self.finish_updates()
         self._adopt_data()
         self._start_gather()
         return True

@@ -145,10 +145,14 @@ class AdamBase(torch.optim.Optimizer):
             )
             for p, _ in pairs:
                 self._mark_seen(p)
+        self._end_step()
         return loss
 
     def _start_step(self) -> None:
         """Hook of subclasses: a step begins."""
+
+    def _end_step(self) -> None:
+        """Hook of subclasses: every group has been applied."""
 
     def _apply(
         self, group: dict[str, Any], updates: Sequence[Update], *, scale: float, decoupled: bool
@@ -213,6 +217,11 @@ class AdamBase(torch.optim.Optimizer):
                         state[MASTER] = p.detach()
                     self.state[p] = state
                     self._mark_seen(p)
+                del arrays, tensors, state
+                self._note_new_state(members)
+
+    def _note_new_state(self, parameters: Sequence[Tensor]) -> None:
+        """Hook of subclasses: these parameters have got state, in one piece of memory."""
 
     def state_dict(self, gather: bool = False) -> dict[str, Any]:
         """The state of this rank's shards, or of whole parameters.

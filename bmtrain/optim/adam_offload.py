@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import _ops
 from ._adam_base import AdamBase, Update
 from ._host_step import host_ranges
+from ._overlap import Overlap, Part
 
 __all__ = ["AdamOffloadOptimizer"]
 
@@ -21,6 +22,12 @@ class AdamOffloadOptimizer(AdamBase):
     Gradients are read from, and parameters written to, the run device; what takes 12 bytes per parameter stays on
     the host.
 
+    On CPU ranks `step` returns before the parameters are updated: workers go through them in the order of
+    ``params``, and whoever needs one waits for it. A block waits for its own parameters when it is next called, and
+    so does every other access to a distributed parameter, its gradient or the optimizer's state, so that the bits
+    are those of ``overlap=False`` and an unfinished update is never seen. (Plain parameters, and those of which a
+    detached copy, a gradient or a state is held by somebody else, are updated within `step`.)
+
     Args:
         params: parameters, or group dicts with ``params`` and any of ``lr, betas, eps, weight_decay, maximize``.
         lr: learning rate.
@@ -28,11 +35,13 @@ class AdamOffloadOptimizer(AdamBase):
         eps: added to the denominator after bias correction.
         weight_decay: strength of the weight decay: decoupled for 16-bit parameters, L2 for fp32 ones.
         hold_steps: number of first updates of each parameter that move its moments only.
-        record_delta: collect what `get_avg_delta` and `get_var_delta` return.
+        record_delta: collect what `get_avg_delta` and `get_var_delta` return; updates do not overlap then.
         scale: initial loss scale that the optimizer is to own; by default none.
+        overlap: let updates go on after `step`.
 
     Raises:
         ValueError: an argument is out of its range.
+        RuntimeError: from the next call that waits for it, naming the block: an update in the background failed.
 
     Example:
         >>> p = torch.nn.Parameter(torch.zeros(2))
@@ -53,9 +62,12 @@ class AdamOffloadOptimizer(AdamBase):
         record_delta: bool = False,
         *,
         scale: float | None = None,
+        overlap: bool = True,
     ) -> None:
         self._record_delta = bool(record_delta)
         self._deltas = _Deltas()
+        self._overlaps = bool(overlap)
+        self._start_overlap()
         super().__init__(params, lr, betas, eps, weight_decay, hold_steps, scale)
 
     def get_avg_delta(self) -> float:
@@ -80,30 +92,102 @@ class AdamOffloadOptimizer(AdamBase):
     def _state_device(self, p: Tensor) -> torch.device:
         return torch.device("cpu")
 
+    # ---- overlap
+
+    def _start_overlap(self) -> None:
+        self._overlap = Overlap()
+        self._parts: list[Part] = []  # of the step that runs now
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """State by parameter. Whoever reads it waits for the updates under way."""
+        self._overlap.pending.finish()
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.__dict__["state"] = value
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_overlap" not in self.__dict__:  # a copy
+            self._start_overlap()
+        super().__setstate__(state)
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Fill all gradients with zeros, or set them to None. Those in use are zeroed once they have been used."""
+        pending = [update for update in self._overlap.pending if not update.is_finished]
+        if not pending:
+            super().zero_grad(set_to_none)
+            return
+        later: set[int] = set()
+        if not set_to_none:
+            for update in pending:
+                if update.zero_gradients_afterwards():
+                    later.update(map(id, update.parameters))
+        with torch._C.DisableTorchFunctionSubclass():  # so that nothing waits here
+            for p in (p for group in self.param_groups for p in group["params"] if id(p) not in later):
+                if set_to_none:
+                    p.grad = None
+                    continue
+                if (waiting := p.__dict__.get("_pending")) is not None:
+                    waiting.finish()
+                _zero(p.grad)
+
+    # ---- the step
+
     def _start_step(self) -> None:
+        self._overlap.pending.finish()
         self._deltas = _Deltas()
+        self._parts = []
 
     def _apply(
         self, group: dict[str, Any], updates: Sequence[Update], *, scale: float, decoupled: bool
     ) -> None:
-        with host_ranges(updates) as ranges:
-            sums = _ops.adam_(
-                ranges,
-                lr=float(group["lr"]),
-                betas=group["betas"],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                scale=scale,
-                decoupled=decoupled,
-                maximize=group["maximize"],
-                hold_steps=self._hold_steps,
-                with_delta=self._record_delta,
-            )
+        options = {
+            "lr": float(group["lr"]),
+            "beta1": group["betas"][0],
+            "beta2": group["betas"][1],
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "scale": scale,
+            "decoupled": decoupled,
+            "maximize": group["maximize"],
+            "hold_steps": self._hold_steps,
+        }
+        part = Part(updates, options)
+        if self._overlaps and not self._record_delta:
+            self._parts.append(part)
+        else:
+            self._compute(part)
+
+    def _end_step(self) -> None:
+        parts, self._parts = self._parts, []
+        if parts:
+            for part in self._overlap.post(parts, self.__dict__["state"]):
+                self._compute(part)
+
+    def _compute(self, part: Part) -> None:
+        options = {name: value for name, value in part.options.items() if not name.startswith("beta")}
+        betas = (part.options["beta1"], part.options["beta2"])
+        with host_ranges(part.updates) as ranges:
+            sums = _ops.adam_(ranges, betas=betas, **options, with_delta=self._record_delta)
         if self._record_delta:
-            self._deltas.add(sums, sum(u.param.numel() for u in updates))
+            self._deltas.add(sums, sum(u.param.numel() for u in part.updates))
+
+    def _note_new_state(self, parameters: Sequence[Tensor]) -> None:
+        self._overlap.arenas.note([self.state[p] for p in parameters])
 
     def _own_attributes(self) -> tuple[str, ...]:
-        return (*super()._own_attributes(), "_record_delta", "_deltas")
+        return (*super()._own_attributes(), "_record_delta", "_deltas", "_overlaps")
+
+
+def _zero(grad: Tensor | None) -> None:
+    if grad is not None:
+        if grad.grad_fn is not None:
+            grad.detach_()
+        else:
+            grad.requires_grad_(False)
+        grad.zero_()
 
 
 class _Deltas:

@@ -1,7 +1,6 @@
 #include "common/thread_pool.h"
 
 #include <ATen/Parallel.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -11,28 +10,11 @@
 #include <thread>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "common/float_environment.h"
+#include "common/per_process.h"
 
 namespace bmtrain {
 namespace {
-
-// How a thread treats denormals and rounds. A pool thread takes over the caller's, so that a result does not
-// depend on where it was computed (torch.set_flush_denormal is per thread).
-unsigned float_environment() {
-#if defined(__x86_64__)
-  return _mm_getcsr();
-#else
-  return 0;
-#endif
-}
-
-void set_float_environment([[maybe_unused]] unsigned environment) {
-#if defined(__x86_64__)
-  _mm_setcsr(environment);
-#endif
-}
 
 thread_local bool inside_task = false;
 
@@ -121,32 +103,12 @@ class Pool {
   void* context_ = nullptr;
 };
 
-// The pool of this process. A forked child has none of its parent's threads and may have inherited locked
-// mutexes, so it starts a pool of its own and leaves the old one alone.
-Pool& pool() {
-  struct Owned {
-    pid_t pid;
-    Pool pool;
-  };
-  static std::atomic<Owned*> current{nullptr};
-  Owned* mine = current.load(std::memory_order_acquire);
-  const pid_t pid = getpid();
-  while (mine == nullptr || mine->pid != pid) {
-    auto* fresh = new Owned{.pid = pid, .pool = {}};  // lives as long as the process
-    if (current.compare_exchange_strong(mine, fresh, std::memory_order_acq_rel)) {
-      mine = fresh;
-    } else {
-      delete fresh;
-    }
-  }
-  return mine->pool;
-}
-
 }  // namespace
 
 void parallel_for(std::int64_t num_tasks, void (*task)(void* context, std::int64_t index), void* context) {
   const auto num_threads = static_cast<int>(std::min<std::int64_t>(at::get_num_threads(), num_tasks));
-  if (num_threads > 1 && !inside_task && pool().try_run(num_tasks, num_threads, task, context)) return;
+  if (num_threads > 1 && !inside_task && per_process<Pool>().try_run(num_tasks, num_threads, task, context))
+    return;
   for (std::int64_t i = 0; i < num_tasks; ++i) task(context, i);
 }
 

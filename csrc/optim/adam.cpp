@@ -128,11 +128,8 @@ AdamFactors adam_factors(const AdamOptions& options, std::int64_t step) {
   return factors;
 }
 
-cpu::DeltaSums adam_step(const AdamTensors& tensors, const AdamOptions& options, bool with_delta) {
+std::vector<AdamSlice> adam_slices(const AdamTensors& tensors, const AdamOptions& options) {
   check_lengths(tensors);
-  BMT_CHECK(ValueError, !(with_delta && options.torch_sqrt), "adam: expected no delta with torch_sqrt");
-  BMT_CHECK(ValueError, options.torch_sqrt ? tensors.rounded.empty() : true,
-            "adam: expected fp32 weights only with torch_sqrt, got rounded ones");
   std::vector<AdamSlice> slices;
   slices.reserve(tensors.weights.size());
   std::int64_t last_step = 0;
@@ -148,6 +145,14 @@ cpu::DeltaSums adam_step(const AdamTensors& tensors, const AdamOptions& options,
     last_step = step;
     slices.push_back(next);
   }
+  return slices;
+}
+
+cpu::DeltaSums adam_step(const AdamTensors& tensors, const AdamOptions& options, bool with_delta) {
+  BMT_CHECK(ValueError, !(with_delta && options.torch_sqrt), "adam: expected no delta with torch_sqrt");
+  BMT_CHECK(ValueError, options.torch_sqrt ? tensors.rounded.empty() : true,
+            "adam: expected fp32 weights only with torch_sqrt, got rounded ones");
+  const std::vector<AdamSlice> slices = adam_slices(tensors, options);
   cpu::DeltaSums sums;
   cpu::adam(slices.data(), static_cast<std::int64_t>(slices.size()), with_delta ? &sums : nullptr);
   return sums;

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "cpu/kernels.h"
 
@@ -36,8 +37,11 @@ struct AdamTensors {
   at::IntArrayRef steps;       // the number of each tensor's update, 1 for the first
 };
 
-/// One step. Tensors that follow each other in memory, in every list, and have the same number of steps are
-/// updated as one range. TypeError or ValueError, before anything is written, if the tensors do not fit.
+/// What one step updates. Tensors that follow each other in memory, in every list, and have the same number
+/// of steps are one slice. TypeError or ValueError if the tensors do not fit.
+[[nodiscard]] std::vector<cpu::AdamSlice> adam_slices(const AdamTensors& tensors, const AdamOptions& options);
+
+/// One step. Errors as adam_slices, before anything is written.
 cpu::DeltaSums adam_step(const AdamTensors& tensors, const AdamOptions& options, bool with_delta);
 
 }  // namespace bmtrain

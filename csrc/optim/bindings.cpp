@@ -2,10 +2,56 @@
 #include "bindings.h"
 
 #include "cpu/isa.h"
+#include "optim/offload_adam.h"
 
 namespace bmtrain {
 
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+void add(OffloadAdam& self, const std::vector<at::Tensor>& weights, const std::vector<at::Tensor>& rounded,
+         const std::vector<at::Tensor>& grads, const std::vector<at::Tensor>& exp_avgs,
+         const std::vector<at::Tensor>& exp_avg_sqs, const std::vector<std::int64_t>& steps, double lr,
+         double beta1, double beta2, double eps, double weight_decay, double scale, bool decoupled,
+         bool maximize, std::int64_t hold_steps) {
+  self.add({weights, rounded, grads, exp_avgs, exp_avg_sqs, steps}, {.lr = lr,
+                                                                     .beta1 = beta1,
+                                                                     .beta2 = beta2,
+                                                                     .eps = eps,
+                                                                     .weight_decay = weight_decay,
+                                                                     .scale = scale,
+                                                                     .decoupled = decoupled,
+                                                                     .maximize = maximize,
+                                                                     .hold_steps = hold_steps});
+}
+
+void bind_offload_adam(py::module_& module) {
+  py::class_<OffloadAdam, std::shared_ptr<OffloadAdam>> update(module, "OffloadAdam");
+  py::enum_<Update::State>(update, "State")
+      .value("READY", Update::State::kReady)
+      .value("UPDATING", Update::State::kUpdating)
+      .value("DONE", Update::State::kDone)
+      .value("FAILED", Update::State::kFailed);
+  update.def(py::init<std::string>(), py::arg("label"))
+      .def("add", &add, py::arg("weights"), py::arg("rounded"), py::arg("grads"), py::arg("exp_avgs"),
+           py::arg("exp_avg_sqs"), py::arg("steps"), py::kw_only(), py::arg("lr"), py::arg("beta1"),
+           py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("scale"), py::arg("decoupled"),
+           py::arg("maximize"), py::arg("hold_steps"))
+      .def_static("post", &OffloadAdam::post, py::arg("updates"))
+      .def_static("guard_gradients", &OffloadAdam::guard_gradients, py::arg("update"), py::arg("parameters"))
+      .def_property_readonly("state", &OffloadAdam::state)
+      .def("zero_gradients_afterwards", &OffloadAdam::zero_gradients_afterwards)
+      .def("wait", &OffloadAdam::wait, NoGil());
+  module.def("disturb_updates", &disturb_updates, py::arg("max_delay_microseconds"),
+             py::arg("failing_label") = "",
+             "Delays chunks by random times, or lets a block's fail; for tests.");
+}
+
+}  // namespace
+
 void bind_optim(py::module_& module) {
+  bind_offload_adam(module);
   module.def(
       "cpu_isa", [] { return std::string(cpu::name_of(cpu::isa_level())); },
       "The instruction set level of the CPU kernels: base, avx2 or avx512. ValueError for a BMTRAIN_CPU_ISA "

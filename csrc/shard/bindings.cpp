@@ -87,6 +87,7 @@ void bind_group(py::module_& m) {
                                return gradient.defined() ? py::cast(gradient) : py::none();
                              })
       .def("local_view", &ShardGroup::local_view, py::arg("index"))
+      .def("num_references", &ShardGroup::num_references)
       .def("version", &ShardGroup::version)
       .def("requires_grad", &ShardGroup::requires_grad)
       .def("owns_storage", &ShardGroup::owns_storage, py::arg("tensor"))

@@ -115,6 +115,24 @@ void ShardGroup::check_data() const {
   }
 }
 
+std::pair<std::int64_t, std::int64_t> ShardGroup::num_references() const {
+  std::int64_t to_shard = 0;
+  std::int64_t to_gradient = 0;
+  const auto count = [](std::int64_t& number, const at::Tensor& tensor, const at::Tensor& memory) {
+    if (tensor.defined() && memory.defined() && tensor.is_alias_of(memory)) ++number;
+  };
+  count(to_shard, shard_, shard_);
+  count(to_shard, full_, shard_);
+  count(to_gradient, gradient_shard_, gradient_shard_);
+  for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
+    count(to_shard, options_.parameters[i], shard_);
+    count(to_shard, local_views_[i], shard_);
+    count(to_shard, full_views_[i], shard_);
+    count(to_gradient, options_.parameters[i].grad(), gradient_shard_);
+  }
+  return {to_shard, to_gradient};
+}
+
 std::int64_t ShardGroup::version() const {
   std::int64_t sum = 0;
   for (const at::Tensor& parameter : options_.parameters) {

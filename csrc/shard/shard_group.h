@@ -31,6 +31,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -73,6 +74,9 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   [[nodiscard]] at::Tensor local_view(std::size_t index) const { return local_views_.at(index); }
   /// The flat gradient shard; undefined before its first need.
   [[nodiscard]] at::Tensor gradient_shard() const { return gradient_shard_; }
+  /// How many tensors this group knows of refer to the memory of its shard, and to that of its gradient
+  /// shard.
+  [[nodiscard]] std::pair<std::int64_t, std::int64_t> num_references() const;
   /// Changes whenever one of the parameters is modified in place.
   [[nodiscard]] std::int64_t version() const;
   /// Which of the parameters require grad now.

@@ -1,0 +1,191 @@
+"""Parameters whose optimizer step is still being computed.
+
+[Note: Updates that overlap]
+`AdamOffloadOptimizer.step` hands the updates to workers of the core and returns. Nobody may see an unfinished one:
+
+- A block waits for its own parameters before it is gathered: `BlockRuntime.pending`.
+- Any other access reaches the parameter object. While its update is under way the object's class is a subclass whose
+  ``__torch_function__`` comes before every operation and attribute of torch; it waits, gives the object its own class
+  back, and lets the access go on. So an access costs nothing when nothing is under way.
+- A backward through a graph recorded before the step changes gradients without touching the parameter object; its
+  accumulation node waits (`_C.OffloadAdam.guard_gradients`).
+- What refers to the same memory (a detached copy somebody kept, a gradient) cannot be seen at all; the optimizer looks
+  for such references before it posts an update, and computes it at once if there are any (`optim/_references.py`).
+  Every rank looks for itself: no message and no bit depends on the answer, only when the rank computes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import os
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .. import _C
+    from .runtime import BlockRuntime
+
+__all__ = ["PendingUpdate", "PendingUpdates"]
+
+
+class PendingUpdate:
+    """One block's parameters, or some outside blocks, between a step and the end of its computation.
+
+    Args:
+        update: the computation, about to be posted.
+        parameters: what it changes.
+        tensors: whatever else must live until it has ended.
+        runtime: the block's, or None outside blocks.
+    """
+
+    __slots__ = ("_runtime", "_tensors", "parameters", "update")
+
+    def __init__(
+        self,
+        update: _C.OffloadAdam,
+        parameters: Sequence[torch.Tensor],
+        tensors: Any,
+        runtime: BlockRuntime | None,
+    ) -> None:
+        self.update = update
+        self.parameters = tuple(parameters)
+        self._tensors = tensors
+        self._runtime = runtime
+        for p in parameters:
+            p.__dict__["_pending"] = self
+            p.__class__ = _pending_class(type(p))
+        if runtime is not None:
+            runtime.pending.append(self)
+
+    def finish(self) -> None:
+        """Waits for the update, helping with it; then the parameters are like any others.
+
+        Raises:
+            RuntimeError: a worker failed; the parameters hold a mixture of old and new values.
+        """
+        try:
+            self.update.wait()
+        finally:
+            for p in self.parameters:
+                if p.__dict__.pop("_pending", None) is not None:
+                    p.__class__ = type(p)._class_at_rest  # type: ignore[attr-defined]
+            if self._runtime is not None and self in self._runtime.pending:
+                self._runtime.pending.remove(self)
+            self._tensors = None
+
+    def __del__(self) -> None:
+        """Without its owner, the memory that the workers write to would go."""
+        if not self.is_finished:
+            self.finish()
+
+    @property
+    def is_finished(self) -> bool:
+        return self._tensors is None
+
+    def zero_gradients_afterwards(self) -> bool:
+        """Lets the gradients be zeroed once they have been used; False if the update has begun."""
+        return self.update.zero_gradients_afterwards()
+
+
+class PendingUpdates:
+    """The updates of one owner, in the order in which they are computed."""
+
+    def __init__(self) -> None:
+        self._updates: list[PendingUpdate] = []
+        _finish_before_exit_and_fork()
+        _owners.add(self)
+
+    def __iter__(self) -> Any:
+        return iter(tuple(self._updates))
+
+    def add(self, updates: Iterable[PendingUpdate]) -> None:
+        """Takes over updates that have been posted."""
+        self._updates = [u for u in self._updates if not u.is_finished]
+        self._updates += updates
+
+    def finish(self) -> None:
+        """Waits for all. An error of one is raised when all have ended."""
+        error: BaseException | None = None
+        while self._updates:
+            try:
+                self._updates[0].finish()
+            except RuntimeError as failure:
+                error = error or failure
+            del self._updates[:1]
+        if error is not None:
+            raise error
+
+
+_owners: weakref.WeakSet[PendingUpdates] = weakref.WeakSet()
+
+
+@cache
+def _finish_before_exit_and_fork() -> None:
+    """A forked child has no workers; an exiting process frees memory that they write to."""
+    atexit.register(_finish_all)
+    os.register_at_fork(before=_finish_all)
+
+
+def _finish_all() -> None:
+    for owner in tuple(_owners):
+        owner.finish()
+
+
+class _Pending:
+    """What a parameter's class has in addition while its update is under way."""
+
+    _class_at_rest: type
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        _finish_all_in(args)
+        _finish_all_in(kwargs)
+        return func(*args, **kwargs)
+
+    @property
+    def _spec(self) -> Any:
+        return _at_rest(self)._spec
+
+    @_spec.setter
+    def _spec(self, value: Any) -> None:
+        _at_rest(self)._spec = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(_at_rest(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _at_rest(self).__reduce_ex__(protocol)
+
+    def __hash__(self) -> int:  # torch's own would wait; looking a parameter up reads none of its values
+        return id(self)
+
+
+@cache
+def _pending_class(cls: type) -> type:
+    attributes = {"_class_at_rest": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    return type(cls)(cls.__name__, (_Pending, cls), attributes)
+
+
+def _at_rest(param: Any) -> Any:
+    param.__dict__["_pending"].finish()
+    return param
+
+
+def _finish_all_in(value: Any) -> None:
+    """Waits for every parameter in (nested) arguments of a function of torch."""
+    if isinstance(value, _Pending):
+        _at_rest(value)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _finish_all_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _finish_all_in(item)

@@ -1,0 +1,139 @@
+"""Who else refers to the memory that an update reads and writes.
+
+A tensor that a user made from a parameter, a gradient or a state before the step (``p.data``, ``state["exp_avg"]``)
+shows that memory without touching the parameter object, so nothing could wait on its behalf. Here the references are
+counted: if there are more than the library itself has, somebody could watch, and the update must not be in the
+background.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ._adam_state import MASTER, MOMENTS
+
+if TYPE_CHECKING:
+    from .._engine.runtime import BlockRuntime
+    from ._adam_base import Update
+
+__all__ = ["ArenaReferences", "is_unwatched"]
+
+
+class ArenaReferences:
+    """How many tensors refer to each piece of memory that an optimizer allocated for its state."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+
+    def note(self, states: Sequence[dict[str, Any]]) -> None:
+        """Remembers the present counts of the memory of new states, which nobody has seen yet."""
+        for state in states:
+            for name in MOMENTS:
+                self._counts[_address(state[name])] = _num_references(state[name])
+
+    def are_as_noted(self, state: dict[str, Any]) -> bool:
+        """Whether nobody has made another tensor of that memory since."""
+        return all(
+            self._counts.get(_address(state[name])) == _num_references(state[name]) for name in MOMENTS
+        )
+
+
+def is_unwatched(
+    updates: Sequence[Update],
+    runtime: BlockRuntime | None,
+    states: dict[Tensor, dict[str, Any]],
+    arenas: ArenaReferences,
+) -> bool:
+    """Whether only the library refers to parameters, gradients and states of ``updates``.
+
+    Args:
+        updates: of one block, or of parameters outside blocks; each holds one reference to its state.
+        runtime: the block's.
+        states: the optimizer's, by parameter.
+        arenas: of that state.
+    """
+    expected: Counter[int] = Counter()  # references, by the address of the storage
+    tensors: dict[int, Tensor] = {}
+    if runtime is not None:
+        for group in runtime.groups:
+            shard, gradient = group.shard, group.gradient_shard
+            to_shard, to_gradient = group.num_references()
+            expected[_address(shard)] += to_shard
+            tensors[_address(shard)] = shard
+            if gradient is not None:
+                expected[_address(gradient)] += to_gradient
+                tensors[_address(gradient)] = gradient
+            expected[_address(shard)] += sum(
+                _shares_memory(states[p], p) for p in group.parameters if p in states
+            )
+    for update in updates:  # not unpacked: that would be one more reference to its state
+        param, grad = update.param, update.grad
+        if _address(param) not in tensors:
+            tensors[_address(param)] = param
+            expected[_address(param)] = 1 + _shares_memory(states[param], param)
+        if _address(grad) not in tensors:
+            tensors[_address(grad)] = grad
+            expected[_address(grad)] = 1  # of the parameter
+        expected[_address(grad)] += 1  # the update's own
+        if not (_are_unheld(param, states) and arenas.are_as_noted(states[param])):
+            return False
+    return all(expected[address] == _num_references(tensor) for address, tensor in tensors.items())
+
+
+def _shares_memory(state: dict[str, Any], param: Tensor) -> bool:
+    return MASTER in state and _address(state[MASTER]) == _address(param)
+
+
+def _are_unheld(param: Tensor, states: dict[Tensor, dict[str, Any]]) -> bool:
+    """Whether nobody holds the very objects: the gradient, the state dict, its tensors."""
+    base = _baseline()
+    return (
+        sys.getrefcount(param.grad) == base.gradient
+        and _item_references(states, param) == base.item + 1  # the update
+        and all(
+            _item_references(states[param], name) == base.item for name in states[param] if name != "step"
+        )
+    )
+
+
+def _item_references(holder: dict[Any, Any], key: Any) -> int:
+    return sys.getrefcount(holder[key])
+
+
+def _address(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def _num_references(tensor: Tensor) -> int:
+    """References to the storage, of tensors and of Python; those of this function are left out."""
+    return _raw_references(tensor) - _baseline().storage
+
+
+def _raw_references(tensor: Tensor) -> int:
+    storage = tensor.untyped_storage()  # a Python object counts too; so there always is one
+    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
+
+
+class _Baseline:
+    """What the counts are where there is nobody else: it depends on the versions of Python and torch."""
+
+    def __init__(self) -> None:
+        sample = torch.nn.Parameter(torch.zeros(1))
+        sample.grad = torch.zeros(1)
+        self.gradient = sys.getrefcount(sample.grad)
+        self.gradient = sys.getrefcount(sample.grad)  # from the second look on the object is kept
+        self.item = _item_references({"item": torch.zeros(1)}, "item")
+        self.storage = _raw_references(torch.zeros(1)) - 1
+
+
+@cache
+def _baseline() -> _Baseline:
+    return _Baseline()

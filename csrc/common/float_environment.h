@@ -1,0 +1,11 @@
+// How a thread rounds and treats denormals.
+#pragma once
+
+namespace bmtrain {
+
+/// The calling thread's setting (torch.set_flush_denormal is per thread), to be taken over by threads that
+/// compute for it, so that a result does not depend on where it was computed.
+[[nodiscard]] unsigned float_environment();
+void set_float_environment(unsigned environment);
+
+}  // namespace bmtrain

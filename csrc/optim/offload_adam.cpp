@@ -1,0 +1,196 @@
+#include "optim/offload_adam.h"
+
+#include <ATen/Parallel.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+#include "common/check.h"
+#include "common/per_process.h"
+#include "common/thread_pool.h"
+#include "cpu/isa.h"
+
+namespace bmtrain {
+namespace {
+
+// Elements of a chunk: some tens of microseconds, so that a waiting thread finds chunks to share.
+constexpr std::int64_t kChunk = std::int64_t{1} << 15;
+
+// One worker beside the threads that compute already: an update is bound by memory, and whoever waits for it
+// helps with all of torch's threads.
+int num_workers() { return std::max(1, at::get_num_threads() / 4); }
+
+struct Disturbance {
+  std::mutex mutex;  // protects what follows
+  std::int64_t max_delay_microseconds = 0;
+  std::string failing_label;
+  std::uint64_t random = 88172645463325252u;
+};
+
+std::atomic<bool> is_disturbed{false};
+
+void disturb(const std::string& label) {
+  auto& disturbance = per_process<Disturbance>();
+  std::int64_t delay = 0;
+  {
+    const std::lock_guard<std::mutex> lock(disturbance.mutex);
+    std::uint64_t& x = disturbance.random;  // xorshift (Marsaglia, 2003)
+    x ^= x << 13;
+    x ^= x >> 7;
+    x ^= x << 17;
+    delay = static_cast<std::int64_t>(x % static_cast<std::uint64_t>(disturbance.max_delay_microseconds + 1));
+    if (label == disturbance.failing_label) throw std::runtime_error("failed on request");
+  }
+  std::this_thread::sleep_for(std::chrono::microseconds(delay));
+}
+
+// A backward through a graph that was recorded before the step adds to gradients that are being read.
+class WaitBeforeAccumulating final : public torch::autograd::FunctionPreHook {
+ public:
+  explicit WaitBeforeAccumulating(std::shared_ptr<OffloadAdam> update) : update_(std::move(update)) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+    update_->wait();
+    return gradients;
+  }
+  void replace(std::shared_ptr<OffloadAdam> update) { update_ = std::move(update); }
+
+ private:
+  std::shared_ptr<OffloadAdam> update_;
+};
+
+}  // namespace
+
+// What is to be computed, shared with the workers.
+struct OffloadAdam::Plan {
+  // Consecutive pieces make a chunk: many small parameters are one, a large one is many.
+  struct Piece {
+    std::size_t slice;
+    std::int64_t offset, numel;
+  };
+
+  std::string label;
+  std::vector<cpu::AdamSlice> slices;
+  std::vector<Piece> pieces;
+  std::vector<std::size_t> chunk_ends;  // one past the last piece of each chunk
+
+  void cut();
+  void compute(std::int64_t chunk, bool zero_gradients) const;
+};
+
+OffloadAdam::OffloadAdam(std::string label) : label_(label), plan_(std::make_shared<Plan>()) {
+  plan_->label = std::move(label);
+}
+
+void OffloadAdam::add(const AdamTensors& tensors, const AdamOptions& options) {
+  BMT_CHECK(StateError, !update_, label_, ": this update has been posted already");
+  BMT_CHECK(ValueError, !options.torch_sqrt, label_, ": torch's square root is for the calling thread");
+  const std::vector<cpu::AdamSlice> slices = adam_slices(tensors, options);
+  plan_->slices.insert(plan_->slices.end(), slices.begin(), slices.end());
+}
+
+void OffloadAdam::Plan::cut() {
+  std::int64_t filled = 0;
+  for (std::size_t s = 0; s < slices.size(); ++s) {
+    for (std::int64_t offset = 0; offset < slices[s].n;) {
+      const std::int64_t numel = std::min(kChunk - filled, slices[s].n - offset);
+      pieces.push_back({.slice = s, .offset = offset, .numel = numel});
+      offset += numel;
+      filled += numel;
+      if (filled == kChunk) {
+        chunk_ends.push_back(pieces.size());
+        filled = 0;
+      }
+    }
+  }
+  if (filled > 0) chunk_ends.push_back(pieces.size());
+}
+
+void OffloadAdam::Plan::compute(std::int64_t chunk, bool zero_gradients) const {
+  if (is_disturbed.load(std::memory_order_relaxed)) disturb(label);
+  const auto number = static_cast<std::size_t>(chunk);
+  for (std::size_t i = number == 0 ? 0 : chunk_ends[number - 1]; i < chunk_ends[number]; ++i) {
+    const Piece& piece = pieces[i];
+    const cpu::AdamSlice& slice = slices[piece.slice];
+    cpu::kernel_table().adam(slice, piece.offset, piece.numel, nullptr);
+    if (zero_gradients) {
+      const std::int64_t size = size_of(slice.grad_dtype);
+      // The gradient is only read by kernels, and only zeroed here, on behalf of its owner.
+      auto* const grad = static_cast<char*>(const_cast<void*>(slice.grad));
+      std::memset(grad + piece.offset * size, 0, static_cast<std::size_t>(piece.numel * size));
+    }
+  }
+}
+
+void OffloadAdam::post(const std::vector<std::shared_ptr<OffloadAdam>>& updates) {
+  std::vector<std::shared_ptr<Update>> queued;
+  for (const auto& update : updates) {
+    BMT_CHECK(StateError, !update->update_, update->label_, ": this update has been posted already");
+    update->plan_->cut();
+    const auto num_chunks = static_cast<std::int64_t>(update->plan_->chunk_ends.size());
+    update->update_ = std::make_shared<Update>(
+        update->label_, num_chunks,
+        [plan = update->plan_](std::int64_t chunk, bool zero) { plan->compute(chunk, zero); });
+    queued.push_back(update->update_);
+  }
+  per_process<UpdateQueue>().post(queued, num_workers());
+}
+
+Update::State OffloadAdam::state() const { return update_ ? update_->state() : Update::State::kReady; }
+
+bool OffloadAdam::zero_gradients_afterwards() {
+  BMT_CHECK(StateError, update_, label_, ": this update has not been posted");
+  return update_->ask_for_extra();
+}
+
+void OffloadAdam::wait() {
+  BMT_CHECK(StateError, update_, label_, ": this update has not been posted");
+  if (update_->run_one()) {
+    parallel_for(at::get_num_threads(), [this](std::int64_t) {
+      while (update_->run_one()) {
+      }
+    });
+  }
+  try {
+    update_->wait();
+  } catch (const std::runtime_error& error) {
+    throw StateError(error.what());
+  }
+}
+
+void OffloadAdam::guard_gradients(const std::shared_ptr<OffloadAdam>& update,
+                                  const std::vector<at::Tensor>& parameters) {
+  for (const at::Tensor& parameter : parameters) {
+    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
+    if (!accumulator) continue;  // no graph leads to it
+    auto& hooks = accumulator->pre_hooks();
+    const auto known = std::find_if(hooks.begin(), hooks.end(), [](const auto& hook) {
+      return dynamic_cast<const WaitBeforeAccumulating*>(hook.get()) != nullptr;
+    });
+    if (known != hooks.end()) {
+      static_cast<WaitBeforeAccumulating&>(**known).replace(update);
+    } else {
+      accumulator->add_pre_hook(std::make_unique<WaitBeforeAccumulating>(update));
+    }
+  }
+}
+
+void disturb_updates(std::int64_t max_delay_microseconds, const std::string& failing_label) {
+  BMT_CHECK(ValueError, max_delay_microseconds >= 0, "max_delay_microseconds: expected 0 or more, got ",
+            max_delay_microseconds);
+  auto& disturbance = per_process<Disturbance>();
+  const std::lock_guard<std::mutex> lock(disturbance.mutex);
+  disturbance.max_delay_microseconds = max_delay_microseconds;
+  disturbance.failing_label = failing_label;
+  is_disturbed.store(max_delay_microseconds > 0 || !failing_label.empty());
+}
+
+}  // namespace bmtrain

@@ -1,0 +1,49 @@
+// OffloadAdam: one block's Adam step, computed while the caller goes on.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "optim/adam.h"
+#include "optim/update_queue.h"
+
+namespace bmtrain {
+
+class OffloadAdam {
+ public:
+  /// `label` names the block in errors.
+  explicit OffloadAdam(std::string label);
+
+  /// Adds what adam_step would update. The tensors must outlive the update, whose owner keeps them. Errors as
+  /// adam_step.
+  void add(const AdamTensors& tensors, const AdamOptions& options);
+
+  /// Hands updates to the workers, in this order. Each is posted once.
+  static void post(const std::vector<std::shared_ptr<OffloadAdam>>& updates);
+
+  [[nodiscard]] Update::State state() const;
+  /// Lets the gradients be zeroed after their use. False, and no effect, if the update has begun.
+  [[nodiscard]] bool zero_gradients_afterwards();
+  /// Computes what nobody has begun, with torch's number of threads, and waits for the rest. StateError, with
+  /// the label, if a worker failed.
+  void wait();
+  /// Makes the next backward that would change a parameter's gradient, in a graph that exists already, wait.
+  static void guard_gradients(const std::shared_ptr<OffloadAdam>& update,
+                              const std::vector<at::Tensor>& parameters);
+
+ private:
+  struct Plan;
+
+  const std::string label_;
+  const std::shared_ptr<Plan> plan_;
+  std::shared_ptr<Update> update_;  // once posted
+};
+
+/// For tests: delays each chunk by a random time, and lets those of the block with this label fail.
+void disturb_updates(std::int64_t max_delay_microseconds, const std::string& failing_label);
+
+}  // namespace bmtrain
