@@ -68,6 +68,8 @@ class PendingUpdate:
         Raises:
             RuntimeError: a worker failed; the parameters hold a mixture of old and new values.
         """
+        if self.is_finished:
+            return
         try:
             self.update.wait()
         finally:

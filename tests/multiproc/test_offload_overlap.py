@@ -148,7 +148,7 @@ def by_numpy(model: Model, *_: Any) -> Any:
 
 
 def by_storage(model: Model, *_: Any) -> Any:
-    return [bytes(p.untyped_storage()) for p in model.parameters()]
+    return [torch.empty(0, dtype=torch.uint8).set_(p.untyped_storage()).clone() for p in model.parameters()]
 
 
 def by_gradient(model: Model, *_: Any) -> Any:
@@ -253,7 +253,7 @@ def differing(dtype: torch.dtype) -> list[str]:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_access_sees_an_unfinished_update(dtype: torch.dtype) -> None:
     """One function by_... above for each kind."""
-    assert run_ranks(2, differing, dtype) == [[]] * 2
+    assert run_ranks(2, differing, dtype, timeout=300) == [[]] * 2
 
 
 class Held:
@@ -291,7 +291,7 @@ def differing_held(dtype: torch.dtype) -> list[str]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_was_held_before_the_step_is_up_to_date_after_it(dtype: torch.dtype) -> None:
-    assert run_ranks(2, differing_held, dtype) == [[]] * 2
+    assert run_ranks(2, differing_held, dtype, timeout=300) == [[]] * 2
 
 
 def fail_in_the_worker() -> str:
