@@ -17,7 +17,13 @@ from ._grad_stats import check_overflow, forget_unsent
 __all__ = ["AdamBase", "Update"]
 
 _UNSET: Any = object()
-_OWN = ("_hold_steps", "_owned_scale", "_steps_since_last_scale", "_seen")  # attributes that copies keep
+_OWN = (
+    "_decoupled",
+    "_hold_steps",
+    "_owned_scale",
+    "_steps_since_last_scale",
+    "_seen",
+)  # attributes that copies keep
 
 
 class Update(NamedTuple):
@@ -45,6 +51,7 @@ class AdamBase(torch.optim.Optimizer):
         weight_decay: float,
         hold_steps: int,
         scale: float | None,
+        decoupled: bool | None,
     ) -> None:
         if hold_steps < 0:
             raise ValueError(f"hold_steps: expected 0 or more, got {hold_steps}")
@@ -55,6 +62,9 @@ class AdamBase(torch.optim.Optimizer):
                 f"{type(self).__name__}(scale=) is deprecated: write OptimManager(loss_scale=...)",
                 stacklevel=3,
             )
+        if decoupled is not None and not isinstance(decoupled, bool):
+            raise TypeError(f"decoupled: expected None, True or False, got {decoupled!r}")
+        self._decoupled = decoupled
         self._hold_steps = int(hold_steps)
         self._owned_scale: float | None = None if scale is None else float(scale)
         self._steps_since_last_scale = 0
@@ -133,16 +143,15 @@ class AdamBase(torch.optim.Optimizer):
         for group, pairs in ready:
             self._create_state([p for p, _ in pairs if p not in self.state])
             updates = [Update(p, grad, self._prepare(p)) for p, grad in pairs]
+            # Also empty shards: all ranks see the same parameters change.
+            changed = [p for p in group["params"] if p.grad is not None and p.requires_grad]
             low = [u for u in updates if u.param.dtype != torch.float32]
             if low:
-                self._apply(group, low, scale=float(scale), decoupled=True)
+                self._apply(group, low, scale=float(scale), decoupled=self._decoupled is not False)
             if len(low) < len(updates):
                 high = [u for u in updates if u.param.dtype == torch.float32]
-                self._apply(group, high, scale=float(scale), decoupled=False)
-            # Also of empty shards: all ranks see the same parameters change.
-            torch.autograd.graph.increment_version(
-                [p for p in group["params"] if p.grad is not None and p.requires_grad]
-            )
+                self._apply(group, high, scale=float(scale), decoupled=self._decoupled is True)
+            torch.autograd.graph.increment_version(changed)
             for p, _ in pairs:
                 self._mark_seen(p)
         self._end_step()

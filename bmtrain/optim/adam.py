@@ -19,9 +19,9 @@ __all__ = ["AdamOptimizer"]
 class AdamOptimizer(AdamBase):
     """Adam (Kingma and Ba, 2015) for fp32, fp16 and bf16 parameters, sharded or not.
 
-    fp32 parameters are updated with the bits of `torch.optim.Adam`, weight decay added to the gradient. 16-bit
-    parameters have an fp32 master, decoupled weight decay as in AdamW (Loshchilov and Hutter, 2019), and always are
-    the master rounded to nearest even.
+    fp32 parameters are updated with the bits of `torch.optim.Adam`, weight decay added to the gradient, or, with
+    ``decoupled=True``, of `torch.optim.AdamW` (Loshchilov and Hutter, 2019). 16-bit parameters have an fp32 master,
+    decoupled weight decay unless ``decoupled=False``, and always are the master rounded to nearest even.
 
     Args:
         params: parameters, or group dicts with ``params`` and any of ``lr, betas, eps, weight_decay, maximize``.
@@ -31,6 +31,8 @@ class AdamOptimizer(AdamBase):
         weight_decay: strength of the weight decay.
         hold_steps: number of first updates of each parameter that move its moments only.
         scale: initial loss scale that the optimizer is to own; by default none.
+        decoupled: how weights decay: True as in AdamW, False added to the gradient (L2), None as scripts of all
+            versions have it: decoupled for 16-bit parameters, L2 for fp32 ones.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -53,8 +55,9 @@ class AdamOptimizer(AdamBase):
         hold_steps: int = 0,
         *,
         scale: float | None = None,
+        decoupled: bool | None = None,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, hold_steps, scale)
+        super().__init__(params, lr, betas, eps, weight_decay, hold_steps, scale, decoupled)
 
     def get_avg_delta(self) -> float:
         """Not recorded here.
@@ -93,7 +96,7 @@ class AdamOptimizer(AdamBase):
                     decoupled=decoupled,
                     maximize=group["maximize"],
                     hold_steps=self._hold_steps,
-                    torch_sqrt=not decoupled,
+                    torch_sqrt=on_host[0].param.dtype == torch.float32,
                 )
         if elsewhere:
             self._apply_by_torch(group, elsewhere, scale=scale, decoupled=decoupled)

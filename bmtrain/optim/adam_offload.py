@@ -33,10 +33,12 @@ class AdamOffloadOptimizer(AdamBase):
         lr: learning rate.
         betas: decay of the first and of the second moment, in [0, 1).
         eps: added to the denominator after bias correction.
-        weight_decay: strength of the weight decay: decoupled for 16-bit parameters, L2 for fp32 ones.
+        weight_decay: strength of the weight decay.
         hold_steps: number of first updates of each parameter that move its moments only.
         record_delta: collect what `get_avg_delta` and `get_var_delta` return; updates do not overlap then.
         scale: initial loss scale that the optimizer is to own; by default none.
+        decoupled: how weights decay: True as in AdamW, False added to the gradient (L2), None as scripts of all
+            versions have it: decoupled for 16-bit parameters, L2 for fp32 ones.
         overlap: let updates go on after `step`.
 
     Raises:
@@ -62,13 +64,14 @@ class AdamOffloadOptimizer(AdamBase):
         record_delta: bool = False,
         *,
         scale: float | None = None,
+        decoupled: bool | None = None,
         overlap: bool = True,
     ) -> None:
         self._record_delta = bool(record_delta)
         self._deltas = _Deltas()
         self._overlaps = bool(overlap)
         self._start_overlap()
-        super().__init__(params, lr, betas, eps, weight_decay, hold_steps, scale)
+        super().__init__(params, lr, betas, eps, weight_decay, hold_steps, scale, decoupled)
 
     def get_avg_delta(self) -> float:
         """Return the mean of ``u + weight_decay * w`` over all elements this rank updated in the last step.
@@ -99,7 +102,7 @@ class AdamOffloadOptimizer(AdamBase):
         self._parts: list[Part] = []  # of the step that runs now
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """State by parameter. Whoever reads it waits for the updates under way."""
         self._overlap.pending.finish()
         return self.__dict__["state"]
@@ -154,7 +157,7 @@ class AdamOffloadOptimizer(AdamBase):
             "maximize": group["maximize"],
             "hold_steps": self._hold_steps,
         }
-        part = Part(updates, options)
+        part = Part(list(updates), options)
         if self._overlaps and not self._record_delta:
             self._parts.append(part)
         else:

@@ -117,6 +117,35 @@ def test_16_bit_is_adamw_on_a_master(dtype: torch.dtype) -> None:
             assert same_bits(q.data, p.data)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("decoupled", (True, False))
+@pytest.mark.parametrize("cls", BOTH)
+def test_either_weight_decay_for_every_dtype(cls: Any, decoupled: bool, dtype: torch.dtype) -> None:
+    ours = parameters(dtype)
+    theirs = [nn.Parameter(p.detach().float()) for p in ours]
+    hyper = {"lr": 0.01, "weight_decay": 0.1}
+    a = copy.deepcopy(cls(ours, **hyper, decoupled=decoupled))  # a copy keeps the choice
+    ours = a.param_groups[0]["params"]
+    b = (torch.optim.AdamW if decoupled else torch.optim.Adam)(theirs, **hyper)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(10):
+        draw_gradients(ours, generator)
+        for p, q in zip(ours, theirs, strict=True):
+            q.grad = p.grad.float()
+        a.step()
+        b.step()
+    for p, q in zip(ours, theirs, strict=True):
+        value = p if dtype == torch.float32 else a.state[p]["_param_fp32"]
+        exact = cls is AdamOptimizer and dtype == torch.float32
+        assert ulps_of_largest(value.detach(), q.detach()) <= (0 if exact else 4)
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_decoupled_is_none_or_a_bool(cls: Any) -> None:
+    with pytest.raises(TypeError, match="decoupled: expected None, True or False, got 'yes'"):
+        cls(parameters(), decoupled="yes")
+
+
 @pytest.mark.parametrize("weight_decay", (0.0, 0.01))
 @pytest.mark.parametrize("cls", BOTH)
 def test_a_thousand_steps_of_a_toy_problem(cls: Any, weight_decay: float) -> None:
