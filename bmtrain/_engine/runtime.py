@@ -89,8 +89,9 @@ class BlockRuntime:
 
     def finish_updates(self) -> None:
         """Waits for optimizer steps under way. See [Note: Updates that overlap]."""
-        for update in tuple(self.pending):
-            update.finish()
+        with self.engine.observer.waiting(self.label, "update"):
+            for update in tuple(self.pending):
+                update.finish()
 
     def _adopt_data(self) -> bool:
         """Takes over what users put in place of shards (``param.data = tensor``); whether there was anything."""
