@@ -83,6 +83,13 @@ class NcclCommunicator(Communicator):
 
 def install_device_runtime(library: str) -> None: ...
 
+class ShmCommunicator(Communicator):
+    def __init__(
+        self, files: list[int], watches: list[int], rank: int, size: int, name: str, timeout_seconds: float
+    ) -> None: ...
+    @staticmethod
+    def segment_bytes(size: int) -> int: ...
+
 class FlatLayout:
     def __init__(
         self, numels: list[int], element_size: int, num_ranks: int, alignment_bytes: int = 512

@@ -15,6 +15,7 @@ __all__ = ["main"]
 # Name of a benchmark -> what it measures. Each is a module of bmtrain.benchmark with add_arguments and run.
 _BENCHMARKS = {
     "adam": "one Adam step against torch's and against moving the same bytes",
+    "comm": "exchanges between CPU ranks against torch.distributed over Gloo",
     "step": "one training step against DDP, FSDP2 and no communication",
 }
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from . import _C, _build, _context
+from . import _C, _build, _comm, _context
 from .errors import BMTrainError
 
 __all__ = ["Check", "Surroundings", "check_up"]
@@ -93,6 +93,7 @@ def check_up(here: Surroundings) -> Iterator[Check]:
         check_cuda,
         check_nccl,
         check_shared_memory,
+        check_transport,
         check_memory,
         check_port,
     ):
@@ -243,6 +244,22 @@ def check_shared_memory(here: Surroundings) -> Check:
     return Check("shared memory", f"{folder}, {free >> 20} MiB free")
 
 
+def check_transport(here: Surroundings) -> Check:
+    """What will carry the bytes between CPU ranks."""
+    asked = here.environ.get(_comm.TRANSPORT_VARIABLE, "auto")
+    try:
+        found = _comm.describe_cpu_transport(asked)
+    except ValueError as error:
+        return Check("CPU transport", str(error), f"unset {_comm.TRANSPORT_VARIABLE}")
+    if asked == "shm" and not found.startswith("shared memory"):
+        return Check(
+            "CPU transport",
+            f"{found}, but {_comm.TRANSPORT_VARIABLE}=shm",
+            f"unset {_comm.TRANSPORT_VARIABLE}",
+        )
+    return Check("CPU transport", found)
+
+
 def check_memory(here: Surroundings) -> Check:
     """There is memory left."""
     available = here.available_memory()
@@ -299,7 +316,9 @@ def _check_ranks(here: Surroundings) -> Iterator[Check]:
     context = _context.current()
     assert context is not None
     world = context.topology.world_size
-    yield Check("ranks", f"rank {context.topology.rank} of {world}, {context.backend}, {context.device}")
+    carrier = context.groups["zero"].comm.backend
+    transport = context.backend if carrier == context.backend else f"{context.backend} over {carrier}"
+    yield Check("ranks", f"rank {context.topology.rank} of {world}, {transport}, {context.device}")
     yield _check_clocks(here, context)
     yield _check_collectives(context)
     yield _check_adam(context)

@@ -1,7 +1,10 @@
-"""How long a training step takes, sharded and not: single process work without communication, DDP, FSDP2, and bmtrain.
+"""How long a training step takes, sharded and not: without communication, DDP, FSDP2 in its settings, and bmtrain.
 
-All variants live in the same ranks and run in turn, so that a busy machine disturbs them alike. The table shows medians
-and their ratio to the step without communication: the same ranks, each training a whole model alone.
+All variants live in the same ranks and run in turn, so that a busy machine disturbs them alike. The table shows
+medians and their ratio to the step without communication that does the same work: the same ranks, each training a whole
+model alone, with the same recomputation and precision. What a step takes longer than that is communication that
+computing does not hide, and what managing the shards costs. With --memory each variant runs in processes of its own
+instead, told to give freed memory back, and the peaks of all ranks are shown.
 """
 
 from __future__ import annotations
@@ -11,28 +14,55 @@ import json
 import os
 import resource
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import init_distributed
-from ..block_layer import Block
 from ..global_var import rank, world_size
-from ..optim import AdamOptimizer, OptimManager
 from ..synchronize import synchronize
-from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 from ._gpt import GPT
+from ._launch import answer, launch
+from ._variants import VARIANTS, Step, reference_of
 
-__all__ = ["VARIANTS", "add_arguments", "run"]
+__all__ = ["VARIANTS", "Result", "add_arguments", "run"]
 
-_Step = Callable[[Tensor], float]
+_WARM_UP = 2
+# glibc keeps what is freed for itself; this makes it give that back, so that a peak shows what was in use.
+_GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured of one variant.
+
+    Attributes:
+        variant: a key of `VARIANTS`.
+        seconds: of each step.
+        losses: rank 0's, warm-up included.
+        messages: collectives of a step on rank 0; None for variants whose communication is not ours.
+        wire_bytes: what rank 0 sent in a step; likewise.
+        peak_mib: highest resident memory of each rank with --memory, else empty. Pages that ranks share count in each.
+        shared_mib: how much of it each rank shared with others at the end.
+    """
+
+    variant: str
+    seconds: list[float]
+    losses: list[float]
+    messages: float | None
+    wire_bytes: float | None
+    peak_mib: list[float]
+    shared_mib: list[float]
+
+    @property
+    def median(self) -> float:
+        """Seconds."""
+        return statistics.median(self.seconds)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,181 +75,167 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeat", type=int, default=7, help="steps of each variant (default: %(default)s)")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="(default: %(default)s)")
     parser.add_argument(
-        "--memory",
-        action="store_true",
-        help="measure peak memory instead, each variant in processes of its own",
+        "--memory", action="store_true", help="measure peak memory, each variant in processes of its own"
     )
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
+    parser.add_argument("--plot", type=Path, help="draw them into this file (needs matplotlib)")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Start the ranks; in a rank: measure, and on rank 0 print the table."""
-    unknown = set(arguments.variants.split(",")) - set(VARIANTS)
+    """Start the ranks, show what they measured; in a rank: measure."""
+    names = arguments.variants.split(",")
+    unknown = set(names) - set(VARIANTS)
     if unknown:
         raise SystemExit(
             f"--variants: expected some of {', '.join(VARIANTS)}, got {', '.join(sorted(unknown))}"
         )
-    if "RANK" not in os.environ:
-        names = arguments.variants.split(",") if arguments.memory else [arguments.variants]
-        for name in names:
-            _launch(arguments.ranks, name)
+    if "RANK" in os.environ:
+        _run_rank(arguments, names)
         return
+    environment = {"OMP_NUM_THREADS": "1", **(_GIVE_BACK if arguments.memory else {})}
+    results = [
+        Result(**row)
+        for group in (names if arguments.memory else [arguments.variants])
+        for row in launch(arguments.ranks, environment, ["--variants", group])
+    ]
+    _print_table(results, arguments)
+    if arguments.json is not None:
+        settings = {key: value for key, value in vars(arguments).items() if isinstance(value, (int, str))}
+        rows = [asdict(result) for result in results]
+        arguments.json.write_text(json.dumps({"settings": settings, "results": rows}, indent=1))
+    if arguments.plot is not None:
+        _plot(results, arguments.plot)
+
+
+def _run_rank(arguments: argparse.Namespace, names: list[str]) -> None:
     init_distributed(seed=0)
     dist.init_process_group("gloo")  # the peers'; bmtrain does not use it
     model_options = {"num_layers": arguments.layers, "dim": arguments.dim, "num_heads": 8, "vocab": 256}
-    names = arguments.variants.split(",")
     steps = {name: VARIANTS[name](lambda: GPT(**model_options, seq=arguments.seq)) for name in names}
-    batches = [
-        torch.randint(0, 256, (arguments.batch, arguments.seq + 1)) for _ in range(arguments.repeat + 2)
-    ]
-    seconds, losses = _measure(steps, batches)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    random = torch.Generator().manual_seed(0)  # the same on all ranks: so all variants have the same losses
+    shape = (arguments.batch, arguments.seq + 1)
+    batches = [torch.randint(0, 256, shape, generator=random) for _ in range(arguments.repeat + _WARM_UP)]
+    results = _measure(steps, batches, arguments.memory)
     if rank() == 0:
-        _report(arguments, seconds, losses, peak)
+        answer([asdict(result) for result in results])
     synchronize()
     dist.destroy_process_group()
 
 
-def _launch(num_ranks: int, variants: str) -> None:
-    options = sys.argv[1:]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    if "--memory" in options:  # glibc keeps freed memory; make it give back what is freed
-        environment |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command = [sys.executable, *launcher, "-m", "bmtrain", *options, "--variants", variants]
-    status = subprocess.run(command, env=environment, check=False).returncode
-    if status:
-        raise SystemExit(status)
-
-
-def _measure(
-    steps: dict[str, _Step], batches: list[Tensor]
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+def _measure(steps: dict[str, Step], batches: list[Tensor], memory: bool) -> list[Result]:
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, list[float]] = {name: [] for name in steps}
+    sent: dict[str, tuple[int, int]] = {}
     for batch in batches:
         for name, step in steps.items():
             synchronize()
+            _reset_traffic()
             start = time.perf_counter()
             losses[name].append(step(batch))
+            sent[name] = _traffic()
             synchronize()
             seconds[name].append(time.perf_counter() - start)
-    return {name: values[2:] for name, values in seconds.items()}, losses
-
-
-def _report(
-    arguments: argparse.Namespace,
-    seconds: dict[str, list[float]],
-    losses: dict[str, list[float]],
-    peak: float,
-) -> None:
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    base = medians.get("alone", next(iter(medians.values())))
-    tokens = arguments.batch * arguments.seq * world_size()
-    print(f"\n{'variant':<26}{'ms/step':>9}{'tokens/s':>10}{'speed':>7}{'last loss':>11}")
-    for name, median in medians.items():
-        print(
-            f"{name:<26}{median * 1e3:>9.0f}{tokens / median:>10.0f}{base / median:>7.2f}{losses[name][-1]:>11.6f}"
+    peaks = _of_all_ranks(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024) if memory else []
+    shared = _of_all_ranks(_shared_mib()) if memory else []
+    return [
+        Result(
+            variant=name,
+            seconds=seconds[name][_WARM_UP:],
+            losses=losses[name],
+            messages=sent[name][0] if name.startswith("bmtrain") else None,
+            wire_bytes=sent[name][1] if name.startswith("bmtrain") else None,
+            peak_mib=peaks,
+            shared_mib=shared,
         )
-    if arguments.memory:
-        print(f"peak resident memory of rank 0: {peak:.0f} MiB")
-    if arguments.json is not None:
-        results = {"seconds": seconds, "losses": losses, "peak_mib": peak, "ranks": world_size()}
-        arguments.json.write_text(json.dumps(results, indent=2))
+        for name in steps
+    ]
 
 
-# ---- variants
+def _communicators() -> list[Any]:
+    from .._context import current
+
+    context = current()
+    group = context.groups["zero"] if context is not None else None
+    return [group.comm, group.reduce_comm] if group is not None else []
 
 
-def _training(model: nn.Module, optimizer: torch.optim.Optimizer) -> _Step:
-    def step(batch: Tensor) -> float:
-        optimizer.zero_grad()
-        loss = model(batch)
-        loss.backward()
-        optimizer.step()
-        return float(loss.detach())
-
-    return step
+def _reset_traffic() -> None:
+    for comm in _communicators():
+        comm.reset_traffic()
 
 
-def _seeded(build: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    return build()
+def _traffic() -> tuple[int, int]:
+    """Collectives and bytes of this rank since the last reset."""
+    counts = [count for comm in _communicators() for count in comm.traffic().values()]
+    return sum(messages for messages, _ in counts), sum(sent for _, sent in counts)
 
 
-def _alone(build: Callable[[], nn.Module]) -> _Step:
-    model = _seeded(build)
-    return _training(model, torch.optim.Adam(model.parameters(), fused=True))
+def _of_all_ranks(value: float) -> list[float]:
+    values = [torch.zeros(1, dtype=torch.float64) for _ in range(world_size())]
+    dist.all_gather(values, torch.tensor([value], dtype=torch.float64))
+    return [float(one) for one in values]
 
 
-def _alone_recompute(build: Callable[[], nn.Module]) -> _Step:
-    model = _seeded(build)
-    _checkpoint_layers(model)
-    return _training(model, torch.optim.Adam(model.parameters(), fused=True))
+def _shared_mib() -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("RssShmem")), 0.0)
 
 
-def _ddp(build: Callable[[], nn.Module]) -> _Step:
-    model = nn.parallel.DistributedDataParallel(_seeded(build))
-    return _training(model, torch.optim.Adam(model.parameters(), fused=True))
+def _print_table(results: list[Result], arguments: argparse.Namespace) -> None:
+    medians = {result.variant: result.median for result in results}
+    first = results[0].median
+    tokens = arguments.batch * arguments.seq * arguments.ranks
+    print(f"\n{arguments.ranks} ranks, {arguments.layers} layers of {arguments.dim}, {tokens} tokens a step")
+    print(
+        f"{'variant':<28}{'ms/step':>9}{'tokens/s':>10}{'speed':>7}{'exposed ms':>11}{'messages':>9}{'MB sent':>9}"
+        f"{'last loss':>11}{'peak MiB':>10}{'shared':>8}"
+    )
+    for result in results:
+        base = medians.get(reference_of(result.variant), first)
+        print(
+            f"{result.variant:<28}{result.median * 1e3:>9.0f}{tokens / result.median:>10.0f}"
+            f"{base / result.median:>7.2f}{(result.median - base) * 1e3:>11.0f}"
+            f"{_number(result.messages, 1):>9}{_number(result.wire_bytes, 1e6):>9}{result.losses[-1]:>11.6f}"
+            f"{_number(max(result.peak_mib, default=None), 1):>10}"
+            f"{_number(max(result.shared_mib, default=None), 1):>8}"
+        )
+    _print_against_best(results)
 
 
-def _fsdp2(recompute: bool, reshard: bool) -> Callable[[Callable[[], nn.Module]], _Step]:
-    def variant(build: Callable[[], nn.Module]) -> _Step:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh("cpu", (world_size(),))
-        model: Any = _seeded(build)
-        if recompute:
-            _checkpoint_layers(model)
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-        return _training(model, torch.optim.Adam(model.parameters(), fused=True))
-
-    return variant
+def _number(value: float | None, unit: float) -> str:
+    return "-" if value is None else f"{value / unit:.0f}"
 
 
-def _checkpoint_layers(model: Any) -> None:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    for index, layer in enumerate(model.layers):
-        model.layers[index] = checkpoint_wrapper(layer)
-
-
-def _ours(recompute: bool, level: int) -> Callable[[Callable[[], nn.Module]], _Step]:
-    def variant(build: Callable[[], nn.Module]) -> _Step:
-        model: Any = _seeded(build)
-        layers = [
-            Block(model_wrapper_dispatch(layer), use_checkpoint=recompute, zero_level=level)
-            for layer in model.layers
+def _print_against_best(results: list[Result]) -> None:
+    """Each of ours against FSDP2 in the setting that was fastest here, of those that do the same work."""
+    for ours in (result for result in results if result.variant.startswith("bmtrain")):
+        kind = reference_of(ours.variant)
+        peers = [
+            result
+            for result in results
+            if result.variant.startswith("fsdp2") and reference_of(result.variant) == kind
         ]
-        model.layers = nn.ModuleList(layers)
-        model = BMTrainModelWrapper(model)
-        optimizer = AdamOptimizer(model.parameters())
-        manager = OptimManager()
-        manager.add_optimizer(optimizer)
-
-        def step(batch: Tensor) -> float:
-            manager.zero_grad()
-            loss = model(batch)
-            manager.backward(loss)
-            manager.step()
-            return float(loss.detach())
-
-        return step
-
-    return variant
+        if peers:
+            best = min(peers, key=lambda peer: peer.median)
+            print(f"{ours.variant}: {best.median / ours.median:.2f} x {best.variant}, its best setting")
 
 
-VARIANTS: dict[str, Callable[[Callable[[], nn.Module]], _Step]] = {
-    "alone": _alone,
-    "ddp": _ddp,
-    "fsdp2": _fsdp2(recompute=False, reshard=True),
-    "fsdp2-no-reshard": _fsdp2(recompute=False, reshard=False),
-    "bmtrain-3": _ours(recompute=False, level=3),
-    "bmtrain-2": _ours(recompute=False, level=2),
-    "alone-recompute": _alone_recompute,
-    "fsdp2-recompute": _fsdp2(recompute=True, reshard=True),
-    "bmtrain-3-recompute": _ours(recompute=True, level=3),
-}
+def _plot(results: list[Result], file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = [result.variant for result in results]
+    bars = [("ms a step", [result.median * 1e3 for result in results])]
+    if results[0].peak_mib:
+        bars.append(("peak MiB", [max(result.peak_mib) for result in results]))
+    figure, axes = pyplot.subplots(1, len(bars), figsize=(6 * len(bars), 1 + 0.3 * len(names)), squeeze=False)
+    for axis, (title, values) in zip(axes[0], bars, strict=True):
+        colors = ["tab:orange" if name.startswith("bmtrain") else "tab:blue" for name in names]
+        axis.barh(names, values, color=colors)
+        axis.invert_yaxis()
+        axis.set(xlabel=title)
+        axis.grid(axis="x", alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)

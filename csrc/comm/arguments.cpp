@@ -32,6 +32,20 @@ void check_sizes(const Communicator& comm, const char* op, const char* large_nam
             " elements (group size times ", small_name, "), got ", large.numel());
 }
 
+void check_exchange(const Communicator& comm, const at::Tensor& output, const at::Tensor& input) {
+  check_tensor(comm, "all_to_all", "output", output);
+  check_tensor(comm, "all_to_all", "input", input);
+  BMT_CHECK(TypeError, output.scalar_type() == input.scalar_type() && output.device() == input.device(),
+            describe(comm, "all_to_all"), ": output and input must have the same dtype and device, got ",
+            output.scalar_type(), " on ", output.device(), " and ", input.scalar_type(), " on ",
+            input.device());
+  BMT_CHECK(ValueError, output.numel() == input.numel() && input.numel() % comm.size() == 0,
+            describe(comm, "all_to_all"), ": output and input must have equal sizes divisible by ",
+            comm.size(), ", got ", output.numel(), " and ", input.numel(), " elements");
+  BMT_CHECK(ValueError, input.numel() == 0 || output.data_ptr() != input.data_ptr(),
+            describe(comm, "all_to_all"), ": output must not be input");
+}
+
 void check_rank(const Communicator& comm, const char* op, const char* argument, int rank) {
   BMT_CHECK(ValueError, 0 <= rank && rank < comm.size(), describe(comm, op), ": ", argument,
             " must be a rank of the group, 0 to ", comm.size() - 1, ", got ", rank);

@@ -24,6 +24,10 @@ void check_tensor(const Communicator& comm, const char* op, const char* argument
 void check_sizes(const Communicator& comm, const char* op, const char* large_name, const at::Tensor& large,
                  const char* small_name, const at::Tensor& small);
 
+/// What an all-to-all needs: check_tensor on both; TypeError unless dtype and device agree; ValueError unless
+/// they have equal sizes that divide by the number of ranks, and are not the same memory.
+void check_exchange(const Communicator& comm, const at::Tensor& output, const at::Tensor& input);
+
 /// ValueError unless 0 <= rank < size. `argument` names it ("root", "peer").
 void check_rank(const Communicator& comm, const char* op, const char* argument, int rank);
 

@@ -6,10 +6,12 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
+#include <vector>
 
 #include "comm/communicator.h"
 #include "comm/gloo_communicator.h"
 #include "comm/nccl_communicator.h"
+#include "comm/shm_communicator.h"
 #include "comm/single_communicator.h"
 #include "common/device_runtime.h"
 
@@ -101,6 +103,12 @@ void bind_comm(py::module_& module) {
            py::arg("process_group"), py::arg("rank"), py::arg("size"), py::arg("name"),
            py::arg("timeout_seconds"), Released());
   bind_nccl(module);
+  py::class_<ShmCommunicator, Communicator, std::shared_ptr<ShmCommunicator>>(
+      module, "ShmCommunicator", "Ranks of one host, connected by shared memory.")
+      .def(py::init<const std::vector<int>&, std::vector<int>, int, int, std::string, double>(),
+           py::arg("files"), py::arg("watches"), py::arg("rank"), py::arg("size"), py::arg("name"),
+           py::arg("timeout_seconds"), Released())
+      .def_static("segment_bytes", &ShmCommunicator::segment_bytes, py::arg("size"));
 }
 
 }  // namespace bmtrain

@@ -1,8 +1,9 @@
 // Communicator: one group of ranks that can exchange tensors.
 //
-// Every transport (a single process, Gloo, NCCL) implements this interface; the sharded buffers, the
-// Python collectives and the tests know nothing else. A communicator belongs to one purpose, so that
-// collectives of different purposes overlap instead of queueing (see [Note: One communicator per purpose]).
+// Every transport (a single process, shared memory, Gloo, NCCL) implements this interface; the sharded
+// buffers, the Python collectives and the tests know nothing else. A communicator belongs to one purpose, so
+// that collectives of different purposes overlap instead of queueing (see [Note: One communicator per
+// purpose]).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -42,7 +43,7 @@ class Communicator {
   [[nodiscard]] virtual int rank() const = 0;
   [[nodiscard]] virtual int size() const = 0;
   [[nodiscard]] virtual const std::string& name() const = 0;
-  /// "single", "gloo" or "nccl".
+  /// "single", "shm", "gloo" or "nccl".
   [[nodiscard]] virtual std::string backend() const = 0;
 
   // Collectives. Tensors are contiguous, on the communicator's device; `label` names what the operation

@@ -1,65 +1,16 @@
 #include "comm/gloo_communicator.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/grad_mode.h>
 
-#include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "comm/gloo_work.h"
+#include "comm/host_tensor.h"
 #include "comm/ordered_reduce.h"
 #include "common/check.h"
 
 namespace bmtrain {
 namespace {
-
-// Up to here an all_reduce gathers everything everywhere: one exchange instead of two.
-constexpr std::int64_t kSmallAllReduceBytes = 64 * 1024;
-
-std::int64_t bytes_of(const at::Tensor& tensor) {
-  return tensor.numel() * static_cast<std::int64_t>(tensor.element_size());
-}
-
-char* data_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.data_ptr()); }
-
-at::Tensor scratch(std::int64_t bytes) { return at::empty({bytes}, at::TensorOptions().dtype(at::kByte)); }
-
-// Several ranks that share one GPU talk through CPU memory: Gloo moves host bytes only.
-at::Tensor staged(const at::Tensor& tensor) { return tensor.is_cuda() ? tensor.detach().cpu() : tensor; }
-
-at::Tensor staged_empty(const at::Tensor& tensor) {
-  return tensor.is_cuda() ? at::empty(tensor.sizes(), tensor.options().device(at::kCPU)) : tensor;
-}
-
-// Copies a result that was staged back to where the caller wants it.
-std::function<void()> publisher(const at::Tensor& host, const at::Tensor& destination) {
-  if (!destination.is_cuda()) {
-    return [] {};
-  }
-  return [host, destination] {
-    const at::NoGradGuard no_grad;
-    destination.detach().copy_(host);
-  };
-}
-
-void copy_own(char* to, const char* from, std::int64_t bytes) {
-  if (to != from && bytes > 0) {
-    std::memcpy(to, from, static_cast<std::size_t>(bytes));
-  }
-}
-
-// Rank r's element range of a tensor cut into `size` slices, the last ones shorter or empty.
-struct Slice {
-  std::int64_t begin;
-  std::int64_t numel;
-};
-
-Slice slice_of(std::int64_t numel, int size, int rank) {
-  const std::int64_t partition = (numel + size - 1) / size;
-  const std::int64_t begin = std::min(numel, rank * partition);
-  return {begin, std::min(numel, begin + partition) - begin};
-}
 
 // What ends an operation: `last` on the caller's thread, then nothing.
 std::function<GlooStep()> finally(std::function<void()> last) {
@@ -99,10 +50,6 @@ void for_each_peer(const GlooLink& link, F&& visit) {
   }
 }
 
-int detail_of(at::ScalarType dtype, ReduceOp op, int root = 0) {
-  return static_cast<int>(dtype) * 1000003 + static_cast<int>(op) * 10007 + root;
-}
-
 }  // namespace
 
 GlooCommunicator::GlooCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> process_group, int rank, int size,
@@ -130,17 +77,7 @@ WorkPtr GlooCommunicator::all_gather(at::Tensor output, at::Tensor input, const 
 }
 
 WorkPtr GlooCommunicator::all_to_all(at::Tensor output, at::Tensor input, const std::string& label) {
-  check_tensor(*this, "all_to_all", "output", output);
-  check_tensor(*this, "all_to_all", "input", input);
-  BMT_CHECK(TypeError, output.scalar_type() == input.scalar_type() && output.device() == input.device(),
-            bmtrain::describe(*this, "all_to_all"),
-            ": output and input must have the same dtype and device, got ", output.scalar_type(), " on ",
-            output.device(), " and ", input.scalar_type(), " on ", input.device());
-  BMT_CHECK(ValueError, output.numel() == input.numel() && input.numel() % size() == 0,
-            bmtrain::describe(*this, "all_to_all"), ": output and input must have equal sizes divisible by ",
-            size(), ", got ", output.numel(), " and ", input.numel(), " elements");
-  BMT_CHECK(ValueError, input.numel() == 0 || output.data_ptr() != input.data_ptr(),
-            bmtrain::describe(*this, "all_to_all"), ": output must not be input");
+  check_exchange(*this, output, input);
   const std::int64_t bytes = bytes_of(input) / size();
   const GlooOperation operation = link_->begin("all_to_all", label, bytes, 0);
   const at::Tensor from = staged(input);

@@ -74,20 +74,6 @@ void combine(const at::Tensor& output, const at::Tensor& received, ReduceOp op) 
   output.view(-1).copy_(sum);
 }
 
-// What an all-to-all needs beyond what start() checks.
-void check_exchange(const Communicator& comm, const at::Tensor& output, const at::Tensor& input) {
-  check_tensor(comm, "all_to_all", "output", output);
-  check_tensor(comm, "all_to_all", "input", input);
-  BMT_CHECK(TypeError, output.scalar_type() == input.scalar_type(), describe(comm, "all_to_all"),
-            ": output and input must have the same dtype, got ", output.scalar_type(), " and ",
-            input.scalar_type());
-  BMT_CHECK(ValueError, output.numel() == input.numel() && input.numel() % comm.size() == 0,
-            describe(comm, "all_to_all"), ": output and input must have equal sizes divisible by ",
-            comm.size(), ", got ", output.numel(), " and ", input.numel(), " elements");
-  BMT_CHECK(ValueError, input.numel() == 0 || output.data_ptr() != input.data_ptr(),
-            describe(comm, "all_to_all"), ": output must not be input");
-}
-
 }  // namespace
 
 NcclCommunicator::NcclCommunicator(std::shared_ptr<NcclLibrary> library, const std::string& unique_id,

@@ -24,6 +24,7 @@ DTYPES = [
     torch.float32,
     torch.float64,
 ]
+pytestmark = pytest.mark.parametrize("transport", ["shm", "gloo"])
 SIZES = [
     0,
     1,
@@ -31,6 +32,10 @@ SIZES = [
     1025,
     40000,
 ]  # the last one is beyond what one exchange reduces, in every dtype but the 1-byte ones
+
+
+def over(transport: str) -> dict[str, str]:
+    return {"BMTRAIN_CPU_TRANSPORT": transport}
 
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -112,13 +117,13 @@ def reductions() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_movement(world: int) -> None:
-    run_ranks(world, movement)
+def test_movement(world: int, transport: str) -> None:
+    run_ranks(world, movement, environment=over(transport))
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_reductions_are_in_rank_order(world: int) -> None:
-    run_ranks(world, reductions, timeout=120)
+def test_reductions_are_in_rank_order(world: int, transport: str) -> None:
+    run_ranks(world, reductions, timeout=120, environment=over(transport))
 
 
 def special_values() -> None:
@@ -140,8 +145,8 @@ def special_values() -> None:
     assert x.item() == 2050.0
 
 
-def test_special_values() -> None:
-    run_ranks(2, special_values)
+def test_special_values(transport: str) -> None:
+    run_ranks(2, special_values, environment=over(transport))
 
 
 def in_flight() -> None:
@@ -179,8 +184,8 @@ def in_flight() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_in_flight_out_of_order(world: int) -> None:
-    run_ranks(world, in_flight)
+def test_in_flight_out_of_order(world: int, transport: str) -> None:
+    run_ranks(world, in_flight, environment=over(transport))
 
 
 def messages() -> None:
@@ -197,8 +202,8 @@ def messages() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_messages_keep_their_order(world: int) -> None:
-    run_ranks(world, messages if world > 1 else messages_to_itself)
+def test_messages_keep_their_order(world: int, transport: str) -> None:
+    run_ranks(world, messages if world > 1 else messages_to_itself, environment=over(transport))
 
 
 def messages_to_itself() -> None:
@@ -224,8 +229,8 @@ def one_work_from_many_threads() -> None:
     assert x.eq(sum(range(1, comm.size + 1))).all()  # reduced exactly once
 
 
-def test_one_work_from_many_threads() -> None:
-    run_ranks(2, one_work_from_many_threads)
+def test_one_work_from_many_threads(transport: str) -> None:
+    run_ranks(2, one_work_from_many_threads, environment=over(transport))
 
 
 def traffic() -> dict[str, tuple[int, int]]:
@@ -245,9 +250,9 @@ def traffic() -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_traffic(world: int) -> None:
+def test_traffic(world: int, transport: str) -> None:
     others = world - 1
-    for rank, counted in enumerate(run_ranks(world, traffic)):
+    for rank, counted in enumerate(run_ranks(world, traffic, environment=over(transport))):
         large = 2 * others * 80_000 if world > 1 else 0
         assert counted["all_gather"] == (1, 40 * others)
         assert counted["all_to_all"] == (1, 40 * others)
@@ -287,5 +292,5 @@ def bad_arguments() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_bad_arguments(world: int) -> None:
-    run_ranks(world, bad_arguments)
+def test_bad_arguments(world: int, transport: str) -> None:
+    run_ranks(world, bad_arguments, environment=over(transport))

@@ -15,6 +15,11 @@ from bmtrain import _C
 from bmtrain.errors import BMTrainError, CommunicationError
 
 SHORT = {"timeout": 3}
+pytestmark = pytest.mark.parametrize("transport", ["shm", "gloo"])
+
+
+def over(transport: str) -> dict[str, str]:
+    return {"BMTRAIN_CPU_TRANSPORT": transport}
 
 
 def gather_while_one_dies(numel: int) -> tuple[str, str, float]:
@@ -34,8 +39,10 @@ def gather_while_one_dies(numel: int) -> tuple[str, str, float]:
 
 
 @pytest.mark.parametrize(("world", "numel"), [(2, 10), (4, 10), (3, 1_000_000)])
-def test_killed_rank(world: int, numel: int) -> None:
-    outcomes = rank_outcomes(world, gather_while_one_dies, numel, init={"timeout": 30}, timeout=60)
+def test_killed_rank(world: int, numel: int, transport: str) -> None:
+    outcomes = rank_outcomes(
+        world, gather_while_one_dies, numel, init={"timeout": 30}, timeout=60, environment=over(transport)
+    )
     assert outcomes[1].status is Status.DIED
     named = set()
     for outcome in outcomes:
@@ -63,8 +70,8 @@ def stall() -> tuple[str, float]:
     return str(error.value), time.monotonic() - started
 
 
-def test_stalled_rank() -> None:
-    outcomes = rank_outcomes(3, stall, init=SHORT, timeout=60)
+def test_stalled_rank(transport: str) -> None:
+    outcomes = rank_outcomes(3, stall, init=SHORT, timeout=60, environment=over(transport))
     for rank in (0, 2):
         assert outcomes[rank].status is Status.RETURNED, outcomes[rank]
         message, seconds = outcomes[rank].value
@@ -90,14 +97,17 @@ def disagree(kind: str) -> str:
             comm.all_gather(torch.empty(numel * size), torch.ones(numel), "block 1").wait()
         elif odd:  # a message of another size than the receiver expects
             comm.send(torch.ones(100), 0, "loss").wait()
+            comm.barrier()  # a message is sent when it lies in shared memory, read or not
         else:
             comm.recv(torch.empty(10), 1, "block 1").wait()
     return str(error.value)
 
 
 @pytest.mark.parametrize("kind", ["operation", "size", "message"])
-def test_ranks_that_disagree(kind: str) -> None:
-    for rank, message in enumerate(run_ranks(2, disagree, kind, init=SHORT, fresh=True)):
+def test_ranks_that_disagree(kind: str, transport: str) -> None:
+    for rank, message in enumerate(
+        run_ranks(2, disagree, kind, init=SHORT, fresh=True, environment=over(transport))
+    ):
         assert f"rank {rank} of 2" in message
         assert f"rank {1 - rank}" in message.split(":", 1)[1]
 
@@ -117,9 +127,9 @@ def abort_from_another_thread() -> str:
     return str(error.value)
 
 
-def test_abort() -> None:
+def test_abort(transport: str) -> None:
     started = time.monotonic()
-    messages = run_ranks(2, abort_from_another_thread, fresh=True)
+    messages = run_ranks(2, abort_from_another_thread, fresh=True, environment=over(transport))
     assert time.monotonic() - started < 40  # the time-out is 45 s
     assert "the user pressed Ctrl-C" in messages[0]
     assert "rank 0" in messages[1]
@@ -143,8 +153,8 @@ def leave_first(numel: int) -> float:
 
 
 @pytest.mark.parametrize("numel", [10, 2_000_000])
-def test_a_rank_may_leave_after_its_last_collective(numel: int) -> None:
-    outcomes = rank_outcomes(2, leave_first, numel, fresh=True)
+def test_a_rank_may_leave_after_its_last_collective(numel: int, transport: str) -> None:
+    outcomes = rank_outcomes(2, leave_first, numel, fresh=True, environment=over(transport))
     assert outcomes[0].exitcode == 0
     assert outcomes[1].status is Status.RETURNED, outcomes[1]
     assert outcomes[1].value == 1.5
@@ -160,8 +170,8 @@ def drop_works() -> None:
     assert x.eq(comm.size).all()
 
 
-def test_works_that_nobody_waits_for() -> None:
-    run_ranks(2, drop_works, fresh=True)
+def test_works_that_nobody_waits_for(transport: str) -> None:
+    run_ranks(2, drop_works, fresh=True, environment=over(transport))
 
 
 def beside_the_default_group() -> None:
@@ -181,5 +191,5 @@ def beside_the_default_group() -> None:
     assert x.eq(comm.size**2).all()
 
 
-def test_beside_the_default_group() -> None:
-    run_ranks(2, beside_the_default_group, fresh=True)
+def test_beside_the_default_group(transport: str) -> None:
+    run_ranks(2, beside_the_default_group, fresh=True, environment=over(transport))

@@ -64,6 +64,16 @@ def forced_too_high(folder: Path, stack: ExitStack) -> Check:
     return _checkup.check_processor(here(environ={"BMTRAIN_CPU_ISA": "avx512"}))
 
 
+def unknown_transport(folder: Path, stack: ExitStack) -> Check:
+    return _checkup.check_transport(here(environ={"BMTRAIN_CPU_TRANSPORT": "tcp"}))
+
+
+def shared_memory_refused(folder: Path, stack: ExitStack) -> Check:
+    patch = stack.enter_context(pytest.MonkeyPatch.context())
+    patch.setattr("bmtrain._shm_meeting.why_not", lambda: "memory files are refused here")
+    return _checkup.check_transport(here(environ={"BMTRAIN_CPU_TRANSPORT": "shm"}))
+
+
 def wrong_torch(folder: Path, stack: ExitStack) -> Check:
     return _checkup.check_torch(here(build={**bmtrain.build_info(), "torch": "2.1.0+cpu"}))
 
@@ -102,6 +112,8 @@ def missing_rank(folder: Path, stack: ExitStack) -> Check:
         (port_taken, "cannot be served", "set MASTER_PORT to a free port"),
         (missing_rank, "1", "start every rank"),
         (unwritable_shared_memory, "cannot be written to", "--shm-size"),
+        (unknown_transport, "expected 'shm', 'gloo' or 'auto', got 'tcp'", "unset BMTRAIN_CPU_TRANSPORT"),
+        (shared_memory_refused, "memory files are refused here", "unset BMTRAIN_CPU_TRANSPORT"),
         (forced_too_high, "BMTRAIN_CPU_ISA=avx512", "unset BMTRAIN_CPU_ISA"),
         (wrong_torch, "built for torch 2.1.0", "install torch 2.1.0"),
         (skewed_clocks, "differ by 100.", "timedatectl"),
@@ -123,6 +135,20 @@ def healthy() -> list[Check]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_healthy_ranks_have_no_problem(world: int) -> None:
     assert run_ranks(world, healthy) == [[]] * world
+
+
+def carriers() -> list[str]:
+    return [check.found for check in check_up(here()) if check.name in ("CPU transport", "ranks")]
+
+
+def test_the_transport_is_told() -> None:
+    for rank, found in enumerate(run_ranks(2, carriers)):
+        assert found == [
+            "shared memory between ranks of one host, Gloo between hosts",
+            f"rank {rank} of 2, gloo over shm, cpu",
+        ]
+    forced = run_ranks(2, carriers, environment={"BMTRAIN_CPU_TRANSPORT": "gloo"})
+    assert [found[1] for found in forced] == ["rank 0 of 2, gloo, cpu", "rank 1 of 2, gloo, cpu"]
 
 
 @pytest.fixture

@@ -1,0 +1,46 @@
+"""Running a benchmark's command line again as the ranks of a job, and getting rank 0's answer back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["answer", "launch"]
+
+_ANSWER = "BMTRAIN_BENCH_ANSWER"  # names the file of rank 0's answer
+
+
+def launch(num_ranks: int, environment: Mapping[str, str] | None = None, extra: Sequence[str] = ()) -> Any:
+    """Start ``python -m bmtrain`` with this process's options on ``num_ranks`` ranks under torchrun.
+
+    Args:
+        num_ranks: ranks, all on this host.
+        environment: what the ranks' environment has besides this process's, unless that sets it.
+        extra: options added after this process's own.
+
+    Returns:
+        What rank 0 gave to `answer`; None if it gave nothing.
+
+    Raises:
+        SystemExit: a rank failed; with its status.
+    """
+    with tempfile.TemporaryDirectory(prefix="bmtrain-bench-") as folder:
+        file = Path(folder, "answer.json")
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+        command = [sys.executable, *launcher, "-m", "bmtrain", *sys.argv[1:], *extra]
+        variables = {**(environment or {}), **os.environ, _ANSWER: str(file)}
+        status = subprocess.run(command, env=variables, check=False).returncode
+        if status:
+            raise SystemExit(status)
+        return json.loads(file.read_text()) if file.exists() else None
+
+
+def answer(value: Any) -> None:
+    """Hand ``value`` to the process that called `launch`; called by rank 0."""
+    Path(os.environ[_ANSWER]).write_text(json.dumps(value))

@@ -1,0 +1,142 @@
+"""The training steps that ``bench step`` compares: one model and one batch, sharded in different ways or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ..block_layer import Block
+from ..global_var import world_size
+from ..optim import AdamOptimizer, OptimManager
+from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
+
+__all__ = ["VARIANTS", "Step", "reference_of"]
+
+#: Trains on a batch of ids and returns the loss.
+Step: TypeAlias = Callable[[Tensor], float]
+_Build: TypeAlias = Callable[[], nn.Module]
+
+
+def reference_of(variant: str) -> str:
+    """The variant without communication that does the same work.
+
+    >>> reference_of("fsdp2-recompute"), reference_of("bmtrain-3-bf16")
+    ('alone-recompute', 'alone-bf16')
+    """
+    return "alone" + "".join(f"-{mark}" for mark in ("recompute", "bf16") if mark in variant.split("-"))
+
+
+def _training(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(batch: Tensor) -> float:
+        optimizer.zero_grad()
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    return step
+
+
+def _seeded(build: _Build, bf16: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    model = build()
+    return model.bfloat16() if bf16 else model
+
+
+def _alone(recompute: bool = False, bf16: bool = False) -> Callable[[_Build], Step]:
+    def variant(build: _Build) -> Step:
+        model = _seeded(build, bf16)
+        if recompute:
+            _checkpoint_layers(model)
+        if bf16:  # torch's Adam keeps no fp32 master
+            return _training(model, AdamOptimizer(model.parameters()))
+        return _training(model, torch.optim.Adam(model.parameters(), fused=True))
+
+    return variant
+
+
+def _ddp(build: _Build) -> Step:
+    model = nn.parallel.DistributedDataParallel(_seeded(build))
+    return _training(model, torch.optim.Adam(model.parameters(), fused=True))
+
+
+def _fsdp2(
+    recompute: bool = False, reshard: bool = True, per_layer: bool = True, bf16: bool = False
+) -> Callable[[_Build], Step]:
+    def variant(build: _Build) -> Step:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        mesh = init_device_mesh("cpu", (world_size(),))
+        precision = (
+            MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            if bf16
+            else MixedPrecisionPolicy()
+        )
+        model: Any = _seeded(build)
+        if recompute:
+            _checkpoint_layers(model)
+        for layer in model.layers if per_layer else []:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision)
+        fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision)
+        return _training(model, torch.optim.Adam(model.parameters(), fused=True))
+
+    return variant
+
+
+def _checkpoint_layers(model: Any) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = checkpoint_wrapper(layer)
+
+
+def _ours(level: int, recompute: bool = False, bf16: bool = False) -> Callable[[_Build], Step]:
+    def variant(build: _Build) -> Step:
+        model: Any = _seeded(build, bf16)
+        layers = [
+            Block(model_wrapper_dispatch(layer), use_checkpoint=recompute, zero_level=level)
+            for layer in model.layers
+        ]
+        model.layers = nn.ModuleList(layers)
+        model = BMTrainModelWrapper(model)
+        optimizer = AdamOptimizer(model.parameters())
+        manager = OptimManager()
+        manager.add_optimizer(optimizer)
+
+        def step(batch: Tensor) -> float:
+            manager.zero_grad()
+            loss = model(batch)
+            manager.backward(loss)
+            manager.step()
+            return float(loss.detach())
+
+        return step
+
+    return variant
+
+
+#: Name -> what builds it. Names of ours begin with ``bmtrain-`` and the ZeRO level, those of FSDP2 with ``fsdp2``.
+VARIANTS: dict[str, Callable[[_Build], Step]] = {
+    "alone": _alone(),
+    "ddp": _ddp,
+    "fsdp2": _fsdp2(),
+    "fsdp2-no-reshard": _fsdp2(reshard=False),
+    "fsdp2-whole": _fsdp2(per_layer=False),
+    "bmtrain-3": _ours(level=3),
+    "bmtrain-2": _ours(level=2),
+    "alone-recompute": _alone(recompute=True),
+    "fsdp2-recompute": _fsdp2(recompute=True),
+    "fsdp2-no-reshard-recompute": _fsdp2(recompute=True, reshard=False),
+    "bmtrain-3-recompute": _ours(level=3, recompute=True),
+    "alone-bf16": _alone(bf16=True),
+    "fsdp2-bf16": _fsdp2(bf16=True),
+    "fsdp2-no-reshard-bf16": _fsdp2(bf16=True, reshard=False),
+    "bmtrain-3-bf16": _ours(level=3, bf16=True),
+    "alone-recompute-bf16": _alone(recompute=True, bf16=True),
+    "fsdp2-recompute-bf16": _fsdp2(recompute=True, bf16=True),
+    "bmtrain-3-recompute-bf16": _ours(level=3, recompute=True, bf16=True),
+}

@@ -1,0 +1,76 @@
+// A communicator over shared memory, for ranks of one host.
+//
+// The collectives are those of the Gloo communicator: the same bytes, the same sums in rank order, the same
+// numbers of operations in errors; only what carries the bytes differs (shm_link.h).
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/arguments.h"
+#include "comm/communicator.h"
+#include "comm/shm_link.h"
+
+namespace bmtrain {
+
+class ShmCommunicator final : public Communicator {
+ public:
+  /// See ShmLink. Operations give up after `timeout_seconds` in wait().
+  ShmCommunicator(const std::vector<int>& files, std::vector<int> watches, int rank, int size,
+                  std::string name, double timeout_seconds);
+  ~ShmCommunicator() override;
+  ShmCommunicator(const ShmCommunicator&) = delete;
+  ShmCommunicator& operator=(const ShmCommunicator&) = delete;
+
+  /// How large the memory file of each rank has to be.
+  [[nodiscard]] static std::size_t segment_bytes(int size) { return ShmLink::segment_bytes(size); }
+
+  [[nodiscard]] int rank() const override { return link_->rank(); }
+  [[nodiscard]] int size() const override { return link_->size(); }
+  [[nodiscard]] const std::string& name() const override { return link_->name(); }
+  [[nodiscard]] std::string backend() const override { return "shm"; }
+
+  [[nodiscard]] WorkPtr all_gather(at::Tensor output, at::Tensor input, const std::string& label) override;
+  [[nodiscard]] WorkPtr all_to_all(at::Tensor output, at::Tensor input, const std::string& label) override;
+  [[nodiscard]] WorkPtr reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op,
+                                       const std::string& label) override;
+  [[nodiscard]] WorkPtr all_reduce(at::Tensor tensor, ReduceOp op, const std::string& label) override;
+  [[nodiscard]] WorkPtr reduce(at::Tensor tensor, ReduceOp op, int root, const std::string& label) override;
+  [[nodiscard]] WorkPtr broadcast(at::Tensor tensor, int root, const std::string& label) override;
+  [[nodiscard]] WorkPtr send(at::Tensor tensor, int peer, const std::string& label) override;
+  [[nodiscard]] WorkPtr recv(at::Tensor tensor, int peer, const std::string& label) override;
+  void barrier(const std::string& label) override;
+  void abort(const std::string& reason) override { link_->abort(reason); }
+  void close() override { link_->close(); }
+  [[nodiscard]] bool closed() const override { return link_->closed(); }
+  [[nodiscard]] std::vector<std::pair<std::string, Traffic>> traffic() const override {
+    return traffic_.snapshot();
+  }
+  void reset_traffic() override { traffic_.reset(); }
+
+ private:
+  using Pieces = std::vector<ShmPiece>;
+
+  [[nodiscard]] ShmOperationPtr begin(const char* op, const std::string& label, std::int64_t bytes,
+                                      int detail) const;
+  [[nodiscard]] WorkPtr start(const ShmOperationPtr& operation, Pieces sends, Pieces receives,
+                              std::int64_t wire_bytes, std::function<void()> publish = nullptr);
+  [[nodiscard]] WorkPtr all_reduce_small(const ShmOperationPtr& operation, const at::Tensor& tensor,
+                                         ReduceOp op, std::function<void()> publish);
+  [[nodiscard]] WorkPtr all_reduce_large(const ShmOperationPtr& operation, const at::Tensor& tensor,
+                                         ReduceOp op, std::function<void()> publish);
+  // The receives that put the others' slices one after the other into `received`.
+  [[nodiscard]] Pieces from_others(const at::Tensor& received, std::int64_t bytes) const;
+  // Pointers to one slice per rank in rank order: this rank's own, the others' as from_others left them.
+  [[nodiscard]] std::vector<const void*> in_rank_order(const void* own, const at::Tensor& received,
+                                                       std::int64_t bytes) const;
+
+  // Shared with the works, which may outlive the communicator.
+  std::shared_ptr<ShmLink> link_;
+  TrafficCounter traffic_;
+};
+
+}  // namespace bmtrain

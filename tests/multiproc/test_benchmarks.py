@@ -1,0 +1,51 @@
+"""`bench comm` and `bench step` run and say what they measured; how fast it was is no matter of a test."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from harness import run_process
+
+from bmtrain.__main__ import main
+
+BENCH = [sys.executable, "-m", "bmtrain", "bench"]
+
+
+@pytest.mark.slow
+def test_comm(tmp_path: Path) -> None:
+    file, plot = tmp_path / "comm.json", tmp_path / "comm.png"
+    options = ["--ranks", "2", "--sizes", "4,256", "--repeat", "2", "--json", str(file), "--plot", str(plot)]
+    output = run_process([*BENCH, "comm", *options], timeout=150).stdout
+    rows = json.loads(file.read_text())
+    assert len(rows) == 6 * 2 * 3
+    assert {row["variant"] for row in rows} == {"shm", "gloo", "torch"}
+    assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in rows)
+    assert all(f"{row['primitive']} " in output for row in rows)
+    assert plot.stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_step(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    model = ["--layers", "2", "--dim", "32", "--batch", "1", "--seq", "16", "--repeat", "1"]
+    variants = ["alone", "fsdp2", "bmtrain-3", "alone-bf16", "bmtrain-3-bf16"]
+    options = [*model, "--variants", ",".join(variants), "--json", str(file)]
+    output = run_process([*BENCH, "step", *options], timeout=150).stdout
+    rows = json.loads(file.read_text())["results"]
+    assert [row["variant"] for row in rows] == variants
+    alone, fsdp2, ours, _, ours_bf16 = rows
+    assert ours["losses"] == pytest.approx(alone["losses"], rel=1e-6)
+    assert ours["losses"] == pytest.approx(fsdp2["losses"], rel=1e-6)
+    assert fsdp2["wire_bytes"] is None
+    assert 0 < ours_bf16["wire_bytes"] < ours["wire_bytes"]
+    assert "x fsdp2, its best setting" in output
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(SystemExit, match="--primitives: expected some of all_gather, .* got gather"):
+        main(["bench", "comm", "--primitives", "gather"])
+    with pytest.raises(SystemExit, match="--variants: expected some of alone, .* got ours"):
+        main(["bench", "step", "--variants", "ours"])

@@ -1,0 +1,99 @@
+"""Two hosts of two ranks each: network namespaces joined by a pair of virtual interfaces."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import free_port, run_process
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests" / "scripts" / "two_hosts.py"
+DIM, BLOCKS, STEPS, RANKS = 256, 3, 4, 4  # as in the script
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+@contextlib.contextmanager
+def joined_hosts() -> Iterator[list[tuple[str, str]]]:
+    """Namespace and interface of two hosts, 10.77.0.1 and 10.77.0.2."""
+    mark = os.getpid() % 100_000
+    hosts = [(f"bmtrain-{mark}-{side}", f"bmt{mark}{side}") for side in "ab"]
+    try:
+        for namespace, _ in hosts:
+            ip("netns", "add", namespace)
+        (first, one), (second, other) = hosts
+        ip("link", "add", one, "netns", first, "type", "veth", "peer", "name", other, "netns", second)
+        for number, (namespace, interface) in enumerate(hosts, start=1):
+            ip("-n", namespace, "address", "add", f"10.77.0.{number}/24", "dev", interface)
+            ip("-n", namespace, "link", "set", interface, "up")
+            ip("-n", namespace, "link", "set", "lo", "up")
+    except (OSError, subprocess.CalledProcessError) as error:
+        remove(hosts)
+        reason = getattr(error, "stderr", None) or str(error)
+        pytest.skip(f"network namespaces cannot be made here: {reason.strip()}")
+    try:
+        yield hosts
+    finally:
+        remove(hosts)
+
+
+def remove(hosts: list[tuple[str, str]]) -> None:
+    """The interfaces go with their namespaces."""
+    for namespace, _ in hosts:
+        subprocess.run(["ip", "netns", "delete", namespace], check=False, capture_output=True)
+
+
+def launch(prefix: list[str], options: list[str], file: Path, environment: dict[str, str]) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+    command = [*prefix, *launcher, *options, str(SCRIPT), str(file)]
+    run_process(command, environment={"PYTHONPATH": str(ROOT), **environment}, timeout=150)
+
+
+def train_on_two_hosts(file: Path) -> Any:
+    with joined_hosts() as hosts:
+
+        def start(number: int) -> None:
+            namespace, interface = hosts[number]
+            options = ["2", "--nnodes", "2", "--node-rank", str(number)]
+            options += ["--master-addr", "10.77.0.1", "--master-port", "29511"]
+            prefix = ["ip", "netns", "exec", namespace]
+            launch(prefix, options, file, {"GLOO_SOCKET_IFNAME": interface})
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(start, range(2)))
+    return json.loads(file.read_text())
+
+
+def train_on_one_host(file: Path) -> Any:
+    options = [str(RANKS), "--nnodes", "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    launch([], options, file, {})
+    return json.loads(file.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("ip") is None, reason="needs the program ip (Debian: iproute2)")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make network namespaces")
+def test_same_losses_and_counted_bytes(tmp_path: Path) -> None:
+    two = train_on_two_hosts(tmp_path / "two.json")
+    one = train_on_one_host(tmp_path / "one.json")
+    assert two["backends"] == ["gloo", "shm"]  # between hosts, within one
+    assert one["backends"] == ["shm", "shm"]
+    assert two["losses"] == one["losses"]
+    # Weight and bias begin at multiples of 512 bytes as they are. A gather or a reduction sends one partition
+    # from each rank to each other: 2 * 2 of them from this host to the other one.
+    partition = (DIM * DIM + DIM) * 4 // RANKS
+    crossing = STEPS * (2 * BLOCKS - 1 + BLOCKS) * 4 * partition
+    # Headers and acknowledgements, and what the optimizer's step agrees on.
+    assert crossing <= two["sent"] <= 1.05 * crossing + STEPS * 16 * 1024

@@ -1,0 +1,64 @@
+"""Train three Blocks for some steps; rank 0 writes the losses and what crossed the interface that it is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+import bmtrain as bmt
+
+WARM_UP, STEPS, BLOCKS, DIM = 2, 4, 3, 256
+
+
+class Layer(bmt.DistributedModule):
+    """Adds a linear map of its input to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = bmt.nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``(rows, DIM)`` to the same."""
+        out: torch.Tensor = x + self.linear(x).tanh()
+        return out
+
+
+def sent_bytes() -> int:
+    """What this host has sent to the other one; 0 if there is none."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text()) if interface else 0
+
+
+def main() -> None:
+    """Write ``{"losses": [...], "sent": bytes, "backends": [...]}`` to the file named by the first argument."""
+    bmt.init_distributed(seed=1, tp_size=2)
+    torch.manual_seed(1)
+    model = bmt.TransformerBlockList([bmt.Block(Layer(), use_checkpoint=True) for _ in range(BLOCKS)])
+    bmt.init_parameters(model)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=1e-3))
+    random = torch.Generator().manual_seed(bmt.rank())
+    losses, before = [], 0
+    for step in range(WARM_UP + STEPS):
+        if step == WARM_UP:
+            bmt.synchronize()
+            before = sent_bytes()
+        manager.zero_grad()
+        loss = model(torch.randn(8, DIM, generator=random)).square().mean()
+        manager.backward(loss)
+        manager.step()
+        losses.append(float(loss.detach()).hex())
+    bmt.synchronize()
+    sent = sent_bytes() - before
+    everybody = bmt.store.allgather_objects(losses)
+    if bmt.rank() == 0:
+        backends = [bmt.config[name].backend for name in ("comm", "tp_comm")]
+        Path(sys.argv[1]).write_text(json.dumps({"losses": everybody, "sent": sent, "backends": backends}))
+
+
+if __name__ == "__main__":
+    main()
