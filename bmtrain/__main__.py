@@ -16,6 +16,7 @@ __all__ = ["main"]
 _BENCHMARKS = {
     "adam": "one Adam step against torch's and against moving the same bytes",
     "comm": "exchanges between CPU ranks against torch.distributed over Gloo",
+    "offload": "what a training loop notices of the offloaded optimizer step",
     "step": "one training step against DDP, FSDP2 and no communication",
 }
 

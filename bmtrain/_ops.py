@@ -20,6 +20,7 @@ __all__ = [
     "abs_max",
     "abs_power_sum",
     "adam_",
+    "adam_move_",
     "cast_",
     "has_inf_nan",
     "ordered_sum_",
@@ -164,6 +165,14 @@ def adam_(
     return DeltaSums(*sums)
 
 
+def adam_move_(ranges: AdamRanges) -> None:
+    """Move the bytes of an :func:`adam_` with 16-bit gradients and rounded weights, computing nothing.
+
+    The ceiling of a step, for benchmarks: the arrays hold each other's values afterwards.
+    """
+    _ops.adam_move_(*ranges[:5])
+
+
 def _writes_only(*tensors: object, **options: object) -> None:
     """Fake of an operator that returns nothing."""
 
@@ -190,6 +199,7 @@ _FAKES: dict[str, Callable[..., object]] = {
     "abs_power_sum": _number(torch.float64),
     "has_inf_nan": _number(torch.bool),
     "adam_": _fake_adam,
+    "adam_move_": _writes_only,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"bmtrain::{_name}", _fake)

@@ -42,6 +42,9 @@ TORCH_LIBRARY(bmtrain, m) {
       "Tensor(d!)[] exp_avg_sqs, int[] steps, *, float lr, float beta1, float beta2, float eps, "
       "float weight_decay, float scale, bool decoupled, bool maximize, int hold_steps, bool torch_sqrt, "
       "bool with_delta) -> (float, float)");
+  m.def(
+      "adam_move_(Tensor(a!)[] weights, Tensor(b!)[] rounded, Tensor[] grads, Tensor(c!)[] exp_avgs, "
+      "Tensor(d!)[] exp_avg_sqs) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(bmtrain, CPU, m) {
@@ -53,4 +56,5 @@ TORCH_LIBRARY_IMPL(bmtrain, CPU, m) {
   m.impl("abs_power_sum", &Typed<abs_power_sum>::call);
   m.impl("has_inf_nan", &Typed<has_inf_nan>::call);
   m.impl("adam_", &Typed<adam>::call);
+  m.impl("adam_move_", &Typed<adam_move>::call);
 }

@@ -19,5 +19,7 @@ std::tuple<double, double> adam(at::TensorList weights, at::TensorList rounded, 
                                 double lr, double beta1, double beta2, double eps, double weight_decay,
                                 double scale, bool decoupled, bool maximize, std::int64_t hold_steps,
                                 bool torch_sqrt, bool with_delta);
+void adam_move(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList exp_avgs,
+               at::TensorList exp_avg_sqs);
 
 }  // namespace bmtrain::ops

@@ -1,19 +1,22 @@
-"""How fast an Adam step is, against torch's and against moving the same bytes.
+"""How fast an Adam step is, against other libraries' and against moving the same bytes.
 
-A 16-bit step touches 28 bytes per element: the gradient (2), fp32 weight, first and second moment (4 each, read and
-written), and the 16-bit parameter (2). The ceiling is what the same bytes cost when nothing is computed. All
-candidates run in turn, so that a busy machine disturbs them alike; the table shows medians.
+A step touches 28 bytes per element. In 16 bits: the gradient (2), fp32 weight, first and second moment (4 each, read
+and written), and the 16-bit parameter (2); in fp32: gradient (4), weight and moments. Two ceilings run along: one pass
+that has the loads and stores of a 16-bit step and computes nothing, and a copy of as many bytes. All candidates take
+turns, so that a busy machine disturbs them alike, and the table shows medians. A turn is one step that brings the
+candidate's memory into the caches as far as it fits, and then steps over 2^24 elements in all, whose mean counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,82 +24,119 @@ from torch import Tensor, nn
 from .. import _C, _ops
 from ..optim import AdamOffloadOptimizer, AdamOptimizer
 from ..optim._adam_state import allocate
+from ._bars import Bar, Chart, picture
 
-__all__ = ["add_arguments", "measure", "run"]
+__all__ = ["Size", "add_arguments", "measure", "run"]
 
 _BYTES = 28
 _SCALE = 1024.0
+_ELEMENTS_OF_A_TURN = 1 << 24
+_CEILING = "ceiling: one pass that only moves"
+_OURS = ("16-bit: AdamOptimizer", "16-bit: AdamOffload", "fp32: AdamOptimizer", "fp32: AdamOffload")
+
+
+class Size(NamedTuple):
+    """So many tensors of 2^exponent elements."""
+
+    num_tensors: int
+    exponent: int
+
+    @classmethod
+    def read(cls, text: str) -> Size:
+        """From ``26`` or ``100x16``."""
+        count, _, exponent = text.rpartition("x")
+        return cls(int(count or 1), int(exponent))
+
+    @property
+    def numel(self) -> int:
+        return self.num_tensors << self.exponent
+
+    def __str__(self) -> str:
+        return f"{self.num_tensors} x 2^{self.exponent}" if self.num_tensors > 1 else f"2^{self.exponent}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the options of ``bench adam``."""
     parser.add_argument(
-        "--sizes", default="20,25", help="elements in all, as powers of two (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--tensors", type=int, default=1, help="tensors they are divided into (default: %(default)s)"
+        "--sizes",
+        default="20,24,26,100x16",
+        help="elements as powers of two, 100x16 for 100 tensors of 2^16 (default: %(default)s)",
     )
     parser.add_argument("--threads", default="1,2", help="numbers of threads (default: %(default)s)")
     parser.add_argument(
-        "--repeat", type=int, default=9, help="measurements of each candidate (default: %(default)s)"
+        "--repeat", type=int, default=9, help="turns of each candidate (default: %(default)s)"
     )
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
+    parser.add_argument("--plot", type=Path, help="draw them into this SVG file")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure, print a table, and write JSON if asked to."""
+    """Measure, print a table, and write JSON and a picture if asked to."""
     results = []
     print(f"kernels: {_C.cpu_isa()}, torch {torch.__version__} ({torch.backends.cpu.get_cpu_capability()})")
     before = torch.get_num_threads()
     try:
-        for exponent in map(int, arguments.sizes.split(",")):
+        for size in map(Size.read, arguments.sizes.split(",")):
             for threads in map(int, arguments.threads.split(",")):
                 torch.set_num_threads(threads)
-                seconds = measure(1 << exponent, arguments.tensors, arguments.repeat)
-                _print_table(exponent, arguments.tensors, threads, seconds)
-                results.append({"size": 1 << exponent, "threads": threads, "seconds": seconds})
+                seconds = measure(size, arguments.repeat)
+                _print_table(size, threads, seconds)
+                results.append({"size": str(size), "threads": threads, "seconds": seconds})
     finally:
         torch.set_num_threads(before)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"tensors": arguments.tensors, "results": results}, indent=2))
+        arguments.json.write_text(json.dumps({"bytes": _BYTES, "results": results}, indent=2))
+    if arguments.plot is not None:
+        arguments.plot.write_text(picture([_chart(result) for result in results], "GB/s"))
 
 
-def measure(size: int, num_tensors: int, repeat: int) -> dict[str, float]:
+def measure(size: Size, repeat: int) -> dict[str, float]:
     """Return the median seconds of one step of each candidate.
 
     Args:
-        size: number of elements in all.
-        num_tensors: how many parameters they are divided into.
-        repeat: how often each candidate runs, after one run that does not count.
+        size: of what is updated.
+        repeat: number of turns, after one that does not count.
     """
-    candidates = _candidates(max(size // num_tensors, 1), num_tensors)
+    candidates = _candidates(size)
     times: dict[str, list[float]] = {name: [] for name in candidates}
+    steps = max(_ELEMENTS_OF_A_TURN // size.numel, 1)
     for _ in range(repeat + 1):
         for name, step in candidates.items():
-            start = time.perf_counter()
             step()
-            times[name].append(time.perf_counter() - start)
+            start = time.perf_counter()
+            for _ in range(steps):
+                step()
+            times[name].append((time.perf_counter() - start) / steps)
     return {name: statistics.median(values[1:]) for name, values in times.items()}
 
 
-def _candidates(size: int, num: int) -> dict[str, Callable[[], Any]]:
-    grads = [torch.randn(size).bfloat16() for _ in range(num)]
-    candidates: dict[str, Callable[[], Any]] = {"ceiling: the same bytes moved": _mover(size * num)}
+# ---- candidates
+
+
+def _candidates(size: Size) -> dict[str, Callable[[], Any]]:
+    grads = [torch.randn(1 << size.exponent).bfloat16() for _ in range(size.num_tensors)]
+    candidates = {_CEILING: _mover(size.numel), "ceiling: copy": _copier(size.numel)}
     for dtype, title in ((torch.bfloat16, "16-bit"), (torch.float32, "fp32")):
-        for cls in (AdamOptimizer, AdamOffloadOptimizer):
-            params = _parameters(size, num, dtype, grads)
-            candidates[f"{title}: {cls.__name__}"] = _stepper(cls(params), scale=_SCALE)
+        params = _parameters(size, dtype, grads)
+        candidates[f"{title}: AdamOptimizer"] = _stepper(AdamOptimizer(params), scale=_SCALE)
+        params = _parameters(size, dtype, grads)
+        offload = AdamOffloadOptimizer(params, overlap=False)
+        candidates[f"{title}: AdamOffload"] = _stepper(offload, scale=_SCALE)
     for fused in (True, False):
         kind = "fused" if fused else "foreach"
-        params = _parameters(size, num, torch.float32, grads)
+        params = _parameters(size, torch.float32, grads)
         adamw = torch.optim.AdamW(params, fused=fused, foreach=not fused)
         candidates[f"fp32: torch AdamW {kind}"] = adamw.step
-        candidates[f"16-bit: casts, unscale and torch AdamW {kind}"] = _by_casts(params, grads, adamw)
+        candidates[f"16-bit: casts, unscale, torch AdamW {kind}"] = _by_casts(params, grads, adamw)
+    params = _parameters(size, torch.float32, grads)
+    if (deepspeed := _deepspeed(params)) is not None:
+        candidates["fp32: DeepSpeedCPUAdam"] = deepspeed.step
+        candidates["16-bit: casts, unscale, DeepSpeedCPUAdam"] = _by_casts(params, grads, deepspeed)
     return candidates
 
 
-def _parameters(size: int, num: int, dtype: torch.dtype, grads: list[Tensor]) -> list[nn.Parameter]:
-    params = [nn.Parameter(torch.randn(size).to(dtype)) for _ in range(num)]
+def _parameters(size: Size, dtype: torch.dtype, grads: list[Tensor]) -> list[nn.Parameter]:
+    params = [nn.Parameter(torch.randn(1 << size.exponent).to(dtype)) for _ in grads]
     for p, grad in zip(params, grads, strict=True):
         p.grad = grad.to(dtype, copy=True)
     return params
@@ -106,7 +146,16 @@ def _stepper(optimizer: Any, scale: float) -> Callable[[], Any]:
     return lambda: optimizer.step(scale=scale)
 
 
-def _by_casts(params: list[nn.Parameter], grads: list[Tensor], adamw: torch.optim.AdamW) -> Callable[[], Any]:
+def _deepspeed(params: list[nn.Parameter]) -> Any:
+    """DeepSpeed's optimizer for the CPU, where that library is installed."""
+    try:
+        module = importlib.import_module("deepspeed.ops.adam")
+    except ImportError:
+        return None
+    return module.DeepSpeedCPUAdam(params, adamw_mode=True)
+
+
+def _by_casts(params: list[nn.Parameter], grads: list[Tensor], optimizer: Any) -> Callable[[], Any]:
     """What a training loop in 16 bits does around an optimizer that knows fp32 only."""
     rounded = [p.detach().bfloat16() for p in params]
     wide = [p.grad for p in params if p.grad is not None]
@@ -114,31 +163,45 @@ def _by_casts(params: list[nn.Parameter], grads: list[Tensor], adamw: torch.opti
     def step() -> None:
         torch._foreach_copy_(wide, grads)
         torch._foreach_mul_(wide, 1 / _SCALE)
-        adamw.step()
+        optimizer.step()
         torch._foreach_copy_(rounded, [p.detach() for p in params])
 
     return step
 
 
-def _mover(size: int) -> Callable[[], Any]:
-    """Three fp32 arrays changed in place and one 16-bit array turned into another: the bytes of a step."""
-    arrays = [views[0] for views in allocate([torch.Size([size])], 3, torch.device("cpu"))]
-    for array in arrays:
-        array.fill_(1.0)
-    source, target = torch.ones(size).bfloat16(), torch.ones(size).half()
-
-    def move() -> None:
-        for array in arrays:
-            _ops.ordered_sum_(array, [array], factor=-1.0)
-        _ops.cast_(target, source)
-
-    return move
+def _mover(numel: int) -> Callable[[], Any]:
+    """The loads and stores of a 16-bit step, in one pass."""
+    weight, exp_avg, exp_avg_sq = allocate([torch.Size([numel])], 3, torch.device("cpu"))
+    grads, rounded = [torch.ones(numel).bfloat16()], [torch.ones(numel).bfloat16()]
+    ranges = _ops.AdamRanges(weight, rounded, grads, exp_avg, exp_avg_sq, [1])
+    return lambda: _ops.adam_move_(ranges)
 
 
-def _print_table(exponent: int, num_tensors: int, threads: int, seconds: dict[str, float]) -> None:
-    size = 1 << exponent
-    ceiling = next(iter(seconds.values()))
-    print(f"\n2^{exponent} elements in {num_tensors} tensors, {threads} threads")
+def _copier(numel: int) -> Callable[[], Any]:
+    source = torch.ones(numel * _BYTES // 2, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    return lambda: target.copy_(source)
+
+
+# ---- reports
+
+
+def _print_table(size: Size, threads: int, seconds: dict[str, float]) -> None:
+    ceiling = seconds[_CEILING]
+    print(f"\n{size} elements, {threads} threads")
     print(f"  {'':44} {'ms':>9} {'GB/s':>7} {'of ceiling':>10}")
     for name, value in seconds.items():
-        print(f"  {name:44} {value * 1e3:9.3f} {size * _BYTES / value / 1e9:7.1f} {ceiling / value:10.2f}")
+        print(
+            f"  {name:44} {value * 1e3:9.3f} {size.numel * _BYTES / value / 1e9:7.1f} {ceiling / value:10.2f}"
+        )
+    for title in ("16-bit", "fp32"):
+        peers = {n: s for n, s in seconds.items() if n.startswith(title) and n not in _OURS}
+        fastest = min(peers, key=lambda name: peers[name])
+        ratio = peers[fastest] / seconds[f"{title}: AdamOffload"]
+        print(f"  {title}: AdamOffload is {ratio:.2f} x as fast as {fastest.removeprefix(title + ': ')}")
+
+
+def _chart(result: dict[str, Any]) -> Chart:
+    moved = Size.read(result["size"].replace(" ", "").replace("2^", "")).numel * _BYTES
+    bars = [Bar(name, moved / s / 1e9, name in _OURS) for name, s in result["seconds"].items()]
+    return Chart(f"{result['size']} elements, {result['threads']} threads", bars)

@@ -51,6 +51,7 @@ struct KernelTable {
   // The bits of the largest |x[i]| as fp32; those of a NaN are above those of infinity.
   std::uint32_t (*max_magnitude)(const void* x, DType dtype, std::int64_t offset, std::int64_t n);
   void (*adam)(const AdamSlice& slice, std::int64_t offset, std::int64_t n, DeltaSums* sums);
+  void (*adam_move)(const AdamSlice& slice, std::int64_t offset, std::int64_t n);
 };
 
 /// The table of isa_level().

@@ -41,6 +41,33 @@ double chunked_sum(std::int64_t n, const Part& part) {
   return total;
 }
 
+// The chunks of several slices, numbered through.
+class SliceChunks {
+ public:
+  SliceChunks(const AdamSlice* slices, std::int64_t num_slices)
+      : slices_(slices), first_chunk_(static_cast<std::size_t>(num_slices) + 1, 0) {
+    for (std::int64_t s = 0; s < num_slices; ++s)
+      first_chunk_[s + 1] = first_chunk_[s] + num_chunks_of(slices[s].n);
+  }
+
+  [[nodiscard]] std::int64_t count() const { return first_chunk_.back(); }
+
+  // Calls body(chunk_index, slice, offset, count) for each chunk.
+  template <typename Body>
+  void for_each(const Body& body) const {
+    parallel_for(count(), [&](std::int64_t index) {
+      const auto after = std::upper_bound(first_chunk_.begin(), first_chunk_.end(), index);
+      const auto s = static_cast<std::size_t>(after - first_chunk_.begin()) - 1;
+      const std::int64_t offset = (index - first_chunk_[s]) * kChunk;
+      body(index, slices_[s], offset, std::min(kChunk, slices_[s].n - offset));
+    });
+  }
+
+ private:
+  const AdamSlice* const slices_;
+  std::vector<std::int64_t> first_chunk_;  // the number of chunks in all slices before each
+};
+
 }  // namespace
 
 void ordered_sum(void* dst, const void* const* srcs, int num_srcs, std::int64_t n, DType dtype,
@@ -106,18 +133,10 @@ bool has_inf_nan(const void* x, std::int64_t n, DType dtype) {
 
 void adam(const AdamSlice* slices, std::int64_t num_slices, DeltaSums* sums) {
   const KernelTable& table = kernel_table();
-  // first_chunk[s] is the number of chunks in all slices before s.
-  std::vector<std::int64_t> first_chunk(static_cast<std::size_t>(num_slices) + 1, 0);
-  for (std::int64_t s = 0; s < num_slices; ++s)
-    first_chunk[s + 1] = first_chunk[s] + num_chunks_of(slices[s].n);
-  const std::int64_t num_chunks = first_chunk.back();
-  std::vector<DeltaSums> parts(sums != nullptr ? static_cast<std::size_t>(num_chunks) : 0);
-  parallel_for(num_chunks, [&](std::int64_t index) {
-    const auto after = std::upper_bound(first_chunk.begin(), first_chunk.end(), index);
-    const auto s = static_cast<std::size_t>(after - first_chunk.begin()) - 1;
-    const std::int64_t offset = (index - first_chunk[s]) * kChunk;
-    const std::int64_t count = std::min(kChunk, slices[s].n - offset);
-    table.adam(slices[s], offset, count, sums != nullptr ? &parts[static_cast<std::size_t>(index)] : nullptr);
+  const SliceChunks chunks(slices, num_slices);
+  std::vector<DeltaSums> parts(sums != nullptr ? static_cast<std::size_t>(chunks.count()) : 0);
+  chunks.for_each([&](std::int64_t index, const AdamSlice& slice, std::int64_t offset, std::int64_t count) {
+    table.adam(slice, offset, count, sums != nullptr ? &parts[static_cast<std::size_t>(index)] : nullptr);
   });
   if (sums == nullptr) return;
   *sums = {};
@@ -125,6 +144,14 @@ void adam(const AdamSlice* slices, std::int64_t num_slices, DeltaSums* sums) {
     sums->sum += part.sum;
     sums->sum_of_squares += part.sum_of_squares;
   }
+}
+
+void adam_move(const AdamSlice* slices, std::int64_t num_slices) {
+  const KernelTable& table = kernel_table();
+  SliceChunks(slices, num_slices)
+      .for_each([&](std::int64_t, const AdamSlice& slice, std::int64_t offset, std::int64_t count) {
+        table.adam_move(slice, offset, count);
+      });
 }
 
 }  // namespace bmtrain::cpu

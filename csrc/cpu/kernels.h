@@ -109,4 +109,8 @@ struct DeltaSums {
 /// One Adam step over all slices, which must not overlap. Fills `sums` unless it is nullptr.
 void adam(const AdamSlice* slices, std::int64_t num_slices, DeltaSums* sums);
 
+/// Moves the bytes of a step with 16-bit gradients and rounded weights without computing: what `bench adam`
+/// compares with. The arrays then hold each other's values.
+void adam_move(const AdamSlice* slices, std::int64_t num_slices);
+
 }  // namespace bmtrain::cpu

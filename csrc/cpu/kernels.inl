@@ -28,4 +28,5 @@ const KernelTable kTable = {
     .squared_sum = squared_sum,
     .max_magnitude = max_magnitude,
     .adam = adam,
+    .adam_move = adam_move,
 };

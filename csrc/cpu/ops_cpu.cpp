@@ -120,4 +120,16 @@ std::tuple<double, double> adam(at::TensorList weights, at::TensorList rounded, 
   return {sums.sum, sums.sum_of_squares};
 }
 
+void adam_move(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList exp_avgs,
+               at::TensorList exp_avg_sqs) {
+  const std::vector<std::int64_t> steps(weights.size(), 1);
+  const std::vector<cpu::AdamSlice> slices =
+      adam_slices({weights, rounded, grads, exp_avgs, exp_avg_sqs, steps}, {});
+  for (const cpu::AdamSlice& slice : slices) {
+    BMT_CHECK(TypeError, slice.rounded != nullptr && size_of(slice.grad_dtype) == 2,
+              "adam_move_: expected 16-bit grads and rounded weights");
+  }
+  cpu::adam_move(slices.data(), static_cast<std::int64_t>(slices.size()));
+}
+
 }  // namespace bmtrain::ops

@@ -1,24 +1,53 @@
-"""`python -m bmtrain bench adam` runs and says what it measured; how fast it was is no matter of a test."""
+"""`python -m bmtrain bench adam` and `bench offload` run and say what they measured; how fast is no test's matter."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from harness import run_process
 
+from bmtrain import _ops
 from bmtrain.__main__ import main
+from bmtrain.benchmark.adam import Size
 
 
 def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "adam.json"
-    options = ["--sizes", "10", "--tensors", "4", "--threads", "1", "--repeat", "2", "--json", str(file)]
+    options = ["--sizes", "4x20", "--threads", "1", "--repeat", "1", "--json", str(file)]
+    options += ["--plot", str(tmp_path / "adam.svg")]
     assert main(["bench", "adam", *options]) == 0
     out = capsys.readouterr().out
-    assert "2^10 elements in 4 tensors, 1 threads" in out
+    assert "4 x 2^20 elements, 1 threads" in out
     (result,) = json.loads(file.read_text())["results"]
     assert all(f"  {name}" in out and seconds > 0 for name, seconds in result["seconds"].items())
-    assert len(result["seconds"]) == 9
+    assert len(result["seconds"]) == 10
+    assert (tmp_path / "adam.svg").read_text().count("<rect") == 11
+    assert "16-bit: AdamOffload is " in out
+
+
+def test_the_move_has_the_bytes_of_a_step() -> None:
+    ranges = _ops.AdamRanges(*([torch.full((1001,), float(k), dtype=d)] for k, d in enumerate(
+        (torch.float32, torch.bfloat16, torch.bfloat16, torch.float32, torch.float32))), [1])  # fmt: skip
+    _ops.adam_move_(ranges)
+    assert [t[0].unique().tolist() for t in ranges[:5]] == [[3], [2], [2], [4], [0]]
+    assert Size.read("100x16").numel == 100 << 16
+    with pytest.raises(TypeError, match="expected 16-bit grads and rounded weights"):
+        _ops.adam_move_(ranges._replace(rounded=[], grads=[torch.ones(1001)]))
+
+
+def test_offload_reports_what_is_exposed(tmp_path: Path) -> None:
+    options = ["--layers=2", "--dim=32", "--seq=8", "--repeat=1", f"--json={tmp_path / 'offload.json'}"]
+    result = run_process([sys.executable, "-m", "bmtrain", "bench", "offload", *options])
+    assert [line.split()[0] for line in result.stdout.splitlines()[2:5]] == [
+        "no",
+        "overlap=False",
+        "overlap=True",
+    ]
+    assert json.loads((tmp_path / "offload.json").read_text())["seconds"].keys() >= {"overlap=True"}
 
 
 def test_unknown_benchmark(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,147 @@
+"""How much of the offloaded optimizer step a training loop notices: updates inside the step, and overlapped.
+
+The same GPT is trained three times by the same ranks: without any update, with updates that are computed inside
+``step()`` (``overlap=False``), and with updates that go on while the next forward runs. What a variant takes longer
+than the first is the *exposed* part of its optimizer. The variants take turns of several steps; the overlap's last
+updates of a turn are waited for after the clock has stopped, as its first ones began before the clock did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import init_distributed
+from ..block_layer import Block
+from ..global_var import rank, world_size
+from ..optim import AdamOffloadOptimizer, OptimManager
+from ..synchronize import synchronize
+from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
+from ._bars import Bar, Chart, picture
+from ._gpt import GPT
+from ._launch import launch
+
+__all__ = ["add_arguments", "run"]
+
+_STEPS = 3  # of a turn
+_NONE, _INSIDE, _OVERLAPPED = "no update", "overlap=False", "overlap=True"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the options of ``bench offload``."""
+    parser.add_argument("--ranks", type=int, default=1, help="number of ranks (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of a rank (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=8, help="(default: %(default)s)")
+    parser.add_argument("--dim", type=int, default=512, help="(default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=2, help="sequences per rank (default: %(default)s)")
+    parser.add_argument("--seq", type=int, default=128, help="tokens of a sequence (default: %(default)s)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="(default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=7, help="turns of each variant (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write the results to this file as well")
+    parser.add_argument("--plot", type=Path, help="draw them into this SVG file")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Start the ranks; in a rank: measure, and on rank 0 print the table."""
+    if "RANK" not in os.environ:
+        launch(arguments.ranks, {"OMP_NUM_THREADS": str(arguments.threads)})
+        return
+    init_distributed(seed=0)
+    torch.set_num_threads(arguments.threads)
+    variants = {name: _Variant.build(arguments, name) for name in (_NONE, _INSIDE, _OVERLAPPED)}
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for turn in range(arguments.repeat + 1):
+        for name, variant in variants.items():
+            taken = variant.turn(_batches(arguments, turn))
+            if turn:  # the first one allocates
+                seconds[name].append(taken)
+    if variants[_INSIDE].losses != variants[_OVERLAPPED].losses:
+        raise RuntimeError("overlapped updates gave other losses than those inside the step")
+    if rank() == 0:
+        _report(arguments, {name: statistics.median(values) for name, values in seconds.items()}, variants)
+    synchronize()
+
+
+def _batches(arguments: argparse.Namespace, turn: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(world_size() * turn + rank())
+    shape = (arguments.batch, arguments.seq + 1)
+    return [torch.randint(0, 256, shape, generator=generator) for _ in range(_STEPS + 1)]
+
+
+class _Variant(NamedTuple):
+    """A model, and what trains it."""
+
+    step: Callable[[Tensor], Tensor]
+    drain: Callable[[], Any]
+    numel: int
+    losses: list[float]
+
+    @classmethod
+    def build(cls, arguments: argparse.Namespace, name: str) -> _Variant:
+        model = _sharded_gpt(arguments)
+        optimizer = AdamOffloadOptimizer(model.parameters(), lr=1e-4, overlap=name == _OVERLAPPED)
+        manager = OptimManager()
+        manager.add_optimizer(optimizer)
+
+        def step(batch: Tensor) -> Tensor:
+            manager.zero_grad()
+            loss = model(batch)
+            manager.backward(loss)
+            manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
+            if name != _NONE:
+                manager.step()
+            detached: Tensor = loss.detach()
+            return detached
+
+        numel = sum(p.numel() for p in model.parameters())
+        return cls(step, lambda: optimizer.state, numel, [])
+
+    def turn(self, batches: list[Tensor]) -> float:
+        """Seconds of a step, between a step that comes before and updates that come after."""
+        losses = [self.step(batches[0])]
+        synchronize()
+        start = time.perf_counter()
+        losses += [self.step(batch) for batch in batches[1:]]
+        synchronize()
+        seconds = (time.perf_counter() - start) / (len(batches) - 1)
+        self.drain()
+        self.losses.extend(loss.item() for loss in losses)
+        return seconds
+
+
+def _sharded_gpt(arguments: argparse.Namespace) -> nn.Module:
+    torch.manual_seed(0)
+    model: Any = GPT(arguments.layers, arguments.dim, num_heads=8, vocab=256, seq=arguments.seq)
+    if arguments.dtype == "bf16":
+        model = model.bfloat16()
+    model.layers = nn.ModuleList([Block(model_wrapper_dispatch(layer)) for layer in model.layers])
+    wrapped: nn.Module = BMTrainModelWrapper(model)
+    return wrapped
+
+
+def _report(arguments: argparse.Namespace, seconds: dict[str, float], variants: dict[str, _Variant]) -> None:
+    numel = variants[_INSIDE].numel
+    print(
+        f"{numel / 1e6:.1f} million elements on rank 0, {arguments.dtype}, {world_size()} ranks of "
+        f"{torch.get_num_threads()} threads, {os.cpu_count()} processors"
+    )
+    inside = seconds[_INSIDE] - seconds[_NONE]
+    print(f"  {'':14} {'ms/step':>9} {'exposed ms':>11} {'of overlap=False':>17}")
+    for name, value in seconds.items():
+        exposed = value - seconds[_NONE]
+        print(f"  {name:14} {value * 1e3:9.1f} {exposed * 1e3:11.1f} {exposed / inside:17.2f}")
+    print("  the losses of the last two are the same, bit for bit")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"seconds": seconds, "numel": numel}, indent=2))
+    if arguments.plot is not None:
+        bars = [Bar(name, value * 1e3, name == _OVERLAPPED) for name, value in seconds.items()]
+        arguments.plot.write_text(picture([Chart("a training step", bars)], "ms"))
