@@ -147,8 +147,15 @@ def make_extension(cuda: bool) -> Extension:
     warnings = ["-Wall", "-Wextra", *(["-Werror"] if os.environ.get("BMTRAIN_WERROR") == "1" else [])]
     # -ffp-contract=off: a multiply and an add are fused where a kernel says so, not where a compiler likes
     # to, so that all instruction sets give the same bits.
-    common = ["-O3", "-std=c++20", *system, *(["-DBMTRAIN_WITH_CUDA"] if cuda else [])]
-    host = [*warnings, "-ffp-contract=off", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-g0"]
+    common = ["-O3", "-std=c++20", *(["-DBMTRAIN_WITH_CUDA"] if cuda else [])]
+    host = [
+        *system,
+        *warnings,
+        "-ffp-contract=off",
+        "-fvisibility=hidden",
+        "-fvisibility-inlines-hidden",
+        "-g0",
+    ]
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
     return Extension(
         "bmtrain._C",
@@ -160,6 +167,7 @@ def make_extension(cuda: bool) -> Extension:
             *("c10", "torch", "torch_cpu", "torch_python"),
             *(("cudart", "c10_cuda", "torch_cuda") if cuda else ()),
         ],
+        # Kernels see no torch, so nvcc needs none of its headers (and knows -isystem in another spelling).
         extra_compile_args={"cxx": [*common, *host], "nvcc": [*common, "--fmad=false"]},
         language="c++",
     )

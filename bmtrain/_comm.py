@@ -10,7 +10,7 @@ import socket
 import torch
 import torch.distributed as dist
 
-from . import _C, _shm_meeting
+from . import _C, _context, _shm_meeting
 from ._comm_nccl import create_nccl
 from .errors import CommunicationError
 
@@ -53,9 +53,10 @@ def reduce_op(op: str) -> _C.ReduceOp:
 
 def wire_device(comm: _C.Communicator) -> torch.device:
     """Where small tensors that only serve an exchange have to live."""
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if comm.backend == "nccl" else torch.device("cpu")
-    )
+    if comm.backend != "nccl":
+        return torch.device("cpu")
+    current = _context.current()
+    return torch.device("cuda", torch.cuda.current_device()) if current is None else current.device
 
 
 def create_single(name: str) -> _C.Communicator:

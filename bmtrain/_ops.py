@@ -1,12 +1,14 @@
 """The operators of the C++ core (``torch.ops.bmtrain.*``): typed wrappers, and what they do to fake tensors.
 
 Reductions take a list of tensors of any shapes, fp32, fp16 and bf16 mixed, and give the same bits at every number
-of threads and every instruction set level. CPU tensors only, unless said otherwise.
+of threads and every instruction set level. CPU tensors; in a build with CUDA `has_kernels` says which operators take
+tensors of a GPU too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -16,18 +18,35 @@ from . import _C  # noqa: F401 - loading it registers the operators
 
 __all__ = [
     "AdamRanges",
+    "CrossEntropySums",
     "DeltaSums",
     "abs_max",
     "abs_power_sum",
     "adam_",
     "adam_move_",
     "cast_",
+    "cross_entropy_gradient_",
+    "cross_entropy_sums",
     "has_inf_nan",
+    "has_kernels",
     "ordered_sum_",
+    "scale_",
     "squared_sum",
 ]
 
 _ops = torch.ops.bmtrain
+
+
+@cache
+def has_kernels(op: str, device: str) -> bool:
+    """Whether the core was built with kernels of an operator for a type of device.
+
+    Example:
+        >>> has_kernels("squared_sum", "cpu"), has_kernels("squared_sum", "meta")
+        (True, False)
+    """
+    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device)
+    return key is not None and bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"bmtrain::{op}", key))
 
 
 def cast_(out: Tensor, source: Tensor) -> Tensor:
@@ -54,6 +73,23 @@ def ordered_sum_(
     """
     _ops.ordered_sum_(out, list(sources), accumulate, factor)
     return out
+
+
+def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply tensors of any float dtypes in place by one number, in fp32 or wider, rounded once.
+
+    Args:
+        tensors: of one device; on a GPU fp32, fp16 or bf16 and contiguous.
+        factor: one element, fp32 or fp64; read on the device, so that the host does not wait for it.
+
+    Example:
+        >>> x = torch.ones(2)
+        >>> scale_([x], torch.tensor(0.5)); x
+        tensor([0.5000, 0.5000])
+    """
+    if tensors:
+        _ops.scale_(list(tensors), factor)
+        torch.autograd.graph.increment_version(list(tensors))
 
 
 def squared_sum(tensors: Sequence[Tensor]) -> Tensor:
@@ -85,7 +121,7 @@ def _tensor(result: Tensor) -> Tensor:  # torch.ops are untyped
 
 
 class AdamRanges(NamedTuple):
-    """What one call of :func:`adam_` updates: parallel lists of contiguous CPU tensors.
+    """What one call of :func:`adam_` updates: parallel lists of contiguous tensors of one device.
 
     Neighbours in memory (in every list, with equal ``steps``) are updated as one range.
 
@@ -173,6 +209,65 @@ def adam_move_(ranges: AdamRanges) -> None:
     _ops.adam_move_(*ranges[:5])
 
 
+class CrossEntropySums(NamedTuple):
+    """What one pass over rows of logits gives; fp32, one number a row.
+
+    Attributes:
+        maximum: largest logit; 0 for a row of -inf if ``divided``.
+        exp_sum: sum of ``exp(x - maximum)``; NaN if a logit is NaN or inf.
+        target_logit: logit of the target column; without such a column 0 if ``divided``, else NaN.
+        smooth: sum of ``weight * (x - maximum)``; empty unless asked for.
+    """
+
+    maximum: Tensor
+    exp_sum: Tensor
+    target_logit: Tensor
+    smooth: Tensor
+
+
+def cross_entropy_sums(
+    logits: Tensor, target: Tensor, weight: Tensor | None, *, smooth: bool, divided: bool
+) -> CrossEntropySums:
+    """Make the one pass over logits that a cross-entropy's loss needs. CUDA only.
+
+    Args:
+        logits: ``(N, C)``, contiguous, fp32, fp16 or bf16.
+        target: ``(N,)`` int64, each row's column.
+        weight: ``(C,)`` fp32 weights of the columns in ``smooth``; None: 1.
+        smooth: whether to sum for label smoothing.
+        divided: the columns are a part of the vocabulary, so that a target may be elsewhere.
+    """
+    return CrossEntropySums(*_ops.cross_entropy_sums(logits, target, weight, smooth=smooth, divided=divided))
+
+
+def cross_entropy_gradient_(
+    out: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    *,
+    maximum: Tensor,
+    log_sum: Tensor,
+    scale: Tensor,
+    hit: Tensor,
+    spread: Tensor,
+    ignored: Tensor,
+) -> None:
+    """Write ``scale * p[c] - hit * [c == target] - spread * weight[c]``, zeros where ``ignored``. CUDA only.
+
+    Args:
+        out: like logits, and may be the logits.
+        logits: ``(N, C)``, contiguous.
+        target: ``(N,)`` int64.
+        weight: ``(C,)`` fp32, or None: 1.
+        maximum, log_sum: ``(N,)`` fp32: ``p[c] = exp(x[c] - maximum - log_sum)``.
+        scale, hit, spread: ``(N,)`` fp32.
+        ignored: ``(N,)`` bool.
+    """
+    _ops.cross_entropy_gradient_(out, logits, target, weight, maximum, log_sum, scale, hit, spread, ignored)
+    torch.autograd.graph.increment_version(out)
+
+
 def _writes_only(*tensors: object, **options: object) -> None:
     """Fake of an operator that returns nothing."""
 
@@ -190,16 +285,28 @@ def _fake_adam(*ranges: object, **options: object) -> tuple[float, float]:
     return 0.0, 0.0
 
 
+def _fake_cross_entropy_sums(
+    logits: Tensor, target: Tensor, weight: Tensor | None, *, smooth: bool, divided: bool
+) -> tuple[Tensor, ...]:
+    rows = logits.shape[0]
+    return tuple(
+        logits.new_empty(size, dtype=torch.float32) for size in (rows, rows, rows, rows if smooth else 0)
+    )
+
+
 # What the operators give for tensors without data (torch.compile, FakeTensorMode).
 _FAKES: dict[str, Callable[..., object]] = {
     "cast_": _writes_only,
     "ordered_sum_": _writes_only,
+    "scale_": _writes_only,
     "squared_sum": _number(torch.float64),
     "abs_max": _number(torch.float32),
     "abs_power_sum": _number(torch.float64),
     "has_inf_nan": _number(torch.bool),
     "adam_": _fake_adam,
     "adam_move_": _writes_only,
+    "cross_entropy_sums": _fake_cross_entropy_sums,
+    "cross_entropy_gradient_": _writes_only,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"bmtrain::{_name}", _fake)

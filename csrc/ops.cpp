@@ -2,37 +2,14 @@
 // do to fake tensors; C++ calls cpu/kernels.h and optim/adam.h.
 #include "ops.h"
 
-#include <c10/util/Exception.h>
 #include <torch/library.h>
 
-#include <utility>
-
-#include "common/check.h"
-
-namespace {
-
-// An implementation whose errors torch knows: through an operator, only torch's own classes keep their type.
-template <auto kFunction>
-struct Typed;
-
-template <typename Result, typename... Arguments, Result (*kFunction)(Arguments...)>
-struct Typed<kFunction> {
-  static Result call(Arguments... arguments) {
-    try {
-      return kFunction(std::forward<Arguments>(arguments)...);
-    } catch (const bmtrain::TypeError& error) {
-      C10_THROW_ERROR(TypeError, error.what());
-    } catch (const bmtrain::ValueError& error) {
-      C10_THROW_ERROR(ValueError, error.what());
-    }
-  }
-};
-
-}  // namespace
+#include "common/typed.h"
 
 TORCH_LIBRARY(bmtrain, m) {
   m.def("cast_(Tensor(a!) out, Tensor source) -> ()");
   m.def("ordered_sum_(Tensor(a!) out, Tensor[] sources, bool accumulate=False, float factor=1.0) -> ()");
+  m.def("scale_(Tensor(a!)[] tensors, Tensor factor) -> ()");
   m.def("squared_sum(Tensor[] tensors) -> Tensor");
   m.def("abs_max(Tensor[] tensors) -> Tensor");
   m.def("abs_power_sum(Tensor[] tensors, float p) -> Tensor");
@@ -45,12 +22,21 @@ TORCH_LIBRARY(bmtrain, m) {
   m.def(
       "adam_move_(Tensor(a!)[] weights, Tensor(b!)[] rounded, Tensor[] grads, Tensor(c!)[] exp_avgs, "
       "Tensor(d!)[] exp_avg_sqs) -> ()");
+  // For devices whose kernels make one pass of it; on the CPU torch's operations do.
+  m.def(
+      "cross_entropy_sums(Tensor logits, Tensor target, Tensor? weight, *, bool smooth, bool divided) "
+      "-> (Tensor maximum, Tensor exp_sum, Tensor target_logit, Tensor smooth)");
+  m.def(
+      "cross_entropy_gradient_(Tensor(a!) out, Tensor logits, Tensor target, Tensor? weight, Tensor maximum, "
+      "Tensor log_sum, Tensor scale, Tensor hit, Tensor spread, Tensor ignored) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(bmtrain, CPU, m) {
+  using bmtrain::Typed;
   using namespace bmtrain::ops;  // NOLINT(google-build-using-namespace)
   m.impl("cast_", &Typed<cast>::call);
   m.impl("ordered_sum_", &Typed<ordered_sum>::call);
+  m.impl("scale_", &Typed<scale>::call);
   m.impl("squared_sum", &Typed<squared_sum>::call);
   m.impl("abs_max", &Typed<abs_max>::call);
   m.impl("abs_power_sum", &Typed<abs_power_sum>::call);

@@ -10,6 +10,7 @@ namespace bmtrain::ops {
 
 void cast(at::Tensor out, const at::Tensor& source);
 void ordered_sum(at::Tensor out, at::TensorList sources, bool accumulate, double factor);
+void scale(at::TensorList tensors, const at::Tensor& factor);
 [[nodiscard]] at::Tensor squared_sum(at::TensorList tensors);
 [[nodiscard]] at::Tensor abs_max(at::TensorList tensors);
 [[nodiscard]] at::Tensor abs_power_sum(at::TensorList tensors, double p);

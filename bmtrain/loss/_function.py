@@ -8,6 +8,9 @@ some rows at a time, so that fp32 intermediates stay small (and, on the CPU, ins
 
 The two numbers are kept apart because ``x - (m + log_sum)`` would lose the digits of a small loss when
 ``m`` is large.
+
+On a GPU, in a build with our kernels, each of the two passes is one kernel over contiguous logits, and the chunks are
+not needed.
 """
 
 from __future__ import annotations
@@ -20,11 +23,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .. import _ops
+
 __all__ = ["CrossEntropyOptions", "VocabularySlice", "cross_entropy_rows", "has_inf_nan"]
 
 # Elements of one chunk of rows. CPU: the fp32 temporary of a chunk (1 MiB) stays in a second-level cache;
 # CUDA: enough for a full wave of any card, few enough that the temporaries do not count beside the logits.
 _CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
+
+_CONTIGUOUS = torch.contiguous_format
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,7 @@ class CrossEntropyOptions:
     ignore_index: int
     label_smoothing: float
     columns: VocabularySlice
+    inplace: bool = False  # whether the gradient may take the memory of the logits
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
@@ -76,7 +84,18 @@ def _local_target(target: Tensor, columns: VocabularySlice, width: int) -> tuple
     return torch.where(inside, local, 0), inside
 
 
+def _uses_kernels(logits: Tensor) -> bool:
+    return (
+        logits.device.type != "cpu"
+        and logits.dtype != torch.float64
+        and logits.is_contiguous()
+        and _ops.has_kernels("cross_entropy_sums", logits.device.type)
+    )
+
+
 def _row_sums(logits: Tensor, target: Tensor, options: CrossEntropyOptions) -> _RowSums:
+    if _uses_kernels(logits):
+        return _row_sums_by_kernel(logits, target, options)
     dtype = _accumulation_dtype(logits)
     num_rows, width = logits.shape
     local, inside = _local_target(target, options.columns, width)
@@ -98,6 +117,18 @@ def _row_sums(logits: Tensor, target: Tensor, options: CrossEntropyOptions) -> _
     if inside is not None:
         target_logit = torch.where(inside, target_logit, 0.0)
     return _RowSums(maximum, exp_sum, target_logit, smooth)
+
+
+def _row_sums_by_kernel(logits: Tensor, target: Tensor, options: CrossEntropyOptions) -> _RowSums:
+    smooth = options.label_smoothing != 0
+    sums = _ops.cross_entropy_sums(
+        logits,
+        target - options.columns.start,
+        _local_weight(options, logits.shape[1]),
+        smooth=smooth,
+        divided=options.columns.comm is not None,
+    )
+    return _RowSums(sums.maximum, sums.exp_sum, sums.target_logit, sums.smooth if smooth else None)
 
 
 def _local_weight(options: CrossEntropyOptions, width: int) -> Tensor | None:
@@ -163,10 +194,25 @@ class _CrossEntropyRows(torch.autograd.Function):
         hit = grad_loss * target_weight * (1.0 - smoothing)
         spread = grad_loss * (smoothing / options.columns.total)
         scale = hit + spread * _weight_total(options)
+
+        # Once the logits hold the gradient, torch's check of saved tensors refuses a second backward.
+        grad = logits.detach() if options.inplace else torch.empty_like(logits, memory_format=_CONTIGUOUS)
+        if _uses_kernels(logits):
+            _ops.cross_entropy_gradient_(
+                grad,
+                logits,
+                target - options.columns.start,
+                weight,
+                maximum=maximum,
+                log_sum=log_sum,
+                scale=scale.contiguous(),
+                hit=hit.contiguous(),
+                spread=spread.contiguous(),
+                ignored=ignored,
+            )
+            return grad, None, None
         if inside is not None:
             hit = torch.where(inside, hit, 0.0)
-
-        grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
         for rows in _chunks(logits):
             p = logits[rows].to(maximum.dtype, copy=True)
             p.sub_(maximum[rows, None]).sub_(log_sum[rows, None]).exp_().mul_(scale[rows, None])

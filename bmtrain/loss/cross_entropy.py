@@ -26,7 +26,8 @@ class FusedCrossEntropy(torch.nn.Module):
         parallel: the logits are this rank's slice of the vocabulary: rank ``j`` of the tensor-parallel group
             holds columns ``[j * C / tp, (j + 1) * C / tp)``; targets are equal on all ranks of the group.
             Collective over that group; needs :func:`bmtrain.init_distributed`.
-        inplace: accepted for old programs, without effect.
+        inplace: let backward write the gradient over the logits, which saves memory of their size. Whoever keeps the
+            logits finds the gradient there afterwards, and a second backward through the loss raises.
 
     Shape:
         Input ``(N, C)``, ``(C,)`` or ``(N, C, d1, ...)``; target the same without ``C``, int32 or int64. The
@@ -68,10 +69,10 @@ class FusedCrossEntropy(torch.nn.Module):
             raise ValueError(
                 f"weight must be 1-D of a float dtype, got shape {tuple(weight.shape)} of {weight.dtype}"
             )
-        if inplace is not None:
+        if inplace is False:
             warn_once(
                 "FusedCrossEntropy.inplace",
-                "FusedCrossEntropy(inplace=) is deprecated and without effect: leave it out",
+                "FusedCrossEntropy(inplace=False) is deprecated: leave it out",
             )
         self.register_buffer("weight", weight)
         self.weight: Tensor | None
@@ -79,6 +80,7 @@ class FusedCrossEntropy(torch.nn.Module):
         self.reduction = reduction
         self.label_smoothing = label_smoothing
         self.parallel = parallel
+        self.inplace = bool(inplace)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         _check_dtypes(input, target)
@@ -88,7 +90,9 @@ class FusedCrossEntropy(torch.nn.Module):
         flat_target = target.reshape(-1).to(device=rows.device, dtype=torch.int64)
         check_range(flat_target, columns.total, self.ignore_index)
         weight = self.weight_for(rows, columns.total)
-        options = CrossEntropyOptions(weight, self.ignore_index, float(self.label_smoothing), columns)
+        options = CrossEntropyOptions(
+            weight, self.ignore_index, float(self.label_smoothing), columns, self.inplace
+        )
         loss = cross_entropy_rows(rows, flat_target, options)
         return reduce_rows(loss, flat_target, weight, self.ignore_index, self.reduction, target.shape)
 
@@ -106,7 +110,7 @@ class FusedCrossEntropy(torch.nn.Module):
     def extra_repr(self) -> str:
         return (
             f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, "
-            f"label_smoothing={self.label_smoothing}, parallel={self.parallel}"
+            f"label_smoothing={self.label_smoothing}, parallel={self.parallel}, inplace={self.inplace}"
         )
 
 

@@ -32,6 +32,9 @@ __all__ = [
 
 _CORE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
+# Which operator of the core sums for a norm.
+_POWER_SUMS = {2.0: "squared_sum", math.inf: "abs_max"}
+
 
 def parameters_of(param_groups: Iterable[Any]) -> Iterator[Tensor]:
     """The parameters of group dicts (or of a plain iterable of parameters), in order, each once."""
@@ -75,8 +78,8 @@ def _by_kind(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 def _power_sum(gradients: list[Tensor], norm_type: float) -> Tensor:
     """``sum |g|^p`` or ``max |g|`` of this rank, (1,) in fp64; inf or NaN if an element is."""
     total = torch.zeros(1, dtype=torch.float64, device=context("gradient statistics").device)
-    in_core, others = _split(gradients)
-    parts = [_core_power_sum(in_core, norm_type)] if in_core else []
+    by_device, others = _split(gradients, _POWER_SUMS.get(norm_type, "abs_power_sum"))
+    parts = [_core_power_sum(grads, norm_type) for grads in by_device]
     parts += [_torch_power_sum(grads, norm_type) for grads in _by_kind(others)]
     for part in parts:
         part = part.to(total)
@@ -84,12 +87,16 @@ def _power_sum(gradients: list[Tensor], norm_type: float) -> Tensor:
     return total
 
 
-def _split(gradients: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Those that the core's CPU kernels take, in one call over dtypes and sizes, and the others."""
-    taken = [g.device.type == "cpu" and g.dtype in _CORE_DTYPES and g.is_contiguous() for g in gradients]
-    return [g for g, t in zip(gradients, taken, strict=True) if t], [
-        g for g, t in zip(gradients, taken, strict=True) if not t
-    ]
+def _split(gradients: Sequence[Tensor], op: str) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """Those that kernels of the core take, in one call a device over dtypes and sizes, and the others."""
+    taken: dict[torch.device, list[Tensor]] = {}
+    others = []
+    for g in gradients:
+        if g.dtype in _CORE_DTYPES and g.is_contiguous() and _ops.has_kernels(op, g.device.type):
+            taken.setdefault(g.device, []).append(g)
+        else:
+            others.append(g)
+    return list(taken.values()), others
 
 
 def _core_power_sum(grads: list[Tensor], norm_type: float) -> Tensor:
@@ -109,21 +116,23 @@ def _all_reduce(number: Tensor, op: Any, label: str) -> Tensor:
     return number
 
 
-def global_norm(parameters: Iterable[Tensor], norm_type: float) -> float:
+def global_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
     """Compute the p-norm of the gradients of all ranks, each logical element once. Collective.
+
+    On a GPU the host does not wait for it.
 
     Args:
         parameters: those whose gradients count; one without a gradient counts as 0.
         norm_type: p > 0, ``math.inf`` for the largest magnitude.
 
     Returns:
-        The norm, the same on all ranks; inf or NaN if a counted element is.
+        The norm, 0-dim in fp64 on the run device, the same on all ranks; inf or NaN if a counted element is.
     """
     local = _power_sum(_gradients(_counted_here(parameters)), norm_type)
     if math.isinf(norm_type):
         local.nan_to_num_(nan=math.inf, posinf=math.inf)  # a transport's max may drop a NaN, but not an inf
-        return _all_reduce(local, _C.ReduceOp.MAX, "gradient norm").item()
-    return _all_reduce(local, _C.ReduceOp.SUM, "gradient norm").pow_(1.0 / norm_type).item()
+        return _all_reduce(local, _C.ReduceOp.MAX, "gradient norm").squeeze(0)
+    return _all_reduce(local, _C.ReduceOp.SUM, "gradient norm").pow_(1.0 / norm_type).squeeze(0)
 
 
 def check_overflow(param_groups: Iterable[Any]) -> bool:
@@ -163,14 +172,20 @@ def first_overflow(parameters: Sequence[Tensor]) -> int:
     return int(_all_reduce(number, _C.ReduceOp.MIN, "gradient overflow").item())
 
 
-def multiply_gradients(parameters: Iterable[Tensor], factor: float) -> None:
-    """Multiply all gradients in place; 16-bit ones are rounded once, ``factor`` itself is not."""
-    for grads in _by_kind(_gradients(parameters)):
-        if grads[0].device.type == "cpu":
-            for grad in grads:  # torch._foreach_mul_ would round the factor to 16 bits first, here
-                grad.mul_(factor)
-        else:
-            torch._foreach_mul_(grads, factor)
+def multiply_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply all gradients in place; 16-bit ones are rounded once, ``factor`` itself is not.
+
+    Args:
+        parameters: those whose gradients are multiplied.
+        factor: one number, fp32 or fp64, on any device.
+    """
+    taken, others = _split(_gradients(parameters), "scale_")
+    for grads in taken:
+        _ops.scale_(grads, factor)
+    if others:
+        number = factor.item()  # the host waits, where there is no kernel
+        for grad in others if number != 1 else ():
+            grad.mul_(number)
 
 
 def grad_rescale(param_groups: Iterable[Any], scale: float) -> None:

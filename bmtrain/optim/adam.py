@@ -82,22 +82,24 @@ class AdamOptimizer(AdamBase):
     def _apply(
         self, group: dict[str, Any], updates: Sequence[Update], *, scale: float, decoupled: bool
     ) -> None:
+        options: dict[str, Any] = {
+            "lr": float(group["lr"]),
+            "betas": group["betas"],
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "scale": scale,
+            "decoupled": decoupled,
+            "maximize": group["maximize"],
+            "hold_steps": self._hold_steps,
+        }
         on_host = [u for u in updates if u.param.device.type == "cpu"]
-        elsewhere = [u for u in updates if u.param.device.type != "cpu"]
+        on_device = [u for u in updates if _has_kernel(u)]
+        elsewhere = [u for u in updates if u.param.device.type != "cpu" and not _has_kernel(u)]
         if on_host:
             with host_ranges(on_host) as ranges:
-                _ops.adam_(
-                    ranges,
-                    lr=float(group["lr"]),
-                    betas=group["betas"],
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    scale=scale,
-                    decoupled=decoupled,
-                    maximize=group["maximize"],
-                    hold_steps=self._hold_steps,
-                    torch_sqrt=on_host[0].param.dtype == torch.float32,
-                )
+                _ops.adam_(ranges, **options, torch_sqrt=on_host[0].param.dtype == torch.float32)
+        if on_device:
+            _ops.adam_(_ranges_of(on_device), **options)
         if elsewhere:
             self._apply_by_torch(group, elsewhere, scale=scale, decoupled=decoupled)
 
@@ -111,7 +113,7 @@ class AdamOptimizer(AdamBase):
                 continue
             torch_adam(
                 [u.state.get(MASTER, u.param) for u in now],
-                [u.grad.float() / scale for u in now],
+                [u.grad.float() if scale == 1 else u.grad.float() / scale for u in now],
                 [u.state["exp_avg"] for u in now],
                 [u.state["exp_avg_sq"] for u in now],
                 [],
@@ -128,3 +130,29 @@ class AdamOptimizer(AdamBase):
             for u in now:
                 if MASTER in u.state:
                     u.param.copy_(u.state[MASTER])
+
+
+def _has_kernel(update: Update) -> bool:
+    """Whether the core updates it where it lies, on a GPU. fp32 parameters are torch's, whose bits define them."""
+    param, grad, state = update
+    return (
+        param.device.type != "cpu"
+        and param.dtype != torch.float32
+        and _ops.has_kernels("adam_", param.device.type)
+        and grad.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and param.is_contiguous()
+        and grad.is_contiguous()
+        and state[MASTER].device == grad.device == param.device
+    )
+
+
+def _ranges_of(updates: Sequence[Update]) -> _ops.AdamRanges:
+    states = [u.state for u in updates]
+    return _ops.AdamRanges(
+        weights=[state[MASTER] for state in states],
+        rounded=[u.param for u in updates],
+        grads=[u.grad for u in updates],
+        exp_avgs=[state["exp_avg"] for state in states],
+        exp_avg_sqs=[state["exp_avg_sq"] for state in states],
+        steps=[state["step"] for state in states],
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from .._deprecate import warn_once
-from ..global_var import context
 from ._grad_stats import global_norm, multiply_gradients, parameters_of
 
 __all__ = ["clip_grad_norm", "clip_gradients"]
@@ -26,7 +24,8 @@ def clip_gradients(
     """Scale gradients down so that their norm over all ranks is at most ``max_norm``. Collective.
 
     Every logical element counts once, wherever it is sharded or repeated; a gradient of None counts as 0. If
-    the norm is inf or NaN the gradients are left as they are, for the following step to find.
+    the norm is inf or NaN the gradients are left as they are, for the following step to find. On a GPU the host does
+    not wait for the norm.
 
     Args:
         param_groups: group dicts as of ``optimizer.param_groups``.
@@ -51,12 +50,9 @@ def clip_gradients(
         raise ValueError(f"scale must be > 0, got {scale}")
     parameters = list(parameters_of(param_groups))
     norm = global_norm(parameters, p)
-    if math.isfinite(norm):
-        coefficient = max_norm * scale / (norm + eps)
-        if coefficient < 1:
-            multiply_gradients(parameters, coefficient)
-    device = context("gradient clipping").device
-    return torch.tensor(norm / scale, dtype=torch.float32, device=device)
+    coefficient = (max_norm * scale / (norm + eps)).clamp_(max=1.0)
+    multiply_gradients(parameters, torch.where(norm.isfinite(), coefficient, 1.0))
+    return (norm / scale).to(torch.float32)
 
 
 def clip_grad_norm(

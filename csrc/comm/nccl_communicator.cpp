@@ -6,8 +6,8 @@
 
 #include <utility>
 
-#include "comm/ordered_reduce.h"
 #include "common/check.h"
+#include "shard/slice_sum.h"
 
 namespace bmtrain {
 namespace {
@@ -51,27 +51,22 @@ bool is_16_bit_float(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
 }
 
-// The local half of a reduce-scatter: `received` has one slice per rank.
+// The local half of a sum or average: `received` has one slice per rank.
 void combine(const at::Tensor& output, const at::Tensor& received, ReduceOp op) {
+  if (output.numel() == 0) {
+    return;
+  }
   const at::NoGradGuard no_grad;
   const std::vector<at::Tensor> slices = received.view({-1, output.numel()}).unbind(0);
-  if (output.is_cpu()) {
-    std::vector<const void*> inputs;
-    inputs.reserve(slices.size());
-    for (const at::Tensor& slice : slices) {
-      inputs.push_back(slice.const_data_ptr());
-    }
-    ordered_reduce(output.mutable_data_ptr(), inputs, output.numel(), output.scalar_type(), op);
+  if (op == ReduceOp::kSum) {
+    sum_slices(output.view(-1), slices, /*accumulate=*/false);
     return;
   }
   at::Tensor sum = slices[0].to(at::kFloat);
   for (std::size_t r = 1; r < slices.size(); ++r) {
     sum.add_(slices[r]);
   }
-  if (op == ReduceOp::kAvg) {
-    sum.div_(static_cast<double>(slices.size()));
-  }
-  output.view(-1).copy_(sum);
+  output.view(-1).copy_(sum.div_(static_cast<double>(slices.size())));
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <exception>
 #include <thread>
 #include <utility>
@@ -66,9 +67,6 @@ struct NcclLink::Handle {
     if (ending != nullptr && !(gracefully && finalize(ending))) {
       (void)library->call().CommAbort(ending);
     }
-    pending.clear();
-    launching.clear();
-    over.clear();
   }
 
   [[nodiscard]] bool finalize(nccl::Comm ending) const {
@@ -143,7 +141,17 @@ NcclLink::~NcclLink() {
     const std::lock_guard lock(reason_mutex_);
     ended = ended_;
   }
-  (void)ended.wait_for(kTakedownLimit);
+  if (ended.wait_for(kTakedownLimit) != std::future_status::ready) {
+    return;  // NCCL may still use the tensors: they stay with the thread that ends it
+  }
+  // Dropped here, not by that thread: a tensor that Python knows needs the interpreter's lock, and whoever
+  // destroys us may hold it.
+  std::deque<NcclOperationPtr> pending;
+  std::vector<NcclOperationPtr> launching, over;
+  const std::unique_lock lock(handle_->mutex);
+  pending.swap(handle_->pending);
+  launching.swap(handle_->launching);
+  over.swap(handle_->over);
 }
 
 std::string NcclLink::describe(const char* op) const {

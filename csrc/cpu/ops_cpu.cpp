@@ -1,4 +1,5 @@
 // Operators over CPU tensors: checks, then the kernels.
+#include <ATen/core/Tensor.h>
 #include <ATen/ops/scalar_tensor.h>
 
 #include <algorithm>
@@ -75,6 +76,21 @@ void ordered_sum(at::Tensor out, at::TensorList sources, bool accumulate, double
   const DType dtype = dtype_of(out.scalar_type(), "ordered_sum_: out");
   cpu::ordered_sum(out.mutable_data_ptr(), pointers.data(), static_cast<int>(pointers.size()), out.numel(),
                    dtype, accumulate, factor);
+}
+
+// torch multiplies as the GPU kernel does, in fp32 and by a factor that is not rounded to 16 bits, if the
+// factor is its second operand and a "wrapped number" (mul_(Scalar) makes it the first, and rounds it).
+void scale(at::TensorList tensors, const at::Tensor& factor) {
+  BMT_CHECK(ValueError, factor.numel() == 1, "scale_: factor: expected one number, got ", factor.numel());
+  const double value = factor.item<double>();
+  if (value == 1) {
+    return;
+  }
+  const at::Tensor number = scalar(value, at::kDouble);
+  number.unsafeGetTensorImpl()->set_wrapped_number(true);
+  for (const at::Tensor& tensor : tensors) {
+    tensor.mul_(number);
+  }
 }
 
 at::Tensor squared_sum(at::TensorList tensors) { return sum_over(tensors, "squared_sum", cpu::squared_sum); }

@@ -6,38 +6,71 @@
 namespace bmtrain::cuda {
 namespace {
 
-// Calls visit(first column, values) for this thread's parts of a row: packs of 16 bytes between unaligned
-// ends.
+constexpr int kUnroll = 4;  // loads of a thread that are under way together
+
+// Errors of the fast exponential are far below the rounding of 16-bit logits.
+template <typename T>
+constexpr bool kFast = sizeof(T) == 2;
+
+template <typename T>
+constexpr int kCount = 16 / static_cast<int>(sizeof(T));
+
+// Calls visit_pack(first column, pack) for this thread's parts of a row, and visit_one(column) for those at
+// its unaligned ends.
 template <typename T, typename VisitOne, typename VisitPack>
 __device__ void for_each_part(const T* row, std::int64_t width, VisitOne visit_one, VisitPack visit_pack) {
-  constexpr int kCount = 16 / static_cast<int>(sizeof(T));
   const auto misaligned = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(row) % 16 / sizeof(T));
-  std::int64_t head = misaligned == 0 ? 0 : kCount - misaligned;
+  std::int64_t head = misaligned == 0 ? 0 : kCount<T> - misaligned;
   head = head < width ? head : width;
-  const std::int64_t num_packs = (width - head) / kCount;
+  const std::int64_t num_packs = (width - head) / kCount<T>;
+  const auto* const packs = reinterpret_cast<const Pack<T, kCount<T>>*>(row + head);
   for (std::int64_t c = threadIdx.x; c < head; c += kThreads) visit_one(c);
-  for (std::int64_t p = threadIdx.x; p < num_packs; p += kThreads) visit_pack(head + p * kCount);
-  for (std::int64_t c = head + num_packs * kCount + threadIdx.x; c < width; c += kThreads) visit_one(c);
+  std::int64_t p = threadIdx.x;
+  for (; p + (kUnroll - 1) * kThreads < num_packs; p += kUnroll * kThreads) {
+    Pack<T, kCount<T>> loaded[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) loaded[u] = packs[p + u * kThreads];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) visit_pack(head + (p + u * kThreads) * kCount<T>, loaded[u]);
+  }
+  for (; p < num_packs; p += kThreads) visit_pack(head + p * kCount<T>, packs[p]);
+  for (std::int64_t c = head + num_packs * kCount<T> + threadIdx.x; c < width; c += kThreads) visit_one(c);
+}
+
+template <typename T>
+__device__ RowPart part_of(const Logits& logits, const T* row) {
+  RowPart part;
+  if (!logits.smooth) {
+    const auto add_one = [&](std::int64_t c) {
+      const float x[] = {to_float(row[c])};
+      add_logits<kFast<T>>(part, x);
+    };
+    for_each_part(row, logits.width, add_one, [&](std::int64_t /*c*/, const Pack<T, kCount<T>>& pack) {
+      float x[kCount<T>];
+#pragma unroll
+      for (int k = 0; k < kCount<T>; ++k) x[k] = to_float(pack.values[k]);
+      add_logits<kFast<T>>(part, x);
+    });
+    return part;
+  }
+  const auto add = [&](std::int64_t c, T x) {
+    add_logit(part, to_float(x), logits.weight == nullptr ? 1 : logits.weight[c]);
+  };
+  for_each_part(
+      row, logits.width, [&](std::int64_t c) { add(c, row[c]); },
+      [&](std::int64_t c, const Pack<T, kCount<T>>& pack) {
+#pragma unroll
+        for (int k = 0; k < kCount<T>; ++k) add(c + k, pack.values[k]);
+      });
+  return part;
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) sums_kernel(Logits logits, RowSums out) {
-  constexpr int kCount = 16 / static_cast<int>(sizeof(T));
   for (std::int64_t r = blockIdx.x; r < logits.num_rows; r += gridDim.x) {
     const T* const row = static_cast<const T*>(logits.data) + r * logits.width;
-    RowPart part;
-    const auto add = [&](std::int64_t c, T x) {
-      const float weight = !logits.smooth ? 0 : logits.weight == nullptr ? 1 : logits.weight[c];
-      add_logit(part, to_float(x), weight);
-    };
-    for_each_part(
-        row, logits.width, [&](std::int64_t c) { add(c, row[c]); },
-        [&](std::int64_t c) {
-          const auto pack = *reinterpret_cast<const Pack<T, kCount>*>(row + c);
-#pragma unroll
-          for (int k = 0; k < kCount; ++k) add(c + k, pack.values[k]);
-        });
-    part = merge_block(part, [](const RowPart& a, const RowPart& b) { return merged(a, b); });
+    RowPart part =
+        merge_block(part_of(logits, row), [](const RowPart& a, const RowPart& b) { return merged(a, b); });
     if (threadIdx.x == 0) {
       const bool is_empty = part.maximum == -INFINITY;  // every column is -inf
       if (is_empty && out.divided) part = rebased(part, 0);
@@ -45,14 +78,14 @@ __global__ void __launch_bounds__(kThreads) sums_kernel(Logits logits, RowSums o
       out.exp_sum[r] = is_empty && !out.divided ? NAN : part.exp_sum;
       if (out.smooth != nullptr) out.smooth[r] = part.smooth;
       const std::int64_t target = logits.target[r];
-      out.target_logit[r] = target >= 0 && target < logits.width ? to_float(row[target]) : 0;
+      const bool is_here = target >= 0 && target < logits.width;
+      out.target_logit[r] = is_here ? to_float(row[target]) : out.divided ? 0 : NAN;
     }
   }
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) gradient_kernel(Logits logits, RowFactors rows, T* gradient) {
-  constexpr int kCount = 16 / static_cast<int>(sizeof(T));
   for (std::int64_t r = blockIdx.x; r < logits.num_rows; r += gridDim.x) {
     const T* const row = static_cast<const T*>(logits.data) + r * logits.width;
     T* const to = gradient + r * logits.width;
@@ -62,7 +95,7 @@ __global__ void __launch_bounds__(kThreads) gradient_kernel(Logits logits, RowFa
     const auto gradient_of = [&](std::int64_t c, T x) {
       if (ignored) return from_float<T>(0);
       const float weight = logits.weight == nullptr ? 1 : logits.weight[c];
-      return from_float<T>(logit_gradient(factors, to_float(x), c == target, weight));
+      return from_float<T>(logit_gradient<kFast<T>>(factors, to_float(x), c == target, weight));
     };
     // The gradient lies in memory as the logits do, or (another allocation) a whole number of packs away.
     const bool alike =
@@ -72,11 +105,10 @@ __global__ void __launch_bounds__(kThreads) gradient_kernel(Logits logits, RowFa
       for (std::int64_t c = threadIdx.x; c < logits.width; c += kThreads) one(c);
       continue;
     }
-    for_each_part(row, logits.width, one, [&](std::int64_t c) {
-      auto pack = *reinterpret_cast<const Pack<T, kCount>*>(row + c);
+    for_each_part(row, logits.width, one, [&](std::int64_t c, Pack<T, kCount<T>> pack) {
 #pragma unroll
-      for (int k = 0; k < kCount; ++k) pack.values[k] = gradient_of(c + k, pack.values[k]);
-      *reinterpret_cast<Pack<T, kCount>*>(to + c) = pack;
+      for (int k = 0; k < kCount<T>; ++k) pack.values[k] = gradient_of(c + k, pack.values[k]);
+      *reinterpret_cast<Pack<T, kCount<T>>*>(to + c) = pack;
     });
   }
 }

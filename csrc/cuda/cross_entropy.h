@@ -16,13 +16,14 @@ struct Logits {
   const void* data;
   DType dtype;
   std::int64_t num_rows, width;
-  const std::int64_t* target;  // column of each row's target; outside [0, width): not here
+  const std::int64_t* target;  // column of each row's target; outside [0, width): see RowSums
   const float* weight;         // of each column, or nullptr: 1
   bool smooth;                 // whether labels are smoothed
 };
 
 /// Per row; `smooth` may be nullptr if labels are not smoothed. `divided`: other ranks have more columns, so
-/// that a row may be -inf here (maximum 0 then, as in Python).
+/// that a row may be -inf here (maximum 0 then, as in Python), and a target elsewhere (logit 0 then;
+/// otherwise a column that does not exist makes the loss NaN).
 struct RowSums {
   float *maximum, *exp_sum, *target_logit, *smooth;
   bool divided;

@@ -17,9 +17,11 @@ struct RowPart {
   float weight_sum = 0;  // of the weights in `smooth`
 };
 
+/// `kFast`: with errors that 16-bit logits do not notice.
+template <bool kFast = false>
 BMT_HOST_DEVICE float exp_of(float x) {
 #ifdef __CUDA_ARCH__
-  return expf(x);
+  return kFast ? __expf(x) : expf(x);
 #else
   return std::exp(x);
 #endif
@@ -54,14 +56,28 @@ BMT_HOST_DEVICE void add_logit(RowPart& part, float x, float weight) {
   }
 }
 
+/// Adds several logits without smoothing: one correction for all of them.
+template <bool kFast, int kCount>
+BMT_HOST_DEVICE void add_logits(RowPart& part, const float (&x)[kCount]) {
+  float maximum = part.maximum;
+  for (int k = 0; k < kCount; ++k) maximum = fmaxf(maximum, x[k]);  // passes over NaN, which the sum keeps
+  if (maximum > part.maximum) {
+    part.exp_sum *= exp_of<kFast>(part.maximum - maximum);
+    part.maximum = maximum;
+  }
+  const float base = maximum == -INFINITY ? 0 : maximum;
+  for (int k = 0; k < kCount; ++k) part.exp_sum += exp_of<kFast>(x[k] - base);
+}
+
 /// What backward knows of a row: d loss / d x[c] = scale * p[c] - hit * [c == target] - spread * weight[c].
 struct RowGradient {
   float maximum, log_sum;
   float scale, hit, spread;
 };
 
+template <bool kFast = false>
 BMT_HOST_DEVICE float logit_gradient(const RowGradient& row, float x, bool is_target, float weight) {
-  float gradient = row.scale * exp_of(x - row.maximum - row.log_sum);
+  float gradient = row.scale * exp_of<kFast>(x - row.maximum - row.log_sum);
   if (is_target) gradient -= row.hit;
   return row.spread != 0 ? gradient - row.spread * weight : gradient;
 }

@@ -96,6 +96,18 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T>
+__global__ void __launch_bounds__(kThreads) scale_kernel(T* x, std::int64_t n, const float* factor) {
+  const float by = *factor;
+  if (by == 1) return;
+  for (std::int64_t i = first_element(); i < n; i += grid_stride()) {
+    auto pack = load_part<T, kPerThread>(x, i, n);
+#pragma unroll
+    for (int k = 0; k < kPerThread; ++k) pack.values[k] = from_float<T>(to_float(pack.values[k]) * by);
+    store_part(x, i, n, pack);
+  }
+}
+
+template <typename T>
 __global__ void __launch_bounds__(kThreads) square_kernel(double* partial, const T* x, std::int64_t n) {
   double total = 0;
   for (std::int64_t i = first_element(); i < n; i += grid_stride()) {
@@ -173,6 +185,21 @@ cudaError_t ordered_sum(void* out, const void* const* sources, int num_sources, 
     default:
       return launch_sum<double>(out, batch, n, accumulate, factor, stream);
   }
+}
+
+cudaError_t scale(void* x, std::int64_t n, DType dtype, const float* factor, cudaStream_t stream) {
+  if (n == 0) return cudaSuccess;
+  const unsigned grid = grid_over(n);
+  if (dtype == DType::kFloat32) {
+    scale_kernel<<<grid, kThreads, 0, stream>>>(static_cast<float*>(x), n, factor);
+  } else if (dtype == DType::kBFloat16) {
+    scale_kernel<<<grid, kThreads, 0, stream>>>(static_cast<Bf16*>(x), n, factor);
+  } else if (dtype == DType::kFloat16) {
+    scale_kernel<<<grid, kThreads, 0, stream>>>(static_cast<Half*>(x), n, factor);
+  } else {
+    return cudaErrorInvalidValue;
+  }
+  return cudaGetLastError();
 }
 
 cudaError_t squared_sum(double* partial, const void* x, std::int64_t n, DType dtype, cudaStream_t stream) {

@@ -1,4 +1,4 @@
-// Casts, sums of slices, and the one pass that gives norm and overflow.
+// Casts, sums of slices, scaling, and the one pass that gives norm and overflow.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -21,6 +21,11 @@ namespace bmtrain::cuda {
 
 /// Sources that one ordered_sum takes.
 constexpr int kMostSources = 64;
+
+/// x[i] *= *factor in place, in fp32 and rounded once; memory is left alone where the factor is 1. fp32, fp16
+/// and bf16.
+[[nodiscard]] cudaError_t scale(void* x, std::int64_t n, DType dtype, const float* factor,
+                                cudaStream_t stream);
 
 /// Number of fp64 partial sums that squared_sum writes.
 constexpr int kPartialSums = 1024;

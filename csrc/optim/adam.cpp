@@ -13,9 +13,10 @@ namespace {
 using cpu::AdamFactors;
 using cpu::AdamSlice;
 
-void check_tensor(const at::Tensor& tensor, const char* list, std::size_t index, std::int64_t numel) {
-  BMT_CHECK(TypeError, tensor.device().is_cpu(), "adam: ", list, "[", index, "]: expected a CPU tensor, got ",
-            tensor.device());
+void check_tensor(const at::Tensor& tensor, const char* list, std::size_t index, std::int64_t numel,
+                  c10::Device device) {
+  BMT_CHECK(TypeError, tensor.device() == device, "adam: ", list, "[", index, "]: expected a tensor on ",
+            device, ", got one on ", tensor.device());
   BMT_CHECK(TypeError, tensor.is_contiguous(), "adam: ", list, "[", index,
             "]: expected a contiguous tensor, got strides ", tensor.strides(), " for shape ", tensor.sizes());
   BMT_CHECK(ValueError, tensor.numel() == numel, "adam: ", list, "[", index, "]: expected ", numel,
@@ -46,10 +47,11 @@ AdamSlice slice_of(const AdamTensors& tensors, std::size_t i) {
   const at::Tensor& weight = tensors.weights[i];
   const at::Tensor& grad = tensors.grads[i];
   const std::int64_t numel = weight.numel();
-  check_tensor(weight, "weights", i, numel);
-  check_tensor(grad, "grads", i, numel);
-  check_tensor(tensors.exp_avgs[i], "exp_avgs", i, numel);
-  check_tensor(tensors.exp_avg_sqs[i], "exp_avg_sqs", i, numel);
+  const c10::Device device = tensors.weights[0].device();
+  check_tensor(weight, "weights", i, numel, device);
+  check_tensor(grad, "grads", i, numel, device);
+  check_tensor(tensors.exp_avgs[i], "exp_avgs", i, numel, device);
+  check_tensor(tensors.exp_avg_sqs[i], "exp_avg_sqs", i, numel, device);
   const auto is_float32 = [](const at::Tensor& tensor) { return tensor.scalar_type() == at::kFloat; };
   check_dtype(weight, "weights", i, is_float32(weight), "float32");
   check_dtype(grad, "grads", i, is_float32(grad) || is_16_bit(grad), "float32, float16 or bfloat16");
@@ -66,7 +68,7 @@ AdamSlice slice_of(const AdamTensors& tensors, std::size_t i) {
   slice.n = numel;
   if (!tensors.rounded.empty()) {
     const at::Tensor& rounded = tensors.rounded[i];
-    check_tensor(rounded, "rounded", i, numel);
+    check_tensor(rounded, "rounded", i, numel, device);
     check_dtype(rounded, "rounded", i, is_16_bit(rounded), "float16 or bfloat16");
     slice.rounded = rounded.mutable_data_ptr();
     slice.rounded_dtype = dtype_of(rounded.scalar_type(), "rounded");
@@ -152,6 +154,8 @@ cpu::DeltaSums adam_step(const AdamTensors& tensors, const AdamOptions& options,
   BMT_CHECK(ValueError, !(with_delta && options.torch_sqrt), "adam: expected no delta with torch_sqrt");
   BMT_CHECK(ValueError, options.torch_sqrt ? tensors.rounded.empty() : true,
             "adam: expected fp32 weights only with torch_sqrt, got rounded ones");
+  BMT_CHECK(TypeError, tensors.weights.empty() || tensors.weights[0].is_cpu(),
+            "adam: weights[0]: expected a CPU tensor, got one on ", tensors.weights[0].device());
   const std::vector<AdamSlice> slices = adam_slices(tensors, options);
   cpu::DeltaSums sums;
   cpu::adam(slices.data(), static_cast<std::int64_t>(slices.size()), with_delta ? &sums : nullptr);

@@ -27,7 +27,8 @@ struct AdamOptions {
 /// The numbers of update number `step` (1 for the first).
 [[nodiscard]] cpu::AdamFactors adam_factors(const AdamOptions& options, std::int64_t step);
 
-/// What one call updates. Contiguous CPU tensors; the five lists are parallel, but `rounded` may be empty.
+/// What one call updates. Contiguous tensors of one device; the five lists are parallel, but `rounded` may be
+/// empty.
 struct AdamTensors {
   at::TensorList weights;      // fp32
   at::TensorList rounded;      // fp16 or bf16: receives the rounded weight
@@ -41,7 +42,7 @@ struct AdamTensors {
 /// of steps are one slice. TypeError or ValueError if the tensors do not fit.
 [[nodiscard]] std::vector<cpu::AdamSlice> adam_slices(const AdamTensors& tensors, const AdamOptions& options);
 
-/// One step. Errors as adam_slices, before anything is written.
+/// One step on the CPU. Errors as adam_slices, before anything is written.
 cpu::DeltaSums adam_step(const AdamTensors& tensors, const AdamOptions& options, bool with_delta);
 
 }  // namespace bmtrain

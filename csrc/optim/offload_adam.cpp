@@ -93,6 +93,8 @@ OffloadAdam::OffloadAdam(std::string label) : label_(label), plan_(std::make_sha
 void OffloadAdam::add(const AdamTensors& tensors, const AdamOptions& options) {
   BMT_CHECK(StateError, !update_, label_, ": this update has been posted already");
   BMT_CHECK(ValueError, !options.torch_sqrt, label_, ": torch's square root is for the calling thread");
+  BMT_CHECK(TypeError, tensors.weights.empty() || tensors.weights[0].is_cpu(), label_,
+            ": weights[0]: expected a CPU tensor, got one on ", tensors.weights[0].device());
   const std::vector<cpu::AdamSlice> slices = adam_slices(tensors, options);
   plan_->slices.insert(plan_->slices.end(), slices.begin(), slices.end());
 }

@@ -1,5 +1,7 @@
 #include "shard/buffer_pool.h"
 
+#include <ATen/Functions.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/CPUAllocator.h>
 #include <sys/mman.h>
 
@@ -40,6 +42,16 @@ c10::DataPtr map_host(std::int64_t nbytes) {
   }
   auto owner = std::make_unique<Mapping>(Mapping{address, length});
   return {address, owner.release(), &unmap, c10::Device(c10::kCPU)};
+}
+
+// On a device in the order of the current stream, as whoever gives a buffer back is done with it there.
+void poison(const c10::DataPtr& memory, std::int64_t nbytes) {
+  if (memory.device().is_cpu()) {
+    std::memset(memory.get(), 0xFF, static_cast<std::size_t>(nbytes));
+  } else {
+    at::from_blob(memory.get(), {nbytes}, at::TensorOptions().dtype(at::kByte).device(memory.device()))
+        .fill_(0xFF);
+  }
 }
 
 c10::DataPtr allocate(std::int64_t nbytes, c10::Device device) {
@@ -107,8 +119,8 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
   static void give_back(void* context) {
     const std::unique_ptr<Lease> lease(static_cast<Lease*>(context));
     Shelf& shelf = *lease->shelf;
-    if (shelf.poison_ && lease->memory.device().is_cpu()) {
-      std::memset(lease->memory.get(), 0xFF, static_cast<std::size_t>(lease->nbytes));
+    if (shelf.poison_) {
+      poison(lease->memory, lease->nbytes);
     }
     const std::lock_guard lock(shelf.mutex_);
     shelf.stats_.bytes_in_use -= lease->nbytes;

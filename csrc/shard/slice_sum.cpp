@@ -4,6 +4,10 @@
 
 #include "common/tensor_dtype.h"
 #include "cpu/kernels.h"
+#ifdef BMTRAIN_WITH_CUDA
+#include "cuda/reduce.h"
+#include "ops_cuda.h"
+#endif
 
 namespace bmtrain {
 
@@ -18,6 +22,13 @@ void sum_slices(const at::Tensor& destination, const std::vector<at::Tensor>& sl
                      destination.numel(), dtype_of(destination.scalar_type(), "gradient"), accumulate, 1.0F);
     return;
   }
+#ifdef BMTRAIN_WITH_CUDA
+  if (destination.is_cuda() && slices.size() <= std::size_t{cuda::kMostSources}) {
+    ops::ordered_sum_cuda(destination, slices, accumulate, 1.0);
+    return;
+  }
+#endif
+  // A build without our kernels, or more ranks than one of them takes.
   const auto wide = c10::elementSize(destination.scalar_type()) < 4 ? at::kFloat : destination.scalar_type();
   at::Tensor sum = slices[0].to(wide, /*non_blocking=*/false, /*copy=*/true);
   for (std::size_t r = 1; r < slices.size(); ++r) {

@@ -148,6 +148,17 @@ def test_row_sums(kernels: ctypes.CDLL, name: str, num_parts: int, weighted: boo
         torch.testing.assert_close(out[2].double(), (centred * weight).sum(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ROWS)
+def test_packed_row_sums(kernels: ctypes.CDLL, name: str) -> None:
+    x = ROWS[name].contiguous()
+    out = torch.empty(2)
+    kernels.row_sums_packed(at(x), ctypes.c_int64(x.numel()), at(out))
+    assert out[0] == x.max()
+    torch.testing.assert_close(
+        out[1].double(), (x.double() - x.double().max()).exp().sum(), rtol=1e-5, atol=0
+    )
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("place", [0, 5, 99])
 def test_bad_logits_make_a_bad_loss(kernels: ctypes.CDLL, bad: float, place: int) -> None:
@@ -155,6 +166,8 @@ def test_bad_logits_make_a_bad_loss(kernels: ctypes.CDLL, bad: float, place: int
     x[place] = bad
     out = torch.empty(3)
     kernels.row_sums(at(x), None, ctypes.c_int64(100), 8, at(out))
+    assert out[1].isnan()
+    kernels.row_sums_packed(at(x), ctypes.c_int64(100), at(out))
     assert out[1].isnan()
 
 

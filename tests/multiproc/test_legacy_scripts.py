@@ -22,7 +22,7 @@ OLD_FORMS = {
         "bmtrain.checkpoint",
         "WarmupLRSchduler",
         "Warmup.get_lr_warmpup",
-        "FusedCrossEntropy(inplace=)",
+        "FusedCrossEntropy(inplace=False)",
         "AdamOptimizer(scale=)",
         "optim_step()",
         "block_layer.CheckpointBlock",
@@ -32,7 +32,6 @@ OLD_FORMS = {
     ],
     "train_0_2.py": [
         "init_distributed(zero_level=...)",
-        "FusedCrossEntropy(inplace=)",
         "sum_loss()",
         "store.allgather_object()",
     ],

@@ -61,20 +61,29 @@ void advance() {
   }
 }
 
+std::string journal;  // what was asked of streams and events, and of NCCL, line by line
+
+void note(const std::string& line) { journal += line + "\n"; }
+
 void enqueue(std::int64_t id, Step step) {
   streams[id].steps.push_back(std::move(step));
   streams[id].num_queued += 1;
 }
 
+std::int64_t last_event = 0;
+
 class Event final : public bmtrain::DeviceEvent {
  public:
   void record(std::int64_t stream) override {
     const std::lock_guard lock(mutex);
+    id_ = ++last_event;
+    note("event " + std::to_string(id_) + " on " + std::to_string(stream));
     stream_ = stream;
     position_ = streams[stream].num_queued;
   }
   void block(std::int64_t stream) override {
     const std::lock_guard lock(mutex);
+    note(std::to_string(stream) + " waits for event " + std::to_string(id_));
     enqueue(stream,
             {[id = stream_, position = position_] { return streams[id].num_done >= position; }, [] {}});
     advance();
@@ -86,7 +95,7 @@ class Event final : public bmtrain::DeviceEvent {
   }
 
  private:
-  std::int64_t stream_ = 0, position_ = 0;
+  std::int64_t id_ = 0, stream_ = 0, position_ = 0;
 };
 
 class Runtime final : public bmtrain::DeviceRuntime {
@@ -121,6 +130,7 @@ std::map<std::string, Fault> faults;
 std::map<std::string, int> num_calls;
 Result async_error = Result::kSuccess;
 bool is_stuck = false;        // operations never complete
+bool is_mirrored = false;     // the other ranks do, with the same data, what one rank does
 bool is_in_progress = false;  // calls stay in progress
 int num_open = 0, num_aborted = 0, num_destroyed = 0;
 
@@ -276,16 +286,32 @@ void execute(const Round& round) {
   }
 }
 
+// The other ranks' calls, as one rank's: what they receive goes nowhere.
+std::vector<char> nowhere(std::size_t{1} << 24);
+
+void mirror(Round& round, const bmtrain::nccl::OpaqueComm& comm) {
+  for (std::size_t r = 0; r < round.calls.size(); ++r) {
+    round.calls[r] = comm.group;
+    for (Call& call : round.calls[r]) {
+      call.to = call.to == nullptr ? nullptr : nowhere.data();
+    }
+  }
+}
+
 // The calls of one group, as one step of the stream.
 void launch(Comm comm) {
   const std::shared_ptr<Clique> clique = comm->clique;
   const std::int64_t number = comm->num_issued++;
   Round& round = clique->rounds[number];
+  note(comm->group.front().name + " on " + std::to_string(reinterpret_cast<std::int64_t>(comm->stream)));
   round.calls.resize(static_cast<std::size_t>(clique->size));
+  if (is_mirrored) {
+    mirror(round, *comm);
+  }
   round.calls[static_cast<std::size_t>(comm->rank)] = std::exchange(comm->group, {});
   const auto ready = [clique, number, arrived = false]() mutable {
     Round& mine = clique->rounds[number];
-    mine.num_arrived += arrived ? 0 : 1;
+    mine.num_arrived += arrived ? 0 : is_mirrored ? static_cast<std::size_t>(clique->size) : 1;
     arrived = true;
     return !is_stuck && mine.num_arrived == static_cast<std::size_t>(clique->size);
   };
@@ -480,6 +506,21 @@ void fake_stuck(int operations, int calls) {
   is_stuck = operations != 0;
   is_in_progress = calls != 0;
 }
+void fake_mirror(int on) {
+  const std::lock_guard lock(mutex);
+  is_mirrored = on != 0;
+}
+void fake_note(const char* line) {
+  const std::lock_guard lock(mutex);
+  note(line);
+}
+// The journal since the last call.
+const char* fake_journal() {
+  static std::string shown;
+  const std::lock_guard lock(mutex);
+  shown = std::exchange(journal, {});
+  return shown.c_str();
+}
 int fake_calls(const char* name) {
   const std::lock_guard lock(mutex);
   return num_calls[name];
@@ -499,7 +540,8 @@ void fake_reset() {
   cliques.clear();
   streams.clear();
   async_error = Result::kSuccess;
-  is_stuck = is_in_progress = false;
+  is_stuck = is_in_progress = is_mirrored = false;
+  journal.clear();
   num_open = num_aborted = num_destroyed = 0;
 }
 

@@ -60,6 +60,21 @@ void row_sums(const float* x, const float* weight, std::int64_t n, int num_parts
   out[2] = total.smooth;
 }
 
+// The same without smoothing, eight logits at a time; out: maximum, exp_sum.
+void row_sums_packed(const float* x, std::int64_t n, float* out) {
+  RowPart total;
+  for (std::int64_t c = 0; c < n; c += 8) {
+    float pack[8];
+    for (int k = 0; k < 8; ++k) pack[k] = c + k < n ? x[c + k] : -INFINITY;
+    RowPart part;
+    RowPart& target = c % 16 == 0 ? total : part;
+    add_logits<true>(target, pack);
+    if (c % 16 != 0) total = merged(total, part);
+  }
+  out[0] = total.maximum;
+  out[1] = total.exp_sum;
+}
+
 // factors: maximum, log_sum, scale, hit, spread.
 void row_gradient(const float* x, const float* weight, const float* factors, std::int64_t target,
                   std::int64_t n, float* out) {

@@ -1,0 +1,30 @@
+"""A device and an NCCL library that need neither a GPU nor NCCL (tests/cuda/fake)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness.fake_nccl import build_fake
+
+from bmtrain import _C
+
+
+@pytest.fixture(scope="session")
+def fake_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = build_fake(tmp_path_factory.mktemp("fake"))
+    _C.install_device_runtime(str(path))
+    return path
+
+
+@pytest.fixture
+def fake(fake_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
+    """The controls of the fake, at the end of fake_nccl.cpp."""
+    monkeypatch.setenv("BMTRAIN_NCCL_LIBRARY", str(fake_path))
+    controls = ctypes.CDLL(str(fake_path))
+    controls.fake_reset()
+    yield controls
+    controls.fake_stuck(0, 0)
+    controls.fake_async_error(0)

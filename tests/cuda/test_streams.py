@@ -1,0 +1,190 @@
+"""A training step over a fake device: which stream waits for what, what overlaps, and that the host waits for nothing.
+
+One rank of two runs the library as it is, over the NCCL communicator; the other rank does the same by construction. The
+fake device keeps a journal of streams and events, and the model writes into it when it computes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+import bmtrain as bmt
+from bmtrain import _C, _comm, _context
+from bmtrain._context import Context, Group
+from bmtrain.topology import GroupKind, Topology
+
+CPU = torch.device("cpu")
+LAYERS = 4
+COMPUTE = "0"  # the caller's stream
+
+
+@pytest.fixture
+def one_of_two(fake: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
+    """This process as rank 0 of 2, connected by the fake NCCL."""
+    fake.fake_mirror(1)
+    fake.fake_journal.restype = ctypes.c_char_p
+    library = _C.NcclLibrary([])
+    unique_id = library.make_unique_id()
+    world = [
+        _C.NcclCommunicator(library, unique_id, 0, 2, name, CPU, 60.0) for name in ("zero", "zero.reduce")
+    ]
+    place = Topology(0, 2, 1, 1)
+    groups = {}
+    for kind in GroupKind:
+        members = place.members(kind)
+        pair = world if len(members) == 2 else [_comm.create_single(kind.value) for _ in range(2)]
+        rank, number = place.get_group_rank(kind), place.get_group_id(kind)
+        groups[kind.value] = Group(kind.value, pair[0], pair[1], rank, len(members), number)
+    _context.install(Context(place, CPU, "nccl", 0, 2, 60.0, 0, groups))
+    yield fake
+    _context.uninstall()
+
+
+class Layer(bmt.DistributedModule):
+    def __init__(self, number: int, fake: ctypes.CDLL) -> None:
+        super().__init__()
+        self.weight = bmt.DistributedParameter(torch.randn(16, 16) / 8)
+        self.number = number
+        self.fake = fake
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.fake.fake_note(f"compute {self.number}".encode())
+        result: torch.Tensor = torch.nn.functional.linear(x, self.weight)
+        return result
+
+
+HOST_WAITS = (
+    torch.Tensor.item,
+    torch.Tensor.tolist,
+    torch.Tensor.__bool__,
+    torch.Tensor.__int__,
+    torch.Tensor.__float__,
+    torch.Tensor.__index__,
+    torch.Tensor.cpu,
+    torch.Tensor.numpy,
+    torch.Tensor.nonzero,
+    torch.nonzero,
+    torch.equal,
+    torch.masked_select,
+)
+
+
+class HostWaits(TorchFunctionMode):
+    """Counts calls for which the host would have to wait, if tensors were on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in HOST_WAITS:
+            self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Run:
+    """A model, an optimizer and the journal of a step."""
+
+    def __init__(self, fake: ctypes.CDLL, **policy: Any) -> None:
+        self.fake = fake
+        torch.manual_seed(0)
+        self.model = bmt.TransformerBlockList(
+            [bmt.Block(Layer(number, fake), **policy) for number in range(LAYERS)]
+        )
+        self.optimizer = bmt.optim.AdamOptimizer(self.model.parameters(), lr=1e-3)
+        self.manager = bmt.optim.OptimManager(loss_scale=None)
+        self.manager.add_optimizer(self.optimizer)
+        self.x = torch.randn(3, 16)
+
+    def step(self) -> None:
+        self.manager.zero_grad()
+        loss = self.model(self.x).square().mean()
+        self.fake.fake_note(b"backward")
+        self.manager.backward(loss)
+        self.fake.fake_note(b"step")
+        self.manager.clip_grad_norm(self.optimizer.param_groups, max_norm=1.0)
+        self.manager.step()
+
+    def journal(self) -> list[str]:
+        """Of one step, after those in which the order of calls is learnt."""
+        for _ in range(3):
+            self.step()
+        self.fake.fake_journal()
+        self.step()
+        text: bytes = self.fake.fake_journal()
+        return text.decode().splitlines()
+
+
+def operations(journal: list[str]) -> list[tuple[int, str, str, int]]:
+    """Position, name, stream, and where the caller's stream waits for it, of each operation of NCCL."""
+    found = []
+    for at, line in enumerate(journal):
+        if match := re.fullmatch(r"([A-Z]\w+) on (\d+)", line):
+            name, stream = match.groups()
+            event = next(
+                m[1] for entry in journal[at:] if (m := re.fullmatch(rf"event (\d+) on {stream}", entry))
+            )
+            waits = [
+                n
+                for n, entry in enumerate(journal)
+                if entry == f"{COMPUTE} waits for event {event}" and n > at
+            ]
+            assert waits, f"nobody waits for {line} at {at}"
+            found.append((at, name, stream, waits[0]))
+    return found
+
+
+def positions(journal: list[str], line: str) -> list[int]:
+    return [at for at, entry in enumerate(journal) if entry == line]
+
+
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_operations_are_ordered_by_events(one_of_two: ctypes.CDLL, recomputes: bool) -> None:
+    journal = Run(one_of_two, use_checkpoint=recomputes, zero_level=3).journal()
+    found = operations(journal)
+    gathers = [op for op in found if op[1] == "AllGather"]
+    reductions = [op for op in found if op[1] == "Send"]
+    assert len(gathers) == 2 * LAYERS - 1
+    assert len(reductions) == LAYERS
+    streams = {stream for _, _, stream, _ in gathers}, {stream for _, _, stream, _ in reductions}
+    assert all(len(of) == 1 and COMPUTE not in of for of in streams)
+    assert streams[0] != streams[1]
+    for at, name, stream, _ in found:
+        # What the caller queued before is waited for, on the device.
+        fork = re.fullmatch(rf"{stream} waits for event (\d+)", journal[at - 1])
+        assert fork is not None, (name, journal[at - 3 : at + 1])
+        assert f"event {fork[1]} on {COMPUTE}" == journal[at - 2]
+
+
+def test_what_overlaps(one_of_two: ctypes.CDLL) -> None:
+    journal = Run(one_of_two, use_checkpoint=True, zero_level=3).journal()
+    found = operations(journal)
+    gathers = [(at, waited) for at, name, _, waited in found if name == "AllGather"]
+    reductions = [(at, waited) for at, name, _, waited in found if name == "Send"]
+    computes = [positions(journal, f"compute {number}") for number in range(LAYERS)]
+    order = [computes[n][0] for n in range(LAYERS)] + [computes[n][1] for n in reversed(range(LAYERS))]
+    assert order == sorted(order)
+    # The gather that a block waits for was started before the block in front of it computed.
+    ahead = order[: LAYERS - 1] + order[LAYERS:-1]
+    for (at, waited), compute in zip(gathers[1:], ahead, strict=True):
+        assert at < compute < waited
+    # The gradients of a block are waited for when the next block's backward is over, the last when backward ends.
+    for (at, waited), compute in zip(reductions[:-1], order[LAYERS + 1 :], strict=True):
+        assert at < compute < waited
+    assert reductions[-1][1] < positions(journal, "step")[0]
+
+
+def test_the_host_waits_for_nothing(one_of_two: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(one_of_two, use_checkpoint=True, zero_level=3)
+    run.journal()
+    # The CPU's Adam and its factor are read by the host; on a GPU both are kernels.
+    with HostWaits() as waits:
+        run.step()
+    assert waits.seen == []
