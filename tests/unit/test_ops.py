@@ -46,6 +46,7 @@ def arguments(op: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         "abs_power_sum": (([x, y], 3.0), {}),
         "has_inf_nan": (([x, y],), {}),
         "adam_": ((weights, rounded, grads, *moments, [1, 1]), ADAM),
+        "adam_move_": ((weights, rounded, grads, *moments), {}),
         "cross_entropy_sums": (
             (randn(3, 5), torch.tensor([0, 4, 2]), None),
             {"smooth": True, "divided": False},
