@@ -176,7 +176,7 @@ class SimulatedShards:
 class _SimulatedEngine(Engine):
     """The engine of a process in which no autograd runs: the end of a backward is told."""
 
-    def _call_at_end_of_backward(self) -> None:
+    def call_at_end_of_backward(self) -> None:
         """`SimulatedStep` finishes the reductions."""
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
 from harness import run_ranks
 
 import bmtrain as bmt
+from bmtrain._engine.observer import Observer
 from bmtrain.benchmark._gpt import GPT
 from bmtrain.global_var import context
 from bmtrain.plan import MACHINES, TrainingPolicy, describe_module, estimate
+from bmtrain.plan.network import Network
+from bmtrain.plan.simulation import Rates, SimulatedStep
 from bmtrain.wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 
 LAYERS, DIM = 5, 64
@@ -21,8 +25,7 @@ def storage_bytes(tensors) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def predicted_and_counted(level: int, recompute: bool, dtype: torch.dtype) -> dict:
-    gc.collect()
+def gpt(level: int, recompute: bool, dtype: torch.dtype) -> torch.nn.Module:
     model = GPT(LAYERS, DIM, 4, 101, 32).to(dtype)
     model.layers = torch.nn.ModuleList(
         [
@@ -30,7 +33,12 @@ def predicted_and_counted(level: int, recompute: bool, dtype: torch.dtype) -> di
             for layer in model.layers
         ]
     )
-    model = BMTrainModelWrapper(model)
+    return BMTrainModelWrapper(model)
+
+
+def predicted_and_counted(level: int, recompute: bool, dtype: torch.dtype) -> dict:
+    gc.collect()
+    model = gpt(level, recompute, dtype)
     batch = torch.randint(0, 101, (2, 33))
     described = describe_module(model, batch)
     optimizer = bmt.optim.AdamOptimizer(model.parameters())
@@ -78,3 +86,61 @@ def test_prediction_is_what_is_counted(world, level, recompute, dtype) -> None:
         for name, counted in found["counted states"].items():
             predicted = found["predicted states"][name]
             assert counted <= predicted <= 1.05 * counted + 200_000, name
+
+
+class Order(Observer):
+    """What begins and ends, in order; blocks are numbered as they come."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+        self._numbers: dict[Any, int] = {}
+
+    def _note(self, event: str, runtime: Any) -> None:
+        self.events.append((event, self._numbers.setdefault(id(runtime), len(self._numbers))))
+
+    def gathering(self, runtime: Any) -> None:
+        self._note("gathering", runtime)
+
+    def awaiting_gather(self, runtime: Any) -> None:
+        self._note("awaiting gather", runtime)
+
+    def computing(self, runtime: Any, phase: Any) -> None:
+        self._note(f"computing {phase.value}", runtime)
+
+    def computed(self, runtime: Any) -> None:
+        self._note("computed", runtime)
+
+    def reducing(self, runtime: Any, groups: Any) -> None:
+        self._note("reducing", runtime)
+
+    def reduced(self, groups: Any) -> None:
+        self.events.append(("reduced", -1))
+
+
+def simulated_and_real_order(level: int, recompute: bool) -> tuple[list, list]:
+    model = gpt(level, recompute, torch.float32)
+    batch = torch.randint(0, 101, (2, 33))
+    described = describe_module(model, batch)
+    real, simulated = Order(), Order()
+    engine = context().engine
+    for number in range(4):
+        if number == 3:
+            engine.observer = real
+        model.zero_grad()
+        model(batch).backward()
+    engine.observer = Observer()
+    machine = MACHINES["a100-80gb"].with_devices(bmt.world_size())
+    policy = TrainingPolicy(micro_batch=2, level=level, recompute=recompute)
+    step = SimulatedStep(described, policy, 2, Network(machine, bmt.world_size()), Rates(1e12, 1e12))
+    step.engine.observer = simulated
+    step.run()
+    passes = len(simulated.events) // 3
+    return real.events, simulated.events[-passes:]
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize(("world", "level"), [(2, 2), (2, 3), (4, 3)])
+def test_the_simulation_orders_events_as_a_run_does(world: int, level: int, recompute: bool) -> None:
+    for real, simulated in run_ranks(world, simulated_and_real_order, level, recompute):
+        assert real == simulated
+        assert len(real) > 5 * LAYERS
