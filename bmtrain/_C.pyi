@@ -52,6 +52,9 @@ class Communicator:
 class SingleCommunicator(Communicator):
     def __init__(self, name: str) -> None: ...
 
+class SilentCommunicator(Communicator):
+    def __init__(self, rank: int, size: int, name: str) -> None: ...
+
 class GlooCommunicator(Communicator):
     def __init__(
         self, process_group: ProcessGroup, rank: int, size: int, name: str, timeout_seconds: float

@@ -12,21 +12,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 
 import torch
 
 from .._checkup import Surroundings
+from ..global_var import context
 from ..init import init_distributed
 from .machine import Machine
+from .model import gpt2
 
-__all__ = ["measure_machine"]
+__all__ = ["measure_machine", "measure_ranks"]
 
 _REPEATS = 7
 _TIMEOUT = 120.0
 
 
 def measure_machine(num_ranks: int = 2) -> Machine:
-    """Start ``num_ranks`` ranks here, and measure products, copies and gathers in them. Takes some seconds.
+    """Start ``num_ranks`` ranks here, and measure a layer, copies and gathers in them. Takes some seconds.
 
     Raises:
         ValueError: fewer than one rank.
@@ -57,16 +60,7 @@ def measure_machine(num_ranks: int = 2) -> Machine:
         if rank.returncode:
             last = (problems.strip().splitlines() or ["nothing"])[-1]
             raise OSError(f"--here: rank {number} ended with status {rank.returncode}: {last}")
-    measured = json.loads(said[0][0].splitlines()[-1])
-    return Machine(
-        name="this machine",
-        num_nodes=1,
-        devices_per_node=num_ranks,
-        reserved=0.0,
-        efficiency=1.0,
-        source="measured",
-        **measured,
-    )
+    return Machine(**json.loads(said[0][0].splitlines()[-1]))
 
 
 def _median_seconds(action: Callable[[], object]) -> float:
@@ -79,20 +73,21 @@ def _median_seconds(action: Callable[[], object]) -> float:
     return sorted(seconds)[len(seconds) // 2]
 
 
-def _measure() -> dict[str, float]:
-    from ..global_var import context
+def measure_ranks() -> Machine:
+    """The machine as the ranks of this job find it, all of them at the same time. Collective.
 
-    init_distributed(timeout=60)
-    ctx = context()
+    Returns:
+        what this rank measured; other ranks may have other numbers.
+
+    Raises:
+        NotInitializedError: before `init_distributed`.
+    """
+    ctx = context("measure_ranks()")
     group, device = ctx.groups["zero"], ctx.device
 
     def finish() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize()
-
-    def product() -> None:
-        torch.mm(left, left)
-        finish()
 
     def copy() -> None:
         target.copy_(source)
@@ -108,30 +103,55 @@ def _measure() -> dict[str, float]:
 
         return _median_seconds(action)
 
-    size = 8192 if device.type == "cuda" else 512
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    left = torch.randn(size, size, device=device, dtype=dtype)
     source = torch.ones(1 << 24, device=device)
     target = torch.empty_like(source)
-    flops = 2 * size**3 / _median_seconds(product)
     bandwidth = 2 * source.nbytes / _median_seconds(copy)
+    flops = _layer_flops(device, bandwidth, finish)
     small, large = gather(64), gather(1 << 20)
     others = group.size - 1
     link = others * (4 << 20) / max(large - small, 1e-9) if others else bandwidth
     available = float(Surroundings(build={}).available_memory())
     memory = torch.cuda.mem_get_info()[0] if device.type == "cuda" else available / group.size
-    return {
-        "memory": float(memory),
-        "flops": flops,
-        "memory_bandwidth": bandwidth,
-        "link_bandwidth": link,
-        "link_latency": small / max(others, 1),
-        "network_bandwidth": link,
-        "pcie_bandwidth": bandwidth,
-        "host_memory": available,
-        "host_bandwidth": bandwidth * group.size,
-    }
+    return Machine(
+        name="this machine",
+        num_nodes=1,
+        devices_per_node=group.size,
+        reserved=0.0,
+        efficiency=1.0,
+        source="measured",
+        memory=float(memory),
+        flops=flops,
+        memory_bandwidth=bandwidth,
+        link_bandwidth=link,
+        link_latency=small / max(others, 1),
+        network_bandwidth=link,
+        pcie_bandwidth=bandwidth,
+        host_memory=available,
+        host_bandwidth=bandwidth * group.size,
+    )
+
+
+def _layer_flops(device: torch.device, bandwidth: float, finish: Callable[[], None]) -> float:
+    """Operations per second of a transformer layer, less the time in which its activations move."""
+    is_cuda = device.type == "cuda"
+    dim, heads, seq, batch = (4096, 32, 1024, 4) if is_cuda else (512, 8, 256, 2)
+    dtype = torch.bfloat16 if is_cuda else torch.float32
+    layer = torch.nn.TransformerEncoderLayer(
+        dim, heads, 4 * dim, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+    ).to(device, dtype)
+    hidden = torch.randn(batch, seq, dim, device=device, dtype=dtype, requires_grad=True)
+
+    def train() -> None:
+        layer.zero_grad()
+        layer(hidden).sum().backward()
+        finish()
+
+    (block,) = gpt2(1, dim, heads, seq_len=seq, dtype=dtype).blocks
+    moving = 5 * block.activation_bytes * batch / bandwidth
+    seconds = _median_seconds(train)
+    return 3 * block.flops * batch / max(seconds - moving, seconds / 4)
 
 
 if __name__ == "__main__":
-    print(json.dumps(_measure()))
+    init_distributed(timeout=60)
+    print(json.dumps(asdict(measure_ranks())))

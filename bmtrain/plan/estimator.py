@@ -16,6 +16,8 @@ __all__ = ["MemoryEstimate", "Plan", "TimeEstimate", "estimate", "model_state_by
 
 #: The ranges of Adam's state start apart from each other (bmtrain/optim/_adam_state.py).
 _STATE_SKEW_BYTES = 3 * 16 * 1024
+#: What kernels and allocators use beside tensors: a share of these, and some bytes in any case.
+_SCRATCH_SHARE, _SCRATCH_BYTES = 0.015, 6 * 2**20
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,16 @@ class MemoryEstimate:
 
     @property
     def total(self) -> float:
+        return self.tensors + self.scratch
+
+    @property
+    def tensors(self) -> float:
         return self.weights + self.gathered + self.gradients + self.optimizer + self.activations
+
+    @property
+    def scratch(self) -> float:
+        """What kernels and allocators use beside tensors, as ``python -m bmtrain bench plan --memory`` finds it."""
+        return _SCRATCH_SHARE * self.tensors + _SCRATCH_BYTES
 
     @property
     def fits(self) -> bool:
@@ -174,7 +185,7 @@ class Plan:
             "policy": asdict(self.policy),
             "fits": self.fits,
             "bottleneck": self.time.bottleneck,
-            "memory": {**asdict(self.memory), "total": self.memory.total},
+            "memory": {**asdict(self.memory), "scratch": self.memory.scratch, "total": self.memory.total},
             "seconds": asdict(self.time),
             "traffic": {name: list(counts) for name, counts in self.traffic.items()},
             "samples_per_second": self.samples_per_second,

@@ -70,6 +70,12 @@ class BlockDescription:
     def num_parameters(self) -> int:
         return sum(sum(buffer.numels) for buffer in self.buffers)
 
+    @property
+    def largest_parameter_gradient(self) -> int:
+        """Bytes: autograd makes the gradient of one parameter after the other, and they are added where they belong."""
+        trained = [buffer for buffer in self.buffers if buffer.trains]
+        return max((max(buffer.numels) * buffer.element_size for buffer in trained), default=0)
+
 
 @dataclass(frozen=True)
 class OutsideParameter:

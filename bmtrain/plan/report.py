@@ -36,7 +36,7 @@ def _row(name: str, text: str, share: float) -> str:
 def _memory(plan: Plan) -> Iterator[str]:
     memory = plan.memory
     yield f"memory of one device, of {format_bytes(memory.usable)} usable"
-    for name in ("weights", "gathered", "gradients", "optimizer", "activations", "total"):
+    for name in ("weights", "gathered", "gradients", "optimizer", "activations", "scratch", "total"):
         nbytes = getattr(memory, name)
         yield _row(name, format_bytes(nbytes), nbytes / memory.usable)
     if memory.host:

@@ -301,9 +301,13 @@ class SimulatedStep:
             self._exchange(block, 1)
         training: Any = [group for group in runtime.groups if group.trains]  # type: ignore[attr-defined]
         runtime.begin_backward(training, [[True]] * len(training))
-        memory.add("activations", block.gradient_bytes * self.samples)
+        # The hidden state has a gradient on its way around the layer and one through it.
+        passing = (
+            block.gradient_bytes + 2 * block.input_bytes
+        ) * self.samples + block.largest_parameter_gradient
+        memory.add("activations", passing)
         self._compute(runtime.label, 2 * block.flops, 3 * block.activation_bytes)
-        memory.add("activations", -block.gradient_bytes * self.samples)
+        memory.add("activations", -passing)
         self._exchange(block, 1)
         memory.add("activations", -again - self._kept(block) * self.samples)
         runtime.close(keep=self.engine.schedule.expects_backward_of(runtime))

@@ -12,6 +12,7 @@
 #include "comm/gloo_communicator.h"
 #include "comm/nccl_communicator.h"
 #include "comm/shm_communicator.h"
+#include "comm/silent_communicator.h"
 #include "comm/single_communicator.h"
 #include "common/device_runtime.h"
 
@@ -97,6 +98,9 @@ void bind_comm(py::module_& module) {
   py::class_<SingleCommunicator, Communicator, std::shared_ptr<SingleCommunicator>>(
       module, "SingleCommunicator", "The communicator of a group with one rank.")
       .def(py::init<std::string>(), py::arg("name"));
+  py::class_<SilentCommunicator, Communicator, std::shared_ptr<SilentCommunicator>>(
+      module, "SilentCommunicator", "Moves nothing: what a step costs without communication.")
+      .def(py::init<int, int, std::string>(), py::arg("rank"), py::arg("size"), py::arg("name"));
   py::class_<GlooCommunicator, Communicator, std::shared_ptr<GlooCommunicator>>(
       module, "GlooCommunicator", "Ranks connected by a Gloo process group.")
       .def(py::init<c10::intrusive_ptr<c10d::ProcessGroup>, int, int, std::string, double>(),

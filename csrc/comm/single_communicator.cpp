@@ -5,19 +5,10 @@
 
 #include <utility>
 
+#include "comm/done_work.h"
 #include "common/check.h"
 
 namespace bmtrain {
-namespace {
-
-// Nothing is left to do once a local copy was issued; on CUDA it is in the order of the current stream.
-class DoneWork final : public Work {
- public:
-  void wait() override {}
-  [[nodiscard]] bool is_completed() override { return true; }
-};
-
-}  // namespace
 
 SingleCommunicator::SingleCommunicator(std::string name) : name_(std::move(name)) {}
 

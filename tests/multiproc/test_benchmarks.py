@@ -1,4 +1,4 @@
-"""`bench comm` and `bench step` run and say what they measured; how fast it was is no matter of a test."""
+"""The benchmarks of several ranks run and say what they measured; how fast it was is no matter of a test."""
 
 from __future__ import annotations
 
@@ -42,6 +42,32 @@ def test_step(tmp_path: Path) -> None:
     assert fsdp2["wire_bytes"] is None
     assert 0 < ours_bf16["wire_bytes"] < ours["wire_bytes"]
     assert "x fsdp2, its best setting" in output
+
+
+@pytest.mark.slow
+def test_plan(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    model = [
+        "--layers",
+        "2",
+        "--dim",
+        "32",
+        "--batch",
+        "1",
+        "--seq",
+        "16",
+        "--repeat",
+        "1",
+        "--json",
+        str(file),
+    ]
+    output = run_process([*BENCH, "plan", *model], timeout=150).stdout
+    rows = json.loads(file.read_text())
+    assert [row["policy"] for row in rows] == ["level 2", "level 3", "level 3, recompute"]
+    for row in rows:
+        assert 0 < row["exposed_by_timeline"] < 1
+        assert row["predicted_seconds"] > 0
+        assert row["policy"] in output
 
 
 def test_unknown_names() -> None:

@@ -1,0 +1,264 @@
+"""How far the planner and the timeline are from this machine's runs: step time, exposed communication, memory.
+
+Each policy trains the same GPT twice in the same ranks: once as it is, and once with communicators that move nothing,
+which shows what a step costs without communication. All of them run in turn, so that a busy machine disturbs them
+alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import _C, init_distributed, timeline
+from ..block_layer import Block
+from ..global_var import context, rank
+from ..optim import AdamOptimizer
+from ..plan import Machine, TrainingPolicy, describe_module, estimate
+from ..plan.calibrate import measure_ranks
+from ..synchronize import synchronize
+from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
+from ._gpt import GPT
+from ._launch import answer, launch
+
+__all__ = ["add_arguments", "run"]
+
+_WARM_UP = 3  # steps in which the order of blocks is learnt
+_POLICIES = ((2, False), (3, False), (3, True))  # level, recomputation
+
+
+class _Row(NamedTuple):
+    """What one policy came to; seconds, and shares of the step."""
+
+    policy: str
+    seconds: float
+    predicted_seconds: float
+    spread: float
+    exposed_by_absence: float
+    exposed_by_timeline: float
+    predicted_exposed: float
+    recording_cost: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the options of ``bench plan``."""
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=8, help="(default: %(default)s)")
+    parser.add_argument("--dim", type=int, default=512, help="(default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=2, help="sequences per rank (default: %(default)s)")
+    parser.add_argument("--seq", type=int, default=256, help="tokens of a sequence (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=7, help="steps of each kind (default: %(default)s)")
+    parser.add_argument("--memory", action="store_true", help="compare peak memory instead")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file as well")
+    parser.add_argument(
+        "--policy", type=int, help=argparse.SUPPRESS
+    )  # which one, in a rank that measures memory
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Start the ranks; in a rank: measure, and on rank 0 hand the results over."""
+    if "RANK" in os.environ:
+        init_distributed(seed=0)
+        found = _measure_memory(arguments) if arguments.memory else _measure_time(arguments)
+        if rank() == 0:
+            answer(found)
+    elif arguments.memory:
+        returning = {
+            "MALLOC_MMAP_THRESHOLD_": "65536",
+            "MALLOC_TRIM_THRESHOLD_": "65536",
+        }  # frees give memory back
+        found = [_launch(arguments, returning, ["--policy", str(index)]) for index in range(len(_POLICIES))]
+        print(_memory_table(found))
+        _write(arguments.json, found)
+    else:
+        found = _launch(arguments)
+        print(_time_table([_Row(**row) for row in found]))
+        _write(arguments.json, found)
+
+
+def _launch(
+    arguments: argparse.Namespace, environment: dict[str, str] | None = None, extra: Sequence[str] = ()
+) -> Any:
+    return launch(arguments.ranks, {"OMP_NUM_THREADS": "1", **(environment or {})}, extra)
+
+
+def _write(path: Path | None, found: Any) -> None:
+    if path is not None:
+        path.write_text(json.dumps(found, indent=2) + "\n")
+
+
+# ---- in a rank
+
+
+class _Training:
+    """A GPT that trains under one policy."""
+
+    def __init__(self, arguments: argparse.Namespace, level: int, recompute: bool) -> None:
+        torch.manual_seed(0)
+        gpt: Any = GPT(arguments.layers, arguments.dim, 8, 256, arguments.seq)
+        gpt.layers = torch.nn.ModuleList(
+            [
+                Block(model_wrapper_dispatch(layer), use_checkpoint=recompute, zero_level=level)
+                for layer in gpt.layers
+            ]
+        )
+        self.model = BMTrainModelWrapper(gpt)
+        self.optimizer = AdamOptimizer(self.model.parameters())
+        self.batch = torch.randint(0, 256, (arguments.batch, arguments.seq + 1))
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(self.batch).backward()
+        self.optimizer.step()
+
+    def timed(self) -> float:
+        synchronize()
+        begin = time.perf_counter()
+        self.step()
+        return time.perf_counter() - begin
+
+    def recorded(self) -> tuple[float, float]:
+        """Seconds of a step, and the share of it in which this rank waits for communication."""
+        with timeline.record() as recording:
+            seconds = self.timed()
+        return seconds, recording.summary().exposed_communication
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """What is built meanwhile gets communicators that move nothing."""
+    current = context()
+    real, groups = current.groups["zero"], current.groups
+    silent = [_C.SilentCommunicator(real.rank, real.size, f"silent {number}") for number in range(2)]
+    group = dataclasses.replace(real, comm=silent[0], reduce_comm=silent[1])
+    object.__setattr__(current, "groups", {**groups, "zero": group})  # read-only to everybody else
+    try:
+        yield
+    finally:
+        object.__setattr__(current, "groups", groups)
+
+
+def _measure_time(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    torch.set_flush_denormal(
+        True
+    )  # what communicators that move nothing leave in memory is not made slow by them
+    machine = measure_ranks()
+    pairs = []
+    for policy in _POLICIES:
+        real = _Training(arguments, *policy)
+        with _silence():
+            pairs.append((real, _Training(arguments, *policy)))
+    kinds = ("plain", "again", "silent", "recorded")
+    seconds: list[dict[str, list[float]]] = [{kind: [] for kind in kinds} for _ in pairs]
+    exposed: list[list[float]] = [[] for _ in pairs]
+    for number in range(_WARM_UP + arguments.repeat):
+        for index, (real, silent) in enumerate(pairs):
+            took, share = real.recorded()
+            for kind, value in zip(kinds, (real.timed(), real.timed(), silent.timed(), took), strict=True):
+                seconds[index][kind] += [value] if number >= _WARM_UP else []
+            exposed[index] += [share] if number >= _WARM_UP else []
+    return [
+        _row(arguments, machine, policy, pairs[index][0], seconds[index], exposed[index])._asdict()
+        for index, policy in enumerate(_POLICIES)
+    ]
+
+
+def _row(
+    arguments: argparse.Namespace,
+    machine: Machine,
+    policy: tuple[int, bool],
+    training: _Training,
+    seconds: dict[str, list[float]],
+    exposed: list[float],
+) -> _Row:
+    medians = {kind: statistics.median(values) for kind, values in seconds.items()}
+    plan = _planned(arguments, machine, policy, training)
+    return _Row(
+        policy=_name(policy),
+        seconds=medians["plain"],
+        predicted_seconds=plan.time.step,
+        spread=abs(medians["again"] / medians["plain"] - 1),
+        exposed_by_absence=1 - medians["silent"] / medians["plain"],
+        exposed_by_timeline=statistics.median(exposed),
+        predicted_exposed=plan.time.exposed_wire / plan.time.step,
+        recording_cost=medians["recorded"] / medians["plain"] - 1,
+    )
+
+
+def _planned(
+    arguments: argparse.Namespace, machine: Machine, policy: tuple[int, bool], training: _Training
+) -> Any:
+    level, recompute = policy
+    described = describe_module(training.model, training.batch)
+    options = TrainingPolicy(micro_batch=arguments.batch, level=level, recompute=recompute)
+    return estimate(described, machine, options, ring_gather=False)
+
+
+def _measure_memory(arguments: argparse.Namespace) -> dict[str, Any]:
+    policy = _POLICIES[arguments.policy]
+    small = argparse.Namespace(**{**vars(arguments), "layers": 1, "dim": 64})
+    _Training(small, *policy).step()  # code that is loaded when it is first used is no memory of the model
+    before = _resident("VmRSS")
+    training = _Training(arguments, *policy)
+    training.step()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    for _ in range(3):
+        training.step()
+    measured = _resident("VmHWM") - before
+    planned = _planned(arguments, measure_ranks(), policy, training)
+    return {
+        "policy": _name(policy),
+        "measured": measured,
+        "predicted": planned.memory.total,
+        "parts": dataclasses.asdict(planned.memory),
+    }
+
+
+def _resident(field: str) -> int:
+    """A line of /proc/self/status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
+
+
+def _name(policy: tuple[int, bool]) -> str:
+    level, recompute = policy
+    return f"level {level}{', recompute' if recompute else ''}"
+
+
+# ---- tables
+
+
+def _time_table(rows: Sequence[_Row]) -> str:
+    lines = [
+        f"{'':<20}{'ms/step':^27}{'exposed communication':^27}{'recording':>10}",
+        f"{'policy':<20}{'run':>8}{'plan':>8}{'error':>10}{'absent':>9}{'timeline':>9}{'plan':>9}{'costs':>10}",
+    ]
+    for row in rows:
+        error = row.predicted_seconds / row.seconds - 1
+        lines.append(
+            f"{row.policy:<20}{row.seconds * 1e3:>8.0f}{row.predicted_seconds * 1e3:>8.0f}{error:>+10.1%}"
+            f"{row.exposed_by_absence:>9.1%}{row.exposed_by_timeline:>9.1%}{row.predicted_exposed:>9.1%}"
+            f"{row.recording_cost:>+10.1%}"
+        )
+    lines.append(f"two identical runs differ by up to {max(row.spread for row in rows):.1%}")
+    return "\n".join(lines)
+
+
+def _memory_table(found: Sequence[dict[str, Any]]) -> str:
+    lines = [f"{'policy':<20}{'run MiB':>10}{'plan MiB':>10}{'error':>8}"]
+    for row in found:
+        error = row["predicted"] / row["measured"] - 1
+        lines.append(
+            f"{row['policy']:<20}{row['measured'] / 2**20:>10.1f}{row['predicted'] / 2**20:>10.1f}{error:>+8.1%}"
+        )
+    return "\n".join(lines)
