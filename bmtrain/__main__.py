@@ -6,7 +6,7 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
-from . import convert, cpu_run, doctor
+from . import _blame, convert, cpu_run, doctor
 from .plan import command as plan
 from .timeline import command as timeline
 
@@ -47,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     timeline.add_arguments(recordings)
     recordings.set_defaults(run=timeline.run)
+    records = tools.add_parser("blame", help="name the rank that a job failed by", description=_blame.__doc__)
+    _blame.add_arguments(records)
+    records.set_defaults(run=_blame.run)
     benchmarks = tools.add_parser("bench", help="measure, always against peers in the same run")
     names = benchmarks.add_subparsers(dest="benchmark", required=True)
     for name, purpose in _BENCHMARKS.items():

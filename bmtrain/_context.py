@@ -14,6 +14,7 @@ from .topology import GroupKind, Topology
 if TYPE_CHECKING:
     from ._C import Communicator
     from ._engine.runtime import Engine
+    from ._watchdog import Watch
 
 __all__ = ["Context", "Group", "Streams", "current", "install", "uninstall"]
 
@@ -114,6 +115,7 @@ class Context:
         pipe_enabled: whether a pipeline was asked for, be it of one stage.
         micros: number of micro-batches a pipeline cuts the batch into.
         streams: what `config` shows as streams.
+        watch: the watchdog; None in a single process.
     """
 
     topology: Topology
@@ -128,6 +130,7 @@ class Context:
     pipe_enabled: bool = False
     micros: int = 1
     streams: Streams = field(default_factory=Streams)
+    watch: Watch | None = None
 
     @cached_property
     def engine(self) -> Engine:
@@ -180,3 +183,5 @@ def uninstall() -> None:
         for group in context.groups.values():
             group.comm.close()
             group.reduce_comm.close()
+        if context.watch is not None:
+            context.watch.stop()

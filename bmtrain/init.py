@@ -25,6 +25,7 @@ from ._groups import connect_groups
 from ._launch import Launch, read_launch
 from ._rendezvous import Peer, Rendezvous
 from ._version import __version__
+from ._watchdog import Watch
 from .global_var import config
 from .timeline import record_from_environment
 from .topology import Topology
@@ -244,7 +245,7 @@ def _alone(launch: Launch, place: Topology, options: _Options) -> Context:
     """The context of a single process: no store, no port, nobody to agree with."""
     local_rank = launch.local_rank or 0
     device = _select_device(options.backend, local_rank)
-    return _build(launch, place, options, "single", device, (local_rank, 1), options.seed, None)
+    return _build(launch, place, options, "single", device, (local_rank, 1), options.seed, None, None)
 
 
 def _join(launch: Launch, place: Topology, options: _Options) -> Context:
@@ -284,10 +285,18 @@ def _join(launch: Launch, place: Topology, options: _Options) -> Context:
         )
     _share_processors(peers[launch.rank], same_host)
     device = _select_device(options.backend, local_rank)
-    context = _build(
-        launch, place, options, options.backend, device, (local_rank, local_size), peers[0].seed, meeting
-    )
-    context.groups["zero"].comm.barrier("init_distributed")
+    host = launch.meeting.host if launch.meeting.scheme == "tcp" else peers[0].host.split()[0]
+    several_hosts = len({peer.host for peer in peers}) > 1
+    watch = Watch.join(meeting.store, launch.rank, launch.world_size, options.timeout, host, several_hosts)
+    try:
+        local = (local_rank, local_size)
+        context = _build(
+            launch, place, options, options.backend, device, local, peers[0].seed, meeting, watch
+        )
+        context.groups["zero"].comm.barrier("init_distributed")
+    except BaseException:
+        watch.stop()
+        raise
     # From here on nobody needs the store, see bmtrain/_rendezvous.py.
     meeting.close()
     return context
@@ -302,6 +311,7 @@ def _build(
     local: tuple[int, int],
     seed: int,
     meeting: Rendezvous | None,
+    watch: Watch | None,
 ) -> Context:
     return Context(
         topology=place,
@@ -311,7 +321,8 @@ def _build(
         local_size=local[1],
         timeout=options.timeout,
         seed=seed,
-        groups=connect_groups(place, backend, options.timeout, meeting.store if meeting else None),
+        groups=connect_groups(place, backend, options.timeout, meeting.store if meeting else None, watch),
+        watch=watch,
         zero_level=options.zero_level,
         pipe_enabled=options.pipe_enabled,
         micros=options.micros,

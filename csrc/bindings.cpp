@@ -7,8 +7,12 @@
 
 namespace {
 
-// The class lives in Python, so that it can be caught without the extension being loaded.
+// The class lives in Python, so that it can be caught without the extension being loaded. An operation that
+// was aborted because of Ctrl-C raises what Ctrl-C raises.
 void raise_communication_error(const char* message) {
+  if (PyErr_CheckSignals() != 0) {
+    return;
+  }
   try {
     const auto type = py::module_::import("bmtrain.errors").attr("CommunicationError");
     PyErr_SetString(type.ptr(), message);
@@ -39,6 +43,7 @@ PYBIND11_MODULE(_C, module) {
   module.doc() = "The compiled core of bmtrain: communicators, sharded buffers, optimizer loops.";
   py::register_local_exception_translator(&translate);
   bmtrain::bind_comm(module);
+  bmtrain::bind_guard(module);
   bmtrain::bind_shard(module);
   bmtrain::bind_optim(module);
 }

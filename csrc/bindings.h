@@ -6,6 +6,7 @@
 namespace bmtrain {
 
 void bind_comm(py::module_& module);
+void bind_guard(py::module_& module);  // after bind_comm
 void bind_shard(py::module_& module);
 void bind_optim(py::module_& module);
 

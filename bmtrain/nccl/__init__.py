@@ -210,9 +210,10 @@ def _open(call: str, comm: NCCLCommunicator) -> NCCLCommunicator:
 
 def _joined(comm: NCCLCommunicator) -> NCCLCommunicator:
     """``comm``, for an operation; over NCCL what a group posts has to start as one."""
-    if _group.depth and isinstance(comm, _C.NcclCommunicator) and comm not in _group.comms:
-        comm.begin_group()
-        _group.comms.append(comm)
+    transport = comm.inner if isinstance(comm, _C.GuardedCommunicator) else comm
+    if _group.depth and isinstance(transport, _C.NcclCommunicator) and transport not in _group.comms:
+        transport.begin_group()
+        _group.comms.append(transport)
     return comm
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from .. import _C, _context
 from .._comm import create_gloo, create_single
+from .._watchdog import transport_timeout
 from ..errors import CommunicationError
 
 __all__ = ["commInitRank", "getUniqueId"]
@@ -70,7 +71,14 @@ def commInitRank(unique_id: bytes, world_size: int, rank: int) -> _C.Communicato
         raise ValueError(
             f"nccl.commInitRank: rank {rank} has used this id before: make a new one with getUniqueId()"
         )
-    return create_gloo(store, token, rank, world_size, _timeout().total_seconds(), name)
+    context = _context.current()
+    if context is None or context.watch is None:
+        return create_gloo(store, token, rank, world_size, _timeout().total_seconds(), name)
+    patience = transport_timeout(context.timeout)
+    comm = create_gloo(store, token, rank, world_size, patience, name)
+    store.set(f"{token}/member/{rank}", str(context.topology.rank))
+    members = tuple(int(store.get(f"{token}/member/{other}")) for other in range(world_size))
+    return context.watch.guard(comm, f"user/{token}", members)
 
 
 def _timeout() -> datetime.timedelta:

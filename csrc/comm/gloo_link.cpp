@@ -142,13 +142,35 @@ void GlooLink::await(const GlooOperation& operation, GlooTransfers& transfers) {
     bool arrived = false;
     std::string what = "the wait was interrupted";
     try {
-      arrived = transfer.work->wait(std::max(left, std::chrono::milliseconds(1)));
+      arrived = await_one(transfer, std::max(left, std::chrono::milliseconds(1)));
     } catch (const std::exception& error) {
       what = error.what();
     }
     if (!arrived) {
       fail(operation, transfer, what);
     }
+  }
+}
+
+bool GlooLink::await_one(const GlooTransfer& transfer, std::chrono::milliseconds patience) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (aborted_) {
+      return false;
+    }
+    awaited_.push_back(transfer.work);
+  }
+  const auto forget = [&] {
+    const std::lock_guard lock(mutex_);
+    awaited_.erase(std::find(awaited_.begin(), awaited_.end(), transfer.work));
+  };
+  try {
+    const bool arrived = transfer.work->wait(patience);
+    forget();
+    return arrived;
+  } catch (...) {
+    forget();
+    throw;
   }
 }
 
@@ -176,6 +198,7 @@ void GlooLink::fail(const GlooOperation& operation, const GlooTransfer& transfer
 }
 
 void GlooLink::abort(const std::string& reason) {
+  std::vector<c10::intrusive_ptr<c10d::Work>> awaited;
   {
     const std::lock_guard lock(mutex_);
     if (aborted_ || closed_) {
@@ -183,6 +206,12 @@ void GlooLink::abort(const std::string& reason) {
     }
     aborted_ = true;
     reason_ = reason;
+    awaited = awaited_;
+  }
+  // Closing the connections does not end all waits: Gloo forgets a send that was under way when the other
+  // side closed its end.
+  for (const auto& work : awaited) {
+    work->abort();
   }
   disconnect();
 }

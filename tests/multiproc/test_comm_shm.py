@@ -182,7 +182,7 @@ def killed_between() -> list[str]:
     comm.all_reduce(torch.ones(MIB), _C.ReduceOp.SUM).wait()
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(CommunicationError, match="to rank 1 was lost"):
+    with pytest.raises(CommunicationError, match="rank 1 died"):
         comm.recv(torch.empty(4), 1).wait()
     return sorted(os.listdir("/dev/shm"))
 
@@ -227,7 +227,7 @@ def out_of_order() -> str:
 
 def test_mismatch_is_told_at_once() -> None:
     messages = run_ranks(2, out_of_order, init={"timeout": 600}, fresh=True)
-    assert any("is in another operation" in message for message in messages)
+    assert all("operation differs on group" in message for message in messages)
     text = " ".join(messages)
     assert "all_gather #" in text
     assert "all_reduce #" in text

@@ -96,7 +96,8 @@ def old_spellings() -> list[Any]:
         bmtrain.init_distributed(12, timeout=timedelta(seconds=30), zero_level=2, loss_scale_factor=0.25)
     drawn = [torch.rand(3).tolist(), random.random(), numpy.random.rand()]
     assert dict(os.environ) == variables
-    assert threading.active_count() == before
+    # The watchdog, where there is somebody to watch for.
+    assert threading.active_count() == before + (bmtrain.world_size() > 1)
     assert not dist.is_initialized()
     texts = sorted(str(warning.message) for warning in caught)
     assert len(texts) == 2, texts

@@ -1,0 +1,126 @@
+"""The long form of the fault tests: how soon survivors raise, over every rank, every collective and many repeats.
+
+Run by ``bash tests/fault/run.sh --long``. A time is from the moment just before SIGKILL (SIGSTOP) to the moment at
+which a survivor has its CommunicationError, on the clock that all processes of a host share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import Status, rank_outcomes
+from test_faults import COLLECTIVES, caught
+
+import bmtrain
+from bmtrain import _C
+
+
+def strike(op: str, victim: int, number: int, delay: float, note: str) -> tuple[str, float]:
+    """Collectives until one fails; the victim is struck from a thread of its own after ``delay`` seconds."""
+    bmtrain.synchronize()
+    if bmtrain.rank() == victim:
+
+        def hit() -> None:
+            time.sleep(delay)
+            Path(note).write_text(repr(time.monotonic()))
+            os.kill(os.getpid(), number)
+
+        threading.Thread(target=hit, daemon=True).start()
+    message = caught(op, 50_000)
+    return message, time.monotonic()
+
+
+def measure(number: int, world: int, repeats: int, timeout: float) -> dict[str, Any]:
+    """All victims x all collectives x repeats."""
+    delays: list[float] = []
+    hangs = wrong = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for op in COLLECTIVES:
+            for victim in range(world):
+                for repeat in range(repeats):
+                    note = str(Path(folder, f"{op}-{victim}-{repeat}"))
+                    delay = 0.02 + 0.005 * (repeat % 20)
+                    outcomes = rank_outcomes(
+                        world,
+                        strike,
+                        op,
+                        victim,
+                        number,
+                        delay,
+                        note,
+                        init={"timeout": timeout},
+                        fresh=True,
+                        timeout=timeout + 20,
+                    )
+                    struck = float(Path(note).read_text())
+                    for outcome in outcomes:
+                        if outcome.rank == victim:
+                            continue
+                        if outcome.status is not Status.RETURNED:
+                            hangs += 1
+                            continue
+                        message, raised = outcome.value
+                        delays.append(raised - struck)
+                        wrong += f"rank {victim}" not in message.split(": ", 1)[1]
+    return {
+        "survivors": len(delays),
+        "did not raise": hangs,
+        "named another rank": wrong,
+        "seconds, least": min(delays),
+        "seconds, median": statistics.median(delays),
+        "seconds, most": max(delays),
+    }
+
+
+def cost_of_recording(rounds: int = 20_000) -> dict[str, float]:
+    """Microseconds that the guard adds to one operation."""
+    x = torch.ones(4)
+
+    def once(comm: _C.Communicator) -> float:
+        start = time.perf_counter()
+        for _ in range(rounds):
+            comm.all_reduce(x, _C.ReduceOp.SUM, "block 1").wait()
+        return (time.perf_counter() - start) / rounds * 1e6
+
+    plain = _C.SingleCommunicator("plain")
+    guarded = _C.GuardedCommunicator(plain, _C.Watchdog(600.0), "plain/0", [0], False)
+    pairs = [(once(plain), once(guarded)) for _ in range(5)]
+    return {
+        "plain, us": min(p for p, _ in pairs),
+        "guarded, us": min(g for _, g in pairs),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--world", type=int, default=4, help="ranks")
+    parser.add_argument("--repeats", type=int, default=50, help="kills for each rank and collective")
+    parser.add_argument("--stops", type=int, default=1, help="stops for each rank and collective")
+    parser.add_argument("--timeout", type=float, default=5.0, help="of the library, in seconds")
+    parser.add_argument("--out", type=Path, default=Path("docs/results/faults.json"))
+    options = parser.parse_args()
+    result: dict[str, Any] = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} processors, torch {torch.__version__}",
+        "options": {name: str(value) for name, value in vars(options).items()},
+        "recording": cost_of_recording(),
+        "SIGKILL": measure(signal.SIGKILL, options.world, options.repeats, options.timeout),
+    }
+    if options.stops:
+        result["SIGSTOP"] = measure(signal.SIGSTOP, options.world, options.stops, options.timeout)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

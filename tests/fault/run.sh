@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Put faults in and see what the ranks make of them.
+#     bash tests/fault/run.sh           the short form, as in the test suite
+#     bash tests/fault/run.sh --long    every rank x every collective, many times; writes docs/results/faults.json
+# Further arguments of --long go to tests/fault/long_form.py (--repeats, --world, --out).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+python="${BMTRAIN_PYTHON:-python}"
+if [ "${1:-}" = --long ]; then
+    shift
+    PYTHONPATH="tests:tests/fault${PYTHONPATH:+:$PYTHONPATH}" exec "$python" tests/fault/long_form.py "$@"
+fi
+exec "$python" -m pytest tests/fault "$@"

@@ -1,0 +1,128 @@
+"""The watchdogs of several ranks, all in this process: what they make of each other's failures."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from torch.distributed import HashStore
+
+from bmtrain import _watchdog
+from bmtrain._watch_hub import Hub, Lines
+from bmtrain._watchdog import Watch
+from bmtrain.errors import CommunicationError
+
+WORLD = 4
+
+
+@pytest.fixture
+def watches() -> Iterator[list[Watch]]:
+    store = HashStore()
+    made = [Watch.join(store, rank, WORLD, 60.0, "localhost", False) for rank in range(WORLD)]
+    yield made
+    for watch in made:
+        watch.stop()
+    assert not [thread for thread in threading.enumerate() if thread.name == "bmtrain-watchdog"]
+
+
+def await_(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def verdicts(watches: list[Watch]) -> set[str]:
+    """What all of these were told."""
+    await_(lambda: all(watch.core.verdict for watch in watches))
+    return {watch.core.verdict for watch in watches}
+
+
+def vanish(watch: Watch) -> None:
+    """As the kernel does when a process is killed: its connection ends without a word."""
+    assert watch._line is not None
+    watch._line.connection.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("reporter", [0, 2])
+def test_an_exception_on_one_rank_reaches_all(watches: list[Watch], reporter: int) -> None:
+    watches[reporter].core.report("exception", "ValueError: no")
+    assert verdicts(watches) == {f"rank {reporter} raised ValueError: no"}
+
+
+def test_the_first_failure_wins(watches: list[Watch]) -> None:
+    watches[1].core.report("exception", "KeyError: 'x'")
+    first = verdicts(watches)
+    watches[3].core.report("exception", "ValueError: later")
+    assert verdicts(watches) == first == {"rank 1 raised KeyError: 'x'"}
+
+
+def test_a_victim_does_not_blame_a_victim(watches: list[Watch]) -> None:
+    vanish(watches[2])
+    watches[1].core.report("failed", "the connection to rank 3 was lost")
+    survivors = [watches[rank] for rank in (0, 1, 3)]
+    assert verdicts(survivors) == {"rank 2 died: connections closed without a word"}
+
+
+def test_a_rank_that_ended_in_good_order_is_no_failure(watches: list[Watch]) -> None:
+    watches[3].stop()
+    time.sleep(0.3)
+    assert not any(watch.core.verdict for watch in watches)
+    watches[1].core.report("failed", "the connection to rank 3 was lost")
+    assert verdicts(watches[:3]) == {"rank 3 ended while others still wait"}
+
+
+def test_the_hub_is_lost(watches: list[Watch]) -> None:
+    """Each judges by itself, alike."""
+    for watch in watches[1:]:
+        vanish(watch)
+    for watch in watches[1:]:
+        watch.core.report("failed", "the connection to somebody was lost")
+    assert verdicts(watches[1:]) == {"rank 0 died: connections closed without a word"}
+
+
+def test_the_hub_ends_in_good_order(watches: list[Watch]) -> None:
+    watches[0].stop()
+    await_(lambda: all(watch._hub_absent == "left" for watch in watches[1:]))
+    watches[2].core.report("failed", "the connection to rank 1 was lost")
+    assert verdicts(watches[2:3]) == {"rank 2: the connection to rank 1 was lost"}
+
+
+def test_a_silent_hub_is_blamed(watches: list[Watch], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_watchdog, "_VERDICT_SECONDS", 0.5)
+    monkeypatch.setattr(Hub, "handle", lambda *arguments: None)
+    watches[2].core.report("failed", "the connection to rank 1 was lost")
+    assert verdicts(watches[2:3]) == {"no answer from rank 0: stopped, stuck, or out of reach"}
+
+
+def test_who_does_not_know_the_secret_is_not_let_in() -> None:
+    store = HashStore()
+    first = Watch.join(store, 0, 2, 60.0, "localhost", False)
+    try:
+        address, port, _ = _watchdog.json.loads(store.get("watch"))
+        for line in (b'{"rank": 1, "secret": "guess"}\n', b"GET / HTTP/1.1\r\n\r\n", b"\xff\xfe\n", b"[]\n"):
+            with socket.create_connection((address, port), 10) as stranger:
+                stranger.sendall(line)
+                assert stranger.recv(100) == b""  # closed without an answer
+        store.set("watch", _watchdog.json.dumps([address, port, "guess"]))
+        with pytest.raises(CommunicationError, match="cannot reach the watchdog of rank 0"):
+            Watch.join(store, 1, 2, 10.0, "localhost", False)
+        assert not first.core.verdict
+    finally:
+        first.stop()
+
+
+def test_messages_are_put_together() -> None:
+    left, right = socket.socketpair()
+    lines = Lines.__new__(Lines)
+    lines.connection, lines._rest = right, b""
+    left.sendall(b'{"do": "a"}\n{"do"')
+    assert lines.receive() == [{"do": "a"}]
+    left.sendall(b': "b"}\n')
+    assert lines.receive() == [{"do": "b"}]
+    left.close()
+    assert lines.receive() is None
+    lines.close()
