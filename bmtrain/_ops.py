@@ -129,8 +129,8 @@ class AdamRanges(NamedTuple):
         weights: fp32 parameters, or fp32 masters of 16-bit ones; updated.
         rounded: 16-bit parameters that receive the rounded weights; empty if there are none.
         grads: fp32, fp16 or bf16.
-        exp_avgs: first moments, fp32; updated.
-        exp_avg_sqs: second moments, fp32; updated.
+        exp_avgs: first moments, fp32 or bf16; updated.
+        exp_avg_sqs: second moments, of the same dtype; updated.
         steps: the number of each tensor's update, 1 for the first.
     """
 

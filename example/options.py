@@ -66,6 +66,9 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     memory.add_argument("--zero-level", type=int, choices=(2, 3), default=3)
     memory.add_argument("--no-recompute", action="store_true", help="keep activations for backward")
     memory.add_argument("--offload", action="store_true", help="optimizer state in host memory")
+    memory.add_argument(
+        "--state-dtype", choices=("fp32", "bf16"), default="fp32", help="of Adam's moments, with --offload"
+    )
 
     files = parser.add_argument_group("files")
     files.add_argument("--data", help="a file or folder of text; default: Python's standard library")

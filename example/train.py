@@ -55,8 +55,13 @@ def train(options: argparse.Namespace) -> None:
     # Part 3: the loss, the optimizer and the learning rate.
     loss_func = bmt.loss.FusedCrossEntropy(ignore_index=-100)
     optimizer_class = bmt.optim.AdamOffloadOptimizer if options.offload else bmt.optim.AdamOptimizer
+    offload_options = {"state_dtype": DTYPES[options.state_dtype]} if options.offload else {}
     optimizer = optimizer_class(
-        model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay
+        model.parameters(),
+        lr=options.lr,
+        betas=(0.9, 0.95),
+        weight_decay=options.weight_decay,
+        **offload_options,
     )
     lr_scheduler = make_scheduler(options, optimizer)
     # fp16 gradients below 6e-8 would become 0: the loss is scaled up, as far as they do not overflow.

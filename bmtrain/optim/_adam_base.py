@@ -41,6 +41,8 @@ class AdamBase(torch.optim.Optimizer):
     """
 
     _bmtrain_optimizer = True
+    #: Of the moments.
+    _state_dtype = torch.float32
 
     def __init__(
         self,
@@ -217,7 +219,8 @@ class AdamBase(torch.optim.Optimizer):
                     continue
                 names = (*MOMENTS, *([MASTER] if separate else []))
                 pinned = device.type == "cpu" and any(p.is_cuda for p in members)
-                arrays = allocate([p.shape for p in members], len(names), device, pinned=pinned)
+                dtypes = [torch.float32 if name == MASTER else self._state_dtype for name in names]
+                arrays = allocate([p.shape for p in members], dtypes, device, pinned=pinned)
                 for p, *tensors in zip(members, *arrays, strict=True):
                     state: dict[str, Any] = {"step": 0, **dict(zip(names, tensors, strict=True))}
                     if separate:

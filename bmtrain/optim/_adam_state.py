@@ -22,14 +22,14 @@ __all__ = ["MASTER", "MOMENTS", "allocate", "gathered_state", "layout_of", "read
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "_param_fp32"
 
-_LINE = 16  # elements of a cache line
-_SKEW = 133 * _LINE  # 8 KiB and a few lines
+_GROUP = 16  # elements: a cache line of fp32
+_SKEW = 133 * 64  # bytes: 8 KiB and a few cache lines
 
 
 def allocate(
-    shapes: Sequence[torch.Size], num_arrays: int, device: torch.device, *, pinned: bool = False
+    shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], device: torch.device, *, pinned: bool = False
 ) -> list[list[Tensor]]:
-    """Zeroed fp32 tensors in one piece of memory: for each of ``num_arrays`` arrays, one tensor per shape.
+    """Zeroed tensors, in one piece of memory for each dtype: for each of ``dtypes`` an array, one tensor per shape.
 
     The tensors of one array follow each other, so that a step updates neighbours as one range. The arrays start
     at skewed addresses: caches map addresses at an exact power-of-two distance to the same few places, and a pass
@@ -39,13 +39,25 @@ def allocate(
     end = 0
     for shape in shapes:
         offsets.append(end)
-        end += -(-shape.numel() // _LINE) * _LINE
-    memory = torch.zeros(num_arrays * (end + _SKEW), dtype=torch.float32, device=device, pin_memory=pinned)
+        end += -(-shape.numel() // _GROUP) * _GROUP
+    kinds = dict.fromkeys(dtypes)
+    free = {kind: _skewed(dtypes.count(kind), end, kind, k, device, pinned) for k, kind in enumerate(kinds)}
     arrays = []
-    for k in range(num_arrays):
-        array = memory.narrow(0, k * (end + _SKEW) + _SKEW, end)
+    for dtype in dtypes:
+        array = free[dtype].pop(0)
         arrays.append([array.narrow(0, at, s.numel()).view(s) for at, s in zip(offsets, shapes, strict=True)])
     return arrays
+
+
+def _skewed(
+    count: int, numel: int, dtype: torch.dtype, place: int, device: torch.device, pinned: bool
+) -> list[Tensor]:
+    """Arrays in memory of their own: `torch.save` refuses memory that tensors of two dtypes share."""
+    skew = _SKEW // dtype.itemsize
+    memory = torch.zeros(
+        count * numel + (place + count) * skew, dtype=dtype, device=device, pin_memory=pinned
+    )
+    return [memory.narrow(0, (place + k + 1) * skew + k * numel, numel) for k in range(count)]
 
 
 def take_changed_value(master: Tensor, p: Tensor) -> None:
@@ -86,7 +98,7 @@ def gathered_state(optimizer: AdamBase) -> dict[int, dict[str, Any]]:
         entry: dict[str, Any] = {"step": step}
         for name in (*MOMENTS, *([MASTER] if optimizer.has_master(p) else [])):
             local = own[name] if name in own else torch.zeros(p.numel())
-            entry[name] = gather_flat(p, local.detach().reshape(-1).to("cpu", copy=True))
+            entry[name] = gather_flat(p, local.detach().reshape(-1).to("cpu", torch.float32, copy=True))
         gathered[index] = entry
     return gathered
 

@@ -32,17 +32,24 @@ class ArenaReferences:
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
 
-    def note(self, states: Sequence[dict[str, Any]]) -> None:
+    def note(self, parameters: Sequence[Tensor], states: dict[Tensor, dict[str, Any]]) -> None:
         """Remembers the present counts of the memory of new states, which nobody has seen yet."""
-        for state in states:
-            for name in MOMENTS:
-                self._counts[_address(state[name])] = _num_references(state[name])
+        for p in parameters:
+            for name in _allocated(states[p], p):
+                self._counts[_address(states[p][name])] = _num_references(states[p][name])
 
-    def are_as_noted(self, state: dict[str, Any]) -> bool:
+    def are_as_noted(self, param: Tensor, state: dict[str, Any]) -> bool:
         """Whether nobody has made another tensor of that memory since."""
         return all(
-            self._counts.get(_address(state[name])) == _num_references(state[name]) for name in MOMENTS
+            self._counts.get(_address(state[name])) == _num_references(state[name])
+            for name in _allocated(state, param)
         )
+
+
+def _allocated(state: dict[str, Any], param: Tensor) -> tuple[str, ...]:
+    """What of a state is not the parameter itself."""
+    has_own_master = MASTER in state and not _shares_memory(state, param)
+    return (*MOMENTS, MASTER) if has_own_master else MOMENTS
 
 
 def is_unwatched(
@@ -82,7 +89,7 @@ def is_unwatched(
             tensors[_address(grad)] = grad
             expected[_address(grad)] = 1  # of the parameter
         expected[_address(grad)] += 1  # the update's own
-        if not (_are_unheld(param, states) and arenas.are_as_noted(states[param])):
+        if not (_are_unheld(param, states) and arenas.are_as_noted(param, states[param])):
             return False
     return all(expected[address] == _num_references(tensor) for address, tensor in tensors.items())
 

@@ -40,8 +40,11 @@ class AdamOffloadOptimizer(AdamBase):
         decoupled: how weights decay: True as in AdamW, False added to the gradient (L2), None as scripts of all
             versions have it: decoupled for 16-bit parameters, L2 for fp32 ones.
         overlap: let updates go on after `step`.
+        state_dtype: of the moments; ``torch.bfloat16`` takes 4 bytes per parameter less and is rounded to either
+            neighbour at random, so that moments are right on the average. Masters stay fp32.
 
     Raises:
+        TypeError: ``state_dtype`` is neither fp32 nor bf16.
         ValueError: an argument is out of its range.
         RuntimeError: from the next call that waits for it, naming the block: an update in the background failed.
 
@@ -66,7 +69,11 @@ class AdamOffloadOptimizer(AdamBase):
         scale: float | None = None,
         decoupled: bool | None = None,
         overlap: bool = True,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
+        if state_dtype not in (torch.float32, torch.bfloat16):
+            raise TypeError(f"state_dtype: expected torch.float32 or torch.bfloat16, got {state_dtype!r}")
+        self._state_dtype = state_dtype
         self._record_delta = bool(record_delta)
         self._deltas = _Deltas()
         self._overlaps = bool(overlap)
@@ -178,10 +185,10 @@ class AdamOffloadOptimizer(AdamBase):
             self._deltas.add(sums, sum(u.param.numel() for u in part.updates))
 
     def _note_new_state(self, parameters: Sequence[Tensor]) -> None:
-        self._overlap.arenas.note([self.state[p] for p in parameters])
+        self._overlap.arenas.note(parameters, self.state)
 
     def _own_attributes(self) -> tuple[str, ...]:
-        return (*super()._own_attributes(), "_record_delta", "_deltas", "_overlaps")
+        return (*super()._own_attributes(), "_record_delta", "_deltas", "_overlaps", "_state_dtype")
 
 
 def _zero(grad: Tensor | None) -> None:

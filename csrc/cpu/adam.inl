@@ -50,8 +50,62 @@ static inline F32x16 delta_of(const AdamFactors& f, F32x16 m, F32x16 d, F32x16 w
   return fma(broadcast(f.weight_decay), w, u);
 }
 
+// Sixteen integers: the compiler's vectors, whose operations every level has.
+using U32x16 [[gnu::vector_size(64)]] = std::uint32_t;
+using U16x16 [[gnu::vector_size(32)]] = std::uint16_t;
+
+// Rounds to one of the two neighbours in bf16: up if the part that is cut off and `noise`, below 2^16, carry.
+static inline void store_dithered(Bf16* p, const F32x16& x, const U32x16& noise) {
+  const U32x16 bits = __builtin_bit_cast(U32x16, x);
+  const U32x16 nan = U32x16{} + 0x7fc0u;
+  const U32x16 upper = (bits & 0x7fffffffu) > 0x7f800000u ? nan : (bits + noise) >> 16;
+  const U16x16 narrow = __builtin_convertvector(upper, U16x16);
+  __builtin_memcpy(p, &narrow, sizeof narrow);
+}
+
+// Stores moments in either type, `count` of them.
+template <typename Moment>
+static inline void store_moments(const AdamFactors& f, const F32x16& w, const Moments& moments,
+                                 Moment* exp_avg, Moment* exp_avg_sq, std::int64_t count) {
+  if constexpr (sizeof(Moment) == 4) {
+    if (count == 16) {
+      store(exp_avg, moments.exp_avg);
+      store(exp_avg_sq, moments.exp_avg_sq);
+    } else {
+      store_part(exp_avg, moments.exp_avg, count);
+      store_part(exp_avg_sq, moments.exp_avg_sq, count);
+    }
+  } else {
+    U32x16 hash = __builtin_bit_cast(U32x16, w) + f.dither_seed;
+    hash = (hash ^ (hash >> 15)) * 0x9e3779b1u + __builtin_bit_cast(U32x16, moments.exp_avg);
+    hash = (hash ^ (hash >> 13)) * 0x85ebca77u;
+    hash ^= hash >> 16;
+    Bf16 m[16];
+    Bf16 v[16];
+    store_dithered(m, moments.exp_avg, hash >> 16);
+    store_dithered(v, moments.exp_avg_sq, hash & 0xffffu);
+    __builtin_memcpy(exp_avg, m, static_cast<std::size_t>(count) * sizeof(Bf16));
+    __builtin_memcpy(exp_avg_sq, v, static_cast<std::size_t>(count) * sizeof(Bf16));
+  }
+}
+
+template <typename Moment>
+struct MomentArrays {
+  Moment* exp_avg;
+  Moment* exp_avg_sq;
+};
+
+template <typename Moment>
+static MomentArrays<Moment> moment_arrays(const AdamSlice& slice) {
+  if constexpr (sizeof(Moment) == 4) {
+    return {slice.exp_avg, slice.exp_avg_sq};
+  } else {
+    return {static_cast<Bf16*>(slice.bf16_exp_avg), static_cast<Bf16*>(slice.bf16_exp_avg_sq)};
+  }
+}
+
 // `Rounded` is float if the rounded weight goes nowhere.
-template <typename Grad, typename Rounded, bool kDelta>
+template <typename Grad, typename Rounded, typename Moment, bool kDelta>
 static void adam_one_pass(const AdamSlice& slice, std::int64_t begin, std::int64_t end, DeltaSums* sums) {
   constexpr bool kRounded = sizeof(Rounded) == 2;
   // Elements: the hardware prefetches within a page, and five arrays cross pages often (a tenth of the time).
@@ -61,8 +115,7 @@ static void adam_one_pass(const AdamSlice& slice, std::int64_t begin, std::int64
   const Grad* grad = static_cast<const Grad*>(slice.grad);
   Rounded* rounded = static_cast<Rounded*>(slice.rounded);
   float* const weight = slice.weight;
-  float* const exp_avg = slice.exp_avg;
-  float* const exp_avg_sq = slice.exp_avg_sq;
+  const auto [exp_avg, exp_avg_sq] = moment_arrays<Moment>(slice);
   DeltaLanes lanes = {broadcast(0.0), broadcast(0.0)};
   std::int64_t i = begin;
   for (; i + 16 <= end; i += 16) {
@@ -75,8 +128,7 @@ static void adam_one_pass(const AdamSlice& slice, std::int64_t begin, std::int64
     const Moments moments = update_moments(f, c, load(grad + i), load(exp_avg + i), load(exp_avg_sq + i), w);
     const F32x16 d = denominator(f, c, sqrt(moments.exp_avg_sq));
     const F32x16 updated = update_weight(f, c, moments.exp_avg, d, w);
-    store(exp_avg + i, moments.exp_avg);
-    store(exp_avg_sq + i, moments.exp_avg_sq);
+    store_moments(f, w, moments, exp_avg + i, exp_avg_sq + i, 16);
     store(weight + i, updated);
     if constexpr (kRounded) store(rounded + i, updated);
     if constexpr (kDelta) {
@@ -90,8 +142,7 @@ static void adam_one_pass(const AdamSlice& slice, std::int64_t begin, std::int64
                                            load_part(exp_avg_sq + i, rest), w);
     const F32x16 d = denominator(f, c, sqrt(moments.exp_avg_sq));
     const F32x16 updated = update_weight(f, c, moments.exp_avg, d, w);
-    store_part(exp_avg + i, moments.exp_avg, rest);
-    store_part(exp_avg_sq + i, moments.exp_avg_sq, rest);
+    store_moments(f, w, moments, exp_avg + i, exp_avg_sq + i, rest);
     store_part(weight + i, updated, rest);
     if constexpr (kRounded) store_part(rounded + i, updated, rest);
     if constexpr (kDelta) {
@@ -143,10 +194,16 @@ static void adam_in_blocks(const AdamSlice& slice, std::int64_t begin, std::int6
   }
 }
 
+template <typename Grad, typename Rounded, typename Moment>
+static void adam_with_moments(const AdamSlice& slice, std::int64_t begin, std::int64_t end, DeltaSums* sums) {
+  if (sums != nullptr) return adam_one_pass<Grad, Rounded, Moment, true>(slice, begin, end, sums);
+  return adam_one_pass<Grad, Rounded, Moment, false>(slice, begin, end, nullptr);
+}
+
 template <typename Grad, typename Rounded>
 static void adam_rounded_to(const AdamSlice& slice, std::int64_t begin, std::int64_t end, DeltaSums* sums) {
-  if (sums != nullptr) return adam_one_pass<Grad, Rounded, true>(slice, begin, end, sums);
-  return adam_one_pass<Grad, Rounded, false>(slice, begin, end, nullptr);
+  if (slice.bf16_exp_avg != nullptr) return adam_with_moments<Grad, Rounded, Bf16>(slice, begin, end, sums);
+  return adam_with_moments<Grad, Rounded, float>(slice, begin, end, sums);
 }
 
 template <typename Grad>

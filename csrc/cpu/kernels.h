@@ -81,13 +81,21 @@ struct AdamFactors {
   float negative_step_size = 0;  // -lr / bias_correction1
   WeightDecay decay_kind = WeightDecay::kNone;
   float decay = 0;
-  SqrtFunction sqrt = nullptr;  // nullptr: correctly rounded, and faster
+  SqrtFunction sqrt = nullptr;    // nullptr: correctly rounded, and faster
+  std::uint32_t dither_seed = 0;  // see [Note: Moments in bf16]; another one in each step
   // For DeltaSums only.
   float bias_correction1 = 1;
   float weight_decay = 0;
 };
 
 /// A contiguous range that one Adam step updates.
+///
+/// [Note: Moments in bf16]
+/// A second moment decays by 1 - beta2, a thousandth, in a step: less than half of what separates neighbours
+/// in bf16, so that rounding to nearest would never let it shrink. Instead a moment goes to the neighbour
+/// above with the probability of its distance from the one below, so that it is right on the average. The
+/// random number is a hash of the weight, the first moment and the step: the same for every number of ranks
+/// and threads. The weight is updated from the moments before they are rounded.
 struct AdamSlice {
   float* weight = nullptr;  // the fp32 parameter, or the fp32 master of a 16-bit one
   void* rounded = nullptr;  // where the rounded weight goes as well; nullptr: nowhere
@@ -96,6 +104,8 @@ struct AdamSlice {
   DType grad_dtype = DType::kFloat32;
   float* exp_avg = nullptr;
   float* exp_avg_sq = nullptr;
+  void* bf16_exp_avg = nullptr;  // moments in bf16, which then are these two; else nullptr
+  void* bf16_exp_avg_sq = nullptr;
   std::int64_t n = 0;
   AdamFactors factors;
 };

@@ -142,8 +142,9 @@ void adam_move(at::TensorList weights, at::TensorList rounded, at::TensorList gr
   const std::vector<cpu::AdamSlice> slices =
       adam_slices({weights, rounded, grads, exp_avgs, exp_avg_sqs, steps}, {});
   for (const cpu::AdamSlice& slice : slices) {
-    BMT_CHECK(TypeError, slice.rounded != nullptr && size_of(slice.grad_dtype) == 2,
-              "adam_move_: expected 16-bit grads and rounded weights");
+    BMT_CHECK(TypeError,
+              slice.rounded != nullptr && size_of(slice.grad_dtype) == 2 && slice.exp_avg != nullptr,
+              "adam_move_: expected 16-bit grads and rounded weights, and float32 moments");
   }
   cpu::adam_move(slices.data(), static_cast<std::int64_t>(slices.size()));
 }

@@ -55,16 +55,25 @@ AdamSlice slice_of(const AdamTensors& tensors, std::size_t i) {
   const auto is_float32 = [](const at::Tensor& tensor) { return tensor.scalar_type() == at::kFloat; };
   check_dtype(weight, "weights", i, is_float32(weight), "float32");
   check_dtype(grad, "grads", i, is_float32(grad) || is_16_bit(grad), "float32, float16 or bfloat16");
-  check_dtype(tensors.exp_avgs[i], "exp_avgs", i, is_float32(tensors.exp_avgs[i]), "float32");
-  check_dtype(tensors.exp_avg_sqs[i], "exp_avg_sqs", i, is_float32(tensors.exp_avg_sqs[i]), "float32");
+  const bool bf16_moments = tensors.exp_avgs[i].scalar_type() == at::kBFloat16;
+  check_dtype(tensors.exp_avgs[i], "exp_avgs", i, bf16_moments || is_float32(tensors.exp_avgs[i]),
+              "float32 or bfloat16");
+  check_dtype(tensors.exp_avg_sqs[i], "exp_avg_sqs", i,
+              tensors.exp_avg_sqs[i].scalar_type() == tensors.exp_avgs[i].scalar_type(),
+              bf16_moments ? "bfloat16 like exp_avgs" : "float32 like exp_avgs");
   BMT_CHECK(ValueError, tensors.steps[i] >= 1, "adam: steps[", i, "]: expected 1 or more, got ",
             tensors.steps[i]);
   AdamSlice slice;
   slice.weight = weight.mutable_data_ptr<float>();
   slice.grad = grad.const_data_ptr();
   slice.grad_dtype = dtype_of(grad.scalar_type(), "grads");
-  slice.exp_avg = tensors.exp_avgs[i].mutable_data_ptr<float>();
-  slice.exp_avg_sq = tensors.exp_avg_sqs[i].mutable_data_ptr<float>();
+  if (bf16_moments) {
+    slice.bf16_exp_avg = tensors.exp_avgs[i].mutable_data_ptr();
+    slice.bf16_exp_avg_sq = tensors.exp_avg_sqs[i].mutable_data_ptr();
+  } else {
+    slice.exp_avg = tensors.exp_avgs[i].mutable_data_ptr<float>();
+    slice.exp_avg_sq = tensors.exp_avg_sqs[i].mutable_data_ptr<float>();
+  }
   slice.n = numel;
   if (!tensors.rounded.empty()) {
     const at::Tensor& rounded = tensors.rounded[i];
@@ -90,8 +99,11 @@ bool continues(const AdamSlice& slice, const AdamSlice& next) {
   const bool both = (slice.rounded == nullptr) == (next.rounded == nullptr);
   return both && slice.grad_dtype == next.grad_dtype && follows(slice.weight, DType::kFloat32, next.weight) &&
          follows(slice.grad, slice.grad_dtype, next.grad) &&
-         follows(slice.exp_avg, DType::kFloat32, next.exp_avg) &&
-         follows(slice.exp_avg_sq, DType::kFloat32, next.exp_avg_sq) &&
+         (slice.bf16_exp_avg == nullptr
+              ? follows(slice.exp_avg, DType::kFloat32, next.exp_avg) &&
+                    follows(slice.exp_avg_sq, DType::kFloat32, next.exp_avg_sq)
+              : follows(slice.bf16_exp_avg, DType::kBFloat16, next.bf16_exp_avg) &&
+                    follows(slice.bf16_exp_avg_sq, DType::kBFloat16, next.bf16_exp_avg_sq)) &&
          (slice.rounded == nullptr || (slice.rounded_dtype == next.rounded_dtype &&
                                        follows(slice.rounded, slice.rounded_dtype, next.rounded)));
 }
@@ -125,6 +137,7 @@ AdamFactors adam_factors(const AdamOptions& options, std::int64_t step) {
         static_cast<float>(options.decoupled ? 1 - lr * options.weight_decay : options.weight_decay);
   }
   factors.sqrt = options.torch_sqrt ? cpu::torch_sqrt() : nullptr;
+  factors.dither_seed = static_cast<std::uint32_t>(step) * 0x9e3779b1u;
   factors.bias_correction1 = static_cast<float>(bias_correction1);
   factors.weight_decay = static_cast<float>(options.weight_decay);
   return factors;
@@ -157,6 +170,10 @@ cpu::DeltaSums adam_step(const AdamTensors& tensors, const AdamOptions& options,
   BMT_CHECK(TypeError, tensors.weights.empty() || tensors.weights[0].is_cpu(),
             "adam: weights[0]: expected a CPU tensor, got one on ", tensors.weights[0].device());
   const std::vector<AdamSlice> slices = adam_slices(tensors, options);
+  for (const AdamSlice& slice : slices) {
+    BMT_CHECK(TypeError, slice.bf16_exp_avg == nullptr || !options.torch_sqrt,
+              "adam: expected float32 moments with torch_sqrt, got bfloat16");
+  }
   cpu::DeltaSums sums;
   cpu::adam(slices.data(), static_cast<std::int64_t>(slices.size()), with_delta ? &sums : nullptr);
   return sums;

@@ -33,8 +33,8 @@ struct AdamTensors {
   at::TensorList weights;      // fp32
   at::TensorList rounded;      // fp16 or bf16: receives the rounded weight
   at::TensorList grads;        // fp32, fp16 or bf16
-  at::TensorList exp_avgs;     // fp32
-  at::TensorList exp_avg_sqs;  // fp32
+  at::TensorList exp_avgs;     // fp32 or bf16
+  at::TensorList exp_avg_sqs;  // of the same dtype
   at::IntArrayRef steps;       // the number of each tensor's update, 1 for the first
 };
 

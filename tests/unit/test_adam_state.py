@@ -183,3 +183,31 @@ def test_hooks_of_torch_are_called() -> None:
     optimizer.register_state_dict_post_hook(lambda o, sd: calls.append("saved"))
     optimizer.load_state_dict(optimizer.state_dict())
     assert calls == ["saved", "pre", "post"]
+
+
+@pytest.mark.parametrize("gather", (False, True))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_bf16_moments_are_saved_loaded_and_copied(dtype: torch.dtype, gather: bool) -> None:
+    params, optimizer = trained(AdamOffloadOptimizer, dtype, state_dtype=torch.bfloat16)
+    state = optimizer.state[params[0]]
+    assert [state[name].dtype for name in ("exp_avg", "exp_avg_sq")] == [torch.bfloat16] * 2
+    assert state["_param_fp32"].dtype == torch.float32
+    saved = through_a_file(optimizer.state_dict(gather=gather))
+    assert saved["state"][0]["exp_avg"].dtype == (torch.float32 if gather else torch.bfloat16)
+    twins = [nn.Parameter(p.detach().clone()) for p in params]
+    other = AdamOffloadOptimizer([{"params": twins[:2]}, {"params": twins[2:]}], state_dtype=torch.bfloat16)
+    other.load_state_dict(saved)
+    third = copy.deepcopy(other)
+    for number in range(3, 6):
+        train_step(params, optimizer, number)
+        train_step(twins, other, number)
+        train_step([p for g in third.param_groups for p in g["params"]], third, number)
+    copies = [p for g in third.param_groups for p in g["params"]]
+    for p, q, r in zip(params, twins, copies, strict=True):
+        assert same_bits(p.data, q.data)
+        assert same_bits(p.data, r.data)
+
+
+def test_state_dtype_is_one_of_two() -> None:
+    with pytest.raises(TypeError, match=r"state_dtype: expected torch.float32 or torch.bfloat16, got"):
+        AdamOffloadOptimizer([nn.Parameter(torch.ones(2))], state_dtype=torch.float16)

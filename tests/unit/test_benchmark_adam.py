@@ -23,9 +23,9 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     out = capsys.readouterr().out
     assert "4 x 2^20 elements, 1 threads" in out
     (result,) = json.loads(file.read_text())["results"]
-    assert all(f"  {name}" in out and seconds > 0 for name, seconds in result["seconds"].items())
-    assert len(result["seconds"]) == 10
-    assert (tmp_path / "adam.svg").read_text().count("<rect") == 11
+    assert all(f"  {name}" in out and min(seconds) > 0 for name, seconds in result["seconds"].items())
+    assert len(result["seconds"]) == 11
+    assert (tmp_path / "adam.svg").read_text().count("<rect") == 12
     assert "16-bit: AdamOffload is " in out
 
 
@@ -35,7 +35,7 @@ def test_the_move_has_the_bytes_of_a_step() -> None:
     _ops.adam_move_(ranges)
     assert [t[0].unique().tolist() for t in ranges[:5]] == [[3], [2], [2], [4], [0]]
     assert Size.read("100x16").numel == 100 << 16
-    with pytest.raises(TypeError, match="expected 16-bit grads and rounded weights"):
+    with pytest.raises(TypeError, match="expected 16-bit grads and rounded weights, and float32 moments"):
         _ops.adam_move_(ranges._replace(rounded=[], grads=[torch.ones(1001)]))
 
 

@@ -259,7 +259,7 @@ BAD: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
         TypeError,
         r"grads\[0\]: expected float32, float16 or bfloat16, got Int",
     ),
-    ({"exp_avg": torch.zeros(4).half()}, TypeError, r"exp_avgs\[0\]: expected float32, got Half"),
+    ({"exp_avg": torch.zeros(4).half()}, TypeError, r"exp_avgs\[0\]: expected float32 or bfloat16, got Half"),
     (
         {"exp_avg_sq": torch.zeros(3)},
         ValueError,
@@ -296,3 +296,43 @@ def test_lists_of_different_lengths_are_refused() -> None:
         _ops.adam_(ranges_of([p], 1)._replace(grads=[]), **DEFAULTS)
     with pytest.raises(ValueError, match=r"steps\[0\]: expected 1 or more, got 0"):
         p.step(0, **DEFAULTS)
+
+
+def moments_in_bf16(p: Problem) -> Problem:
+    return replace(p, exp_avg=odd(p.exp_avg.bfloat16()), exp_avg_sq=odd(p.exp_avg_sq.bfloat16()))
+
+
+@pytest.mark.parametrize("rounded", (None, torch.bfloat16))
+def test_bf16_moments_have_the_same_bits_at_every_level_and_for_every_partition(
+    rounded: torch.dtype | None,
+) -> None:
+    for start in (problem(4_099, torch.float32, rounded), special_problem(torch.float32, rounded)):
+        results = []
+        for name in LEVELS:
+            p, pieces = moments_in_bf16(start.copy()), moments_in_bf16(start.copy())
+            parts = [
+                Problem(*(t if t is None else t[part] for t in vars(pieces).values()))
+                for part in (slice(1, 18), slice(18, None), slice(0, 1))
+            ]
+            with level(name):
+                for number in (1, 2, 1000):
+                    p.step(number, **DEFAULTS)
+                    _ops.adam_(ranges_of(parts, number), **DEFAULTS)
+            results += [p, pieces]
+        for other in results[1:]:
+            assert all(same_bits(a, b) for a, b in zip(results[0].arrays(), other.arrays(), strict=True))
+
+
+def test_bf16_moments_go_to_a_neighbour_and_are_right_on_the_average() -> None:
+    p = problem(100_003)
+    p.grad.zero_()
+    p.exp_avg_sq.fill_(1.0)
+    p.exp_avg.fill_(-1.0)
+    p = moments_in_bf16(p)
+    for number in range(1, 201):
+        p.step(number, **{**DEFAULTS, "betas": (0.99, 0.999)})
+        if number == 1:  # bf16 has 1 and, below it, 1 - 2^-8
+            assert set(p.exp_avg_sq.tolist()) == {1.0, 1 - 2**-8}
+            assert p.exp_avg_sq.double().mean().item() == pytest.approx(0.999, abs=1e-4)
+    assert p.exp_avg_sq.double().mean().item() == pytest.approx(0.999**200, rel=1e-3)
+    assert p.exp_avg.double().mean().item() == pytest.approx(-(0.99**200), rel=1e-3)
