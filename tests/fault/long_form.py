@@ -41,7 +41,7 @@ def strike(op: str, victim: int, number: int, delay: float, note: str) -> tuple[
     return message, time.monotonic()
 
 
-def measure(number: int, world: int, repeats: int, timeout: float) -> dict[str, Any]:
+def measure(number: int, transport: str, world: int, repeats: int, timeout: float) -> dict[str, Any]:
     """All victims x all collectives x repeats."""
     delays: list[float] = []
     hangs = wrong = 0
@@ -60,6 +60,7 @@ def measure(number: int, world: int, repeats: int, timeout: float) -> dict[str, 
                         delay,
                         note,
                         init={"timeout": timeout},
+                        environment={"BMTRAIN_CPU_TRANSPORT": transport},
                         fresh=True,
                         timeout=timeout + 20,
                     )
@@ -74,11 +75,13 @@ def measure(number: int, world: int, repeats: int, timeout: float) -> dict[str, 
                         delays.append(raised - struck)
                         wrong += f"rank {victim}" not in message.split(": ", 1)[1]
     return {
+        "struck": len(COLLECTIVES) * world * repeats,
         "survivors": len(delays),
         "did not raise": hangs,
         "named another rank": wrong,
         "seconds, least": min(delays),
         "seconds, median": statistics.median(delays),
+        "seconds, 99 of 100": sorted(delays)[int(0.99 * len(delays))],
         "seconds, most": max(delays),
     }
 
@@ -106,7 +109,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--world", type=int, default=4, help="ranks")
     parser.add_argument("--repeats", type=int, default=50, help="kills for each rank and collective")
-    parser.add_argument("--stops", type=int, default=1, help="stops for each rank and collective")
+    parser.add_argument("--stops", type=int, default=0, help="stops for each rank and collective")
+    parser.add_argument("--transports", default="shm,gloo", help="what connects the ranks")
     parser.add_argument("--timeout", type=float, default=5.0, help="of the library, in seconds")
     parser.add_argument("--out", type=Path, default=Path("docs/results/faults.json"))
     options = parser.parse_args()
@@ -114,13 +118,15 @@ def main() -> None:
         "machine": f"{platform.machine()}, {os.cpu_count()} processors, torch {torch.__version__}",
         "options": {name: str(value) for name, value in vars(options).items()},
         "recording": cost_of_recording(),
-        "SIGKILL": measure(signal.SIGKILL, options.world, options.repeats, options.timeout),
     }
-    if options.stops:
-        result["SIGSTOP"] = measure(signal.SIGSTOP, options.world, options.stops, options.timeout)
+    for transport in options.transports.split(","):
+        arguments = (transport, options.world)
+        result[f"SIGKILL, {transport}"] = measure(
+            signal.SIGKILL, *arguments, options.repeats, options.timeout
+        )
+        if options.stops:
+            result[f"SIGSTOP, {transport}"] = measure(
+                signal.SIGSTOP, *arguments, options.stops, options.timeout
+            )
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -8,6 +8,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python="${BMTRAIN_PYTHON:-python}"
 if [ "${1:-}" = --long ]; then
     shift
-    PYTHONPATH="tests:tests/fault${PYTHONPATH:+:$PYTHONPATH}" exec "$python" tests/fault/long_form.py "$@"
+    PYTHONPATH=".:tests:tests/fault${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -c 'import long_form; long_form.main()' "$@" # ranks import it by its name
 fi
 exec "$python" -m pytest tests/fault "$@"
