@@ -17,6 +17,7 @@ _BENCHMARKS = {
     "plan": "planner and timeline against runs on this machine",
     "adam": "one Adam step against torch's and against moving the same bytes",
     "comm": "exchanges between CPU ranks against torch.distributed over Gloo",
+    "gpu": "kernels and a training step on one GPU, against its copy bandwidth and torch",
     "offload": "what a training loop notices of the offloaded optimizer step",
     "step": "one training step against DDP, FSDP2 and no communication",
 }

@@ -2,6 +2,9 @@
 
 Looks at torch, compiler, core, processor, devices, NCCL, shared memory, memory and port, lets the ranks meet, and
 tries a collective and an Adam step. Under a launcher (torchrun -m bmtrain doctor) every rank reports.
+
+With --gpus it proves the GPUs instead: kernels against the CPU's, exchanges with known answers, training against plain
+torch, on one rank for each GPU of this host, or on the ranks of the launcher.
 """
 
 from __future__ import annotations
@@ -9,14 +12,16 @@ from __future__ import annotations
 import argparse
 import importlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from ._checkup import Surroundings, check_up
+from . import _context
+from ._checkup import Check, Surroundings, check_up
+from ._gpu_proof import prove, run_on_all_gpus
 
-__all__ = ["API", "MODULES", "Finding", "add_arguments", "check_api", "run", "run_checks"]
+__all__ = ["API", "MODULES", "Finding", "add_arguments", "check_api", "run", "run_checks", "run_proof"]
 
 PACKAGE = "bmtrain"
 
@@ -233,27 +238,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api", action="store_true", help="list every documented name and what it resolves to instead"
     )
     parser.add_argument(
+        "--gpus", action="store_true", help="prove that training works on all GPUs together instead"
+    )
+    parser.add_argument(
         "--timeout", type=float, default=10.0, metavar="SECONDS", help="for the ranks to meet (default: 10)"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report. Returns 1 if there is a problem, else 0."""
-    return _run_api() if arguments.api else run_checks(Surroundings(timeout=arguments.timeout))
+    if arguments.api:
+        return _run_api()
+    here = Surroundings(timeout=arguments.timeout)
+    if not arguments.gpus:
+        return run_checks(here)
+    if "WORLD_SIZE" in here.environ or "BMTRAIN_DOCTOR_RANK" in here.environ:
+        return run_proof(here)
+    return run_on_all_gpus(arguments.timeout)
+
+
+def run_proof(here: Surroundings) -> int:
+    """Print what is proven of the ranks' devices, and a verdict. Returns 1 if something is not, else 0."""
+    problems = _report(here, prove(here.timeout))
+    context = _context.current()
+    if context is not None and context.topology.rank == 0:
+        devices = f"{context.topology.world_size} x {context.device.type}, {context.backend}"
+        print(f"VERDICT: {'NOT proven' if problems else 'proven'} on {devices}", flush=True)
+    return 1 if problems else 0
 
 
 def run_checks(here: Surroundings) -> int:
     """Print what every check finds. Returns 1 if there is a problem, else 0."""
+    return 1 if _report(here, check_up(here)) else 0
+
+
+def _report(here: Surroundings, checks: Iterable[Check]) -> int:
+    """Print checks as they come; the number of problems."""
     several = int(here.environ.get("WORLD_SIZE") or 1) > 1
     mark = f"[rank {here.environ.get('RANK', '?')}] " if several else ""
     problems = 0
-    for check in check_up(here):
+    for check in checks:
         problems += check.is_problem
         print(f"{mark}{'PROBLEM' if check.is_problem else 'ok':<8}{check.name:<15}{check.found}", flush=True)
         if check.is_problem:
             print(f"{mark}{'':<8}{'remedy:':<15}{check.remedy}", flush=True)
     print(f"{mark}{problems} problem{'' if problems == 1 else 's'}", flush=True)
-    return 1 if problems else 0
+    return problems
 
 
 def _run_api() -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..block_layer import Block
-from ..global_var import world_size
+from ..global_var import context, world_size
 from ..optim import AdamOptimizer, OptimManager
 from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 
@@ -70,7 +70,7 @@ def _fsdp2(
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        mesh = init_device_mesh("cpu", (world_size(),))
+        mesh = init_device_mesh(context("fsdp2").device.type, (world_size(),))
         precision = (
             MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             if bf16

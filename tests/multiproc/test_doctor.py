@@ -17,8 +17,9 @@ import pytest
 from harness import free_port, run_process, run_ranks
 
 import bmtrain
-from bmtrain import _checkup
+from bmtrain import _checkup, _gpu_proof
 from bmtrain._checkup import Check, Surroundings, check_up
+from bmtrain._gpu_proof import prove
 from bmtrain.doctor import run_checks
 
 
@@ -169,3 +170,41 @@ def test_a_problem_is_printed_with_its_remedy_and_fails(capsys: pytest.CaptureFi
     assert "PROBLEM port           taken" in output
     assert "remedy:        take another" in output
     assert output.endswith("1 problem\n")
+
+
+def proof() -> list[Check]:
+    return list(prove(30.0))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_proof_of_devices(num_ranks: int) -> None:
+    for checks in run_ranks(num_ranks, proof):
+        assert [check.name for check in checks] == ["ranks", "kernels", "exchanges", "training"]
+        assert not any(check.is_problem for check in checks), checks
+
+
+def test_what_one_rank_finds_wrong_all_report() -> None:
+    """... and none goes on alone."""
+    for checks in run_ranks(2, proof_with_a_wrong_sum):
+        assert [check.name for check in checks if check.is_problem] == ["kernels"]
+
+
+def proof_with_a_wrong_sum() -> list[Check]:
+    require = _gpu_proof._require
+    _gpu_proof._require = lambda problems: require(
+        [*problems, *(["a wrong sum"] if bmtrain.rank() == 1 else [])]
+    )
+    try:
+        return proof()
+    finally:
+        _gpu_proof._require = require
+
+
+def test_gpus_are_needed_for_their_proof() -> None:
+    done = run_process(
+        [sys.executable, "-m", "bmtrain", "doctor", "--gpus"],
+        environment={"CUDA_VISIBLE_DEVICES": ""},
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "no usable GPU" in done.stdout

@@ -1,0 +1,246 @@
+"""What a GPU's kernels and training step reach, against the card's own copy bandwidth and against torch.
+
+Everything runs in turn in one process on one card: Adam over 16-bit gradients, the norm of gradients, cross-entropy
+over a large vocabulary, and the step of a GPT. Times are medians between events of the device. A ratio "of copy" says
+how much of the bandwidth, measured just before, at which torch copies memory on this card a pass reached, by the bytes
+that it cannot avoid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import _build, _ops, init_distributed
+from ..init import is_initialized
+from ..loss import FusedCrossEntropy
+from ..optim._adam_state import allocate
+from ._gpt import GPT
+from ._variants import VARIANTS
+
+__all__ = ["add_arguments", "measure_adam", "measure_cross_entropy", "measure_norm", "measure_step", "run"]
+
+_ADAM_BYTES = 28  # of an element: the gradient, fp32 weight and moments read and written, the 16-bit weight
+_GIB = 1 << 30
+_PARTS = ("adam", "norm", "cross-entropy", "step")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the options of ``bench gpu``."""
+    parser.add_argument("--parts", default=",".join(_PARTS), help="(default: %(default)s)")
+    parser.add_argument(
+        "--exponent", type=int, default=28, help="elements of Adam and norm (default: 2^%(default)s)"
+    )
+    parser.add_argument("--rows", type=int, default=8192, help="of the logits (default: %(default)s)")
+    parser.add_argument(
+        "--vocab", type=int, default=131072, help="columns of the logits (default: %(default)s)"
+    )
+    parser.add_argument("--layers", type=int, default=24, help="of the GPT (default: %(default)s)")
+    parser.add_argument("--dim", type=int, default=2048, help="(default: %(default)s)")
+    parser.add_argument("--heads", type=int, default=16, help="(default: %(default)s)")
+    parser.add_argument("--seq", type=int, default=1024, help="(default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=8, help="(default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=20, help="measurements (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write the results to this file as well")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure, print a table, and write JSON if asked to."""
+    if not torch.cuda.is_available():
+        raise SystemExit("bench gpu: expected a usable CUDA device, got none")
+    parts = arguments.parts.split(",")
+    if unknown := sorted(set(parts) - set(_PARTS)):
+        raise SystemExit(f"--parts: expected some of {', '.join(_PARTS)}, got {', '.join(unknown)}")
+    copy = measure_copy(arguments.repeat)
+    results: dict[str, Any] = {"card": _card(), "copy GB/s": copy / 1e9}
+    _print("card", results["card"])
+    _print("copy", {"GB/s": copy / 1e9})
+    measures: dict[str, Callable[[], dict[str, Any]]] = {
+        "adam": lambda: measure_adam(1 << arguments.exponent, copy, arguments.repeat),
+        "norm": lambda: measure_norm(1 << (arguments.exponent + 2), copy, arguments.repeat),
+        "cross-entropy": lambda: measure_cross_entropy(
+            arguments.rows, arguments.vocab, copy, arguments.repeat
+        ),
+        "step": lambda: measure_step(arguments),
+    }
+    for part in parts:
+        try:
+            results[part] = measures[part]()
+        except (RuntimeError, ImportError) as error:  # the other parts are worth having
+            results[part] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+        torch.cuda.empty_cache()
+        _print(part, results[part])
+        if arguments.json is not None:  # after each part: a run that is stopped leaves what it has
+            arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _card() -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "name": properties.name,
+        "memory GiB": round(properties.total_memory / _GIB, 1),
+        "multiprocessors": properties.multi_processor_count,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "kernels": _build.build_info()["cuda_arch_list"],
+    }
+
+
+def seconds_of(work: Callable[[], Any], repeat: int, prepare: Callable[[], Any] | None = None) -> float:
+    """The median time on the device of ``work``, with ``prepare`` before each run, not counted."""
+    times: list[float] = []
+    for number in range(repeat + 3):
+        if prepare is not None:
+            prepare()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        if number >= 3:
+            times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def measure_copy(repeat: int) -> float:
+    """Bytes read and written in a second by torch's copy between two buffers of 2 GiB."""
+    source, target = (torch.empty(2 * _GIB, dtype=torch.uint8, device="cuda").zero_() for _ in range(2))
+    return 2 * source.numel() / seconds_of(lambda: target.copy_(source), repeat)
+
+
+def measure_adam(size: int, copy: float, repeat: int) -> dict[str, Any]:
+    """Our Adam over bf16 gradients, and torch's fused AdamW with the casts that it needs around it."""
+    options: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    shape = [torch.Size([size])]
+    (weight,), (exp_avg,), (exp_avg_sq,) = allocate(shape, 3, torch.device("cuda"))
+    weight.normal_()
+    grad = torch.randn(size, device="cuda", dtype=torch.bfloat16)
+    rounded = weight.bfloat16()
+    ranges = _ops.AdamRanges([weight], [rounded], [grad], [exp_avg], [exp_avg_sq], [10])
+    ours = seconds_of(lambda: _ops.adam_(ranges, **options, scale=1024.0, decoupled=True), repeat)
+    bits = _has_torchs_bits(options)
+    master = torch.nn.Parameter(weight)
+    master.grad = torch.empty_like(weight)
+    peer = torch.optim.AdamW([master], fused=True, **options)
+
+    def by_torch() -> None:
+        assert master.grad is not None
+        master.grad.copy_(grad).mul_(1 / 1024)
+        peer.step()
+        rounded.copy_(master.detach())
+
+    theirs = seconds_of(by_torch, repeat)
+    return {
+        "elements": size,
+        "ms": ours * 1e3,
+        "GB/s": size * _ADAM_BYTES / ours / 1e9,
+        "of copy": size * _ADAM_BYTES / ours / copy,
+        "torch fused AdamW and casts, ms": theirs * 1e3,
+        "times as fast as torch": theirs / ours,
+        "fp32 has the bits of torch's Adam": bits,
+    }
+
+
+def _has_torchs_bits(options: dict[str, Any]) -> bool:
+    """Whether our kernel over fp32 parameters gives the bits of ``torch.optim.Adam`` with its defaults."""
+    torch.manual_seed(0)
+    start = torch.randn(100_003, device="cuda")
+    exp_avgs, exp_avg_sqs = allocate([start.shape], 2, start.device)
+    theirs = torch.nn.Parameter(start.clone())
+    peer = torch.optim.Adam([theirs], **options)
+    for step in range(1, 6):
+        theirs.grad = torch.randn_like(start)
+        _ops.adam_(_ops.AdamRanges([start], [], [theirs.grad], exp_avgs, exp_avg_sqs, [step]), **options)
+        peer.step()
+    return torch.equal(start, theirs.detach())
+
+
+def measure_norm(size: int, copy: float, repeat: int) -> dict[str, Any]:
+    """The pass that gives norm and overflow of bf16 gradients, and torch's norm of the same."""
+    grad = torch.randn(size, device="cuda", dtype=torch.bfloat16)
+    ours = seconds_of(lambda: _ops.squared_sum([grad]), repeat)
+    theirs = seconds_of(lambda: torch._foreach_norm([grad], 2, dtype=torch.float32), repeat)
+    return {
+        "elements": size,
+        "ms": ours * 1e3,
+        "of copy": 2 * size / ours / copy,
+        "torch _foreach_norm, ms": theirs * 1e3,
+        "times as fast as torch": theirs / ours,
+    }
+
+
+def measure_cross_entropy(rows: int, vocab: int, copy: float, repeat: int) -> dict[str, Any]:
+    """Forward and backward over bf16 logits: in place, not in place, and torch's; with the memory each adds."""
+    values = torch.randn(rows, vocab, device="cuda", dtype=torch.bfloat16)
+    target = torch.randint(vocab, (rows,), device="cuda")
+    size = values.numel() * values.element_size()
+    candidates: dict[str, Callable[..., Tensor]] = {
+        "in place": FusedCrossEntropy(inplace=True),
+        "default": FusedCrossEntropy(),
+        "torch": F.cross_entropy,
+    }
+    results: dict[str, Any] = {"rows": rows, "vocab": vocab}
+    for name, loss_of in candidates.items():
+        logits = values.detach().requires_grad_()
+
+        def clear(logits: Tensor = logits) -> None:
+            logits.grad = None
+
+        def train(logits: Tensor = logits, loss_of: Callable[..., Tensor] = loss_of) -> None:
+            loss_of(logits, target).backward()
+
+        train()
+        clear()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        train()
+        results[f"{name}, memory in logits"] = (torch.cuda.max_memory_allocated() - before) / size
+        taken = seconds_of(train, repeat, clear)
+        results[f"{name}, ms"] = taken * 1e3
+        results[f"{name}, of copy"] = 3 * size / taken / copy  # read twice, written once
+        clear()
+    return results
+
+
+def measure_step(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The step of a bf16 GPT with recomputation: alone in plain torch, by FSDP2, and by bmtrain."""
+    import torch.distributed as dist
+
+    if not is_initialized():
+        init_distributed(seed=0)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)  # FSDP2's
+
+    def build() -> torch.nn.Module:
+        with torch.device("cuda"):
+            return GPT(arguments.layers, arguments.dim, arguments.heads, 50304, arguments.seq)
+
+    results: dict[str, Any] = {"parameters": sum(p.numel() for p in build().parameters())}
+    batch = torch.randint(50304, (arguments.batch, arguments.seq + 1), device="cuda")
+    repeat = max(3, arguments.repeat // 4)
+    for kind in ("alone", "fsdp2", "bmtrain-3"):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        step = VARIANTS[f"{kind}-recompute-bf16"](build)
+        results[f"{kind}, ms"] = seconds_of(partial(step, batch), repeat) * 1e3
+        results[f"{kind}, peak GiB"] = torch.cuda.max_memory_allocated() / _GIB
+        del step
+    results["bmtrain / alone"] = results["bmtrain-3, ms"] / results["alone, ms"]
+    results["bmtrain / fsdp2"] = results["bmtrain-3, ms"] / results["fsdp2, ms"]
+    return results
+
+
+def _print(title: str, values: dict[str, Any]) -> None:
+    print(f"\n{title}")
+    for name, value in values.items():
+        shown = f"{value:.3f}" if isinstance(value, float) else str(value)
+        print(f"  {name:40} {shown:>14}", flush=True)
