@@ -111,6 +111,10 @@ std::tuple<double, double> adam_cuda(at::TensorList weights, at::TensorList roun
                             scale, decoupled, maximize, hold_steps, /*torch_sqrt=*/false};
   const std::vector<cpu::AdamSlice> slices =
       adam_slices({weights, rounded, grads, exp_avgs, exp_avg_sqs, steps}, options);
+  for (const cpu::AdamSlice& slice : slices) {
+    BMT_CHECK(TypeError, slice.bf16_exp_avg == nullptr,
+              "adam_: expected float32 moments on CUDA, got bfloat16");
+  }
   const c10::cuda::CUDAGuard guard(weights[0].device());
   C10_CUDA_CHECK(cuda::adam(slices.data(), static_cast<std::int64_t>(slices.size()), {},
                             c10::cuda::getCurrentCUDAStream()));

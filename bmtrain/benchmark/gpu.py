@@ -121,7 +121,7 @@ def measure_adam(size: int, copy: float, repeat: int) -> dict[str, Any]:
     """Our Adam over bf16 gradients, and torch's fused AdamW with the casts that it needs around it."""
     options: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
     shape = [torch.Size([size])]
-    (weight,), (exp_avg,), (exp_avg_sq,) = allocate(shape, 3, torch.device("cuda"))
+    (weight,), (exp_avg,), (exp_avg_sq,) = allocate(shape, [torch.float32] * 3, torch.device("cuda"))
     weight.normal_()
     grad = torch.randn(size, device="cuda", dtype=torch.bfloat16)
     rounded = weight.bfloat16()
@@ -154,7 +154,7 @@ def _has_torchs_bits(options: dict[str, Any]) -> bool:
     """Whether our kernel over fp32 parameters gives the bits of ``torch.optim.Adam`` with its defaults."""
     torch.manual_seed(0)
     start = torch.randn(100_003, device="cuda")
-    exp_avgs, exp_avg_sqs = allocate([start.shape], 2, start.device)
+    exp_avgs, exp_avg_sqs = allocate([start.shape], [torch.float32] * 2, start.device)
     theirs = torch.nn.Parameter(start.clone())
     peer = torch.optim.Adam([theirs], **options)
     for step in range(1, 6):

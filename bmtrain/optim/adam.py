@@ -143,6 +143,7 @@ def _has_kernel(update: Update) -> bool:
         and param.is_contiguous()
         and grad.is_contiguous()
         and state[MASTER].device == grad.device == param.device
+        and state["exp_avg"].dtype == torch.float32
     )
 
 

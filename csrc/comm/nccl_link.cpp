@@ -186,13 +186,15 @@ void NcclLink::check(Result result, const std::string& what) {
   }
 }
 
-// See [Note: Calls that do not block].
-void NcclLink::settle(const std::string& what, nccl::Comm comm) {
+// See [Note: Calls that do not block]. A communicator made by a split may be there only some time later.
+void NcclLink::settle(const std::string& what, nccl::Comm& comm) {
   const auto deadline = NcclClock::now() + seconds(options_.timeout_seconds);
   Pause pause;
   while (true) {
-    Result state = Result::kSuccess;
-    check(call().CommGetAsyncError(comm, &state), what);
+    Result state = Result::kInProgress;
+    if (nccl::Comm const made = std::atomic_ref(comm).load(); made != nullptr) {
+      check(call().CommGetAsyncError(made, &state), what);
+    }
     if (state == Result::kSuccess) {
       return;
     }

@@ -108,7 +108,7 @@ class NcclLink final : public NcclMember {
   [[nodiscard]] std::string reason() const;
   [[noreturn]] void fail(const std::string& message);
   void check(nccl::Result result, const std::string& what);
-  void settle(const std::string& what, nccl::Comm comm);
+  void settle(const std::string& what, nccl::Comm& comm);
   void launch(std::vector<Entry> batch);
   [[nodiscard]] std::string find_failure();
   void retire();
