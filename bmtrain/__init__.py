@@ -28,6 +28,7 @@ from . import (
     store,
     timeline,
     utils,
+    weights,
     wrapper,
 )
 from ._engine.policy import BlockPolicy, Recompute, default_policy
@@ -103,6 +104,7 @@ __all__ = [
     "timeline",
     "utils",
     "wait_loader",
+    "weights",
     "world_size",
     "wrapper",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -18,7 +18,7 @@ from ._atomic_file import AtomicFile
 from .distributed.checkpoint._memory import bytes_of
 from .errors import UnreadableFileError
 
-__all__ = ["SafetensorsFile", "TensorPlace", "locate_tensors", "write_safetensors"]
+__all__ = ["SafetensorsFile", "TensorPlace", "locate_tensors", "write_folder", "write_safetensors"]
 
 _NAMES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -172,6 +172,58 @@ def write_safetensors(
         file.write(len(header).to_bytes(8, "little") + header)
         for tensor in tensors:
             _write(file, tensor)
+
+
+def write_folder(
+    folder: Path,
+    table: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    read: Callable[[str], torch.Tensor],
+    metadata: Mapping[str, str],
+    max_shard_size: int | None = None,
+) -> None:
+    """Writes ``model.safetensors``, or numbered files and an index that appears when all of them are there.
+
+    Args:
+        folder: made if it is missing.
+        table: dtype and shape of each tensor, by name.
+        read: gives the tensor of a name, on the host; called in the order of the table.
+        metadata: text values, of each file.
+        max_shard_size: bytes of the largest file, unless a single tensor is larger; None for one file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    groups = _groups(table, max_shard_size)
+    names = ["model.safetensors"]
+    if len(groups) > 1:
+        names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    for name, group in zip(names, groups, strict=True):
+        write_safetensors(folder / name, {key: table[key] for key in group}, map(read, group), metadata)
+    index = folder / "model.safetensors.index.json"
+    if len(groups) > 1:
+        weights = {key: name for name, group in zip(names, groups, strict=True) for key in group}
+        total = sum(_nbytes(*described) for described in table.values())
+        with AtomicFile(index) as file:
+            file.write(
+                json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2).encode()
+            )
+    elif index.exists():
+        index.unlink()  # of other weights: readers would believe it
+
+
+def _groups(table: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], limit: int | None) -> list[list[str]]:
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, described in table.items():
+        size = _nbytes(*described)
+        if limit is not None and groups[-1] and filled + size > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    return groups
+
+
+def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * dtype.itemsize
 
 
 def _write(file: BinaryIO, tensor: torch.Tensor) -> None:

@@ -24,7 +24,8 @@ def BMTrainModelWrapper(model: torch.nn.Module) -> torch.nn.Module:
 
     Every parameter becomes a :class:`bmtrain.DistributedParameter` with the same values (which must be equal on all
     ranks), every module a :class:`bmtrain.DistributedModule` that is still an instance of its old class, and every
-    element of an outermost ``ModuleList`` a :class:`bmtrain.Block`. What is distributed already is left as it is.
+    element of an outermost ``ModuleList`` a :class:`bmtrain.Block`. What is distributed already is left as it is, and
+    what was put into it since (adapters) is converted.
 
     Args:
         model: any module.
@@ -64,9 +65,6 @@ def _check(model: object) -> None:
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
 
 
-_AS_THEY_ARE = (DistributedModule, TransformerBlockList, PipelineTransformerBlockList)
-
-
 class _Conversion:
     """One call of the wrapper; remembers what became of what, so that what was shared stays shared."""
 
@@ -77,11 +75,12 @@ class _Conversion:
 
     def tree(self, module: torch.nn.Module, in_block: bool = False) -> torch.nn.Module:
         """Converts a module and all below it."""
-        if id(module) in self._converted or isinstance(module, _AS_THEY_ARE):
-            return module
-        if type(module) is Block:
+        if id(module) in self._converted or _is_of_its_user(module):
             return module
         self._converted.add(id(module))
+        if type(module) is Block:
+            self.tree(module._module, in_block=True)
+            return module
         makes_blocks = isinstance(module, torch.nn.ModuleList) and not in_block
         for name, child in module._modules.items():
             if child is not None:
@@ -95,7 +94,7 @@ class _Conversion:
     def element(self, module: torch.nn.Module, in_block: bool) -> torch.nn.Module:
         """Converts an element of an outermost ModuleList: to a Block, unless it cannot be called."""
         if type(module) is Block:
-            return module
+            return self.tree(module)
         if type(module).forward is torch.nn.Module.forward:  # a container itself
             return self.tree(module, in_block)
         block = _as_block(self.tree(module, in_block=True), self._blocks.get(id(module)), 0)
@@ -104,7 +103,7 @@ class _Conversion:
 
     def node(self, module: torch.nn.Module) -> None:
         """Converts one module, without its children."""
-        if isinstance(module, (DistributedModule, Block)):
+        if isinstance(module, (DistributedModule, *_LISTS)):
             return
         if isinstance(module, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
             raise TypeError(f"model: a scripted module ({module.original_name}) cannot be made distributed")
@@ -157,6 +156,15 @@ def _chain(modules: torch.nn.Module) -> None:
         if type(block) is Block:
             block.set_pre_module(previous)
             previous = block
+
+
+def _is_of_its_user(module: torch.nn.Module) -> bool:
+    """Whether its class was written as a distributed one."""
+    kind = type(module)  # a Block says that it is of its module's class
+    return issubclass(kind, DistributedModule) and not issubclass(kind, _Converted)
+
+
+_LISTS = (TransformerBlockList, PipelineTransformerBlockList)
 
 
 # ---- classes

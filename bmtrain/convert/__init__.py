@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 
 from .._archive_writer import write_archive
-from .._atomic_file import AtomicFile
-from .._safetensors import write_safetensors
+from .._safetensors import write_folder, write_safetensors
 from ..distributed.checkpoint.layout import step_folder
 from ..distributed.checkpoint.snapshot import Run
 from ..distributed.checkpoint.spread import Spread
@@ -99,34 +98,7 @@ def _to_safetensors(
     if path.suffix == ".safetensors":
         write_safetensors(path, source.table, map(read, source.table), metadata)
         return
-    path.mkdir(parents=True, exist_ok=True)
-    groups = _groups(source, max_shard_size)
-    names = ["model.safetensors"]
-    if len(groups) > 1:
-        names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
-    for name, group in zip(names, groups, strict=True):
-        table = {key: source.table[key] for key in group}
-        write_safetensors(path / name, table, map(read, group), metadata)
-    if len(groups) > 1:
-        weights = {key: name for name, group in zip(names, groups, strict=True) for key in group}
-        total = sum(dtype.itemsize * Spread(shape).numel for dtype, shape in source.table.values())
-        with AtomicFile(path / "model.safetensors.index.json") as file:
-            file.write(
-                json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2).encode()
-            )
-
-
-def _groups(source: Source, limit: int | None) -> list[list[str]]:
-    groups: list[list[str]] = [[]]
-    filled = 0
-    for name, (dtype, shape) in source.table.items():
-        size = dtype.itemsize * Spread(shape).numel
-        if limit is not None and groups[-1] and filled + size > limit:
-            groups.append([])
-            filled = 0
-        groups[-1].append(name)
-        filled += size
-    return groups
+    write_folder(path, source.table, read, metadata, max_shard_size)
 
 
 def _to_checkpoint(source: Source, folder: Path, read: Callable[[str], torch.Tensor]) -> None:

@@ -1,0 +1,253 @@
+"""Weights in and out as safetensors, the files of Hugging Face models: no rank ever holds a whole model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ._agree import on_all_ranks, raise_together
+from ._engine.outline import outline_of
+from ._model_check import check_model_state
+from ._safetensors import SafetensorsFile, locate_tensors, write_folder, write_safetensors
+from ._shared_state import DistributedTensorWrapper
+from .distributed.checkpoint.spread import local_run, spread_of
+from .global_var import context
+from .parameter import DistributedParameter, full_value
+from .store import finish_background_save
+
+__all__ = ["load", "save"]
+
+_Rename = Callable[[str], "str | None"]
+
+
+def load(
+    model: torch.nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    rename: _Rename | None = None,
+) -> Any:
+    """Reads safetensors into a model, each rank the bytes of its own shards only. Collective.
+
+    The model may have been built on the meta device: memory is made as it is filled, so that no rank holds more than
+    its shards and one tensor. Buffers that no file holds (rotary frequencies, masks) are then computed by the model's
+    own ``_init_weights``, as Hugging Face models have it. Names and shapes are compared before anything is changed.
+
+    Args:
+        model: any mix of distributed and plain modules.
+        path: a file, an index (``model.safetensors.index.json``), or a folder with either; on every host.
+        strict: whether missing and unexpected names are errors. Another name of a parameter that is read is not
+            missing: files name tied weights once.
+        rename: from a name in the files to one in the model; None leaves a tensor out.
+
+    Returns:
+        ``(missing_keys, unexpected_keys)``, as ``load_state_dict``.
+
+    Raises:
+        OSError, UnreadableFileError: on every rank, if a rank cannot read the files.
+        RuntimeError: on every rank, for shapes that differ, with ``strict`` for names that differ, and for buffers on
+            the meta device that nothing fills.
+
+    Example:
+        >>> with torch.device("meta"):                                          # doctest: +SKIP
+        ...     model = AutoModelForCausalLM.from_config(config)
+        >>> model = bmtrain.BMTrainModelWrapper(model)                          # doctest: +SKIP
+        >>> bmtrain.weights.load(model, "Llama-3.1-8B")                         # doctest: +SKIP
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    context("weights.load()")
+    finish_background_save()
+    files = on_all_ranks(lambda: locate_tensors(path), "weights.load")
+    given = {key: _Stored(files[name], name) for name, key in _renamed(files, rename)}
+    problem: Exception | None = None
+    buffers: list[_MetaBuffer] = []
+    try:
+        own = outline_of(model).entries
+        _add_ties(given, own)
+        check_model_state(model, own, given, strict)
+        buffers = _make_buffers(model)
+    except Exception as error:
+        problem = error
+    raise_together(problem, "weights.load")
+    result = model.load_state_dict(given, strict=strict)
+    empty = [str(buffer) for buffer in buffers if not buffer.is_filled()]
+    if empty:
+        raise RuntimeError(f"weights.load: nothing fills the buffers {', '.join(empty)}")
+    return result
+
+
+def _renamed(names: Iterable[str], rename: _Rename | None) -> Iterator[tuple[str, str]]:
+    """Each name that is not left out, and the new one."""
+    for name in names:
+        key = name if rename is None else rename(name)
+        if key is not None:
+            yield name, key
+
+
+def _add_ties(given: dict[str, _Stored], own: dict[str, Any]) -> None:
+    """What is read under one name of a tied parameter is not missing under another."""
+    known = {id(own[key]): stored for key, stored in given.items() if key in own}
+    for key, value in own.items():
+        if key not in given and isinstance(value, torch.Tensor) and id(value) in known:
+            given[key] = known[id(value)]
+
+
+class _Stored(DistributedTensorWrapper):
+    """A tensor of a file, as ``load_state_dict`` sees it: each rank reads its part when it is needed."""
+
+    def __init__(self, file: SafetensorsFile, name: str) -> None:
+        place = file.places[name]
+        self._file = file
+        self._name = name
+        self._tensor = None
+        self._read_into: DistributedParameter | None = None
+        self.shape = torch.Size(place.shape)
+        self.dtype = place.dtype
+
+    def broadcast(self) -> torch.Tensor:
+        """The full tensor on the run device; every rank reads it."""
+        return self._file.read(self._name).view(self.shape).to(context().device)
+
+    def part_of(self, param: DistributedParameter) -> torch.Tensor:
+        """This rank's part."""
+        if self._read_into is param:  # under another of its names
+            return param.detach()
+        self._read_into = param
+        runs = list(spread_of(param).to_whole(*local_run(param)))
+        parts = [self._file.read(self._name, begin, count) for begin, count in runs]
+        part = parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, dtype=self.dtype), *parts])
+        return part.to(context().device, param.dtype)
+
+
+# ---- buffers of a model on the meta device
+
+
+class _MetaBuffer:
+    """A buffer that was on the meta device and has memory now, not yet values."""
+
+    def __init__(self, module: torch.nn.Module, name: str, path: str) -> None:
+        buffer: Any = module._buffers[name]
+        self.module, self.name, self._path = module, name, path
+        self.is_persistent = name not in module._non_persistent_buffers_set
+        module._buffers[name] = torch.empty_like(buffer, device=context().device)
+
+    def is_filled(self) -> bool:
+        """Whether anything was written to it."""
+        buffer = self.module._buffers[self.name]
+        return buffer is None or buffer._version > 0
+
+    def __str__(self) -> str:
+        return self._path
+
+
+def _make_buffers(model: torch.nn.Module) -> list[_MetaBuffer]:
+    """Gives buffers on the meta device memory, and those that no file holds their values.
+
+    Raises:
+        RuntimeError: the model does not compute one of these.
+    """
+    made = [
+        _MetaBuffer(module, name, f"{prefix}.{name}" if prefix else name)
+        for prefix, module in model.named_modules()
+        for name, buffer in list(module._buffers.items())
+        if buffer is not None and buffer.is_meta
+    ]
+    initialize = getattr(model, "_init_weights", None)
+    if initialize is not None:
+        with torch.no_grad():
+            for module in dict.fromkeys(buffer.module for buffer in made):
+                initialize(module)
+    lost = [str(buffer) for buffer in made if not (buffer.is_persistent or buffer.is_filled())]
+    if lost:
+        raise RuntimeError(
+            f"weights.load: no file holds the buffers {', '.join(lost)}, and {type(model).__name__} has no "
+            "_init_weights that computes them: build the model on a real device, or fill them first"
+        )
+    return made
+
+
+# ---- saving
+
+
+def save(
+    model: torch.nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    max_shard_size: int = 5_000_000_000,
+    rename: _Rename | None = None,
+) -> None:
+    """Writes safetensors as Hugging Face's ``save_pretrained`` does, one tensor at a time. Collective.
+
+    Rank 0 writes; no rank holds more than one full tensor. Tied weights are written once. The configuration is yours
+    to write: ``model.config.save_pretrained(folder)`` on rank 0.
+
+    Args:
+        model: any mix of distributed and plain modules.
+        path: a folder, made if it is missing, that gets ``model.safetensors``; or one file, if the name ends in
+            ``.safetensors``. Only rank 0's counts.
+        max_shard_size: bytes of one file of a folder; a model that is larger gets numbered files and an index.
+        rename: from a name in the model to one in the files; None leaves a tensor out.
+
+    Raises:
+        TypeError: on every rank, if what is saved is something else than tensors.
+        OSError: on every rank, if rank 0 cannot write.
+
+    Example:
+        >>> bmtrain.weights.save(model, "finetuned")                            # doctest: +SKIP
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    context("weights.save()")
+    finish_background_save()
+    entries = outline_of(model).entries
+    own = {key: entries[name] for name, key in _renamed(entries, rename)}
+    others = [key for key, value in own.items() if not isinstance(value, torch.Tensor)]
+    if others:
+        raise TypeError(f"weights.save: expected tensors alone, got other values in {', '.join(others)}")
+    named = {id(value): key for key, value in reversed(own.items())}  # the first of several names
+    gathering = _Gathering({key: own[key] for key in own if named[id(own[key])] == key})
+    problem: Exception | None = None
+    if context().topology.rank == 0:
+        try:
+            gathering.write(Path(path), max_shard_size)
+        except Exception as error:
+            problem = error
+    gathering.read_rest()
+    raise_together(problem, "weights.save")
+
+
+class _Gathering:
+    """Full tensors, one after the other, on all ranks alike."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._rest = list(reversed(tensors))
+
+    def write(self, path: Path, max_shard_size: int) -> None:
+        """Gives them to a file, or to those of a folder. On rank 0."""
+        table, metadata = self.table(), {"format": "pt"}
+        if path.suffix == ".safetensors":
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_safetensors(path, table, map(self.read, table), metadata)
+        else:
+            write_folder(path, table, self.read, metadata, max_shard_size)
+
+    def table(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and full shape of each."""
+        return {key: (tensor.dtype, spread_of(tensor).shape) for key, tensor in self._tensors.items()}
+
+    def read(self, key: str) -> torch.Tensor:
+        """The next tensor, on the host. Collective."""
+        if self._rest.pop() != key:
+            raise RuntimeError(f"weights.save: {key} is read out of order")
+        return full_value(self._tensors[key]).cpu()
+
+    def read_rest(self) -> None:
+        """What rank 0 has not asked for: all of it elsewhere, and on rank 0 after an error."""
+        while self._rest:
+            self.read(self._rest[-1])

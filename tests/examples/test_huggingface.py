@@ -1,0 +1,49 @@
+"""The fine-tuning example as a user starts it, with and without adapters."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness import run_process
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "example" / "huggingface" / "fine_tune.py"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("transformers is not installed", allow_module_level=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--lora", "4", "--lr", "0.02"]], ids=["whole", "lora"])
+def test_fine_tuning(options: list[str], tmp_path: Path) -> None:
+    import safetensors.torch
+    import transformers
+
+    if options:
+        pytest.importorskip("peft")
+    out = tmp_path / "tuned"
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ran = run_process(
+        [*TORCHRUN, str(SCRIPT), "--steps", "12", "--out", str(out), *options],
+        environment=environment,
+        timeout=200,
+    )
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)$", ran.stdout, re.MULTILINE)]
+    assert len(losses) == 12 and losses[-1] < losses[0] - 0.1
+    text = torch.tensor(list(SCRIPT.read_bytes()[:64]))[None]
+    if options:
+        adapter = json.loads((out / "adapter_config.json").read_text())
+        assert adapter["r"] == 4
+        names = safetensors.torch.load_file(out / "adapter_model.safetensors")
+        assert names and all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in names)
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(out)
+        with torch.no_grad():
+            assert model(input_ids=text, labels=text).loss.item() < losses[0]

@@ -1,0 +1,299 @@
+"""Weights in and out as safetensors: Hugging Face models from their files, and back to files that they load."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+
+import bmtrain as bmt
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("transformers is not installed", allow_module_level=True)
+
+CONFIGS = {
+    "gpt2": {
+        "vocab_size": 96, "n_positions": 16, "n_embd": 32, "n_layer": 3, "n_head": 2,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    },
+    "llama": {
+        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+    },
+}  # fmt: skip
+
+
+def config_of(family: str, **options: Any) -> Any:
+    import transformers
+
+    return transformers.AutoConfig.for_model(family, **{**CONFIGS[family], **options})
+
+
+def make_plain(family: str, **options: Any) -> torch.nn.Module:
+    import transformers
+
+    torch.manual_seed(3)
+    return transformers.AutoModelForCausalLM.from_config(config_of(family, **options)).train()
+
+
+def make_sharded(family: str, device: str = "meta", **options: Any) -> torch.nn.Module:
+    import transformers
+
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config_of(family, **options))
+    return bmt.BMTrainModelWrapper(model.train())
+
+
+def batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(96, (4, 8), generator=generator) for _ in range(5)]
+
+
+def train(model: torch.nn.Module, parts: slice) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for ids in batches():
+        optimizer.zero_grad()
+        loss = model(input_ids=ids[parts], labels=ids[parts]).loss
+        (loss / bmt.world_size()).backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def fine_tune(family: str, files: str, out: str) -> list[float]:
+    model = make_sharded(family)
+    assert bmt.weights.load(model, files) == ([], [])
+    size = 4 // bmt.world_size()
+    losses = train(model, slice(bmt.rank() * size, (bmt.rank() + 1) * size))
+    bmt.weights.save(model, out, max_shard_size=20_000)
+    if bmt.rank() == 0:
+        model.config.save_pretrained(out)
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", (1, 2, 4))
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_model_of_hugging_face_from_its_files_and_back(family: str, world: int, tmp_path: Path) -> None:
+    import transformers
+
+    plain = make_plain(family)
+    plain.save_pretrained(tmp_path / "start", max_shard_size="20KB")
+    assert (tmp_path / "start" / "model.safetensors.index.json").exists()
+    losses = run_ranks(world, fine_tune, family, str(tmp_path / "start"), str(tmp_path / "tuned"))
+    expected = train(plain, slice(None))
+    for step, want in enumerate(expected):
+        assert sum(rank[step] for rank in losses) / world == pytest.approx(want, rel=1e-6)
+    tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    ids = batches()[0]
+    with torch.no_grad():
+        torch.testing.assert_close(tuned(ids).logits, plain.eval()(ids).logits, rtol=1e-5, atol=1e-6)
+
+
+def load_and_compare(family: str, files: str) -> dict[str, int]:
+    from bmtrain import _safetensors
+
+    read = 0
+    original = _safetensors.SafetensorsFile.read
+
+    def counting(self: Any, *args: Any) -> torch.Tensor:
+        nonlocal read
+        values = original(self, *args)
+        read += values.nbytes
+        return values
+
+    model = make_sharded(family)
+    _safetensors.SafetensorsFile.read = counting  # type: ignore[method-assign]
+    try:
+        bmt.weights.load(model, files)
+    finally:
+        _safetensors.SafetensorsFile.read = original  # type: ignore[method-assign]
+    state, expected = model.state_dict(), make_plain(family).state_dict()
+    assert all(torch.equal(state[key], value) for key, value in expected.items())
+    buffers, wanted = dict(model.named_buffers()), dict(make_plain(family).named_buffers())
+    assert all(torch.equal(buffers[key], value) for key, value in wanted.items())
+    sizes = [p.numel() * 4 for p in make_plain(family).parameters()]
+    return {"read": read, "whole": sum(sizes), "parameters": len(sizes)}
+
+
+@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("family", CONFIGS)
+def test_each_rank_reads_its_shards_alone(family: str, world: int, tmp_path: Path) -> None:
+    make_plain(family).save_pretrained(tmp_path)
+    found = run_ranks(world, load_and_compare, family, str(tmp_path))
+    assert sum(rank["read"] for rank in found) == found[0]["whole"]
+    # Each parameter is divided for itself, rounded up to its partition.
+    assert max(rank["read"] for rank in found) <= found[0]["whole"] / world + 64 * found[0]["parameters"]
+
+
+def resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
+
+
+def load_under_watch(files: str, options: dict[str, Any]) -> dict[str, int]:
+    model = make_sharded("llama", **options)
+    bmt.weights.load(make_sharded("llama"), f"{files}-small")  # code that is loaded when it is first used
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    bmt.weights.load(model, files)
+    sizes = [p._original_shape.numel() * 4 for p in model.parameters()]
+    return {"peak": resident("VmHWM") - before, "whole": sum(sizes), "largest": max(sizes)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", (1, 2, 4))
+def test_peak_memory_is_the_shards_and_one_tensor(world: int, tmp_path: Path) -> None:
+    options = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4, "vocab_size": 4096}
+    files = tmp_path / "start"
+    make_plain("llama", **options).save_pretrained(files)
+    make_plain("llama").save_pretrained(f"{files}-small")
+    environment = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    for found in run_ranks(world, load_under_watch, str(files), options, environment=environment, fresh=True):
+        assert found["whole"] > 150 << 20
+        assert found["peak"] <= found["whole"] / world + found["largest"] + (8 << 20)
+
+
+def tune_low_rank(files: str, out: str) -> dict[str, Any]:
+    import peft
+
+    model = make_sharded("llama", "cpu")
+    bmt.weights.load(model, files)
+    plain = make_plain("llama")
+    adapters = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False
+    )
+    models = []
+    for inner in (plain, model):
+        torch.manual_seed(7)
+        models.append(peft.get_peft_model(inner, adapters))
+    plain = models[0]
+    model = bmt.BMTrainModelWrapper(models[1])
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trained and all("lora_" in name for name in trained)
+    size = 4 // bmt.world_size()
+    losses = train(model, slice(bmt.rank() * size, (bmt.rank() + 1) * size))
+    bmt.weights.save(model, out)
+    return {"losses": losses, "plain": [loss * bmt.world_size() for loss in train_plain(plain)]}
+
+
+def train_plain(model: torch.nn.Module) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for ids in batches():
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", (1, 2))
+def test_low_rank_adapters_of_peft(world: int, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    make_plain("llama").save_pretrained(tmp_path / "start")
+    found = run_ranks(world, tune_low_rank, str(tmp_path / "start"), str(tmp_path / "tuned"))
+    for step in range(5):
+        assert sum(rank["losses"][step] for rank in found) == pytest.approx(found[0]["plain"][step], rel=1e-6)
+    assert (tmp_path / "tuned" / "model.safetensors").exists()
+
+
+# ---- what cannot be
+
+
+class Table(torch.nn.Module):
+    """A buffer that no file holds, and nobody computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3, 5))
+        self.register_buffer("angles", torch.arange(3.0), persistent=False)
+
+
+def load_problems(folder: str) -> list[str]:
+    from safetensors.torch import save_file
+
+    def problem(path: Path, build: Any) -> str:
+        model = build()
+        before = {key: value.clone() for key, value in model.state_dict().items() if not value.is_meta}
+        with pytest.raises((RuntimeError, OSError, bmt.errors.UnreadableFileError)) as raised:
+            bmt.weights.load(model, path)
+        assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+        return f"{type(raised.value).__name__}: {raised.value}"
+
+    def on(device: str) -> Any:
+        def build() -> torch.nn.Module:
+            with torch.device(device):
+                return bmt.BMTrainModelWrapper(Table())
+
+        return build
+
+    root = Path(folder)
+    if bmt.rank() == 0:
+        save_file({"weight": torch.zeros(3, 5)}, root / "good.safetensors")
+        save_file({"weight": torch.zeros(5, 3)}, root / "shape.safetensors")
+        save_file({"other": torch.zeros(3, 5)}, root / "name.safetensors")
+        (root / "cut.safetensors").write_bytes((root / "good.safetensors").read_bytes()[:-4])
+    bmt.synchronize()
+    here = root / ("good.safetensors" if bmt.rank() == 0 else "absent.safetensors")
+    return [
+        problem(root / "shape.safetensors", on("cpu")),
+        problem(root / "name.safetensors", on("cpu")),
+        problem(root / "cut.safetensors", on("cpu")),
+        problem(root / "good.safetensors", on("meta")),
+        problem(here, on("cpu")) if bmt.world_size() > 1 else "absent",
+    ]
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_problems_are_told_by_all_ranks_before_anything_changes(world: int, tmp_path: Path) -> None:
+    for shape, name, cut, buffers, absent in run_ranks(world, load_problems, str(tmp_path)):
+        assert "size mismatch for weight" in shape
+        assert 'Missing key(s) in state_dict: "weight"' in name
+        assert "UnreadableFileError" in cut and "cut.safetensors" in cut
+        assert "angles" in buffers and "_init_weights" in buffers
+        assert "absent" in absent
+
+
+def save_nowhere(folder: str) -> str:
+    model = bmt.BMTrainModelWrapper(Table())
+    with pytest.raises(OSError) as raised:
+        bmt.weights.save(model, Path(folder) / "file" / "below")
+    return type(raised.value).__name__
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    names = run_ranks(2, save_nowhere, str(tmp_path))
+    assert len(set(names)) == 1
+
+
+def save_twice(folder: str) -> None:
+    model = bmt.BMTrainModelWrapper(torch.nn.Linear(8, 8))
+    bmt.weights.save(model, folder, max_shard_size=100)
+    bmt.synchronize()
+    names = sorted(path.name for path in Path(folder).iterdir())
+    assert names == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+    index = json.loads((Path(folder) / names[2]).read_text())
+    assert index["metadata"]["total_size"] == 4 * (8 * 8 + 8)
+    bmt.synchronize()
+    bmt.weights.save(model, folder)
+    bmt.synchronize()
+    assert not (Path(folder) / names[2]).exists()  # readers would believe the index
+    bmt.weights.load(model, folder)
+
+
+def test_one_file_replaces_several(tmp_path: Path) -> None:
+    run_ranks(2, save_twice, str(tmp_path))
