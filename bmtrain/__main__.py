@@ -6,7 +6,7 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
-from . import _blame, convert, cpu_run, doctor
+from . import _blame, convert, cpu_run, doctor, soak
 from .plan import command as plan
 from .timeline import command as timeline
 
@@ -51,6 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     records = tools.add_parser("blame", help="name the rank that a job failed by", description=_blame.__doc__)
     _blame.add_arguments(records)
     records.set_defaults(run=_blame.run)
+    endurance = tools.add_parser(
+        "soak", help="train a toy for long and see what adds up", description=soak.__doc__
+    )
+    soak.add_arguments(endurance)
+    endurance.set_defaults(run=soak.run)
     benchmarks = tools.add_parser("bench", help="measure, always against peers in the same run")
     names = benchmarks.add_subparsers(dest="benchmark", required=True)
     for name, purpose in _BENCHMARKS.items():

@@ -1,0 +1,178 @@
+"""Train a toy for long, again and again, and see that nothing adds up and nothing drifts.
+
+Each run starts from `init_distributed`, trains from one seed, and ends with all communicators closed. During a run
+memory, open files and threads are watched; after it the weights are hashed on every rank. What is promised: open files
+and threads stay what they are, from step to step and from run to run; every rank computes the same bits; and so does
+every run. Memory that grows by more than a percent after the warm-up is reported as a broken promise too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import json
+import os
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import _context
+from .benchmark._gpt import GPT
+from .benchmark._launch import launch
+from .block_layer import Block
+from .global_var import rank
+from .init import init_distributed
+from .optim import AdamOptimizer, OptimManager
+from .store import allgather_objects
+from .wrapper import BMTrainModelWrapper, model_wrapper_dispatch
+
+__all__ = ["Finding", "add_arguments", "broken_promises", "run", "train_once"]
+
+_VOCAB, _SEQ, _BATCH = 64, 16, 2
+_SAMPLES = 20  # looks at memory, files and threads in a run
+_GROWTH = 0.01  # of memory, from the first fifth of a run to its last
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one run on one rank showed.
+
+    Attributes:
+        weights: hash of all parameters in full.
+        loss: the last one, as a hexadecimal number.
+        memory: resident bytes, at equal distances through the run.
+        files: open files, likewise.
+        threads: likewise.
+    """
+
+    weights: str
+    loss: str
+    memory: list[int]
+    files: list[int]
+    threads: list[int]
+
+    @property
+    def growth(self) -> float:
+        """Of memory, from the second fifth to the last, as a share."""
+        fifth = len(self.memory) // 5
+        first, last = self.memory[fifth : 2 * fifth], self.memory[-fifth:]
+        return statistics.median(last) / statistics.median(first) - 1 if fifth else 0.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the options of ``soak``."""
+    parser.add_argument("--ranks", type=int, default=2, help="ranks, all on this host")
+    parser.add_argument("--steps", type=int, default=5000, help="of each run")
+    parser.add_argument("--runs", type=int, default=2, help="one after the other, in the same processes")
+    parser.add_argument("--json", type=Path, help="file to write what was found to")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Start the ranks; in a rank: train, and on rank 0 print what was found. Returns the exit status."""
+    if "RANK" not in os.environ:
+        launch(arguments.ranks, {"OMP_NUM_THREADS": "1"})
+        return 0
+    runs: list[list[Finding]] = []
+    for _ in range(arguments.runs):
+        init_distributed(seed=1)
+        own = train_once(arguments.steps)
+        runs.append([Finding(**other) for other in allgather_objects(asdict(own))])
+        is_first = rank() == 0
+        _context.uninstall()
+    broken = broken_promises(runs)
+    if is_first:
+        _report(arguments, runs, broken)
+    return 1 if broken else 0
+
+
+def train_once(steps: int) -> Finding:
+    """Train the toy for ``steps`` steps on every rank. Collective."""
+    model, manager = _toy()
+    generator = torch.Generator().manual_seed(rank())
+    samples: list[tuple[int, int, int]] = []
+    loss = torch.zeros(())
+    for step in range(steps):
+        ids = torch.randint(0, _VOCAB, (_BATCH, _SEQ + 1), generator=generator)
+        loss = model(ids)
+        manager.zero_grad()
+        manager.backward(loss)
+        manager.step()
+        if (step + 1) % max(1, steps // _SAMPLES) == 0:
+            samples.append(_resources())
+    digest = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(value.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    memory, files, threads = (list(column) for column in zip(*samples, strict=True))
+    return Finding(digest.hexdigest(), _mean_of(loss), memory, files, threads)
+
+
+def _mean_of(loss: torch.Tensor) -> str:
+    """The mean of the ranks' losses, every bit of it."""
+    from .distributed import all_reduce
+
+    return float(all_reduce(loss.detach(), "avg")).hex()
+
+
+def broken_promises(runs: list[list[Finding]]) -> list[str]:
+    """What should not be.
+
+    Args:
+        runs: of each run the findings of all ranks.
+
+    Example:
+        >>> good, odd = Finding("a", "0x1", [9], [5], [2]), Finding("b", "0x1", [9], [6], [2])
+        >>> broken_promises([[good, good], [good, odd]])[0]
+        'run 1: rank 1 has other weights than rank 0 in run 0'
+    """
+    broken = []
+    first = runs[0][0]
+    for number, findings in enumerate(runs):
+        for index, found in enumerate(findings):
+            where = f"run {number}: rank {index}"
+            for what in ("weights", "loss"):
+                if getattr(found, what) != getattr(first, what):
+                    broken.append(f"{where} has other {what} than rank 0 in run 0")
+            for what in ("files", "threads"):
+                counts = [*getattr(runs[0][index], what)[:1], *getattr(found, what)]
+                if len(set(counts)) > 1:
+                    broken.append(f"{where}: {what} went from {counts[0]} to {counts[-1]}")
+            if found.growth > _GROWTH:
+                broken.append(f"{where}: memory grew by {found.growth:.1%}")
+    return broken
+
+
+def _toy() -> tuple[Any, OptimManager]:
+    torch.manual_seed(0)
+    model: Any = GPT(2, 32, num_heads=2, vocab=_VOCAB, seq=_SEQ)
+    model.layers = torch.nn.ModuleList([Block(model_wrapper_dispatch(layer)) for layer in model.layers])
+    wrapped = BMTrainModelWrapper(model)
+    manager = OptimManager(loss_scale=1024.0)
+    manager.add_optimizer(AdamOptimizer(wrapped.parameters(), lr=1e-3))
+    return wrapped, manager
+
+
+def _resources() -> tuple[int, int, int]:
+    """Resident bytes, open files and threads of this process."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    size = pages * os.sysconf("SC_PAGE_SIZE")
+    return size, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def _report(arguments: argparse.Namespace, runs: list[list[Finding]], broken: list[str]) -> None:
+    for number, findings in enumerate(runs):
+        for index, found in enumerate(findings):
+            print(
+                f"run {number}, rank {index}: {arguments.steps} steps, weights {found.weights[:16]}, "
+                f"loss {float.fromhex(found.loss):.6f}, memory {found.memory[-1] / 2**20:.0f} MiB "
+                f"({found.growth:+.2%}), {found.files[-1]} files, {found.threads[-1]} threads"
+            )
+    print("\n".join(broken) if broken else "every promise kept")
+    if arguments.json:
+        lines = [[asdict(found) for found in findings] for findings in runs]
+        arguments.json.write_text(json.dumps({"runs": lines, "broken": broken}, indent=1) + "\n")

@@ -1,0 +1,49 @@
+"""`python -m bmtrain soak`: what a short form of it shows, and what it says about a run that breaks a promise."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from harness import run_ranks
+
+from bmtrain import _context, init_distributed
+from bmtrain.soak import Finding, broken_promises, train_once
+
+
+def several_runs(runs: int, steps: int) -> list[Finding]:
+    found = []
+    for _ in range(runs):
+        init_distributed(seed=1, timeout=45)
+        found.append(train_once(steps))
+        _context.uninstall()
+    return found
+
+
+def test_nothing_adds_up_and_every_run_is_the_same() -> None:
+    by_rank = run_ranks(2, several_runs, 3, 20, init=False, fresh=True)
+    runs = [list(findings) for findings in zip(*by_rank, strict=True)]
+    # So short a run says nothing about memory.
+    runs = [[dataclasses.replace(found, memory=[1]) for found in findings] for findings in runs]
+    assert broken_promises(runs) == []
+    assert len(runs[0][0].files) == 20
+
+
+GOOD = Finding("a", "0x1p+0", [100] * 20, [9] * 20, [4] * 20)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"weights": "b"}, "has other weights than rank 0 in run 0"),
+        ({"loss": "0x1p+1"}, "has other loss"),
+        ({"files": [9] * 19 + [10]}, "files went from 9 to 10"),
+        ({"threads": [4] * 10 + [5] * 10}, "threads went from 4 to 5"),
+        ({"memory": [100] * 10 + [102] * 10}, "memory grew by 2.0%"),
+    ],
+)
+def test_a_broken_promise_is_named(changes: dict[str, object], words: str) -> None:
+    assert broken_promises([[GOOD, GOOD], [GOOD, GOOD]]) == []
+    [text] = broken_promises([[GOOD, GOOD], [GOOD, dataclasses.replace(GOOD, **changes)]])
+    assert text.startswith("run 1: rank 1")
+    assert words in text
