@@ -8,6 +8,7 @@ programs rely on it. Only `broadcast` and `reduce_scatter` communicate in backwa
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -112,9 +113,8 @@ def broadcast(src: Tensor, root: int, comm: _C.Communicator | None = None) -> Te
         RuntimeError: before `init_distributed`.
         ValueError: ``root`` is not a rank of ``comm``.
     """
-    comm = _resolve("broadcast", src, comm)
-    if not 0 <= root < comm.size:
-        raise ValueError(f"root: expected a rank of the group, 0 to {comm.size - 1}, got {root}")
+    comm = _resolve("broadcast", src, comm, "src")
+    _check_root(root, comm)
     return _Broadcast.apply(src, root, comm)  # type: ignore[no-any-return]
 
 
@@ -208,16 +208,29 @@ def recv_activations(prev_rank: int, comm: _C.Communicator) -> Tensor:
     return x
 
 
-def _resolve(name: str, x: Tensor, comm: _C.Communicator | None) -> _C.Communicator:
+def _resolve(name: str, x: Tensor, comm: _C.Communicator | None, argument: str = "x") -> _C.Communicator:
     """Check what all collectives check; the world's communicator for None."""
     current = context(f"{name}()")
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        raise TypeError(f"{name}: {argument}: expected a tensor, got {type(x).__name__}")
+    if x.layout != torch.strided or x.device.type == "meta":
+        raise TypeError(
+            f"{name}: {argument}: expected a dense tensor with memory, got {x.layout} on {x.device.type}"
+        )
     if comm is None:
         return current.groups["zero"].comm
     if not isinstance(comm, _C.Communicator):
         raise TypeError(f"{name}: comm: expected a communicator, got {type(comm).__name__}")
     return comm
+
+
+def _check_root(root: int, comm: _C.Communicator) -> None:
+    try:
+        operator.index(root)
+    except TypeError:
+        raise TypeError(f"root: expected an integer, got {type(root).__name__}") from None
+    if not 0 <= root < comm.size:
+        raise ValueError(f"root: expected a rank of the group, 0 to {comm.size - 1}, got {root}")
 
 
 def _copy(x: Tensor) -> Tensor:

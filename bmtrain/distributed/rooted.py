@@ -78,7 +78,7 @@ def scatter(src: Tensor, root: int, comm: _C.Communicator | None = None) -> Tens
         >>> bmtrain.distributed.scatter(torch.tensor([[1.0, 2.0]]), 0)
         tensor([1., 2.])
     """
-    comm = _resolve("scatter", src, comm)
+    comm = _resolve("scatter", src, comm, "src")
     _check_root(root, comm)
     if src.dim() == 0 or src.shape[0] != comm.size:
         raise UnevenSplitError(

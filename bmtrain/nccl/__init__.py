@@ -112,30 +112,33 @@ def allReduce(src: Buffer, dst: Buffer, op: str, comm: NCCLCommunicator) -> None
         tensor([1., 2.])
     """
     target = _copied("allReduce", src, dst)
-    _finish(_joined(comm).all_reduce(target, _reduction("allReduce", op, src, dst), "nccl.allReduce"))
+    _finish(
+        _joined("allReduce", comm).all_reduce(target, _reduction("allReduce", op, src, dst), "nccl.allReduce")
+    )
 
 
 def reduce(src: Buffer, dst: Buffer, op: str, root: int, comm: NCCLCommunicator) -> None:
     """Combine the ranks' ``src`` into ``dst`` of rank ``root``; other ranks' ``dst`` is undefined. [collective]"""
     target = _copied("reduce", src, dst)
-    _finish(_joined(comm).reduce(target, _reduction("reduce", op, src, dst), root, "nccl.reduce"))
+    _finish(_joined("reduce", comm).reduce(target, _reduction("reduce", op, src, dst), root, "nccl.reduce"))
 
 
 def broadcast(src: Buffer, dst: Buffer, root: int, comm: NCCLCommunicator) -> None:
     """Copy ``src`` of rank ``root`` into every rank's ``dst``, which has the same size. [collective]"""
+    _check_comm("broadcast", comm)
     if comm.rank == root:
         target = _copied("broadcast", src, dst)
     else:
         target = _as_tensor("broadcast", "dst", dst)
         _check_pair("broadcast", _as_tensor("broadcast", "src", src), target)
-    _finish(_joined(comm).broadcast(target, root, "nccl.broadcast"))
+    _finish(_joined("broadcast", comm).broadcast(target, root, "nccl.broadcast"))
 
 
 def allGather(src: Buffer, dst: Buffer, comm: NCCLCommunicator) -> None:
     """Put the ranks' ``src`` one after the other into ``dst``, ``commCount(comm)`` times as large. [collective]"""
     _finish(
-        _joined(comm).all_gather(
-            _as_tensor("allGather", "dst", dst), _as_tensor("allGather", "src", src), "nccl.allGather"
+        _joined("allGather", comm).all_gather(
+            *_sliced("allGather", ("dst", dst), ("src", src), comm), "nccl.allGather"
         )
     )
 
@@ -143,9 +146,8 @@ def allGather(src: Buffer, dst: Buffer, comm: NCCLCommunicator) -> None:
 def reduceScatter(src: Buffer, dst: Buffer, op: str, comm: NCCLCommunicator) -> None:
     """Combine the ranks' ``src``, ``commCount(comm)`` times as large as ``dst``; rank r gets slice r. [collective]"""
     _finish(
-        _joined(comm).reduce_scatter(
-            _as_tensor("reduceScatter", "dst", dst),
-            _as_tensor("reduceScatter", "src", src),
+        _joined("reduceScatter", comm).reduce_scatter(
+            *_sliced("reduceScatter", ("src", src), ("dst", dst), comm)[::-1],
             _reduction("reduceScatter", op, src, dst),
             "nccl.reduceScatter",
         )
@@ -154,12 +156,12 @@ def reduceScatter(src: Buffer, dst: Buffer, op: str, comm: NCCLCommunicator) -> 
 
 def send(src: Buffer, peer: int, comm: NCCLCommunicator) -> None:
     """Send ``src`` to rank ``peer`` of ``comm``, which receives the same size."""
-    _finish(_joined(comm).send(_as_tensor("send", "src", src), peer, "nccl.send"))
+    _finish(_joined("send", comm).send(_as_tensor("send", "src", src), peer, "nccl.send"))
 
 
 def recv(dst: Buffer, peer: int, comm: NCCLCommunicator) -> None:
     """Receive ``dst`` from rank ``peer`` of ``comm``, which sends the same size."""
-    _finish(_joined(comm).recv(_as_tensor("recv", "dst", dst), peer, "nccl.recv"))
+    _finish(_joined("recv", comm).recv(_as_tensor("recv", "dst", dst), peer, "nccl.recv"))
 
 
 def groupStart() -> None:
@@ -200,16 +202,21 @@ def commDestroy(comm: NCCLCommunicator) -> None:
     _open("commDestroy", comm).close()
 
 
-def _open(call: str, comm: NCCLCommunicator) -> NCCLCommunicator:
+def _check_comm(call: str, comm: NCCLCommunicator) -> None:
     if not isinstance(comm, NCCLCommunicator):
         raise TypeError(f"nccl.{call}: comm: expected a communicator, got {type(comm).__name__}")
+
+
+def _open(call: str, comm: NCCLCommunicator) -> NCCLCommunicator:
+    _check_comm(call, comm)
     if comm.closed:
         raise RuntimeError(f"nccl.{call}: the communicator {comm.name!r} was destroyed")
     return comm
 
 
-def _joined(comm: NCCLCommunicator) -> NCCLCommunicator:
+def _joined(call: str, comm: NCCLCommunicator) -> NCCLCommunicator:
     """``comm``, for an operation; over NCCL what a group posts has to start as one."""
+    _check_comm(call, comm)
     transport = comm.inner if isinstance(comm, _C.GuardedCommunicator) else comm
     if _group.depth and isinstance(transport, _C.NcclCommunicator) and transport not in _group.comms:
         transport.begin_group()
@@ -240,6 +247,14 @@ def _as_tensor(call: str, argument: str, buffer: Buffer) -> Tensor:
 
 
 def _check_pair(call: str, src: Tensor, dst: Tensor) -> None:
+    _check_alike(call, src, dst)
+    if src.numel() != dst.numel():
+        raise ValueError(
+            f"nccl.{call}: expected src and dst of equal size, got {src.numel()} and {dst.numel()} elements"
+        )
+
+
+def _check_alike(call: str, src: Tensor, dst: Tensor) -> None:
     for argument, buffer in (("src", src), ("dst", dst)):
         if not buffer.is_contiguous():
             raise TypeError(
@@ -250,10 +265,21 @@ def _check_pair(call: str, src: Tensor, dst: Tensor) -> None:
             f"nccl.{call}: expected src and dst of one dtype on one device, got {src.dtype} on {src.device} and "
             f"{dst.dtype} on {dst.device}"
         )
-    if src.numel() != dst.numel():
+
+
+def _sliced(
+    call: str, whole: tuple[str, Buffer], part: tuple[str, Buffer], comm: NCCLCommunicator
+) -> tuple[Tensor, Tensor]:
+    """Two named buffers as tensors, of which the first has to be as large as one ``part`` for every rank."""
+    _check_comm(call, comm)
+    large, small = (_as_tensor(call, argument, buffer) for argument, buffer in (whole, part))
+    _check_alike(call, *((large, small) if whole[0] == "src" else (small, large)))
+    if large.numel() != comm.size * small.numel():
         raise ValueError(
-            f"nccl.{call}: expected src and dst of equal size, got {src.numel()} and {dst.numel()} elements"
+            f"nccl.{call}: expected {whole[0]} to be {comm.size} times as large as {part[0]}, got {large.numel()} and "
+            f"{small.numel()} elements"
         )
+    return large, small
 
 
 def _copied(call: str, src: Buffer, dst: Buffer) -> Tensor:
