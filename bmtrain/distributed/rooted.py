@@ -16,7 +16,7 @@ from .. import _C
 from .._comm import reduce_op
 from ..errors import UnevenSplitError
 from ..global_var import context
-from .ops import _copy, _resolve, recv_activations, send_activations
+from .ops import _check_root, _copy, _resolve, recv_activations, send_activations
 
 __all__ = ["gather", "recv", "reduce", "scatter", "send"]
 
@@ -148,11 +148,6 @@ def reduce(x: Tensor, root: int, op: str = "sum", comm: _C.Communicator | None =
     reduce_op(op)
     _check_root(root, comm)
     return _Reduce.apply(x, root, op, comm)  # type: ignore[no-any-return]
-
-
-def _check_root(root: int, comm: _C.Communicator) -> None:
-    if not 0 <= root < comm.size:
-        raise ValueError(f"root: expected a rank of the group, 0 to {comm.size - 1}, got {root}")
 
 
 def _peer(call: str, argument: str, peer: int, comm: _C.Communicator) -> int:
