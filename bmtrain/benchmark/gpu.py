@@ -9,6 +9,7 @@ that it cannot avoid.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 from collections.abc import Callable
@@ -228,6 +229,7 @@ def measure_step(arguments: argparse.Namespace) -> dict[str, Any]:
     batch = torch.randint(50304, (arguments.batch, arguments.seq + 1), device="cuda")
     repeat = max(3, arguments.repeat // 4)
     for kind in ("alone", "fsdp2", "bmtrain-3"):
+        gc.collect()  # models are in cycles, and the next one needs the memory
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         step = VARIANTS[f"{kind}-recompute-bf16"](build)

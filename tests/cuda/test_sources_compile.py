@@ -74,3 +74,21 @@ def test_glue(source: str, tmp_path: Path) -> None:
     system = [f"-isystem{path}" for path in (*include_paths(), tmp_path, TOOLKIT / "include")]
     flags = ["-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-Icsrc", "-DBMTRAIN_WITH_CUDA"]
     run_process([os.environ.get("CXX", "c++"), *flags, *system, source], directory=ROOT, timeout=300)
+
+
+@needs_toolkit
+def test_mirror() -> None:
+    """The NCCL that only a machine with a GPU can load."""
+    assert TOOLKIT is not None
+    flags = [
+        "-std=c++20",
+        "-fsyntax-only",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-Icsrc",
+        f"-isystem{TOOLKIT}/include",
+    ]
+    run_process(
+        [os.environ.get("CXX", "c++"), *flags, "tests/cuda/fake/mirror_nccl.cpp"], directory=ROOT, timeout=120
+    )
