@@ -66,8 +66,12 @@ def run(arguments: argparse.Namespace) -> None:
                 seconds[name].append(taken)
     if variants[_INSIDE].losses != variants[_OVERLAPPED].losses:
         raise RuntimeError("overlapped updates gave other losses than those inside the step")
+    first, later = _access_costs(variants[_OVERLAPPED], _batches(arguments, 0))
     if rank() == 0:
         _report(arguments, seconds, variants)
+        print(
+            f"  first access to a block whose update has ended: {first * 1e6:.1f} us, later ones: {later * 1e6:.1f} us"
+        )
     synchronize()
 
 
@@ -82,7 +86,7 @@ class _Variant(NamedTuple):
 
     step: Callable[[Tensor], Tensor]
     drain: Callable[[], Any]
-    numel: int
+    model: nn.Module
     losses: list[float]
 
     @classmethod
@@ -102,8 +106,7 @@ class _Variant(NamedTuple):
             detached: Tensor = loss.detach()
             return detached
 
-        numel = sum(p.numel() for p in model.parameters())
-        return cls(step, lambda: optimizer.state, numel, [])
+        return cls(step, lambda: optimizer.state, model, [])
 
     def turn(self, batches: list[Tensor]) -> float:
         """Seconds of a step, between a step that comes before and updates that come after."""
@@ -128,10 +131,25 @@ def _sharded_gpt(arguments: argparse.Namespace) -> nn.Module:
     return wrapped
 
 
+def _access_costs(variant: _Variant, batches: list[Tensor]) -> tuple[float, float]:
+    """Median seconds of ``p.data``, of one parameter of each block: the first time after a step, and the second."""
+    parameters = [next(m.parameters()) for m in variant.model.modules() if isinstance(m, Block)]
+    costs: list[list[float]] = [[], []]
+    for batch in batches:
+        variant.step(batch)
+        time.sleep(0.5)  # by then the workers are done
+        for values in costs:
+            start = time.perf_counter()
+            for p in parameters:
+                p.data  # noqa: B018 (the access is what is timed)
+            values.append((time.perf_counter() - start) / len(parameters))
+    return statistics.median(costs[0]), statistics.median(costs[1])
+
+
 def _report(
     arguments: argparse.Namespace, seconds: dict[str, list[float]], variants: dict[str, _Variant]
 ) -> None:
-    numel = variants[_INSIDE].numel
+    numel = sum(p.numel() for p in variants[_INSIDE].model.parameters())
     print(
         f"{numel / 1e6:.1f} million elements on rank 0, {arguments.dtype}, {world_size()} ranks of "
         f"{torch.get_num_threads()} threads, {os.cpu_count()} processors"
