@@ -19,6 +19,7 @@ using nccl::Result;
 // How long NCCL may take to end a communicator before we go on without it.
 constexpr std::chrono::seconds kGracefulLimit{5};
 constexpr std::chrono::seconds kTakedownLimit{10};
+constexpr std::chrono::milliseconds kAskLimit{200};
 constexpr int kMostYields = 100;
 constexpr std::chrono::microseconds kShortestPause{20};
 constexpr std::chrono::microseconds kLongestPause{2000};
@@ -299,8 +300,9 @@ bool NcclLink::is_complete(NcclOperation& operation) {
   if (aborted_) {
     return true;
   }
-  const std::unique_lock lock(handle_->mutex);
-  return operation.done && operation.done->is_complete();
+  // Whoever is inside NCCL may be there for long, and the watchdog that asks is not to be stuck with it.
+  const std::unique_lock lock(handle_->mutex, kAskLimit);
+  return lock.owns_lock() && operation.done && operation.done->is_complete();
 }
 
 void NcclLink::wait_on_host(NcclOperation& operation) {

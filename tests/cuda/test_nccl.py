@@ -259,6 +259,20 @@ def test_abort_from_another_thread_frees_who_waits(fake: ctypes.CDLL) -> None:
             waiting.result(timeout=30)
 
 
+def test_a_call_that_stays_inside_nccl_holds_up_nobody_else(fake: ctypes.CDLL) -> None:
+    comm = Ranks(2).comms[0]
+    work = comm.all_gather(torch.zeros(8), torch.zeros(4))
+    fake.fake_stuck(0, 1)
+    with ThreadPoolExecutor(1) as pool:
+        inside = pool.submit(comm.all_reduce, torch.zeros(1), _C.ReduceOp.SUM)
+        while not fake.fake_calls(b"AllReduce"):
+            time.sleep(0.001)
+        assert not work.is_completed()
+        comm.abort("a test said so")
+        with pytest.raises(CommunicationError, match="a test said so"):
+            inside.result(timeout=30)
+
+
 def test_closing_with_operations_under_way_does_not_hang(fake: ctypes.CDLL) -> None:
     ranks = Ranks(2)
     work = ranks.comms[0].all_gather(torch.zeros(8), torch.zeros(4))
