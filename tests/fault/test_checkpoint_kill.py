@@ -1,6 +1,7 @@
 """Ranks that are killed while they save: what was saved before is there, what was not finished is not taken for it.
 
-``BMTRAIN_CHECKPOINT_ROUNDS`` sets how often (20 each, blocking and in the background); ``-s`` shows what was struck.
+``BMTRAIN_CHECKPOINT_ROUNDS`` sets how often (20 each, blocking and in the background); ``-s`` shows what was struck,
+``-o faulthandler_timeout=0`` lets more than five minutes pass.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -324,28 +323,3 @@ def test_under_torchrun_the_first_traceback_is_seen(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "ValueError: a bad sample" in done.stdout
     assert "gives up: rank 1 raised ValueError: a bad sample" in done.stdout
-
-
-def create_and_destroy(cycles: int) -> tuple[int, int]:
-    """Open files and threads more than after the first few cycles."""
-
-    def counts() -> tuple[int, int]:
-        gc.collect()
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-    before = (0, 0)
-    for cycle in range(cycles):
-        bmtrain.init_distributed(timeout=45)
-        bmtrain.synchronize()
-        _context.uninstall()
-        if cycle == 4:
-            before = counts()
-    files, threads = counts()
-    return files - before[0], threads - before[1]
-
-
-@pytest.mark.slow
-def test_create_and_destroy_leaks_nothing() -> None:
-    for files, threads in run_ranks(2, create_and_destroy, 25, init=False, fresh=True, timeout=200):
-        assert files <= 0
-        assert threads <= 0
