@@ -25,8 +25,9 @@ __all__ = ["BlockRuntime", "Engine"]
 
 _SHARDED = _C.ShardGroup.State.SHARDED
 
-#: Idle buffers kept per size: the gathered block and the one ahead, a gradient, and one on its way to the shards.
-SLOTS_PER_CLASS = 4
+#: Idle buffers kept per size. A backward has up to five in use (the gathered block and the one ahead, a gradient that
+#: arrives, one on its way and what it meets), a forward two: more idle ones would stand beside its activations.
+SLOTS_PER_CLASS = 2
 
 
 class BlockRuntime:

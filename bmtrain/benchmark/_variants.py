@@ -108,7 +108,7 @@ def _ours(level: int, recompute: bool = False, bf16: bool = False) -> Callable[[
         manager.add_optimizer(optimizer)
 
         def step(batch: Tensor) -> float:
-            manager.zero_grad()
+            manager.zero_grad(set_to_none=True)  # as torch's optimizers do
             loss = model(batch)
             manager.backward(loss)
             manager.step()

@@ -3,8 +3,9 @@
 All variants live in the same ranks and run in turn, so that a busy machine disturbs them alike. The table shows
 medians and their ratio to the step without communication that does the same work: the same ranks, each training a whole
 model alone, with the same recomputation and precision. What a step takes longer than that is communication that
-computing does not hide, and what managing the shards costs. With --memory each variant runs in processes of its own
-instead, told to give freed memory back, and the peaks of all ranks are shown.
+computing does not hide, and what managing the shards costs. The processor time of rank 0 tells waiting from working.
+With --memory each variant runs in processes of its own instead, told to give freed memory back, and the peaks of all
+ranks are shown.
 """
 
 from __future__ import annotations
@@ -44,15 +45,18 @@ class Result:
     Attributes:
         variant: a key of `VARIANTS`.
         seconds: of each step.
+        cpu_seconds: processor time of rank 0 for each step, all threads: what is left of `seconds` it waited.
         losses: rank 0's, warm-up included.
         messages: collectives of a step on rank 0; None for variants whose communication is not ours.
         wire_bytes: what rank 0 sent in a step; likewise.
-        peak_mib: highest resident memory of each rank with --memory, else empty. Pages that ranks share count in each.
-        shared_mib: how much of it each rank shared with others at the end.
+        peak_mib: highest resident memory of each rank with --memory, else empty. Of the memory through which ranks
+            exchange data each counts its share, so that the sum over the ranks counts it once.
+        shared_mib: how much of that memory was resident in each rank; what was once used stays.
     """
 
     variant: str
     seconds: list[float]
+    cpu_seconds: list[float]
     losses: list[float]
     messages: float | None
     wire_bytes: float | None
@@ -124,23 +128,28 @@ def _run_rank(arguments: argparse.Namespace, names: list[str]) -> None:
 
 def _measure(steps: dict[str, Step], batches: list[Tensor], memory: bool) -> list[Result]:
     seconds: dict[str, list[float]] = {name: [] for name in steps}
+    used: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, list[float]] = {name: [] for name in steps}
     sent: dict[str, tuple[int, int]] = {}
     for batch in batches:
         for name, step in steps.items():
             synchronize()
             _reset_traffic()
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             losses[name].append(step(batch))
             sent[name] = _traffic()
             synchronize()
             seconds[name].append(time.perf_counter() - start)
-    peaks = _of_all_ranks(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024) if memory else []
-    shared = _of_all_ranks(_shared_mib()) if memory else []
+            used[name].append(time.process_time() - cpu_start)
+    resident, share = _rings_mib()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - resident + share
+    peaks = _of_all_ranks(peak) if memory else []
+    shared = _of_all_ranks(resident) if memory else []
     return [
         Result(
             variant=name,
             seconds=seconds[name][_WARM_UP:],
+            cpu_seconds=used[name][_WARM_UP:],
             losses=losses[name],
             messages=sent[name][0] if name.startswith("bmtrain") else None,
             wire_bytes=sent[name][1] if name.startswith("bmtrain") else None,
@@ -176,9 +185,17 @@ def _of_all_ranks(value: float) -> list[float]:
     return [float(one) for one in values]
 
 
-def _shared_mib() -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("RssShmem")), 0.0)
+def _rings_mib() -> tuple[float, float]:
+    """What of the memory of this library that ranks share is resident here, and this rank's share of it."""
+    sizes = {"Rss": 0.0, "Pss": 0.0}
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        key = line.partition(":")[0]
+        if " " in key:  # the range of addresses that begins a mapping, and its name
+            inside = "/memfd:bmtrain" in line
+        elif inside and key in sizes:
+            sizes[key] += int(line.split()[1]) / 1024
+    return sizes["Rss"], sizes["Pss"]
 
 
 def _print_table(results: list[Result], arguments: argparse.Namespace) -> None:
@@ -187,14 +204,15 @@ def _print_table(results: list[Result], arguments: argparse.Namespace) -> None:
     tokens = arguments.batch * arguments.seq * arguments.ranks
     print(f"\n{arguments.ranks} ranks, {arguments.layers} layers of {arguments.dim}, {tokens} tokens a step")
     print(
-        f"{'variant':<28}{'ms/step':>9}{'tokens/s':>10}{'speed':>7}{'exposed ms':>11}{'messages':>9}{'MB sent':>9}"
-        f"{'last loss':>11}{'peak MiB':>10}{'shared':>8}"
+        f"{'variant':<28}{'ms/step':>9}{'tokens/s':>10}{'speed':>7}{'exposed ms':>11}{'cpu ms':>8}"
+        f"{'messages':>9}{'MB sent':>9}{'last loss':>11}{'peak MiB':>10}{'shared':>8}"
     )
     for result in results:
         base = medians.get(reference_of(result.variant), first)
         print(
             f"{result.variant:<28}{result.median * 1e3:>9.0f}{tokens / result.median:>10.0f}"
             f"{base / result.median:>7.2f}{(result.median - base) * 1e3:>11.0f}"
+            f"{statistics.median(result.cpu_seconds) * 1e3:>8.0f}"
             f"{_number(result.messages, 1):>9}{_number(result.wire_bytes, 1e6):>9}{result.losses[-1]:>11.6f}"
             f"{_number(max(result.peak_mib, default=None), 1):>10}"
             f"{_number(max(result.shared_mib, default=None), 1):>8}"

@@ -147,13 +147,18 @@ class OptimManager:
     def _is_accumulating(self) -> bool:
         return 0 < self._num_backwards < self.accumulate
 
-    def zero_grad(self) -> None:
-        """Fill the gradients of all optimizers with zeros."""
+    def zero_grad(self, *, set_to_none: bool = False) -> None:
+        """Fill the gradients of all optimizers with zeros, or drop them.
+
+        Args:
+            set_to_none: drop them: their memory is free during the forward, and the next backward writes where it would
+                add.
+        """
         if self._is_accumulating():
             return
         forget_unsent()
         for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=False)
+            optimizer.zero_grad(set_to_none=set_to_none)
 
     def clip_grad_norm(
         self, param_groups: Iterable[Any], max_norm: float, norm_type: float | str = 2, eps: float = 1e-6

@@ -244,6 +244,7 @@ void ShardGroup::bind() {
             ": the parameters are in use already; a Block cannot call itself "
             "from its own forward");
   make_sinks();
+  drop_unused_gradient();
   shard_accumulators_.resize(options_.parameters.size());
   bound_ = true;
   for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
@@ -251,6 +252,13 @@ void ShardGroup::bind() {
     shard_accumulators_[i] = torch::autograd::impl::try_get_grad_accumulator(parameter);
     parameter.set_data(full_views_[i]);
     set_accumulator(parameter, sinks_[i]);
+  }
+}
+
+void ShardGroup::drop_unused_gradient() {
+  // On a GPU the caching allocator would keep the memory, in the order of streams; nothing is won there.
+  if (gradient_shard_.defined() && options_.device.is_cpu() && gradient_shard_.storage().use_count() == 1) {
+    gradient_shard_ = at::Tensor();
   }
 }
 
@@ -363,9 +371,7 @@ void ShardGroup::finish_reduce() {
 }
 
 void ShardGroup::sum_into_shard() {
-  if (!gradient_shard_.defined()) {
-    gradient_shard_ = at::zeros_like(shard_);
-  }
+  make_gradient_shard();
   // Neighbours that are treated alike are summed in one run, the gaps between
   // them included.
   std::size_t first = 0;
@@ -381,6 +387,28 @@ void ShardGroup::sum_into_shard() {
     }
     first = last;
   }
+}
+
+void ShardGroup::make_gradient_shard() {
+  if (gradient_shard_.defined()) {
+    return;
+  }
+  gradient_shard_ = at::empty_like(shard_);
+  // What the sum does not write is zero: gaps between parameters, and parameters without a gradient here.
+  std::int64_t clean_until = 0;
+  const auto zero_up_to = [&](std::int64_t end) {
+    if (end > clean_until) {
+      gradient_shard_.narrow(0, clean_until, end - clean_until).zero_();
+    }
+  };
+  for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
+    const LocalPart& part = local_parts_[i];
+    if (part.numel > 0 && gradient_mode(i) == GradientMode::kWrite) {
+      zero_up_to(part.shard_offset);
+      clean_until = part.shard_offset + part.numel;
+    }
+  }
+  zero_up_to(layout_.partition());
 }
 
 ShardGroup::GradientMode ShardGroup::gradient_mode(std::size_t index) const {

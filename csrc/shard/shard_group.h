@@ -72,7 +72,7 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   [[nodiscard]] at::Tensor shard() const { return shard_; }
   /// This rank's part of parameter `index`: a 1-D view of the shard.
   [[nodiscard]] at::Tensor local_view(std::size_t index) const { return local_views_.at(index); }
-  /// The flat gradient shard; undefined before its first need.
+  /// The flat gradient shard; undefined before its first need, and from a call on when no gradient uses it.
   [[nodiscard]] at::Tensor gradient_shard() const { return gradient_shard_; }
   /// How many tensors this group knows of refer to the memory of its shard, and to that of its gradient
   /// shard.
@@ -126,6 +126,9 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   void allocate();
   void check_data() const;
   void make_sinks();
+  // Frees the gradient shard once no `.grad` uses it, so that it is not there while activations are.
+  void drop_unused_gradient();
+  void make_gradient_shard();
   [[nodiscard]] bool is_attached(std::size_t index) const;
   void zero_untouched();
   void sum_into_shard();

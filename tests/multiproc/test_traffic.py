@@ -173,3 +173,43 @@ def test_model_states_take_the_formula_divided_by_the_ranks(world, dtype, state_
         assert held["in_use"] == 0
         # Gathered: the block that runs and the one ahead. Gradients: one arriving, one (sent and received) on its way.
         assert held["peak_buffers"] <= 5
+
+
+def gradients_come_and_go() -> None:
+    """Dropped gradients leave no memory behind during the forward; what comes after them is what came before."""
+    torch.manual_seed(0)
+    layers = [Layer() for _ in range(LAYERS)]
+    model = bmt.TransformerBlockList(layers)
+    frozen = next(model.parameters())
+    frozen.requires_grad_(False)
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=0.0)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    groups = [group for block in model for group in block._runtime.groups]
+    x = torch.randn(4, DIM)
+    seen = []
+    for _ in range(3):
+        manager.zero_grad(set_to_none=True)
+        assert all(p.grad is None for p in model.parameters())
+        loss = model(x).sum()
+        assert all(group.gradient_shard is None for group in groups)
+        manager.backward(loss)
+        seen.append([group.gradient_shard.clone() for group in groups if group.gradient_shard is not None])
+        of_parameters = sum(float(p.grad.abs().sum()) for p in model.parameters() if p.grad is not None)
+        assert sum(float(flat.abs().sum()) for flat in seen[-1]) == pytest.approx(
+            of_parameters
+        )  # gaps are zero
+    assert seen[0]
+    for later in seen[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(seen[0], later, strict=True))
+    kept = [p.grad for p in model.parameters()]
+    manager.zero_grad()
+    manager.backward(model(x).sum())
+    assert all(
+        p.grad is grad for p, grad in zip(model.parameters(), kept, strict=True)
+    )  # filled, not dropped
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_dropped_gradients_take_no_memory_in_the_forward(world: int) -> None:
+    run_ranks(world, gradients_come_and_go)
