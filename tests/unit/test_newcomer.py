@@ -1,0 +1,163 @@
+"""A newcomer's walk, done from the pages: install, quick start, own model and data, save, resume.
+
+The environment is empty but for torch, what torch needs and the tools of the build, which are linked from the one that
+runs the tests: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from harness import free_port, run_process
+
+ROOT = Path(__file__).parents[2]
+PRESENT = ("torch", "setuptools", "ninja", "numpy")
+
+pytestmark = pytest.mark.slow
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The blocks of code of a page."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def command(page: str, start: str) -> str:
+    """The one line of a page's shell blocks that starts so, without its remark; a continued line is one."""
+    text = "\n".join(blocks(page, "shell")).replace("\\\n", " ")
+    [found] = {line.partition("  #")[0].strip() for line in text.splitlines() if line.startswith(start)}
+    return found
+
+
+def distributions(names: tuple[str, ...]) -> dict[str, importlib.metadata.Distribution]:
+    """The installed ones of these, and of all that they need."""
+    found: dict[str, importlib.metadata.Distribution] = {}
+    todo = list(names)
+    while todo:
+        name = todo.pop().lower().replace("_", "-")
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if name not in found:
+            found[name] = distribution
+            wanted = [r for r in distribution.requires or [] if "extra ==" not in r]
+            todo += [re.split(r"[^\w.-]", requirement)[0] for requirement in wanted]
+    return found
+
+
+def link(distribution: importlib.metadata.Distribution, target: Path) -> None:
+    """Make a distribution visible in another environment's folder of packages."""
+    for name in {
+        file.parts[0] for file in distribution.files or [] if file.parts[0] not in ("..", "__pycache__")
+    }:
+        source = Path(str(distribution.locate_file(name)))
+        if source.exists() and not (target / name).exists():
+            (target / name).symlink_to(source)
+
+
+class Newcomer:
+    """An empty environment, and a folder to work in."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        run_process([sys.executable, "-m", "venv", folder / "env"], timeout=120)
+        self.bin = folder / "env" / "bin"
+        [packages] = (folder / "env" / "lib").glob("python*/site-packages")
+        self.packages = packages
+        for distribution in distributions(PRESENT).values():
+            link(distribution, packages)
+        path = [str(self.bin), *([str(Path(found).parent)] if (found := shutil.which("ninja")) else [])]
+        self.environment = {
+            "PATH": os.pathsep.join([*path, os.environ["PATH"]]),
+            "VIRTUAL_ENV": str(folder / "env"),
+            "PYTHONPATH": "",
+            "PIP_NO_INDEX": "1",
+            "PIP_NO_BUILD_ISOLATION": "0",  # pip reads this as: no isolation; the tools of the build are linked
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+            "MAX_JOBS": str(os.cpu_count() or 1),
+            "CUDA_VISIBLE_DEVICES": "",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(free_port()),
+        }
+
+    def run(self, line: str, directory: Path, **variables: str) -> str:
+        environment = {**self.environment, **variables}
+        line = line.replace("torchrun", "python -m torch.distributed.run", 1)  # its script is not linked
+        return run_process(
+            ["bash", "-euc", line], environment=environment, directory=directory, timeout=900
+        ).stdout
+
+
+@pytest.fixture(scope="module")
+def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Newcomer:
+    """Has installed bmtrain, as the README says, from an unpacked source distribution."""
+    folder = tmp_path_factory.mktemp("newcomer")
+    person = Newcomer(folder)
+    make = [sys.executable, "setup.py", "-q", "egg_info", "-e", folder, "sdist", "-d", folder]
+    run_process(make, directory=ROOT, timeout=120)
+    [archive] = folder.glob("bmtrain-*.tar.gz")
+    with tarfile.open(archive) as opened:
+        opened.extractall(folder, filter="data")
+    [source] = (path for path in folder.glob("bmtrain-*") if path.is_dir() and (path / "setup.py").exists())
+    person.run(command("README.md", "pip install torch"), folder)  # there already
+    person.run(command("README.md", "pip install ."), source)
+    shutil.rmtree(source)
+    return person
+
+
+def test_what_is_installed(newcomer: Newcomer) -> None:
+    """It is this version, typed, with its core, and not the tree of the tests."""
+    installed = newcomer.packages / "bmtrain"
+    assert (installed / "py.typed").exists()
+    assert list(installed.glob("_C.*.so"))
+    modules = {p.relative_to(ROOT / "bmtrain") for p in (ROOT / "bmtrain").rglob("*.py")}
+    assert {p.relative_to(installed) for p in installed.rglob("*.py")} == modules
+    told = newcomer.run("python -c 'import bmtrain; print(bmtrain.__file__)'", newcomer.folder)
+    assert Path(told.strip()).is_relative_to(newcomer.packages)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun --nnodes", "python3 -m torch.distributed.launch", "alone"])
+def test_quick_start(newcomer: Newcomer, tmp_path: Path, launcher: str) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    part = text.split("<!-- quick start", 1)[1].split("<!-- end of quick start -->", 1)[0]
+    program = "\n\n".join(re.findall(r"```python\n(.*?)```", part, flags=re.DOTALL))
+    (tmp_path / "train.py").write_text(program, encoding="utf-8")
+    line = "python3 train.py" if launcher == "alone" else command("README.md", launcher)
+    port = str(free_port())
+    told = newcomer.run(line, tmp_path, NNODES="1", NODE_RANK="0", RANKS_PER_NODE="2", MASTER_PORT=port)
+    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", told)]
+    assert len(losses) == 100
+    assert losses[-1] < losses[0] / 2
+    assert "table" in torch.load(tmp_path / "model.pt", weights_only=True)
+
+
+def test_own_model_and_data_saved_and_resumed(newcomer: Newcomer, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("\n\n".join(blocks("docs/tutorial/own.md", "python")), encoding="utf-8")
+    line = command("docs/tutorial/own.md", "torchrun")
+    first = re.findall(r"epoch (\d+)  loss ([0-9.]+)", newcomer.run(line, tmp_path))
+    second = re.findall(r"epoch (\d+)  loss ([0-9.]+)", newcomer.run(line, tmp_path))
+    assert [int(epoch) for epoch, _ in first + second] == [0, 1, 2, 3]
+    assert float(second[-1][1]) < float(first[0][1])
+    keys = torch.load(tmp_path / "own.pt", weights_only=True).keys()
+    assert {"layers.0.norm.weight", "layers.1.down.bias", "head.weight"} <= set(keys)
+
+
+def test_nothing_of_the_test_environment_is_seen(newcomer: Newcomer) -> None:
+    found = subprocess.run(
+        [newcomer.bin / "python", "-c", "import pytest"],
+        cwd=newcomer.folder,
+        capture_output=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": ""},
+    )
+    assert found.returncode != 0
