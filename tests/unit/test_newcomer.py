@@ -1,4 +1,4 @@
-"""A newcomer's walk, done from the pages: install, quick start, own model and data, save, resume.
+"""A newcomer's walk, done from the pages: install, quick start, own model and data, save, resume, convert.
 
 The environment is empty but for torch, what torch needs and the tools of the build, which are linked from the one that
 runs the tests: nothing is downloaded.
@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -74,6 +73,8 @@ class Newcomer:
         self.bin = folder / "env" / "bin"
         [packages] = (folder / "env" / "lib").glob("python*/site-packages")
         self.packages = packages
+        for old in packages.glob("setuptools*"):  # Python's own, older than the build asks for
+            shutil.rmtree(old)
         for distribution in distributions(PRESENT).values():
             link(distribution, packages)
         path = [str(self.bin), *([str(Path(found).parent)] if (found := shutil.which("ninja")) else [])]
@@ -100,18 +101,14 @@ class Newcomer:
 
 @pytest.fixture(scope="module")
 def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Newcomer:
-    """Has installed bmtrain, as the README says, from an unpacked source distribution."""
-    folder = tmp_path_factory.mktemp("newcomer")
-    person = Newcomer(folder)
-    make = [sys.executable, "setup.py", "-q", "egg_info", "-e", folder, "sdist", "-d", folder]
-    run_process(make, directory=ROOT, timeout=120)
-    [archive] = folder.glob("bmtrain-*.tar.gz")
-    with tarfile.open(archive) as opened:
-        opened.extractall(folder, filter="data")
-    [source] = (path for path in folder.glob("bmtrain-*") if path.is_dir() and (path / "setup.py").exists())
-    person.run(command("README.md", "pip install torch"), folder)  # there already
-    person.run(command("README.md", "pip install ."), source)
-    shutil.rmtree(source)
+    """Has installed bmtrain, as the README says, but from a wheel: `pip install .` here would compile all anew."""
+    person = Newcomer(tmp_path_factory.mktemp("newcomer"))
+    make = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", person.folder, ROOT]
+    environment = {"MAX_JOBS": str(os.cpu_count() or 1)}
+    run_process([sys.executable, *make], directory=person.folder, timeout=600, environment=environment)
+    [wheel] = person.folder.glob("bmtrain-*.whl")
+    person.run(command("README.md", "pip install torch"), person.folder)  # there already
+    person.run(command("README.md", "pip install .").replace(" .", f" {wheel}"), person.folder)
     return person
 
 
@@ -120,6 +117,10 @@ def test_what_is_installed(newcomer: Newcomer) -> None:
     installed = newcomer.packages / "bmtrain"
     assert (installed / "py.typed").exists()
     assert list(installed.glob("_C.*.so"))
+    for needed in ("_C.pyi", "_build_config.json"):
+        assert (installed / needed).exists()
+    [about] = newcomer.packages.glob("bmtrain-*.dist-info")
+    assert {path.name for path in newcomer.packages.glob("bmtrain*")} == {"bmtrain", about.name}
     modules = {p.relative_to(ROOT / "bmtrain") for p in (ROOT / "bmtrain").rglob("*.py")}
     assert {p.relative_to(installed) for p in installed.rglob("*.py")} == modules
     told = newcomer.run("python -c 'import bmtrain; print(bmtrain.__file__)'", newcomer.folder)
@@ -150,6 +151,11 @@ def test_own_model_and_data_saved_and_resumed(newcomer: Newcomer, tmp_path: Path
     assert float(second[-1][1]) < float(first[0][1])
     keys = torch.load(tmp_path / "own.pt", weights_only=True).keys()
     assert {"layers.0.norm.weight", "layers.1.down.bias", "head.weight"} <= set(keys)
+    newcomer.run("python -m bmtrain convert own.pt weights --to safetensors", tmp_path)
+    newcomer.run("python -m bmtrain convert weights back.pt", tmp_path)
+    own, back = (torch.load(tmp_path / name, weights_only=True) for name in ("own.pt", "back.pt"))
+    assert list(own) == list(back)
+    assert all(torch.equal(own[key], back[key]) for key in own)
 
 
 def test_nothing_of_the_test_environment_is_seen(newcomer: Newcomer) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import tarfile
 import types
-import zipfile
 from pathlib import Path
 
 import environment
@@ -212,28 +210,3 @@ def test_source_distribution_can_be_built_from(tmp_path: Path) -> None:
     expected = tracked or ["setup.py", "pyproject.toml", "LICENSE", "csrc/bindings.h", "bmtrain/py.typed"]
     assert [name for name in expected if name not in names] == []
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
-
-
-@pytest.mark.slow
-def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        tmp_path,
-        ROOT,
-    ]
-    run_process(command, directory=tmp_path, timeout=600, environment={"MAX_JOBS": str(os.cpu_count() or 1)})
-    [wheel] = tmp_path.glob("bmtrain-*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {"bmtrain"}
-    for needed in ("bmtrain/py.typed", "bmtrain/_C.pyi", "bmtrain/_build_config.json"):
-        assert needed in names
-    assert any(name.startswith("bmtrain/_C.") and name.endswith(".so") for name in names)
-    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "bmtrain").rglob("*.py")}
-    assert {name for name in names if name.endswith(".py")} == modules
