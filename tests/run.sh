@@ -15,7 +15,7 @@ for argument in "$@"; do
 done
 
 export BMTRAIN_WERROR="${BMTRAIN_WERROR:-1}" # warnings in our own files are errors here, and warnings only where users build
-. tests/env.sh test examples
+. tests/env.sh test examples docs
 "$PYTHON" -c 'import bmtrain, json; print("build:", json.dumps(bmtrain.build_info(), indent=1))'
 
 status=0

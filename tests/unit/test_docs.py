@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from harness import run_ranks
+from harness import run_process, run_ranks
 
 ROOT = Path(__file__).parents[2]
 _FENCE = re.compile(
@@ -109,6 +109,15 @@ def test_fences_are_found() -> None:
         assert not re.search(r"^[ \t]+```", text, re.MULTILINE), page
         assert text.count("```") % 2 == 0, page
     assert {"README.md", "README-ZH.md", "docs/tutorial/distributed.md"} <= set(PROGRAMS)
+
+
+@pytest.mark.slow
+def test_pages_build_without_warnings(tmp_path: Path) -> None:
+    for needed in ("sphinx", "furo", "myst_parser"):
+        pytest.importorskip(needed)
+    build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", ROOT / "docs", tmp_path]
+    assert run_process(build, directory=ROOT, timeout=250).stdout == ""
+    assert "init_distributed" in (tmp_path / "reference" / "api.html").read_text(encoding="utf-8")
 
 
 def test_links_inside_lead_somewhere() -> None:
