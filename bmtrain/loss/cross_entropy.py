@@ -69,10 +69,11 @@ class FusedCrossEntropy(torch.nn.Module):
             raise ValueError(
                 f"weight must be 1-D of a float dtype, got shape {tuple(weight.shape)} of {weight.dtype}"
             )
-        if inplace is False:
+        if inplace is not None:
+            unless = " unless backward is to take the memory of the logits" if inplace else ""
             warn_once(
                 "FusedCrossEntropy.inplace",
-                "FusedCrossEntropy(inplace=False) is deprecated: leave it out",
+                f"FusedCrossEntropy(inplace={inplace}) is deprecated: leave it out{unless}",
             )
         self.register_buffer("weight", weight)
         self.weight: Tensor | None

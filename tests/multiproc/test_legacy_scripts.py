@@ -32,6 +32,7 @@ OLD_FORMS = {
     ],
     "train_0_2.py": [
         "init_distributed(zero_level=...)",
+        "FusedCrossEntropy(inplace=True)",
         "sum_loss()",
         "store.allgather_object()",
     ],
