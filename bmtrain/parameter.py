@@ -139,10 +139,6 @@ class DistributedParameter(torch.nn.Parameter):
         return self._group
 
     @property
-    def _zero_comm(self) -> Any:
-        return self._spec.group.comm
-
-    @property
     def _start_partition(self) -> int:
         return self._spec.local_part[0]
 

@@ -113,10 +113,6 @@ class SavedTensors:
         return kept.tensor
 
     @property
-    def is_empty(self) -> bool:
-        return not self._saves
-
-    @property
     def is_complete(self) -> bool:
         """Whether the first graph can be differentiated."""
         return not self.differs and len(self._values) == len(self._saves)

@@ -105,7 +105,9 @@ def draw_scale(directory: Path, machine: Machine | None = None) -> list[str]:
     right.yaxis.set_major_formatter(lambda size, _: f"{size:.0f}")
     for axes in (left, right):
         _count_axis(axes, machine)
-        axes.legend(frameon=False)
+    figure.legend(
+        *right.get_legend_handles_labels(), loc="outside upper center", ncols=len(CURVES), frameon=False
+    )
     figure.savefig(directory / "scale-mfu.png", dpi=110)
     _draw_parts(
         [ring for ring, _ in found["1.3B"]],
@@ -140,6 +142,7 @@ def _draw_parts(ring: list[Plan], direct: list[Plan], path: Path, machine: Machi
             axes.bar(devices, values, bottom=base, color=color, label=name.replace("_", " "))
             base = [low + value for low, value in zip(base, values, strict=True)]
         axes.set_title(f"1.3B, {title}", fontsize=10)
+        axes.tick_params("x", labelsize=8)
         axes.set_xlabel(f"{machine.name} devices")
         axes.spines[["top", "right"]].set_visible(False)
     figure.legend(
