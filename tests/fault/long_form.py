@@ -121,12 +121,8 @@ def main() -> None:
     }
     for transport in options.transports.split(","):
         arguments = (transport, options.world)
-        result[f"SIGKILL, {transport}"] = measure(
-            signal.SIGKILL, *arguments, options.repeats, options.timeout
-        )
-        if options.stops:
-            result[f"SIGSTOP, {transport}"] = measure(
-                signal.SIGSTOP, *arguments, options.stops, options.timeout
-            )
+        for fault, repeats in ((signal.SIGKILL, options.repeats), (signal.SIGSTOP, options.stops)):
+            if repeats:
+                result[f"{fault.name}, {transport}"] = measure(fault, *arguments, repeats, options.timeout)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
