@@ -142,8 +142,11 @@ class BlockRuntime:
             self._gathered_version = self.version()
             self._gathered_round = self.engine.accumulation.round
             self.engine.observer.gathering(self)
-        for group in self.groups:
-            group.start_gather()
+        sharded = [group for group in self.groups if group.state == _SHARDED]
+        if sharded:
+            with self.engine.observer.waiting(self.label, "gather"):
+                for group in sharded:
+                    group.start_gather()
 
     def is_of_this_round(self) -> bool:
         """Whether what is gathered holds for another forward: the policy keeps it, and nothing has changed since."""
@@ -215,8 +218,9 @@ class BlockRuntime:
         self._deferred = []
         accumulation.block_is_sent(self)
         self.engine.observer.reducing(self, groups)
-        for group in groups:
-            group.start_reduce()
+        with self.engine.observer.waiting(self.label, "reduce"):
+            for group in groups:
+                group.start_reduce()
         self.engine.add_reduction(groups)
 
 

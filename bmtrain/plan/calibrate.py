@@ -119,6 +119,7 @@ def measure_ranks() -> Machine:
         reserved=0.0,
         efficiency=1.0,
         source="measured",
+        shares_memory=group.comm.backend == "shm",
         memory=float(memory),
         flops=flops,
         memory_bandwidth=bandwidth,

@@ -34,6 +34,7 @@ class MemoryEstimate:
         host: pinned host memory of a node.
         host_usable: what the node has.
         pool_peak: largest sum of what the runtime's BufferPool lends.
+        wire: what ranks that share memory have under way in it, each rank's and that of its peers.
     """
 
     weights: float
@@ -45,10 +46,11 @@ class MemoryEstimate:
     host: float
     host_usable: float
     pool_peak: float
+    wire: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.tensors + self.scratch
+        return self.tensors + self.wire + self.scratch
 
     @property
     def tensors(self) -> float:
@@ -263,13 +265,16 @@ def estimate(
         fixed={**states, "optimizer": states["optimizer"] - on_host},
         ring_gather=ring_gather,
         ring_reduce=ring_reduce,
+        overlaps=not machine.shares_memory,
     )
     result = step.run()
     return Plan(
         model=model,
         machine=machine,
         policy=policy,
-        memory=_memory(result, machine, on_host),
+        memory=_memory(
+            result, machine, on_host, _wire_bytes(local, num_sharing) if machine.shares_memory else 0
+        ),
         time=_time(result, machine, policy, states),
         traffic={
             name: (messages * policy.accumulate, nbytes * policy.accumulate)
@@ -279,7 +284,21 @@ def estimate(
     )
 
 
-def _memory(result: StepResult, machine: Machine, on_host: float) -> MemoryEstimate:
+def _wire_bytes(model: ModelDescription, num_ranks: int) -> int:
+    """Of the largest block: all parts of a gather, and of a reduction what goes to the peers and comes from them."""
+    if num_ranks == 1:
+        return 0
+    largest = max(
+        (
+            sum(buffer.partition(num_ranks) * buffer.element_size for buffer in block.buffers)
+            for block in model.blocks
+        ),
+        default=0,
+    )
+    return (num_ranks + 2 * (num_ranks - 1)) * largest
+
+
+def _memory(result: StepResult, machine: Machine, on_host: float, wire: int) -> MemoryEstimate:
     at_peak = result.memory.at_peak
     return MemoryEstimate(
         weights=at_peak["weights"],
@@ -291,6 +310,7 @@ def _memory(result: StepResult, machine: Machine, on_host: float) -> MemoryEstim
         host=on_host * machine.devices_per_node,
         host_usable=machine.host_memory,
         pool_peak=result.memory.pool_peak,
+        wire=wire,
     )
 
 

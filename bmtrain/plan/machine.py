@@ -31,6 +31,8 @@ class Machine:
         host_memory: of one node.
         host_bandwidth: of one node's host memory.
         source: where the numbers are from.
+        shares_memory: ranks of a node are processes that exchange through memory which they all map: their processors
+            do the copying, so it overlaps with nothing that they compute.
 
     Raises:
         ValueError: a number that makes no sense.
@@ -52,6 +54,7 @@ class Machine:
     link_latency: float = 3e-6
     network_latency: float = 12e-6
     source: str = ""
+    shares_memory: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_nodes", "devices_per_node"):

@@ -36,8 +36,10 @@ def _row(name: str, text: str, share: float) -> str:
 def _memory(plan: Plan) -> Iterator[str]:
     memory = plan.memory
     yield f"memory of one device, of {format_bytes(memory.usable)} usable"
-    for name in ("weights", "gathered", "gradients", "optimizer", "activations", "scratch", "total"):
+    for name in ("weights", "gathered", "gradients", "optimizer", "activations", "wire", "scratch", "total"):
         nbytes = getattr(memory, name)
+        if name == "wire" and not nbytes:
+            continue
         yield _row(name, format_bytes(nbytes), nbytes / memory.usable)
     if memory.host:
         yield _row("pinned host, of a node", format_bytes(memory.host), memory.host / memory.host_usable)
