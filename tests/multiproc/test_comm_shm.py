@@ -227,7 +227,9 @@ def out_of_order() -> str:
 
 def test_mismatch_is_told_at_once() -> None:
     messages = run_ranks(2, out_of_order, init={"timeout": 600}, fresh=True)
-    assert all("operation differs on group" in message for message in messages)
+    # The ranks' answers compared, or, if one of them is slow to answer, what the other has read.
+    told = ("operation differs on group", "is in another operation")
+    assert all(any(words in message for words in told) for message in messages), messages
     text = " ".join(messages)
     assert "all_gather #" in text
     assert "all_reduce #" in text
