@@ -94,12 +94,11 @@ def read_traces(directory: Path) -> dict[int, list[Span]]:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a timeline of bmtrain ({type(error).__name__})") from None
     first = min(began for began, _ in found.values())
-    return {
-        rank: [
-            span._replace(begin=span.begin + began - first, end=span.end + began - first) for span in spans
-        ]
-        for rank, (began, spans) in sorted(found.items())
-    }
+    return {rank: _later(spans, began - first) for rank, (began, spans) in sorted(found.items())}
+
+
+def _later(spans: Iterable[Span], seconds: float) -> list[Span]:
+    return [span._replace(begin=span.begin + seconds, end=span.end + seconds) for span in spans]
 
 
 def _files(directory: Path) -> list[Path]:

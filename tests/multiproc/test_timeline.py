@@ -67,11 +67,12 @@ def of(spans: list[Span], kind: str, detail: str = "") -> list[Span]:
     ("options", "gathers"), [({}, 2 * LAYERS - 1), ({"zero_level": 2}, LAYERS)], ids=["level3", "level2"]
 )
 def test_a_recording_has_every_event_in_order(options, gathers, tmp_path: Path) -> None:
-    for found in run_ranks(2, recorded, str(tmp_path), options):
+    ranks = run_ranks(2, recorded, str(tmp_path), options)
+    for found in ranks:
         spans = found["spans"]
         assert found["same losses"]
         assert found["stopped"]
-        assert not found["off"] or not of(spans, "step")  # the third step's end begins the recording
+        assert not found["off"]  # the end of the third step began the recording
         assert len(of(spans, "step")) == len(of(spans, "optimizer")) == 2
         assert len(of(spans, "gather")) == 2 * gathers
         assert len(of(spans, "reduce")) == 2 * LAYERS
@@ -89,7 +90,8 @@ def test_a_recording_has_every_event_in_order(options, gathers, tmp_path: Path) 
         assert 0 < found["exposed"] < 1
     summary = summarize(read_traces(tmp_path))
     assert [rank.rank for rank in summary.ranks] == [0, 1]
-    assert summary.exposed_communication == pytest.approx(found["exposed"], abs=0.5)
+    exposed = sum(found["exposed"] for found in ranks) / len(ranks)
+    assert summary.exposed_communication == pytest.approx(exposed, rel=1e-6)
     assert summary.slowest_block is not None
 
 
