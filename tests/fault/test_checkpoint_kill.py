@@ -96,7 +96,7 @@ def test_killed_at_a_random_instant_of_a_save(non_blocking: bool, tmp_path: Path
         victims = generator.choice([[0], [1], [0, 1]])
         delay = generator.uniform(0.0, 0.12)
         arguments = (folder, newest + 1, victims, delay, non_blocking)
-        outcomes = rank_outcomes(WORLD, save_until_killed, *arguments, fresh=True, grace=0.1)
+        outcomes = rank_outcomes(WORLD, save_until_killed, *arguments, fresh=True, grace=3.0)
         assert all(outcomes[victim].status is Status.DIED for victim in victims), outcomes
         results = run_ranks(WORLD, check_all, folder)
         assert len(set(results)) == 1

@@ -245,7 +245,8 @@ def main() -> None:
     """Import what every rank needs, then serve. argv: the control socket's number, the parent's id."""
     _die_with_parent(int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in ("torch", "numpy", "pytest", "_pytest.assertion.rewrite", "bmtrain"):
+    # Any torch optimizer imports torch._dynamo when it is made: a second of every new rank that trains.
+    for name in ("torch", "torch._dynamo", "numpy", "pytest", "_pytest.assertion.rewrite", "bmtrain"):
         try:
             importlib.import_module(name)
         except Exception:  # what is missing shows in the call that needs it, with that rank's traceback
