@@ -19,7 +19,7 @@ from typing import Any
 
 from . import _context
 from ._checkup import Check, Surroundings, check_up
-from ._gpu_proof import prove, run_on_all_gpus
+from ._checkup.gpus import prove, run_on_all_gpus
 
 __all__ = ["API", "MODULES", "Finding", "add_arguments", "check_api", "run", "run_checks", "run_proof"]
 

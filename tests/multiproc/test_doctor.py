@@ -17,9 +17,8 @@ import pytest
 from harness import free_port, run_process, run_ranks
 
 import bmtrain
-from bmtrain import _checkup, _gpu_proof
-from bmtrain._checkup import Check, Surroundings, check_up
-from bmtrain._gpu_proof import prove
+from bmtrain._checkup import Check, Surroundings, check_up, gpus, machine
+from bmtrain._checkup.gpus import prove
 from bmtrain.doctor import run_checks
 
 
@@ -28,14 +27,14 @@ def here(**changes) -> Surroundings:
 
 
 def no_compiler(folder: Path, stack: ExitStack) -> Check:
-    return _checkup.check_compiler(here(environ={"PATH": str(folder)}))
+    return machine.check_compiler(here(environ={"PATH": str(folder)}))
 
 
 def stale_core(folder: Path, stack: ExitStack) -> Check:
     source = folder / "kernels.cpp"
     source.touch()
     os.utime(source, (time.time() + 3600, time.time() + 3600))
-    return _checkup.check_extension(here(sources=folder))
+    return machine.check_extension(here(sources=folder))
 
 
 def old_nccl(folder: Path, stack: ExitStack) -> Check:
@@ -44,43 +43,43 @@ def old_nccl(folder: Path, stack: ExitStack) -> Check:
     compiler = shutil.which("cc") or shutil.which("c++")
     assert compiler is not None  # bmtrain could not have been built
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
-    return _checkup.check_nccl(here(environ={"BMTRAIN_NCCL_LIBRARY": str(library)}))
+    return machine.check_nccl(here(environ={"BMTRAIN_NCCL_LIBRARY": str(library)}))
 
 
 def port_taken(folder: Path, stack: ExitStack) -> Check:
     listener = stack.enter_context(socket.socket())
     listener.bind(("", 0))
     listener.listen()
-    return _checkup.check_port(here(environ={"MASTER_PORT": str(listener.getsockname()[1])}))
+    return machine.check_port(here(environ={"MASTER_PORT": str(listener.getsockname()[1])}))
 
 
 def unwritable_shared_memory(folder: Path, stack: ExitStack) -> Check:
     (folder / "shm").touch()  # nobody, root included, can write into a file as into a folder
-    return _checkup.check_shared_memory(here(shared_memory=folder / "shm"))
+    return machine.check_shared_memory(here(shared_memory=folder / "shm"))
 
 
 def forced_too_high(folder: Path, stack: ExitStack) -> Check:
     patch = stack.enter_context(pytest.MonkeyPatch.context())
-    patch.setattr(_checkup._C, "highest_cpu_isa", lambda: "avx2")
-    return _checkup.check_processor(here(environ={"BMTRAIN_CPU_ISA": "avx512"}))
+    patch.setattr(machine._C, "highest_cpu_isa", lambda: "avx2")
+    return machine.check_processor(here(environ={"BMTRAIN_CPU_ISA": "avx512"}))
 
 
 def unknown_transport(folder: Path, stack: ExitStack) -> Check:
-    return _checkup.check_transport(here(environ={"BMTRAIN_CPU_TRANSPORT": "tcp"}))
+    return machine.check_transport(here(environ={"BMTRAIN_CPU_TRANSPORT": "tcp"}))
 
 
 def shared_memory_refused(folder: Path, stack: ExitStack) -> Check:
     patch = stack.enter_context(pytest.MonkeyPatch.context())
     patch.setattr("bmtrain._shm_meeting.why_not", lambda: "memory files are refused here")
-    return _checkup.check_transport(here(environ={"BMTRAIN_CPU_TRANSPORT": "shm"}))
+    return machine.check_transport(here(environ={"BMTRAIN_CPU_TRANSPORT": "shm"}))
 
 
 def wrong_torch(folder: Path, stack: ExitStack) -> Check:
-    return _checkup.check_torch(here(build={**bmtrain.build_info(), "torch": "2.1.0+cpu"}))
+    return machine.check_torch(here(build={**bmtrain.build_info(), "torch": "2.1.0+cpu"}))
 
 
 def little_memory(folder: Path, stack: ExitStack) -> Check:
-    return _checkup.check_memory(here(available_memory=lambda: 100 << 20))
+    return machine.check_memory(here(available_memory=lambda: 100 << 20))
 
 
 def wrong_clock() -> list[Check]:
@@ -190,14 +189,12 @@ def test_what_one_rank_finds_wrong_all_report() -> None:
 
 
 def proof_with_a_wrong_sum() -> list[Check]:
-    require = _gpu_proof._require
-    _gpu_proof._require = lambda problems: require(
-        [*problems, *(["a wrong sum"] if bmtrain.rank() == 1 else [])]
-    )
+    require = gpus._require
+    gpus._require = lambda problems: require([*problems, *(["a wrong sum"] if bmtrain.rank() == 1 else [])])
     try:
         return proof()
     finally:
-        _gpu_proof._require = require
+        gpus._require = require
 
 
 def test_gpus_are_needed_for_their_proof() -> None:

@@ -1,109 +1,36 @@
-"""What ``python -m bmtrain doctor`` looks at: each check finds a fact, or a problem and its remedy."""
+"""Checks of what one process finds around it: torch, compiler, core, processor, devices, memory, port."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib.util
 import os
 import shutil
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from . import _C, _build, _comm, _context
-from .errors import BMTrainError
+from .. import _C, _comm
+from .findings import Check, Surroundings
 
-__all__ = ["Check", "Surroundings", "check_up"]
+__all__ = [
+    "check_compiler",
+    "check_cuda",
+    "check_extension",
+    "check_memory",
+    "check_nccl",
+    "check_port",
+    "check_processor",
+    "check_shared_memory",
+    "check_torch",
+    "check_transport",
+]
 
 _NCCL_MINIMUM = (2, 19)
 _MIN_SHARED_MEMORY = 64 << 20  # what torch's data loaders and ranks of one host exchange at least
 _MIN_MEMORY = 1 << 30
-_MAX_SKEW_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the report.
-
-    Args:
-        name: what was looked at.
-        found: what is there, or what is wrong.
-        remedy: what to do; empty if nothing is wrong.
-    """
-
-    name: str
-    found: str
-    remedy: str = ""
-
-    @property
-    def is_problem(self) -> bool:
-        return bool(self.remedy)
-
-
-def _available_memory() -> int:
-    """Bytes that a new process could use: of the machine, or of the control group that limits this one."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    with contextlib.suppress(OSError, ValueError):  # "max" means no limit
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        available = min(available, limit - used)
-    return available
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What the checks look at; tests put problems here.
-
-    Args:
-        environ: environment variables.
-        build: as :func:`bmtrain.build_info` gives it.
-        sources: of the core.
-        shared_memory: the folder that is shared memory.
-        available_memory: bytes that are left.
-        clock: seconds since the epoch.
-        timeout: seconds in which ranks have to meet.
-    """
-
-    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    build: Mapping[str, object] = field(default_factory=_build.build_info)
-    sources: Path = Path(__file__).parent.parent / "csrc"
-    shared_memory: Path = Path("/dev/shm")
-    available_memory: Callable[[], int] = _available_memory
-    clock: Callable[[], float] = time.time
-    timeout: float = 10.0
-
-
-def check_up(here: Surroundings) -> Iterator[Check]:
-    """Look at everything that training needs. With several ranks each of them has to call it."""
-    for check in (
-        check_torch,
-        check_compiler,
-        check_extension,
-        check_processor,
-        check_cuda,
-        check_nccl,
-        check_shared_memory,
-        check_transport,
-        check_memory,
-        check_port,
-    ):
-        try:
-            yield check(here)
-        except Exception as error:  # a check that fails is a finding, not the end of the report
-            yield Check(
-                check.__name__.removeprefix("check_"), f"{type(error).__name__}: {error}", "report this"
-            )
-    yield from _check_ranks(here)
 
 
 def check_torch(here: Surroundings) -> Check:
@@ -296,86 +223,3 @@ def check_port(here: Surroundings) -> Check:
             f"set MASTER_PORT to a free port, or end what listens there (ss -ltnp 'sport = :{port}')",
         )
     return Check("port", f"{port} is free")
-
-
-def _check_ranks(here: Surroundings) -> Iterator[Check]:
-    """The ranks meet, their clocks agree, collectives and Adam compute what they should."""
-    if _context.current() is None:
-        from .init import init_distributed
-
-        try:
-            init_distributed(timeout=here.timeout)
-        except (BMTrainError, ValueError) as error:
-            yield Check(
-                "ranks",
-                str(error).splitlines()[0],
-                "start every rank (WORLD_SIZE of them, each with its own RANK), with a MASTER_ADDR and MASTER_PORT "
-                "that all of them reach; look at what the missing ones print",
-            )
-            return
-    context = _context.current()
-    assert context is not None
-    world = context.topology.world_size
-    carrier = context.groups["zero"].comm.backend
-    transport = context.backend if carrier == context.backend else f"{context.backend} over {carrier}"
-    yield Check("ranks", f"rank {context.topology.rank} of {world}, {transport}, {context.device}")
-    yield _check_clocks(here, context)
-    yield _check_collectives(context)
-    yield _check_adam(context)
-
-
-def _check_clocks(here: Surroundings, context: _context.Context) -> Check:
-    group = context.groups["zero"]
-    group.comm.barrier("doctor")
-    # Seconds do not fit in the exact integers of fp32; fp64 holds them to less than a microsecond.
-    mine = torch.tensor([here.clock()], dtype=torch.float64, device=context.device)
-    clocks = mine.new_empty(group.size)
-    group.comm.all_gather(clocks, mine, "doctor").wait()
-    skew = float(clocks.max() - clocks.min())
-    if skew > _MAX_SKEW_SECONDS:
-        late = int((clocks - clocks.median()).abs().argmax())
-        return Check(
-            "clocks",
-            f"the ranks' clocks differ by {skew:.1f} s, rank {late} the most",
-            f"synchronise the clock of rank {late}'s host (timedatectl set-ntp true, or chronyc makestep)",
-        )
-    return Check("clocks", f"the ranks' clocks agree to {skew * 1e3:.0f} ms")
-
-
-def _check_collectives(context: _context.Context) -> Check:
-    group = context.groups["zero"]
-    begin = time.perf_counter()
-    mine = torch.full((1024,), float(group.rank + 1), device=context.device)
-    whole = mine.new_empty(1024 * group.size)
-    group.comm.all_gather(whole, mine, "doctor").wait()
-    part = torch.empty_like(mine)
-    group.reduce_comm.reduce_scatter(part, whole, _C.ReduceOp.SUM, "doctor").wait()
-    wrong = (part != group.size * (group.rank + 1)).any()
-    milliseconds = (time.perf_counter() - begin) * 1e3
-    if bool(wrong):
-        return Check(
-            "collectives",
-            "a sum over the ranks is wrong",
-            "look for a faulty network card or memory (dmesg), then report this",
-        )
-    return Check("collectives", f"gather and sum over {group.size} ranks are right ({milliseconds:.1f} ms)")
-
-
-def _check_adam(context: _context.Context) -> Check:
-    from .optim import AdamOptimizer
-
-    start = torch.linspace(-1, 1, 4099, device=context.device)
-    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    optimizers: list[Any] = [AdamOptimizer([ours], lr=0.1), torch.optim.Adam([theirs], lr=0.1)]
-    for _ in range(3):
-        ours.grad, theirs.grad = ours.detach().sin(), theirs.detach().sin()
-        for optimizer in optimizers:
-            optimizer.step()
-    difference = float((ours.detach() - theirs.detach()).abs().max())
-    if not difference < 1e-4:
-        return Check(
-            "Adam",
-            f"differs from torch's by {difference:.2g}",
-            "set BMTRAIN_CPU_ISA=base and try again; report this with the name of the processor",
-        )
-    return Check("Adam", f"agrees with torch's to {difference:.1g}")

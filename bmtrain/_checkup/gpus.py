@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _C, _context, _ops
-from ._checkup import Check
-from ._context import Context
-from .errors import BMTrainError
+from .. import _C, _ops
+from .._context import Context
+from ..errors import BMTrainError
+from .findings import Check
+from .ranks import meet
 
 __all__ = ["prove", "run_on_all_gpus"]
 
@@ -45,16 +46,11 @@ def run_on_all_gpus(timeout: float) -> int:
 
 def prove(timeout: float) -> Iterator[Check]:
     """Let the ranks meet and try everything. Collective; every rank makes the same checks."""
-    if _context.current() is None:
-        from .init import init_distributed
-
-        try:
-            init_distributed(timeout=timeout)
-        except (BMTrainError, ValueError) as error:
-            yield Check("ranks", str(error).splitlines()[0], "run python -m bmtrain doctor for what is wrong")
-            return
-    context = _context.current()
-    assert context is not None
+    try:
+        context = meet(timeout)
+    except (BMTrainError, ValueError) as error:
+        yield Check("ranks", str(error).splitlines()[0], "run python -m bmtrain doctor for what is wrong")
+        return
     world = context.groups["zero"].size
     yield Check("ranks", f"rank {context.topology.rank} of {world}, {context.backend}, {context.device}")
     checks: list[tuple[str, Callable[[Context], str]]] = [
@@ -143,10 +139,10 @@ def _wait(context: Context) -> None:
 
 def _training(context: Context) -> str:
     """A sharded GPT on the ranks' parts of a batch against the plain one on the whole batch, in fp32."""
-    from .benchmark._gpt import GPT
-    from .block_layer import Block
-    from .optim import AdamOptimizer, OptimManager
-    from .wrapper import BMTrainModelWrapper, model_wrapper_dispatch
+    from ..benchmark._gpt import GPT
+    from ..block_layer import Block
+    from ..optim import AdamOptimizer, OptimManager
+    from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 
     group, device = context.groups["zero"], context.device
     generator = torch.Generator().manual_seed(1)

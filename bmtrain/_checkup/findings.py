@@ -1,0 +1,69 @@
+"""What a check looks at, and what it finds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .. import _build
+
+__all__ = ["Check", "Surroundings"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report.
+
+    Args:
+        name: what was looked at.
+        found: what is there, or what is wrong.
+        remedy: what to do; empty if nothing is wrong.
+    """
+
+    name: str
+    found: str
+    remedy: str = ""
+
+    @property
+    def is_problem(self) -> bool:
+        return bool(self.remedy)
+
+
+def _available_memory() -> int:
+    """Bytes that a new process could use: of the machine, or of the control group that limits this one."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    with contextlib.suppress(OSError, ValueError):  # "max" means no limit
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        available = min(available, limit - used)
+    return available
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the checks look at; tests put problems here.
+
+    Args:
+        environ: environment variables.
+        build: as :func:`bmtrain.build_info` gives it.
+        sources: of the core.
+        shared_memory: the folder that is shared memory.
+        available_memory: bytes that are left.
+        clock: seconds since the epoch.
+        timeout: seconds in which ranks have to meet.
+    """
+
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    build: Mapping[str, object] = field(default_factory=_build.build_info)
+    sources: Path = Path(__file__).parents[2] / "csrc"
+    shared_memory: Path = Path("/dev/shm")
+    available_memory: Callable[[], int] = _available_memory
+    clock: Callable[[], float] = time.time
+    timeout: float = 10.0
