@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ._engine.runtime import Engine
     from ._watchdog import Watch
 
-__all__ = ["Context", "Group", "Streams", "current", "install", "uninstall"]
+__all__ = ["Context", "Group", "Parts", "Streams", "current", "install", "uninstall"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,18 @@ class Group:
     rank: int
     size: int
     group_id: int
+
+
+class Parts(NamedTuple):
+    """How a group divides the work of holding a tensor.
+
+    Attributes:
+        sharing: the ranks with this one that hold one shard each.
+        replicas: the ranks that hold the same shard as this one; None if there are no others.
+    """
+
+    sharing: Group
+    replicas: Group | None = None
 
 
 class InertStream:
@@ -131,6 +143,7 @@ class Context:
     micros: int = 1
     streams: Streams = field(default_factory=Streams)
     watch: Watch | None = None
+    _parts: dict[tuple[str, int], Parts] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def engine(self) -> Engine:
@@ -151,6 +164,25 @@ class Context:
         else:
             kind = GroupKind.TP_ZERO if tp_mode else GroupKind.ZERO
         return self.groups[kind.value]
+
+    def parts_of(self, family: str, num_sharing: int) -> Parts:
+        """A group cut into parts that shard among themselves, each holding what the others hold.
+
+        Args:
+            family: name of the group.
+            num_sharing: ranks of a part: 1, or all of them.
+        """
+        group = self.groups[family]
+        if num_sharing == group.size:
+            return Parts(group)
+        if num_sharing != 1:
+            raise ValueError(f"num_sharing: expected 1 or {group.size}, got {num_sharing}")
+        if (family, num_sharing) not in self._parts:
+            from ._comm import create_single
+
+            alone = (create_single(family), create_single(f"{family}.reduce"))
+            self._parts[family, num_sharing] = Parts(Group(family, *alone, 0, 1, group.rank), group)
+        return self._parts[family, num_sharing]
 
 
 _current: Context | None = None

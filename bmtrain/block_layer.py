@@ -90,7 +90,9 @@ class Block(StandIn):
         if mode not in BlockMode.__members__:
             raise ValueError(f"mode: expected 'BLOCK' or 'PIPE', got {mode!r}")
         if zero_level not in (None, 2, 3):
-            raise ValueError(f"zero_level: expected 2 or 3, got {zero_level!r}; level 1 is for BlockPolicy")
+            raise ValueError(
+                f"zero_level: expected 2 or 3, got {zero_level!r}; levels 0 and 1 are for BlockPolicy"
+            )
         if policy is None:
             policy = context().engine.default_policy or BlockPolicy(level=context().zero_level)
             policy = replace(
@@ -122,7 +124,7 @@ class Block(StandIn):
         reference = BlockRef(self)
         named = adopt_parameters(self, self._module, reference)
         # In place: Blocks that share this storage see the new one.
-        self._storages[:] = build_storage(named, self._mode, self._label, reference)
+        self._storages[:] = build_storage(named, self._mode, self._policy.level, self._label, reference)
         groups = [storage.shards for storage in self._storages]
         if "_runtime" in self.__dict__:
             self._runtime.replace_groups(groups)

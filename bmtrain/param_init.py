@@ -31,7 +31,8 @@ def init_parameters(module: torch.nn.Module | Iterable[torch.nn.Module]) -> None
 
     Modules are visited as ``named_modules()`` gives them, parameters in order of registration, each once. The
     initialiser runs on a temporary full tensor of which this rank keeps its shard, so random numbers are drawn exactly
-    as a single process draws them, and equal seeds give equal weights at any world size. A parameter on the meta
+    as a single process draws them, and equal seeds give equal weights at any world size. What
+    several ranks hold alike, in a Block at level 0, is made equal even if their seeds are not. A parameter on the meta
     device gets its shard; without an ``init_method`` it stays there. Plain modules that
     hold distributed parameters save and load full tensors from now on.
 
@@ -47,6 +48,7 @@ def init_parameters(module: torch.nn.Module | Iterable[torch.nn.Module]) -> None
                 full = torch.empty(param._tp_original_shape, dtype=param.dtype, device=device)
                 param._init_method(full)
                 load_full_value(param, full)
+                param._spec.make_replicas_equal(param)
 
 
 def grouped_parameters(

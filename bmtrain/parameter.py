@@ -254,7 +254,7 @@ def _rebuild(
 ) -> DistributedParameter:
     param = cls._from_local(local if local.is_meta else local.to(context().device), requires_grad)
     param.__dict__.update(attributes)
-    param._spec = ShardSpec.from_portable(spec, context().groups)
+    param._spec = ShardSpec.from_portable(spec, context())
     if not local.is_meta and local.numel() != param._spec.local_part[1]:
         raise ValueError(
             f"a pickled shard of {local.numel()} elements of a parameter of shape {tuple(param._original_shape)} "

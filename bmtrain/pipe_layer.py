@@ -137,4 +137,4 @@ def _as_pipe_block(module: torch.nn.Module, index: int) -> Block:
         'give Block(mode="PIPE") to a PipelineTransformerBlockList',
         stacklevel=4,
     )
-    return Block(module, use_checkpoint=module._policy.recomputes, mode="PIPE")
+    return Block(module, mode="PIPE", policy=module._policy)

@@ -73,7 +73,13 @@ def leave_to_stage(block: Any, pipe: Group, owner: int) -> None:
     for storage in block._storages:
         for index, param in enumerate(storage.parameters):
             param._spec = StagedShardSpec(
-                param._original_shape, storage.group, storage.shards.layout, index, pipe=pipe, owner=owner
+                param._original_shape,
+                storage.group,
+                storage.shards.layout,
+                index,
+                storage.replicas,
+                pipe,
+                owner,
             )
             if pipe.rank != owner and not param.is_meta:
                 param.data = param.data.new_empty(0)

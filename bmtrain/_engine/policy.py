@@ -33,7 +33,9 @@ class BlockPolicy:
     Args:
         level: ZeRO level. 3 frees the full parameters after forward and gathers them again for backward; 2 keeps
             them from forward to backward; 1 keeps them always, and gathers them anew at the first forward after a
-            backward that sent gradients, or after a change in place. Gradients and optimizer state are shards at each.
+            backward that sent gradients, or after a change in place. Gradients and optimizer state are shards at each
+            of these. 0 is plain data parallelism: every rank has whole parameters, gradients (summed over the ranks,
+            the same bits on all) and optimizer state, and gathers nothing.
         recompute: what backward runs again.
         keep_gathered: between the forwards and backwards of one :func:`bmtrain.no_sync` keep the full parameters.
         keep_gradients: in :func:`bmtrain.no_sync` keep whole gradients on each rank; otherwise they are sent as ever.
@@ -53,8 +55,8 @@ class BlockPolicy:
     keep_gradients: bool = True
 
     def __post_init__(self) -> None:
-        if self.level not in (1, 2, 3):
-            raise ValueError(f"level: expected 1, 2 or 3, got {self.level!r}")
+        if self.level not in (0, 1, 2, 3):
+            raise ValueError(f"level: expected 0, 1, 2 or 3, got {self.level!r}")
 
     @property
     def recomputes(self) -> bool:

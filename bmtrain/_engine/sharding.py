@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ import torch
 
 if TYPE_CHECKING:
     from .. import _C
-    from .._context import Group
+    from .._context import Context, Group
 
 __all__ = ["ShardSpec"]
 
@@ -27,12 +26,19 @@ class ShardSpec:
         group: the ranks that share the parameter.
         layout: the block's flat buffer, or None outside blocks.
         index: number of the parameter in ``layout``.
+        replicas: the ranks that hold the same elements as this one, with it; None if there are no others.
     """
 
     shape: torch.Size
     group: Group
     layout: _C.FlatLayout | None = None
     index: int = 0
+    replicas: Group | None = None
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank speaks for those that hold the same elements."""
+        return self.replicas is None or self.replicas.rank == 0
 
     def portable(self, element_size: int) -> tuple[Any, ...]:
         """Plain values from which :meth:`from_portable` makes the same spec, for pickles."""
@@ -41,19 +47,27 @@ class ShardSpec:
         if layout is not None:
             numels = [layout.numel(index) for index in range(len(layout))]
             flat = (numels, element_size, layout.num_ranks)
-        return tuple(self.shape), self.group.name, flat, self.index, None
+        num_sharing = None if self.replicas is None else self.group.size
+        return tuple(self.shape), self.group.name, flat, self.index, self._stage(), num_sharing
+
+    def _stage(self) -> int | None:
+        """The stage of a pipeline that alone holds the parameter."""
+        return None
 
     @classmethod
-    def from_portable(cls, portable: tuple[Any, ...], groups: Mapping[str, Group]) -> ShardSpec:
+    def from_portable(cls, portable: tuple[Any, ...], context: Context) -> ShardSpec:
         """The spec that :meth:`portable` described, in this process's groups."""
         from .. import _C
         from .stage import StagedShardSpec
 
-        shape, group, flat, index, stage = portable
+        shape, family, flat, index, stage, *rest = portable  # `rest` is empty in pickles of 1.0
+        num_sharing = rest[0] if rest and rest[0] is not None else context.groups[family].size
+        group, replicas = context.parts_of(family, num_sharing)
         layout = None if flat is None else _C.FlatLayout(*flat)
         if stage is not None:
-            return StagedShardSpec(torch.Size(shape), groups[group], layout, index, groups["pipe"], stage)
-        return cls(torch.Size(shape), groups[group], layout, index)
+            pipe = context.groups["pipe"]
+            return StagedShardSpec(torch.Size(shape), group, layout, index, replicas, pipe, stage)
+        return cls(torch.Size(shape), group, layout, index, replicas)
 
     @property
     def numel(self) -> int:
@@ -92,6 +106,11 @@ class ShardSpec:
             return slots[: self.numel]  # equal runs: only the tail is padding
         return torch.cat([slots.narrow(0, rank * longest, count) for rank, count in enumerate(counts)])
 
+    def make_replicas_equal(self, local: torch.Tensor) -> None:
+        """Gives all ranks that hold the same elements those of the first of them, in place. Collective."""
+        if self.replicas is not None and local.numel():
+            self.replicas.comm.broadcast(local.detach(), 0, "parameter").wait()
+
     def check_local(self, local: torch.Tensor) -> None:
         """Raises RuntimeError unless ``local`` has as many elements as this rank owns."""
         if local.numel() != self.local_part[1]:
@@ -106,7 +125,7 @@ class ShardSpec:
 
         size = self.group.size
         if size == 1:
-            return flat.clone()
+            return self._over_replicas(flat.clone())
         parts = [self.part(rank) for rank in range(size)]
         longest = max(count for _, count in parts)
         slots = flat.new_zeros(size * longest)
@@ -114,7 +133,14 @@ class ShardSpec:
             slots.narrow(0, rank * longest, count).copy_(flat.narrow(0, begin, count))
         reduced = flat.new_empty(longest)
         self.group.reduce_comm.reduce_scatter(reduced, slots, _C.ReduceOp.SUM, "parameter").wait()
-        return reduced[: parts[self.group.rank][1]]
+        return self._over_replicas(reduced[: parts[self.group.rank][1]])
+
+    def _over_replicas(self, part: torch.Tensor) -> torch.Tensor:
+        from .. import _C
+
+        if self.replicas is not None:
+            self.replicas.reduce_comm.all_reduce(part, _C.ReduceOp.SUM, "parameter").wait()
+        return part
 
 
 def _padded(local: torch.Tensor, length: int) -> torch.Tensor:

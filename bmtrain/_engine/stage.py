@@ -7,7 +7,7 @@ together.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -38,8 +38,8 @@ class StagedShardSpec(ShardSpec):
     def is_here(self) -> bool:
         return self.pipe is None or self.pipe.rank == self.owner
 
-    def portable(self, element_size: int) -> tuple[Any, ...]:
-        return *super().portable(element_size)[:-1], self.owner
+    def _stage(self) -> int | None:
+        return self.owner
 
     def part(self, rank: int) -> tuple[int, int]:
         return super().part(rank) if self.is_here else (0, 0)

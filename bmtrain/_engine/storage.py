@@ -29,6 +29,7 @@ class BlockStorage:
         kind: ``"<dtype>_<grad|nograd>"``, and ``"_g_<group>"`` for labelled parameters.
         shards: the buffer.
         group: the ranks that share it.
+        replicas: the ranks that hold the same shard as this one; None if there are no others.
         names: qualified names of its parameters.
         parameters: the parameters themselves.
         requires_grad: whether its parameters were trainable when the block was built.
@@ -37,6 +38,7 @@ class BlockStorage:
     kind: str
     shards: _C.ShardGroup
     group: Group
+    replicas: Group | None
     names: tuple[str, ...]
     parameters: tuple[DistributedParameter, ...]
     requires_grad: bool
@@ -95,13 +97,18 @@ def _kind(param: DistributedParameter) -> str:
 
 
 def build_storage(
-    named: Iterable[tuple[str, DistributedParameter]], mode: BlockMode, label: str, owner: BlockRef
+    named: Iterable[tuple[str, DistributedParameter]],
+    mode: BlockMode,
+    level: int,
+    label: str,
+    owner: BlockRef,
 ) -> list[BlockStorage]:
     """Moves parameters into flat buffers; their values and gradients stay. Collective.
 
     Args:
         named: the parameters, each once, in the order of the buffers.
         mode: which ranks share them.
+        level: ZeRO level; at 0 nothing is shared.
         label: names the block in errors and records.
         owner: the Block, as the parameters refer to it.
     """
@@ -111,7 +118,8 @@ def build_storage(
     ctx = context()
     storages = []
     for (kind, tp_mode), members in kinds.items():
-        group = ctx.zero_group(tp_mode, mode is BlockMode.PIPE)
+        family = ctx.zero_group(tp_mode, mode is BlockMode.PIPE)
+        group, replicas = ctx.parts_of(family.name, 1 if level == 0 else family.size)
         params = [param for _, param in members]
         shards = _C.ShardGroup(
             label=label,
@@ -123,10 +131,12 @@ def build_storage(
             pool=ctx.engine.pool,
             dtype=params[0].dtype,
             device=ctx.device,
+            replica_comm=None if replicas is None else replicas.reduce_comm,
         )
         with torch.no_grad():
             for index, param in enumerate(params):
-                _move(param, shards, ShardSpec(param._original_shape, group, shards.layout, index), index)
+                spec = ShardSpec(param._original_shape, group, shards.layout, index, replicas)
+                _move(param, shards, spec, index)
         shards.attach()
         for param in params:
             param._block = owner
@@ -137,7 +147,8 @@ def build_storage(
             if param._gradient_hooks is not None:
                 shards.set_hooks(index, param._gradient_hooks)
         names = tuple(name for name, _ in members)
-        storages.append(BlockStorage(kind, shards, group, names, tuple(params), params[0].requires_grad))
+        trains = params[0].requires_grad
+        storages.append(BlockStorage(kind, shards, group, replicas, names, tuple(params), trains))
     return storages
 
 

@@ -3,7 +3,8 @@
 [Note: Who counts what]
 A norm adds every logical element once. Shards are disjoint, so each rank counts its own, also of
 tensor-parallel parameters that are split; what several ranks hold alike is counted by the first of them only:
-a tensor-parallel parameter that is not split by tensor-parallel rank 0, a plain parameter by rank 0. The
+a tensor-parallel parameter that is not split by tensor-parallel rank 0, a block's at level 0 and a plain parameter by
+rank 0. The
 search for inf and NaN looks at everything that any rank holds.
 """
 
@@ -62,7 +63,8 @@ def _counted_here(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
         if not isinstance(p, DistributedParameter):
             counts = topology.rank == 0
         else:
-            counts = not p._tp_mode or p._tp_split_dim >= 0 or topology.tp_id == 0
+            is_split = not p._tp_mode or p._tp_split_dim >= 0 or topology.tp_id == 0
+            counts = is_split and p._spec.is_first_replica
         if counts:
             yield p
 

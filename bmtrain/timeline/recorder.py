@@ -223,7 +223,7 @@ class Timeline(Observer):
         self._close(("compute", id(runtime)), "compute", runtime.label, self._phases.pop(id(runtime), ""))
 
     def reducing(self, runtime: BlockRuntime, groups: Sequence[_C.ShardGroup]) -> None:
-        if any(group.layout.num_ranks > 1 for group in groups):
+        if any(group.layout.num_ranks * group.num_replicas > 1 for group in groups):
             self._reducing[id(groups)] = runtime.label
             self._open["reduce", id(groups)] = self._clock.now()
 

@@ -326,6 +326,7 @@ void ShardGroup::start_reduce() {
   gradient_views_.clear();
   if (layout_.num_ranks() == 1) {
     received_ = gradient_;
+    start_sum_over_replicas();
     return;
   }
   const auto nbytes = layout_.padded_total() * static_cast<std::int64_t>(c10::elementSize(options_.dtype));
@@ -333,6 +334,12 @@ void ShardGroup::start_reduce() {
   put_memory(storage, options_.pool->acquire(nbytes, options_.device), nbytes);
   received_ = view_of_storage(storage, options_.dtype, 0, {layout_.padded_total()});
   reduce_work_ = options_.reduce_comm->all_to_all(received_, gradient_, options_.label);
+}
+
+void ShardGroup::start_sum_over_replicas() {
+  if (num_replicas() > 1) {
+    reduce_work_ = options_.replica_comm->all_reduce(received_, ReduceOp::kSum, options_.label);
+  }
 }
 
 void ShardGroup::zero_untouched() {
@@ -365,9 +372,24 @@ void ShardGroup::finish_reduce() {
   const c10::AutoGradMode no_grad(false);
   const c10::InferenceMode normal_tensors(false);
   gradient_ = at::Tensor();
+  if (layout_.num_ranks() > 1 && num_replicas() > 1) {
+    sum_received();
+    start_sum_over_replicas();
+    reduce_work_->wait();
+    reduce_work_.reset();
+  }
   sum_into_shard();
   received_ = at::Tensor();
   publish_gradients();
+}
+
+void ShardGroup::sum_received() {
+  std::vector<at::Tensor> slices;
+  for (std::int64_t r = 0; r < layout_.num_ranks(); ++r) {
+    slices.push_back(received_.narrow(0, r * layout_.partition(), layout_.partition()));
+  }
+  sum_slices(slices[0], slices, /*accumulate=*/false);
+  received_ = slices[0];
 }
 
 void ShardGroup::sum_into_shard() {
@@ -439,8 +461,8 @@ void ShardGroup::reduce_run(std::size_t first, std::size_t last, GradientMode mo
     return;
   }
   std::vector<at::Tensor> slices;
-  for (std::int64_t r = 0; r < layout_.num_ranks(); ++r) {
-    slices.push_back(received_.narrow(0, r * layout_.partition() + begin, end - begin));
+  for (std::int64_t slice = 0; slice < received_.numel(); slice += layout_.partition()) {
+    slices.push_back(received_.narrow(0, slice + begin, end - begin));
   }
   if (mode == GradientMode::kForeign) {
     const at::Tensor sum = at::empty_like(slices[0]);

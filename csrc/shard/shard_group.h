@@ -24,6 +24,12 @@
 // its final place, and `.grad` never holds a full-size tensor. Unbinding
 // restores the accumulator that belongs to the shard's shape, so a loss may use
 // the shard and the full parameter together.
+//
+// [Note: Replicas]
+// The ranks that share the buffer may be a part of those that train it. Then each of them has a replica on
+// every other part: the rank that holds the same shard. Gradients are summed in two steps, each in rank
+// order: over the ranks that share the buffer, then over the replicas, so that all replicas hold the same
+// bits. With one rank per part that is plain data parallelism.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -53,7 +59,8 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
     std::vector<std::string> names;                 // theirs, for errors
     std::vector<std::vector<std::int64_t>> shapes;  // their full shapes
     std::shared_ptr<Communicator> gather_comm,
-        reduce_comm;  // of the group of ranks that share the buffer
+        reduce_comm;                             // of the group of ranks that share the buffer
+    std::shared_ptr<Communicator> replica_comm;  // of the ranks with the same shard; may be null
     std::shared_ptr<BufferPool> pool;
     at::ScalarType dtype;
     c10::Device device;
@@ -67,6 +74,10 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   [[nodiscard]] const FlatLayout& layout() const { return layout_; }
   [[nodiscard]] State state() const { return state_; }
   [[nodiscard]] bool is_bound() const { return bound_; }
+  /// How many ranks hold this rank's shard, see [Note: Replicas].
+  [[nodiscard]] std::int64_t num_replicas() const {
+    return options_.replica_comm ? options_.replica_comm->size() : 1;
+  }
   [[nodiscard]] const std::vector<at::Tensor>& parameters() const { return options_.parameters; }
   /// The flat shard: 1-D, layout().partition() elements.
   [[nodiscard]] at::Tensor shard() const { return shard_; }
@@ -131,6 +142,9 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   void make_gradient_shard();
   [[nodiscard]] bool is_attached(std::size_t index) const;
   void zero_untouched();
+  // Turns the received slices into one, their sum.
+  void sum_received();
+  void start_sum_over_replicas();
   void sum_into_shard();
   [[nodiscard]] GradientMode gradient_mode(std::size_t index) const;
   void reduce_run(std::size_t first, std::size_t last, GradientMode mode);
@@ -154,7 +168,7 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   std::vector<bool> trains_, touched_;
   at::Tensor gradient_;  // flat, full; only during a backward
   std::vector<at::Tensor> gradient_views_;
-  at::Tensor received_;  // one slice per rank; only during a reduction
+  at::Tensor received_;  // one slice per rank, or their sum; only during a reduction
   WorkPtr reduce_work_;
   at::Tensor gradient_shard_;
 };

@@ -3,7 +3,9 @@ accumulation, and that losses and gradients are those of plain torch under all o
 
 from __future__ import annotations
 
+import pickle
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,7 +22,9 @@ LAYERS, DIM, MICROS = 4, 8, 3
 class Linear(bmt.DistributedModule):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = bmt.DistributedParameter(torch.randn(DIM, DIM) / DIM**0.5)
+        self.weight = bmt.DistributedParameter(
+            torch.randn(DIM, DIM) / DIM**0.5, init_method=torch.nn.init.normal_
+        )
         self.bias = bmt.DistributedParameter(torch.randn(DIM))
 
     def forward(self, x):
@@ -88,7 +92,8 @@ def counted_window(policy: dict[str, Any], accumulates: bool) -> tuple[Counts, i
         after = pool.stats()["buffers_in_use"]
         check_against_plain(model, values, inputs, losses)
         optimizer.step()
-    sent = (traffic.get(name, (0, 0)) for name in ("all_gather", "all_to_all", "reduce_scatter"))
+    of_blocks = "all_reduce" if policy.get("level") == 0 else "all_to_all"
+    sent = (traffic.get(name, (0, 0)) for name in ("all_gather", of_blocks, "reduce_scatter"))
     counts = Counts(*sent, between, after)
     partition = model.layers[0]._storages[0].shards.layout.partition
     return counts, partition, sum(p._spec.part(0)[1] for p in model.head.parameters())
@@ -121,6 +126,17 @@ TABLE = {
         0,
     ),
     "2, kept gathered": ({"level": 2, "keep_gathered": True}, True, LAYERS, LAYERS, 1, 2 * LAYERS, 0),
+    "0": ({"level": 0}, False, 0, MICROS * LAYERS, MICROS, 0, 0),
+    "0, accumulating": ({"level": 0}, True, 0, LAYERS, 1, LAYERS, 0),
+    "0, activations kept": (
+        {"level": 0, "recompute": bmt.Recompute.OFF},
+        False,
+        0,
+        MICROS * LAYERS,
+        MICROS,
+        0,
+        0,
+    ),
     "1": ({"level": 1}, False, MICROS * LAYERS, MICROS * LAYERS, MICROS, LAYERS, LAYERS),
     "1, accumulating": ({"level": 1}, True, LAYERS, LAYERS, 1, 2 * LAYERS, LAYERS),
     "1, activations kept": (
@@ -140,6 +156,7 @@ def test_policy_sends_and_keeps_what_the_table_says(case):
     world = 2
     policy, accumulates, gathers, reductions, head_reductions, between, after = TABLE[case]
     for counts, partition, head in run_ranks(world, counted_window, policy, accumulates):
+        # At level 0 a partition is the whole, and an all-reduce of it 2 (N - 1) / N times that: the same for two ranks.
         block, outside = 4 * (world - 1) * partition, 4 * (world - 1) * head
         assert counts == Counts(
             gathers=(gathers + MICROS, gathers * block + MICROS * outside),
@@ -183,6 +200,112 @@ def kept_always() -> list[int]:
 
 def test_level_1_gathers_again_what_was_changed():
     assert run_ranks(2, kept_always) == [[LAYERS, 0, 1, LAYERS]] * 2
+
+
+def trained(policy: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Three steps, and what can be seen of them."""
+    torch.manual_seed(0)
+    with bmt.default_policy(bmt.BlockPolicy(**policy)):
+        model = Model().to(dtype)
+    bmt.init_parameters(model)
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=0.01)
+    manager = bmt.optim.OptimManager(loss_scale=None)
+    manager.add_optimizer(optimizer)
+    norms, losses, gradients = [], [], []
+    for step in range(3):
+        manager.zero_grad()
+        loss = model(batches(step)[0].to(dtype))
+        manager.backward(loss)
+        losses.append(bmt.sum_loss(loss.float()).item())
+        gradients.append([row["grad_std"] for row in bmt.inspect.inspect_model(model, "*")])
+        norms.append(float(manager.clip_grad_norm(optimizer.param_groups, 1e9)))
+        manager.step()
+    mine = [p.detach().clone() for p in model.layers.parameters()]
+    return {
+        "losses": losses,
+        "gradients": gradients,
+        "norms": norms,
+        "weights": list(model.state_dict().values()),
+        "mine": mine,
+    }
+
+
+@pytest.mark.parametrize(
+    ("world", "dtype"),
+    [(2, torch.bfloat16), (3, torch.float32)],
+    ids=["bf16 on 2 ranks", "fp32 on 3"],
+)
+def test_level_0_trains_to_the_bits_of_level_3(world, dtype):
+    whole = run_ranks(world, trained, {"level": 0}, dtype)
+    sharded = run_ranks(world, trained, {"level": 3}, dtype)
+    for mine, theirs in zip(whole, sharded, strict=True):
+        assert mine["losses"] == theirs["losses"]
+        assert mine["norms"] == pytest.approx(theirs["norms"], rel=1e-6)  # summed in another order
+        assert mine["gradients"] == theirs["gradients"]
+        for one, other in zip(mine["weights"], theirs["weights"], strict=True):
+            assert torch.equal(one, other)
+    for mine in whole[1:]:  # and every rank holds the same bits
+        assert all(torch.equal(one, other) for one, other in zip(mine["mine"], whole[0]["mine"], strict=True))
+
+
+def seeded_apart() -> list[torch.Tensor]:
+    torch.manual_seed(bmt.rank())
+    block = bmt.Block(Linear(), policy=bmt.BlockPolicy(level=0))
+    torch.manual_seed(bmt.rank())
+    block.init_parameters()
+    return [param.detach().clone() for param in block.parameters()]
+
+
+def test_level_0_begins_with_the_same_weights_whatever_the_seeds():
+    one, other = run_ranks(2, seeded_apart)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+
+
+def moved(path: str, levels: list[int]) -> int:
+    """A checkpoint of one level is loaded at another, and what follows is the same."""
+
+    def build(level: int) -> tuple[Model, Any]:
+        with bmt.default_policy(bmt.BlockPolicy(level=level)):
+            model = Model()
+        return model, bmt.optim.AdamOptimizer(model.parameters(), lr=0.01)
+
+    def step(model: Model, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        model(torch.full((2, DIM), 0.5)).backward()
+        optimizer.step()
+
+    first, first_optimizer = build(levels[0])
+    step(first, first_optimizer)
+    bmt.distributed.checkpoint.save(path, 1, first, first_optimizer)
+    size = sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
+    second, second_optimizer = build(levels[1])
+    bmt.distributed.checkpoint.load(path, second, second_optimizer)
+    copy = pickle.loads(pickle.dumps(next(second.layers.parameters())))
+    assert torch.equal(copy, next(second.layers.parameters()))
+    for model, optimizer in ((first, first_optimizer), (second, second_optimizer)):
+        step(model, optimizer)
+    for one, other in zip(first.state_dict().values(), second.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+    return size
+
+
+def test_checkpoints_move_between_level_0_and_level_3(tmp_path):
+    # What all ranks hold is written once.
+    sizes = [run_ranks(2, moved, str(tmp_path / f"{levels}"), levels)[0] for levels in ([0, 3], [3, 0])]
+    assert abs(sizes[0] - sizes[1]) < 0.02 * sizes[1]
+
+
+def read_outside(level: int) -> list[torch.Tensor]:
+    """A block's parameter that is also read outside of it, and one that a loss touches as it is."""
+    torch.manual_seed(0)
+    inner = Linear()
+    block = bmt.Block(inner, policy=bmt.BlockPolicy(level=level))
+    (block(batches(0)[0]).sum() + (inner.weight.gather() ** 2).sum() * (bmt.rank() + 1)).backward()
+    return [row["grad_mean"] for row in bmt.inspect.inspect_model(block, "*")]
+
+
+def test_level_0_sums_what_is_read_outside_of_the_block():
+    assert run_ranks(2, read_outside, 0) == run_ranks(2, read_outside, 3)
 
 
 def managed(accumulate: int) -> tuple[list[torch.Tensor], int]:
@@ -252,7 +375,7 @@ def test_gradients_left_unsent_are_dropped_or_sent_and_never_lost():
 def arguments() -> None:
     with pytest.raises(ValueError, match="not both"):
         bmt.Block(Linear(), zero_level=2, policy=bmt.BlockPolicy())
-    with pytest.raises(ValueError, match="expected 1, 2 or 3"):
+    with pytest.raises(ValueError, match="level: expected 0, 1, 2 or 3, got 4"):
         bmt.BlockPolicy(level=4)
     with pytest.raises(ValueError, match="expected 2 or 3, got 1"):
         bmt.Block(Linear(), zero_level=1)

@@ -113,6 +113,8 @@ def _is_writer(param: torch.Tensor) -> bool:
     topology = context().topology
     if param._tp_mode and param._tp_split_dim < 0 and topology.tp_id != 0:
         return False
+    if not param._spec.is_first_replica:
+        return False
     is_stage = param._spec.group.name.startswith("pp_")
     return not is_stage or isinstance(param._spec, StagedShardSpec) or topology.stage_id == 0
 
