@@ -1,4 +1,4 @@
-"""Zip archives as ``torch.save`` makes them: whether every byte of one is what was written."""
+"""Files of ``torch.save``: whether every byte of one is what was written, and what is in it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,48 @@ import os
 import struct
 import zipfile
 import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
 
 from .errors import UnreadableFileError
 
-__all__ = ["check_archive"]
+__all__ = ["check_archive", "read_archive"]
 
 _SLICE = 1 << 20
+
+
+def read_archive(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """The state dict in a file of ``torch.save``, mapped to memory; no code from the file is executed.
+
+    A file in the format before torch 1.6 cannot be mapped, and has no checksums: it is read whole.
+
+    Raises:
+        UnreadableFileError: it is damaged, holds no state dict, or something else than tensors and plain values.
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        is_zip = file.read(4) == b"PK\x03\x04"
+    if is_zip:
+        check_archive(path)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except OSError:
+        raise
+    except Exception as error:
+        raise UnreadableFileError(f"{path}: not a readable file of tensors: {_reason(error)}") from error
+    if not isinstance(state, Mapping):
+        raise UnreadableFileError(
+            f"{path}: expected a state dict (names to tensors), got {type(state).__name__}"
+        )
+    return state
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).splitlines() or [""]
+    named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
+    return f"{type(error).__name__}: {(named or lines)[0].strip()}"
 
 
 def check_archive(path: str | os.PathLike[str]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ._agree import on_rank_0, raise_together
-from ._archive import check_archive
+from ._archive import read_archive
 from ._atomic_file import AtomicFile
 from ._engine.outline import outline_of
 from ._engine.state_dict import collecting, install_hooks_below
@@ -22,7 +22,6 @@ from ._model_check import check_model_state, loads_by_itself
 from ._objects import allgather_object, allgather_objects, broadcast_object
 from ._shared_state import DTYPE_LIST, DistributedStateDictWrapper, DistributedTensorWrapper
 from .block_layer import Block
-from .errors import UnreadableFileError
 from .global_var import config, context
 
 __all__ = [
@@ -101,7 +100,7 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike[str], strict: bool
     """
     _check_arguments(model, file_name)
     finish_background_save()
-    state = on_rank_0(lambda: _read(os.fspath(file_name)), "load")
+    state = on_rank_0(lambda: read_archive(os.fspath(file_name)), "load")
     install_hooks_below(model)
     wrapper = DistributedStateDictWrapper(state or {})
     problem: Exception | None = None
@@ -258,31 +257,6 @@ def _walk(
 def _write(state: Mapping[str, Any], target: AtomicFile) -> None:
     with target as file:
         torch.save(state, file)
-
-
-def _read(path: str) -> Mapping[str, Any]:
-    with open(path, "rb") as file:
-        is_zip = file.read(4) == b"PK\x03\x04"
-    if is_zip:
-        check_archive(path)
-    try:
-        # Mapped, the file is read as its tensors are sent; the format before torch 1.6 cannot be mapped.
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except OSError:
-        raise
-    except Exception as error:
-        raise UnreadableFileError(f"{path}: not a readable file of tensors: {_reason(error)}") from error
-    if not isinstance(state, Mapping):
-        raise UnreadableFileError(
-            f"{path}: expected a state dict (names to tensors), got {type(state).__name__}"
-        )
-    return state
-
-
-def _reason(error: Exception) -> str:
-    lines = str(error).splitlines() or [""]
-    named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
-    return f"{type(error).__name__}: {(named or lines)[0].strip()}"
 
 
 # ---- saving in the background

@@ -49,6 +49,7 @@ def load(
 
     Raises:
         OSError, UnreadableFileError: on every rank, if a rank cannot read the files.
+        ValueError: on every rank, if ``rename`` makes one name of two.
         RuntimeError: on every rank, for shapes that differ, with ``strict`` for names that differ, and for buffers on
             the meta device that nothing fills.
 
@@ -63,10 +64,11 @@ def load(
     context("weights.load()")
     finish_background_save()
     files = on_all_ranks(lambda: locate_tensors(path), "weights.load")
-    given = {key: _Stored(files[name], name) for name, key in _renamed(files, rename)}
+    given: dict[str, _Stored] = {}
     problem: Exception | None = None
     buffers: list[_MetaBuffer] = []
     try:
+        given = {key: _Stored(files[name], name) for name, key in _renamed(files, rename, "load")}
         own = outline_of(model).entries
         _add_ties(given, own)
         check_model_state(model, own, given, strict)
@@ -81,12 +83,20 @@ def load(
     return result
 
 
-def _renamed(names: Iterable[str], rename: _Rename | None) -> Iterator[tuple[str, str]]:
-    """Each name that is not left out, and the new one."""
+def _renamed(names: Iterable[str], rename: _Rename | None, operation: str) -> Iterator[tuple[str, str]]:
+    """Each name that is not left out, and the new one.
+
+    Raises:
+        ValueError: two names become one.
+    """
+    first: dict[str, str] = {}
     for name in names:
         key = name if rename is None else rename(name)
-        if key is not None:
-            yield name, key
+        if key is None:
+            continue
+        if first.setdefault(key, name) != name:
+            raise ValueError(f"weights.{operation}: rename makes {key!r} of both {first[key]!r} and {name!r}")
+        yield name, key
 
 
 def _add_ties(given: dict[str, _Stored], own: dict[str, Any]) -> None:
@@ -195,6 +205,7 @@ def save(
 
     Raises:
         TypeError: on every rank, if what is saved is something else than tensors.
+        ValueError: on every rank, if ``rename`` makes one name of two.
         OSError: on every rank, if rank 0 cannot write.
 
     Example:
@@ -205,7 +216,7 @@ def save(
     context("weights.save()")
     finish_background_save()
     entries = outline_of(model).entries
-    own = {key: entries[name] for name, key in _renamed(entries, rename)}
+    own = {key: entries[name] for name, key in _renamed(entries, rename, "save")}
     others = [key for key, value in own.items() if not isinstance(value, torch.Tensor)]
     if others:
         raise TypeError(f"weights.save: expected tensors alone, got other values in {', '.join(others)}")

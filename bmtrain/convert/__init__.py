@@ -17,6 +17,8 @@ from ..distributed.checkpoint.layout import step_folder
 from ..distributed.checkpoint.snapshot import Run
 from ..distributed.checkpoint.spread import Spread
 from ..distributed.checkpoint.writer import write_single
+from .layouts import LAYOUTS
+from .relaid import Relaid
 from .sources import TIES, Source, open_source
 
 __all__ = ["add_arguments", "convert", "run"]
@@ -29,12 +31,13 @@ def convert(
     target: str | os.PathLike[str],
     to: str | None = None,
     *,
+    layout: str | None = None,
     max_shard_size: int | None = None,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Writes the weights of ``source`` to ``target``, bit for bit, holding one tensor at a time.
 
-    Names stay: a model of Hugging Face keeps the names of Hugging Face. A tensor with several names is stored once.
+    Names and shapes stay unless a ``layout`` is given. A tensor with several names is stored once.
 
     Args:
         source: a file of :func:`bmtrain.save` or ``torch.save``; a safetensors file, index, or folder of these; a
@@ -42,19 +45,30 @@ def convert(
         target: a file; for ``"checkpoint"`` the folder in which ``step-0000000`` is made; for ``"safetensors"`` a
             file or a folder that gets ``model.safetensors`` and, if that is too large, numbered files with an index.
         to: ``"pt"``, ``"safetensors"`` or ``"checkpoint"``; by default what the name of ``target`` says.
+        layout: how the target is to lie and to be called: ``"gpt2"`` (``example/models/gpt.py``), ``"hf-gpt2"``,
+            ``"hf-llama"``, or ``"hf-llama-fused"`` (Phi-3: queries, keys and values in one matrix, gate and up in
+            another). That of the source is known by its names; a GPT-2 cannot become a LLaMA. Masks and rotary
+            frequencies in older files, which a model computes itself, are left out.
         max_shard_size: bytes of the largest safetensors file in a folder; None for one file.
         report: called with bytes done and to do.
 
     Raises:
-        ValueError: ``target`` does not say what it is to be.
-        UnreadableFileError: the source is damaged or not of a known kind.
+        ValueError: ``target`` does not say what it is to be, or there is no such layout.
+        UnreadableFileError: the source is damaged, not of a known kind, or has no place in the layout.
         OSError: something cannot be read or written; nothing appears at ``target`` then.
+
+    Example:
+        >>> convert("run/step-0000100", "Llama-mine", "safetensors", layout="hf-llama")     # doctest: +SKIP
     """
     path = Path(target)
     kind = to or _kind_of(path)
     if kind not in KINDS:
         raise ValueError(f"to: expected one of {', '.join(KINDS)}, got {kind!r}")
+    if layout is not None and layout not in LAYOUTS:
+        raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}, got {layout!r}")
     opened = open_source(Path(source))
+    if layout is not None:
+        opened = Relaid(opened, layout)
     read = _reporting(opened, report)
     if kind == "pt":
         write_archive(path, opened.table, read, opened.ties, opened.order)
@@ -112,34 +126,79 @@ def _to_checkpoint(source: Source, folder: Path, read: Callable[[str], torch.Ten
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of ``python -m bmtrain convert``."""
-    parser.add_argument("source", help="file of torch.save, safetensors file, index or folder, or checkpoint")
-    parser.add_argument("target", help="what to write")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = __doc__
+    parser.epilog = _EXAMPLES
+    parser.add_argument(
+        "source", help="file of torch.save, safetensors file, index or folder, checkpoint, or folder of these"
+    )
+    parser.add_argument("target", help="what to write: NAME.pt, NAME.safetensors, or with --to a folder")
     parser.add_argument("--to", choices=KINDS, help="kind of the target, where its name does not say it")
     parser.add_argument(
-        "--max-shard-size", type=int, metavar="BYTES", help="split a safetensors folder into files"
+        "--layout",
+        choices=LAYOUTS,
+        help="names and shapes of the target, if others: of example/models/gpt.py (gpt2) or of Hugging Face; "
+        "-fused: queries, keys and values in one matrix, as Phi-3 has it",
     )
+    parser.add_argument(
+        "--max-shard-size", type=_size, metavar="BYTES", help="split a safetensors folder into files"
+    )
+
+
+_EXAMPLES = """examples:
+  python -m bmtrain convert run/step-0000100 model.safetensors
+  python -m bmtrain convert model.pt weights --to safetensors --max-shard-size 5000000000
+  python -m bmtrain convert out/model.pt weights --to safetensors --layout hf-gpt2
+
+Values stay what they are, bit for bit. One tensor is held at a time. What is to be written appears when it is
+complete."""
+
+
+def _size(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of bytes from 1, got {text!r}")
+    return int(text)
+
+
+class _Progress:
+    """Says how far it is: on a terminal in one line, else in a line for each tenth."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._step = 1 if self._is_terminal else 10
+        self._shown = -1
+        self._is_open = False  # a line without its end
+
+    def __call__(self, done: int, total: int) -> None:
+        percent = 100 * done // max(total, 1)
+        if percent // self._step == self._shown // self._step:
+            return
+        self._shown = percent
+        text = f"convert: {percent:3d} %, {done / 1e6:,.1f} of {total / 1e6:,.1f} MB"
+        self._is_open = self._is_terminal and done < total
+        end = "" if self._is_open else "\n"
+        print(("\r" if self._is_terminal else "") + text, end=end, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """What is printed next begins a line."""
+        if self._is_open:
+            print(file=sys.stderr)
 
 
 def run(options: argparse.Namespace) -> int:
     """Converts; returns the exit status."""
-    shown = -1
-
-    def report(done: int, total: int) -> None:
-        nonlocal shown
-        percent = 100 * done // max(total, 1)
-        if percent >= shown + 5 or done == total:
-            shown = percent
-            print(
-                f"convert: {percent:3d} %, {done / 1e6:.1f} of {total / 1e6:.1f} MB",
-                file=sys.stderr,
-                flush=True,
-            )
-
+    progress = _Progress()
     try:
         convert(
-            options.source, options.target, options.to, max_shard_size=options.max_shard_size, report=report
+            options.source,
+            options.target,
+            options.to,
+            layout=options.layout,
+            max_shard_size=options.max_shard_size,
+            report=progress,
         )
     except (OSError, ValueError, TypeError) as error:
+        progress.close()
         print(f"convert: {error}", file=sys.stderr)
         return 1
     return 0

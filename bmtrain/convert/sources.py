@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .._archive import check_archive
+from .._archive import read_archive
 from .._safetensors import SafetensorsFile, locate_tensors
 from ..distributed.checkpoint.layout import MANIFEST, check_sizes, newest, read_manifest
 from ..distributed.checkpoint.manifest import DTYPES
@@ -38,21 +38,17 @@ class Source:
         """The tensor, on the host."""
         raise NotImplementedError
 
+    def read_rows(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """Some of its rows, on the host."""
+        return self.read(name)[begin:end]
+
 
 class _Archive(Source):
     """A file of ``bmtrain.save`` or ``torch.save``, mapped to memory."""
 
     def __init__(self, path: Path) -> None:
-        check_archive(path)
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except OSError:
-            raise
-        except Exception as error:
-            raise UnreadableFileError(f"{path}: not a readable file of tensors: {error}") from error
-        if not isinstance(state, Mapping) or not all(
-            isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in state.items()
-        ):
+        state = read_archive(path)
+        if not all(isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in state.items()):
             raise UnreadableFileError(f"{path}: expected names to tensors, and nothing else, to convert")
         self._state = state
         self.table, self.ties, self.order = {}, {}, list(state)
@@ -96,6 +92,11 @@ class _Safetensors(Source):
     def read(self, name: str) -> torch.Tensor:
         return self._files[name].read(name).view(self.table[name][1])
 
+    def read_rows(self, name: str, begin: int, end: int) -> torch.Tensor:
+        shape = self.table[name][1]
+        row = math.prod(shape[1:])
+        return self._files[name].read(name, begin * row, (end - begin) * row).view(end - begin, *shape[1:])
+
 
 class _Folder(Source):
     """The model in a checkpoint of ``bmtrain.distributed.checkpoint``."""
@@ -136,11 +137,12 @@ def open_source(path: Path) -> Source:
         if (path / MANIFEST).exists():
             return _Folder(path)
         found = newest(path)
-        return _Safetensors(path) if found is None else _Folder(found)
+        if found is not None:
+            return _Folder(found)
+        names = ("model.safetensors.index.json", "model.safetensors")
+        if not any((path / name).exists() for name in names):
+            raise FileNotFoundError(f"{path}: expected a checkpoint, or {' or '.join(names)}, in this folder")
+        return _Safetensors(path)
     if path.suffix == ".safetensors" or path.name.endswith(".index.json"):
         return _Safetensors(path)
-    with path.open("rb") as file:
-        is_archive = file.read(4) == b"PK\x03\x04"
-    if not is_archive:
-        raise UnreadableFileError(f"{path}: neither a file of torch.save nor of safetensors")
     return _Archive(path)

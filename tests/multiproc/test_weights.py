@@ -137,9 +137,9 @@ def resident(field: str) -> int:
     return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
 
 
-def load_under_watch(files: str, options: dict[str, Any]) -> dict[str, int]:
-    model = make_sharded("llama", **options)
-    bmt.weights.load(make_sharded("llama"), f"{files}-small")  # code that is loaded when it is first used
+def load_under_watch(family: str, files: str, options: dict[str, Any]) -> dict[str, int]:
+    model = make_sharded(family, **options)
+    bmt.weights.load(make_sharded(family), f"{files}-small")  # code that is loaded when it is first used
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     bmt.weights.load(model, files)
@@ -147,15 +147,24 @@ def load_under_watch(files: str, options: dict[str, Any]) -> dict[str, int]:
     return {"peak": resident("VmHWM") - before, "whole": sum(sizes), "largest": max(sizes)}
 
 
+LARGE = {
+    "gpt2": {"n_embd": 1024, "n_layer": 3, "vocab_size": 4096},
+    "llama": {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4, "vocab_size": 4096},
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("world", (1, 2, 4))
-def test_peak_memory_is_the_shards_and_one_tensor(world: int, tmp_path: Path) -> None:
-    options = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4, "vocab_size": 4096}
+@pytest.mark.parametrize(("family", "world"), [("llama", 1), ("llama", 2), ("llama", 4), ("gpt2", 4)])
+def test_peak_memory_is_the_shards_and_one_tensor(family: str, world: int, tmp_path: Path) -> None:
+    options = LARGE[family]
     files = tmp_path / "start"
-    make_plain("llama", **options).save_pretrained(files)
-    make_plain("llama").save_pretrained(f"{files}-small")
+    make_plain(family, **options).save_pretrained(files)
+    make_plain(family).save_pretrained(f"{files}-small")
     environment = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    for found in run_ranks(world, load_under_watch, str(files), options, environment=environment, fresh=True):
+    watched = run_ranks(
+        world, load_under_watch, family, str(files), options, environment=environment, fresh=True
+    )
+    for found in watched:
         assert found["whole"] > 150 << 20
         assert found["peak"] <= found["whole"] / world + found["largest"] + (8 << 20)
 
@@ -196,7 +205,7 @@ def train_plain(model: torch.nn.Module) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", (1, 2))
+@pytest.mark.parametrize("world", (1, 2, 4))
 def test_low_rank_adapters_of_peft(world: int, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     make_plain("llama").save_pretrained(tmp_path / "start")
@@ -261,6 +270,26 @@ def test_problems_are_told_by_all_ranks_before_anything_changes(world: int, tmp_
         assert "UnreadableFileError" in cut and "cut.safetensors" in cut
         assert "angles" in buffers and "_init_weights" in buffers
         assert "absent" in absent
+
+
+def rename_two_to_one(folder: str) -> list[str]:
+    model = bmt.BMTrainModelWrapper(torch.nn.Linear(8, 8))
+    bmt.weights.save(model, folder)
+    bmt.synchronize()
+    before = model.weight.sum().item()
+    said = []
+    for call in (bmt.weights.load, bmt.weights.save):
+        with pytest.raises(ValueError) as raised:
+            call(model, folder, rename=lambda name: "weight")
+        said.append(str(raised.value))
+    assert model.weight.sum().item() == before
+    return said
+
+
+def test_two_names_must_not_become_one(tmp_path: Path) -> None:
+    for said in run_ranks(2, rename_two_to_one, str(tmp_path)):
+        for sentence in said:
+            assert "rename makes 'weight' of both" in sentence and "'bias'" in sentence
 
 
 def save_nowhere(folder: str) -> str:
