@@ -227,7 +227,7 @@ class BlockCall:
             for leaf in leaves:
                 leaf.grad = None
             if self.recomputes:
-                self._saved.drop()
+                self._saved.drop(for_good=not keep_graph)
         runtime.close(keep=runtime.engine.schedule.expects_backward_of(runtime))
         runtime.start_reduce([group for group, _ in training])
         if not keep_graph:

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from ..global_var import context
 
@@ -15,8 +16,12 @@ __all__ = ["BlockMode", "BlockPolicy", "Recompute", "default_policy"]
 class Recompute(enum.Enum):
     """What backward runs again."""
 
-    OFF = "off"  # activations are kept; the inner forward runs once
-    WHOLE = "whole"  # only the inputs are kept; the inner forward runs again in backward
+    #: Nothing: activations are kept; the inner forward runs once.
+    OFF = "off"
+    #: All: only the inputs are kept; the inner forward runs again in backward.
+    WHOLE = "whole"
+    #: All but matrix products and attention, whose results are kept, as the inputs are.
+    SELECTIVE = "selective"
 
 
 class BlockMode(enum.Enum):
@@ -36,12 +41,13 @@ class BlockPolicy:
             backward that sent gradients, or after a change in place. Gradients and optimizer state are shards at each
             of these. 0 is plain data parallelism: every rank has whole parameters, gradients (summed over the ranks,
             the same bits on all) and optimizer state, and gathers nothing.
-        recompute: what backward runs again.
+        recompute: what backward runs again; a :class:`Recompute` or its value, ``"off"``, ``"whole"`` or
+            ``"selective"``.
         keep_gathered: between the forwards and backwards of one :func:`bmtrain.no_sync` keep the full parameters.
         keep_gradients: in :func:`bmtrain.no_sync` keep whole gradients on each rank; otherwise they are sent as ever.
 
     Raises:
-        ValueError: for any other level.
+        ValueError: for another level or another way to recompute.
 
     Example:
         >>> from bmtrain import BlockPolicy
@@ -50,13 +56,18 @@ class BlockPolicy:
     """
 
     level: int = 3
-    recompute: Recompute = Recompute.WHOLE
+    recompute: Recompute | Literal["off", "whole", "selective"] = Recompute.WHOLE
     keep_gathered: bool = False
     keep_gradients: bool = True
 
     def __post_init__(self) -> None:
         if self.level not in (0, 1, 2, 3):
             raise ValueError(f"level: expected 0, 1, 2 or 3, got {self.level!r}")
+        try:
+            object.__setattr__(self, "recompute", Recompute(self.recompute))
+        except ValueError:
+            values = ", ".join(repr(known.value) for known in Recompute)
+            raise ValueError(f"recompute: expected one of {values}, got {self.recompute!r}") from None
 
     @property
     def recomputes(self) -> bool:

@@ -13,12 +13,14 @@ forward hooks see the whole second run: it does not stop early.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from .. import _C
+from .policy import Recompute
+from .selective import KeptResults
 
 if TYPE_CHECKING:
     from .runtime import BlockRuntime
@@ -59,6 +61,8 @@ class SavedTensors:
     def __init__(self, runtime: BlockRuntime) -> None:
         self._label = runtime.label
         self._groups = runtime.groups
+        is_selective = runtime.policy.recompute is Recompute.SELECTIVE
+        self._kept = KeptResults(self._in_gathered_buffer) if is_selective else None
         self._saves: list[tuple[torch.Size, torch.dtype, int]] = []
         self._values: list[_Kept] = []
         self.differs = False
@@ -66,14 +70,23 @@ class SavedTensors:
     def _in_gathered_buffer(self, tensor: torch.Tensor) -> bool:
         return any(group.owns_storage(tensor) for group in self._groups)
 
-    def record(self) -> Any:
-        """The hooks for the first run."""
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """While the forward runs for the first time."""
+        with self._recording_hooks(), self._kept.recording() if self._kept else nullcontext():
+            yield
+        if self._kept:
+            self._kept.drop_unneeded()
+
+    def _recording_hooks(self) -> Any:
         first_node = _C.next_node_number()
 
         def pack(tensor: torch.Tensor) -> Any:
             if self._in_gathered_buffer(tensor):
                 return tensor
             self._saves.append((tensor.shape, tensor.dtype, _C.next_node_number() - first_node))
+            if self._kept:
+                self._kept.note_need()
             return _Slot(len(self._saves) - 1)
 
         def unpack(packed: Any) -> torch.Tensor:
@@ -81,9 +94,13 @@ class SavedTensors:
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
-    def refill(self, *, stop_early: bool) -> Any:
-        """The hooks for the second run; with ``stop_early`` they raise :class:`StopForward` once everything is "
-        "there."""
+    @contextmanager
+    def refill(self, *, stop_early: bool) -> Iterator[None]:
+        """While it runs again; with ``stop_early`` until :class:`StopForward` is raised, once everything is there."""
+        with self._refilling_hooks(stop_early), self._kept.giving_out() if self._kept else nullcontext():
+            yield
+
+    def _refilling_hooks(self, stop_early: bool) -> Any:
         first_node = _C.next_node_number()
 
         def pack(tensor: torch.Tensor) -> _Kept:
@@ -117,10 +134,12 @@ class SavedTensors:
         """Whether the first graph can be differentiated."""
         return not self.differs and len(self._values) == len(self._saves)
 
-    def drop(self) -> None:
-        """Frees the second run's tensors."""
+    def drop(self, *, for_good: bool) -> None:
+        """Frees the second run's tensors; ``for_good``, if there will be no other, also what was kept for it."""
         self._values = []
         self.differs = False
+        if self._kept and for_good:
+            self._kept.drop()
 
 
 class ModeSnapshot:

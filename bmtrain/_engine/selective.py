@@ -1,0 +1,165 @@
+"""Keeping what is dear to compute again: results of matrix products and of attention.
+
+[Note: Selective recomputation]
+In the first run of a forward, a dispatch mode keeps the results of the operators below; in the second run another one
+gives them out in the places of the same operators, which then do not run. What lies between (activation functions,
+norms, dropout, residual sums) is computed again. Results that autograd needs for nothing, those after the last saved
+tensor, are dropped when the first run ends, as the second run stops there.
+
+A result is given out only for the same operator on operands of the same kind (parameters: of the same place in the
+block), and only if nothing has written to it since; otherwise the operator runs. So whatever a forward does, kept
+results can make the second run cheaper, never different. An operator that draws random numbers always runs, because the
+numbers after it depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = ["KeptResults"]
+
+_aten = torch.ops.aten
+_PRODUCTS = (_aten.mm, _aten.addmm, _aten.convolution)
+_BATCHED = (_aten.bmm, _aten.baddbmm)
+_ATTENTION = (
+    _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu,
+    _aten._scaled_dot_product_efficient_attention,
+    _aten._scaled_dot_product_cudnn_attention,
+    _aten._scaled_dot_product_fused_attention_overrideable,
+    _aten._flash_attention_forward,
+    _aten._efficient_attention_forward,
+)
+
+
+class _Kept(NamedTuple):
+    """What an operator returned."""
+
+    signature: tuple[Any, ...]
+    result: Any
+    version: int
+
+    def is_unchanged(self) -> bool:
+        return self.version == _version_of(self.result)
+
+
+class KeptResults:
+    """The kept results of one forward.
+
+    Args:
+        is_parameter: whether a tensor lies in the block's gathered buffers.
+    """
+
+    def __init__(self, is_parameter: Callable[[torch.Tensor], bool]) -> None:
+        self._is_parameter = is_parameter
+        self._kept: list[_Kept | None] = []  # None: to be computed again
+        self._num_needed = 0
+        self._next = 0
+        self._is_lost = False
+
+    def recording(self) -> TorchDispatchMode:
+        """The mode for the first run."""
+        return _Recording(self)
+
+    def giving_out(self) -> TorchDispatchMode:
+        """The mode for a second run."""
+        self._next, self._is_lost = 0, False
+        return _GivingOut(self)
+
+    def keep(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Takes the result of the next operator that is worth it."""
+        result = _shared(result)
+        self._kept.append(_Kept(self._signature(func, args), result, _version_of(result)))
+
+    def take(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """The result of the next operator, or None if it has to run."""
+        index, self._next = self._next, self._next + 1
+        kept = self._kept[index] if index < len(self._kept) and not self._is_lost else None
+        if kept is None:
+            return None
+        if kept.signature != self._signature(func, args):
+            self._is_lost = True  # the forward took another path
+            return None
+        return _shared(kept.result) if kept.is_unchanged() else None
+
+    def note_need(self) -> None:
+        """Autograd saves a tensor: what was computed so far may be needed for it."""
+        self._num_needed = len(self._kept)
+
+    def drop_unneeded(self) -> None:
+        """At the end of the first run: keeps only what a second run can use."""
+        self._kept = [
+            kept if kept is not None and kept.is_unchanged() else None
+            for kept in self._kept[: self._num_needed]
+        ]
+
+    def drop(self) -> None:
+        """Frees everything."""
+        self._kept = []
+
+    def _signature(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return func, *(
+            (arg.shape, arg.dtype, arg.storage_offset() if self._is_parameter(arg) else -1)
+            for arg in args
+            if isinstance(arg, torch.Tensor)
+        )
+
+
+class _Recording(TorchDispatchMode):
+    def __init__(self, results: KeptResults) -> None:
+        super().__init__()
+        self._results = results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if _is_dear(func, args, kwargs):
+            self._results.keep(func, args, result)
+        return result
+
+
+class _GivingOut(TorchDispatchMode):
+    def __init__(self, results: KeptResults) -> None:
+        super().__init__()
+        self._results = results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = self._results.take(func, args) if _is_dear(func, args, kwargs) else None
+        return func(*args, **kwargs) if result is None else result
+
+
+def _is_dear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether to keep rather than compute again."""
+    packet = getattr(func, "overloadpacket", None)
+    if packet in _PRODUCTS:
+        return True
+    if packet in _BATCHED:
+        one, other = args[-2:]
+        # The scores of attention over long sequences are larger than what they are computed from.
+        return bool(one.shape[0] * one.shape[1] * other.shape[2] <= one.numel() + other.numel())
+    return packet in _ATTENTION and not _dropout_of(func, args, kwargs)
+
+
+def _dropout_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return float(given)
+    return 0.0
+
+
+def _shared(result: Any) -> Any:
+    """Other tensors of the same memory and version, without a history."""
+    # Below autograd a view shares the version only if it is told to.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+
+
+def _version_of(result: Any) -> int:
+    return sum(leaf._version for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
