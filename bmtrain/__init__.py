@@ -28,6 +28,7 @@ from . import (
     store,
     timeline,
     utils,
+    virtual,
     weights,
     wrapper,
 )
@@ -46,6 +47,7 @@ from .pipe_layer import PipelineTransformerBlockList
 from .store import load, save
 from .synchronize import gather_result, sum_loss, synchronize, wait_loader
 from .utils import load_nccl_pypi, print_block, print_dict, print_rank, see_memory
+from .virtual import virtual_shards
 from .wrapper import BMTrainModelWrapper
 
 CheckpointBlock = Block
@@ -103,6 +105,8 @@ __all__ = [
     "synchronize",
     "timeline",
     "utils",
+    "virtual",
+    "virtual_shards",
     "wait_loader",
     "weights",
     "world_size",

@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from ._terminal import columns, fold
 
 __all__ = ["Verdict", "add_arguments", "is_stuck", "judge", "mismatch", "ranks_text", "run", "table"]
 
@@ -251,7 +248,7 @@ def run(options: argparse.Namespace) -> int:
     """Read the ranks' flight records and print who is to blame."""
     files = sorted(options.folder.glob("flight-rank*.json"))
     if not files:
-        print(f"blame: expected files flight-rank*.json in {options.folder}, found none", file=sys.stderr)
+        print(f"blame: expected files flight-rank*.json in {options.folder}, found none")
         return 2
     flights = {}
     for file in files:
@@ -259,11 +256,12 @@ def run(options: argparse.Namespace) -> int:
             flight = json.loads(file.read_text())
             flights[int(flight["rank"])] = flight
         except (ValueError, KeyError, TypeError) as error:
-            print(f"blame: {file.name} is no flight record: {error}", file=sys.stderr)
+            print(f"blame: {file.name} is no flight record: {error}")
             return 2
     verdict, lines = read_flights(flights)
-    for line, indent in [(verdict.text, 0), *((f"  {line}", 4) for line in lines)]:
-        print(fold(line, indent, columns()))
+    print(verdict.text)
+    for line in lines:
+        print(f"  {line}")
     return 0
 
 

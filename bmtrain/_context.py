@@ -128,6 +128,7 @@ class Context:
         micros: number of micro-batches a pipeline cuts the batch into.
         streams: what `config` shows as streams.
         watch: the watchdog; None in a single process.
+        virtual_shards: number of virtual shards of a step; 0 without.
     """
 
     topology: Topology
@@ -143,6 +144,7 @@ class Context:
     micros: int = 1
     streams: Streams = field(default_factory=Streams)
     watch: Watch | None = None
+    virtual_shards: int = 0
     _parts: dict[tuple[str, int], Parts] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property

@@ -20,7 +20,7 @@ def no_sync() -> AbstractContextManager[None]:
     <bmtrain.optim.OptimManager>`: torch's own know nothing of them.
 
     Raises:
-        RuntimeError: before :func:`bmtrain.init_distributed`.
+        RuntimeError: before :func:`bmtrain.init_distributed`, or in a loop over virtual shards.
 
     Example:
         >>> with bmtrain.no_sync():                        # doctest: +SKIP
@@ -28,4 +28,7 @@ def no_sync() -> AbstractContextManager[None]:
         ...         model(batch).backward()
         >>> model(batches[-1]).backward()                  # doctest: +SKIP
     """
-    return context().engine.accumulation.no_sync()
+    engine = context().engine
+    if engine.virtual.is_open:
+        raise RuntimeError("no_sync: virtual shards are summed one by one; leave it out of a loop over them")
+    return engine.accumulation.no_sync()

@@ -8,7 +8,7 @@ from typing import Any
 from . import _context
 from ._context import Context
 
-__all__ = ["Config", "config", "context", "rank", "world_size"]
+__all__ = ["Config", "config", "context", "num_losses", "rank", "world_size"]
 
 
 def context(needed_by: str | None = None) -> Context:
@@ -47,6 +47,16 @@ def world_size() -> int:
     """
     current = _context.current()
     return 1 if current is None else current.topology.world_size
+
+
+def num_losses() -> int:
+    """How many different losses the gradients are the sum of: ranks without those of tensor parallelism, or shards."""
+    current = _context.current()
+    if current is None:
+        return 1
+    if current.engine.virtual.is_open:
+        return current.virtual_shards
+    return current.topology.world_size // current.topology.tp_size
 
 
 # Keys that exist before `init_distributed`, with their values then.

@@ -6,7 +6,6 @@ import logging
 import math
 import operator
 import os
-import random
 import socket
 import sys
 import warnings
@@ -21,6 +20,7 @@ import torch
 from . import _context
 from ._context import Context, Streams
 from ._deprecate import warn_once
+from ._generators import seed_generators
 from ._groups import connect_groups
 from ._launch import Launch, read_launch
 from ._rendezvous import Peer, Rendezvous
@@ -30,6 +30,7 @@ from .global_var import config
 from .timeline import record_from_environment
 from .topology import Topology
 from .topology import Topology as topology  # the documented name
+from .virtual import check_count, one_thread
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -66,6 +67,7 @@ def init_distributed(
     backend: str | None = None,
     timeout: float | timedelta = 600,
     plan: Plan | None = None,
+    virtual_shards: int | None = None,
 ) -> None:
     """Join the other ranks of the job and make this process ready for everything else in the library.
 
@@ -90,6 +92,7 @@ def init_distributed(
             several may share a card.
         timeout: seconds, or a timedelta, after which this call or any later operation gives up with an error.
         plan: by :func:`bmtrain.plan.estimate`, for this number of ranks; one that does not fit is refused.
+        virtual_shards: parts of a step's batch for :func:`bmtrain.virtual_shards`, a multiple of the number of ranks.
 
     Raises:
         ValueError: an argument or launch variable that makes no sense, or that differs between ranks.
@@ -121,12 +124,15 @@ def init_distributed(
     if plan is not None:
         plan.require_fit(launch.world_size)
     place = Topology(launch.rank, launch.world_size, options.pipe_size, options.tp_size)
+    options.virtual_shards = check_count(virtual_shards, place)
     several = launch.world_size > 1
     context = _join(launch, place, options) if several else _alone(launch, place, options)
     _context.install(context)
     config["loss_scale_factor"] = factor
     config["loss_scale_steps"] = steps
-    _seed_everything(context.seed)
+    if options.virtual_shards:
+        one_thread(context.device)
+    seed_generators(context.seed)
     record_from_environment()
     _log.info(
         "bmtrain: rank %d of %d (%s), %s, device %s, pipe_size %d, tp_size %d",
@@ -140,7 +146,7 @@ def init_distributed(
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Options:
     """The arguments of `init_distributed`, checked and brought to one form."""
 
@@ -152,6 +158,7 @@ class _Options:
     zero_level: int
     backend: str
     timeout: float
+    virtual_shards: int = 0
 
     @classmethod
     def check(
@@ -269,6 +276,7 @@ def _join(launch: Launch, place: Topology, options: _Options) -> Context:
             "tp_size": options.tp_size,
             "zero_level": options.zero_level,
             "backend": options.backend,
+            "virtual_shards": options.virtual_shards,
         },
     )
     locals_ = [_local_rank(peer, peers) for peer in peers]
@@ -326,6 +334,7 @@ def _build(
         zero_level=options.zero_level,
         pipe_enabled=options.pipe_enabled,
         micros=options.micros,
+        virtual_shards=options.virtual_shards,
         streams=Streams.for_device(device),
     )
 
@@ -385,13 +394,3 @@ def _share_processors(me: Peer, same_host: list[Peer]) -> None:
         share = max(1, len(me.cpus.split(",")) // sharers)
         if share < torch.get_num_threads():
             torch.set_num_threads(share)
-
-
-def _seed_everything(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    try:
-        import numpy
-    except ImportError:
-        return
-    numpy.random.seed(seed % 2**32)

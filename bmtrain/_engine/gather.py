@@ -41,6 +41,9 @@ class OpAllGather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
         grad = changed_by_hooks(ctx.param, grad)
+        if context().engine.virtual.is_open:
+            context().engine.virtual.add_outside(ctx.param, grad)
+            return None
         accumulation = context().engine.accumulation
         if accumulation.is_on:
             accumulation.add_outside(ctx.param, grad)

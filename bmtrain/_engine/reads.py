@@ -183,8 +183,11 @@ class _GatherTogether(torch.autograd.Function):
             if gradient is not None and param.requires_grad
         ]
         out: list[torch.Tensor | None] = [None] * len(gradients)
-        accumulation = context().engine.accumulation
-        if accumulation.is_on:
+        accumulation, virtual = context().engine.accumulation, context().engine.virtual
+        if virtual.is_open:
+            for index, gradient in trained:
+                virtual.add_outside(ctx.params[index], gradient)
+        elif accumulation.is_on:
             for index, gradient in trained:
                 accumulation.add_outside(ctx.params[index], gradient)
         elif trained:

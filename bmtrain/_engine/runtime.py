@@ -14,6 +14,7 @@ from .accumulation import Accumulation
 from .observer import Observer
 from .reads import Reads
 from .schedule import Phase, Schedule
+from .virtual_sum import VirtualSum
 
 if TYPE_CHECKING:
     from ..parameter import DistributedParameter
@@ -240,6 +241,7 @@ class Engine:
         self.schedule = Schedule()
         self.reads = Reads()
         self.accumulation = Accumulation()
+        self.virtual = VirtualSum()
         self._reductions: list[Sequence[_C.ShardGroup]] = []
         self._callback_task = -1
         self._is_ending = False
@@ -283,6 +285,8 @@ class Engine:
 
     def note_accumulated(self, param: DistributedParameter) -> None:
         """Lets the post-accumulate hooks of ``param`` run at the end of this backward, when all gradients are there."""
+        if self.virtual.is_open:
+            return  # autograd tells of a gradient that went to the sum instead
         self._accumulated[id(param)] = param
         if self._islands == 0 and not self._is_ending:  # else the island, or the end, sees to it
             self.call_at_end_of_backward()
@@ -303,9 +307,21 @@ class Engine:
         finally:
             self._is_ending = False
         if self._islands == 0:
-            accumulated, self._accumulated = self._accumulated, {}
-            for param in accumulated.values():
-                param._run_accumulated_hooks()
+            self._run_accumulated_hooks()
+
+    def publish_virtual(self, num_shards: int) -> None:
+        """Completes the gradients of a step of virtual shards."""
+        self._is_ending = True
+        try:
+            self.virtual.publish(num_shards)
+        finally:
+            self._is_ending = False
+        self._run_accumulated_hooks()
+
+    def _run_accumulated_hooks(self) -> None:
+        accumulated, self._accumulated = self._accumulated, {}
+        for param in accumulated.values():
+            param._run_accumulated_hooks()
 
     def finish_reduction_of(self, groups: Iterable[_C.ShardGroup]) -> None:
         """Completes the reduction under way if it is of one of ``groups`` (a block that ran twice in a row)."""
@@ -326,5 +342,5 @@ class Engine:
             groups = self._reductions.pop(0)
             self.observer.awaiting_reduction(groups)
             for group in groups:
-                group.finish_reduce()
+                self.virtual.finish_reduce(group)
             self.observer.reduced(groups)

@@ -126,14 +126,10 @@ class ShardSpec:
         size = self.group.size
         if size == 1:
             return self._over_replicas(flat.clone())
-        parts = [self.part(rank) for rank in range(size)]
-        longest = max(count for _, count in parts)
-        slots = flat.new_zeros(size * longest)
-        for rank, (begin, count) in enumerate(parts):
-            slots.narrow(0, rank * longest, count).copy_(flat.narrow(0, begin, count))
-        reduced = flat.new_empty(longest)
-        self.group.reduce_comm.reduce_scatter(reduced, slots, _C.ReduceOp.SUM, "parameter").wait()
-        return self._over_replicas(reduced[: parts[self.group.rank][1]])
+        slots = self._slots(flat)
+        reduced = flat.new_empty(slots.shape[1])
+        self.group.reduce_comm.reduce_scatter(reduced, slots.view(-1), _C.ReduceOp.SUM, "parameter").wait()
+        return self._over_replicas(reduced[: self.local_part[1]])
 
     def _over_replicas(self, part: torch.Tensor) -> torch.Tensor:
         from .. import _C
@@ -141,6 +137,23 @@ class ShardSpec:
         if self.replicas is not None:
             self.replicas.reduce_comm.all_reduce(part, _C.ReduceOp.SUM, "parameter").wait()
         return part
+
+    def scatter(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """This rank's part of every rank's full tensor, in rank order. Collective over the group."""
+        if self.group.size == 1:
+            return [flat]
+        slots = self._slots(flat)
+        received = torch.empty_like(slots)
+        self.group.reduce_comm.all_to_all(received.view(-1), slots.view(-1), "parameter").wait()
+        return list(received[:, : self.local_part[1]].unbind(0))
+
+    def _slots(self, flat: torch.Tensor) -> torch.Tensor:
+        """In row r what rank r owns, padded to the longest."""
+        parts = [self.part(rank) for rank in range(self.group.size)]
+        slots = flat.new_zeros((self.group.size, max(count for _, count in parts)))
+        for slot, (begin, count) in zip(slots, parts, strict=True):
+            slot[:count].copy_(flat.narrow(0, begin, count))
+        return slots
 
 
 def _padded(local: torch.Tensor, length: int) -> torch.Tensor:

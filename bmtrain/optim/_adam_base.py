@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._deprecate import warn_once
-from ..global_var import config
+from ..global_var import num_losses
 from ._adam_state import MASTER, MOMENTS, allocate, gathered_state, layout_of, read_state, take_changed_value
 from ._grad_stats import check_overflow, forget_unsent
 
@@ -99,8 +99,7 @@ class AdamBase(torch.optim.Optimizer):
 
     def loss_scale(self, loss: Tensor) -> Tensor:
         """Scale a loss for backward: by `scale`, and to the mean over the ranks' losses."""
-        num_losses = config.get("world_size", 1) // config.get("tp_size", 1)
-        scaled: Tensor = loss * (self.scale / num_losses)
+        scaled: Tensor = loss * (self.scale / num_losses())
         return scaled
 
     def justify_scale(self, scale: float) -> None:

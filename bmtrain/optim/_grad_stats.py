@@ -20,6 +20,7 @@ from torch import Tensor
 from .. import _C, _context, _ops
 from ..global_var import context
 from ..parameter import DistributedParameter
+from ._exact_norm import exact_norm
 
 __all__ = [
     "check_overflow",
@@ -130,11 +131,30 @@ def global_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
     Returns:
         The norm, 0-dim in fp64 on the run device, the same on all ranks; inf or NaN if a counted element is.
     """
-    local = _power_sum(_gradients(_counted_here(parameters)), norm_type)
+    gradients = _gradients(_counted_here(parameters))
+    if context("gradient norm").virtual_shards:
+        return _norm_on_any_ranks(gradients, norm_type)
+    local = _power_sum(gradients, norm_type)
     if math.isinf(norm_type):
-        local.nan_to_num_(nan=math.inf, posinf=math.inf)  # a transport's max may drop a NaN, but not an inf
-        return _all_reduce(local, _C.ReduceOp.MAX, "gradient norm").squeeze(0)
+        return _largest(local)
     return _all_reduce(local, _C.ReduceOp.SUM, "gradient norm").pow_(1.0 / norm_type).squeeze(0)
+
+
+def _largest(local: Tensor) -> Tensor:
+    local.nan_to_num_(nan=math.inf, posinf=math.inf)  # a transport's max may drop a NaN, but not an inf
+    return _all_reduce(local, _C.ReduceOp.MAX, "gradient norm").squeeze(0)
+
+
+def _norm_on_any_ranks(gradients: list[Tensor], norm_type: float) -> Tensor:
+    """See [Note: Exact sums]. The host waits."""
+    largest = _largest(_power_sum(gradients, math.inf))
+    if math.isinf(norm_type):
+        return largest
+
+    def add_up(numbers: Tensor) -> Tensor:
+        return _all_reduce(numbers, _C.ReduceOp.SUM, "gradient norm")
+
+    return largest.new_tensor(exact_norm(gradients, norm_type, largest.item(), add_up, largest.device))
 
 
 def check_overflow(param_groups: Iterable[Any]) -> bool:

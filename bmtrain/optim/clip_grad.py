@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._deprecate import warn_once
+from ..virtual import check_no_loop
 from ._grad_stats import global_norm, multiply_gradients, parameters_of
 
 __all__ = ["clip_grad_norm", "clip_gradients"]
@@ -48,6 +49,7 @@ def clip_gradients(
         raise ValueError(f"max_norm must be >= 0, got {max_norm}")
     if not scale > 0:
         raise ValueError(f"scale must be > 0, got {scale}")
+    check_no_loop("clip_grad_norm")
     parameters = list(parameters_of(param_groups))
     norm = global_norm(parameters, p)
     coefficient = (max_norm * scale / (norm + eps)).clamp_(max=1.0)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from .._deprecate import warn_once
 from ..accumulate import no_sync
-from ..global_var import context, rank
+from ..global_var import context, num_losses, rank
 from ..parameter import DistributedParameter
+from ..virtual import check_no_loop
 from ._grad_stats import check_overflow, first_overflow, forget_unsent, grad_rescale, parameters_of
 from ._state import load_optimizer_state, optimizer_state
 from .clip_grad import clip_gradients
@@ -36,7 +37,7 @@ class OptimManager:
         min_loss_scale: the scale does not fall below it.
         max_loss_scale: the scale does not grow above it.
         grad_scale: divisor of the loss; None for the number of ranks with a loss of their own, which is the
-            world size divided by the tensor-parallel size.
+            world size divided by the tensor-parallel size, or in a loop over virtual shards their number.
         accumulate: number of backwards whose mean gradient one step uses. The others than the last send nothing (see
             :func:`bmtrain.no_sync`), and until it :meth:`zero_grad` and :meth:`step` do nothing: the loop is the same.
 
@@ -103,8 +104,8 @@ class OptimManager:
         """What the loss is divided by, see the class."""
         if self._grad_scale is not None:
             return self._grad_scale
-        topology = context("OptimManager").topology
-        return topology.world_size // topology.tp_size
+        context("OptimManager")
+        return num_losses()
 
     @grad_scale.setter
     def grad_scale(self, value: float | None) -> None:
@@ -178,6 +179,7 @@ class OptimManager:
         if self._is_accumulating():
             return
         self._num_backwards = 0
+        check_no_loop("OptimManager.step")
         if self.loss_scale_enabled and self._skip_on_overflow():
             return
         optimizer: Any

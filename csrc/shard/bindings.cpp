@@ -8,6 +8,7 @@
 #include "shard/graph_walk.h"
 #include "shard/materialize.h"
 #include "shard/shard_group.h"
+#include "shard/tree_sum.h"
 
 namespace bmtrain {
 namespace py = pybind11;
@@ -63,6 +64,14 @@ std::shared_ptr<ShardGroup> make_group(
       std::move(reduce_comm), std::move(replica_comm), std::move(pool), dtype, device});
 }
 
+void bind_tree(py::module_& m) {
+  py::class_<TreeSum, std::shared_ptr<TreeSum>>(m, "TreeSum")
+      .def(py::init<>())
+      .def("push", &TreeSum::push, py::arg("leaf"), NoGil())
+      .def_property_readonly("num_leaves", &TreeSum::num_leaves)
+      .def("total", &TreeSum::total, NoGil());
+}
+
 void bind_group(py::module_& m) {
   py::class_<ShardGroup, std::shared_ptr<ShardGroup>> group(m, "ShardGroup");
   py::enum_<ShardGroup::State>(group, "State")
@@ -106,7 +115,8 @@ void bind_group(py::module_& m) {
       .def("unbind", &ShardGroup::unbind)
       .def("begin_backward", &ShardGroup::begin_backward, py::arg("trains"))
       .def("start_reduce", &ShardGroup::start_reduce, NoGil())
-      .def("finish_reduce", &ShardGroup::finish_reduce, NoGil())
+      .def("finish_reduce", &ShardGroup::finish_reduce, py::arg("tree") = nullptr, NoGil())
+      .def("add_gradient", &ShardGroup::add_gradient, py::arg("sum"), NoGil())
       .def("cancel_backward", &ShardGroup::cancel_backward, NoGil());
 }
 
@@ -115,6 +125,7 @@ void bind_group(py::module_& m) {
 void bind_shard(py::module_& m) {
   bind_layout(m);
   bind_pool(m);
+  bind_tree(m);
   bind_group(m);
   m.def("materialize", &materialize, py::arg("parameter"), py::arg("data"));
   m.def("next_node_number", &next_node_number);

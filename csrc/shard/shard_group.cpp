@@ -361,7 +361,7 @@ void ShardGroup::zero_untouched() {
   zero(clean_until, layout_.padded_total());
 }
 
-void ShardGroup::finish_reduce() {
+void ShardGroup::finish_reduce(TreeSum* tree) {
   if (!received_.defined()) {
     return;
   }
@@ -372,6 +372,13 @@ void ShardGroup::finish_reduce() {
   const c10::AutoGradMode no_grad(false);
   const c10::InferenceMode normal_tensors(false);
   gradient_ = at::Tensor();
+  if (tree != nullptr) {
+    for (std::int64_t r = 0; r < layout_.num_ranks(); ++r) {
+      tree->push(received_.narrow(0, r * layout_.partition(), layout_.partition()));
+    }
+    received_ = at::Tensor();
+    return;
+  }
   if (layout_.num_ranks() > 1 && num_replicas() > 1) {
     sum_received();
     start_sum_over_replicas();
@@ -380,6 +387,33 @@ void ShardGroup::finish_reduce() {
   }
   sum_into_shard();
   received_ = at::Tensor();
+  publish_gradients();
+}
+
+void ShardGroup::add_gradient(const at::Tensor& sum) {
+  BMT_CHECK(ValueError, sum.dim() == 1 && sum.numel() == layout_.partition(), "sum: expected ",
+            layout_.partition(), " elements, got shape ", sum.sizes());
+  BMT_CHECK(StateError, trains_.size() == options_.parameters.size(), options_.label,
+            ": there was no backward to add a gradient of");
+  const c10::AutoGradMode no_grad(false);
+  const c10::InferenceMode normal_tensors(false);
+  make_gradient_shard();
+  for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
+    const LocalPart& part = local_parts_[i];
+    const at::Tensor own = sum.narrow(0, part.shard_offset, part.numel);
+    switch (gradient_mode(i)) {
+      case GradientMode::kSkip:
+        break;
+      case GradientMode::kWrite:
+        gradient_shard_.narrow(0, part.shard_offset, part.numel).copy_(own);
+        break;
+      case GradientMode::kAccumulate:
+      case GradientMode::kForeign: {
+        at::Tensor& gradient = options_.parameters[i].mutable_grad();
+        gradient.copy_(at::add(own.view_as(gradient), gradient));
+      }
+    }
+  }
   publish_gradients();
 }
 

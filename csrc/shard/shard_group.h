@@ -44,6 +44,7 @@
 #include "shard/buffer_pool.h"
 #include "shard/flat_layout.h"
 #include "shard/gradient_sink.h"
+#include "shard/tree_sum.h"
 
 namespace bmtrain {
 
@@ -123,8 +124,11 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   /// Starts sending each rank its slice of the received gradient.
   void start_reduce();
   /// Sums the slices in rank order into the gradient shard and the parameters'
-  /// `.grad`.
-  void finish_reduce();
+  /// `.grad`; with a `tree`, appends them to it instead (see [Note: Virtual shards]).
+  void finish_reduce(TreeSum* tree = nullptr);
+  /// Adds to the gradients what trees have summed: 1-D, layout().partition() elements, fp32 or fp64. Each
+  /// element is rounded once.
+  void add_gradient(const at::Tensor& sum);
   /// Functions, by any key, that see the gradient of parameter `index` before its reduction, and may replace
   /// it.
   void set_hooks(std::size_t index, PyObject* hooks);

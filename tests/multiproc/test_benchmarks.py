@@ -45,6 +45,16 @@ def test_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_virtual(tmp_path: Path) -> None:
+    file = tmp_path / "virtual.json"
+    options = ["--layers", "1", "--dim", "16", "--seq", "8", "--repeat", "1", "--json", str(file)]
+    output = run_process([*BENCH, "virtual", *options], timeout=150).stdout
+    seconds = json.loads(file.read_text())["seconds"]
+    assert list(seconds) == ["in one piece", "micro-batches", "virtual shards"]
+    assert all(name in output and len(values) == 1 and values[0] > 0 for name, values in seconds.items())
+
+
+@pytest.mark.slow
 def test_plan(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     model = [

@@ -1,0 +1,123 @@
+"""Gradients of the virtual shards of one step, summed by a tree that does not know how many ranks there are.
+
+[Note: What the number of ranks must not change]
+A virtual shard runs alone, on one rank, on full parameters: its gradient is the same wherever it runs. The gradients
+are summed by a `TreeSum` (csrc/shard/tree_sum.h) for each of a block's buffers and each parameter outside blocks,
+element by element: so where the ranks' shards begin and end does not matter. If a backward reaches a parameter several
+times (a block that is used twice), the first arrivals of all virtual shards are one tree, the second ones another, and
+the trees are added: one tree for all would be another order on one rank than on many.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from .. import _C
+
+if TYPE_CHECKING:
+    from ..parameter import DistributedParameter
+
+__all__ = ["VirtualSum"]
+
+
+class _Sums:
+    """The trees of one owner, the first arrivals' first."""
+
+    def __init__(self, owner: _C.ShardGroup | DistributedParameter) -> None:
+        self.owner = owner  # kept: its identity is the key
+        self._trees: list[_C.TreeSum] = []
+
+    def tree(self, arrival: int) -> _C.TreeSum:
+        if arrival == len(self._trees):
+            self._trees.append(_C.TreeSum())
+        return self._trees[arrival]
+
+    def total(self, num_shards: int) -> torch.Tensor:
+        for tree in self._trees:
+            if tree.num_leaves != num_shards:
+                raise RuntimeError(
+                    f"{self._name()}: {tree.num_leaves} of {num_shards} virtual shards gave it a gradient; "
+                    "every one has to use the same parameters as often as the others"
+                )
+        total = self._trees[0].total()
+        for tree in self._trees[1:]:
+            total.add_(tree.total())
+        return total
+
+    def _name(self) -> str:
+        if isinstance(self.owner, _C.ShardGroup):
+            return f"a block's buffer of {self.owner.layout.total} elements"
+        return f"a parameter of shape {tuple(self.owner._original_shape)}"
+
+
+class VirtualSum:
+    """What the virtual shards of the step that runs now have summed; closed between steps."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._sums: dict[int, _Sums] = {}
+        self._arrivals: Counter[int] = Counter()  # in this micro-step
+
+    def begin_step(self) -> None:
+        """From here on gradients are kept here."""
+        self.is_open = True
+        self._sums.clear()
+
+    def begin_shard(self) -> None:
+        """The next of this rank's virtual shards."""
+        self._arrivals.clear()
+
+    def forget(self) -> None:
+        """Ends a step, dropping what was summed."""
+        self.is_open = False
+        self._sums.clear()
+
+    def finish_reduce(self, group: _C.ShardGroup) -> None:
+        """Completes a block's reduction."""
+        if self.is_open:
+            _refuse_replicas(group.num_replicas)
+            group.finish_reduce(self._tree(group))
+        else:
+            group.finish_reduce()
+
+    def add_outside(self, param: DistributedParameter, gradient: torch.Tensor) -> None:
+        """Takes the full gradient of a parameter outside blocks. Collective."""
+        _refuse_replicas(1 if param._spec.replicas is None else param._spec.replicas.size)
+        tree = self._tree(param)
+        for part in param._spec.scatter(gradient.reshape(-1)):
+            tree.push(part)
+
+    def _tree(self, owner: _C.ShardGroup | DistributedParameter) -> _C.TreeSum:
+        arrival = self._arrivals[id(owner)]
+        self._arrivals[id(owner)] += 1
+        return self._sums.setdefault(id(owner), _Sums(owner)).tree(arrival)
+
+    @torch.no_grad()
+    def publish(self, num_shards: int) -> None:
+        """Ends a step: adds the sums to the gradients."""
+        sums = list(self._sums.values())
+        self.forget()
+        for owned in sums:
+            total = owned.total(num_shards)
+            if isinstance(owned.owner, _C.ShardGroup):
+                owned.owner.add_gradient(total)
+            elif owned.owner.requires_grad:
+                _add_gradient(owned.owner, total)
+
+
+def _refuse_replicas(number: int) -> None:
+    if number > 1:
+        raise RuntimeError(
+            "virtual shards need blocks that all ranks share: ZeRO level 1, 2 or 3, not 0 (their results are the same)"
+        )
+
+
+def _add_gradient(param: DistributedParameter, total: torch.Tensor) -> None:
+    if param.grad is None:
+        param.grad = total.to(param.dtype)
+    else:
+        param.grad.copy_(total.view_as(param.grad) + param.grad)
+    param._run_accumulated_hooks()

@@ -1,0 +1,130 @@
+"""What virtual shards cost: the same batch in one piece, in accumulated micro-batches, and in virtual shards.
+
+The same GPT is trained three times by the same ranks, on the same rows. In one piece, each rank computes its part of
+the batch at once; with micro-batches, one virtual shard's rows at a time, whose gradients add up on the rank and are
+sent once (``OptimManager(accumulate=...)``); with virtual shards, each micro-step sends its gradients, and they are
+summed by the tree. All clip, with the norm that belongs to them. The variants take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import init_distributed
+from ..global_var import rank, world_size
+from ..optim import AdamOptimizer, OptimManager
+from ..synchronize import synchronize
+from ..virtual import VirtualShard, virtual_shards
+from ..wrapper import BMTrainModelWrapper
+from ._gpt import GPT
+from ._launch import launch
+
+__all__ = ["add_arguments", "run"]
+
+_Step = Callable[[int, Tensor], None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the options of ``bench virtual``."""
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: %(default)s)")
+    parser.add_argument("--shards", type=int, default=8, help="virtual shards (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="(default: %(default)s)")
+    parser.add_argument("--dim", type=int, default=256, help="(default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=2, help="sequences of a shard (default: %(default)s)")
+    parser.add_argument("--seq", type=int, default=128, help="tokens of a sequence (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=7, help="steps of each variant (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write the results to this file as well")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Start the ranks; in a rank: measure, and on rank 0 print the table."""
+    if "RANK" not in os.environ:
+        launch(arguments.ranks, {"OMP_NUM_THREADS": "1"})
+        return
+    init_distributed(seed=0, virtual_shards=arguments.shards)
+    variants = {
+        "in one piece": _pieces(arguments, 1),
+        "micro-batches": _pieces(arguments, arguments.shards // world_size()),
+        "virtual shards": _virtual(arguments),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for step in range(arguments.repeat + 1):
+        for name, variant in variants.items():
+            taken = _time(variant, step, arguments)
+            if step:  # the first one allocates
+                seconds[name].append(taken)
+    if rank() == 0:
+        _report(arguments, seconds)
+    synchronize()
+
+
+def _time(variant: _Step, step: int, arguments: argparse.Namespace) -> float:
+    generator = torch.Generator().manual_seed(step)
+    rows = arguments.shards * arguments.rows
+    batch = torch.randint(0, 256, (rows, arguments.seq + 1), generator=generator)
+    synchronize()
+    start = time.perf_counter()
+    variant(step, batch)
+    synchronize()
+    return time.perf_counter() - start
+
+
+def _trainer(arguments: argparse.Namespace, accumulate: int) -> tuple[nn.Module, Any, OptimManager]:
+    torch.manual_seed(0)
+    gpt = GPT(arguments.layers, arguments.dim, num_heads=8, vocab=256, seq=arguments.seq)
+    model: Any = BMTrainModelWrapper(gpt)
+    optimizer = AdamOptimizer(model.parameters(), lr=1e-4)
+    manager = OptimManager(accumulate=accumulate)
+    manager.add_optimizer(optimizer)
+    return model, optimizer, manager
+
+
+def _pieces(arguments: argparse.Namespace, number: int) -> _Step:
+    """A rank's part of the batch in ``number`` pieces."""
+    model, optimizer, manager = _trainer(arguments, number)
+
+    def step(_: int, batch: Tensor) -> None:
+        manager.zero_grad()
+        for piece in VirtualShard(rank(), world_size()).of(batch).chunk(number):
+            manager.backward(model(piece))
+        manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
+        manager.step()
+
+    return step
+
+
+def _virtual(arguments: argparse.Namespace) -> _Step:
+    model, optimizer, manager = _trainer(arguments, 1)
+
+    def step(number: int, batch: Tensor) -> None:
+        manager.zero_grad()
+        for shard in virtual_shards(number):
+            manager.backward(model(shard.of(batch)))
+        manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
+        manager.step()
+
+    return step
+
+
+def _report(arguments: argparse.Namespace, seconds: dict[str, list[float]]) -> None:
+    print(
+        f"{arguments.layers} layers of width {arguments.dim}, {world_size()} ranks of one thread, {os.cpu_count()} "
+        f"processors, {arguments.shards} virtual shards of {arguments.rows} x {arguments.seq} tokens"
+    )
+    base = statistics.median(seconds["in one piece"])
+    print(f"  {'':14} {'ms/step':>9} {'fastest':>9} {'of one piece':>13}")
+    for name, values in seconds.items():
+        median = statistics.median(values)
+        print(f"  {name:14} {median * 1e3:9.1f} {min(values) * 1e3:9.1f} {median / base:13.2f}")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"seconds": seconds}, indent=2))

@@ -1,0 +1,72 @@
+"""Norms whose bits do not depend on how the elements are spread over ranks.
+
+[Note: Exact sums]
+A floating-point sum depends on its order, and the order on where shards begin and end. So the terms are turned into
+whole numbers of 60 bits, relative to a power of two above the largest term of all ranks, in three pieces of 20 bits:
+integers add up to the same in any order. What is below 2^-60 of the largest term is dropped, term by term. Terms are
+computed in fp64, where the square of an fp32 number is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+__all__ = ["exact_norm"]
+
+_PIECES = 3
+_BITS = 20  # of a piece; an int64 holds the sum of 2**43 of them
+_CHUNK = 1 << 20  # elements that are widened at a time
+
+
+def exact_norm(
+    gradients: Iterable[Tensor],
+    p: float,
+    largest: float,
+    add_up: Callable[[Tensor], Tensor],
+    device: torch.device,
+) -> float:
+    """The p-norm of gradients that are spread over ranks.
+
+    Args:
+        gradients: this rank's, each logical element on one rank.
+        p: 1 or 2.
+        largest: the largest magnitude on all ranks.
+        add_up: adds int64 tensors over the ranks.
+        device: where the numbers to be added up live.
+
+    Raises:
+        ValueError: for another p, whose powers are not the same bits on all paths of a processor.
+    """
+    if p not in (1.0, 2.0):
+        raise ValueError(f"norm_type: expected 1, 2 or 'inf' with virtual shards, got {p:g}")
+    if largest == 0 or not math.isfinite(largest):
+        return largest
+    exponent = max(math.frexp(largest)[1], -1000)  # every |g| is below 2**exponent
+    unit = math.ldexp(1.0, -exponent)
+    pieces = torch.zeros(_PIECES, dtype=torch.int64, device=device)
+    for gradient in gradients:
+        for chunk in gradient.reshape(-1).split(_CHUNK):
+            pieces += _pieces_of(chunk.double().abs() * unit, p)
+    total = 0
+    for piece in add_up(pieces).tolist():
+        total = (total << _BITS) + piece
+    bits = _BITS * _PIECES
+    if p == 2:
+        return math.ldexp(math.sqrt(total), exponent - bits // 2)
+    return math.ldexp(float(total), exponent - bits)
+
+
+def _pieces_of(magnitudes: Tensor, p: float) -> Tensor:
+    """Sums of the pieces of numbers in [0, 1)."""
+    rest = magnitudes * magnitudes if p == 2 else magnitudes
+    sums = []
+    for _ in range(_PIECES):
+        rest = rest * 2.0**_BITS
+        whole = rest.floor()
+        sums.append(whole.to(torch.int64).sum())
+        rest = rest - whole
+    return torch.stack(sums)

@@ -1,0 +1,200 @@
+"""Training that gives the same bits on any number of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import _C, _context
+from ._generators import kept_generators, seed_generators
+from .global_var import context
+from .topology import Topology
+
+__all__ = ["VirtualShard", "VirtualShards", "virtual_shards"]
+
+
+@dataclass(frozen=True)
+class VirtualShard:
+    """One of the equal parts that the batch of a step is cut into.
+
+    Attributes:
+        index: its number.
+        count: how many there are, on any number of ranks: ``virtual_shards=`` of :func:`bmtrain.init_distributed`.
+    """
+
+    index: int
+    count: int
+
+    def of(self, batch: Any) -> Any:
+        """Return this shard's rows of a batch of the whole step.
+
+        Args:
+            batch: a tensor, or anything else with a length and slices; ``count`` divides its length.
+
+        Raises:
+            ValueError: it does not.
+
+        Example:
+            >>> bmtrain.virtual.VirtualShard(index=1, count=2).of([10, 11, 12, 13])
+            [12, 13]
+        """
+        rows, rest = divmod(len(batch), self.count)
+        if rest:
+            raise ValueError(
+                f"batch: expected a multiple of {self.count} rows, one virtual shard's being alike, got {len(batch)}"
+            )
+        return batch[self.index * rows : (self.index + 1) * rows]
+
+
+class VirtualShards:
+    """The virtual shards of one step that this rank computes, see :func:`virtual_shards`."""
+
+    def __init__(self, step: int, count: int) -> None:
+        self.step = step
+        self.count = count
+
+    def __iter__(self) -> Iterator[VirtualShard]:
+        """Yield this rank's shards; when the loop comes to its end, the gradients are there."""
+        ctx = context()
+        engine, world, rank = ctx.engine, ctx.topology.world_size, ctx.topology.rank
+        if engine.virtual.is_open:
+            raise RuntimeError("virtual_shards: a loop over virtual shards is running already")
+        engine.virtual.begin_step()
+        try:
+            with kept_generators(ctx.device):
+                for first in range(0, self.count, world):
+                    engine.virtual.begin_shard()
+                    seed_generators(_seed_of(ctx.seed, self.step, first + rank))
+                    yield VirtualShard(first + rank, self.count)
+            engine.publish_virtual(self.count)
+        finally:  # after an error, or a `break`: nothing remains
+            engine.virtual.forget()
+
+    def __len__(self) -> int:
+        """How many of them this rank computes."""
+        return self.count // context().topology.world_size
+
+    def mean(self, values: Sequence[torch.Tensor | float]) -> torch.Tensor:
+        """Return the mean over all virtual shards, the same bits on all ranks and any number of them. Collective.
+
+        Args:
+            values: one number for each virtual shard of this rank, in their order; for instance the losses.
+
+        Returns:
+            0-dim, fp32, on the run device, without a graph.
+
+        Raises:
+            ValueError: not as many values as this rank has shards.
+        """
+        if len(values) != len(self):
+            raise ValueError(
+                f"values: expected {len(self)}, one for each of this rank's shards, got {len(values)}"
+            )
+        ctx = context()
+        own = torch.stack(
+            [torch.as_tensor(value, dtype=torch.float32, device=ctx.device).detach() for value in values]
+        )
+        group = ctx.groups["zero"]
+        slots = own.new_empty((group.size, len(own)))
+        group.comm.all_gather(slots.view(-1), own, "mean of virtual shards").wait()
+        tree = _C.TreeSum()
+        for value in slots.t().reshape(-1, 1):
+            tree.push(value)
+        return tree.total().squeeze(0).div_(self.count)
+
+
+def virtual_shards(step: int) -> VirtualShards:
+    """Cut a step into virtual shards, so that its result does not depend on the number of ranks.
+
+    ``init_distributed(virtual_shards=V)`` fixes their number. Each is a micro-batch of its own with random generators
+    seeded by job, step and shard; in a micro-step each rank computes one. Gradients are summed in fp32 by a binary tree
+    over the V shards and rounded once: after the loop, the parameters' ``.grad`` hold the mean's gradient if
+    :meth:`OptimManager.backward <bmtrain.optim.OptimManager.backward>` was used. The generators are then as they were
+    before the loop.
+
+    Args:
+        step: number of the step, which the generators are seeded with: the same on all ranks, another for each step.
+
+    Returns:
+        An iterable of this rank's :class:`VirtualShard`, with ``mean(values)`` for the losses. All ranks iterate to the
+        end.
+
+    Raises:
+        RuntimeError: before :func:`bmtrain.init_distributed`, or it was not given ``virtual_shards``.
+        TypeError: ``step`` is not an integer.
+
+    Example::
+
+        bmt.init_distributed(seed=1, virtual_shards=8)
+        for step, batch in enumerate(batches):  # every rank has the whole batch, or reads its shards' rows only
+            manager.zero_grad()
+            shards = bmt.virtual_shards(step)
+            losses = []
+            for shard in shards:
+                losses.append(model(shard.of(batch)))
+                manager.backward(losses[-1])
+            manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
+            manager.step()
+            print(shards.mean(losses).item())
+    """
+    count = context("virtual_shards").virtual_shards
+    if not count:
+        raise RuntimeError(
+            "virtual_shards: their number is not known: call init_distributed(virtual_shards=...), the same on every "
+            "number of ranks"
+        )
+    try:
+        return VirtualShards(operator.index(step), count)
+    except TypeError:
+        raise TypeError(f"step: expected an integer, got {step!r} ({type(step).__name__})") from None
+
+
+def check_count(count: int | None, place: Topology) -> int:
+    """The argument of init_distributed, 0 for None.
+
+    Raises:
+        TypeError: not an integer.
+        ValueError: not a multiple of the number of ranks, or with tensor parallelism or a pipeline.
+    """
+    if count is None:
+        return 0
+    try:
+        number = operator.index(count)
+    except TypeError:
+        raise TypeError(
+            f"virtual_shards: expected an integer or None, got {count!r} ({type(count).__name__})"
+        ) from None
+    if number < 1 or number % place.world_size:
+        raise ValueError(
+            f"virtual_shards: expected a multiple of the number of ranks ({place.world_size}), got {number}"
+        )
+    if place.pipe_size > 1 or place.tp_size > 1:
+        raise ValueError("virtual_shards: cannot be had with pipe_size or tp_size")
+    return number
+
+
+def one_thread(device: torch.device) -> None:
+    """Let products be computed alike where ranks share processors and where they do not, unless the user decided."""
+    if device.type == "cpu" and not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(1)
+
+
+def check_no_loop(what: str) -> None:
+    """Raises RuntimeError in a loop over virtual shards: the gradients are not there yet."""
+    current = _context.current()
+    if current is not None and current.engine.virtual.is_open:
+        raise RuntimeError(
+            f"{what}: the gradients of virtual shards are there after the loop over them; call it after the loop"
+        )
+
+
+def _seed_of(*numbers: int) -> int:
+    """A seed of 63 bits: neighbours have nothing in common."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

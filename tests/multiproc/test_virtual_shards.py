@@ -1,0 +1,222 @@
+"""Training with virtual shards has the same bits on any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import run_ranks
+
+import bmtrain as bmt
+from bmtrain.distributed import checkpoint
+
+SHARDS, VOCAB, SEQ, DIM = 8, 29, 6, 12
+STEPS = 100
+
+
+class Layer(torch.nn.Module):
+    """One layer of a GPT-2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = torch.nn.ModuleDict({name: torch.nn.LayerNorm(DIM) for name in ("attention", "mlp")})
+        self.qkv, self.out = torch.nn.Linear(DIM, 3 * DIM), torch.nn.Linear(DIM, DIM)
+        self.up, self.down = torch.nn.Linear(DIM, 4 * DIM), torch.nn.Linear(4 * DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            self.qkv(self.norms["attention"](x)).view(*x.shape[:2], 3, 2, DIM // 2).permute(2, 0, 3, 1, 4)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + F.dropout(self.out(mixed.transpose(1, 2).reshape(x.shape)), 0.1, self.training)
+        return x + F.dropout(self.down(F.gelu(self.up(self.norms["mlp"](x)))), 0.1, self.training)
+
+
+class TinyGPT(torch.nn.Module):
+    """A GPT-2 whose head is its embedding; in 16 bit its last layer runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = torch.nn.Embedding(VOCAB, DIM), torch.nn.Embedding(SEQ, DIM)
+        self.layers = torch.nn.ModuleList([Layer(), Layer()])
+        self.norm = torch.nn.LayerNorm(DIM)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = F.dropout(self.tokens(ids) + self.places.weight, 0.1, self.training)
+        for layer in (*self.layers, *([self.layers[-1]] if x.dtype != torch.float32 else [])):
+            x = layer(x)
+        logits = F.linear(self.norm(x), self.tokens.weight)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+class Run:
+    """A model in training."""
+
+    def __init__(self, dtype: str, loss_scale: float | None = None) -> None:
+        torch.manual_seed(3)
+        self.model = bmt.BMTrainModelWrapper(TinyGPT().to(getattr(torch, dtype)))
+        kind = bmt.optim.AdamOffloadOptimizer if dtype == "bfloat16" else bmt.optim.AdamOptimizer
+        self.optimizer = kind(self.model.parameters(), lr=1e-2, weight_decay=1e-2)
+        self.manager = bmt.optim.OptimManager(loss_scale=loss_scale, loss_scale_steps=2)
+        self.manager.add_optimizer(self.optimizer)
+        self.told: list[str] = []
+
+    def train(self, first: int, last: int, norm_type: float = 2) -> None:
+        for step in range(first, last):
+            batch = torch.randint(VOCAB, (2 * SHARDS, SEQ), generator=torch.Generator().manual_seed(step))
+            self.manager.zero_grad()
+            shards, losses = bmt.virtual_shards(step), []
+            for shard in shards:
+                losses.append(self.model(shard.of(batch)))
+                self.manager.backward(losses[-1])
+            norm = self.manager.clip_grad_norm(self.optimizer.param_groups, 0.5, norm_type)
+            self.manager.step()
+            numbers = shards.mean(losses).item(), norm.item(), self.manager.loss_scale
+            self.told.append(" ".join(float(number).hex() for number in numbers))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        values = dict(self.model.state_dict())
+        for index, entry in self.optimizer.state_dict(gather=True)["state"].items():
+            values.update({f"{index}.{name}": torch.as_tensor(value) for name, value in entry.items()})
+        return values
+
+
+def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(value.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8))
+        for name, value in one.items()
+    )
+
+
+def train(
+    dtype: str, steps: int, folder: str, save_at: int | None = None, loss_scale: float | None = None
+) -> tuple[Any, ...]:
+    run = Run(dtype, loss_scale)
+    first = 0
+    if save_at is None and checkpoint.latest(folder) is not None:
+        first = checkpoint.load(folder, run.model, run.manager).step
+    if save_at is not None:
+        run.train(0, save_at)
+        checkpoint.save(folder, save_at, run.model, run.manager)
+        first = save_at
+    run.train(first, steps)
+    return run.told, run.state(), torch.random.get_rng_state()
+
+
+def run_on(world: int, *arguments: Any, **options: Any) -> tuple[Any, ...]:
+    ranks = run_ranks(world, train, *arguments, init={"virtual_shards": SHARDS}, **options)
+    assert all(told == ranks[0][0] and same_bits(state, ranks[0][1]) for told, state, _ in ranks)
+    return ranks[0]
+
+
+@pytest.mark.parametrize(("dtype", "steps", "loss_scale"), [("float32", 100, None), ("bfloat16", 20, None)])
+def test_any_number_of_ranks_has_the_same_bits(dtype, steps, loss_scale, tmp_path):
+    """Also after a checkpoint that another number of ranks goes on from."""
+    told, state, generator = run_on(2, dtype, steps, str(tmp_path), save_at=steps // 2, loss_scale=loss_scale)
+    assert float.fromhex(told[-1].split()[0]) < float.fromhex(told[0].split()[0])
+    for world in (1, 8):
+        other = run_on(world, dtype, steps, str(tmp_path / str(world)), loss_scale=loss_scale)
+        assert other[0] == told
+        assert same_bits(other[1], state)
+        assert torch.equal(other[2], generator)
+    resumed = run_on(4, dtype, steps, str(tmp_path), loss_scale=loss_scale)
+    assert resumed[0] == told[steps // 2 :]
+    assert same_bits(resumed[1], state)
+
+
+def test_every_rank_count_skips_the_same_steps(tmp_path):
+    """An infinite gradient, and norms of other kinds."""
+    runs = [run_on(world, "float16", 8, str(tmp_path), loss_scale=2.0**19) for world in (1, 4)]
+    assert runs[0][0] == runs[1][0]
+    assert same_bits(runs[0][1], runs[1][1])
+    scales = [float.fromhex(line.split()[2]) for line in runs[0][0]]
+    assert min(scales) < 2.0**19
+    assert any(later > earlier for earlier, later in pairwise(scales))  # steps were taken as well
+
+
+def gradients(virtual: bool) -> list[torch.Tensor]:
+    """Of the mean over a batch, with and without virtual shards, on a model without dropout."""
+    run = Run("float32")
+    run.model.eval()
+    batch = torch.randint(VOCAB, (2 * SHARDS, SEQ), generator=torch.Generator().manual_seed(1))
+    called: list[int] = []
+    for index, p in enumerate(run.model.parameters()):
+        p.register_post_accumulate_grad_hook(lambda p, index=index: called.append(index))
+    if virtual:
+        for shard in bmt.virtual_shards(0):
+            run.manager.backward(run.model(shard.of(batch)))
+    else:
+        run.manager.backward(run.model(batch.chunk(bmt.world_size())[bmt.rank()]))
+    assert sorted(called) == list(range(len(list(run.model.parameters()))))
+    norms = [run.manager.clip_grad_norm(run.optimizer.param_groups, 1e9, p) for p in (1, 2, math.inf)]
+    return [*norms, *(p._spec.gather(p.grad) for p in run.model.parameters())]
+
+
+def test_gradients_are_those_of_the_whole_batch():
+    virtual = run_ranks(2, gradients, True, init={"virtual_shards": SHARDS})[0]
+    whole = run_ranks(1, gradients, False)[0]
+    for one, other in zip(virtual, whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-7)
+
+
+def misuse() -> None:
+    run = Run("float32")
+    batch = torch.zeros(2 * SHARDS, SEQ, dtype=torch.long)
+    loop = iter(bmt.virtual_shards(0))
+    shard = next(loop)
+    for wrong in (run.manager.step, bmt.no_sync, lambda: next(iter(bmt.virtual_shards(1)))):
+        with pytest.raises(RuntimeError, match="virtual"):
+            wrong()
+    run.manager.backward(run.model(shard.of(batch)))
+    loop.close()  # as `break` does: nothing remains
+    assert all(p.grad is None for p in run.model.parameters())
+    with pytest.raises(RuntimeError, match=r"of 8 virtual shards gave it a gradient"):
+        for shard in bmt.virtual_shards(0):
+            if shard.index < bmt.world_size():
+                run.manager.backward(run.model(shard.of(batch)))
+    with pytest.raises(ValueError, match="multiple of 8 rows"):
+        shard.of(batch[1:])
+    with pytest.raises(ValueError, match=r"values: expected 4"):
+        bmt.virtual_shards(0).mean([1.0])
+    with pytest.raises(TypeError, match="step"):
+        bmt.virtual_shards(0.5)
+    with pytest.raises(ValueError, match="norm_type"):
+        run.train(0, 1, norm_type=3)
+
+
+def level_0() -> None:
+    with bmt.default_policy(bmt.BlockPolicy(level=0)):
+        run = Run("float32")
+    with pytest.raises(RuntimeError, match="not 0"):
+        run.train(0, 1)
+
+
+def test_level_0_is_refused():
+    run_ranks(2, level_0, init={"virtual_shards": SHARDS})
+
+
+def test_misuse_raises():
+    run_ranks(2, misuse, init={"virtual_shards": SHARDS})
+
+
+@pytest.mark.parametrize("init", [{"virtual_shards": 3}, {"virtual_shards": 8, "tp_size": 2}])
+def test_what_cannot_be_is_refused(init):
+    run_ranks(2, refused, init, init=False)
+
+
+def refused(init: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="virtual_shards"):
+        bmt.init_distributed(**init)
+
+
+def not_asked_for() -> None:
+    with pytest.raises(RuntimeError, match=r"init_distributed\(virtual_shards="):
+        bmt.virtual_shards(0)
+
+
+def test_needs_their_number():
+    run_ranks(1, not_asked_for)
