@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 from collections.abc import Sequence
 
 from . import _blame, convert, cpu_run, doctor, soak
+from ._terminal import CommandParser
 from .plan import command as plan
 from .timeline import command as timeline
 
@@ -33,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    parser = argparse.ArgumentParser(prog="python -m bmtrain", description="Tools of bmtrain.")
-    tools = parser.add_subparsers(dest="tool", required=True)
+    parser = CommandParser(prog="python -m bmtrain", description=f"{__doc__} COMMAND --help tells more.")
+    tools = parser.add_subparsers(dest="tool", metavar="COMMAND", required=True)
     checks = tools.add_parser("doctor", help="check this installation", description=doctor.__doc__)
     doctor.add_arguments(checks)
     checks.set_defaults(run=doctor.run)
@@ -49,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     timeline.add_arguments(recordings)
     recordings.set_defaults(run=timeline.run)
-    records = tools.add_parser("blame", help="name the rank that a job failed by", description=_blame.__doc__)
+    records = tools.add_parser(
+        "blame", help="name the rank that a job failed by", description=_blame.run.__doc__
+    )
     _blame.add_arguments(records)
     records.set_defaults(run=_blame.run)
     endurance = tools.add_parser(
@@ -58,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     soak.add_arguments(endurance)
     endurance.set_defaults(run=soak.run)
     benchmarks = tools.add_parser("bench", help="measure, always against peers in the same run")
-    names = benchmarks.add_subparsers(dest="benchmark", required=True)
+    names = benchmarks.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     for name, purpose in _BENCHMARKS.items():
         module = importlib.import_module(f"bmtrain.benchmark.{name}")
         command = names.add_parser(name, help=purpose, description=module.__doc__)

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ._terminal import columns, fold
 
 __all__ = ["Verdict", "add_arguments", "is_stuck", "judge", "mismatch", "ranks_text", "run", "table"]
 
@@ -248,7 +251,7 @@ def run(options: argparse.Namespace) -> int:
     """Read the ranks' flight records and print who is to blame."""
     files = sorted(options.folder.glob("flight-rank*.json"))
     if not files:
-        print(f"blame: expected files flight-rank*.json in {options.folder}, found none")
+        print(f"blame: expected files flight-rank*.json in {options.folder}, found none", file=sys.stderr)
         return 2
     flights = {}
     for file in files:
@@ -256,12 +259,11 @@ def run(options: argparse.Namespace) -> int:
             flight = json.loads(file.read_text())
             flights[int(flight["rank"])] = flight
         except (ValueError, KeyError, TypeError) as error:
-            print(f"blame: {file.name} is no flight record: {error}")
+            print(f"blame: {file.name} is no flight record: {error}", file=sys.stderr)
             return 2
     verdict, lines = read_flights(flights)
-    print(verdict.text)
-    for line in lines:
-        print(f"  {line}")
+    for line, indent in [(verdict.text, 0), *((f"  {line}", 4) for line in lines)]:
+        print(fold(line, indent, columns()))
     return 0
 
 

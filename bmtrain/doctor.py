@@ -20,6 +20,7 @@ from typing import Any
 from . import _context
 from ._checkup import Check, Surroundings, check_up
 from ._checkup.gpus import prove, run_on_all_gpus
+from ._terminal import columns, fold
 
 __all__ = ["API", "MODULES", "Finding", "add_arguments", "check_api", "run", "run_checks", "run_proof"]
 
@@ -233,7 +234,6 @@ def _describe(value: Any) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Say what the command takes."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--api", action="store_true", help="list every documented name and what it resolves to instead"
     )
@@ -279,9 +279,11 @@ def _report(here: Surroundings, checks: Iterable[Check]) -> int:
     problems = 0
     for check in checks:
         problems += check.is_problem
-        print(f"{mark}{'PROBLEM' if check.is_problem else 'ok':<8}{check.name:<15}{check.found}", flush=True)
+        lines = [f"{mark}{'PROBLEM' if check.is_problem else 'ok':<8}{check.name:<15}{check.found}"]
         if check.is_problem:
-            print(f"{mark}{'':<8}{'remedy:':<15}{check.remedy}", flush=True)
+            lines.append(f"{mark}{'':<8}{'remedy:':<15}{check.remedy}")
+        for line in lines:
+            print(fold(line, len(mark) + 23, columns()), flush=True)
     print(f"{mark}{problems} problem{'' if problems == 1 else 's'}", flush=True)
     return problems
 
@@ -292,7 +294,7 @@ def _run_api() -> int:
     width = max(len(finding.path) for finding in findings) + len(PACKAGE) + 1
     for finding in findings:
         result = f"PROBLEM: {finding.problem}" if finding.problem else finding.resolves_to
-        print(f"{PACKAGE + '.' + finding.path:<{width}}  {result}")
+        print(fold(f"{PACKAGE + '.' + finding.path:<{width}}  {result}", 8, columns()))
     problems = sum(bool(finding.problem) for finding in findings)
     print(f"{len(findings)} names, {problems} with problems")
     return 1 if problems else 0

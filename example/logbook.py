@@ -7,18 +7,25 @@ import datetime
 import importlib.util
 import json
 import math
+import shutil
 import sys
 import time
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 import bmtrain as bmt
 
-__all__ = ["Logbook", "prepare"]
+__all__ = ["Logbook", "percent", "prepare"]
+
+_NARROW = 100  # columns; below, the bar leaves out what metrics.jsonl has anyway
 
 
 class _Display(Protocol):
     """How the progress of a run is shown."""
+
+    width: int | None  # columns of the terminal; None for a file or a pipe
 
     def step(self, step: int, text: str) -> None: ...
 
@@ -29,6 +36,8 @@ class _Display(Protocol):
 
 class _Lines:
     """A line every few steps, for logs and where no progress bar is installed."""
+
+    width = None
 
     def __init__(self, first_step: int, num_steps: int, every: int) -> None:
         self.first_step = first_step
@@ -65,7 +74,9 @@ class _Rich:
             TimeRemainingColumn(compact=True, table_column=whole()),
         )
         text = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
-        self.bar = Progress(BarColumn(bar_width=8), count, remaining, text)
+        self.width = shutil.get_terminal_size().columns
+        bar = BarColumn(bar_width=4 if self.width < _NARROW else 8)
+        self.bar = Progress(bar, count, remaining, text)
         self.task = self.bar.add_task("", total=num_steps, completed=first_step)
         self.bar.start()
 
@@ -85,7 +96,9 @@ class _Tqdm:
     def __init__(self, first_step: int, num_steps: int) -> None:
         from tqdm import tqdm
 
-        self.bar = tqdm(total=num_steps, initial=first_step, dynamic_ncols=True)
+        self.width = shutil.get_terminal_size().columns
+        bar = "{n_fmt}/{total_fmt} {remaining} {postfix}" if self.width < _NARROW else None
+        self.bar = tqdm(total=num_steps, initial=first_step, dynamic_ncols=True, bar_format=bar)
 
     def step(self, step: int, text: str) -> None:
         self.bar.set_postfix_str(text, refresh=False)
@@ -135,16 +148,20 @@ class Logbook:
 
             self.events = SummaryWriter(str(out / "tensorboard"), purge_step=first_step + 1)
 
-    def step(self, step: int, **values: float) -> None:
+    def step(self, step: int, **values: float | None) -> None:
         """Note a training step: its number, counted from 1, and its ``loss``, ``lr``, ... of this step."""
         if not self.active:
             return
         self._write(step, values)
-        self.display.step(
-            step,
-            f"loss {values['loss']:.4f}  lr {values['lr']:.1e}  scale {values['loss_scale']:g}  "
-            f"norm {values['grad_norm']:.2f}  {values['tokens_per_second']:,.0f} tokens/s",
-        )
+        is_narrow = self.display.width is not None and self.display.width < _NARROW
+        shown = [f"loss {values['loss']:.4f}", f"lr {values['lr']:.1e}"]
+        if not is_narrow or values["loss_scale"] != 1:
+            shown.append(f"scale {values['loss_scale']:g}")
+        if not is_narrow:
+            shown.append(f"norm {values['grad_norm']:.2f}")
+        shown.append(f"{values['tokens_per_second']:,.0f} {'tok/s' if is_narrow else 'tokens/s'}")
+        shown.append(f"waits {percent(values['exposed_communication'])}")
+        self.display.step(step, (" " if is_narrow else "  ").join(shown))
 
     def validation(self, step: int, loss: float) -> None:
         """Note the validation loss after ``step`` steps."""
@@ -156,6 +173,11 @@ class Logbook:
         """Show a line."""
         if self.active:
             self.display.note(text)
+
+    def table(self, summary: list[dict[str, Any]]) -> None:
+        """Show what :func:`bmtrain.inspect.inspect_model` returned, as far as it has room."""
+        if self.active:
+            self.note(_fit_table(summary, self.display.width))
 
     def first_validation_loss(self) -> float:
         """The earliest validation loss that is noted; NaN on ranks other than 0."""
@@ -178,14 +200,46 @@ class Logbook:
         names = ("metrics.jsonl", "tensorboard", "loss.png")
         return [self.out / name for name in names if (self.out / name).exists()]
 
-    def _write(self, step: int, values: dict[str, float]) -> None:
+    def _write(self, step: int, values: dict[str, float | None]) -> None:
         # JSON knows neither NaN nor infinity, and a gradient's norm can be both.
-        record = {"step": step, **{k: v if math.isfinite(v) else None for k, v in values.items()}}
+        finite = {k: v if v is not None and math.isfinite(v) else None for k, v in values.items()}
+        record = {"step": step, **finite}
         self.records.append(record)
         self.metrics.write(json.dumps(record) + "\n")
         if self.events:
             for name, value in values.items():
-                self.events.add_scalar(name, value, step)
+                if value is not None:
+                    self.events.add_scalar(name, value, step)
+
+
+def percent(share: float | None) -> str:
+    """A share of 1; a dash if it is not known."""
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _fit_table(summary: list[dict[str, Any]], width: int | None) -> str:
+    """The table of bmtrain.inspect; where the terminal is too narrow for it, one of fewer columns."""
+    whole = bmt.inspect.format_summary(summary)
+    if width is None or max(map(len, whole.splitlines())) <= width:
+        return whole
+    columns = ["shape", "max", "min", "std", "mean", "grad_std", "grad_mean"]
+    for dropped in (None, "mean", "grad_mean", "min", "max", "shape"):
+        columns = [column for column in columns if column != dropped]
+        rows = [["name", *columns], *([row["name"], *(_cell(row[c]) for c in columns)] for row in summary)]
+        widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+        if sum(widths) + 2 * len(columns) <= width:
+            break
+    lines = []
+    for name, *cells in rows:
+        padded = (cell.rjust(size) for cell, size in zip(cells, widths[1:], strict=True))
+        lines.append("  ".join([name.ljust(widths[0]), *padded]))
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return str(tuple(value)) if isinstance(value, torch.Size) else str(value)
 
 
 def _read_records(path: Path) -> list[dict[str, Any]]:

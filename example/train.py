@@ -18,7 +18,8 @@ import torch
 from agree import UserError, exit_together, together
 from checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
 from data import Batch, Sampler, load_corpus, validation_batches
-from logbook import Logbook, prepare
+from exposure import Exposure
+from logbook import Logbook, percent, prepare
 from models import GPT
 from options import DTYPES, model_options, parse_options, run_options
 
@@ -80,6 +81,7 @@ def train(options: argparse.Namespace) -> None:
 
     # Part 4: the training loop.
     checkpoint, seconds = None, 0.0
+    exposure = Exposure(steps=10)
     for step in range(first_step, options.steps):
         started = time.perf_counter()
         batch = sampler.batch(step)
@@ -91,12 +93,13 @@ def train(options: argparse.Namespace) -> None:
         grad_norm = optim_manager.clip_grad_norm(optimizer.param_groups, max_norm=options.clip)
         loss_scale = optim_manager.loss_scale
         if options.inspect_every and (step + 1) % options.inspect_every == 0:  # while there are gradients
-            logbook.note(bmt.inspect.format_summary(bmt.inspect.inspect_model(model, "*")))
+            logbook.table(bmt.inspect.inspect_model(model, "*"))
         optim_manager.step()
 
         global_loss = bmt.distributed.all_reduce(loss.detach(), op="avg").item()  # mean over all ranks
         elapsed = time.perf_counter() - started
         seconds += elapsed
+        exposure.after_step()
         logbook.step(
             step + 1,
             loss=global_loss,
@@ -104,15 +107,26 @@ def train(options: argparse.Namespace) -> None:
             loss_scale=loss_scale,
             grad_norm=grad_norm.item(),
             tokens_per_second=options.batch_size * options.seq_len / elapsed,
+            exposed_communication=exposure.last(),
         )
         if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
             checkpoint = save_checkpoint(out / "checkpoints", step + 1, model, optim_manager, run)
 
+    exposure.close()
     final_loss = evaluate(model, loss_func, held_out)
     logbook.validation(options.steps, final_loss)
     logbook.close()
     num_tokens = (options.steps - first_step) * options.batch_size * options.seq_len
-    report(logbook, final_loss, num_tokens / seconds if seconds else math.nan, checkpoint)
+    report(
+        logbook,
+        {
+            "validation loss": f"{logbook.first_validation_loss():.4f} before, {final_loss:.4f} after",
+            "tokens a second": f"{num_tokens / seconds if seconds else math.nan:,.0f}",
+            "communication": f"{percent(exposure.mean())} of rank 0's time is spent waiting for it",
+            "peak memory a rank": ", ".join(f"{peak:,.0f} MiB" for peak in peak_memory()),
+            "checkpoint": checkpoint or "none: there was no step left to do",
+        },
+    )
 
 
 def compute_loss(model: GPT, loss_func: bmt.loss.FusedCrossEntropy, batch: Batch) -> torch.Tensor:
@@ -178,22 +192,22 @@ def describe(model: GPT, options: argparse.Namespace, text: str) -> str:
     )
 
 
-def report(logbook: Logbook, final_loss: float, tokens_per_second: float, checkpoint: Path | None) -> None:
-    """Print what came out. Collective."""
+def peak_memory() -> list[float]:
+    """The largest memory of each rank so far, in MiB: of its GPU, or of its process. Collective."""
     if bmt.config["device"].type == "cuda":
         peak = torch.cuda.max_memory_allocated()
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    peaks = bmt.distributed.all_gather(torch.tensor(float(peak), device=bmt.config["device"])).tolist()
-    lines = {
-        "validation loss": f"{logbook.first_validation_loss():.4f} before, {final_loss:.4f} after",
-        "tokens a second": f"{tokens_per_second:,.0f}",
-        "peak memory a rank": ", ".join(f"{p / 2**20:,.0f} MiB" for p in peaks),
-        "checkpoint": checkpoint or "none: there was no step left to do",
-        "logs": ", ".join(str(path) for path in logbook.written()),
-    }
-    for name, value in lines.items():
+    peaks = torch.tensor(peak / 2**20, device=bmt.config["device"])
+    return bmt.distributed.all_gather(peaks).tolist()
+
+
+def report(logbook: Logbook, results: dict[str, Any]) -> None:
+    """Print what came out, and where to find it."""
+    for name, value in results.items():
         bmt.print_rank(f"{name + ':':<20}{value}")
+    for i, path in enumerate(logbook.written()):
+        bmt.print_rank(f"{'' if i else 'logs:':<20}{path}")
 
 
 if __name__ == "__main__":

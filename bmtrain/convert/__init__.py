@@ -126,8 +126,6 @@ def _to_checkpoint(source: Source, folder: Path, read: Callable[[str], torch.Ten
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of ``python -m bmtrain convert``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = __doc__
     parser.epilog = _EXAMPLES
     parser.add_argument(
         "source", help="file of torch.save, safetensors file, index or folder, checkpoint, or folder of these"
@@ -137,8 +135,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layout",
         choices=LAYOUTS,
-        help="names and shapes of the target, if others: of example/models/gpt.py (gpt2) or of Hugging Face; "
-        "-fused: queries, keys and values in one matrix, as Phi-3 has it",
+        metavar="LAYOUT",
+        help="names and shapes of the target, if others: gpt2 (of example/models/gpt.py), hf-gpt2, hf-llama, or "
+        "hf-llama-fused (queries, keys and values in one matrix, as Phi-3 has it)",
     )
     parser.add_argument(
         "--max-shard-size", type=_size, metavar="BYTES", help="split a safetensors folder into files"

@@ -29,13 +29,12 @@ def run(options: argparse.Namespace) -> int:
     """Run the script as ``__main__``, with its own arguments and folder.
 
     Returns:
-        0; an exception or a `SystemExit` of the script passes through, after the report.
-
-    Raises:
-        FileNotFoundError: there is no such script.
+        0, or 2 if there is no such script; an exception or a `SystemExit` of the script passes through, after the
+        report.
     """
     if not options.script.is_file():
-        raise FileNotFoundError(f"run: expected a Python script, found no file {options.script}")
+        print(f"run: expected a Python script, found no file {options.script}", file=sys.stderr)
+        return 2
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU that is there stays untouched
     if os.environ.get("BMTRAIN_BACKEND") == "nccl":
         os.environ["BMTRAIN_BACKEND"] = "gloo"

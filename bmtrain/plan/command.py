@@ -11,9 +11,11 @@ import dataclasses
 import importlib.util
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .._terminal import columns
 from .calibrate import measure_machine
 from .describe import describe_config, describe_module
 from .estimator import estimate
@@ -39,7 +41,6 @@ inputs: (model, input, ...)."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the options of ``plan``."""
     parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     model = parser.add_argument_group("model (a GPT-2 by numbers unless --config or --module is given)")
     model.add_argument("--layers", type=int, default=24, metavar="N", help="(default: %(default)s)")
     model.add_argument("--dim", type=int, default=2048, metavar="N", help="width (default: %(default)s)")
@@ -116,7 +117,8 @@ def _run(arguments: argparse.Namespace) -> int:
         _write(arguments.json, {"fit": dataclasses.asdict(fit), "cells": [vars(cell) for cell in cells]})
         return 0
     if arguments.scale is not None:
-        print("\n".join(draw_scale(arguments.scale, _machine(arguments))))
+        table = draw_scale(arguments.scale, _machine(arguments))
+        print("\n".join(table if columns() is None else _aligned(table)))
         return 0
     model, machine = _model(arguments), _machine(arguments)
     policy = TrainingPolicy(
@@ -140,6 +142,17 @@ def _run(arguments: argparse.Namespace) -> int:
     print(format_plan(plan, changes))
     _write(arguments.json, {**plan.as_dict(), "remedies": changes})
     return 0 if plan.fits else 1
+
+
+def _aligned(table: Sequence[str]) -> list[str]:
+    """A table of Markdown as people read it in a terminal, its titles in two lines."""
+    title, _, *rest = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    rows = [[cell.rpartition(" ")[0] for cell in title], [cell.rpartition(" ")[2] for cell in title], *rest]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(cells))
+        for cells in (list(zip(row, widths, strict=True)) for row in rows)
+    ]
 
 
 def _write(path: Path | None, content: dict[str, Any]) -> None:

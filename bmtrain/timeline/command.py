@@ -21,7 +21,6 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the options of ``timeline``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("directory", type=Path, metavar="DIR", help="where the ranks have written")
     parser.add_argument(
         "--step", type=int, default=-1, metavar="N", help="the step drawn (default: the last)"

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Outcome, Status, rank_outcomes, run_process
+from harness.terminal import in_terminal, screen_lines
 from reference_gpt import ReferenceGPT
 
 ROOT = Path(__file__).parents[2]
@@ -91,10 +92,13 @@ def fail(world: int, name: str, *arguments: str | Path) -> str:
     return lines[0]
 
 
+_CLOCK = ("tokens_per_second", "exposed_communication")
+
+
 def metrics(out: Path) -> list[dict[str, Any]]:
     """What was logged, without what depends on the clock."""
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in record.items() if k != "tokens_per_second"} for record in records]
+    return [{k: v for k, v in record.items() if k not in _CLOCK} for record in records]
 
 
 def reference(folder: Path) -> ReferenceGPT:
@@ -113,7 +117,14 @@ def test_under_torchrun(tmp_path: Path, text: Path) -> None:
         [*TORCHRUN, EXAMPLE / "train.py", *TINY, *options], environment=ENVIRONMENT, timeout=180
     ).stdout
     assert "step 40/40" in output
-    for name in ("validation loss:", "tokens a second:", "peak memory a rank:", "checkpoint:", "logs:"):
+    for name in (
+        "validation loss:",
+        "tokens a second:",
+        "communication:",
+        "peak memory a rank:",
+        "checkpoint:",
+        "logs:",
+    ):
         assert name in output
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-0000020", "step-0000040"]
     before, after = (r["validation_loss"] for r in metrics(out) if "validation_loss" in r)
@@ -236,11 +247,34 @@ def test_second_run_keeps_the_first(tmp_path: Path, text: Path) -> None:
     told = succeed(1, "train.py", *options, "--inspect-every", "2")
     assert told.count("grad_std  grad_mean") == 1
     assert re.search(r"^ layers\.0\.\S+ +\(", told, re.MULTILINE)
-    assert re.search(r"^step 2/2  loss .* tokens/s  0:00:00 left$", told, re.MULTILINE)
+    assert re.search(r"^step 2/2  loss .* tokens/s  waits .*  0:00:00 left$", told, re.MULTILINE)
     assert "moved the former run" in succeed(1, "train.py", *options)
     (earlier,) = tmp_path.glob("earlier-*")
     assert (earlier / "checkpoints" / "step-0000002" / "model.pt").exists()
     assert metrics(earlier) == metrics(tmp_path)
+
+
+@pytest.mark.slow
+def test_in_a_terminal_of_80_columns(tmp_path: Path, text: Path) -> None:
+    pytest.importorskip("rich")
+    options = [
+        "--data",
+        os.path.relpath(text, tmp_path),
+        "--out",
+        "out",
+        "--steps",
+        "24",
+        "--inspect-every",
+        "20",
+    ]
+    written = in_terminal(80, [sys.executable, EXAMPLE / "train.py", *TINY, *options], tmp_path)
+    lines = screen_lines(written)
+    assert max(map(len, lines)) <= 80, max(lines, key=len)
+    bars = [line for line in lines if "tok/s" in line]
+    assert re.fullmatch(
+        r"━+ 24/24 0:?\S* loss \d.\d{4} lr \d.\de-\d\d [\d,]+ tok/s waits \d+.\d%", bars[-1].strip()
+    )
+    assert any(re.match(r"name +shape +max +std +grad_std$", line) for line in lines)
 
 
 def test_generate(tmp_path: Path, text: Path) -> None:

@@ -1,0 +1,85 @@
+"""Text for people: as wide as the terminal, and whole lines where it goes to a file or a pipe."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+import textwrap
+from typing import IO, NoReturn
+
+__all__ = ["CommandParser", "columns", "fold"]
+
+
+def columns(stream: IO[str] | None = None) -> int | None:
+    """Columns of the terminal that a stream (by default the standard output) goes to; None where it is none."""
+    stream = sys.stdout if stream is None else stream
+    return shutil.get_terminal_size().columns if stream.isatty() else None
+
+
+def fold(line: str, indent: int, width: int | None) -> str:
+    """A line as several of at most ``width`` columns, all but the first indented; None leaves it as it is.
+
+    Example:
+        >>> print(fold("ok      core           up to date with its sources", 23, 40))
+        ok      core           up to date with
+                               its sources
+    """
+    if width is None or len(line) <= width or width <= indent + 10:
+        return line
+    indent = min(indent, max(width - max(map(len, line.split())), 0))  # a path is not broken
+    return "\n".join(
+        textwrap.wrap(
+            line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+        )
+    )
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Fills paragraphs to the width of the terminal; indented lines are commands, and can be copied from it."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.replace("``", "").strip().split("\n\n")
+        return "\n\n".join(self._paragraph(paragraph, width) for paragraph in paragraphs)
+
+    def _paragraph(self, text: str, width: int) -> str:
+        parts: list[str] = []
+        prose: list[str] = []
+        for line in [*text.splitlines(), None]:
+            if line is not None and not line.startswith(" "):
+                prose.append(line)
+                continue
+            if prose:
+                parts.append(textwrap.fill(" ".join(prose), width, break_on_hyphens=False))
+                prose = []
+            if line is not None:
+                parts.append(_command(line, width))
+        return "\n".join(parts)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
+def _command(line: str, width: int) -> str:
+    """A line of shell, continued with backslashes where it is too long."""
+    if len(line) <= width:
+        return line
+    indent = " " * (len(line) - len(line.lstrip()))
+    words = re.sub(r"(--[\w-]+) (?!-)", "\\1\0", line.strip())  # an option stays with its value
+    parts = textwrap.wrap(
+        words, width - 2, initial_indent=indent, subsequent_indent=indent + "    ",
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+    return " \\\n".join(parts).replace("\0", " ")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Says what is wrong with a command line in one sentence, and shows help in the width of the terminal."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**{"formatter_class": _HelpFormatter, **options})  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with status 2."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
