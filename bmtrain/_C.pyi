@@ -164,6 +164,8 @@ class ShardGroup:
         dtype: dtype,
         device: device,
         replica_comm: Communicator | None = None,
+        compute_dtype: dtype | None = None,
+        reduce_dtype: dtype | None = None,
     ) -> None: ...
     @property
     def layout(self) -> FlatLayout: ...

@@ -13,7 +13,8 @@ def no_sync() -> AbstractContextManager[None]:
     """While it lasts, backwards add up gradients on each rank and send nothing.
 
     The first backward after it sends the sums; until then ``.grad`` does not have them. Each rank holds whole gradients
-    meanwhile, in the parameters' dtype. All ranks must do the same. Blocks with ``keep_gradients=False`` in their
+    meanwhile, in the parameters' dtype, or the ``reduce_dtype`` of a
+    block's policy. All ranks must do the same. Blocks with ``keep_gradients=False`` in their
     policy send as always; those with ``keep_gathered=True`` are gathered once for all these backwards.
 
     To drop gradients that were not sent, use ``zero_grad()`` of this library's optimizers or :class:`OptimManager

@@ -124,7 +124,7 @@ class Block(StandIn):
         reference = BlockRef(self)
         named = adopt_parameters(self, self._module, reference)
         # In place: Blocks that share this storage see the new one.
-        self._storages[:] = build_storage(named, self._mode, self._policy.level, self._label, reference)
+        self._storages[:] = build_storage(named, self._mode, self._policy, self._label, reference)
         groups = [storage.shards for storage in self._storages]
         if "_runtime" in self.__dict__:
             self._runtime.replace_groups(groups)

@@ -18,6 +18,7 @@ import torch
 from torch.autograd import Variable
 
 from .. import _C
+from .precision import computing_in
 from .recompute import ModeSnapshot, ModuleState, SavedTensors, StopForward
 from .recording import Recordings
 from .runtime import BlockRuntime
@@ -40,6 +41,8 @@ def run_block(
     Returns:
         The result of ``forward``, a list as a tuple, attached to the caller's graph.
     """
+    if runtime.policy.compute_dtype is not None:
+        forward = computing_in(runtime.policy.compute_dtype, forward)
     if not torch.is_grad_enabled():
         with _gathered_for_evaluation(runtime), runtime.engine.reads.scope(modules.root):
             result = forward(*args, **kwargs)

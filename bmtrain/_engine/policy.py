@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from ..global_var import context
 
 __all__ = ["BlockMode", "BlockPolicy", "Recompute", "default_policy"]
@@ -46,8 +48,15 @@ class BlockPolicy:
         keep_gathered: between the forwards and backwards of one :func:`bmtrain.no_sync` keep the full parameters.
         keep_gradients: in :func:`bmtrain.no_sync` keep whole gradients on each rank; otherwise they are sent as ever.
 
+        compute_dtype: ``torch.float16`` or ``torch.bfloat16``: fp32 parameters are gathered in it (half the bytes), and
+            the forward sees them and its floating-point arguments in it. Their shards, gradients and optimizer state
+            stay fp32, and gradients are summed over the ranks in fp32. None: the parameters' own.
+        reduce_dtype: dtype in which gradients wait (in ``no_sync()``) and travel: ``torch.float16``, ``torch.bfloat16``
+            or ``torch.float32``. None: the dtype that the forward computes in; at level 0, whose sums travel too, the
+            parameters' own.
+
     Raises:
-        ValueError: for another level or another way to recompute.
+        ValueError: naming the field, for a value that is not among these.
 
     Example:
         >>> from bmtrain import BlockPolicy
@@ -59,6 +68,8 @@ class BlockPolicy:
     recompute: Recompute | Literal["off", "whole", "selective"] = Recompute.WHOLE
     keep_gathered: bool = False
     keep_gradients: bool = True
+    compute_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.level not in (0, 1, 2, 3):
@@ -68,10 +79,27 @@ class BlockPolicy:
         except ValueError:
             values = ", ".join(repr(known.value) for known in Recompute)
             raise ValueError(f"recompute: expected one of {values}, got {self.recompute!r}") from None
+        narrow = (torch.float16, torch.bfloat16)
+        if self.compute_dtype not in (None, *narrow):
+            raise ValueError(
+                f"compute_dtype: expected None, torch.float16 or torch.bfloat16, got {self.compute_dtype!r}"
+            )
+        if self.reduce_dtype not in (None, *narrow, torch.float32):
+            raise ValueError(
+                "reduce_dtype: expected None, torch.float16, torch.bfloat16 or torch.float32, got "
+                f"{self.reduce_dtype!r}"
+            )
 
     @property
     def recomputes(self) -> bool:
         return self.recompute is not Recompute.OFF
+
+    def dtypes_of(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+        """In which dtypes parameters of ``dtype`` are gathered, and their gradients travel."""
+        compute = self.compute_dtype if self.compute_dtype and dtype == torch.float32 else dtype
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            return compute, dtype
+        return compute, self.reduce_dtype or (dtype if self.level == 0 else compute)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from .. import _C
 from ..global_var import context
 from ..parameter import DistributedParameter
 from .block_ref import BlockRef
-from .policy import BlockMode
+from .policy import BlockMode, BlockPolicy
 from .sharding import ShardSpec
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _kind(param: DistributedParameter) -> str:
 def build_storage(
     named: Iterable[tuple[str, DistributedParameter]],
     mode: BlockMode,
-    level: int,
+    policy: BlockPolicy,
     label: str,
     owner: BlockRef,
 ) -> list[BlockStorage]:
@@ -108,7 +108,7 @@ def build_storage(
     Args:
         named: the parameters, each once, in the order of the buffers.
         mode: which ranks share them.
-        level: ZeRO level; at 0 nothing is shared.
+        policy: at level 0 nothing is shared; in which dtypes they and their gradients travel.
         label: names the block in errors and records.
         owner: the Block, as the parameters refer to it.
     """
@@ -119,8 +119,9 @@ def build_storage(
     storages = []
     for (kind, tp_mode), members in kinds.items():
         family = ctx.zero_group(tp_mode, mode is BlockMode.PIPE)
-        group, replicas = ctx.parts_of(family.name, 1 if level == 0 else family.size)
+        group, replicas = ctx.parts_of(family.name, 1 if policy.level == 0 else family.size)
         params = [param for _, param in members]
+        compute_dtype, reduce_dtype = policy.dtypes_of(params[0].dtype)
         shards = _C.ShardGroup(
             label=label,
             parameters=list(params),
@@ -132,6 +133,8 @@ def build_storage(
             dtype=params[0].dtype,
             device=ctx.device,
             replica_comm=None if replicas is None else replicas.reduce_comm,
+            compute_dtype=compute_dtype,
+            reduce_dtype=reduce_dtype,
         )
         with torch.no_grad():
             for index, param in enumerate(params):

@@ -122,7 +122,7 @@ void ordered_reduce(void* output, const std::vector<const void*>& inputs, std::i
     // The reduction that training spends its time in has a vectorised kernel; the others are for small
     // tensors.
     cpu::ordered_sum(output, inputs.data(), static_cast<int>(inputs.size()), numel,
-                     dtype_of(dtype, "ordered_reduce"), false, 1.0F);
+                     dtype_of(dtype, "ordered_reduce"), dtype_of(dtype, "ordered_reduce"), false, 1.0);
     return;
   }
   switch (dtype) {

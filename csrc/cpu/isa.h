@@ -44,7 +44,7 @@ void force_isa_level(const std::string& name);
 /// The kernels of one level. Each works serially on elements [offset, offset + n) of memory of any alignment.
 struct KernelTable {
   void (*ordered_sum)(void* dst, const void* const* srcs, int num_srcs, std::int64_t offset, std::int64_t n,
-                      DType dtype, bool accumulate, double factor);
+                      DType dtype, DType src_dtype, bool accumulate, double factor);
   void (*cast)(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int64_t offset,
                std::int64_t n);
   double (*squared_sum)(const void* x, DType dtype, std::int64_t offset, std::int64_t n);

@@ -71,10 +71,10 @@ class SliceChunks {
 }  // namespace
 
 void ordered_sum(void* dst, const void* const* srcs, int num_srcs, std::int64_t n, DType dtype,
-                 bool accumulate, double factor) {
+                 DType src_dtype, bool accumulate, double factor) {
   const KernelTable& table = kernel_table();
   for_each_chunk(n, [&](std::int64_t, std::int64_t offset, std::int64_t count) {
-    table.ordered_sum(dst, srcs, num_srcs, offset, count, dtype, accumulate, factor);
+    table.ordered_sum(dst, srcs, num_srcs, offset, count, dtype, src_dtype, accumulate, factor);
   });
 }
 

@@ -13,9 +13,10 @@ namespace bmtrain::cpu {
 
 /// dst[i] = factor * (srcs[0][i] + srcs[1][i] + ...), summed in the order of `srcs`, plus the old dst[i] if
 /// `accumulate`. 16-bit values are summed in fp32 (where `factor` is rounded to fp32 too) and rounded once,
-/// to nearest even. `dst` may be one of the sources. With no source the sum is 0.
+/// to nearest even. `dst` may be one of the sources if they have its dtype. With no source the sum is 0. fp64
+/// goes with itself alone.
 void ordered_sum(void* dst, const void* const* srcs, int num_srcs, std::int64_t n, DType dtype,
-                 bool accumulate, double factor);
+                 DType src_dtype, bool accumulate, double factor);
 
 /// dst[i] = src[i], rounded to nearest even. fp32, fp16 and bf16 only. The buffers may not overlap, unless
 /// they are the same and of one dtype.

@@ -75,7 +75,7 @@ void ordered_sum(at::Tensor out, at::TensorList sources, bool accumulate, double
   }
   const DType dtype = dtype_of(out.scalar_type(), "ordered_sum_: out");
   cpu::ordered_sum(out.mutable_data_ptr(), pointers.data(), static_cast<int>(pointers.size()), out.numel(),
-                   dtype, accumulate, factor);
+                   dtype, dtype, accumulate, factor);
 }
 
 // torch multiplies as the GPU kernel does, in fp32 and by a factor that is not rounded to 16 bits, if the

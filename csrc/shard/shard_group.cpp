@@ -73,11 +73,11 @@ ShardGroup::ShardGroup(Options options)
   const c10::Storage shard_storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, options_.device),
                                    c10::GetAllocator(options_.device.type()), /*resizable=*/true);
   shard_ = view_of_storage(shard_storage, options_.dtype, 0, {layout_.partition()});
-  const c10::Storage storage = layout_.num_ranks() == 1 ? shard_.storage() : empty_storage(options_.device);
-  full_ = view_of_storage(storage, options_.dtype, 0, {layout_.padded_total()});
+  const c10::Storage storage = has_own_buffer() ? empty_storage(options_.device) : shard_.storage();
+  full_ = view_of_storage(storage, options_.compute_dtype, 0, {layout_.padded_total()});
   for (std::size_t i = 0; i < options_.shapes.size(); ++i) {
     full_views_.push_back(
-        view_of_storage(storage, options_.dtype, layout_.span(i).offset, options_.shapes[i]));
+        view_of_storage(storage, options_.compute_dtype, layout_.span(i).offset, options_.shapes[i]));
     const LocalPart part = layout_.local_part(i, options_.gather_comm->rank());
     local_parts_.push_back(part);
     local_views_.push_back(
@@ -199,16 +199,37 @@ bool ShardGroup::adopt_data() {
   return adopted;
 }
 
+bool ShardGroup::has_own_buffer() const {
+  return layout_.num_ranks() > 1 || options_.compute_dtype != options_.dtype;
+}
+
+std::int64_t ShardGroup::full_bytes(at::ScalarType dtype) const {
+  return layout_.padded_total() * static_cast<std::int64_t>(c10::elementSize(dtype));
+}
+
+at::Tensor ShardGroup::gather_input() const {
+  if (options_.compute_dtype == options_.dtype) {
+    return shard_;
+  }
+  const c10::AutoGradMode no_grad(false);
+  const c10::InferenceMode normal_tensors(false);
+  const std::int64_t begin = options_.gather_comm->rank() * layout_.partition();
+  return full_.narrow(0, begin, layout_.partition()).copy_(shard_);
+}
+
 void ShardGroup::start_gather() {
   if (state_ != State::kSharded) {
     return;
   }
   check_data();
-  if (layout_.num_ranks() > 1) {
-    const auto nbytes = layout_.padded_total() * static_cast<std::int64_t>(c10::elementSize(options_.dtype));
+  if (has_own_buffer()) {
+    const std::int64_t nbytes = full_bytes(options_.compute_dtype);
     put_memory(full_.storage(), options_.pool->acquire(nbytes, options_.device), nbytes);
     try {
-      gather_work_ = options_.gather_comm->all_gather(full_, shard_, options_.label);
+      const at::Tensor input = gather_input();
+      if (layout_.num_ranks() > 1) {
+        gather_work_ = options_.gather_comm->all_gather(full_, input, options_.label);
+      }
     } catch (...) {
       put_memory(full_.storage(), c10::DataPtr(nullptr, options_.device), 0);
       throw;
@@ -232,7 +253,7 @@ void ShardGroup::release() {
   BMT_CHECK(StateError, !bound_, options_.label, ": the gathered parameters are still in use");
   finish_gather();  // a gather under way writes into the memory; it must have
                     // ended before the memory goes
-  if (layout_.num_ranks() > 1) {
+  if (has_own_buffer()) {
     put_memory(full_.storage(), c10::DataPtr(nullptr, options_.device), 0);
   }
   state_ = State::kSharded;
@@ -292,14 +313,14 @@ void ShardGroup::begin_backward(std::vector<bool> trains) {
   BMT_CHECK(ValueError, trains.size() == options_.parameters.size(), "trains: expected ",
             options_.parameters.size(), " flags, got ", trains.size());
   BMT_CHECK(StateError, !gradient_.defined(), options_.label, ": a backward is under way already");
-  const auto nbytes = layout_.padded_total() * static_cast<std::int64_t>(c10::elementSize(options_.dtype));
+  const std::int64_t nbytes = full_bytes(options_.reduce_dtype);
   c10::Storage storage = empty_storage(options_.device);
   put_memory(storage, options_.pool->acquire(nbytes, options_.device), nbytes);
-  gradient_ = view_of_storage(storage, options_.dtype, 0, {layout_.padded_total()});
+  gradient_ = view_of_storage(storage, options_.reduce_dtype, 0, {layout_.padded_total()});
   gradient_views_.clear();
   for (std::size_t i = 0; i < options_.shapes.size(); ++i) {
     gradient_views_.push_back(
-        view_of_storage(storage, options_.dtype, layout_.span(i).offset, options_.shapes[i]));
+        view_of_storage(storage, options_.reduce_dtype, layout_.span(i).offset, options_.shapes[i]));
   }
   trains_ = std::move(trains);
   touched_.assign(options_.parameters.size(), false);
@@ -329,10 +350,10 @@ void ShardGroup::start_reduce() {
     start_sum_over_replicas();
     return;
   }
-  const auto nbytes = layout_.padded_total() * static_cast<std::int64_t>(c10::elementSize(options_.dtype));
+  const std::int64_t nbytes = full_bytes(options_.reduce_dtype);
   c10::Storage storage = empty_storage(options_.device);
   put_memory(storage, options_.pool->acquire(nbytes, options_.device), nbytes);
-  received_ = view_of_storage(storage, options_.dtype, 0, {layout_.padded_total()});
+  received_ = view_of_storage(storage, options_.reduce_dtype, 0, {layout_.padded_total()});
   reduce_work_ = options_.reduce_comm->all_to_all(received_, gradient_, options_.label);
 }
 
@@ -422,8 +443,9 @@ void ShardGroup::sum_received() {
   for (std::int64_t r = 0; r < layout_.num_ranks(); ++r) {
     slices.push_back(received_.narrow(0, r * layout_.partition(), layout_.partition()));
   }
-  sum_slices(slices[0], slices, /*accumulate=*/false);
-  received_ = slices[0];
+  const at::Tensor sum = at::empty_like(shard_);
+  sum_slices(sum, slices, /*accumulate=*/false);
+  received_ = sum;
 }
 
 void ShardGroup::sum_into_shard() {
@@ -499,7 +521,7 @@ void ShardGroup::reduce_run(std::size_t first, std::size_t last, GradientMode mo
     slices.push_back(received_.narrow(0, slice + begin, end - begin));
   }
   if (mode == GradientMode::kForeign) {
-    const at::Tensor sum = at::empty_like(slices[0]);
+    const at::Tensor sum = at::empty({end - begin}, shard_.options());
     sum_slices(sum, slices, /*accumulate=*/false);
     at::Tensor& gradient = options_.parameters[first].mutable_grad();
     gradient.add_(sum.view_as(gradient));

@@ -30,6 +30,12 @@
 // every other part: the rank that holds the same shard. Gradients are summed in two steps, each in rank
 // order: over the ranks that share the buffer, then over the replicas, so that all replicas hold the same
 // bits. With one rank per part that is plain data parallelism.
+//
+// [Note: Dtypes]
+// Shard, gradient shard and `.grad` have the parameters' dtype. Gathered parameters may have a narrower one,
+// in which they also travel: each rank converts its shard straight into its place in the gathered buffer.
+// Gradients arrive in the dtype of the gathered parameters, wait and travel in a third one, and are summed in
+// fp32 into the gradient shard, so that what is narrow on the wire is not narrow in the sum.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -64,6 +70,8 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
     std::shared_ptr<Communicator> replica_comm;  // of the ranks with the same shard; may be null
     std::shared_ptr<BufferPool> pool;
     at::ScalarType dtype;
+    at::ScalarType compute_dtype;  // of the gathered parameters, also on the wire
+    at::ScalarType reduce_dtype;   // of gradients that are not reduced yet, also on the wire
     c10::Device device;
   };
 
@@ -140,6 +148,11 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
 
   void allocate();
   void check_data() const;
+  // Whether the gathered buffer is another than the shard.
+  [[nodiscard]] bool has_own_buffer() const;
+  [[nodiscard]] std::int64_t full_bytes(at::ScalarType dtype) const;
+  // This rank's part of what is gathered: the shard, or in another dtype its copy at its place in the buffer.
+  [[nodiscard]] at::Tensor gather_input() const;
   void make_sinks();
   // Frees the gradient shard once no `.grad` uses it, so that it is not there while activations are.
   void drop_unused_gradient();
