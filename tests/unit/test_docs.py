@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -69,7 +70,17 @@ def run_program(text: str, name: str, folder: str) -> None:
     exec(compile(text, name, "exec"), names)
 
 
-PROGRAMS = [page for page in pages() if program(page)]
+def twin(page: str) -> str | None:
+    """The English page of a Chinese one."""
+    if page == "README-ZH.md":
+        return "README.md"
+    return page.replace("docs/zh/", "docs/", 1) if page.startswith("docs/zh/") else None
+
+
+#: Chinese pages have the programs of their twins, which a test compares.
+PROGRAMS = [page for page in pages() if program(page) and twin(page) is None]
+TRANSLATED = [page for page in pages() if twin(page) is not None]
+NEEDED = ("docs/tutorial/", "docs/howto/", "docs/explanation/sharding", "docs/explanation/policies")
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -108,7 +119,7 @@ def test_fences_are_found() -> None:
         text = (ROOT / page).read_text(encoding="utf-8")
         assert not re.search(r"^[ \t]+```", text, re.MULTILINE), page
         assert text.count("```") % 2 == 0, page
-    assert {"README.md", "README-ZH.md", "docs/tutorial/distributed.md"} <= set(PROGRAMS)
+    assert {"README.md", "docs/tutorial/distributed.md"} <= set(PROGRAMS)
 
 
 @pytest.mark.slow
@@ -125,20 +136,41 @@ def test_links_inside_lead_somewhere() -> None:
     for page in pages():
         text = re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
         for target in re.findall(r"\]\(([^)\s]+)\)", text):
-            if "://" not in target and not target.startswith("#"):
-                path = (ROOT / page).parent / target.split("#")[0]
-                if not path.exists():
-                    broken.append(f"{page}: {target}")
+            if "://" in target:
+                continue
+            file, _, anchor = target.partition("#")
+            path = (ROOT / page).parent / file if file else ROOT / page
+            if not path.exists() or (anchor and anchor not in anchors(path)):
+                broken.append(f"{page}: {target}")
     assert not broken, broken
 
 
-def test_both_languages_have_the_same_commands() -> None:
-    english, chinese = (
-        [f.code for f in fences(page) if f.language in ("shell", "bash")]
-        for page in ("README.md", "README-ZH.md")
-    )
-    strip = re.compile(r" *#.*$", re.MULTILINE)
-    assert [strip.sub("", c) for c in chinese] == [strip.sub("", c) for c in english]
+@pytest.mark.parametrize("page", TRANSLATED)
+def test_both_languages_have_the_same_code(page: str) -> None:
+    """Programs but for comments, commands but for remarks, and the marks of what runs them."""
+    english = twin(page)
+    assert english is not None
+    remark = re.compile(r" *#.*$", re.MULTILINE)
+    for languages in (("shell", "bash", "console"), ("python",)):
+        ours, theirs = ([f for f in fences(name) if f.language in languages] for name in (page, english))
+        if languages == ("python",):
+            codes = [ast.dump(ast.parse("".join(f.code for f in found))) for found in (ours, theirs)]
+        else:
+            codes = [str([remark.sub("", f.code) for f in found]) for found in (ours, theirs)]
+        assert codes[0] == codes[1]
+        assert [f.mark for f in ours if f.mark] == [f.mark for f in theirs if f.mark]
+
+
+def test_what_a_newcomer_needs_is_there_in_both_languages() -> None:
+    needed = {page for page in pages() if page.startswith(NEEDED)}
+    assert needed == {str(twin(page)) for page in TRANSLATED} - {"README.md", "docs/index.md"}
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link into a page can name: its headings, as myst and GitHub spell them."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    titles = re.findall(r"^#+ +(.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def test_pictures_are_what_the_script_draws() -> None:
