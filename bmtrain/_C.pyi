@@ -201,7 +201,7 @@ class ShardGroup:
     def add_gradient(self, sum: Tensor) -> None: ...
     def cancel_backward(self) -> None: ...
 
-class OffloadAdam:
+class OffloadUpdate:
     class State(Enum):
         READY = 0
         UPDATING = 1
@@ -211,7 +211,7 @@ class OffloadAdam:
     def __init__(self, label: str) -> None: ...
     @property
     def state(self) -> State: ...
-    def add(
+    def add_adam(
         self,
         weights: list[Tensor],
         rounded: list[Tensor],
@@ -230,10 +230,40 @@ class OffloadAdam:
         maximize: bool,
         hold_steps: int,
     ) -> None: ...
+    def add_sgd(
+        self,
+        weights: list[Tensor],
+        rounded: list[Tensor],
+        grads: list[Tensor],
+        momenta: list[Tensor],
+        fresh: list[bool],
+        *,
+        lr: float,
+        momentum: float,
+        dampening: float,
+        weight_decay: float,
+        scale: float,
+        nesterov: bool,
+        maximize: bool,
+    ) -> None: ...
+    def add_lion(
+        self,
+        weights: list[Tensor],
+        rounded: list[Tensor],
+        grads: list[Tensor],
+        momenta: list[Tensor],
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        weight_decay: float,
+        scale: float,
+        maximize: bool,
+    ) -> None: ...
     @staticmethod
-    def post(updates: list[OffloadAdam]) -> None: ...
+    def post(updates: list[OffloadUpdate]) -> None: ...
     @staticmethod
-    def guard_gradients(update: OffloadAdam, parameters: list[Tensor]) -> None: ...
+    def guard_gradients(update: OffloadUpdate, parameters: list[Tensor]) -> None: ...
     def zero_gradients_afterwards(self) -> bool: ...
     def wait(self) -> None: ...
 

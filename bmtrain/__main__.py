@@ -15,7 +15,7 @@ __all__ = ["main"]
 # Name of a benchmark -> what it measures. Each is a module of bmtrain.benchmark with add_arguments and run.
 _BENCHMARKS = {
     "plan": "planner and timeline against runs on this machine",
-    "adam": "one Adam step against torch's and against moving the same bytes",
+    "adam": "one optimizer step against torch's and against moving the same bytes",
     "comm": "exchanges between CPU ranks against torch.distributed over Gloo",
     "gpu": "kernels and a training step on one GPU, against its copy bandwidth and torch",
     "offload": "what a training loop notices of the offloaded optimizer step",

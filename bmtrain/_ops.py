@@ -20,6 +20,7 @@ __all__ = [
     "AdamRanges",
     "CrossEntropySums",
     "DeltaSums",
+    "MomentumRanges",
     "abs_max",
     "abs_power_sum",
     "adam_",
@@ -29,8 +30,10 @@ __all__ = [
     "cross_entropy_sums",
     "has_inf_nan",
     "has_kernels",
+    "lion_",
     "ordered_sum_",
     "scale_",
+    "sgd_",
     "squared_sum",
 ]
 
@@ -142,6 +145,26 @@ class AdamRanges(NamedTuple):
     steps: list[int]
 
 
+class MomentumRanges(NamedTuple):
+    """What one call of :func:`sgd_` or :func:`lion_` updates: parallel lists of contiguous tensors of one device.
+
+    Neighbours in memory (in every list) are updated as one range.
+
+    Attributes:
+        weights: fp32 parameters, or fp32 masters of 16-bit ones; updated.
+        rounded: 16-bit parameters that receive the rounded weights; empty if there are none.
+        grads: fp32, fp16 or bf16.
+        momenta: fp32; updated. Empty for SGD without momentum.
+        fresh: whether the momentum of SGD begins with this step, which then writes the gradient to it; Lion's is zeros.
+    """
+
+    weights: list[Tensor]
+    rounded: list[Tensor]
+    grads: list[Tensor]
+    momenta: list[Tensor]
+    fresh: list[bool]
+
+
 class DeltaSums(NamedTuple):
     """Sums over all updated elements of ``u + weight_decay * w`` and of its square (zeros if not asked for)."""
 
@@ -199,6 +222,81 @@ def adam_(
         with_delta=with_delta,
     )
     return DeltaSums(*sums)
+
+
+def sgd_(
+    ranges: MomentumRanges,
+    *,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    scale: float = 1.0,
+    nesterov: bool = False,
+    maximize: bool = False,
+) -> None:
+    """Update ranges by one step of SGD, in one pass, in the operation order of ``torch.optim.SGD``.
+
+    Args:
+        ranges: what to update.
+        lr: learning rate.
+        momentum: what the momentum is multiplied by.
+        dampening: ``1 - dampening`` times the gradient is added to it.
+        weight_decay: times the weight is added to the gradient.
+        scale: gradients are divided by it.
+        nesterov: step along the gradient and ``momentum`` times the momentum.
+        maximize: follow the gradient upwards.
+
+    Raises:
+        TypeError: a tensor's dtype, device or layout does not fit; nothing has been written.
+        ValueError: the lists or sizes do not fit; nothing has been written.
+    """
+    if ranges.weights:
+        _ops.sgd_(
+            *ranges,
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            scale=scale,
+            nesterov=nesterov,
+            maximize=maximize,
+        )
+
+
+def lion_(
+    ranges: MomentumRanges,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float = 0.0,
+    scale: float = 1.0,
+    maximize: bool = False,
+) -> None:
+    """Update ranges by one step of Lion, in one pass.
+
+    Args:
+        ranges: what to update.
+        lr: learning rate, by which every weight moves.
+        betas: the share of the momentum in the direction, and its decay.
+        weight_decay: strength of the decoupled weight decay.
+        scale: gradients are divided by it.
+        maximize: follow the gradient upwards.
+
+    Raises:
+        TypeError: a tensor's dtype, device or layout does not fit; nothing has been written.
+        ValueError: the lists or sizes do not fit; nothing has been written.
+    """
+    if ranges.weights:
+        _ops.lion_(
+            *ranges[:4],
+            lr=lr,
+            beta1=betas[0],
+            beta2=betas[1],
+            weight_decay=weight_decay,
+            scale=scale,
+            maximize=maximize,
+        )
 
 
 def adam_move_(ranges: AdamRanges) -> None:
@@ -304,6 +402,8 @@ _FAKES: dict[str, Callable[..., object]] = {
     "abs_power_sum": _number(torch.float64),
     "has_inf_nan": _number(torch.bool),
     "adam_": _fake_adam,
+    "sgd_": _writes_only,
+    "lion_": _writes_only,
     "adam_move_": _writes_only,
     "cross_entropy_sums": _fake_cross_entropy_sums,
     "cross_entropy_gradient_": _writes_only,

@@ -20,6 +20,14 @@ TORCH_LIBRARY(bmtrain, m) {
       "float weight_decay, float scale, bool decoupled, bool maximize, int hold_steps, bool torch_sqrt, "
       "bool with_delta) -> (float, float)");
   m.def(
+      "sgd_(Tensor(a!)[] weights, Tensor(b!)[] rounded, Tensor[] grads, Tensor(c!)[] momenta, int[] fresh, "
+      "*, "
+      "float lr, float momentum, float dampening, float weight_decay, float scale, bool nesterov, "
+      "bool maximize) -> ()");
+  m.def(
+      "lion_(Tensor(a!)[] weights, Tensor(b!)[] rounded, Tensor[] grads, Tensor(c!)[] momenta, *, float lr, "
+      "float beta1, float beta2, float weight_decay, float scale, bool maximize) -> ()");
+  m.def(
       "adam_move_(Tensor(a!)[] weights, Tensor(b!)[] rounded, Tensor[] grads, Tensor(c!)[] exp_avgs, "
       "Tensor(d!)[] exp_avg_sqs) -> ()");
   // For devices whose kernels make one pass of it; on the CPU torch's operations do.
@@ -42,5 +50,7 @@ TORCH_LIBRARY_IMPL(bmtrain, CPU, m) {
   m.impl("abs_power_sum", &Typed<abs_power_sum>::call);
   m.impl("has_inf_nan", &Typed<has_inf_nan>::call);
   m.impl("adam_", &Typed<adam>::call);
+  m.impl("sgd_", &Typed<sgd>::call);
+  m.impl("lion_", &Typed<lion>::call);
   m.impl("adam_move_", &Typed<adam_move>::call);
 }

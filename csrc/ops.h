@@ -20,6 +20,11 @@ std::tuple<double, double> adam(at::TensorList weights, at::TensorList rounded, 
                                 double lr, double beta1, double beta2, double eps, double weight_decay,
                                 double scale, bool decoupled, bool maximize, std::int64_t hold_steps,
                                 bool torch_sqrt, bool with_delta);
+void sgd(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList momenta,
+         at::IntArrayRef fresh, double lr, double momentum, double dampening, double weight_decay,
+         double scale, bool nesterov, bool maximize);
+void lion(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList momenta,
+          double lr, double beta1, double beta2, double weight_decay, double scale, bool maximize);
 void adam_move(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList exp_avgs,
                at::TensorList exp_avg_sqs);
 

@@ -20,8 +20,10 @@
 #include "common/typed.h"
 #include "cuda/adam.h"
 #include "cuda/cross_entropy.h"
+#include "cuda/momentum.h"
 #include "cuda/reduce.h"
 #include "optim/adam.h"
+#include "optim/momentum.h"
 
 namespace bmtrain::ops {
 namespace {
@@ -110,7 +112,7 @@ std::tuple<double, double> adam_cuda(at::TensorList weights, at::TensorList roun
   const AdamOptions options{lr,    beta1,     beta2,    eps,        weight_decay,
                             scale, decoupled, maximize, hold_steps, /*torch_sqrt=*/false};
   const std::vector<cpu::AdamSlice> slices =
-      adam_slices({weights, rounded, grads, exp_avgs, exp_avg_sqs, steps}, options);
+      adam_slices({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, options);
   for (const cpu::AdamSlice& slice : slices) {
     BMT_CHECK(TypeError, slice.bf16_exp_avg == nullptr,
               "adam_: expected float32 moments on CUDA, got bfloat16");
@@ -119,6 +121,25 @@ std::tuple<double, double> adam_cuda(at::TensorList weights, at::TensorList roun
   C10_CUDA_CHECK(cuda::adam(slices.data(), static_cast<std::int64_t>(slices.size()), {},
                             c10::cuda::getCurrentCUDAStream()));
   return {0, 0};
+}
+
+void momentum_cuda(at::TensorList weights, const std::vector<cpu::MomentumSlice>& slices) {
+  const c10::cuda::CUDAGuard guard(weights[0].device());
+  C10_CUDA_CHECK(cuda::momentum(slices.data(), static_cast<std::int64_t>(slices.size()), {},
+                                c10::cuda::getCurrentCUDAStream()));
+}
+
+void sgd_cuda(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList momenta,
+              at::IntArrayRef fresh, double lr, double momentum, double dampening, double weight_decay,
+              double scale, bool nesterov, bool maximize) {
+  momentum_cuda(weights, sgd_slices({{weights, rounded, grads}, momenta, fresh},
+                                    {lr, momentum, dampening, weight_decay, scale, nesterov, maximize}));
+}
+
+void lion_cuda(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList momenta,
+               double lr, double beta1, double beta2, double weight_decay, double scale, bool maximize) {
+  momentum_cuda(weights, lion_slices({{weights, rounded, grads}, momenta, {}},
+                                     {lr, beta1, beta2, weight_decay, scale, maximize}));
 }
 
 // One number per row, fp32 (or of `dtype`), on the device of the logits.
@@ -226,6 +247,8 @@ TORCH_LIBRARY_IMPL(bmtrain, CUDA, m) {
   m.impl("scale_", &Typed<scale_cuda>::call);
   m.impl("squared_sum", &Typed<squared_sum_cuda>::call);
   m.impl("adam_", &Typed<adam_cuda>::call);
+  m.impl("sgd_", &Typed<sgd_cuda>::call);
+  m.impl("lion_", &Typed<lion_cuda>::call);
   m.impl("cross_entropy_sums", &Typed<cross_entropy_sums_cuda>::call);
   m.impl("cross_entropy_gradient_", &Typed<cross_entropy_gradient_cuda>::call);
 }

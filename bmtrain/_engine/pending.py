@@ -8,7 +8,7 @@
   ``__torch_function__`` comes before every operation and attribute of torch; it waits, gives the object its own class
   back, and lets the access go on. So an access costs nothing when nothing is under way.
 - A backward through a graph recorded before the step changes gradients without touching the parameter object; its
-  accumulation node waits (`_C.OffloadAdam.guard_gradients`).
+  accumulation node waits (`_C.OffloadUpdate.guard_gradients`).
 - What refers to the same memory (a detached copy somebody kept, a gradient) cannot be seen at all; the optimizer looks
   for such references before it posts an update, and computes it at once if there are any (`optim/_references.py`).
   Every rank looks for itself: no message and no bit depends on the answer, only when the rank computes.
@@ -47,7 +47,7 @@ class PendingUpdate:
 
     def __init__(
         self,
-        update: _C.OffloadAdam,
+        update: _C.OffloadUpdate,
         parameters: Sequence[torch.Tensor],
         tensors: Any,
         runtime: BlockRuntime | None,

@@ -24,7 +24,7 @@ from torch import Tensor
 from .. import _build, _ops, init_distributed
 from ..init import is_initialized
 from ..loss import FusedCrossEntropy
-from ..optim._adam_state import allocate
+from ..optim._arrays import allocate
 from ._gpt import GPT
 from ._variants import VARIANTS
 

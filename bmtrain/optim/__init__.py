@@ -6,12 +6,18 @@ from . import clip_grad, optim_manager
 from .adam import AdamOptimizer
 from .adam_offload import AdamOffloadOptimizer
 from .clip_grad import clip_grad_norm
+from .lion import LionOffloadOptimizer, LionOptimizer
 from .optim_manager import OptimManager
+from .sgd import SGDOffloadOptimizer, SGDOptimizer
 
 __all__ = [
     "AdamOffloadOptimizer",
     "AdamOptimizer",
+    "LionOffloadOptimizer",
+    "LionOptimizer",
     "OptimManager",
+    "SGDOffloadOptimizer",
+    "SGDOptimizer",
     "clip_grad",
     "clip_grad_norm",
     "optim_manager",

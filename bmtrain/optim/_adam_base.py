@@ -1,48 +1,28 @@
-"""What the two Adam optimizers share: hyper-parameters, loss scale, state, the order of a step."""
+"""Adam's formula: its hyper-parameters, and how ranges are updated by it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch.optim.adam import adam as torch_adam
 
+from .. import _C, _ops
 from .._deprecate import warn_once
-from ..global_var import num_losses
-from ._adam_state import MASTER, MOMENTS, allocate, gathered_state, layout_of, read_state, take_changed_value
-from ._grad_stats import check_overflow, forget_unsent
+from ._arrays import MASTER, MOMENTS
+from ._elementwise import ElementwiseOptimizer, Update, check_scale
+from ._host_step import Ranges
+from ._options import check_betas, check_not_negative
 
-__all__ = ["AdamBase", "Update"]
-
-_UNSET: Any = object()
-_OWN = (
-    "_decoupled",
-    "_hold_steps",
-    "_owned_scale",
-    "_steps_since_last_scale",
-    "_seen",
-)  # attributes that copies keep
+__all__ = ["AdamBase"]
 
 
-class Update(NamedTuple):
-    """One parameter in one step."""
+class AdamBase(ElementwiseOptimizer):
+    """Adam (Kingma and Ba, 2015) and AdamW; see the subclasses."""
 
-    param: Tensor
-    grad: Tensor
-    state: dict[str, Any]
-
-
-class AdamBase(torch.optim.Optimizer):
-    """Adam over shards and plain parameters; see the subclasses.
-
-    A subclass says which parameters have an fp32 master, where state lies, and how a list of updates is computed.
-    """
-
-    _bmtrain_optimizer = True
-    #: Of the moments.
-    _state_dtype = torch.float32
+    _arrays = _needed_arrays = MOMENTS
+    _op = "adam_"
 
     def __init__(
         self,
@@ -58,7 +38,7 @@ class AdamBase(torch.optim.Optimizer):
         if hold_steps < 0:
             raise ValueError(f"hold_steps: expected 0 or more, got {hold_steps}")
         if scale is not None:
-            _check_scale(scale)
+            check_scale(scale)
             warn_once(
                 "optimizer.scale",
                 f"{type(self).__name__}(scale=) is deprecated: write OptimManager(loss_scale=...)",
@@ -68,256 +48,61 @@ class AdamBase(torch.optim.Optimizer):
             raise TypeError(f"decoupled: expected None, True or False, got {decoupled!r}")
         self._decoupled = decoupled
         self._hold_steps = int(hold_steps)
-        self._owned_scale: float | None = None if scale is None else float(scale)
-        self._steps_since_last_scale = 0
-        # Per parameter with a master: what marks its value as our own writing, see _value_mark.
-        self._seen: dict[Tensor, tuple[int, int]] = {}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": False}
-        _check_options(defaults)
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, scale)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; options it does not name are the constructor's.
+    def _check_options(self, options: dict[str, Any]) -> None:
+        check_not_negative(options, "lr", "eps", "weight_decay")
+        check_betas(options)
 
-        Raises:
-            ValueError: an option is out of its range.
-        """
-        _check_options({**self.defaults, **param_group})
-        super().add_param_group(param_group)
+    def _options_of(self, group: dict[str, Any], *, is_low: bool, scale: float) -> dict[str, Any]:
+        return {
+            "lr": float(group["lr"]),
+            "beta1": group["betas"][0],
+            "beta2": group["betas"][1],
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "scale": scale,
+            "decoupled": is_low if self._decoupled is None else self._decoupled,
+            "maximize": group["maximize"],
+            "hold_steps": self._hold_steps,
+        }
 
-    # ---- loss scale -----------------------------------------------------------------------------------------
+    def _compute(self, ranges: Ranges, options: dict[str, Any], **more: Any) -> _ops.DeltaSums:
+        numbers = {name: value for name, value in options.items() if not name.startswith("beta")}
+        betas = (options["beta1"], options["beta2"])
+        return _ops.adam_(_adam_ranges(ranges), betas=betas, **numbers, **more)
 
-    @property
-    def scale(self) -> float:
-        """The loss scale this optimizer owns; 1 if it owns none."""
-        return 1 if self._owned_scale is None else self._owned_scale
+    def _add_to(self, update: _C.OffloadUpdate, ranges: Ranges, options: dict[str, Any]) -> None:
+        update.add_adam(*_adam_ranges(ranges), **options)
 
-    @property
-    def steps_since_last_scale(self) -> int:
-        """Number of steps with the present scale."""
-        return self._steps_since_last_scale
-
-    def loss_scale(self, loss: Tensor) -> Tensor:
-        """Scale a loss for backward: by `scale`, and to the mean over the ranks' losses."""
-        scaled: Tensor = loss * (self.scale / num_losses())
-        return scaled
-
-    def justify_scale(self, scale: float) -> None:
-        """Set the loss scale and restart the count of steps with it."""
-        _check_scale(scale)
-        self._owned_scale = float(scale)
-        self._steps_since_last_scale = 0
-
-    # ---- the step -------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, scale: float = _UNSET) -> Any:
-        """Update every parameter that has a gradient.
-
-        Args:
-            closure: re-evaluates the model; called first, with gradients enabled.
-            scale: what the gradients are multiplied by at present. By default the scale this optimizer owns; then
-                gradients of all ranks are checked first, which is collective. Without an owned scale: 1.
-
-        Returns:
-            What the closure returned, or None.
-
-        Raises:
-            OverflowError: with an owned scale, on all ranks, if any rank's gradient is not finite; nothing changed.
-            RuntimeError: a gradient is sparse, or its parameter neither fp32, fp16 nor bf16; nothing changed.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        ready = [(group, _with_gradients(group["params"])) for group in self.param_groups]
-        owned = scale is _UNSET and self._owned_scale is not None
-        if scale is _UNSET:
-            scale = self.scale
-        else:
-            _check_scale(scale)
-        if owned:
-            if check_overflow(self.param_groups):
-                raise OverflowError("Gradient overflow")
-            self._steps_since_last_scale += 1
-        self._start_step()
-        for group, pairs in ready:
-            self._create_state([p for p, _ in pairs if p not in self.state])
-            updates = [Update(p, grad, self._prepare(p)) for p, grad in pairs]
-            # Also empty shards: all ranks see the same parameters change.
-            changed = [p for p in group["params"] if p.grad is not None and p.requires_grad]
-            low = [u for u in updates if u.param.dtype != torch.float32]
-            if low:
-                self._apply(group, low, scale=float(scale), decoupled=self._decoupled is not False)
-            if len(low) < len(updates):
-                high = [u for u in updates if u.param.dtype == torch.float32]
-                self._apply(group, high, scale=float(scale), decoupled=self._decoupled is True)
-            torch.autograd.graph.increment_version(changed)
-            for p, _ in pairs:
-                self._mark_seen(p)
-        self._end_step()
-        return loss
-
-    def _start_step(self) -> None:
-        """Hook of subclasses: a step begins."""
-
-    def _end_step(self) -> None:
-        """Hook of subclasses: every group has been applied."""
-
-    def _apply(
-        self, group: dict[str, Any], updates: Sequence[Update], *, scale: float, decoupled: bool
-    ) -> None:
-        """Compute the updates, all of fp32 or all of 16-bit parameters. ``step`` counts this one already."""
-        raise NotImplementedError
-
-    def _prepare(self, p: Tensor) -> dict[str, Any]:
-        """Return the state, its count advanced and its master up to date."""
-        state: dict[str, Any] = self.state[p]
-        state["step"] += 1
-        if MASTER in state:
-            if self.shares_master(p):
-                if state[MASTER].data_ptr() != p.data_ptr():
-                    state[MASTER] = p.detach()
-            elif self._seen.get(p) != _value_mark(p):
-                take_changed_value(state[MASTER], p)
-        return state
-
-    def _mark_seen(self, p: Tensor) -> None:
-        if self.has_master(p) and not self.shares_master(p):
-            self._seen[p] = _value_mark(p)
-
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Fill all gradients with zeros, or set them to None; drop those that were not sent yet."""
-        forget_unsent()
-        super().zero_grad(set_to_none=set_to_none)
-
-    # ---- state ----------------------------------------------------------------------------------------------
-
-    def has_master(self, p: Tensor) -> bool:
-        """Whether the state of ``p`` has an fp32 copy of its value."""
-        return p.dtype != torch.float32
-
-    def shares_master(self, p: Tensor) -> bool:
-        """Whether that copy is the parameter itself."""
-        return False
-
-    def _state_device(self, p: Tensor) -> torch.device:
-        return p.device
-
-    def _create_state(self, parameters: Sequence[Tensor]) -> None:
-        """Give parameters zero moments and a master of their present value, neighbours in memory."""
-        for separate in (False, True):
-            for device in sorted({self._state_device(p) for p in parameters}, key=str):
-                members = [
-                    p
-                    for p in parameters
-                    if self._state_device(p) == device
-                    and (self.has_master(p) and not self.shares_master(p)) == separate
-                ]
-                if not members:
-                    continue
-                names = (*MOMENTS, *([MASTER] if separate else []))
-                pinned = device.type == "cpu" and any(p.is_cuda for p in members)
-                dtypes = [torch.float32 if name == MASTER else self._state_dtype for name in names]
-                arrays = allocate([p.shape for p in members], dtypes, device, pinned=pinned)
-                for p, *tensors in zip(members, *arrays, strict=True):
-                    state: dict[str, Any] = {"step": 0, **dict(zip(names, tensors, strict=True))}
-                    if separate:
-                        state[MASTER].copy_(p.detach())
-                    elif self.has_master(p):
-                        state[MASTER] = p.detach()
-                    self.state[p] = state
-                    self._mark_seen(p)
-                del arrays, tensors, state
-                self._note_new_state(members)
-
-    def _note_new_state(self, parameters: Sequence[Tensor]) -> None:
-        """Hook of subclasses: these parameters have got state, in one piece of memory."""
-
-    def state_dict(self, gather: bool = False) -> dict[str, Any]:
-        """The state of this rank's shards, or of whole parameters.
-
-        Args:
-            gather: give every tensor as the full 1-D fp32 CPU tensor, the same on all ranks, loadable at any number
-                of ranks; collective. Otherwise tensors are this rank's own, and load at the same layout only.
-
-        Returns:
-            The layout of `torch.optim.Optimizer.state_dict`, with ``is_whole`` and, for the state of one rank of
-            several, ``layout``. `torch.load` reads a saved one with its defaults.
-        """
-        out: dict[str, Any] = super().state_dict()
-        if gather:
-            out["state"] = gathered_state(self)
-        elif (layout := layout_of(self)) is not None:
-            out["layout"] = layout
-        out["is_whole"] = bool(gather)
-        return out
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state: of this rank at the same layout, or gathered, of either Adam class.
-
-        Args:
-            state_dict: not modified, and none of its tensors is kept.
-
-        Raises:
-            ValueError: groups or sizes do not match, or it is of one rank at another layout; nothing changed.
-        """
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
-        groups, found = read_state(self, state_dict)
-        self.__setstate__({"param_groups": groups})
-        self.state.clear()
-        self._seen.clear()
-        self._create_state(list(found))
-        for p, entry in found.items():
-            state = self.state[p]
-            state["step"] = entry["step"]
-            for name in (*MOMENTS, MASTER):
-                if name in entry and name in state:
-                    state[name].copy_(entry[name])
-            self._mark_seen(p)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()
-        return {**state, **{name: getattr(self, name) for name in self._own_attributes()}}
+    def _compute_by_torch(self, updates: Sequence[Update], options: dict[str, Any]) -> None:
+        scale = options["scale"]
+        for held in (True, False):
+            now = [u for u in updates if (u.state["step"] <= self._hold_steps) == held]
+            if not now:
+                continue
+            torch_adam(
+                [u.state.get(MASTER, u.param) for u in now],
+                [u.grad.float() if scale == 1 else u.grad.float() / scale for u in now],
+                [u.state["exp_avg"] for u in now],
+                [u.state["exp_avg_sq"] for u in now],
+                [],
+                [torch.tensor(float(u.state["step"] - 1)) for u in now],
+                amsgrad=False,
+                beta1=options["beta1"],
+                beta2=options["beta2"],
+                lr=0.0 if held else options["lr"],
+                weight_decay=options["weight_decay"],
+                eps=options["eps"],
+                maximize=options["maximize"],
+                decoupled_weight_decay=options["decoupled"],
+            )
 
     def _own_attributes(self) -> tuple[str, ...]:
-        return _OWN
+        return (*super()._own_attributes(), "_decoupled", "_hold_steps")
 
 
-def _value_mark(p: Tensor) -> tuple[int, int]:
-    """Changes when somebody but us writes the parameter: a load, or any in-place operation."""
-    return getattr(p, "_load_count", 0), p._version
-
-
-def _with_gradients(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """The parameters that a step updates, with their gradients."""
-    pairs = []
-    for p in parameters:
-        grad = p.grad
-        if grad is None or not p.requires_grad or not p.numel():
-            continue
-        if grad.layout != torch.strided:
-            raise RuntimeError(f"Adam: expected dense gradients, got one of layout {grad.layout}")
-        if p.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise RuntimeError(f"Adam: expected float32, float16 or bfloat16 parameters, got {p.dtype}")
-        pairs.append((p, grad.detach()))
-    return pairs
-
-
-def _check_scale(scale: float) -> None:
-    if not (scale > 0 and math.isfinite(scale)):
-        raise ValueError(f"scale: expected a finite number above 0, got {scale}")
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    for name in ("lr", "eps", "weight_decay"):
-        if not options[name] >= 0:
-            raise ValueError(f"{name}: expected 0 or more, got {options[name]}")
-    betas = options["betas"]
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas: expected two numbers from 0 up to but not including 1, got {betas}")
+def _adam_ranges(ranges: Ranges) -> _ops.AdamRanges:
+    exp_avgs, exp_avg_sqs = ranges.arrays
+    return _ops.AdamRanges(ranges.weights, ranges.rounded, ranges.grads, exp_avgs, exp_avg_sqs, ranges.steps)

@@ -1,22 +1,55 @@
-"""From parameters, gradients and states to the contiguous host memory that the CPU kernel updates."""
+"""From parameters, gradients and states to the contiguous memory that kernels update."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._ops import AdamRanges
-from ._adam_base import Update
-from ._adam_state import MASTER
+from ._arrays import MASTER
+from ._elementwise import Update
 
-__all__ = ["host_ranges"]
+__all__ = ["Ranges", "host_ranges", "ranges_of"]
+
+
+class Ranges(NamedTuple):
+    """Parallel lists of contiguous tensors of one device.
+
+    Attributes:
+        weights: fp32 parameters, or fp32 masters of 16-bit ones.
+        rounded: 16-bit parameters that receive the rounded weights; empty if there are none.
+        grads: gradients.
+        arrays: for each array that the formula keeps, a list.
+        steps: the number of each tensor's update, 1 for the first.
+        fresh: whether arrays begin with this update.
+    """
+
+    weights: list[Tensor]
+    rounded: list[Tensor]
+    grads: list[Tensor]
+    arrays: list[list[Tensor]]
+    steps: list[int]
+    fresh: list[bool]
+
+
+def ranges_of(updates: Sequence[Update], names: Sequence[str]) -> Ranges:
+    """Ranges of updates, all of fp32 or all of 16-bit parameters, everything of which lies on one device."""
+    states = [u.state for u in updates]
+    return Ranges(
+        weights=[u.state.get(MASTER, u.param) for u in updates],
+        rounded=[u.param for u in updates if u.param.dtype != torch.float32],
+        grads=[u.grad for u in updates],
+        arrays=[[state[name] for state in states] for name in names],
+        steps=[state["step"] for state in states],
+        fresh=[u.is_fresh for u in updates],
+    )
 
 
 @contextmanager
-def host_ranges(updates: Sequence[Update]) -> Iterator[AdamRanges]:
+def host_ranges(updates: Sequence[Update], names: Sequence[str]) -> Iterator[Ranges]:
     """Ranges of updates, all of fp32 or all of 16-bit parameters, whose states are in host memory.
 
     Contiguous host tensors are used as they are. Others (parameters of a device, transposed ones) go through
@@ -25,8 +58,8 @@ def host_ranges(updates: Sequence[Update]) -> Iterator[AdamRanges]:
     """
     rounds = updates[0].param.dtype != torch.float32
     written: list[tuple[Tensor, Tensor, bool]] = []  # the last: whether the copy need not be waited for
-    ranges = AdamRanges([], [], [], [], [], [])
-    for param, grad, state in updates:
+    ranges = Ranges([], [], [], [[] for _ in names], [], [])
+    for param, grad, state, is_fresh in updates:
         separate = MASTER in state and state[MASTER].data_ptr() != param.data_ptr()
         if rounds or not separate:
             value = _on_host(param, empty=rounds)
@@ -39,9 +72,10 @@ def host_ranges(updates: Sequence[Update]) -> Iterator[AdamRanges]:
             # Whoever changes a state next would not know of a copy under way.
             written.append((param, state[MASTER], False))
         ranges.grads.append(_on_host(grad))
-        ranges.exp_avgs.append(state["exp_avg"])
-        ranges.exp_avg_sqs.append(state["exp_avg_sq"])
+        for name, array in zip(names, ranges.arrays, strict=True):
+            array.append(state[name])
         ranges.steps.append(state["step"])
+        ranges.fresh.append(is_fresh)
     for device in {u.grad.device for u in updates if u.grad.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     yield ranges

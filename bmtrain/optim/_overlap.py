@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,12 +11,12 @@ from torch import Tensor
 from .. import _C
 from .._engine.pending import PendingUpdate, PendingUpdates
 from ..parameter import DistributedParameter
-from ._host_step import host_ranges
+from ._host_step import Ranges, host_ranges
 from ._references import ArenaReferences, is_unwatched
 
 if TYPE_CHECKING:
     from .._engine.runtime import BlockRuntime
-    from ._adam_base import Update
+    from ._elementwise import Update
 
 __all__ = ["Overlap", "Part"]
 
@@ -25,10 +25,15 @@ _OUTSIDE = 1 << 20
 
 
 class Part(NamedTuple):
-    """Updates with the same options, all of fp32 or all of 16-bit parameters."""
+    """Updates with the same options, all of fp32 or all of 16-bit parameters, and the arrays they need."""
 
     updates: list[Update]
+    names: tuple[str, ...]
     options: dict[str, Any]
+
+
+#: Adds ranges to an update of the core: `ElementwiseOptimizer._add_to`.
+AddTo = Callable[[_C.OffloadUpdate, Ranges, dict[str, Any]], None]
 
 
 class _Unit:
@@ -40,14 +45,14 @@ class _Unit:
         self.parts: list[Part] = []
         self.numel = 0
 
-    def add(self, update: Update, options: dict[str, Any]) -> None:
+    def add(self, update: Update, names: tuple[str, ...], options: dict[str, Any]) -> None:
         is_32 = update.param.dtype == torch.float32
         for part in self.parts:
             if part.options is options and (part.updates[0].param.dtype == torch.float32) == is_32:
                 part.updates.append(update)
                 break
         else:
-            self.parts.append(Part([update], options))
+            self.parts.append(Part([update], names, options))
         self.numel += update.param.numel()
 
     def updates(self) -> list[Update]:
@@ -61,12 +66,13 @@ class Overlap:
         self.pending = PendingUpdates()
         self.arenas = ArenaReferences()
 
-    def post(self, parts: Sequence[Part], states: dict[Tensor, dict[str, Any]]) -> list[Part]:
+    def post(self, parts: Sequence[Part], states: dict[Tensor, dict[str, Any]], add_to: AddTo) -> list[Part]:
         """Posts what can be in the background.
 
         Args:
             parts: a whole step, in forward order within each part.
             states: of all parameters of the optimizer.
+            add_to: the formula's.
 
         Returns:
             What has to be computed at once.
@@ -77,8 +83,8 @@ class Overlap:
             if not is_unwatched(unit.updates(), unit.runtime, states, self.arenas):
                 at_once += unit.parts
                 continue
-            posted.append(_prepare(unit))
-        _C.OffloadAdam.post([update.update for update in posted])
+            posted.append(_prepare(unit, add_to))
+        _C.OffloadUpdate.post([update.update for update in posted])
         self.pending.add(posted)
         return at_once
 
@@ -107,9 +113,9 @@ def _units_of(parts: Sequence[Part]) -> tuple[list[_Unit], list[Part]]:
                     outside = _Unit(None, f"parameters outside blocks, from shape {_shape_of(param)}")
                     units.append(outside)
                 unit = outside
-            unit.add(update, part.options)
+            unit.add(update, part.names, part.options)
         if rest:
-            at_once.append(Part(rest, part.options))
+            at_once.append(Part(rest, part.names, part.options))
     return units, at_once
 
 
@@ -133,13 +139,13 @@ def _shape_of(param: Any) -> tuple[int, ...]:
     return tuple(param._original_shape)
 
 
-def _prepare(unit: _Unit) -> PendingUpdate:
-    update = _C.OffloadAdam(unit.label)
+def _prepare(unit: _Unit, add_to: AddTo) -> PendingUpdate:
+    update = _C.OffloadUpdate(unit.label)
     kept = []
     for part in unit.parts:
-        with host_ranges(part.updates) as ranges:
-            update.add(*ranges, **part.options)
+        with host_ranges(part.updates, part.names) as ranges:
+            add_to(update, ranges, part.options)
         kept.append(ranges)
     parameters = [u.param for u in unit.updates()]
-    _C.OffloadAdam.guard_gradients(update, parameters)
+    _C.OffloadUpdate.guard_gradients(update, parameters)
     return PendingUpdate(update, parameters, kept, unit.runtime)

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ._adam_state import MASTER, MOMENTS
+from ._arrays import MASTER
 
 if TYPE_CHECKING:
     from .._engine.runtime import BlockRuntime
-    from ._adam_base import Update
+    from ._elementwise import Update
 
 __all__ = ["ArenaReferences", "is_unwatched"]
 
@@ -32,10 +32,12 @@ class ArenaReferences:
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
 
-    def note(self, parameters: Sequence[Tensor], states: dict[Tensor, dict[str, Any]]) -> None:
-        """Remembers the present counts of the memory of new states, which nobody has seen yet."""
+    def note(
+        self, parameters: Sequence[Tensor], names: Sequence[str], states: dict[Tensor, dict[str, Any]]
+    ) -> None:
+        """Remembers the present counts of the memory of new entries of states, which nobody has seen yet."""
         for p in parameters:
-            for name in _allocated(states[p], p):
+            for name in names:
                 self._counts[_address(states[p][name])] = _num_references(states[p][name])
 
     def are_as_noted(self, param: Tensor, state: dict[str, Any]) -> bool:
@@ -46,10 +48,10 @@ class ArenaReferences:
         )
 
 
-def _allocated(state: dict[str, Any], param: Tensor) -> tuple[str, ...]:
+def _allocated(state: dict[str, Any], param: Tensor) -> list[str]:
     """What of a state is not the parameter itself."""
-    has_own_master = MASTER in state and not _shares_memory(state, param)
-    return (*MOMENTS, MASTER) if has_own_master else MOMENTS
+    no_memory = ("step", MASTER) if _shares_memory(state, param) else ("step",)
+    return [name for name in state if name not in no_memory]
 
 
 def is_unwatched(

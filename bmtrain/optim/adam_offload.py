@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import _ops
-from ._adam_base import AdamBase, Update
-from ._host_step import host_ranges
-from ._overlap import Overlap, Part
+from ._adam_base import AdamBase
+from ._host_step import Ranges
+from ._offloaded import Offloaded
 
 __all__ = ["AdamOffloadOptimizer"]
 
 
-class AdamOffloadOptimizer(AdamBase):
+class AdamOffloadOptimizer(AdamBase, Offloaded):
     """Adam as `AdamOptimizer`, with moments and masters in host memory, to rounding.
 
     Gradients are read from, and parameters written to, the run device; what takes 12 bytes per parameter stays on
@@ -76,8 +75,7 @@ class AdamOffloadOptimizer(AdamBase):
         self._state_dtype = state_dtype
         self._record_delta = bool(record_delta)
         self._deltas = _Deltas()
-        self._overlaps = bool(overlap)
-        self._start_overlap()
+        self._overlaps = bool(overlap) and not record_delta
         super().__init__(params, lr, betas, eps, weight_decay, hold_steps, scale, decoupled)
 
     def get_avg_delta(self) -> float:
@@ -91,113 +89,18 @@ class AdamOffloadOptimizer(AdamBase):
         """Return the variance of what `get_avg_delta` is the mean of (divided by the number of elements)."""
         return self._deltas.variance
 
-    def has_master(self, p: Tensor) -> bool:
-        """Whether the state of ``p`` has an fp32 copy of its value: always."""
-        return True
-
-    def shares_master(self, p: Tensor) -> bool:
-        """Whether that copy is the parameter itself: an fp32 parameter in host memory needs no second one."""
-        return p.dtype == torch.float32 and p.device.type == "cpu" and p.is_contiguous()
-
-    def _state_device(self, p: Tensor) -> torch.device:
-        return torch.device("cpu")
-
-    # ---- overlap
-
-    def _start_overlap(self) -> None:
-        self._overlap = Overlap()
-        self._parts: list[Part] = []  # of the step that runs now
-
-    @property
-    def state(self) -> Any:
-        """State by parameter. Whoever reads it waits for the updates under way."""
-        self._overlap.pending.finish()
-        return self.__dict__["state"]
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.__dict__["state"] = value
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_overlap" not in self.__dict__:  # a copy
-            self._start_overlap()
-        super().__setstate__(state)
-
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Fill all gradients with zeros, or set them to None. Those in use are zeroed once they have been used."""
-        pending = [update for update in self._overlap.pending if not update.is_finished]
-        if not pending:
-            super().zero_grad(set_to_none)
-            return
-        later: set[int] = set()
-        if not set_to_none:
-            for update in pending:
-                if update.zero_gradients_afterwards():
-                    later.update(map(id, update.parameters))
-        with torch._C.DisableTorchFunctionSubclass():  # so that nothing waits here
-            for p in (p for group in self.param_groups for p in group["params"] if id(p) not in later):
-                if set_to_none:
-                    p.grad = None
-                    continue
-                if (waiting := p.__dict__.get("_pending")) is not None:
-                    waiting.finish()
-                _zero(p.grad)
-
-    # ---- the step
-
     def _start_step(self) -> None:
-        self._overlap.pending.finish()
+        super()._start_step()
         self._deltas = _Deltas()
-        self._parts = []
 
-    def _apply(
-        self, group: dict[str, Any], updates: Sequence[Update], *, scale: float, decoupled: bool
-    ) -> None:
-        options = {
-            "lr": float(group["lr"]),
-            "beta1": group["betas"][0],
-            "beta2": group["betas"][1],
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-            "scale": scale,
-            "decoupled": decoupled,
-            "maximize": group["maximize"],
-            "hold_steps": self._hold_steps,
-        }
-        part = Part(list(updates), options)
-        if self._overlaps and not self._record_delta:
-            self._parts.append(part)
-        else:
-            self._compute(part)
-
-    def _end_step(self) -> None:
-        parts, self._parts = self._parts, []
-        if parts:
-            for part in self._overlap.post(parts, self.__dict__["state"]):
-                self._compute(part)
-
-    def _compute(self, part: Part) -> None:
-        options = {name: value for name, value in part.options.items() if not name.startswith("beta")}
-        betas = (part.options["beta1"], part.options["beta2"])
-        with host_ranges(part.updates) as ranges:
-            sums = _ops.adam_(ranges, betas=betas, **options, with_delta=self._record_delta)
+    def _compute(self, ranges: Ranges, options: dict[str, Any], **more: Any) -> Any:
+        sums = super()._compute(ranges, options, with_delta=self._record_delta, **more)
         if self._record_delta:
-            self._deltas.add(sums, sum(u.param.numel() for u in part.updates))
-
-    def _note_new_state(self, parameters: Sequence[Tensor]) -> None:
-        self._overlap.arenas.note(parameters, self.state)
+            self._deltas.add(sums, sum(weight.numel() for weight in ranges.weights))
+        return sums
 
     def _own_attributes(self) -> tuple[str, ...]:
-        return (*super()._own_attributes(), "_record_delta", "_deltas", "_overlaps", "_state_dtype")
-
-
-def _zero(grad: Tensor | None) -> None:
-    if grad is not None:
-        if grad.grad_fn is not None:
-            grad.detach_()
-        else:
-            grad.requires_grad_(False)
-        grad.zero_()
+        return (*super()._own_attributes(), "_record_delta", "_deltas")
 
 
 class _Deltas:

@@ -14,7 +14,7 @@ from .simulation import Rates, SimulatedStep, StepResult
 
 __all__ = ["MemoryEstimate", "Plan", "TimeEstimate", "estimate", "model_state_bytes"]
 
-#: The ranges of Adam's state start apart from each other (bmtrain/optim/_adam_state.py).
+#: The ranges of Adam's state start apart from each other (bmtrain/optim/_arrays.py).
 _STATE_SKEW_BYTES = 3 * 16 * 1024
 #: What kernels and allocators use beside tensors: a share of these, and some bytes in any case.
 _SCRATCH_SHARE, _SCRATCH_BYTES = 0.015, 6 * 2**20

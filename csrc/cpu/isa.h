@@ -1,7 +1,7 @@
 // Which instruction set the CPU kernels use, and the table of kernels each one provides.
 //
 // [Note: One body, three levels]
-// A kernel is written once (adam.inl, reduce.inl, convert.inl) over a vector of 16 floats, and included
+// A kernel is written once (adam.inl, momentum.inl, reduce.inl, ...) over a vector of 16 floats, and included
 // three times: base.cpp (plain C++), avx2.cpp and avx512.cpp, each in a namespace of its own. The three agree
 // bit for bit, because
 //   - every level works on groups of 16 elements in the same order, a last partial group included, and adds
@@ -51,6 +51,7 @@ struct KernelTable {
   // The bits of the largest |x[i]| as fp32; those of a NaN are above those of infinity.
   std::uint32_t (*max_magnitude)(const void* x, DType dtype, std::int64_t offset, std::int64_t n);
   void (*adam)(const AdamSlice& slice, std::int64_t offset, std::int64_t n, DeltaSums* sums);
+  void (*momentum)(const MomentumSlice& slice, std::int64_t offset, std::int64_t n);
   void (*adam_move)(const AdamSlice& slice, std::int64_t offset, std::int64_t n);
 };
 

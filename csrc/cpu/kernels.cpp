@@ -42,9 +42,10 @@ double chunked_sum(std::int64_t n, const Part& part) {
 }
 
 // The chunks of several slices, numbered through.
+template <typename Slice>
 class SliceChunks {
  public:
-  SliceChunks(const AdamSlice* slices, std::int64_t num_slices)
+  SliceChunks(const Slice* slices, std::int64_t num_slices)
       : slices_(slices), first_chunk_(static_cast<std::size_t>(num_slices) + 1, 0) {
     for (std::int64_t s = 0; s < num_slices; ++s)
       first_chunk_[s + 1] = first_chunk_[s] + num_chunks_of(slices[s].n);
@@ -64,7 +65,7 @@ class SliceChunks {
   }
 
  private:
-  const AdamSlice* const slices_;
+  const Slice* const slices_;
   std::vector<std::int64_t> first_chunk_;  // the number of chunks in all slices before each
 };
 
@@ -144,6 +145,14 @@ void adam(const AdamSlice* slices, std::int64_t num_slices, DeltaSums* sums) {
     sums->sum += part.sum;
     sums->sum_of_squares += part.sum_of_squares;
   }
+}
+
+void momentum(const MomentumSlice* slices, std::int64_t num_slices) {
+  const KernelTable& table = kernel_table();
+  SliceChunks(slices, num_slices)
+      .for_each([&](std::int64_t, const MomentumSlice& slice, std::int64_t offset, std::int64_t count) {
+        table.momentum(slice, offset, count);
+      });
 }
 
 void adam_move(const AdamSlice* slices, std::int64_t num_slices) {

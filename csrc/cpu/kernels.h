@@ -34,6 +34,16 @@ void cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int
 
 [[nodiscard]] bool has_inf_nan(const void* x, std::int64_t n, DType dtype);
 
+/// A contiguous range that a step updates: what every optimizer has.
+struct StepSlice {
+  float* weight = nullptr;  // the fp32 parameter, or the fp32 master of a 16-bit one
+  void* rounded = nullptr;  // where the rounded weight goes as well; nullptr: nowhere
+  DType rounded_dtype = DType::kBFloat16;
+  const void* grad = nullptr;
+  DType grad_dtype = DType::kFloat32;
+  std::int64_t n = 0;
+};
+
 /// What weight decay does.
 enum class WeightDecay : std::uint8_t {
   kNone,
@@ -89,25 +99,17 @@ struct AdamFactors {
   float weight_decay = 0;
 };
 
-/// A contiguous range that one Adam step updates.
-///
 /// [Note: Moments in bf16]
 /// A second moment decays by 1 - beta2, a thousandth, in a step: less than half of what separates neighbours
 /// in bf16, so that rounding to nearest would never let it shrink. Instead a moment goes to the neighbour
 /// above with the probability of its distance from the one below, so that it is right on the average. The
 /// random number is a hash of the weight, the first moment and the step: the same for every number of ranks
 /// and threads. The weight is updated from the moments before they are rounded.
-struct AdamSlice {
-  float* weight = nullptr;  // the fp32 parameter, or the fp32 master of a 16-bit one
-  void* rounded = nullptr;  // where the rounded weight goes as well; nullptr: nowhere
-  DType rounded_dtype = DType::kBFloat16;
-  const void* grad = nullptr;
-  DType grad_dtype = DType::kFloat32;
+struct AdamSlice : StepSlice {
   float* exp_avg = nullptr;
   float* exp_avg_sq = nullptr;
   void* bf16_exp_avg = nullptr;  // moments in bf16, which then are these two; else nullptr
   void* bf16_exp_avg_sq = nullptr;
-  std::int64_t n = 0;
   AdamFactors factors;
 };
 
@@ -116,6 +118,46 @@ struct DeltaSums {
   double sum = 0;
   double sum_of_squares = 0;
 };
+
+/// Which formula a step with at most one momentum per weight follows.
+enum class MomentumRule : std::uint8_t {
+  kSgd,   // as torch.optim.SGD
+  kLion,  // Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2
+};
+
+/// One SGD or Lion step's numbers, in the precision in which they meet the elements.
+///
+/// [Note: SGD in torch's operation order]
+/// The operations of torch.optim.SGD round like this (see [Note: Adam in torch's operation order]):
+///   g = fma(w, weight_decay, g)               add with alpha
+///   b = fma(1 - dampening, g, momentum * b)   mul, add with alpha; a momentum that starts is the gradient
+///   d = fma(momentum, b, g)                   add with alpha; without Nesterov's step d = b
+///   w = fma(-lr, d, w)                        add with alpha
+/// And Lion, written with the same operations:
+///   d = sign(fma(1 - beta1, g, beta1 * m));  m = fma(1 - beta2, g, beta2 * m)
+///   w = fma(-lr, d, w * (1 - lr * weight_decay))
+struct MomentumFactors {
+  MomentumRule rule = MomentumRule::kSgd;
+  float grad_factor = 1;     // g = grad * grad_factor, or
+  bool grad_divide = false;  // g = grad / grad_factor, where a reciprocal would not be exact
+  bool starts = false;       // the momentum is written, and not read
+  bool nesterov = false;
+  float keep = 0;        // the momentum is multiplied by it
+  float take = 1;        // and this times the gradient added
+  float ahead_keep = 0;  // the same two for the direction of Lion
+  float ahead_take = 1;
+  float negative_lr = 0;
+  WeightDecay decay_kind = WeightDecay::kNone;
+  float decay = 0;
+};
+
+struct MomentumSlice : StepSlice {
+  float* momentum = nullptr;  // nullptr: SGD without
+  MomentumFactors factors;
+};
+
+/// One SGD or Lion step over all slices, which must not overlap.
+void momentum(const MomentumSlice* slices, std::int64_t num_slices);
 
 /// One Adam step over all slices, which must not overlap. Fills `sums` unless it is nullptr.
 void adam(const AdamSlice* slices, std::int64_t num_slices, DeltaSums* sums);

@@ -19,6 +19,7 @@ static inline void store_part(T* p, V x, std::int64_t count) {
 
 #include "cpu/adam.inl"
 #include "cpu/convert.inl"
+#include "cpu/momentum.inl"
 #include "cpu/ordered_sum.inl"
 #include "cpu/reduce.inl"
 
@@ -28,5 +29,6 @@ const KernelTable kTable = {
     .squared_sum = squared_sum,
     .max_magnitude = max_magnitude,
     .adam = adam,
+    .momentum = momentum,
     .adam_move = adam_move,
 };

@@ -11,6 +11,7 @@
 #include "cpu/kernels.h"
 #include "ops.h"
 #include "optim/adam.h"
+#include "optim/momentum.h"
 
 namespace bmtrain::ops {
 namespace {
@@ -48,6 +49,12 @@ at::Tensor sum_over(at::TensorList tensors, const char* what, const Kernel& kern
     total += kernel(memory.const_data_ptr(), memory.numel(), dtype);
   }
   return scalar(total, at::kDouble);
+}
+
+void step_on_cpu(const char* op, at::TensorList weights, const std::vector<cpu::MomentumSlice>& slices) {
+  BMT_CHECK(TypeError, weights.empty() || weights[0].is_cpu(), op,
+            ": weights[0]: expected a CPU tensor, got one on ", weights[0].device());
+  cpu::momentum(slices.data(), static_cast<std::int64_t>(slices.size()));
 }
 
 }  // namespace
@@ -129,18 +136,33 @@ std::tuple<double, double> adam(at::TensorList weights, at::TensorList rounded, 
                                 double lr, double beta1, double beta2, double eps, double weight_decay,
                                 double scale, bool decoupled, bool maximize, std::int64_t hold_steps,
                                 bool torch_sqrt, bool with_delta) {
-  const AdamTensors tensors{weights, rounded, grads, exp_avgs, exp_avg_sqs, steps};
+  const AdamTensors tensors{{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps};
   const AdamOptions options{lr,    beta1,     beta2,    eps,        weight_decay,
                             scale, decoupled, maximize, hold_steps, torch_sqrt};
   const cpu::DeltaSums sums = adam_step(tensors, options, with_delta);
   return {sums.sum, sums.sum_of_squares};
 }
 
+void sgd(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList momenta,
+         at::IntArrayRef fresh, double lr, double momentum, double dampening, double weight_decay,
+         double scale, bool nesterov, bool maximize) {
+  step_on_cpu("sgd", weights,
+              sgd_slices({{weights, rounded, grads}, momenta, fresh},
+                         {lr, momentum, dampening, weight_decay, scale, nesterov, maximize}));
+}
+
+void lion(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList momenta,
+          double lr, double beta1, double beta2, double weight_decay, double scale, bool maximize) {
+  step_on_cpu("lion", weights,
+              lion_slices({{weights, rounded, grads}, momenta, {}},
+                          {lr, beta1, beta2, weight_decay, scale, maximize}));
+}
+
 void adam_move(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList exp_avgs,
                at::TensorList exp_avg_sqs) {
   const std::vector<std::int64_t> steps(weights.size(), 1);
   const std::vector<cpu::AdamSlice> slices =
-      adam_slices({weights, rounded, grads, exp_avgs, exp_avg_sqs, steps}, {});
+      adam_slices({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, {});
   for (const cpu::AdamSlice& slice : slices) {
     BMT_CHECK(TypeError,
               slice.rounded != nullptr && size_of(slice.grad_dtype) == 2 && slice.exp_avg != nullptr,

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "optim/step_tensors.h"
 
 namespace bmtrain {
 
@@ -27,12 +28,9 @@ struct AdamOptions {
 /// The numbers of update number `step` (1 for the first).
 [[nodiscard]] cpu::AdamFactors adam_factors(const AdamOptions& options, std::int64_t step);
 
-/// What one call updates. Contiguous tensors of one device; the five lists are parallel, but `rounded` may be
-/// empty.
+/// What one call updates, as parallel lists of contiguous tensors of one device.
 struct AdamTensors {
-  at::TensorList weights;      // fp32
-  at::TensorList rounded;      // fp16 or bf16: receives the rounded weight
-  at::TensorList grads;        // fp32, fp16 or bf16
+  StepTensors step;
   at::TensorList exp_avgs;     // fp32 or bf16
   at::TensorList exp_avg_sqs;  // of the same dtype
   at::IntArrayRef steps;       // the number of each tensor's update, 1 for the first

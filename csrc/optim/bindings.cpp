@@ -2,7 +2,7 @@
 #include "bindings.h"
 
 #include "cpu/isa.h"
-#include "optim/offload_adam.h"
+#include "optim/offload_update.h"
 
 namespace bmtrain {
 
@@ -10,39 +10,60 @@ namespace {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
-void add(OffloadAdam& self, const std::vector<at::Tensor>& weights, const std::vector<at::Tensor>& rounded,
-         const std::vector<at::Tensor>& grads, const std::vector<at::Tensor>& exp_avgs,
-         const std::vector<at::Tensor>& exp_avg_sqs, const std::vector<std::int64_t>& steps, double lr,
-         double beta1, double beta2, double eps, double weight_decay, double scale, bool decoupled,
-         bool maximize, std::int64_t hold_steps) {
-  self.add({weights, rounded, grads, exp_avgs, exp_avg_sqs, steps}, {.lr = lr,
-                                                                     .beta1 = beta1,
-                                                                     .beta2 = beta2,
-                                                                     .eps = eps,
-                                                                     .weight_decay = weight_decay,
-                                                                     .scale = scale,
-                                                                     .decoupled = decoupled,
-                                                                     .maximize = maximize,
-                                                                     .hold_steps = hold_steps});
+using Tensors = std::vector<at::Tensor>;
+
+void add_adam(OffloadUpdate& self, const Tensors& weights, const Tensors& rounded, const Tensors& grads,
+              const Tensors& exp_avgs, const Tensors& exp_avg_sqs, const std::vector<std::int64_t>& steps,
+              double lr, double beta1, double beta2, double eps, double weight_decay, double scale,
+              bool decoupled, bool maximize, std::int64_t hold_steps) {
+  self.add_adam({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, {.lr = lr,
+                                                                            .beta1 = beta1,
+                                                                            .beta2 = beta2,
+                                                                            .eps = eps,
+                                                                            .weight_decay = weight_decay,
+                                                                            .scale = scale,
+                                                                            .decoupled = decoupled,
+                                                                            .maximize = maximize,
+                                                                            .hold_steps = hold_steps});
 }
 
-void bind_offload_adam(py::module_& module) {
-  py::class_<OffloadAdam, std::shared_ptr<OffloadAdam>> update(module, "OffloadAdam");
+void add_sgd(OffloadUpdate& self, const Tensors& weights, const Tensors& rounded, const Tensors& grads,
+             const Tensors& momenta, const std::vector<std::int64_t>& fresh, double lr, double momentum,
+             double dampening, double weight_decay, double scale, bool nesterov, bool maximize) {
+  self.add_sgd({{weights, rounded, grads}, momenta, fresh},
+               {lr, momentum, dampening, weight_decay, scale, nesterov, maximize});
+}
+
+void add_lion(OffloadUpdate& self, const Tensors& weights, const Tensors& rounded, const Tensors& grads,
+              const Tensors& momenta, double lr, double beta1, double beta2, double weight_decay,
+              double scale, bool maximize) {
+  self.add_lion({{weights, rounded, grads}, momenta, {}}, {lr, beta1, beta2, weight_decay, scale, maximize});
+}
+
+void bind_offload_update(py::module_& module) {
+  py::class_<OffloadUpdate, std::shared_ptr<OffloadUpdate>> update(module, "OffloadUpdate");
   py::enum_<Update::State>(update, "State")
       .value("READY", Update::State::kReady)
       .value("UPDATING", Update::State::kUpdating)
       .value("DONE", Update::State::kDone)
       .value("FAILED", Update::State::kFailed);
   update.def(py::init<std::string>(), py::arg("label"))
-      .def("add", &add, py::arg("weights"), py::arg("rounded"), py::arg("grads"), py::arg("exp_avgs"),
-           py::arg("exp_avg_sqs"), py::arg("steps"), py::kw_only(), py::arg("lr"), py::arg("beta1"),
-           py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("scale"), py::arg("decoupled"),
-           py::arg("maximize"), py::arg("hold_steps"))
-      .def_static("post", &OffloadAdam::post, py::arg("updates"))
-      .def_static("guard_gradients", &OffloadAdam::guard_gradients, py::arg("update"), py::arg("parameters"))
-      .def_property_readonly("state", &OffloadAdam::state)
-      .def("zero_gradients_afterwards", &OffloadAdam::zero_gradients_afterwards)
-      .def("wait", &OffloadAdam::wait, NoGil());
+      .def("add_adam", &add_adam, py::arg("weights"), py::arg("rounded"), py::arg("grads"),
+           py::arg("exp_avgs"), py::arg("exp_avg_sqs"), py::arg("steps"), py::kw_only(), py::arg("lr"),
+           py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("scale"),
+           py::arg("decoupled"), py::arg("maximize"), py::arg("hold_steps"))
+      .def("add_sgd", &add_sgd, py::arg("weights"), py::arg("rounded"), py::arg("grads"), py::arg("momenta"),
+           py::arg("fresh"), py::kw_only(), py::arg("lr"), py::arg("momentum"), py::arg("dampening"),
+           py::arg("weight_decay"), py::arg("scale"), py::arg("nesterov"), py::arg("maximize"))
+      .def("add_lion", &add_lion, py::arg("weights"), py::arg("rounded"), py::arg("grads"),
+           py::arg("momenta"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
+           py::arg("weight_decay"), py::arg("scale"), py::arg("maximize"))
+      .def_static("post", &OffloadUpdate::post, py::arg("updates"))
+      .def_static("guard_gradients", &OffloadUpdate::guard_gradients, py::arg("update"),
+                  py::arg("parameters"))
+      .def_property_readonly("state", &OffloadUpdate::state)
+      .def("zero_gradients_afterwards", &OffloadUpdate::zero_gradients_afterwards)
+      .def("wait", &OffloadUpdate::wait, NoGil());
   module.def("disturb_updates", &disturb_updates, py::arg("max_delay_microseconds"),
              py::arg("failing_label") = "",
              "Delays chunks by random times, or lets a block's fail; for tests.");
@@ -51,7 +72,7 @@ void bind_offload_adam(py::module_& module) {
 }  // namespace
 
 void bind_optim(py::module_& module) {
-  bind_offload_adam(module);
+  bind_offload_update(module);
   module.def(
       "cpu_isa", [] { return std::string(cpu::name_of(cpu::isa_level())); },
       "The instruction set level of the CPU kernels: base, avx2 or avx512. ValueError for a BMTRAIN_CPU_ISA "

@@ -131,6 +131,26 @@ def test_adam_has_the_bits_of_the_cpu(
             assert_bits(x, y)
 
 
+@pytest.mark.parametrize("rounded", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("grad_dtype", DTYPES)
+def test_sgd_and_lion_have_the_bits_of_the_cpu(grad_dtype: torch.dtype, rounded: torch.dtype | None) -> None:
+    sizes = [5, 2048, 70_001] + [33] * 20
+    weights = [values(n, torch.float32, n % 2) for n in sizes]
+    momenta = [torch.zeros(n, device="cuda") for n in sizes]
+    low = [] if rounded is None else [w.to(rounded) for w in weights]
+    gpu = _ops.MomentumRanges(weights, low, [], momenta, [])
+    cpu = _ops.MomentumRanges(*([x.cpu() for x in tensors] for tensors in gpu[:4]), fresh=[])
+    for step in range(4):
+        grads = [values(n, grad_dtype, seed=step) for n in sizes]
+        for ranges, gradients in ((gpu, grads), (cpu, [g.cpu() for g in grads])):
+            now = ranges._replace(grads=gradients, fresh=[step == 0] * len(sizes))
+            _ops.sgd_(now, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, scale=3.0)
+            _ops.lion_(now, lr=0.1, betas=(0.9, 0.99), weight_decay=0.1, scale=4.0, maximize=True)
+    for of_gpu, of_cpu in zip(gpu[:4], cpu[:4], strict=True):
+        for x, y in zip(of_gpu, of_cpu, strict=True):
+            assert_bits(x, y)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_offloaded_adam_has_the_bits_of_the_gpus(dtype: torch.dtype) -> None:
     start = [values(n, dtype) for n in (1, 100, 50_000)]

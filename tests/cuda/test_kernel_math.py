@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernel_levels import same_bits
 from torch import Tensor
+
+from bmtrain import _ops
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -118,6 +121,33 @@ def test_adam_is_torchs(kernels: ctypes.CDLL, decoupled: bool, scale: float, bet
         v = beta2 * v + (1 - beta2) * exact**2
         w -= lr / (1 - beta1**step) * m / ((v / (1 - beta2**step)).sqrt() + eps)
     torch.testing.assert_close(mine.double(), w, rtol=1e-5, atol=1e-6)
+
+
+def test_sgd_and_lion_are_those_of_the_cpu(kernels: ctypes.CDLL) -> None:
+    """Bit for bit, zeros, infinities and NaN included."""
+    special = torch.tensor([0.0, -0.0, 1e-45, 3e38, torch.inf, -torch.inf, torch.nan, 1.0])
+    values = torch.cat([torch.randn(1000, generator=torch.Generator().manual_seed(0)), special])
+    lr, keep, decay, dampening = 0.1, 0.9, 0.3, 0.25
+    for fresh, nesterov, has_momentum in ((0, 0, 1), (1, 0, 1), (0, 1, 1), (0, 0, 0)):
+        mine, b = values.clone(), values.roll(3)
+        theirs, c = mine.clone(), b.clone()
+        take = 1 - (0 if nesterov else dampening)
+        factors = floats(0, 3.0, 1, fresh, nesterov, keep, take, 0, 0, -lr, 1, decay)
+        momentum = b if has_momentum else None
+        kernels.momentum_step(at(factors), at(mine), at(values), at(momentum), ctypes.c_int64(len(mine)))
+        ranges = _ops.MomentumRanges([theirs], [], [values], [c] if has_momentum else [], [bool(fresh)])
+        _ops.sgd_(ranges, lr=lr, momentum=keep, dampening=1 - take, weight_decay=decay, scale=3.0,
+                  nesterov=bool(nesterov))  # fmt: skip
+        assert same_bits(mine, theirs)
+        assert same_bits(b, c)
+    mine, b = values.clone(), values.roll(3)
+    theirs, c = mine.clone(), b.clone()
+    factors = floats(1, 0.5, 0, 0, 0, 0.99, 1 - 0.99, 0.9, 1 - 0.9, -lr, 2, 1 - lr * decay)
+    kernels.momentum_step(at(factors), at(mine), at(values), at(b), ctypes.c_int64(len(mine)))
+    ranges = _ops.MomentumRanges([theirs], [], [values], [c], [])
+    _ops.lion_(ranges, lr=lr, betas=(0.9, 0.99), weight_decay=decay, scale=2.0)
+    assert same_bits(mine, theirs)
+    assert same_bits(b, c)
 
 
 ROWS = {

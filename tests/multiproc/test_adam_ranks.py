@@ -1,8 +1,9 @@
-"""The Adam optimizers over shards: any number of ranks trains alike, and state moves between them."""
+"""The library's optimizers over shards: any number of ranks trains alike, and state moves between them."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,11 +12,23 @@ from harness import rank_outcomes, run_ranks
 from torch import nn
 
 import bmtrain
-from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer
+from bmtrain.optim import (
+    AdamOffloadOptimizer,
+    AdamOptimizer,
+    LionOptimizer,
+    SGDOffloadOptimizer,
+    SGDOptimizer,
+)
 from bmtrain.parameter import shard_of
 
 SHAPES = ((5, 7), (3,), (1,), (33, 20), (2, 2))
-CLASSES = {"device": AdamOptimizer, "offload": AdamOffloadOptimizer}
+CLASSES: dict[str, Any] = {
+    "device": AdamOptimizer,
+    "offload": AdamOffloadOptimizer,
+    "sgd": partial(SGDOffloadOptimizer, momentum=0.9),
+    "plain sgd": SGDOptimizer,
+    "lion": LionOptimizer,
+}
 
 
 class Inner(nn.Module):

@@ -1,8 +1,9 @@
-"""The example's GPT-2 trained by AdamOffloadOptimizer: overlapped updates give the bits of synchronous ones."""
+"""The example's GPT-2 trained by offloading optimizers: overlapped updates give the bits of synchronous ones."""
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,12 @@ from harness import run_ranks
 
 import bmtrain as bmt
 from bmtrain import _C
-from bmtrain.optim import AdamOffloadOptimizer, OptimManager
+from bmtrain.optim import (
+    AdamOffloadOptimizer,
+    LionOffloadOptimizer,
+    OptimManager,
+    SGDOffloadOptimizer,
+)
 from bmtrain.parameter import full_value
 
 EXAMPLE = str(Path(__file__).parents[2] / "example")
@@ -49,13 +55,22 @@ def loss_of(model: torch.nn.Module, number: int) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 
 
-def train(dtype: torch.dtype, overlap: bool, steps: int) -> tuple[list[float], list[torch.Tensor], Any]:
+CLASSES: dict[str, Any] = {
+    "adam": AdamOffloadOptimizer,
+    "sgd": partial(SGDOffloadOptimizer, momentum=0.9, nesterov=True),
+    "lion": LionOffloadOptimizer,
+}
+
+
+def train(
+    dtype: torch.dtype, overlap: bool, steps: int, kind: str
+) -> tuple[list[float], list[torch.Tensor], Any]:
     """Clipping, a loss scale with an overflow, accumulation, groups, a schedule, and a state in mid-flight."""
     _C.disturb_updates(100 if overlap else 0)
     model = make_model(dtype)
     decayed = [p for p in model.parameters() if len(p._original_shape) > 1]
     others = [p for p in model.parameters() if len(p._original_shape) <= 1]
-    optimizer = AdamOffloadOptimizer(
+    optimizer = CLASSES[kind](
         [{"params": decayed}, {"params": others, "weight_decay": 0.0}], weight_decay=0.1, overlap=overlap
     )
     scheduler = bmt.lr_scheduler.Cosine(optimizer, start_lr=3e-3, warmup_iter=4, end_iter=2 * steps)
@@ -79,16 +94,17 @@ def train(dtype: torch.dtype, overlap: bool, steps: int) -> tuple[list[float], l
             manager.zero_grad()
         losses.append(loss.item())
     weights = [full_value(p) for p in model.parameters()]
-    moments = [state["exp_avg_sq"] for state in optimizer.state_dict(gather=True)["state"].values()]
+    entries = optimizer.state_dict(gather=True)["state"].values()
+    arrays = [value for entry in entries for value in entry.values() if torch.is_tensor(value)]
     _C.disturb_updates(0)
     trained = sum(p.requires_grad and p.numel() > 0 for p in model.parameters())
     assert num_pending == (trained * (steps - 1) if overlap else 0), (num_pending, trained)
-    return losses, [*weights, *moments], state
+    return losses, [*weights, *arrays], state
 
 
-def compare(dtype: torch.dtype, steps: int) -> None:
-    losses, tensors, state = train(dtype, True, steps)
-    expected_losses, expected_tensors, expected_state = train(dtype, False, steps)
+def compare(dtype: torch.dtype, steps: int, kind: str = "adam") -> None:
+    losses, tensors, state = train(dtype, True, steps, kind)
+    expected_losses, expected_tensors, expected_state = train(dtype, False, steps, kind)
     assert losses == expected_losses
     assert all(torch.equal(a, b) for a, b in zip(tensors, expected_tensors, strict=True))
     for number, entry in expected_state["state"].items():
@@ -100,6 +116,11 @@ def compare(dtype: torch.dtype, steps: int) -> None:
 @pytest.mark.parametrize("world", (1, 2, 4))
 def test_twelve_steps(world: int) -> None:
     run_ranks(world, compare, torch.bfloat16, 12, timeout=300)
+
+
+@pytest.mark.parametrize("kind", ("sgd", "lion"))
+def test_other_formulas(kind: str) -> None:
+    run_ranks(2, compare, torch.bfloat16, 6, kind, timeout=300)
 
 
 @pytest.mark.slow

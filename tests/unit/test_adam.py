@@ -14,7 +14,7 @@ from kernel_levels import same_bits
 from torch import nn
 
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer
-from bmtrain.optim._adam_base import Update
+from bmtrain.optim._elementwise import Update
 
 BOTH = (AdamOptimizer, AdamOffloadOptimizer)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -434,9 +434,10 @@ def test_the_path_of_other_devices_gives_the_same(dtype: torch.dtype) -> None:
             q.grad = p.grad.clone()
         a.step(scale=3)
         with torch.no_grad():
-            b._create_state([q for q in by_torch if q not in b.state])
+            b._create_state({q: b._arrays for q in by_torch if q not in b.state})
             updates = [Update(q, q.grad, b._prepare(q)) for q in by_torch if q.grad is not None]
-            b._apply_by_torch(b.param_groups[0], updates, scale=3.0, decoupled=dtype != torch.float32)
+            options = b._options_of(b.param_groups[0], is_low=dtype != torch.float32, scale=3.0)
+            b._apply_by_torch(updates, options)
     for p, q in zip(fused, by_torch, strict=True):
         if dtype == torch.float32:
             assert same_bits(p.data, q.data)

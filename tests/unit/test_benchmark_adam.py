@@ -12,7 +12,7 @@ from harness import run_process
 
 from bmtrain import _ops
 from bmtrain.__main__ import main
-from bmtrain.benchmark.adam import Size
+from bmtrain.benchmark._steps import Size
 
 
 def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,6 +27,32 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert len(result["seconds"]) == 11
     assert (tmp_path / "adam.svg").read_text().count("<rect") == 12
     assert "16-bit: AdamOffload is " in out
+
+
+@pytest.mark.parametrize(("formula", "name", "num_rows"), [("sgd", "SGD", 9), ("lion", "Lion", 5)])
+def test_other_formulas(
+    formula: str, name: str, num_rows: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "step.json"
+    options = [
+        "--formula",
+        formula,
+        "--sizes",
+        "2x10",
+        "--threads",
+        "1",
+        "--repeat",
+        "1",
+        "--json",
+        str(file),
+    ]
+    assert main(["bench", "adam", *options]) == 0
+    content = json.loads(file.read_text())
+    assert content["bytes"] == 20
+    assert len(content["results"][0]["seconds"]) == num_rows
+    out = capsys.readouterr().out
+    assert f"  16-bit: {name}Offload" in out
+    assert (" x as fast as " in out) == (formula == "sgd")
 
 
 def test_the_move_has_the_bytes_of_a_step() -> None:

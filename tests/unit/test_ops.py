@@ -25,6 +25,16 @@ ADAM = {
     "torch_sqrt": False,
     "with_delta": False,
 }
+SGD = {
+    "lr": 0.1,
+    "momentum": 0.9,
+    "dampening": 0.1,
+    "weight_decay": 0.1,
+    "scale": 2.0,
+    "nesterov": False,
+    "maximize": False,
+}
+LION = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "scale": 2.0, "maximize": False}
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -46,6 +56,8 @@ def arguments(op: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         "abs_power_sum": (([x, y], 3.0), {}),
         "has_inf_nan": (([x, y],), {}),
         "adam_": ((weights, rounded, grads, *moments, [1, 1]), ADAM),
+        "sgd_": ((weights, rounded, grads, moments[0], [1, 0]), SGD),
+        "lion_": ((weights, rounded, grads, moments[0]), LION),
         "adam_move_": ((weights, rounded, grads, *moments), {}),
         "cross_entropy_sums": (
             (randn(3, 5), torch.tensor([0, 4, 2]), None),

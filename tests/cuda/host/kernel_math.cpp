@@ -5,6 +5,7 @@
 #include "cuda/adam_math.h"
 #include "cuda/cross_entropy_math.h"
 #include "cuda/element.h"
+#include "cuda/momentum_math.h"
 
 using namespace bmtrain;        // NOLINT(google-build-using-namespace)
 using namespace bmtrain::cuda;  // NOLINT(google-build-using-namespace)
@@ -44,6 +45,29 @@ void adam_step(const float* factors, float* w, const float* g, float* m, float* 
     w[i] = e.weight;
     m[i] = e.exp_avg;
     v[i] = e.exp_avg_sq;
+  }
+}
+
+// factors: lion, grad_factor, grad_divide, starts, nesterov, keep, take, ahead_keep, ahead_take, negative_lr,
+// decay_kind, decay.
+void momentum_step(const float* factors, float* w, const float* g, float* b, std::int64_t n) {
+  cpu::MomentumFactors f;
+  f.rule = factors[0] != 0 ? cpu::MomentumRule::kLion : cpu::MomentumRule::kSgd;
+  f.grad_factor = factors[1];
+  f.grad_divide = factors[2] != 0;
+  f.starts = factors[3] != 0;
+  f.nesterov = factors[4] != 0;
+  f.keep = factors[5];
+  f.take = factors[6];
+  f.ahead_keep = factors[7];
+  f.ahead_take = factors[8];
+  f.negative_lr = factors[9];
+  f.decay_kind = static_cast<cpu::WeightDecay>(static_cast<int>(factors[10]));
+  f.decay = factors[11];
+  for (std::int64_t i = 0; i < n; ++i) {
+    const MomentumElement e = momentum_element(f, b != nullptr, g[i], {w[i], b == nullptr ? 0 : b[i]});
+    w[i] = e.weight;
+    if (b != nullptr) b[i] = e.momentum;
   }
 }
 

@@ -1,4 +1,4 @@
-"""State of the Adam optimizers: where it lies, how it is saved, how it comes back."""
+"""The state of elementwise optimizers: where it lies, how it is saved, how it comes back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .._comm import wire_device
 from ..parameter import DistributedParameter, gather_flat, shard_of
 
 if TYPE_CHECKING:
-    from ._adam_base import AdamBase
+    from ._elementwise import ElementwiseOptimizer
 
 __all__ = ["MASTER", "MOMENTS", "allocate", "gathered_state", "layout_of", "read_state", "take_changed_value"]
 
@@ -68,7 +68,7 @@ def take_changed_value(master: Tensor, p: Tensor) -> None:
     torch.where(changed, value.float(), master, out=master)
 
 
-def layout_of(optimizer: AdamBase) -> dict[str, int] | None:
+def layout_of(optimizer: ElementwiseOptimizer) -> dict[str, int] | None:
     """What a file of one rank's state depends on; None if no parameter is distributed."""
     if not any(isinstance(p, DistributedParameter) for p in _parameters(optimizer)):
         return None
@@ -84,39 +84,47 @@ def layout_of(optimizer: AdamBase) -> dict[str, int] | None:
     }
 
 
-def gathered_state(optimizer: AdamBase) -> dict[int, dict[str, Any]]:
+def gathered_state(optimizer: ElementwiseOptimizer) -> dict[int, dict[str, Any]]:
     """State of all ranks, by parameter number: full 1-D fp32 CPU tensors. Collective.
 
     A rank has no state for a parameter of which it holds no element, so the ranks first agree on what there is.
     """
     parameters = _parameters(optimizer)
     gathered: dict[int, dict[str, Any]] = {}
-    for index, (p, step) in enumerate(zip(parameters, _agreed_steps(optimizer, parameters), strict=True)):
-        if step is None:
+    for index, (p, (step, names)) in enumerate(
+        zip(parameters, _agreed_entries(optimizer, parameters), strict=True)
+    ):
+        if step < 0:
             continue
         own = optimizer.state.get(p, {})
         entry: dict[str, Any] = {"step": step}
-        for name in (*MOMENTS, *([MASTER] if optimizer.has_master(p) else [])):
+        for name in (*names, *([MASTER] if optimizer.has_master(p) else [])):
             local = own[name] if name in own else torch.zeros(p.numel())
             entry[name] = gather_flat(p, local.detach().reshape(-1).to("cpu", torch.float32, copy=True))
         gathered[index] = entry
     return gathered
 
 
-def _agreed_steps(optimizer: AdamBase, parameters: Sequence[Tensor]) -> list[int | None]:
-    """The number of steps of each parameter on any rank, None where no rank has state."""
-    own = [optimizer.state[p]["step"] if p in optimizer.state else -1 for p in parameters]
+def _agreed_entries(
+    optimizer: ElementwiseOptimizer, parameters: Sequence[Tensor]
+) -> list[tuple[int, tuple[str, ...]]]:
+    """Each parameter's number of steps on any rank, -1 where no rank has state, and the arrays that any rank has."""
+    kinds = optimizer._arrays
+    own = [
+        [state["step"], *(name in state for name in kinds)] if state else [-1, *(False for _ in kinds)]
+        for state in (optimizer.state.get(p) for p in parameters)
+    ]
     current = _context.current()
     if current is not None and own:
         comm = current.groups["zero"].comm
-        steps = torch.tensor(own, dtype=torch.float64, device=wire_device(comm))
-        comm.all_reduce(steps, _C.ReduceOp.MAX, "optimizer state").wait()
-        own = [int(step) for step in steps.tolist()]
-    return [step if step >= 0 else None for step in own]
+        numbers = torch.tensor(own, dtype=torch.float64, device=wire_device(comm))
+        comm.all_reduce(numbers, _C.ReduceOp.MAX, "optimizer state").wait()
+        own = [[int(number) for number in row] for row in numbers.tolist()]
+    return [(row[0], tuple(n for n, has in zip(kinds, row[1:], strict=True) if has)) for row in own]
 
 
 def read_state(
-    optimizer: AdamBase, state_dict: dict[str, Any]
+    optimizer: ElementwiseOptimizer, state_dict: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]]:
     """Check a state dict against the optimizer and cut it to this rank's shards. Nothing is changed or copied.
 
@@ -139,7 +147,7 @@ def read_state(
     for number, p in zip(numbers, _parameters(optimizer), strict=True):
         entry = state_dict["state"].get(number)
         if entry:
-            read = _read_entry(p, number, entry, whole)
+            read = _read_entry(optimizer, p, number, entry, whole)
             if p.numel():
                 found[p] = read
     if any(
@@ -154,7 +162,7 @@ def read_state(
     return groups, found
 
 
-def _read_groups(optimizer: AdamBase, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _read_groups(optimizer: ElementwiseOptimizer, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     own = optimizer.param_groups
     sizes, saved_sizes = [len(g["params"]) for g in own], [len(g["params"]) for g in saved]
     if sizes != saved_sizes:
@@ -165,12 +173,22 @@ def _read_groups(optimizer: AdamBase, saved: Sequence[dict[str, Any]]) -> list[d
     return [{**g, **s, "params": g["params"]} for g, s in zip(own, saved, strict=True)]
 
 
-def _read_entry(p: Tensor, number: Any, entry: dict[str, Any], whole: bool) -> dict[str, Any]:
-    read: dict[str, Any] = {"step": int(entry["step"])}
-    for name in (*MOMENTS, MASTER):
+def _read_entry(
+    optimizer: ElementwiseOptimizer, p: Tensor, number: Any, entry: dict[str, Any], whole: bool
+) -> dict[str, Any]:
+    known = (*optimizer._arrays, MASTER)
+    tensors = [name for name, value in entry.items() if isinstance(value, Tensor) and name != "step"]
+    if tensors and not set(tensors) & set(known):
+        raise ValueError(
+            f"state dict: parameter {number}: expected a state of {type(optimizer).__name__}, with {list(known)}, "
+            f"got one of another optimizer, with {tensors}"
+        )
+    # Where the formula does not count steps, torch's own optimizer does not either.
+    read: dict[str, Any] = {"step": int(entry["step"] if optimizer._needed_arrays else entry.get("step", 0))}
+    for name in known:
         value = entry.get(name)
         if value is None:
-            if name in MOMENTS:
+            if name in optimizer._needed_arrays:
                 raise ValueError(f"state dict: parameter {number}: expected {name}, got only {sorted(entry)}")
             continue
         if whole and isinstance(p, DistributedParameter):
@@ -189,6 +207,6 @@ def _read_entry(p: Tensor, number: Any, entry: dict[str, Any], whole: bool) -> d
     return read
 
 
-def _parameters(optimizer: AdamBase) -> list[Tensor]:
+def _parameters(optimizer: ElementwiseOptimizer) -> list[Tensor]:
     """In the order of the numbers that state dicts use."""
     return [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,4 +1,4 @@
-#include "optim/offload_adam.h"
+#include "optim/offload_update.h"
 
 #include <ATen/Parallel.h>
 #include <torch/csrc/autograd/function.h>
@@ -13,6 +13,7 @@
 #include <stdexcept>
 #include <thread>
 #include <utility>
+#include <variant>
 
 #include "common/check.h"
 #include "common/per_process.h"
@@ -56,21 +57,36 @@ void disturb(const std::string& label) {
 // A backward through a graph that was recorded before the step adds to gradients that are being read.
 class WaitBeforeAccumulating final : public torch::autograd::FunctionPreHook {
  public:
-  explicit WaitBeforeAccumulating(std::shared_ptr<OffloadAdam> update) : update_(std::move(update)) {}
+  explicit WaitBeforeAccumulating(std::shared_ptr<OffloadUpdate> update) : update_(std::move(update)) {}
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
     update_->wait();
     return gradients;
   }
-  void replace(std::shared_ptr<OffloadAdam> update) { update_ = std::move(update); }
+  void replace(std::shared_ptr<OffloadUpdate> update) { update_ = std::move(update); }
 
  private:
-  std::shared_ptr<OffloadAdam> update_;
+  std::shared_ptr<OffloadUpdate> update_;
 };
+
+using Slice = std::variant<cpu::AdamSlice, cpu::MomentumSlice>;
+
+const cpu::StepSlice& arrays_of(const Slice& slice) {
+  return std::visit([](const cpu::StepSlice& arrays) -> const cpu::StepSlice& { return arrays; }, slice);
+}
+
+void compute_piece(const Slice& slice, std::int64_t offset, std::int64_t numel) {
+  const cpu::KernelTable& table = cpu::kernel_table();
+  if (const auto* adam = std::get_if<cpu::AdamSlice>(&slice)) {
+    table.adam(*adam, offset, numel, nullptr);
+  } else {
+    table.momentum(std::get<cpu::MomentumSlice>(slice), offset, numel);
+  }
+}
 
 }  // namespace
 
 // What is to be computed, shared with the workers.
-struct OffloadAdam::Plan {
+struct OffloadUpdate::Plan {
   // Consecutive pieces make a chunk: many small parameters are one, a large one is many.
   struct Piece {
     std::size_t slice;
@@ -78,7 +94,7 @@ struct OffloadAdam::Plan {
   };
 
   std::string label;
-  std::vector<cpu::AdamSlice> slices;
+  std::vector<Slice> slices;
   std::vector<Piece> pieces;
   std::vector<std::size_t> chunk_ends;  // one past the last piece of each chunk
 
@@ -86,24 +102,37 @@ struct OffloadAdam::Plan {
   void compute(std::int64_t chunk, bool zero_gradients) const;
 };
 
-OffloadAdam::OffloadAdam(std::string label) : label_(label), plan_(std::make_shared<Plan>()) {
+OffloadUpdate::OffloadUpdate(std::string label) : label_(label), plan_(std::make_shared<Plan>()) {
   plan_->label = std::move(label);
 }
 
-void OffloadAdam::add(const AdamTensors& tensors, const AdamOptions& options) {
+template <typename Slice>
+void OffloadUpdate::add(const StepTensors& tensors, const std::vector<Slice>& slices) {
   BMT_CHECK(StateError, !update_, label_, ": this update has been posted already");
-  BMT_CHECK(ValueError, !options.torch_sqrt, label_, ": torch's square root is for the calling thread");
   BMT_CHECK(TypeError, tensors.weights.empty() || tensors.weights[0].is_cpu(), label_,
             ": weights[0]: expected a CPU tensor, got one on ", tensors.weights[0].device());
-  const std::vector<cpu::AdamSlice> slices = adam_slices(tensors, options);
   plan_->slices.insert(plan_->slices.end(), slices.begin(), slices.end());
 }
 
-void OffloadAdam::Plan::cut() {
+void OffloadUpdate::add_adam(const AdamTensors& tensors, const AdamOptions& options) {
+  BMT_CHECK(ValueError, !options.torch_sqrt, label_, ": torch's square root is for the calling thread");
+  add(tensors.step, adam_slices(tensors, options));
+}
+
+void OffloadUpdate::add_sgd(const MomentumTensors& tensors, const SgdOptions& options) {
+  add(tensors.step, sgd_slices(tensors, options));
+}
+
+void OffloadUpdate::add_lion(const MomentumTensors& tensors, const LionOptions& options) {
+  add(tensors.step, lion_slices(tensors, options));
+}
+
+void OffloadUpdate::Plan::cut() {
   std::int64_t filled = 0;
   for (std::size_t s = 0; s < slices.size(); ++s) {
-    for (std::int64_t offset = 0; offset < slices[s].n;) {
-      const std::int64_t numel = std::min(kChunk - filled, slices[s].n - offset);
+    const std::int64_t n = arrays_of(slices[s]).n;
+    for (std::int64_t offset = 0; offset < n;) {
+      const std::int64_t numel = std::min(kChunk - filled, n - offset);
       pieces.push_back({.slice = s, .offset = offset, .numel = numel});
       offset += numel;
       filled += numel;
@@ -116,14 +145,14 @@ void OffloadAdam::Plan::cut() {
   if (filled > 0) chunk_ends.push_back(pieces.size());
 }
 
-void OffloadAdam::Plan::compute(std::int64_t chunk, bool zero_gradients) const {
+void OffloadUpdate::Plan::compute(std::int64_t chunk, bool zero_gradients) const {
   if (is_disturbed.load(std::memory_order_relaxed)) disturb(label);
   const auto number = static_cast<std::size_t>(chunk);
   for (std::size_t i = number == 0 ? 0 : chunk_ends[number - 1]; i < chunk_ends[number]; ++i) {
     const Piece& piece = pieces[i];
-    const cpu::AdamSlice& slice = slices[piece.slice];
-    cpu::kernel_table().adam(slice, piece.offset, piece.numel, nullptr);
+    compute_piece(slices[piece.slice], piece.offset, piece.numel);
     if (zero_gradients) {
+      const cpu::StepSlice& slice = arrays_of(slices[piece.slice]);
       const std::int64_t size = size_of(slice.grad_dtype);
       // The gradient is only read by kernels, and only zeroed here, on behalf of its owner.
       auto* const grad = static_cast<char*>(const_cast<void*>(slice.grad));
@@ -132,7 +161,7 @@ void OffloadAdam::Plan::compute(std::int64_t chunk, bool zero_gradients) const {
   }
 }
 
-void OffloadAdam::post(const std::vector<std::shared_ptr<OffloadAdam>>& updates) {
+void OffloadUpdate::post(const std::vector<std::shared_ptr<OffloadUpdate>>& updates) {
   std::vector<std::shared_ptr<Update>> queued;
   for (const auto& update : updates) {
     BMT_CHECK(StateError, !update->update_, update->label_, ": this update has been posted already");
@@ -146,14 +175,14 @@ void OffloadAdam::post(const std::vector<std::shared_ptr<OffloadAdam>>& updates)
   per_process<UpdateQueue>().post(queued, num_workers());
 }
 
-Update::State OffloadAdam::state() const { return update_ ? update_->state() : Update::State::kReady; }
+Update::State OffloadUpdate::state() const { return update_ ? update_->state() : Update::State::kReady; }
 
-bool OffloadAdam::zero_gradients_afterwards() {
+bool OffloadUpdate::zero_gradients_afterwards() {
   BMT_CHECK(StateError, update_, label_, ": this update has not been posted");
   return update_->ask_for_extra();
 }
 
-void OffloadAdam::wait() {
+void OffloadUpdate::wait() {
   BMT_CHECK(StateError, update_, label_, ": this update has not been posted");
   if (update_->run_one()) {
     parallel_for(at::get_num_threads(), [this](std::int64_t) {
@@ -168,8 +197,8 @@ void OffloadAdam::wait() {
   }
 }
 
-void OffloadAdam::guard_gradients(const std::shared_ptr<OffloadAdam>& update,
-                                  const std::vector<at::Tensor>& parameters) {
+void OffloadUpdate::guard_gradients(const std::shared_ptr<OffloadUpdate>& update,
+                                    const std::vector<at::Tensor>& parameters) {
   for (const at::Tensor& parameter : parameters) {
     const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
     if (!accumulator) continue;  // no graph leads to it

@@ -1,4 +1,4 @@
-// OffloadAdam: one block's Adam step, computed while the caller goes on.
+// OffloadUpdate: one block's optimizer step, computed while the caller goes on.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,21 +9,24 @@
 #include <vector>
 
 #include "optim/adam.h"
+#include "optim/momentum.h"
 #include "optim/update_queue.h"
 
 namespace bmtrain {
 
-class OffloadAdam {
+class OffloadUpdate {
  public:
   /// `label` names the block in errors.
-  explicit OffloadAdam(std::string label);
+  explicit OffloadUpdate(std::string label);
 
-  /// Adds what adam_step would update. The tensors must outlive the update, whose owner keeps them. Errors as
-  /// adam_step.
-  void add(const AdamTensors& tensors, const AdamOptions& options);
+  /// Adds tensors to update. They must outlive the update, whose owner keeps them. Errors as adam_slices,
+  /// sgd_slices and lion_slices.
+  void add_adam(const AdamTensors& tensors, const AdamOptions& options);
+  void add_sgd(const MomentumTensors& tensors, const SgdOptions& options);
+  void add_lion(const MomentumTensors& tensors, const LionOptions& options);
 
   /// Hands updates to the workers, in this order. Each is posted once.
-  static void post(const std::vector<std::shared_ptr<OffloadAdam>>& updates);
+  static void post(const std::vector<std::shared_ptr<OffloadUpdate>>& updates);
 
   [[nodiscard]] Update::State state() const;
   /// Lets the gradients be zeroed after their use. False, and no effect, if the update has begun.
@@ -32,11 +35,14 @@ class OffloadAdam {
   /// the label, if a worker failed.
   void wait();
   /// Makes the next backward that would change a parameter's gradient, in a graph that exists already, wait.
-  static void guard_gradients(const std::shared_ptr<OffloadAdam>& update,
+  static void guard_gradients(const std::shared_ptr<OffloadUpdate>& update,
                               const std::vector<at::Tensor>& parameters);
 
  private:
   struct Plan;
+
+  template <typename Slice>
+  void add(const StepTensors& tensors, const std::vector<Slice>& slices);
 
   const std::string label_;
   const std::shared_ptr<Plan> plan_;

@@ -1,0 +1,178 @@
+"""The candidates of ``bench adam``: steps of this library's optimizers, of torch's and of others."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import _ops
+from ..optim import (
+    AdamOffloadOptimizer,
+    AdamOptimizer,
+    LionOffloadOptimizer,
+    LionOptimizer,
+    SGDOffloadOptimizer,
+    SGDOptimizer,
+)
+from ..optim._arrays import allocate
+
+__all__ = ["FORMULAS", "Formula", "Size"]
+
+_SCALE = 1024.0
+_MOVER = "ceiling: one pass that only moves"
+_COPIER = "ceiling: copy"
+
+
+class Size(NamedTuple):
+    """So many tensors of 2^exponent elements."""
+
+    num_tensors: int
+    exponent: int
+
+    @classmethod
+    def read(cls, text: str) -> Size:
+        """From ``26`` or ``100x16``."""
+        count, _, exponent = text.rpartition("x")
+        return cls(int(count or 1), int(exponent))
+
+    @property
+    def numel(self) -> int:
+        return self.num_tensors << self.exponent
+
+    def __str__(self) -> str:
+        return f"{self.num_tensors} x 2^{self.exponent}" if self.num_tensors > 1 else f"2^{self.exponent}"
+
+
+class Formula(NamedTuple):
+    """What a step computes, and by whom."""
+
+    name: str
+    num_bytes: int  # that a step touches, per element
+    ceiling: str
+    ours: tuple[str, ...]
+    candidates: Callable[[Size], dict[str, Callable[[], Any]]]
+
+
+def _adam(size: Size) -> dict[str, Callable[[], Any]]:
+    grads = _gradients(size)
+    candidates = {_MOVER: _mover(size.numel), _COPIER: _copier(28 * size.numel)}
+    candidates |= _own("Adam", AdamOptimizer, AdamOffloadOptimizer, size, grads)
+    params = _parameters(size, torch.bfloat16, grads)
+    halved = AdamOffloadOptimizer(params, overlap=False, state_dtype=torch.bfloat16)
+    candidates["16-bit: AdamOffload, bf16 moments"] = _stepper(halved)
+    for kind in ("fused", "foreach"):
+        candidates |= _peer(f"torch AdamW {kind}", size, grads, torch.optim.AdamW, **{kind: True})
+    if (deepspeed := _deepspeed()) is not None:
+        candidates |= _peer("DeepSpeedCPUAdam", size, grads, deepspeed, adamw_mode=True)
+    return candidates
+
+
+def _sgd(size: Size) -> dict[str, Callable[[], Any]]:
+    grads = _gradients(size)
+    candidates = {_COPIER: _copier(20 * size.numel)}
+    candidates |= _own("SGD", SGDOptimizer, SGDOffloadOptimizer, size, grads, momentum=0.9)
+    for kind in ("fused", "foreach"):
+        candidates |= _peer(f"torch SGD {kind}", size, grads, torch.optim.SGD, momentum=0.9, **{kind: True})
+    return candidates
+
+
+def _lion(size: Size) -> dict[str, Callable[[], Any]]:
+    candidates = {_COPIER: _copier(20 * size.numel)}
+    return candidates | _own("Lion", LionOptimizer, LionOffloadOptimizer, size, _gradients(size))
+
+
+def _titles(name: str, *more: str) -> tuple[str, ...]:
+    kinds = (f"{name}Optimizer", f"{name}Offload")
+    return (*(f"{title}: {kind}" for title in ("16-bit", "fp32") for kind in kinds), *more)
+
+
+#: By the name that ``--formula`` takes.
+FORMULAS = {
+    "adam": Formula("Adam", 28, _MOVER, _titles("Adam", "16-bit: AdamOffload, bf16 moments"), _adam),
+    "sgd": Formula("SGD", 20, _COPIER, _titles("SGD"), _sgd),
+    "lion": Formula("Lion", 20, _COPIER, _titles("Lion"), _lion),
+}
+
+
+# ---- candidates
+
+
+def _own(
+    name: str, on_device: Any, offloaded: Any, size: Size, grads: list[Tensor], **options: Any
+) -> dict[str, Callable[[], Any]]:
+    """Both forms of an optimizer of this library, for both kinds of parameters."""
+    candidates = {}
+    for dtype, title in ((torch.bfloat16, "16-bit"), (torch.float32, "fp32")):
+        params = _parameters(size, dtype, grads)
+        candidates[f"{title}: {name}Optimizer"] = _stepper(on_device(params, **options))
+        params = _parameters(size, dtype, grads)
+        candidates[f"{title}: {name}Offload"] = _stepper(offloaded(params, overlap=False, **options))
+    return candidates
+
+
+def _peer(
+    name: str, size: Size, grads: list[Tensor], make: Any, **options: Any
+) -> dict[str, Callable[[], Any]]:
+    """Somebody else's optimizer for fp32 parameters, alone and with what 16-bit training needs around it."""
+    params = _parameters(size, torch.float32, grads)
+    optimizer = make(params, **options)
+    return {
+        f"fp32: {name}": optimizer.step,
+        f"16-bit: casts, unscale, {name}": _by_casts(params, grads, optimizer),
+    }
+
+
+def _gradients(size: Size) -> list[Tensor]:
+    return [torch.randn(1 << size.exponent).bfloat16() for _ in range(size.num_tensors)]
+
+
+def _parameters(size: Size, dtype: torch.dtype, grads: list[Tensor]) -> list[nn.Parameter]:
+    params = [nn.Parameter(torch.randn(1 << size.exponent).to(dtype)) for _ in grads]
+    for p, grad in zip(params, grads, strict=True):
+        p.grad = grad.to(dtype, copy=True)
+    return params
+
+
+def _stepper(optimizer: Any) -> Callable[[], Any]:
+    return lambda: optimizer.step(scale=_SCALE)
+
+
+def _deepspeed() -> Any:
+    """DeepSpeed's optimizer for the CPU, where that library is installed."""
+    try:
+        return importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+    except ImportError:
+        return None
+
+
+def _by_casts(params: list[nn.Parameter], grads: list[Tensor], optimizer: Any) -> Callable[[], Any]:
+    """What a training loop in 16 bits does around an optimizer that knows fp32 only."""
+    rounded = [p.detach().bfloat16() for p in params]
+    wide = [p.grad for p in params if p.grad is not None]
+
+    def step() -> None:
+        torch._foreach_copy_(wide, grads)
+        torch._foreach_mul_(wide, 1 / _SCALE)
+        optimizer.step()
+        torch._foreach_copy_(rounded, [p.detach() for p in params])
+
+    return step
+
+
+def _mover(numel: int) -> Callable[[], Any]:
+    """The loads and stores of a 16-bit step, in one pass."""
+    weight, exp_avg, exp_avg_sq = allocate([torch.Size([numel])], [torch.float32] * 3, torch.device("cpu"))
+    grads, rounded = [torch.ones(numel).bfloat16()], [torch.ones(numel).bfloat16()]
+    ranges = _ops.AdamRanges(weight, rounded, grads, exp_avg, exp_avg_sq, [1])
+    return lambda: _ops.adam_move_(ranges)
+
+
+def _copier(num_bytes: int) -> Callable[[], Any]:
+    """Half of them are read, half are written."""
+    source = torch.ones(num_bytes // 2, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    return lambda: target.copy_(source)

@@ -1,0 +1,322 @@
+"""What every optimizer that updates element by element has: loss scale, state, masters, the order of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..global_var import num_losses
+from ._arrays import MASTER, allocate, gathered_state, layout_of, read_state, take_changed_value
+from ._grad_stats import check_overflow, forget_unsent
+
+__all__ = ["ElementwiseOptimizer", "Update", "check_scale"]
+
+_UNSET: Any = object()
+_OWN = ("_owned_scale", "_steps_since_last_scale", "_seen")  # attributes that copies keep
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Update(NamedTuple):
+    """One parameter in one step."""
+
+    param: Tensor
+    grad: Tensor
+    state: dict[str, Any]
+    #: Whether arrays of the state begin with this step.
+    is_fresh: bool = False
+
+
+class ElementwiseOptimizer(torch.optim.Optimizer):
+    """An optimizer over shards and plain parameters, each element of which is updated by itself.
+
+    16-bit parameters have an fp32 master. A subclass says, by the hooks below, which arrays its formula keeps and how a
+    list of updates is computed; and where: see `OnDevice` and `Offloaded`.
+
+    Args:
+        params: parameters, or group dicts.
+        defaults: options of groups that do not name them.
+        scale: initial loss scale that the optimizer is to own; None for none.
+    """
+
+    _bmtrain_optimizer = True
+    #: The arrays that the formula may keep for each element, and those without which a state is not loaded.
+    _arrays: tuple[str, ...] = ()
+    _needed_arrays: tuple[str, ...] = ()
+    #: Of those arrays.
+    _state_dtype = torch.float32
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], scale: float | None = None) -> None:
+        self._owned_scale: float | None = None if scale is None else float(scale)
+        self._steps_since_last_scale = 0
+        # Per parameter with a master: what marks its value as our own writing, see _value_mark.
+        self._seen: dict[Tensor, tuple[int, int]] = {}
+        self._check_options(defaults)
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; options it does not name are the constructor's.
+
+        Raises:
+            ValueError: an option is out of its range.
+        """
+        self._check_options({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    # ---- hooks: the formula
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        """Raise ValueError for an option of a group that is out of its range."""
+        raise NotImplementedError
+
+    def _arrays_of(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The arrays that a step with the options of ``group`` needs."""
+        return self._arrays
+
+    def _options_of(self, group: dict[str, Any], *, is_low: bool, scale: float) -> dict[str, Any]:
+        """The formula's numbers for the 16-bit (``is_low``) or the fp32 parameters of a group."""
+        raise NotImplementedError
+
+    # ---- hooks: where it is computed
+
+    def _start_step(self) -> None:
+        """A step begins."""
+
+    def _apply(self, updates: Sequence[Update], names: tuple[str, ...], options: dict[str, Any]) -> None:
+        """Compute the updates of one group, all of fp32 or all of 16-bit parameters.
+
+        ``names`` are those of `_arrays_of`; ``step`` counts this one already.
+        """
+        raise NotImplementedError
+
+    def _end_step(self) -> None:
+        """Every group has been applied."""
+
+    def _note_new_state(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
+        """These parameters have got these entries of their state, in pieces of memory that nobody has seen."""
+
+    # ---- loss scale -----------------------------------------------------------------------------------------
+
+    @property
+    def scale(self) -> float:
+        """The loss scale this optimizer owns; 1 if it owns none."""
+        return 1 if self._owned_scale is None else self._owned_scale
+
+    @property
+    def steps_since_last_scale(self) -> int:
+        """Number of steps with the present scale."""
+        return self._steps_since_last_scale
+
+    def loss_scale(self, loss: Tensor) -> Tensor:
+        """Scale a loss for backward: by `scale`, and to the mean over the ranks' losses."""
+        scaled: Tensor = loss * (self.scale / num_losses())
+        return scaled
+
+    def justify_scale(self, scale: float) -> None:
+        """Set the loss scale and restart the count of steps with it."""
+        check_scale(scale)
+        self._owned_scale = float(scale)
+        self._steps_since_last_scale = 0
+
+    # ---- the step -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, scale: float = _UNSET) -> Any:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: re-evaluates the model; called first, with gradients enabled.
+            scale: what the gradients are multiplied by at present. By default the scale this optimizer owns; then
+                gradients of all ranks are checked first, which is collective. Without an owned scale: 1.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            OverflowError: with an owned scale, on all ranks, if any rank's gradient is not finite; nothing changed.
+            RuntimeError: a gradient is sparse, or its parameter neither fp32, fp16 nor bf16; nothing changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        ready = [(group, _with_gradients(group["params"])) for group in self.param_groups]
+        owned = scale is _UNSET and self._owned_scale is not None
+        if scale is _UNSET:
+            scale = self.scale
+        else:
+            check_scale(scale)
+        if owned:
+            if check_overflow(self.param_groups):
+                raise OverflowError("Gradient overflow")
+            self._steps_since_last_scale += 1
+        self._start_step()
+        for group, pairs in ready:
+            self._step_group(group, pairs, float(scale))
+        self._end_step()
+        return loss
+
+    def _step_group(self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]], scale: float) -> None:
+        names = self._arrays_of(group)
+        lacking = [p for p, _ in pairs if p not in self.state or not all(n in self.state[p] for n in names)]
+        self._create_state(dict.fromkeys(lacking, names))
+        fresh = set(lacking)
+        updates = [Update(p, grad, self._prepare(p), p in fresh) for p, grad in pairs]
+        # Also empty shards: all ranks see the same parameters change.
+        changed = [p for p in group["params"] if p.grad is not None and p.requires_grad]
+        for is_low in (True, False):
+            members = [u for u in updates if (u.param.dtype != torch.float32) == is_low]
+            if members:
+                self._apply(members, names, self._options_of(group, is_low=is_low, scale=scale))
+        torch.autograd.graph.increment_version(changed)
+        for p, _ in pairs:
+            self._mark_seen(p)
+
+    def _prepare(self, p: Tensor) -> dict[str, Any]:
+        """Return the state, its count advanced and its master up to date."""
+        state: dict[str, Any] = self.state[p]
+        state["step"] += 1
+        if MASTER in state:
+            if self.shares_master(p):
+                if state[MASTER].data_ptr() != p.data_ptr():
+                    state[MASTER] = p.detach()
+            elif self._seen.get(p) != _value_mark(p):
+                take_changed_value(state[MASTER], p)
+        return state
+
+    def _mark_seen(self, p: Tensor) -> None:
+        if self.has_master(p) and not self.shares_master(p):
+            self._seen[p] = _value_mark(p)
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Fill all gradients with zeros, or set them to None; drop those that were not sent yet."""
+        forget_unsent()
+        super().zero_grad(set_to_none=set_to_none)
+
+    # ---- state ----------------------------------------------------------------------------------------------
+
+    def has_master(self, p: Tensor) -> bool:
+        """Whether the state of ``p`` has an fp32 copy of its value."""
+        return p.dtype != torch.float32
+
+    def shares_master(self, p: Tensor) -> bool:
+        """Whether that copy is the parameter itself."""
+        return False
+
+    def _state_device(self, p: Tensor) -> torch.device:
+        return p.device
+
+    def _create_state(self, wanted: Mapping[Tensor, Sequence[str]]) -> None:
+        """Give parameters what they lack of these arrays, as zeros, and a master of their present value.
+
+        What is made at once lies in neighbouring memory.
+        """
+        kinds: dict[tuple[torch.device, tuple[str, ...]], list[Tensor]] = {}
+        for p, names in wanted.items():
+            lacking = tuple(name for name in names if p not in self.state or name not in self.state[p])
+            if p not in self.state and self.has_master(p) and not self.shares_master(p):
+                lacking += (MASTER,)
+            kinds.setdefault((self._state_device(p), lacking), []).append(p)
+        for (device, lacking), members in kinds.items():
+            self._allocate_state(members, lacking, device)
+            self._note_new_state(members, lacking)
+
+    def _allocate_state(
+        self, parameters: Sequence[Tensor], names: tuple[str, ...], device: torch.device
+    ) -> None:
+        pinned = device.type == "cpu" and any(p.is_cuda for p in parameters)
+        dtypes = [torch.float32 if name == MASTER else self._state_dtype for name in names]
+        arrays = allocate([p.shape for p in parameters], dtypes, device, pinned=pinned)
+        for k, p in enumerate(parameters):
+            if p not in self.state:
+                self.state[p] = {"step": 0}
+            state = self.state[p]
+            for name, array in zip(names, arrays, strict=True):
+                state[name] = array[k]
+            if MASTER in names:
+                state[MASTER].copy_(p.detach())
+            elif MASTER not in state and self.has_master(p):
+                state[MASTER] = p.detach()
+            self._mark_seen(p)
+
+    def state_dict(self, gather: bool = False) -> dict[str, Any]:
+        """The state of this rank's shards, or of whole parameters.
+
+        Args:
+            gather: give every tensor as the full 1-D fp32 CPU tensor, the same on all ranks, loadable at any number
+                of ranks; collective. Otherwise tensors are this rank's own, and load at the same layout only.
+
+        Returns:
+            The layout of `torch.optim.Optimizer.state_dict`, with ``is_whole`` and, for the state of one rank of
+            several, ``layout``. `torch.load` reads a saved one with its defaults.
+        """
+        out: dict[str, Any] = super().state_dict()
+        if gather:
+            out["state"] = gathered_state(self)
+        elif (layout := layout_of(self)) is not None:
+            out["layout"] = layout
+        out["is_whole"] = bool(gather)
+        return out
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state: of this rank at the same layout, or gathered; of this formula, offloaded or not.
+
+        Args:
+            state_dict: not modified, and none of its tensors is kept.
+
+        Raises:
+            ValueError: groups or sizes do not match, or it is of one rank at another layout; nothing changed.
+        """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        groups, found = read_state(self, state_dict)
+        self.__setstate__({"param_groups": groups})
+        self.state.clear()
+        self._seen.clear()
+        self._create_state({p: [n for n in self._arrays if n in entry] for p, entry in found.items()})
+        for p, entry in found.items():
+            state = self.state[p]
+            state["step"] = entry["step"]
+            for name in (*self._arrays, MASTER):
+                if name in entry and name in state:
+                    state[name].copy_(entry[name])
+            self._mark_seen(p)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        return {**state, **{name: getattr(self, name) for name in self._own_attributes()}}
+
+    def _own_attributes(self) -> tuple[str, ...]:
+        return _OWN
+
+
+def _value_mark(p: Tensor) -> tuple[int, int]:
+    """Changes when somebody but us writes the parameter: a load, or any in-place operation."""
+    return getattr(p, "_load_count", 0), p._version
+
+
+def _with_gradients(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The parameters that a step updates, with their gradients."""
+    pairs = []
+    for p in parameters:
+        grad = p.grad
+        if grad is None or not p.requires_grad or not p.numel():
+            continue
+        if grad.layout != torch.strided:
+            raise RuntimeError(f"step: expected dense gradients, got one of layout {grad.layout}")
+        if p.dtype not in _DTYPES:
+            raise RuntimeError(f"step: expected float32, float16 or bfloat16 parameters, got {p.dtype}")
+        pairs.append((p, grad.detach()))
+    return pairs
+
+
+def check_scale(scale: float) -> None:
+    if not (scale > 0 and math.isfinite(scale)):
+        raise ValueError(f"scale: expected a finite number above 0, got {scale}")

@@ -1,0 +1,49 @@
+// SGD and Lion steps over tensors: from hyper-parameters and lists of tensors to slices of memory.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "optim/step_tensors.h"
+
+namespace bmtrain {
+
+/// The hyper-parameters of a parameter group, as torch.optim.SGD names them.
+struct SgdOptions {
+  double lr = 1e-3;
+  double momentum = 0;
+  double dampening = 0;
+  double weight_decay = 0;  // added to the gradient (L2)
+  double scale = 1;         // gradients are divided by it
+  bool nesterov = false;
+  bool maximize = false;
+};
+
+/// As the authors of Lion name them.
+struct LionOptions {
+  double lr = 1e-4;
+  double beta1 = 0.9;
+  double beta2 = 0.99;
+  double weight_decay = 0;  // decoupled
+  double scale = 1;
+  bool maximize = false;
+};
+
+/// What one call updates, as lists of contiguous tensors of one device.
+struct MomentumTensors {
+  StepTensors step;
+  at::TensorList momenta;  // fp32; empty for SGD without momentum
+  at::IntArrayRef fresh;   // for SGD: not 0 where the momentum begins with this step; empty: nowhere
+};
+
+/// Tensors that follow each other in memory, in every list, are one slice. TypeError or ValueError if the
+/// tensors do not fit.
+[[nodiscard]] std::vector<cpu::MomentumSlice> sgd_slices(const MomentumTensors& tensors,
+                                                         const SgdOptions& options);
+[[nodiscard]] std::vector<cpu::MomentumSlice> lion_slices(const MomentumTensors& tensors,
+                                                          const LionOptions& options);
+
+}  // namespace bmtrain

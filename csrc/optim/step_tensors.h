@@ -1,0 +1,45 @@
+// What every optimizer's step over tensors has: weights, their roundings, gradients.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "cpu/kernels.h"
+
+namespace bmtrain {
+
+/// Contiguous tensors of one device in parallel lists; `rounded` may be empty.
+struct StepTensors {
+  at::TensorList weights;  // fp32
+  at::TensorList rounded;  // fp16 or bf16: receives the rounded weight
+  at::TensorList grads;    // fp32, fp16 or bf16
+};
+
+/// The slice of tensor number `index`. TypeError or ValueError, beginning with the name of the operation
+/// `op`, if a tensor does not fit.
+[[nodiscard]] cpu::StepSlice step_slice(const char* op, const StepTensors& tensors, std::size_t index);
+
+/// Checks a tensor of the optimizer's state, number `index` of `list`, against its weight; any dtype.
+void check_state(const char* op, const at::Tensor& tensor, const char* list, std::size_t index,
+                 const StepTensors& tensors);
+
+/// TypeError unless `allowed`.
+void check_dtype(const char* op, const at::Tensor& tensor, const char* list, std::size_t index, bool allowed,
+                 const char* expected);
+
+/// Whether `next` is where n elements after `begin` end.
+[[nodiscard]] bool follows(const void* begin, std::int64_t n, DType dtype, const void* next);
+
+/// Whether `next` begins where `slice` ends, in the arrays that all steps have.
+[[nodiscard]] bool continues(const cpu::StepSlice& slice, const cpu::StepSlice& next);
+
+/// What gradients are multiplied by, or divided where a reciprocal would not be exact.
+struct GradientFactor {
+  float factor = 1;
+  bool divide = false;
+};
+[[nodiscard]] GradientFactor gradient_factor(double scale, bool maximize);
+
+}  // namespace bmtrain
