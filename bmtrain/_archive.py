@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import zipfile
@@ -76,6 +77,10 @@ def check_archive(path: str | os.PathLike[str]) -> None:
         raise
     except (zipfile.BadZipFile, zlib.error, EOFError, struct.error, NotImplementedError, ValueError) as error:
         raise UnreadableFileError(f"{path}: damaged: {error}") from error
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # a record that begins before the file does
+            raise UnreadableFileError(f"{path}: damaged: {error}") from error
+        raise
 
 
 def _check_record(archive: zipfile.ZipFile, record: zipfile.ZipInfo, path: str | os.PathLike[str]) -> None:

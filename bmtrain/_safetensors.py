@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -27,6 +28,7 @@ _NAMES: dict[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
 _OF_DTYPE = {dtype: name for name, dtype in _NAMES.items()}
+_FILE_NAME = re.compile(r"[^/\0]{1,240}\.safetensors")  # beside the index
 _MAX_HEADER = 100_000_000  # bytes; the limit of the reference implementation
 
 
@@ -59,7 +61,7 @@ class SafetensorsFile:
         self.bytes_read = 0
         try:
             self.places, self.metadata = _read_table(self.path)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             if isinstance(error, UnreadableFileError):
                 raise
             raise UnreadableFileError(f"{path}: not a safetensors file: {error}") from error
@@ -130,9 +132,9 @@ def locate_tensors(path: str | os.PathLike[str]) -> dict[str, SafetensorsFile]:
     try:
         weights: Mapping[str, str] = json.loads(found.read_text())["weight_map"]
         names = sorted(set(weights.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UnreadableFileError(f"{found}: not an index of safetensors files: {error}") from error
-    if any(Path(name).name != name for name in names):
+    if any(not isinstance(name, str) or not _FILE_NAME.fullmatch(name) for name in names):
         raise UnreadableFileError(f"{found}: expected names of files beside it, got {names}")
     files = {name: SafetensorsFile(found.parent / name) for name in names}
     for key, name in weights.items():

@@ -153,13 +153,28 @@ class Manifest:
         }
         for name, tensor in tensors.items():
             _check_tensor(name, tensor, files)
-        return cls(**{**told, "files": files, "tensors": tensors})
+        manifest = cls(**{**told, "files": files, "tensors": tensors})
+        _check_numbers("the manifest", manifest.step)
+        _check_numbers("the manifest", manifest.world_size, manifest.tp_size, manifest.pipe_size, least=1)
+        is_known = isinstance(manifest.values, dict) and isinstance(manifest.ranks, list)
+        if not (
+            is_known and isinstance(manifest.save, str) and all(isinstance(r, dict) for r in manifest.ranks)
+        ):
+            raise UnreadableFileError("values: expected a table, and one for each rank")
+        return manifest
+
+
+def _check_numbers(owner: str, *numbers: Any, least: int = 0) -> None:
+    for number in numbers:
+        if type(number) is not int or number < least:
+            raise UnreadableFileError(f"{owner}: expected a number of at least {least}, got {number!r:.80}")
 
 
 def _check_file(file: ShardFile) -> None:
     if not re.fullmatch(r"shard-[0-9a-z-]+\.bin", file.name):
         raise UnreadableFileError(f"{file.name!r} is not the name of a shard")
-    if file.size < 0 or len(file.crc32) != -(-file.size // CHUNK):
+    _check_numbers(file.name, file.size, *file.crc32)
+    if len(file.crc32) != -(-file.size // CHUNK):
         raise UnreadableFileError(
             f"{file.name}: {len(file.crc32)} checksums do not go with {file.size} bytes"
         )
@@ -168,18 +183,21 @@ def _check_file(file: ShardFile) -> None:
 def _check_tensor(name: str, tensor: StoredTensorInfo, files: list[ShardFile]) -> None:
     if tensor.dtype not in DTYPES:
         raise UnreadableFileError(f"tensor {name}: unknown dtype {tensor.dtype!r}")
-    if any(not isinstance(size, int) or size < 0 for size in tensor.shape):
-        raise UnreadableFileError(f"tensor {name}: impossible shape {tensor.shape}")
+    _check_numbers(f"tensor {name}", *tensor.shape, tensor.parts)
+    _check_numbers(f"tensor {name}", tensor.dim, least=-1)
     size = DTYPES[tensor.dtype].itemsize
-    runs: list[list[tuple[int, int]]] = [[] for _ in range(tensor.parts)]
+    whole = tensor.spread.part_numel
+    runs: dict[int, list[tuple[int, int]]] = {}
     for file, offset, part, begin, count in tensor.pieces:
-        if min(file, offset, part, begin, count) < 0:
-            raise UnreadableFileError(f"tensor {name}: a negative number in a piece")
+        _check_numbers(f"tensor {name}", file, offset, part, begin, count)
         if offset + count * size > files[file].size:
             raise UnreadableFileError(f"tensor {name}: goes beyond the end of {files[file].name}")
-        runs[part].append((begin, count))
-    whole = tensor.spread.part_numel
-    for slice_runs in runs:
+        if part >= tensor.parts:
+            raise UnreadableFileError(f"tensor {name}: a piece of slice {part} of {tensor.parts}")
+        runs.setdefault(part, []).append((begin, count))
+    if whole and len(runs) < tensor.parts:
+        raise UnreadableFileError(f"tensor {name}: pieces of {len(runs)} of {tensor.parts} slices")
+    for slice_runs in runs.values():
         end = 0
         for begin, count in sorted(slice_runs):
             if begin != end:
