@@ -4,6 +4,11 @@ Each run starts from `init_distributed`, trains from one seed, and ends with all
 memory, open files and threads are watched; after it the weights are hashed on every rank. What is promised: open files
 and threads stay what they are, from step to step and from run to run; every rank computes the same bits; and so does
 every run. Memory that grows by more than a percent after the warm-up is reported as a broken promise too.
+
+With ``--schedules N`` it trains a few steps N times instead, each time with other random pauses in front of every
+exchange, background update and buffer given back, with buffers that hold NaN until somebody writes to them, and at
+another ZeRO level in turn. What was right only because something else was in time has other bits than the same steps
+one after the other.
 """
 
 from __future__ import annotations
@@ -14,25 +19,28 @@ import hashlib
 import json
 import os
 import statistics
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import _context
+from . import _C, _context
+from ._engine.policy import BlockPolicy, Recompute, default_policy
 from .benchmark._gpt import GPT
 from .benchmark._launch import launch
 from .block_layer import Block
-from .global_var import rank
+from .global_var import rank, world_size
 from .init import init_distributed
-from .optim import AdamOptimizer, OptimManager
+from .optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from .store import allgather_objects
 from .wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 
-__all__ = ["Finding", "add_arguments", "broken_promises", "run", "train_once"]
+__all__ = ["Finding", "add_arguments", "broken_promises", "odd_schedules", "run", "train_once"]
 
 _VOCAB, _SEQ, _BATCH = 64, 16, 2
+_RECOMPUTE = (Recompute.OFF, Recompute.WHOLE)
 _SAMPLES = 20  # looks at memory, files and threads in a run
 _GROWTH = 0.01  # of memory, from the first fifth of a run to its last
 
@@ -68,14 +76,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=2, help="ranks, all on this host")
     parser.add_argument("--steps", type=int, default=5000, help="of each run")
     parser.add_argument("--runs", type=int, default=2, help="one after the other, in the same processes")
+    parser.add_argument(
+        "--schedules", type=int, default=0, help="random schedules to compare with the serial result instead"
+    )
     parser.add_argument("--json", type=Path, help="file to write what was found to")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Start the ranks; in a rank: train, and on rank 0 print what was found. Returns the exit status."""
     if "RANK" not in os.environ:
-        launch(arguments.ranks, {"OMP_NUM_THREADS": "1"})
+        poison = {"BMTRAIN_POISON_BUFFERS": "1"} if arguments.schedules else {}
+        launch(arguments.ranks, {"OMP_NUM_THREADS": "1", **poison})
         return 0
+    if arguments.schedules:
+        init_distributed(seed=1)
+        odd = odd_schedules(arguments.schedules)
+        if rank() == 0:
+            print(f"{arguments.schedules} random schedules, {len(odd)} of them with other bits: {odd[:10]}")
+        return 1 if odd else 0
     runs: list[list[Finding]] = []
     for _ in range(arguments.runs):
         init_distributed(seed=1)
@@ -91,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def train_once(steps: int) -> Finding:
     """Train the toy for ``steps`` steps on every rank. Collective."""
-    model, manager = _toy()
+    model, manager = _toy(AdamOptimizer)
     generator = torch.Generator().manual_seed(rank())
     samples: list[tuple[int, int, int]] = []
     loss = torch.zeros(())
@@ -103,12 +121,57 @@ def train_once(steps: int) -> Finding:
         manager.step()
         if (step + 1) % max(1, steps // _SAMPLES) == 0:
             samples.append(_resources())
-    digest = hashlib.sha256()
-    for name, value in model.state_dict().items():
-        digest.update(name.encode())
-        digest.update(value.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     memory, files, threads = (list(column) for column in zip(*samples, strict=True))
-    return Finding(digest.hexdigest(), _mean_of(loss), memory, files, threads)
+    return Finding(_hash_of(model.state_dict()), _mean_of(loss), memory, files, threads)
+
+
+def odd_schedules(count: int, steps: int = 3, most_microseconds: int = 300) -> list[int]:
+    """Compare random schedules with the steps one after the other. Collective.
+
+    Args:
+        count: of schedules.
+        steps: of each.
+        most_microseconds: the longest of its pauses.
+
+    Returns:
+        The schedules whose weights or optimizer state have other bits on any rank, the same list on all.
+    """
+    serial = _short_run(steps, BlockPolicy(), overlap=False)
+    odd = []
+    try:
+        for number in range(count):
+            _C.set_random_delays(number * world_size() + rank(), most_microseconds)
+            _C.disturb_updates(most_microseconds)
+            policy = BlockPolicy(level=1 + number % 3, recompute=_RECOMPUTE[number // 3 % 2])
+            if _short_run(steps, policy, overlap=True) != serial:
+                odd.append(number)
+    finally:
+        _C.set_random_delays(0, 0)
+        _C.disturb_updates(0)
+    return sorted(set().union(*allgather_objects(odd)))
+
+
+def _short_run(steps: int, policy: BlockPolicy, *, overlap: bool) -> str:
+    """A hash of the weights and the optimizer's state."""
+    with default_policy(policy):
+        model, manager = _toy(lambda parameters, lr: AdamOffloadOptimizer(parameters, lr=lr, overlap=overlap))
+    generator = torch.Generator().manual_seed(rank())
+    for _ in range(steps):
+        manager.zero_grad()
+        manager.backward(model(torch.randint(0, _VOCAB, (_BATCH, _SEQ + 1), generator=generator)))
+        manager.step()
+    tensors = dict(model.state_dict())
+    for index, entry in manager.optimizers[0].state_dict()["state"].items():
+        tensors.update({f"{index}.{name}": torch.as_tensor(value) for name, value in entry.items()})
+    return _hash_of(tensors)
+
+
+def _hash_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, value in tensors.items():
+        digest.update(name.encode())
+        digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _mean_of(loss: torch.Tensor) -> str:
@@ -146,13 +209,13 @@ def broken_promises(runs: list[list[Finding]]) -> list[str]:
     return broken
 
 
-def _toy() -> tuple[Any, OptimManager]:
+def _toy(make_optimizer: Callable[..., torch.optim.Optimizer]) -> tuple[Any, OptimManager]:
     torch.manual_seed(0)
     model: Any = GPT(2, 32, num_heads=2, vocab=_VOCAB, seq=_SEQ)
     model.layers = torch.nn.ModuleList([Block(model_wrapper_dispatch(layer)) for layer in model.layers])
     wrapped = BMTrainModelWrapper(model)
     manager = OptimManager(loss_scale=1024.0)
-    manager.add_optimizer(AdamOptimizer(wrapped.parameters(), lr=1e-3))
+    manager.add_optimizer(make_optimizer(wrapped.parameters(), lr=1e-3))
     return wrapped, manager
 
 

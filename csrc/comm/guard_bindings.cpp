@@ -12,6 +12,7 @@
 #include "comm/flight_recorder.h"
 #include "comm/guarded_communicator.h"
 #include "comm/watchdog.h"
+#include "common/delays.h"
 
 namespace py = pybind11;
 
@@ -133,6 +134,9 @@ void bind_guard(py::module_& module) {
                     bool>(),
            py::arg("inner"), py::arg("watchdog"), py::arg("key"), py::arg("members"), py::arg("check"))
       .def_property_readonly("inner", &GuardedCommunicator::inner);
+
+  module.def("set_random_delays", &set_random_delays, py::arg("seed"), py::arg("most_microseconds"),
+             "Pauses at random in front of operations, updates and buffers given back; 0 for none.");
 }
 
 }  // namespace bmtrain

@@ -6,6 +6,7 @@
 
 #include "comm/arguments.h"
 #include "common/check.h"
+#include "common/delays.h"
 
 namespace bmtrain {
 namespace {
@@ -52,6 +53,7 @@ class GuardedWork final : public Work {
     FlightRecorder& recorder = *guard_->recorder;
     recorder.start(record_.id);
     bool over = false;
+    delay();
     try {
       inner_->wait();
       over = inner_->is_completed();
@@ -149,6 +151,7 @@ WorkPtr GuardedCommunicator::run(OpRecord record, const std::function<WorkPtr()>
     if (guard_->check && !inner_->closed()) {
       compare(record);
     }
+    delay();
     return std::make_shared<GuardedWork>(guard_, record, post());
   } catch (const CommunicationError& error) {
     guard_->fail(record, error.what());

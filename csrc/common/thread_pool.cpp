@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "common/delays.h"
 #include "common/float_environment.h"
 #include "common/per_process.h"
 
@@ -83,6 +84,7 @@ class Pool {
       for (;;) {
         const std::int64_t i = share.next.fetch_add(1, std::memory_order_relaxed);
         if (i >= share.end) break;
+        delay();
         task_(context_, i);
       }
     }

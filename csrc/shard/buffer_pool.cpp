@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "common/check.h"
+#include "common/delays.h"
 
 namespace bmtrain {
 namespace {
@@ -85,6 +86,9 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
     }
     if (!memory) {
       memory = allocate(nbytes, device);
+      if (poison_) {
+        poison(memory, nbytes);
+      }
     }
     void* address = memory.get();
     auto lease = std::make_unique<Lease>(Lease{shared_from_this(), std::move(memory), nbytes});
@@ -119,6 +123,7 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
   static void give_back(void* context) {
     const std::unique_ptr<Lease> lease(static_cast<Lease*>(context));
     Shelf& shelf = *lease->shelf;
+    delay();
     if (shelf.poison_) {
       poison(lease->memory, lease->nbytes);
     }

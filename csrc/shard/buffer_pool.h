@@ -18,7 +18,7 @@ namespace bmtrain {
 
 class BufferPool {
  public:
-  /// `poison`: fill returned buffers with 0xFF bytes (NaN in every floating
+  /// `poison`: fill new and returned buffers with 0xFF bytes (NaN in every floating
   /// dtype), to make any use after release loud.
   BufferPool(std::int64_t idle_per_class, bool poison);
   ~BufferPool();

@@ -8,7 +8,7 @@ import pytest
 from harness import run_ranks
 
 from bmtrain import _context, init_distributed
-from bmtrain.soak import Finding, broken_promises, train_once
+from bmtrain.soak import Finding, broken_promises, odd_schedules, train_once
 
 
 def several_runs(runs: int, steps: int) -> list[Finding]:
@@ -27,6 +27,13 @@ def test_nothing_adds_up_and_every_run_is_the_same() -> None:
     runs = [[dataclasses.replace(found, memory=[1]) for found in findings] for findings in runs]
     assert broken_promises(runs) == []
     assert len(runs[0][0].files) == 20
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_random_schedules_have_the_bits_of_the_serial_one(transport: str) -> None:
+    """`python -m bmtrain soak --schedules 1000` is the long form."""
+    environment = {"BMTRAIN_POISON_BUFFERS": "1", "BMTRAIN_CPU_TRANSPORT": transport}
+    assert run_ranks(2, odd_schedules, 12, environment=environment) == [[], []]
 
 
 GOOD = Finding("a", "0x1p+0", [100] * 20, [9] * 20, [4] * 20)
