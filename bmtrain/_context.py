@@ -170,20 +170,20 @@ class Context:
     def parts_of(self, family: str, num_sharing: int) -> Parts:
         """A group cut into parts that shard among themselves, each holding what the others hold.
 
+        Its ranks one after the other make a part, so that those of a host share. Collective over all ranks of the job
+        at the first need of such parts.
+
         Args:
             family: name of the group.
-            num_sharing: ranks of a part: 1, or all of them.
+            num_sharing: ranks of a part, a divisor of the group's.
         """
         group = self.groups[family]
         if num_sharing == group.size:
             return Parts(group)
-        if num_sharing != 1:
-            raise ValueError(f"num_sharing: expected 1 or {group.size}, got {num_sharing}")
         if (family, num_sharing) not in self._parts:
-            from ._comm import create_single
+            from ._groups import connect_parts
 
-            alone = (create_single(family), create_single(f"{family}.reduce"))
-            self._parts[family, num_sharing] = Parts(Group(family, *alone, 0, 1, group.rank), group)
+            self._parts[family, num_sharing] = connect_parts(self, family, num_sharing)
         return self._parts[family, num_sharing]
 
 
@@ -214,7 +214,8 @@ def uninstall() -> None:
     global _current
     context, _current = _current, None
     if context is not None:
-        for group in context.groups.values():
+        parts = [group for both in context._parts.values() for group in both if group is not None]
+        for group in (*context.groups.values(), *parts):
             group.comm.close()
             group.reduce_comm.close()
         if context.watch is not None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ._context import Group
+import torch.distributed as dist
+
+from ._context import Group, Parts
 from ._watchdog import Watch, transport_timeout
 from .topology import GroupKind, Topology
 
-__all__ = ["connect_groups"]
+if TYPE_CHECKING:
+    from ._context import Context
+
+__all__ = ["connect_groups", "connect_parts"]
 
 
 def connect_groups(
@@ -40,14 +47,8 @@ def connect_groups(
                 if len(members) == 1 or watch is None:
                     made[members] = (_comm.create_single(name), _comm.create_single(f"{name}.reduce"))
                 else:
-                    create = getattr(_comm, f"create_{backend}")
-                    patience = transport_timeout(timeout)
-                    both: list[Any] = []
-                    for purpose, label in (("gather", name), ("reduce", f"{name}.reduce")):
-                        key = f"{name}/{group_id}/{purpose}"
-                        comm = create(store, key, rank, len(members), patience, label)
-                        both.append(watch.guard(comm, key, members))
-                    made[members] = (both[0], both[1])
+                    connect = _connecting(backend, store, timeout, watch)
+                    made[members] = connect(f"{name}/{group_id}", name, rank, members)
             comm, reduce_comm = made[members]
             groups[name] = Group(name, comm, reduce_comm, rank, len(members), group_id)
     except BaseException:
@@ -56,3 +57,73 @@ def connect_groups(
                 comm.close()
         raise
     return MappingProxyType(groups)
+
+
+_LABEL = "groups of ranks"
+
+_Connect = Callable[[str, str, int, tuple[int, ...]], tuple[Any, Any]]
+
+
+def _connecting(backend: str, store: Any, timeout: float, watch: Watch) -> _Connect:
+    """What connects the two communicators of a group, given a key of its own, a name, this rank and the members."""
+    from . import _comm
+
+    create = getattr(_comm, f"create_{backend}")
+
+    def connect(key: str, name: str, rank: int, members: tuple[int, ...]) -> tuple[Any, Any]:
+        both = []
+        for purpose, label in (("gather", name), ("reduce", f"{name}.reduce")):
+            own = f"{key}/{purpose}"
+            comm = create(store, own, rank, len(members), transport_timeout(timeout), label)
+            both.append(watch.guard(comm, own, members))
+        return both[0], both[1]
+
+    return connect
+
+
+def connect_parts(context: Context, family: str, num_sharing: int) -> Parts:
+    """Connect the parts of a group, and the ranks with the same place in them. Collective over all ranks of the job.
+
+    Args:
+        context: of this process.
+        family: name of the group.
+        num_sharing: ranks of a part, fewer than the group's.
+    """
+    from ._comm import create_single
+
+    group, members = context.groups[family], context.topology.members(family)
+    number, place = divmod(group.rank, num_sharing)
+    alone = create_single(family), create_single(f"{family}.reduce")
+    if num_sharing == 1:
+        return Parts(Group(family, *alone, 0, 1, group.rank), group)
+    if context.watch is None:
+        raise RuntimeError(f"{family}: a group of {group.size} ranks in a single process")
+    name, key = f"{family}/{num_sharing}", f"{family}/{group.group_id}/{num_sharing}"
+    with _meeting(context) as store:
+        connect = _connecting(context.backend, store, context.timeout, context.watch)
+        sharing = members[number * num_sharing : (number + 1) * num_sharing]
+        comms = connect(f"{key}/sharing/{number}", name, place, sharing)
+        replicas = members[place::num_sharing]
+        replica_comms = connect(f"{key}/replicas/{place}", f"{name}.replicas", number, replicas)
+    return Parts(
+        Group(family, *comms, place, num_sharing, number),
+        Group(family, *replica_comms, number, len(replicas), place),
+    )
+
+
+@contextmanager
+def _meeting(context: Context) -> Iterator[Any]:
+    """A store where all ranks find each other, after the one they started with has gone. Collective."""
+    from ._agree import broadcast_json, on_rank_0
+
+    limit = timedelta(seconds=context.timeout)
+    served: list[Any] = []
+
+    def serve() -> int:
+        served.append(dist.TCPStore("localhost", 0, None, True, limit, wait_for_workers=False))
+        return int(served[0].port)
+
+    port = broadcast_json(on_rank_0(serve, _LABEL) or 0, label=_LABEL)
+    host = context.watch.host_of_rank_0() if context.watch is not None else "localhost"
+    yield served[0] if served else dist.TCPStore(host, port, None, False, limit, wait_for_workers=False)
+    context.groups["zero"].comm.barrier(_LABEL)  # nobody needs the server any more

@@ -120,6 +120,10 @@ class Watch:
         check = os.environ.get("BMTRAIN_CHECK", "") not in ("", "0")
         return _C.GuardedCommunicator(inner, self.core, key, list(members), check)
 
+    def host_of_rank_0(self) -> str:
+        """Where this rank reaches rank 0; on rank 0 itself, this host."""
+        return "localhost" if self._line is None else str(self._line.connection.getpeername()[0])
+
     def stop(self) -> None:
         """End in good order: the other ranks go on without this one."""
         if self._stopping or os.getpid() != self._pid:

@@ -55,6 +55,10 @@ class BlockPolicy:
             or ``torch.float32``. None: the dtype that the forward computes in; at level 0, whose sums travel too, the
             parameters' own.
 
+        zero_size: how many ranks shard the block among themselves; each group of that many, one rank after the other,
+            holds what the others hold (hybrid sharding). It divides the ranks that would share the block otherwise.
+            None, or at least as many as these: all of them.
+
     Raises:
         ValueError: naming the field, for a value that is not among these.
 
@@ -70,6 +74,7 @@ class BlockPolicy:
     keep_gradients: bool = True
     compute_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    zero_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.level not in (0, 1, 2, 3):
@@ -89,10 +94,30 @@ class BlockPolicy:
                 "reduce_dtype: expected None, torch.float16, torch.bfloat16 or torch.float32, got "
                 f"{self.reduce_dtype!r}"
             )
+        if self.zero_size is not None and (type(self.zero_size) is not int or self.zero_size < 2):
+            raise ValueError(f"zero_size: expected at least 2 (1 is level 0), got {self.zero_size!r}")
+        if self.zero_size is not None and self.level == 0:
+            raise ValueError(f"zero_size: at level 0 nothing is sharded, got {self.zero_size}")
 
     @property
     def recomputes(self) -> bool:
         return self.recompute is not Recompute.OFF
+
+    def num_sharing(self, num_ranks: int) -> int:
+        """How many of ``num_ranks`` ranks share the block.
+
+        Raises:
+            ValueError: if they cannot be divided by ``zero_size``.
+        """
+        if self.level == 0:
+            return 1
+        if self.zero_size is None or self.zero_size >= num_ranks:
+            return num_ranks
+        if num_ranks % self.zero_size:
+            raise ValueError(
+                f"zero_size: expected a divisor of the {num_ranks} ranks that share the block, got {self.zero_size}"
+            )
+        return self.zero_size
 
     def dtypes_of(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """In which dtypes parameters of ``dtype`` are gathered, and their gradients travel."""

@@ -277,8 +277,16 @@ class Engine:
             self._islands -= 1
 
     def add_reduction(self, groups: Sequence[_C.ShardGroup]) -> None:
-        """Takes over a reduction under way; completes the one before, so that at most one overlaps with compute."""
+        """Takes over a reduction under way; completes the one before, so that at most one overlaps with compute.
+
+        A sum over replicas, which follows that over the ranks that share a block, overlaps with one block more.
+        """
+        latest = self._reductions[-1:]
+        del self._reductions[-1:]
         self.finish_reductions()
+        self._reductions += latest
+        if not any([group.continue_reduce() for before in latest for group in before]):  # noqa: C419 (of every group)
+            self.finish_reductions()
         self._reductions.append(groups)
         if not self._is_ending:
             self.call_at_end_of_backward()

@@ -119,7 +119,7 @@ def build_storage(
     storages = []
     for (kind, tp_mode), members in kinds.items():
         family = ctx.zero_group(tp_mode, mode is BlockMode.PIPE)
-        group, replicas = ctx.parts_of(family.name, 1 if policy.level == 0 else family.size)
+        group, replicas = ctx.parts_of(family.name, policy.num_sharing(family.size))
         params = [param for _, param in members]
         compute_dtype, reduce_dtype = policy.dtypes_of(params[0].dtype)
         shards = _C.ShardGroup(

@@ -382,10 +382,29 @@ void ShardGroup::zero_untouched() {
   zero(clean_until, layout_.padded_total());
 }
 
+bool ShardGroup::continue_reduce() {
+  if (!received_.defined() || num_replicas() == 1 || layout_.num_ranks() == 1) {
+    return false;
+  }
+  if (!sums_replicas_) {
+    reduce_work_->wait();
+    reduce_work_.reset();
+    const c10::AutoGradMode no_grad(false);
+    const c10::InferenceMode normal_tensors(false);
+    gradient_ = at::Tensor();
+    sum_received();
+    start_sum_over_replicas();
+    sums_replicas_ = true;
+  }
+  return true;
+}
+
 void ShardGroup::finish_reduce(TreeSum* tree) {
   if (!received_.defined()) {
     return;
   }
+  continue_reduce();
+  sums_replicas_ = false;
   if (reduce_work_) {
     reduce_work_->wait();
     reduce_work_.reset();
@@ -399,12 +418,6 @@ void ShardGroup::finish_reduce(TreeSum* tree) {
     }
     received_ = at::Tensor();
     return;
-  }
-  if (layout_.num_ranks() > 1 && num_replicas() > 1) {
-    sum_received();
-    start_sum_over_replicas();
-    reduce_work_->wait();
-    reduce_work_.reset();
   }
   sum_into_shard();
   received_ = at::Tensor();
@@ -557,6 +570,7 @@ void ShardGroup::cancel_backward() noexcept {
     }
     reduce_work_.reset();
   }
+  sums_replicas_ = false;
   gradient_views_.clear();
   gradient_ = at::Tensor();
   received_ = at::Tensor();

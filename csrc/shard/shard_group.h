@@ -131,6 +131,9 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   void accumulate(std::size_t index, const at::Tensor& gradient);
   /// Starts sending each rank its slice of the received gradient.
   void start_reduce();
+  /// Ends the sum over the ranks that share the buffer and starts the one over replicas, see [Note:
+  /// Replicas]. Returns whether there is such a sum, under way now.
+  bool continue_reduce();
   /// Sums the slices in rank order into the gradient shard and the parameters'
   /// `.grad`; with a `tree`, appends them to it instead (see [Note: Virtual shards]).
   void finish_reduce(TreeSum* tree = nullptr);
@@ -187,6 +190,7 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   std::vector<at::Tensor> gradient_views_;
   at::Tensor received_;  // one slice per rank, or their sum; only during a reduction
   WorkPtr reduce_work_;
+  bool sums_replicas_ = false;  // reduce_work_ is the second of two sums
   at::Tensor gradient_shard_;
 };
 
