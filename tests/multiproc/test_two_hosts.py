@@ -2,57 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import free_port, run_process
+from harness.namespaces import joined_hosts
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "two_hosts.py"
 DIM, BLOCKS, STEPS, RANKS = 256, 3, 4, 4  # as in the script
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
-
-
-@contextlib.contextmanager
-def joined_hosts() -> Iterator[list[tuple[str, str]]]:
-    """Namespace and interface of two hosts, 10.77.0.1 and 10.77.0.2."""
-    mark = os.getpid() % 100_000
-    hosts = [(f"bmtrain-{mark}-{side}", f"bmt{mark}{side}") for side in "ab"]
-    try:
-        for namespace, _ in hosts:
-            ip("netns", "add", namespace)
-        (first, one), (second, other) = hosts
-        ip("link", "add", one, "netns", first, "type", "veth", "peer", "name", other, "netns", second)
-        for number, (namespace, interface) in enumerate(hosts, start=1):
-            ip("-n", namespace, "address", "add", f"10.77.0.{number}/24", "dev", interface)
-            ip("-n", namespace, "link", "set", interface, "up")
-            ip("-n", namespace, "link", "set", "lo", "up")
-    except (OSError, subprocess.CalledProcessError) as error:
-        remove(hosts)
-        reason = getattr(error, "stderr", None) or str(error)
-        pytest.skip(f"network namespaces cannot be made here: {reason.strip()}")
-    try:
-        yield hosts
-    finally:
-        remove(hosts)
-
-
-def remove(hosts: list[tuple[str, str]]) -> None:
-    """The interfaces go with their namespaces."""
-    for namespace, _ in hosts:
-        subprocess.run(["ip", "netns", "delete", namespace], check=False, capture_output=True)
 
 
 def launch(prefix: list[str], options: list[str], file: Path, environment: dict[str, str]) -> None:

@@ -1,0 +1,43 @@
+"""Train until an exchange fails; write how it failed, and when, to FOLDER/rank.
+
+python cut_link.py FOLDER TIMEOUT
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import bmtrain as bmt
+from bmtrain.errors import CommunicationError
+
+
+def main() -> None:
+    """Needs the launcher's variables."""
+    folder, timeout = Path(sys.argv[1]), float(sys.argv[2])
+    bmt.init_distributed(timeout=timeout)
+    model = bmt.BMTrainModelWrapper(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)))
+    optimizer = bmt.optim.AdamOptimizer(model.parameters())
+    manager = bmt.optim.OptimManager(loss_scale=16.0)
+    manager.add_optimizer(optimizer)
+    note = folder / str(bmt.rank())
+    try:
+        for step in range(1_000_000):
+            manager.zero_grad()
+            manager.backward(model(torch.ones(2, 64)).square().mean())
+            manager.step()
+            if step == 20:
+                (folder / f"{bmt.rank()}.trains").touch()
+    except CommunicationError as error:
+        partial = note.with_suffix(".partial")
+        partial.write_text(json.dumps({"message": str(error), "time": time.monotonic()}))
+        partial.rename(note)
+        raise
+
+
+if __name__ == "__main__":
+    main()
