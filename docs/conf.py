@@ -1,7 +1,10 @@
 """How Sphinx builds these pages: `python -m sphinx -W docs docs/_build`."""
 
+import re
 import sys
 from pathlib import Path
+
+from docutils import nodes
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the reference is made from the docstrings of this tree
@@ -12,7 +15,29 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"bmtrain {release}"
+html_static_path = ["static"]
+html_css_files = ["pages.css"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+
+_CHINESE = "[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]"
+
+
+def join_lines(app, doctree):
+    """A line break between two Chinese characters is no space, which browsers would make of it."""
+    if not app.env.docname.startswith("zh/"):
+        return
+    for text in list(doctree.findall(nodes.Text)):
+        if isinstance(text.parent, nodes.FixedTextElement | nodes.literal):
+            continue
+        index = text.parent.index(text)
+        after = text.parent[index + 1].astext()[:1] if index + 1 < len(text.parent) else ""
+        before = text.parent[index - 1].astext()[-1:] if index else ""
+        joined = re.sub(f"(?<={_CHINESE})\n(?={_CHINESE})", "", before + text.astext() + after)
+        text.parent.replace(text, nodes.Text(joined[len(before) : len(joined) - len(after)]))
+
+
+def setup(app):
+    app.connect("doctree-read", join_lines)

@@ -104,7 +104,7 @@ def _collectives() -> dict[str, str]:
 
 def flat_buffer() -> str:
     """How a block's parameters become one buffer, and the buffer the ranks' shards."""
-    parameters = [("attention.weight", 210), ("attention.bias", 60), ("mlp.weight", 250), ("mlp.bias", 60)]
+    parameters = [("attention.weight", 210), ("attention.bias", 96), ("mlp.weight", 250), ("mlp.bias", 66)]
     gap, height, x0 = 6, 34, 20
     total = sum(width for _, width in parameters) + gap * len(parameters)
     parts = [_text(x0, 26, "a block's parameters, one after the other", 14, anchor="start")]
@@ -114,21 +114,21 @@ def flat_buffer() -> str:
         parts += [_rectangle(x, 40, width, height, shade), _text(x + width / 2, 62, name, 12, "#fff")]
         places.append((x, width))
         x += width + gap
-    parts.append(_text(x0, 118, "one flat buffer, cut into equal partitions", 14, anchor="start"))
+    parts.append(_text(x0, 128, "one flat buffer, cut into equal partitions", 14, anchor="start"))
     share = total / 4
     for rank in RANKS:
         x = x0 + rank * share
-        parts.append(_rectangle(x, 132, share - 2, height, COLOURS[rank]))
-        parts.append(_text(x + share / 2, 154, f"partition {rank}", 12, "#fff"))
+        parts.append(_rectangle(x, 140, share - 2, height, COLOURS[rank]))
+        parts.append(_text(x + share / 2, 162, f"partition {rank}", 12, "#fff"))
     for x, width in places:
-        parts.append(_arrow(x + width / 2, 78, x + width / 2, 128, "#777"))
-    parts.append(_text(x0, 210, "what each rank keeps: its shard", 14, anchor="start"))
+        parts.append(_arrow(x + width / 2, 80, x + width / 2, 108, "#777"))
+    parts.append(_text(x0, 228, "what each rank keeps: its shard", 14, anchor="start"))
     for rank in RANKS:
         x = x0 + rank * share
-        parts.append(_rectangle(x, 224, share - 2, height, COLOURS[rank]))
-        parts.append(_text(x + share / 2, 246, f"rank {rank}", 12, "#fff"))
-        parts.append(_arrow(x + share / 2, 170, x + share / 2, 220, "#777"))
-    return _svg(total + 2 * x0, 274, parts)
+        parts.append(_rectangle(x, 240, share - 2, height, COLOURS[rank]))
+        parts.append(_text(x + share / 2, 262, f"rank {rank}", 12, "#fff"))
+        parts.append(_arrow(x + share / 2, 180, x + share / 2, 208, "#777"))
+    return _svg(total + 2 * x0, 290, parts)
 
 
 def one_step(level: int) -> str:

@@ -1,17 +1,15 @@
-"""The quick start of both READMEs is a program that trains; the pages of docs/ build."""
+"""The quick start of both READMEs is a program that trains."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from harness import run_process, run_ranks
+from harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,13 +42,3 @@ def test_both_languages_have_the_same_program() -> None:
         return [line.split("  #")[0].rstrip() for line in program.splitlines()]
 
     assert without_comments(quick_start("README-ZH.md")) == without_comments(quick_start("README.md"))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("sphinx", "myst_parser", "furo")),
-    reason="the packages of the extra 'docs' are not installed",
-)
-def test_pages_build(tmp_path: Path) -> None:
-    run_process([sys.executable, "-m", "sphinx", "-q", "-W", ROOT / "docs", tmp_path], timeout=120)
-    assert (tmp_path / "index.html").exists()

@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -80,7 +81,16 @@ def twin(page: str) -> str | None:
 #: Chinese pages have the programs of their twins, which a test compares.
 PROGRAMS = [page for page in pages() if program(page) and twin(page) is None]
 TRANSLATED = [page for page in pages() if twin(page) is not None]
-NEEDED = ("docs/tutorial/", "docs/howto/", "docs/explanation/sharding", "docs/explanation/policies")
+#: What a newcomer reads.
+NEEDED = {
+    *(f"docs/tutorial/{name}.md" for name in ("install", "quickstart", "own", "example", "distributed")),
+    *(
+        f"docs/howto/{name}.md"
+        for name in ("migrate", "migrate-from", "checkpoints", "convert", "huggingface")
+    ),
+    *(f"docs/howto/{name}.md" for name in ("offload", "tuning", "plan", "doctor", "hangs", "trouble")),
+    *(f"docs/explanation/{name}.md" for name in ("sharding", "policies")),
+}
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -122,13 +132,40 @@ def test_fences_are_found() -> None:
     assert {"README.md", "docs/tutorial/distributed.md"} <= set(PROGRAMS)
 
 
-@pytest.mark.slow
-def test_pages_build_without_warnings(tmp_path: Path) -> None:
+def script(name: str) -> ModuleType:
+    """A program of docs/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built pages; there must be no warning."""
     for needed in ("sphinx", "furo", "myst_parser"):
         pytest.importorskip(needed)
-    build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", ROOT / "docs", tmp_path]
+    folder = tmp_path_factory.mktemp("html")
+    build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", ROOT / "docs", folder]
     assert run_process(build, directory=ROOT, timeout=250).stdout == ""
-    assert "init_distributed" in (tmp_path / "reference" / "api.html").read_text(encoding="utf-8")
+    return folder
+
+
+@pytest.mark.slow
+def test_pages_build_without_warnings(html: Path) -> None:
+    assert "init_distributed" in (html / "reference" / "api.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_pages_fit_into_a_phone_and_a_screen(html: Path) -> None:
+    """No page is wider than its window, and no picture is missing."""
+    screenshots = script("screenshots")
+    browser = screenshots.find_browser()
+    if browser is None:
+        pytest.skip("no browser: docs/screenshots.py takes chromium")
+    assert screenshots.measure(browser, html, list(screenshots.PAGES), [390, 1280]) == []
 
 
 def test_links_inside_lead_somewhere() -> None:
@@ -162,8 +199,9 @@ def test_both_languages_have_the_same_code(page: str) -> None:
 
 
 def test_what_a_newcomer_needs_is_there_in_both_languages() -> None:
-    needed = {page for page in pages() if page.startswith(NEEDED)}
-    assert needed == {str(twin(page)) for page in TRANSLATED} - {"README.md", "docs/index.md"}
+    there = {twin(page) for page in TRANSLATED}
+    assert there >= NEEDED
+    assert all((ROOT / str(english)).is_file() for english in there)
 
 
 def anchors(page: Path) -> set[str]:
@@ -174,11 +212,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_pictures_are_what_the_script_draws() -> None:
-    spec = importlib.util.spec_from_file_location("draw", ROOT / "docs" / "draw.py")
-    assert spec is not None
-    assert spec.loader is not None
-    draw = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(draw)
+    draw = script("draw")
     drawn = draw.pictures()
     there = {path.name: path.read_text() for path in (ROOT / "docs" / "images").glob("*.svg")}
     assert there == drawn, "run python docs/draw.py"
