@@ -193,6 +193,7 @@ class BlockCall:
     def _attach(self) -> tuple[torch.Tensor, ...]:
         # Without inputs that require grad, something else has to make the node require grad.
         inputs = self.inputs or [torch.empty(0, requires_grad=True)]
+        self.runtime.open_calls.add(self)
         attached: tuple[torch.Tensor, ...] = _Island.apply(self, *inputs)
         return attached
 
@@ -305,6 +306,7 @@ class BlockCall:
 
     def _spend(self) -> None:
         self.is_spent = True
+        self.runtime.open_calls.discard(self)
         self.outputs, self.inputs, self.leaves = [], [], []
         self.recordings = Recordings()
         self._arguments, self._versions = None, []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,8 @@ class BlockRuntime:
         self.is_bound = False
         #: Optimizer steps of the block's parameters that are still being computed.
         self.pending: list[PendingUpdate] = []
+        #: Forwards whose backward is still to come, or has failed or kept its graph.
+        self.open_calls: weakref.WeakSet[BlockCall] = weakref.WeakSet()
         self._gathered_version = -1
         self._gathered_round = -1
         self._is_held = False
@@ -222,7 +225,7 @@ class BlockRuntime:
         with self.engine.observer.waiting(self.label, "reduce"):
             for group in groups:
                 group.start_reduce()
-        self.engine.add_reduction(groups)
+        self.engine.add_reduction(self, groups)
 
 
 class Engine:
@@ -242,7 +245,9 @@ class Engine:
         self.reads = Reads()
         self.accumulation = Accumulation()
         self.virtual = VirtualSum()
-        self._reductions: list[Sequence[_C.ShardGroup]] = []
+        self._reductions: list[tuple[BlockRuntime, Sequence[_C.ShardGroup]]] = []
+        #: Called when the gradients of a block have reached their shards. See [Note: Stepping in backward].
+        self.after_reduction: Callable[[BlockRuntime], None] | None = None
         self._callback_task = -1
         self._is_ending = False
         self._accumulated: dict[int, DistributedParameter] = {}
@@ -276,7 +281,7 @@ class Engine:
         finally:
             self._islands -= 1
 
-    def add_reduction(self, groups: Sequence[_C.ShardGroup]) -> None:
+    def add_reduction(self, runtime: BlockRuntime, groups: Sequence[_C.ShardGroup]) -> None:
         """Takes over a reduction under way; completes the one before, so that at most one overlaps with compute.
 
         A sum over replicas, which follows that over the ranks that share a block, overlaps with one block more.
@@ -285,9 +290,9 @@ class Engine:
         del self._reductions[-1:]
         self.finish_reductions()
         self._reductions += latest
-        if not any([group.continue_reduce() for before in latest for group in before]):  # noqa: C419 (of every group)
+        if not any([group.continue_reduce() for _, before in latest for group in before]):  # noqa: C419 (every group)
             self.finish_reductions()
-        self._reductions.append(groups)
+        self._reductions.append((runtime, groups))
         if not self._is_ending:
             self.call_at_end_of_backward()
 
@@ -333,7 +338,7 @@ class Engine:
 
     def finish_reduction_of(self, groups: Iterable[_C.ShardGroup]) -> None:
         """Completes the reduction under way if it is of one of ``groups`` (a block that ran twice in a row)."""
-        if any(group in under_way for group in groups for under_way in self._reductions):
+        if any(group in under_way for group in groups for _, under_way in self._reductions):
             self.finish_reductions()
 
     def drop_stale_reductions(self) -> None:
@@ -341,14 +346,16 @@ class Engine:
         if (self._reductions or self._accumulated) and torch._C._current_graph_task_id() == -1:
             self._accumulated.clear()
             while self._reductions:
-                for group in self._reductions.pop(0):
+                for group in self._reductions.pop(0)[1]:
                     group.cancel_backward()
 
     def finish_reductions(self) -> None:
         """Waits until every gradient sent off has reached its shard."""
         while self._reductions:
-            groups = self._reductions.pop(0)
+            runtime, groups = self._reductions.pop(0)
             self.observer.awaiting_reduction(groups)
             for group in groups:
                 self.virtual.finish_reduce(group)
             self.observer.reduced(groups)
+            if self.after_reduction is not None:
+                self.after_reduction(runtime)

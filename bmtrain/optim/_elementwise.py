@@ -16,7 +16,7 @@ from ._grad_stats import check_overflow, forget_unsent
 __all__ = ["ElementwiseOptimizer", "Update", "check_scale"]
 
 _UNSET: Any = object()
-_OWN = ("_owned_scale", "_steps_since_last_scale", "_seen")  # attributes that copies keep
+_OWN = ("_early", "_owned_scale", "_steps_since_last_scale", "_seen")  # attributes that copies keep
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -54,6 +54,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         self._steps_since_last_scale = 0
         # Per parameter with a master: what marks its value as our own writing, see _value_mark.
         self._seen: dict[Tensor, tuple[int, int]] = {}
+        self._early: set[int] = set()  # ids of parameters that this step has updated already
         self._check_options(defaults)
         super().__init__(params, defaults)
 
@@ -121,6 +122,12 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         self._owned_scale = float(scale)
         self._steps_since_last_scale = 0
 
+    @property
+    def _states(self) -> dict[Tensor, dict[str, Any]]:
+        """The state by parameter, also where `state` waits for updates under way."""
+        states: dict[Tensor, dict[str, Any]] = self.__dict__["state"]
+        return states
+
     # ---- the step -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -143,7 +150,9 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        ready = [(group, _with_gradients(group["params"])) for group in self.param_groups]
+        early, self._early = self._early, set()
+        rest = [(group, [p for p in group["params"] if id(p) not in early]) for group in self.param_groups]
+        ready = [(group, members, _with_gradients(members)) for group, members in rest]
         owned = scale is _UNSET and self._owned_scale is not None
         if scale is _UNSET:
             scale = self.scale
@@ -153,31 +162,47 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             if check_overflow(self.param_groups):
                 raise OverflowError("Gradient overflow")
             self._steps_since_last_scale += 1
-        self._start_step()
-        for group, pairs in ready:
-            self._step_group(group, pairs, float(scale))
+        if not early:
+            self._start_step()
+        for group, members, pairs in ready:
+            self._step_members(group, members, pairs, float(scale))
         self._end_step()
         return loss
 
-    def _step_group(self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]], scale: float) -> None:
-        names = self._arrays_of(group)
-        lacking = [p for p, _ in pairs if p not in self.state or not all(n in self.state[p] for n in names)]
+    @torch.no_grad()
+    def step_early(self, group: dict[str, Any], members: Sequence[Tensor]) -> None:
+        """Update some parameters of a group now, by unscaled gradients; the next :meth:`step` leaves them out."""
+        if not self._early:
+            self._start_step()
+        self._early.update(map(id, members))
+        self._step_members(group, members, _with_gradients(members), 1.0)
+        self._end_step()
+
+    def _step_members(
+        self,
+        group: dict[str, Any],
+        members: Sequence[Tensor],
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        scale: float,
+    ) -> None:
+        names, states = self._arrays_of(group), self._states
+        lacking = [p for p, _ in pairs if p not in states or not all(n in states[p] for n in names)]
         self._create_state(dict.fromkeys(lacking, names))
         fresh = set(lacking)
         updates = [Update(p, grad, self._prepare(p), p in fresh) for p, grad in pairs]
         # Also empty shards: all ranks see the same parameters change.
-        changed = [p for p in group["params"] if p.grad is not None and p.requires_grad]
+        changed = [p for p in members if p.grad is not None and p.requires_grad]
         for is_low in (True, False):
-            members = [u for u in updates if (u.param.dtype != torch.float32) == is_low]
-            if members:
-                self._apply(members, names, self._options_of(group, is_low=is_low, scale=scale))
+            alike = [u for u in updates if (u.param.dtype != torch.float32) == is_low]
+            if alike:
+                self._apply(alike, names, self._options_of(group, is_low=is_low, scale=scale))
         torch.autograd.graph.increment_version(changed)
         for p, _ in pairs:
             self._mark_seen(p)
 
     def _prepare(self, p: Tensor) -> dict[str, Any]:
         """Return the state, its count advanced and its master up to date."""
-        state: dict[str, Any] = self.state[p]
+        state: dict[str, Any] = self._states[p]
         state["step"] += 1
         if MASTER in state:
             if self.shares_master(p):
@@ -216,8 +241,9 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         """
         kinds: dict[tuple[torch.device, tuple[str, ...]], list[Tensor]] = {}
         for p, names in wanted.items():
-            lacking = tuple(name for name in names if p not in self.state or name not in self.state[p])
-            if p not in self.state and self.has_master(p) and not self.shares_master(p):
+            state = self._states.get(p, {})
+            lacking = tuple(name for name in names if name not in state)
+            if not state and self.has_master(p) and not self.shares_master(p):
                 lacking += (MASTER,)
             kinds.setdefault((self._state_device(p), lacking), []).append(p)
         for (device, lacking), members in kinds.items():
@@ -231,9 +257,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         dtypes = [torch.float32 if name == MASTER else self._state_dtype for name in names]
         arrays = allocate([p.shape for p in parameters], dtypes, device, pinned=pinned)
         for k, p in enumerate(parameters):
-            if p not in self.state:
-                self.state[p] = {"step": 0}
-            state = self.state[p]
+            state = self._states.setdefault(p, {"step": 0})
             for name, array in zip(names, arrays, strict=True):
                 state[name] = array[k]
             if MASTER in names:

@@ -103,7 +103,7 @@ class Offloaded(ElementwiseOptimizer):
     def _end_step(self) -> None:
         parts, self._parts = self._parts, []
         if parts:
-            for part in self._overlap.post(parts, self.__dict__["state"], self._add_to):
+            for part in self._overlap.post(parts, self._states, self._add_to):
                 self._compute_part(part)
 
     def _compute_part(self, part: Part) -> None:
@@ -111,7 +111,7 @@ class Offloaded(ElementwiseOptimizer):
             self._compute(ranges, part.options)
 
     def _note_new_state(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
-        self._overlap.arenas.note(parameters, names, self.state)
+        self._overlap.arenas.note(parameters, names, self._states)
 
     def _own_attributes(self) -> tuple[str, ...]:
         return (*super()._own_attributes(), "_overlaps", "_state_dtype")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from .._deprecate import warn_once
 from ..accumulate import no_sync
-from ..global_var import context, num_losses, rank
+from ..global_var import config, context, num_losses, rank
 from ..parameter import DistributedParameter
 from ..virtual import check_no_loop
+from ._early import EarlySteps
 from ._grad_stats import check_overflow, first_overflow, forget_unsent, grad_rescale, parameters_of
 from ._state import load_optimizer_state, optimizer_state
 from .clip_grad import clip_gradients
@@ -40,9 +41,13 @@ class OptimManager:
             world size divided by the tensor-parallel size, or in a loop over virtual shards their number.
         accumulate: number of backwards whose mean gradient one step uses. The others than the last send nothing (see
             :func:`bmtrain.no_sync`), and until it :meth:`zero_grad` and :meth:`step` do nothing: the loop is the same.
+        step_in_backward: update a block inside :meth:`backward`, as soon as its gradient is complete and nothing else
+            can change it; :meth:`step` updates the rest. The bits are those of updates within :meth:`step`. There is
+            one backward to a step then (or use ``accumulate``), gradients cannot be changed between them, and neither
+            clipping nor a loss scale can be had: both need all gradients before the first update.
 
     Raises:
-        ValueError: a number is out of range.
+        ValueError: a number is out of range, or ``step_in_backward`` comes with a loss scale or a pipeline.
 
     Example::
 
@@ -65,6 +70,7 @@ class OptimManager:
         grad_scale: float | None = None,
         *,
         accumulate: int = 1,
+        step_in_backward: bool = False,
     ) -> None:
         for name, value in (("loss_scale", loss_scale), ("grad_scale", grad_scale)):
             if value is not None and not value > 0:
@@ -75,6 +81,9 @@ class OptimManager:
             raise ValueError(
                 f"expected 0 < min_loss_scale <= max_loss_scale, got {min_loss_scale} and {max_loss_scale}"
             )
+        if step_in_backward:
+            _refuse_early_steps(loss_scale is not None)
+        self._early = EarlySteps() if step_in_backward else None
         self.loss_scale: float = 1 if loss_scale is None else loss_scale
         self.loss_scale_enabled = loss_scale is not None
         self.steps_since_last_scale = 0
@@ -142,8 +151,20 @@ class OptimManager:
             loss: this rank's scalar loss, normally the mean over its own batch.
         """
         self._num_backwards += 1
-        with no_sync() if self._is_accumulating() else nullcontext():
+        with self._around_backward():
             self.scale_loss(loss).backward()
+
+    def _around_backward(self) -> AbstractContextManager[None]:
+        if self._is_accumulating():
+            return no_sync()
+        if self._early is None or context("OptimManager.backward").engine.virtual.is_open:
+            return nullcontext()
+        return self._early.allowed(self.optimizers)
+
+    @property
+    def num_blocks_stepped_in_backward(self) -> int:
+        """Number of blocks whose update began in the last backward; 0 without ``step_in_backward``."""
+        return 0 if self._early is None else self._early.num_blocks
 
     def _is_accumulating(self) -> bool:
         return 0 < self._num_backwards < self.accumulate
@@ -168,7 +189,15 @@ class OptimManager:
 
         Returns:
             The unscaled norm before clipping, 0-dim, equal on all ranks.
+
+        Raises:
+            RuntimeError: the manager was made with ``step_in_backward``.
         """
+        if self._early is not None:
+            raise RuntimeError(
+                "OptimManager.clip_grad_norm: with step_in_backward=True parameters are updated before the norm is "
+                "known; leave one of them out"
+            )
         return clip_gradients(param_groups, max_norm, self.loss_scale, norm_type, eps)
 
     def step(self) -> None:
@@ -192,6 +221,8 @@ class OptimManager:
                 optimizer.step()
             if lr_scheduler is not None:
                 lr_scheduler.step()
+        if self._early is not None:
+            self._early.finish()
         if self.loss_scale_enabled:
             self._count_good_step()
 
@@ -246,6 +277,8 @@ class OptimManager:
         for name, own in (("optimizers", self.optimizers), ("lr_schedulers", self.lr_schedulers)):
             if len(state_dict[name]) != len(own):
                 raise ValueError(f"expected the state of {len(own)} {name}, got {len(state_dict[name])}")
+        if self._early is not None:
+            _refuse_early_steps(state_dict["loss_scale_enabled"])
         loss_scale = state_dict["loss_scale"]
         for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
             load_optimizer_state(optimizer, state, loss_scale)
@@ -255,6 +288,16 @@ class OptimManager:
         self.loss_scale = loss_scale
         self.loss_scale_enabled = state_dict["loss_scale_enabled"]
         self.steps_since_last_scale = state_dict.get("steps_since_last_scale", 0)
+
+
+def _refuse_early_steps(with_loss_scale: bool) -> None:
+    if with_loss_scale:
+        raise ValueError(
+            "step_in_backward: expected no loss scale, whose overflow must be known before the first update; train in "
+            "bfloat16 or float32, or leave one of them out"
+        )
+    if config.get("pipe_enabled", False):
+        raise ValueError("step_in_backward: expected no pipeline, whose stages send their gradients at once")
 
 
 #: What optimizers are called that use norms or factors of whole tensors, for which shards are no substitute.

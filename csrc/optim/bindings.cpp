@@ -64,6 +64,8 @@ void bind_offload_update(py::module_& module) {
       .def_property_readonly("state", &OffloadUpdate::state)
       .def("zero_gradients_afterwards", &OffloadUpdate::zero_gradients_afterwards)
       .def("wait", &OffloadUpdate::wait, NoGil());
+  module.def("lead_graphs_to", &OffloadUpdate::lead_graphs_to, py::arg("parameters"),
+             "Whether a graph that exists leads to one of the parameters as they are, shards.");
   module.def("disturb_updates", &disturb_updates, py::arg("max_delay_microseconds"),
              py::arg("failing_label") = "",
              "Delays chunks by random times, or lets a block's fail; for tests.");

@@ -214,6 +214,12 @@ void OffloadUpdate::guard_gradients(const std::shared_ptr<OffloadUpdate>& update
   }
 }
 
+bool OffloadUpdate::lead_graphs_to(const std::vector<at::Tensor>& parameters) {
+  return std::any_of(parameters.begin(), parameters.end(), [](const at::Tensor& parameter) {
+    return torch::autograd::impl::try_get_grad_accumulator(parameter) != nullptr;
+  });
+}
+
 void disturb_updates(std::int64_t max_delay_microseconds, const std::string& failing_label) {
   BMT_CHECK(ValueError, max_delay_microseconds >= 0, "max_delay_microseconds: expected 0 or more, got ",
             max_delay_microseconds);

@@ -38,6 +38,9 @@ class OffloadUpdate {
   static void guard_gradients(const std::shared_ptr<OffloadUpdate>& update,
                               const std::vector<at::Tensor>& parameters);
 
+  /// Whether a graph that exists could change the gradient of one of the parameters.
+  [[nodiscard]] static bool lead_graphs_to(const std::vector<at::Tensor>& parameters);
+
  private:
   struct Plan;
 

@@ -1,0 +1,84 @@
+"""Updates that start inside backward.
+
+[Note: Stepping in backward]
+When the gradients of a block have reached its shards, and nothing else of this backward can change them, its update can
+start: the gradients' memory is read while it is warm, and offloaded updates overlap with the rest of backward too. What
+else could change them: another call of the block that waits for its backward, a graph that leads to a parameter itself
+(a regulariser, a read outside the block), hooks of the user. If there is any of it, or the optimizer is not one of this
+library, the block is left to `step()`. Each rank decides for itself: no message and no bit depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import _C
+from ..global_var import context
+
+if TYPE_CHECKING:
+    from .._engine.runtime import BlockRuntime
+
+__all__ = ["EarlySteps"]
+
+
+class EarlySteps:
+    """Starts updates of blocks inside one backward for each step."""
+
+    def __init__(self) -> None:
+        #: Blocks whose update began in backward, since the last step.
+        self.num_blocks = 0
+        self._is_spent = False
+        self._owners: dict[int, tuple[Any, dict[str, Any]]] = {}  # of a parameter: optimizer and group
+
+    @contextmanager
+    def allowed(self, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+        """While the last backward before a step runs.
+
+        Raises:
+            RuntimeError: it is not the first one since the last step.
+        """
+        if self._is_spent:
+            raise RuntimeError(
+                "OptimManager.backward: with step_in_backward=True the first backward after a step updates parameters; "
+                "call step() before the next one, or accumulate gradients by OptimManager(accumulate=...)"
+            )
+        engine = context("OptimManager.backward").engine
+        self._is_spent = True
+        self.num_blocks = 0
+        self._owners = {
+            id(p): (optimizer, group)
+            for optimizer in optimizers
+            if getattr(optimizer, "_bmtrain_optimizer", False)
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        engine.after_reduction = self._step_block
+        try:
+            yield
+        finally:
+            engine.after_reduction = None
+            self._owners = {}
+
+    def finish(self) -> None:
+        """A step has completed what this backward left."""
+        self._is_spent = False
+
+    def _step_block(self, runtime: BlockRuntime) -> None:
+        parameters: list[Any] = [p for group in runtime.groups for p in group.parameters if p.requires_grad]
+        if runtime.open_calls or any(p._accumulated_hooks for p in parameters):
+            return
+        if _C.lead_graphs_to(parameters):
+            return
+        shares: dict[tuple[int, int], tuple[Any, dict[str, Any], list[Any]]] = {}
+        for p in parameters:
+            owner = self._owners.get(id(p))
+            if owner is not None:
+                optimizer, group = owner
+                shares.setdefault((id(optimizer), id(group)), (optimizer, group, []))[2].append(p)
+        for optimizer, group, members in shares.values():
+            optimizer.step_early(group, members)
+        self.num_blocks += bool(shares)
