@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import secrets
 import socket
 import struct
@@ -44,6 +45,8 @@ def why_not() -> str:
     """What this process lacks for sharing memory, in words; empty if nothing."""
     if not (hasattr(os, "memfd_create") and hasattr(socket, "send_fds") and place()):
         return "this system has no memory files or no /proc"
+    if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
+        return "the size of files is limited here (ulimit -f)"
     try:
         os.close(_create_file(1))
     except OSError as error:

@@ -148,9 +148,11 @@ class BlockRuntime:
             self.engine.observer.gathering(self)
         sharded = [group for group in self.groups if group.state == _SHARDED]
         if sharded:
+            # Of buffers that the ranks write together there are a few: not for blocks that stay gathered.
+            in_place = self.policy.level == 3 and not self.policy.keep_gathered
             with self.engine.observer.waiting(self.label, "gather"):
                 for group in sharded:
-                    group.start_gather()
+                    group.start_gather(in_place)
 
     def is_of_this_round(self) -> bool:
         """Whether what is gathered holds for another forward: the policy keeps it, and nothing has changed since."""

@@ -116,7 +116,7 @@ class SimulatedShards:
         """Nobody puts tensors in place of the shards."""
         return False
 
-    def start_gather(self) -> None:
+    def start_gather(self, in_place: bool = False) -> None:
         if self.state != _State.SHARDED:
             return
         if self._ranks > 1:

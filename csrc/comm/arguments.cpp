@@ -4,6 +4,11 @@
 
 namespace bmtrain {
 
+WorkPtr Communicator::all_to_all_in_place(at::Tensor /*input*/, std::shared_ptr<PeerSlices>& /*slices*/,
+                                          const std::string& /*label*/) {
+  throw StateError(describe(*this, "all_to_all") + ": this transport cannot be used in place");
+}
+
 std::string describe(const Communicator& comm, const char* op) {
   return detail::join(op, " on group \"", comm.name(), "\", rank ", comm.rank(), " of ", comm.size());
 }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
 
 #include <cstdint>
 #include <memory>
@@ -34,6 +35,16 @@ using WorkPtr = std::shared_ptr<Work>;
 struct Traffic {
   std::int64_t messages = 0;
   std::int64_t bytes = 0;
+};
+
+/// What the ranks sent to this one, where it lies. Valid from the end of the operation until release().
+class PeerSlices {
+ public:
+  virtual ~PeerSlices() = default;
+  /// They were read: their owners may use the memory for something else. May be called twice.
+  virtual void release() = 0;
+
+  std::vector<const void*> by_rank;
 };
 
 class Communicator {
@@ -65,6 +76,25 @@ class Communicator {
                                        const std::string& label) = 0;
   /// In place.
   [[nodiscard]] virtual WorkPtr broadcast(at::Tensor tensor, int root, const std::string& label) = 0;
+
+  // Memory that ranks use in place instead of copying, where the transport knows such (ranks of one host).
+  // The results, the counts and the bytes of traffic() are those of the plain operations.
+
+  /// Whether all_to_all_in_place() can be used.
+  [[nodiscard]] virtual bool works_in_place() const { return false; }
+  /// Memory for an all_gather's output, into which each rank copies its slice once for all; null if there is
+  /// none. All ranks have to borrow alike, and to give back alike with respect to what they borrow later.
+  [[nodiscard]] virtual c10::DataPtr borrow_output(std::int64_t /*nbytes*/) { return {}; }
+  /// Ends what borrow_output() began; freeing the memory without it makes that unusable for later gathers.
+  virtual void give_back_output(const void* /*data*/, std::int64_t /*nbytes*/) {}
+  /// Memory for the input of all_to_all_in_place(); null if there is none, now or ever.
+  [[nodiscard]] virtual c10::DataPtr borrow_input(std::int64_t /*nbytes*/) { return {}; }
+  /// An all_to_all whose output stays where the ranks have it; input from elsewhere than borrow_input() is
+  /// copied. `input` must not change until the other ranks have read it, which borrow_input() takes care of.
+  [[nodiscard]] virtual WorkPtr all_to_all_in_place(at::Tensor input, std::shared_ptr<PeerSlices>& slices,
+                                                    const std::string& label);
+  /// Bytes that this process moved from memory to memory for its operations, since the last reset_traffic().
+  [[nodiscard]] virtual std::int64_t bytes_copied() const { return 0; }
 
   // Point to point; messages between one pair arrive in the order they were sent.
   [[nodiscard]] virtual WorkPtr send(at::Tensor tensor, int peer, const std::string& label) = 0;

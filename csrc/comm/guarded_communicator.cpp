@@ -200,6 +200,12 @@ WorkPtr GuardedCommunicator::reduce(at::Tensor tensor, ReduceOp op, int root, co
              [&] { return inner_->reduce(tensor, op, root, label); });
 }
 
+WorkPtr GuardedCommunicator::all_to_all_in_place(at::Tensor input, std::shared_ptr<PeerSlices>& slices,
+                                                 const std::string& label) {
+  return run(record_of("all_to_all", input, label),
+             [&] { return inner_->all_to_all_in_place(input, slices, label); });
+}
+
 WorkPtr GuardedCommunicator::broadcast(at::Tensor tensor, int root, const std::string& label) {
   return run(record_of("broadcast", tensor, label, detail::join("root ", root)),
              [&] { return inner_->broadcast(tensor, root, label); });

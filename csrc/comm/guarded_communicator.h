@@ -46,6 +46,19 @@ class GuardedCommunicator final : public Communicator {
   [[nodiscard]] WorkPtr all_reduce(at::Tensor tensor, ReduceOp op, const std::string& label) override;
   [[nodiscard]] WorkPtr reduce(at::Tensor tensor, ReduceOp op, int root, const std::string& label) override;
   [[nodiscard]] WorkPtr broadcast(at::Tensor tensor, int root, const std::string& label) override;
+  [[nodiscard]] bool works_in_place() const override { return inner_->works_in_place(); }
+  [[nodiscard]] c10::DataPtr borrow_output(std::int64_t nbytes) override {
+    return inner_->borrow_output(nbytes);
+  }
+  void give_back_output(const void* data, std::int64_t nbytes) override {
+    inner_->give_back_output(data, nbytes);
+  }
+  [[nodiscard]] c10::DataPtr borrow_input(std::int64_t nbytes) override {
+    return inner_->borrow_input(nbytes);
+  }
+  [[nodiscard]] WorkPtr all_to_all_in_place(at::Tensor input, std::shared_ptr<PeerSlices>& slices,
+                                            const std::string& label) override;
+  [[nodiscard]] std::int64_t bytes_copied() const override { return inner_->bytes_copied(); }
   [[nodiscard]] WorkPtr send(at::Tensor tensor, int peer, const std::string& label) override;
   [[nodiscard]] WorkPtr recv(at::Tensor tensor, int peer, const std::string& label) override;
   void barrier(const std::string& label) override;

@@ -76,6 +76,11 @@ WorkPtr ShmCommunicator::start(const ShmOperationPtr& operation, Pieces sends, P
   return std::make_shared<ShmWork>(link_, operation, std::move(publish));
 }
 
+void ShmCommunicator::copy_slice(char* to, const char* from, std::int64_t bytes) {
+  copy_own(to, from, bytes);
+  link_->count_copied(to == from ? 0 : bytes);
+}
+
 ShmCommunicator::Pieces ShmCommunicator::from_others(const at::Tensor& received, std::int64_t bytes) const {
   Pieces pieces;
   for (int r = 0, slot = 0; r < size(); ++r) {
@@ -98,6 +103,9 @@ std::vector<const void*> ShmCommunicator::in_rank_order(const void* own, const a
 
 WorkPtr ShmCommunicator::all_gather(at::Tensor output, at::Tensor input, const std::string& label) {
   check_sizes(*this, "all_gather", "output", output, "input", input);
+  if (const int slot = link_->find_common(output); slot != ShmHeap::kNone) {
+    return gather_in_place(output, input, slot, label);
+  }
   const std::int64_t bytes = bytes_of(input);
   const at::Tensor from = staged(input);
   const at::Tensor to = staged_empty(output);
@@ -111,8 +119,46 @@ WorkPtr ShmCommunicator::all_gather(at::Tensor output, at::Tensor input, const s
   }
   auto work = start(operation, {{data_of(from), bytes}}, std::move(receives), bytes * (size() - 1),
                     publisher(to, output));
-  copy_own(data_of(to) + rank() * bytes, data_of(from), bytes);
+  copy_slice(data_of(to) + rank() * bytes, data_of(from), bytes);
   return work;
+}
+
+WorkPtr ShmCommunicator::gather_in_place(const at::Tensor& output, const at::Tensor& input, int slot,
+                                         const std::string& label) {
+  const std::int64_t bytes = bytes_of(input);
+  const ShmOperationPtr operation = begin("all_gather", label, bytes, 1 + slot);
+  operation->tensors = {output, input};
+  Pieces receives;
+  for (int r = 0; r < size(); ++r) {
+    if (r != rank()) {
+      receives.push_back({nullptr, bytes, r, 0, ShmPlace::kCommon, slot});
+    }
+  }
+  return start(operation, {{data_of(input), bytes, ShmRing::kEverybody, 0, ShmPlace::kCommon, slot}},
+               std::move(receives), bytes * (size() - 1));
+}
+
+WorkPtr ShmCommunicator::all_to_all_in_place(at::Tensor input, std::shared_ptr<PeerSlices>& slices,
+                                             const std::string& label) {
+  check_tensor(*this, "all_to_all", "input", input);
+  BMT_CHECK(ValueError, input.is_cpu() && input.numel() % size() == 0, bmtrain::describe(*this, "all_to_all"),
+            ": expected a tensor in host memory that divides by ", size(), " ranks");
+  const std::int64_t bytes = bytes_of(input) / size();
+  const ShmOperationPtr operation = begin("all_to_all", label, bytes, 1);
+  operation->tensors = {input};
+  operation->slices = std::make_shared<ShmPeerSlices>(link_, size());
+  operation->slices->by_rank[static_cast<std::size_t>(rank())] = data_of(input) + rank() * bytes;
+  slices = operation->slices;
+  const int slot = link_->publish_own(input);
+  const ShmPlace place = slot == ShmHeap::kNone ? ShmPlace::kPrivate : ShmPlace::kOwn;
+  Pieces sends;
+  Pieces receives;
+  for (int distance = 1; distance < size(); ++distance) {
+    const int r = (rank() + distance) % size();
+    sends.push_back({data_of(input) + r * bytes, bytes, r, 0, place, slot});
+    receives.push_back({nullptr, bytes, r});
+  }
+  return start(operation, std::move(sends), std::move(receives), bytes * (size() - 1));
 }
 
 WorkPtr ShmCommunicator::all_to_all(at::Tensor output, at::Tensor input, const std::string& label) {
@@ -131,7 +177,7 @@ WorkPtr ShmCommunicator::all_to_all(at::Tensor output, at::Tensor input, const s
   }
   auto work =
       start(operation, std::move(sends), std::move(receives), bytes * (size() - 1), publisher(to, output));
-  copy_own(data_of(to) + rank() * bytes, data_of(from) + rank() * bytes, bytes);
+  copy_slice(data_of(to) + rank() * bytes, data_of(from) + rank() * bytes, bytes);
   return work;
 }
 

@@ -40,6 +40,17 @@ class ShmCommunicator final : public Communicator {
   [[nodiscard]] WorkPtr all_reduce(at::Tensor tensor, ReduceOp op, const std::string& label) override;
   [[nodiscard]] WorkPtr reduce(at::Tensor tensor, ReduceOp op, int root, const std::string& label) override;
   [[nodiscard]] WorkPtr broadcast(at::Tensor tensor, int root, const std::string& label) override;
+  [[nodiscard]] bool works_in_place() const override { return true; }
+  [[nodiscard]] c10::DataPtr borrow_output(std::int64_t nbytes) override {
+    return link_->borrow_common(nbytes);
+  }
+  void give_back_output(const void* data, std::int64_t nbytes) override {
+    link_->give_back_common(data, nbytes);
+  }
+  [[nodiscard]] c10::DataPtr borrow_input(std::int64_t nbytes) override { return link_->borrow_own(nbytes); }
+  [[nodiscard]] WorkPtr all_to_all_in_place(at::Tensor input, std::shared_ptr<PeerSlices>& slices,
+                                            const std::string& label) override;
+  [[nodiscard]] std::int64_t bytes_copied() const override { return link_->bytes_copied(); }
   [[nodiscard]] WorkPtr send(at::Tensor tensor, int peer, const std::string& label) override;
   [[nodiscard]] WorkPtr recv(at::Tensor tensor, int peer, const std::string& label) override;
   void barrier(const std::string& label) override;
@@ -49,11 +60,18 @@ class ShmCommunicator final : public Communicator {
   [[nodiscard]] std::vector<std::pair<std::string, Traffic>> traffic() const override {
     return traffic_.snapshot();
   }
-  void reset_traffic() override { traffic_.reset(); }
+  void reset_traffic() override {
+    traffic_.reset();
+    link_->reset_copied();
+  }
 
  private:
   using Pieces = std::vector<ShmPiece>;
 
+  // This rank's own slice, to its place among the others.
+  void copy_slice(char* to, const char* from, std::int64_t bytes);
+  [[nodiscard]] WorkPtr gather_in_place(const at::Tensor& output, const at::Tensor& input, int slot,
+                                        const std::string& label);
   [[nodiscard]] ShmOperationPtr begin(const char* op, const std::string& label, std::int64_t bytes,
                                       int detail) const;
   [[nodiscard]] WorkPtr start(const ShmOperationPtr& operation, Pieces sends, Pieces receives,

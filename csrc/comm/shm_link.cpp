@@ -22,7 +22,9 @@ constexpr int kLookMilliseconds = 50;
 // Looks at the bell before sleeping on it: a peer that is just copying is ready within microseconds.
 constexpr int kLooks = 20;
 
-static_assert(sizeof(ShmHeader) <= kHeaderBytes);
+constexpr std::size_t kTableAt = 2048;  // within the header
+
+static_assert(sizeof(ShmHeader) <= kTableAt && kTableAt + sizeof(ShmHeapTable) <= kHeaderBytes);
 
 ShmRingShape collective_shape(int size) { return {size, kCollectiveBytes}; }
 ShmRingShape message_shape() { return {1, kMessageBytes}; }
@@ -32,6 +34,15 @@ char* collective_ring(const ShmSegment& segment) { return segment.data() + kHead
 char* message_ring(const ShmSegment& segment, int size, int peer) {
   return collective_ring(segment) + collective_shape(size).bytes() +
          static_cast<std::size_t>(peer) * message_shape().bytes();
+}
+
+std::vector<ShmHeapTable*> tables_of(const std::vector<ShmSegment>& segments) {
+  std::vector<ShmHeapTable*> tables;
+  tables.reserve(segments.size());
+  for (const ShmSegment& segment : segments) {
+    tables.push_back(reinterpret_cast<ShmHeapTable*>(segment.data() + kTableAt));
+  }
+  return tables;
 }
 
 void copy_text(char* to, std::size_t size, std::string_view text) {
@@ -64,6 +75,7 @@ ShmLink::ShmLink(const std::vector<int>& files, std::vector<int> watches, int ra
   for (const int file : files) {
     segments_.emplace_back(file, segment_bytes(size_));
   }
+  heap_ = std::make_unique<ShmHeap>(files, tables_of(segments_), rank_, segment_bytes(size_));
   collective_writer_ = ShmRingWriter(collective_ring(segments_[index(rank_)]), collective_shape(size_));
   for (int peer = 0; peer < size_; ++peer) {
     const ShmSegment& theirs = segments_[index(peer)];
@@ -154,23 +166,22 @@ bool ShmLink::send_queue(Queue& queue, ShmRingWriter& ring) {
     }
     const bool is_message = operation.message_peer >= 0;
     ShmDescriptor meta{};
+    meta.slot = pending.piece.slot;
     meta.sequence = operation.sequence;
     meta.bytes = operation.bytes;
     meta.fingerprint = operation.fingerprint;
     meta.reader = is_message ? ShmRing::kEverybody : pending.piece.peer;
     copy_text(meta.op, sizeof(meta.op), operation.op);
-    const auto left = static_cast<std::uint64_t>(pending.piece.bytes - pending.moved);
-    const char* const data = pending.piece.data + pending.moved;
     const auto is_past = [&](int reader) {
       const int peer = is_message ? operation.message_peer : reader;
       return peer == rank_ || is_gone(peer);
     };
-    std::uint64_t written = ring.write(data, left, meta, is_past);
+    std::uint64_t written = send_some(pending, ring, meta, is_past);
     if (written == 0) {
       // A reader that makes room after this looks at the mark; one that did so before is found by a second
       // try.
       ring.set_blocked(true);
-      written = ring.write(data, left, meta, is_past);
+      written = send_some(pending, ring, meta, is_past);
       if (written == 0) {
         std::vector<int> behind;
         add_readers_behind(pending, behind);
@@ -212,7 +223,10 @@ bool ShmLink::receive_queue(Queue& queue, ShmRingReader& ring, int peer) {
                                 " bytes); all ranks must call the same operations in the same order"));
       return moved;
     }
-    std::memcpy(pending.piece.data + pending.moved, ring.data() + chunk->offset, chunk->length);
+    receive_chunk(pending, *chunk, ring, peer);
+    if (aborted_) {
+      return moved;
+    }
     ring.consume();
     moved = true;
     pending.moved += length;

@@ -26,10 +26,35 @@
 #include <thread>
 #include <vector>
 
+#include "comm/communicator.h"
+#include "comm/shm_heap.h"
 #include "comm/shm_ring.h"
 #include "comm/shm_segment.h"
 
 namespace bmtrain {
+
+class ShmLink;
+
+/// The slices of an all_to_all, each in a buffer of its sender or in memory of this process.
+class ShmPeerSlices final : public PeerSlices {
+ public:
+  ShmPeerSlices(std::weak_ptr<ShmLink> link, int size) : link_(std::move(link)) {
+    by_rank.resize(static_cast<std::size_t>(size));
+  }
+  ~ShmPeerSlices() override { release(); }
+  ShmPeerSlices(const ShmPeerSlices&) = delete;
+  ShmPeerSlices& operator=(const ShmPeerSlices&) = delete;
+  void release() final;
+
+  std::vector<std::pair<int, int>> in_place;  // rank and slot of the buffers that are read here
+  std::vector<at::Tensor> copies;
+
+ private:
+  std::weak_ptr<ShmLink> link_;
+};
+
+/// Where a piece lies: in private memory, so that it goes through the rings, or in a buffer used in place.
+enum class ShmPlace : std::uint8_t { kPrivate, kOwn, kCommon };
 
 /// Bytes to be sent, or to be received from `peer`.
 struct ShmPiece {
@@ -37,6 +62,8 @@ struct ShmPiece {
   std::int64_t bytes = 0;
   int peer = ShmRing::kEverybody;
   int phase = 0;
+  ShmPlace place = ShmPlace::kPrivate;
+  int slot = ShmHeap::kNone;  // of the buffer, unless kPrivate
 };
 
 /// One operation: the pieces it consists of, and what is done between its phases.
@@ -54,10 +81,12 @@ struct ShmOperation {
   int left[2] = {0, 0};  // pieces of each phase that are not through
   bool combined = false;
   bool done = false;
+  /// Where pieces without `data` are received: they stay where they are, if they can.
+  std::shared_ptr<ShmPeerSlices> slices;
 };
 using ShmOperationPtr = std::shared_ptr<ShmOperation>;
 
-class ShmLink {
+class ShmLink : public std::enable_shared_from_this<ShmLink> {
  public:
   /// `files` are the memory files of all ranks in rank order; `watches` has for each rank two descriptors (or
   /// -1) that become readable when that process is gone, and which belong to the link if this returns.
@@ -83,6 +112,22 @@ class ShmLink {
   void close();
   [[nodiscard]] bool closed();
 
+  // Buffers used in place; see ShmHeap.
+
+  [[nodiscard]] c10::DataPtr borrow_own(std::int64_t bytes);
+  [[nodiscard]] c10::DataPtr borrow_common(std::int64_t bytes);
+  void give_back_common(const void* view, std::int64_t bytes);
+  /// The slot of the own buffer that a tensor fills, about to be published; kNone if it is in none.
+  [[nodiscard]] int publish_own(const at::Tensor& tensor);
+  [[nodiscard]] int find_common(const at::Tensor& tensor);
+  void end_own(int slot) { heap_->end_own(slot); }
+  void finish_reading(int peer, int slot);
+
+  /// Bytes that this process copied for operations, since construction or the last reset.
+  [[nodiscard]] std::int64_t bytes_copied() const { return copied_.load(std::memory_order_relaxed); }
+  void count_copied(std::int64_t bytes) { copied_.fetch_add(bytes, std::memory_order_relaxed); }
+  void reset_copied() { copied_.store(0, std::memory_order_relaxed); }
+
  private:
   struct Pending {
     ShmOperationPtr operation;
@@ -104,7 +149,12 @@ class ShmLink {
   // Moves whatever can be moved now; false if nothing could.
   bool progress();
   bool send_queue(Queue& queue, ShmRingWriter& ring);
+  // Sends of one piece what can be sent now; returns how much.
+  std::uint64_t send_some(Pending& pending, ShmRingWriter& ring, const ShmDescriptor& meta,
+                          const std::function<bool(int)>& is_past);
   bool receive_queue(Queue& queue, ShmRingReader& ring, int peer);
+  // Aborts the link if that fails.
+  void receive_chunk(Pending& pending, const ShmDescriptor& chunk, const ShmRingReader& ring, int peer);
   // Whether anything that was posted is still to be moved.
   [[nodiscard]] bool is_busy() const;
   // Tells the peers that nothing more comes from here, and that nothing more is read.
@@ -114,6 +164,8 @@ class ShmLink {
   void retire(Queue& queue);
   void notify(int peer) const;
   [[nodiscard]] bool is_gone(int peer) const;
+  // The ranks that have not let go of a common buffer's use before the present one.
+  [[nodiscard]] std::vector<int> users_behind(int slot) const;
   // Looks which processes have ended; true if one more has.
   bool look_for_the_dead();
   // The ranks without which the operation cannot go on.
@@ -132,8 +184,10 @@ class ShmLink {
   std::vector<ShmSegment> segments_;
   const std::vector<int> watches_;
   const int process_;  // a forked child has the memory, but is not the rank
+  std::atomic<std::int64_t> copied_ = 0;
 
   std::mutex mutex_;  // protects everything below but stop_
+  std::unique_ptr<ShmHeap> heap_;
   ShmRingWriter collective_writer_;
   std::vector<ShmRingReader> collective_readers_;
   std::vector<ShmRingWriter> message_writers_;

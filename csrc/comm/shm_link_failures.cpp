@@ -60,6 +60,13 @@ void ShmLink::add_readers_behind(const Pending& pending, std::vector<int>& ranks
     ranks.push_back(message_peer);
     return;
   }
+  if (pending.piece.place == ShmPlace::kCommon) {
+    const std::vector<int> users = users_behind(pending.piece.slot);
+    ranks.insert(ranks.end(), users.begin(), users.end());
+    if (!users.empty()) {
+      return;
+    }
+  }
   const std::uint64_t end = collective_writer_.published();
   for (int peer = 0; peer < size_; ++peer) {
     if (peer != rank_ && collective_writer_.consumed(peer) < end) {

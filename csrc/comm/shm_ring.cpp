@@ -90,6 +90,19 @@ std::uint64_t ShmRingWriter::write(const char* data, std::uint64_t bytes, ShmDes
   return length;
 }
 
+bool ShmRingWriter::has_slot(const std::function<bool(int)>& is_gone) {
+  reclaim(is_gone);
+  return published() - reclaimed_ < ShmRingShape::kSlots;
+}
+
+void ShmRingWriter::publish(const ShmDescriptor& meta) {
+  const std::uint64_t index = published();
+  slot(index) = meta;
+  live_.push_back(live_.empty() ? Span{0, 0}
+                                : live_.back());  // takes no space: it ends where the last one does
+  counter(0).store(index + 1, std::memory_order_seq_cst);
+}
+
 const ShmDescriptor* ShmRingReader::next() {
   const std::uint64_t end = published();
   for (std::uint64_t at = consumed(reader_); at < end; ++at) {

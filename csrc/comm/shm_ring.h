@@ -24,7 +24,8 @@ struct ShmDescriptor {
   std::int64_t bytes;  // of the operation
   std::uint64_t fingerprint;
   std::int32_t reader;  // kEverybody, or the only one whom it concerns
-  char op[20];
+  std::int32_t slot;    // of a buffer that is used in place (shm_heap.h), which then lies at `offset`; or -1
+  char op[16];
 };
 
 /// Sizes of a ring, and where its parts lie from its start.
@@ -76,6 +77,10 @@ class ShmRingWriter : public ShmRing {
   /// waited for.
   std::uint64_t write(const char* data, std::uint64_t bytes, ShmDescriptor meta,
                       const std::function<bool(int)>& is_gone);
+  /// Whether one more chunk that takes no space in the ring can be published now.
+  [[nodiscard]] bool has_slot(const std::function<bool(int)>& is_gone);
+  /// Publishes a chunk that lies elsewhere, after has_slot().
+  void publish(const ShmDescriptor& meta);
   void set_blocked(bool blocked) { counter(1).store(blocked ? 1 : 0, std::memory_order_seq_cst); }
 
  private:

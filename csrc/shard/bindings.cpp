@@ -111,7 +111,7 @@ void bind_group(py::module_& m) {
             self.set_hooks(index, hooks.ptr());
           },
           py::arg("index"), py::arg("hooks"))
-      .def("start_gather", &ShardGroup::start_gather, NoGil())
+      .def("start_gather", &ShardGroup::start_gather, py::arg("in_place") = false, NoGil())
       .def("finish_gather", &ShardGroup::finish_gather, NoGil())
       .def("release", &ShardGroup::release, NoGil())
       .def("bind", &ShardGroup::bind)

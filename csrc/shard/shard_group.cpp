@@ -10,7 +10,7 @@
 
 #include "common/check.h"
 #include "shard/materialize.h"
-#include "shard/slice_sum.h"
+#include "shard/storage.h"
 
 namespace bmtrain {
 namespace {
@@ -28,28 +28,8 @@ std::vector<std::int64_t> numels_of(const std::vector<std::vector<std::int64_t>>
   return numels;
 }
 
-/// A tensor over `storage` that may have no memory yet (see [Note: The gathered
-/// storage]).
-at::Tensor view_of_storage(const c10::Storage& storage, at::ScalarType dtype, std::int64_t offset,
-                           at::IntArrayRef shape) {
-  const auto backend_key = storage.device().is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
-  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(storage), c10::DispatchKeySet(backend_key), c10::scalarTypeToTypeMeta(dtype));
-  view.unsafeGetTensorImpl()->set_storage_offset(offset);
-  view.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
-  return view;
-}
-
-void put_memory(const c10::Storage& storage, c10::DataPtr memory, std::int64_t nbytes) {
-  storage.set_data_ptr_noswap(std::move(memory));
-  storage.set_nbytes(static_cast<std::size_t>(nbytes));
-}
-
-c10::Storage empty_storage(c10::Device device) {
-  return {c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, device),
-          /*allocator=*/nullptr,
-          /*resizable=*/false};
-}
+// Below, what is saved is less than what it costs to look after the memory.
+constexpr std::int64_t kLeastShared = std::int64_t{1} << 20;
 
 using WeakNode = NodeTraits<NodePtr>::Weak;
 
@@ -213,18 +193,37 @@ at::Tensor ShardGroup::gather_input() const {
   }
   const c10::AutoGradMode no_grad(false);
   const c10::InferenceMode normal_tensors(false);
+  if (is_borrowed_) {  // in which the ranks' slices are put by the communicator
+    const auto nbytes =
+        layout_.partition() * static_cast<std::int64_t>(c10::elementSize(options_.compute_dtype));
+    const c10::Storage storage = empty_storage(options_.device);
+    put_memory(storage, options_.pool->acquire(nbytes, options_.device), nbytes);
+    return view_of_storage(storage, options_.compute_dtype, 0, {layout_.partition()}).copy_(shard_);
+  }
   const std::int64_t begin = options_.gather_comm->rank() * layout_.partition();
   return full_.narrow(0, begin, layout_.partition()).copy_(shard_);
 }
 
-void ShardGroup::start_gather() {
+bool ShardGroup::is_worth_sharing(at::ScalarType dtype) const {
+  return options_.device.is_cpu() && layout_.num_ranks() > 1 && full_bytes(dtype) >= kLeastShared;
+}
+
+void ShardGroup::start_gather(bool in_place) {
   if (state_ != State::kSharded) {
     return;
   }
   check_data();
   if (has_own_buffer()) {
     const std::int64_t nbytes = full_bytes(options_.compute_dtype);
-    put_memory(full_.storage(), options_.pool->acquire(nbytes, options_.device), nbytes);
+    c10::DataPtr memory;
+    if (in_place && is_worth_sharing(options_.compute_dtype)) {
+      memory = options_.gather_comm->borrow_output(nbytes);
+    }
+    is_borrowed_ = static_cast<bool>(memory);
+    if (!memory) {
+      memory = options_.pool->acquire(nbytes, options_.device);
+    }
+    put_memory(full_.storage(), std::move(memory), nbytes);
     try {
       const at::Tensor input = gather_input();
       if (layout_.num_ranks() > 1) {
@@ -253,6 +252,10 @@ void ShardGroup::release() {
   BMT_CHECK(StateError, !bound_, options_.label, ": the gathered parameters are still in use");
   finish_gather();  // a gather under way writes into the memory; it must have
                     // ended before the memory goes
+  if (is_borrowed_) {
+    options_.gather_comm->give_back_output(full_.storage().data(), full_bytes(options_.compute_dtype));
+    is_borrowed_ = false;
+  }
   if (has_own_buffer()) {
     put_memory(full_.storage(), c10::DataPtr(nullptr, options_.device), 0);
   }
@@ -307,273 +310,6 @@ void ShardGroup::unbind() noexcept {
     set_accumulator(parameter, shard_accumulators_[i]);
   }
   bound_ = false;
-}
-
-void ShardGroup::begin_backward(std::vector<bool> trains) {
-  BMT_CHECK(ValueError, trains.size() == options_.parameters.size(), "trains: expected ",
-            options_.parameters.size(), " flags, got ", trains.size());
-  BMT_CHECK(StateError, !gradient_.defined(), options_.label, ": a backward is under way already");
-  const std::int64_t nbytes = full_bytes(options_.reduce_dtype);
-  c10::Storage storage = empty_storage(options_.device);
-  put_memory(storage, options_.pool->acquire(nbytes, options_.device), nbytes);
-  gradient_ = view_of_storage(storage, options_.reduce_dtype, 0, {layout_.padded_total()});
-  gradient_views_.clear();
-  for (std::size_t i = 0; i < options_.shapes.size(); ++i) {
-    gradient_views_.push_back(
-        view_of_storage(storage, options_.reduce_dtype, layout_.span(i).offset, options_.shapes[i]));
-  }
-  trains_ = std::move(trains);
-  touched_.assign(options_.parameters.size(), false);
-}
-
-void ShardGroup::accumulate(std::size_t index, const at::Tensor& gradient) {
-  BMT_CHECK(StateError, gradient_.defined(), options_.label,
-            ": a gradient reached a parameter of the Block outside of the "
-            "Block's own backward");
-  const c10::AutoGradMode no_grad(false);
-  const at::Tensor dense = gradient.is_sparse() ? gradient.to_dense() : gradient;
-  if (touched_.at(index)) {
-    gradient_views_[index].add_(dense);
-  } else {
-    gradient_views_[index].copy_(dense);
-    touched_[index] = true;
-  }
-}
-
-void ShardGroup::start_reduce() {
-  BMT_CHECK(StateError, gradient_.defined(), options_.label, ": there is no gradient to reduce");
-  const c10::AutoGradMode no_grad(false);
-  zero_untouched();
-  gradient_views_.clear();
-  if (layout_.num_ranks() == 1) {
-    received_ = gradient_;
-    start_sum_over_replicas();
-    return;
-  }
-  const std::int64_t nbytes = full_bytes(options_.reduce_dtype);
-  c10::Storage storage = empty_storage(options_.device);
-  put_memory(storage, options_.pool->acquire(nbytes, options_.device), nbytes);
-  received_ = view_of_storage(storage, options_.reduce_dtype, 0, {layout_.padded_total()});
-  reduce_work_ = options_.reduce_comm->all_to_all(received_, gradient_, options_.label);
-}
-
-void ShardGroup::start_sum_over_replicas() {
-  if (num_replicas() > 1) {
-    reduce_work_ = options_.replica_comm->all_reduce(received_, ReduceOp::kSum, options_.label);
-  }
-}
-
-void ShardGroup::zero_untouched() {
-  // Gaps between parameters are zeroed too: they travel with the slices and
-  // must not carry NaN from older contents.
-  std::int64_t clean_until = 0;
-  const auto zero = [this](std::int64_t begin, std::int64_t end) {
-    if (end > begin) {
-      gradient_.narrow(0, begin, end - begin).zero_();
-    }
-  };
-  for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
-    const Span& span = layout_.span(i);
-    if (touched_[i]) {
-      zero(clean_until, span.offset);
-      clean_until = span.offset + span.numel;
-    }
-  }
-  zero(clean_until, layout_.padded_total());
-}
-
-bool ShardGroup::continue_reduce() {
-  if (!received_.defined() || num_replicas() == 1 || layout_.num_ranks() == 1) {
-    return false;
-  }
-  if (!sums_replicas_) {
-    reduce_work_->wait();
-    reduce_work_.reset();
-    const c10::AutoGradMode no_grad(false);
-    const c10::InferenceMode normal_tensors(false);
-    gradient_ = at::Tensor();
-    sum_received();
-    start_sum_over_replicas();
-    sums_replicas_ = true;
-  }
-  return true;
-}
-
-void ShardGroup::finish_reduce(TreeSum* tree) {
-  if (!received_.defined()) {
-    return;
-  }
-  continue_reduce();
-  sums_replicas_ = false;
-  if (reduce_work_) {
-    reduce_work_->wait();
-    reduce_work_.reset();
-  }
-  const c10::AutoGradMode no_grad(false);
-  const c10::InferenceMode normal_tensors(false);
-  gradient_ = at::Tensor();
-  if (tree != nullptr) {
-    for (std::int64_t r = 0; r < layout_.num_ranks(); ++r) {
-      tree->push(received_.narrow(0, r * layout_.partition(), layout_.partition()));
-    }
-    received_ = at::Tensor();
-    return;
-  }
-  sum_into_shard();
-  received_ = at::Tensor();
-  publish_gradients();
-}
-
-void ShardGroup::add_gradient(const at::Tensor& sum) {
-  BMT_CHECK(ValueError, sum.dim() == 1 && sum.numel() == layout_.partition(), "sum: expected ",
-            layout_.partition(), " elements, got shape ", sum.sizes());
-  BMT_CHECK(StateError, trains_.size() == options_.parameters.size(), options_.label,
-            ": there was no backward to add a gradient of");
-  const c10::AutoGradMode no_grad(false);
-  const c10::InferenceMode normal_tensors(false);
-  make_gradient_shard();
-  for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
-    const LocalPart& part = local_parts_[i];
-    const at::Tensor own = sum.narrow(0, part.shard_offset, part.numel);
-    switch (gradient_mode(i)) {
-      case GradientMode::kSkip:
-        break;
-      case GradientMode::kWrite:
-        gradient_shard_.narrow(0, part.shard_offset, part.numel).copy_(own);
-        break;
-      case GradientMode::kAccumulate:
-      case GradientMode::kForeign: {
-        at::Tensor& gradient = options_.parameters[i].mutable_grad();
-        gradient.copy_(at::add(own.view_as(gradient), gradient));
-      }
-    }
-  }
-  publish_gradients();
-}
-
-void ShardGroup::sum_received() {
-  std::vector<at::Tensor> slices;
-  for (std::int64_t r = 0; r < layout_.num_ranks(); ++r) {
-    slices.push_back(received_.narrow(0, r * layout_.partition(), layout_.partition()));
-  }
-  const at::Tensor sum = at::empty_like(shard_);
-  sum_slices(sum, slices, /*accumulate=*/false);
-  received_ = sum;
-}
-
-void ShardGroup::sum_into_shard() {
-  make_gradient_shard();
-  // Neighbours that are treated alike are summed in one run, the gaps between
-  // them included.
-  std::size_t first = 0;
-  while (first < options_.parameters.size()) {
-    const GradientMode mode = gradient_mode(first);
-    std::size_t last = first + 1;
-    while (last < options_.parameters.size() && mode != GradientMode::kForeign &&
-           gradient_mode(last) == mode) {
-      ++last;
-    }
-    if (mode != GradientMode::kSkip) {
-      reduce_run(first, last, mode);
-    }
-    first = last;
-  }
-}
-
-void ShardGroup::make_gradient_shard() {
-  if (gradient_shard_.defined()) {
-    return;
-  }
-  gradient_shard_ = at::empty_like(shard_);
-  // What the sum does not write is zero: gaps between parameters, and parameters without a gradient here.
-  std::int64_t clean_until = 0;
-  const auto zero_up_to = [&](std::int64_t end) {
-    if (end > clean_until) {
-      gradient_shard_.narrow(0, clean_until, end - clean_until).zero_();
-    }
-  };
-  for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
-    const LocalPart& part = local_parts_[i];
-    if (part.numel > 0 && gradient_mode(i) == GradientMode::kWrite) {
-      zero_up_to(part.shard_offset);
-      clean_until = part.shard_offset + part.numel;
-    }
-  }
-  zero_up_to(layout_.partition());
-}
-
-ShardGroup::GradientMode ShardGroup::gradient_mode(std::size_t index) const {
-  const at::Tensor& parameter = options_.parameters[index];
-  if (!trains_[index] || !parameter.requires_grad()) {
-    return GradientMode::kSkip;
-  }
-  const at::Tensor& current = parameter.grad();
-  if (!current.defined()) {
-    return GradientMode::kWrite;
-  }
-  const bool is_ours = current.is_alias_of(gradient_shard_) && current.is_contiguous() &&
-                       current.storage_offset() == local_parts_[index].shard_offset &&
-                       current.numel() == local_parts_[index].numel;
-  return is_ours ? GradientMode::kAccumulate : GradientMode::kForeign;
-}
-
-void ShardGroup::reduce_run(std::size_t first, std::size_t last, GradientMode mode) {
-  std::int64_t begin = -1, end = -1;
-  for (std::size_t i = first; i < last; ++i) {
-    const LocalPart& part = local_parts_[i];
-    if (part.numel > 0) {
-      begin = begin < 0 ? part.shard_offset : begin;
-      end = part.shard_offset + part.numel;
-    }
-  }
-  if (begin < 0) {
-    return;
-  }
-  std::vector<at::Tensor> slices;
-  for (std::int64_t slice = 0; slice < received_.numel(); slice += layout_.partition()) {
-    slices.push_back(received_.narrow(0, slice + begin, end - begin));
-  }
-  if (mode == GradientMode::kForeign) {
-    const at::Tensor sum = at::empty({end - begin}, shard_.options());
-    sum_slices(sum, slices, /*accumulate=*/false);
-    at::Tensor& gradient = options_.parameters[first].mutable_grad();
-    gradient.add_(sum.view_as(gradient));
-  } else {
-    sum_slices(gradient_shard_.narrow(0, begin, end - begin), slices, mode == GradientMode::kAccumulate);
-  }
-}
-
-void ShardGroup::publish_gradients() {
-  for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
-    const at::Tensor& parameter = options_.parameters[i];
-    if (!trains_[i] || !parameter.requires_grad()) {
-      continue;
-    }
-    if (!parameter.grad().defined()) {
-      // A fresh view each time: the user may keep or detach the one handed out
-      // before.
-      parameter.mutable_grad() = view_of_storage(gradient_shard_.storage(), options_.dtype,
-                                                 local_parts_[i].shard_offset, {local_parts_[i].numel});
-    }
-    if (const auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter)) {
-      (*hook)(parameter);
-    }
-  }
-}
-
-void ShardGroup::cancel_backward() noexcept {
-  if (reduce_work_) {
-    try {
-      reduce_work_->wait();
-    } catch (const std::exception&) {
-      // The error that cancels the backward is the one to report.
-    }
-    reduce_work_.reset();
-  }
-  sums_replicas_ = false;
-  gradient_views_.clear();
-  gradient_ = at::Tensor();
-  received_ = at::Tensor();
 }
 
 }  // namespace bmtrain

@@ -114,7 +114,9 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   /// date.
   bool adopt_data();
 
-  void start_gather();
+  /// `in_place`: where ranks share memory, in a buffer that they write together. The gathers and releases of
+  /// groups for which it is set must follow each other alike on all ranks.
+  void start_gather(bool in_place = false);
   /// Blocks until the gathered buffer is complete (on CUDA: the current stream
   /// waits).
   void finish_gather();
@@ -162,12 +164,17 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   void make_gradient_shard();
   [[nodiscard]] bool is_attached(std::size_t index) const;
   void zero_untouched();
-  // Turns the received slices into one, their sum.
-  void sum_received();
+  [[nodiscard]] bool is_reducing() const { return received_.defined() || peer_slices_; }
+  // What each rank sent in rank order, or their sum.
+  [[nodiscard]] std::vector<at::Tensor> received_slices() const;
   void start_sum_over_replicas();
-  void sum_into_shard();
+  void sum_into_shard(const std::vector<at::Tensor>& slices);
+  void end_reduction() noexcept;
+  // Whether to use memory that the ranks share, if there is any.
+  [[nodiscard]] bool is_worth_sharing(at::ScalarType dtype) const;
   [[nodiscard]] GradientMode gradient_mode(std::size_t index) const;
-  void reduce_run(std::size_t first, std::size_t last, GradientMode mode);
+  void reduce_run(const std::vector<at::Tensor>& slices, std::size_t first, std::size_t last,
+                  GradientMode mode);
   void publish_gradients();
 
   Options options_;
@@ -180,6 +187,7 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   std::vector<at::Tensor> local_views_;
   at::Tensor full_;                     // flat, over the gathered storage
   std::vector<at::Tensor> full_views_;  // in full shape, over the gathered storage
+  bool is_borrowed_ = false;            // the gathered memory is one that the ranks share
   WorkPtr gather_work_;
 
   std::vector<SinkPtr> sinks_;
@@ -188,7 +196,8 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   std::vector<bool> trains_, touched_;
   at::Tensor gradient_;  // flat, full; only during a backward
   std::vector<at::Tensor> gradient_views_;
-  at::Tensor received_;  // one slice per rank, or their sum; only during a reduction
+  at::Tensor received_;                      // one slice per rank, or their sum; only during a reduction
+  std::shared_ptr<PeerSlices> peer_slices_;  // in its place, where ranks read each other's gradients
   WorkPtr reduce_work_;
   bool sums_replicas_ = false;  // reduce_work_ is the second of two sums
   at::Tensor gradient_shard_;

@@ -1,0 +1,185 @@
+#include "comm/shm_heap.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "common/check.h"
+
+namespace bmtrain {
+namespace {
+
+constexpr std::uint64_t kAlignment = std::uint64_t{1} << 21;  // of a huge page
+// Far beyond what rank 0 uses for its own buffers; files take memory only where they are used.
+constexpr std::uint64_t kCommonBegin = std::uint64_t{1} << 40;
+// In a training step a rank has at most three of one size in use, or waits for a peer that is behind.
+constexpr int kUsualBuffers = 3;
+constexpr int kMostBuffers = 6;
+
+std::uint64_t round_up(std::uint64_t value, std::uint64_t unit) { return (value + unit - 1) / unit * unit; }
+
+}  // namespace
+
+ShmHeap::ShmHeap(const std::vector<int>& files, std::vector<ShmHeapTable*> tables, int rank,
+                 std::uint64_t begin)
+    : rank_(rank),
+      tables_(std::move(tables)),
+      own_end_(round_up(begin, kAlignment)),
+      common_end_(kCommonBegin) {
+  for (const int file : files) {
+    files_.push_back(fcntl(file, F_DUPFD_CLOEXEC, 0));
+  }
+  page_map_ = ::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+}
+
+ShmHeap::~ShmHeap() {
+  for (const auto& [address, length] : mappings_) {
+    munmap(address, length);
+  }
+  for (const int file : files_) {
+    ::close(file);
+  }
+  if (page_map_ >= 0) {
+    ::close(page_map_);
+  }
+}
+
+char* ShmHeap::map(int file, std::uint64_t offset, std::int64_t bytes, bool is_private) {
+  const auto length = static_cast<std::size_t>(bytes);
+  // Makes the file long enough, and never shorter: several ranks may be here at once.
+  const auto last = static_cast<off_t>(offset + length - 1);
+  void* address = MAP_FAILED;
+  if (fallocate(file, 0, last, 1) == 0) {
+    address = mmap(nullptr, length, PROT_READ | PROT_WRITE,
+                   (is_private ? MAP_PRIVATE : MAP_SHARED) | MAP_NORESERVE, file, static_cast<off_t>(offset));
+  }
+  BMT_CHECK(CommunicationError, address != MAP_FAILED, "shared memory: cannot map a buffer of ", bytes,
+            " bytes: ", std::strerror(errno));
+  madvise(address, length, MADV_HUGEPAGE);  // a hint: its failure costs speed, not correctness
+  mappings_.emplace_back(address, length);
+  return static_cast<char*>(address);
+}
+
+int ShmHeap::borrow_own(std::int64_t bytes) {
+  int alike = 0;
+  for (int slot = 0; slot < num_own_; ++slot) {
+    Own& buffer = own_[slot];
+    if (buffer.bytes == bytes) {
+      ++alike;
+      if (!buffer.lent.load(std::memory_order_acquire) && tables_[index(rank_)]->readers[slot].load() == 0) {
+        buffer.lent.store(true);
+        return slot;
+      }
+    }
+  }
+  if (alike == kUsualBuffers || num_own_ == ShmHeapTable::kSlots) {
+    return kNone;
+  }
+  Own& buffer = own_[num_own_];
+  buffer.data = map(files_[index(rank_)], own_end_, bytes, /*is_private=*/false);
+  buffer.bytes = bytes;
+  buffer.offset = own_end_;
+  buffer.lent.store(true);
+  own_end_ = round_up(own_end_ + static_cast<std::uint64_t>(bytes), kAlignment);
+  return num_own_++;
+}
+
+int ShmHeap::find_own(const char* data, std::int64_t bytes) const {
+  for (int slot = 0; slot < num_own_; ++slot) {
+    if (own_[slot].data == data && own_[slot].bytes == bytes) {
+      return slot;
+    }
+  }
+  return kNone;
+}
+
+void ShmHeap::expect_readers(int slot) {
+  tables_[index(rank_)]->readers[slot].store(static_cast<std::uint32_t>(tables_.size() - 1));
+}
+
+const char* ShmHeap::map_peer(int peer, std::uint64_t offset, std::int64_t bytes) {
+  const char*& address = peers_[{peer, offset}];
+  if (address == nullptr) {
+    address = map(files_[index(peer)], offset, bytes, /*is_private=*/false);
+  }
+  return address;
+}
+
+int ShmHeap::borrow_common(std::int64_t bytes) {
+  int alike = 0;
+  int oldest = kNone;
+  for (int slot = 0; slot < num_common_; ++slot) {
+    const Common& buffer = common_[slot];
+    if (buffer.bytes == bytes) {
+      ++alike;
+      if (!buffer.lent && (oldest == kNone || buffer.use < common_[oldest].use)) {
+        oldest = slot;
+      }
+    }
+  }
+  if (oldest == kNone || alike < kUsualBuffers) {
+    if (alike == kMostBuffers || num_common_ == ShmHeapTable::kSlots) {
+      return kNone;
+    }
+    Common& made = common_[num_common_];
+    made.view = map(files_[0], common_end_, bytes, /*is_private=*/true);
+    made.shared = map(files_[0], common_end_, bytes, /*is_private=*/false);
+    made.bytes = bytes;
+    common_end_ = round_up(common_end_ + static_cast<std::uint64_t>(bytes), kAlignment);
+    oldest = num_common_++;
+  }
+  Common& buffer = common_[oldest];
+  buffer.before = buffer.use;
+  buffer.use = ++uses_;
+  buffer.lent = true;
+  return oldest;
+}
+
+void ShmHeap::give_back_common(int slot) {
+  Common& buffer = common_[index(slot)];
+  drop_private_pages(buffer);
+  buffer.lent = false;
+  tables_[index(rank_)]->given_back[slot].store(buffer.use);
+}
+
+int ShmHeap::find_common(const char* view, std::int64_t bytes) const {
+  for (int slot = 0; slot < num_common_; ++slot) {
+    if (common_[slot].view == view && common_[slot].bytes == bytes) {
+      return slot;
+    }
+  }
+  return kNone;
+}
+
+bool ShmHeap::has_given_back(int peer, int slot) const {
+  return tables_[index(peer)]->given_back[slot].load() >= common_[index(slot)].before;
+}
+
+void ShmHeap::drop_private_pages(const Common& buffer) const {
+  // Of each page: bit 63, whether it is there; bit 61, whether it is the file's and not a copy of ours.
+  constexpr std::uint64_t kPresent = std::uint64_t{1} << 63;
+  constexpr std::uint64_t kFile = std::uint64_t{1} << 61;
+  constexpr std::uint64_t kSwapped = std::uint64_t{1} << 62;
+  const auto page = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
+  const std::uint64_t first = reinterpret_cast<std::uint64_t>(buffer.view) / page;
+  const std::uint64_t count = (static_cast<std::uint64_t>(buffer.bytes) + page - 1) / page;
+  std::uint64_t entries[1024];
+  bool is_clean = page_map_ >= 0;
+  for (std::uint64_t at = 0; at < count && is_clean; at += std::size(entries)) {
+    const std::size_t wanted = std::min<std::uint64_t>(std::size(entries), count - at) * sizeof(entries[0]);
+    const auto got = pread(page_map_, entries, wanted, static_cast<off_t>((first + at) * sizeof(entries[0])));
+    is_clean = got == static_cast<ssize_t>(wanted) &&
+               std::none_of(entries, entries + wanted / sizeof(entries[0]), [](std::uint64_t entry) {
+                 return (entry & kSwapped) != 0 || ((entry & kPresent) != 0 && (entry & kFile) == 0);
+               });
+  }
+  if (!is_clean) {
+    madvise(buffer.view, static_cast<std::size_t>(buffer.bytes), MADV_DONTNEED);
+  }
+}
+
+}  // namespace bmtrain

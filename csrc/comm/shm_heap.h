@@ -1,0 +1,118 @@
+// Buffers that the ranks of one host use in place, beside what goes through the rings.
+//
+// [Note: Buffers used in place]
+// An *own* buffer belongs to one rank; its peers read it where it is. The rank publishes it through its ring
+// like any other chunk, as a reference, and it is free again when its borrower and all readers are done with
+// it. A rank that finds none free uses other memory, which goes through the ring: the ranks need not agree.
+//
+// A *common* buffer is written by all ranks of the group, each its slice. Which one a gather uses is not
+// negotiated: every rank picks the buffer that it let go of first, and all ranks borrow and give back in the
+// same order, that of their program. A rank may be behind, so nobody writes its slice before all others have
+// let go of the buffer's last use. A peer that is behind gets there without anything that is posted later: so
+// nobody waits in a circle. What ends otherwise than by giving back (a model that is collected as garbage, at
+// another moment on every rank) retires its buffer: it counts as in use, on every rank alike.
+//
+// What a rank reads of a common buffer is a mapping of its own (copy on write): what a program writes into it
+// stays with that rank, and is dropped when the buffer is given back.
+//
+// Memory is a part of the ranks' segment files, mapped when it is first used, and counted once for all who
+// map it.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <utility>
+#include <vector>
+
+namespace bmtrain {
+
+/// What a rank tells the others of buffers. A table of only zeros is one in which nothing has happened yet.
+struct ShmHeapTable {
+  static constexpr int kSlots = 64;
+
+  std::atomic<std::uint32_t> readers[kSlots];     // of its own buffers: peers that have not read them yet
+  std::atomic<std::uint64_t> given_back[kSlots];  // of common buffers: the last use that it is done with
+};
+
+/// Not thread-safe but where it says so.
+class ShmHeap {
+ public:
+  static constexpr int kNone = -1;
+
+  /// `files`: of all ranks; duplicated. `begin`: where each file has space that nobody else uses.
+  ShmHeap(const std::vector<int>& files, std::vector<ShmHeapTable*> tables, int rank, std::uint64_t begin);
+  ~ShmHeap();
+  ShmHeap(const ShmHeap&) = delete;
+  ShmHeap& operator=(const ShmHeap&) = delete;
+
+  // Own buffers.
+
+  /// A buffer of exactly `bytes`, or kNone.
+  [[nodiscard]] int borrow_own(std::int64_t bytes);
+  /// The borrower is done with it. Thread-safe.
+  void end_own(int slot) { own_[index(slot)].lent.store(false, std::memory_order_release); }
+  [[nodiscard]] char* own_data(int slot) const { return own_[index(slot)].data; }
+  [[nodiscard]] std::uint64_t own_offset(int slot) const { return own_[index(slot)].offset; }
+  /// The own buffer that begins at `data` and has `bytes`, or kNone.
+  [[nodiscard]] int find_own(const char* data, std::int64_t bytes) const;
+  /// All peers are about to read it.
+  void expect_readers(int slot);
+  /// The own buffer of another rank. Raises CommunicationError.
+  [[nodiscard]] const char* map_peer(int peer, std::uint64_t offset, std::int64_t bytes);
+  /// A peer's own buffer was read. Thread-safe.
+  void finish_reading(int peer, int slot) { tables_[index(peer)]->readers[slot].fetch_sub(1); }
+
+  // Common buffers.
+
+  /// A buffer of exactly `bytes`, or kNone: the same on all ranks that made the same calls. Raises
+  /// CommunicationError.
+  [[nodiscard]] int borrow_common(std::int64_t bytes);
+  /// Contents are not needed any more; another gather may use it.
+  void give_back_common(int slot);
+  /// This rank's view of the whole.
+  [[nodiscard]] char* common_view(int slot) const { return common_[index(slot)].view; }
+  /// Where this rank writes its slice for the others.
+  [[nodiscard]] char* common_data(int slot) const { return common_[index(slot)].shared; }
+  [[nodiscard]] int find_common(const char* view, std::int64_t bytes) const;
+  /// Whether `peer` has let go of the use before the present one.
+  [[nodiscard]] bool has_given_back(int peer, int slot) const;
+
+ private:
+  struct Own {
+    char* data = nullptr;
+    std::int64_t bytes = 0;
+    std::uint64_t offset = 0;
+    std::atomic<bool> lent = false;
+  };
+  struct Common {
+    char* view = nullptr;    // private: copy on write
+    char* shared = nullptr;  // the same memory as all ranks see it
+    std::int64_t bytes = 0;
+    std::uint64_t use = 0;     // the number of the present or last use
+    std::uint64_t before = 0;  // of the one before it
+    bool lent = false;
+  };
+
+  [[nodiscard]] static std::size_t index(int number) { return static_cast<std::size_t>(number); }
+  [[nodiscard]] char* map(int file, std::uint64_t offset, std::int64_t bytes, bool is_private);
+  void drop_private_pages(const Common& buffer) const;
+
+  const int rank_;
+  std::vector<int> files_;
+  std::vector<ShmHeapTable*> tables_;
+  std::vector<std::pair<void*, std::size_t>> mappings_;
+  Own own_[ShmHeapTable::kSlots];
+  Common common_[ShmHeapTable::kSlots];
+  int num_own_ = 0;
+  int num_common_ = 0;
+  std::uint64_t own_end_;
+  std::uint64_t common_end_;
+  std::uint64_t uses_ = 0;
+  std::map<std::pair<int, std::uint64_t>, const char*> peers_;  // by rank and offset
+  int page_map_ = -1;
+};
+
+}  // namespace bmtrain

@@ -1,0 +1,314 @@
+// The gradients of a ShardGroup: from autograd to the shards.
+#include <ATen/Functions.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/function_hook.h>
+
+#include <utility>
+
+#include "common/check.h"
+#include "shard/shard_group.h"
+#include "shard/slice_sum.h"
+#include "shard/storage.h"
+
+namespace bmtrain {
+
+void ShardGroup::begin_backward(std::vector<bool> trains) {
+  BMT_CHECK(ValueError, trains.size() == options_.parameters.size(), "trains: expected ",
+            options_.parameters.size(), " flags, got ", trains.size());
+  BMT_CHECK(StateError, !gradient_.defined(), options_.label, ": a backward is under way already");
+  c10::Storage storage = empty_storage(options_.device);
+  c10::DataPtr memory;
+  if (is_worth_sharing(options_.reduce_dtype)) {
+    memory = options_.reduce_comm->borrow_input(full_bytes(options_.reduce_dtype));
+  }
+  if (!memory) {
+    memory = options_.pool->acquire(full_bytes(options_.reduce_dtype), options_.device);
+  }
+  put_memory(storage, std::move(memory), full_bytes(options_.reduce_dtype));
+  gradient_ = view_of_storage(storage, options_.reduce_dtype, 0, {layout_.padded_total()});
+  gradient_views_.clear();
+  for (std::size_t i = 0; i < options_.shapes.size(); ++i) {
+    gradient_views_.push_back(
+        view_of_storage(storage, options_.reduce_dtype, layout_.span(i).offset, options_.shapes[i]));
+  }
+  trains_ = std::move(trains);
+  touched_.assign(options_.parameters.size(), false);
+}
+
+void ShardGroup::accumulate(std::size_t index, const at::Tensor& gradient) {
+  BMT_CHECK(StateError, gradient_.defined(), options_.label,
+            ": a gradient reached a parameter of the Block outside of the "
+            "Block's own backward");
+  const c10::AutoGradMode no_grad(false);
+  const at::Tensor dense = gradient.is_sparse() ? gradient.to_dense() : gradient;
+  if (touched_.at(index)) {
+    gradient_views_[index].add_(dense);
+  } else {
+    gradient_views_[index].copy_(dense);
+    touched_[index] = true;
+  }
+}
+
+void ShardGroup::start_reduce() {
+  BMT_CHECK(StateError, gradient_.defined(), options_.label, ": there is no gradient to reduce");
+  const c10::AutoGradMode no_grad(false);
+  zero_untouched();
+  gradient_views_.clear();
+  if (layout_.num_ranks() == 1) {
+    received_ = gradient_;
+    start_sum_over_replicas();
+    return;
+  }
+  if (is_worth_sharing(options_.reduce_dtype) && options_.reduce_comm->works_in_place()) {
+    reduce_work_ = options_.reduce_comm->all_to_all_in_place(gradient_, peer_slices_, options_.label);
+    return;
+  }
+  c10::Storage storage = empty_storage(options_.device);
+  put_memory(storage, options_.pool->acquire(full_bytes(options_.reduce_dtype), options_.device),
+             full_bytes(options_.reduce_dtype));
+  received_ = view_of_storage(storage, options_.reduce_dtype, 0, {layout_.padded_total()});
+  reduce_work_ = options_.reduce_comm->all_to_all(received_, gradient_, options_.label);
+}
+
+void ShardGroup::start_sum_over_replicas() {
+  if (num_replicas() > 1) {
+    reduce_work_ = options_.replica_comm->all_reduce(received_, ReduceOp::kSum, options_.label);
+  }
+}
+
+void ShardGroup::zero_untouched() {
+  // Gaps between parameters are zeroed too: they travel with the slices and
+  // must not carry NaN from older contents.
+  std::int64_t clean_until = 0;
+  const auto zero = [this](std::int64_t begin, std::int64_t end) {
+    if (end > begin) {
+      gradient_.narrow(0, begin, end - begin).zero_();
+    }
+  };
+  for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
+    const Span& span = layout_.span(i);
+    if (touched_[i]) {
+      zero(clean_until, span.offset);
+      clean_until = span.offset + span.numel;
+    }
+  }
+  zero(clean_until, layout_.padded_total());
+}
+
+bool ShardGroup::continue_reduce() {
+  if (!is_reducing() || num_replicas() == 1 || layout_.num_ranks() == 1) {
+    return false;
+  }
+  if (!sums_replicas_) {
+    reduce_work_->wait();
+    reduce_work_.reset();
+    const c10::AutoGradMode no_grad(false);
+    const c10::InferenceMode normal_tensors(false);
+    const at::Tensor sum = at::empty_like(shard_);
+    sum_slices(sum, received_slices(), /*accumulate=*/false);
+    end_reduction();
+    received_ = sum;
+    start_sum_over_replicas();
+    sums_replicas_ = true;
+  }
+  return true;
+}
+
+void ShardGroup::finish_reduce(TreeSum* tree) {
+  if (!is_reducing()) {
+    return;
+  }
+  continue_reduce();
+  sums_replicas_ = false;
+  if (reduce_work_) {
+    reduce_work_->wait();
+    reduce_work_.reset();
+  }
+  const c10::AutoGradMode no_grad(false);
+  const c10::InferenceMode normal_tensors(false);
+  if (!peer_slices_) {
+    gradient_ = at::Tensor();
+  }
+  const std::vector<at::Tensor> slices = received_slices();
+  if (tree != nullptr) {
+    for (const at::Tensor& slice : slices) {
+      tree->push(slice);
+    }
+    end_reduction();
+    return;
+  }
+  sum_into_shard(slices);
+  end_reduction();
+  publish_gradients();
+}
+
+std::vector<at::Tensor> ShardGroup::received_slices() const {
+  std::vector<at::Tensor> slices;
+  if (peer_slices_) {
+    for (const void* const slice : peer_slices_->by_rank) {
+      slices.push_back(at::from_blob(const_cast<void*>(slice), {layout_.partition()},
+                                     at::TensorOptions().dtype(options_.reduce_dtype)));
+    }
+    return slices;
+  }
+  for (std::int64_t slice = 0; slice < received_.numel(); slice += layout_.partition()) {
+    slices.push_back(received_.narrow(0, slice, layout_.partition()));
+  }
+  return slices;
+}
+
+void ShardGroup::end_reduction() noexcept {
+  if (peer_slices_) {
+    peer_slices_->release();
+    peer_slices_.reset();
+  }
+  received_ = at::Tensor();
+  gradient_ = at::Tensor();
+}
+
+void ShardGroup::add_gradient(const at::Tensor& sum) {
+  BMT_CHECK(ValueError, sum.dim() == 1 && sum.numel() == layout_.partition(), "sum: expected ",
+            layout_.partition(), " elements, got shape ", sum.sizes());
+  BMT_CHECK(StateError, trains_.size() == options_.parameters.size(), options_.label,
+            ": there was no backward to add a gradient of");
+  const c10::AutoGradMode no_grad(false);
+  const c10::InferenceMode normal_tensors(false);
+  make_gradient_shard();
+  for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
+    const LocalPart& part = local_parts_[i];
+    const at::Tensor own = sum.narrow(0, part.shard_offset, part.numel);
+    switch (gradient_mode(i)) {
+      case GradientMode::kSkip:
+        break;
+      case GradientMode::kWrite:
+        gradient_shard_.narrow(0, part.shard_offset, part.numel).copy_(own);
+        break;
+      case GradientMode::kAccumulate:
+      case GradientMode::kForeign: {
+        at::Tensor& gradient = options_.parameters[i].mutable_grad();
+        gradient.copy_(at::add(own.view_as(gradient), gradient));
+      }
+    }
+  }
+  publish_gradients();
+}
+
+void ShardGroup::sum_into_shard(const std::vector<at::Tensor>& slices) {
+  make_gradient_shard();
+  // Neighbours that are treated alike are summed in one run, the gaps between
+  // them included.
+  std::size_t first = 0;
+  while (first < options_.parameters.size()) {
+    const GradientMode mode = gradient_mode(first);
+    std::size_t last = first + 1;
+    while (last < options_.parameters.size() && mode != GradientMode::kForeign &&
+           gradient_mode(last) == mode) {
+      ++last;
+    }
+    if (mode != GradientMode::kSkip) {
+      reduce_run(slices, first, last, mode);
+    }
+    first = last;
+  }
+}
+
+void ShardGroup::make_gradient_shard() {
+  if (gradient_shard_.defined()) {
+    return;
+  }
+  gradient_shard_ = at::empty_like(shard_);
+  // What the sum does not write is zero: gaps between parameters, and parameters without a gradient here.
+  std::int64_t clean_until = 0;
+  const auto zero_up_to = [&](std::int64_t end) {
+    if (end > clean_until) {
+      gradient_shard_.narrow(0, clean_until, end - clean_until).zero_();
+    }
+  };
+  for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
+    const LocalPart& part = local_parts_[i];
+    if (part.numel > 0 && gradient_mode(i) == GradientMode::kWrite) {
+      zero_up_to(part.shard_offset);
+      clean_until = part.shard_offset + part.numel;
+    }
+  }
+  zero_up_to(layout_.partition());
+}
+
+ShardGroup::GradientMode ShardGroup::gradient_mode(std::size_t index) const {
+  const at::Tensor& parameter = options_.parameters[index];
+  if (!trains_[index] || !parameter.requires_grad()) {
+    return GradientMode::kSkip;
+  }
+  const at::Tensor& current = parameter.grad();
+  if (!current.defined()) {
+    return GradientMode::kWrite;
+  }
+  const bool is_ours = current.is_alias_of(gradient_shard_) && current.is_contiguous() &&
+                       current.storage_offset() == local_parts_[index].shard_offset &&
+                       current.numel() == local_parts_[index].numel;
+  return is_ours ? GradientMode::kAccumulate : GradientMode::kForeign;
+}
+
+void ShardGroup::reduce_run(const std::vector<at::Tensor>& slices, std::size_t first, std::size_t last,
+                            GradientMode mode) {
+  std::int64_t begin = -1, end = -1;
+  for (std::size_t i = first; i < last; ++i) {
+    const LocalPart& part = local_parts_[i];
+    if (part.numel > 0) {
+      begin = begin < 0 ? part.shard_offset : begin;
+      end = part.shard_offset + part.numel;
+    }
+  }
+  if (begin < 0) {
+    return;
+  }
+  std::vector<at::Tensor> parts;
+  parts.reserve(slices.size());
+  for (const at::Tensor& slice : slices) {
+    parts.push_back(slice.narrow(0, begin, end - begin));
+  }
+  if (mode == GradientMode::kForeign) {
+    const at::Tensor sum = at::empty({end - begin}, shard_.options());
+    sum_slices(sum, parts, /*accumulate=*/false);
+    at::Tensor& gradient = options_.parameters[first].mutable_grad();
+    gradient.add_(sum.view_as(gradient));
+  } else {
+    sum_slices(gradient_shard_.narrow(0, begin, end - begin), parts, mode == GradientMode::kAccumulate);
+  }
+}
+
+void ShardGroup::publish_gradients() {
+  for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
+    const at::Tensor& parameter = options_.parameters[i];
+    if (!trains_[i] || !parameter.requires_grad()) {
+      continue;
+    }
+    if (!parameter.grad().defined()) {
+      // A fresh view each time: the user may keep or detach the one handed out
+      // before.
+      parameter.mutable_grad() = view_of_storage(gradient_shard_.storage(), options_.dtype,
+                                                 local_parts_[i].shard_offset, {local_parts_[i].numel});
+    }
+    if (const auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter)) {
+      (*hook)(parameter);
+    }
+  }
+}
+
+void ShardGroup::cancel_backward() noexcept {
+  if (reduce_work_) {
+    try {
+      reduce_work_->wait();
+    } catch (const std::exception&) {
+      // The error that cancels the backward is the one to report.
+    }
+    reduce_work_.reset();
+  }
+  sums_replicas_ = false;
+  gradient_views_.clear();
+  end_reduction();
+}
+
+}  // namespace bmtrain

@@ -1,0 +1,231 @@
+"""Ranks of one host gather and reduce large blocks in memory that they share: what is copied, and that nobody sees
+what is not meant for it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+from harness import Status, rank_outcomes, run_ranks
+
+import bmtrain as bmt
+from bmtrain.errors import CommunicationError
+from bmtrain.global_var import context
+
+LAYERS, DIM = 5, 760  # a block has more than the 1 MiB from which memory is shared, in 16 bits too
+
+
+class Layer(bmt.DistributedModule):
+    """``delay(number of the call)``: seconds that a forward takes longer."""
+
+    def __init__(self, delay: Any = None) -> None:
+        super().__init__()
+        self.weight = bmt.DistributedParameter(torch.randn(DIM, DIM) / DIM**0.5)
+        self.bias = bmt.DistributedParameter(torch.zeros(DIM))
+        self.calls, self.delay = 0, delay
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.delay is not None:
+            time.sleep(self.delay(self.calls))
+        return x + torch.tanh(torch.nn.functional.linear(x, self.weight, self.bias))
+
+
+def model_of(layers: int = LAYERS, delay: Any = None, **options: Any) -> bmt.TransformerBlockList:
+    torch.manual_seed(0)
+    return bmt.TransformerBlockList([bmt.Block(Layer(delay), **options) for _ in range(layers)])
+
+
+def inputs(number: int = 0) -> torch.Tensor:
+    return torch.randn(3, DIM, generator=torch.Generator().manual_seed(10 * number + bmt.rank()))
+
+
+def copied_in_a_step(options: dict[str, Any]) -> tuple[int, int, int]:
+    model, group = model_of(**options), context().groups["zero"]
+    for step in range(4):
+        group.comm.reset_traffic()
+        group.reduce_comm.reset_traffic()
+        model(inputs(step)).sum().backward()
+    partition = model[0]._storages[0].shards.layout.partition
+    return group.comm.bytes_copied, group.reduce_comm.bytes_copied, 4 * partition
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_step_copies_its_own_slice_and_nothing_else(world: int, recompute: bool) -> None:
+    for gathers, reductions, partition in run_ranks(world, copied_in_a_step, {"use_checkpoint": recompute}):
+        assert gathers == (2 * LAYERS - 1) * partition  # each rank its slice, once for all
+        assert reductions == 0  # gradients are summed from where autograd's have landed
+
+
+def training(options: dict[str, Any], accumulate: bool) -> list[Any]:
+    """Losses and parameters after some steps in which the ranks are early and late in turn."""
+    rank = bmt.rank()
+    model = model_of(delay=lambda call: 0.01 * ((call + rank) % 3 == 0), **options)
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-3)
+    seen: list[Any] = []
+    for step in range(3):
+        optimizer.zero_grad()
+        if accumulate:
+            with bmt.no_sync():
+                model(inputs(step)).square().sum().backward()
+        loss = model(inputs(step + 10)).square().sum()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            seen.append((loss.item(), model(inputs(step)).double().sum().item()))
+    return [*seen, *(p.detach().double().sum().item() for p in model.parameters())]
+
+
+@pytest.mark.parametrize(
+    ("world", "options", "accumulate"),
+    [
+        (2, {}, False),
+        (3, {"use_checkpoint": False}, True),
+        (2, {"zero_level": 2}, True),
+        (2, {"policy": bmt.BlockPolicy(compute_dtype=torch.bfloat16)}, False),
+    ],
+    ids=["recomputed", "accumulated", "level 2", "computed in bf16"],
+)
+def test_same_bits_as_over_gloo(world: int, options: dict[str, Any], accumulate: bool) -> None:
+    over_gloo, over_shm = (
+        run_ranks(world, training, options, accumulate, environment={"BMTRAIN_CPU_TRANSPORT": transport})
+        for transport in ("gloo", "shm")
+    )
+    assert over_gloo == over_shm
+
+
+class Scribbler(Layer):
+    """Writes into its gathered weight, on every rank something else."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.add_(bmt.rank() + 1)
+            self.weight.data[0] = 7.0  # a write that counts no version
+        time.sleep(0.05 * bmt.rank())
+        return torch.nn.functional.linear(x, self.weight)
+
+
+def writes_into_what_is_gathered() -> None:
+    torch.manual_seed(0)
+    block = bmt.Block(Scribbler(), use_checkpoint=False)
+    whole = block.weight.gather().detach().view(DIM, DIM).clone()
+    mine = whole + bmt.rank() + 1
+    mine[0] = 7.0
+    x = inputs()
+    for _ in range(5):  # more than there are buffers
+        with torch.no_grad():
+            torch.testing.assert_close(block(x), torch.nn.functional.linear(x, mine), rtol=1e-5, atol=1e-3)
+    assert torch.equal(block.weight.gather().view(DIM, DIM), whole)
+
+
+def test_what_a_forward_writes_stays_with_its_rank() -> None:
+    run_ranks(2, writes_into_what_is_gathered)
+
+
+def writes_while_another_computes() -> None:
+    """Rank 0 changes its shards as soon as its own forward is over; rank 1 is in the middle of it."""
+    model = model_of(delay=lambda call: 0.1 * bmt.rank())
+    whole = [p.gather().detach() for p in model.parameters()]
+    wanted = inputs()
+    for weight, bias in zip(whole[::2], whole[1::2], strict=True):
+        wanted = wanted + torch.tanh(torch.nn.functional.linear(wanted, weight.view(DIM, DIM), bias))
+    for training in (False, True):
+        with torch.set_grad_enabled(training):
+            result = model(inputs()).detach()
+        for p in model.parameters():
+            p.data.add_(1.0)
+        torch.testing.assert_close(result, wanted)
+        for p, full in zip(model.parameters(), whole, strict=True):
+            assert torch.equal(p.gather().flatten(), full.flatten() + 1.0)
+            p.data.copy_(p._spec.slice_of(full.flatten()))
+
+
+def test_writes_after_a_forward_do_not_reach_a_rank_that_is_behind() -> None:
+    run_ranks(2, writes_while_another_computes)
+
+
+def models_that_end_gathered(late: int) -> list[float]:
+    """Models are dropped while a block is gathered, by one rank before the others."""
+    results = []
+    for number in range(8):
+        model = model_of(2, use_checkpoint=False)
+        for _ in range(2):
+            model(inputs(number)).sum().backward()
+        model(inputs(number))  # the last block stays gathered for a backward that does not come
+        if bmt.rank() != late:
+            del model
+            gc.collect()
+        other = model_of(3)
+        loss = other(inputs(number)).square().sum()
+        loss.backward()
+        model = None
+        gc.collect()
+        results += [loss.item(), *(p.grad.double().sum().item() for p in other.parameters())]
+    return results
+
+
+def test_models_dropped_while_gathered() -> None:
+    early, late = (run_ranks(2, models_that_end_gathered, rank) for rank in (0, 1))
+    assert early == late
+    assert early[0][: len(early[0]) // 8] != early[0][len(early[0]) // 8 : len(early[0]) // 4]
+
+
+class Nested(Layer):
+    """A layer that calls a block while it is gathered itself."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.__dict__["inner"] = inner  # a block of its own, not a part of this one
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if self.inner is None else self.inner(x))
+
+
+def many_gathered_at_once() -> list[float]:
+    torch.manual_seed(0)
+    blocks: list[Any] = []
+    for _ in range(8):
+        blocks.append(bmt.Block(Nested(blocks[-1] if blocks else None)))
+    results = []
+    for step in range(3):
+        loss = blocks[-1](inputs(step)).square().sum()
+        loss.backward()
+        results.append(loss.item())
+    return results + [p.grad.double().sum().item() for block in blocks for p in block.parameters()]
+
+
+def test_more_blocks_gathered_at_once_than_there_are_buffers() -> None:
+    over_gloo, over_shm = (
+        run_ranks(2, many_gathered_at_once, environment={"BMTRAIN_CPU_TRANSPORT": transport})
+        for transport in ("gloo", "shm")
+    )
+    assert over_gloo == over_shm
+
+
+def killed_in_a_forward() -> list[str]:
+    rank = bmt.rank()
+
+    def die(call: int) -> float:
+        if rank == 1 and call == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 0.0
+
+    model = model_of(delay=die)
+    with pytest.raises(CommunicationError, match="rank 1 died"):
+        for _ in range(3):
+            model(inputs()).sum().backward()
+    return sorted(os.listdir("/dev/shm"))
+
+
+def test_a_rank_killed_while_memory_is_shared() -> None:
+    before = sorted(os.listdir("/dev/shm"))
+    outcomes = rank_outcomes(2, killed_in_a_forward, fresh=True)
+    assert outcomes[1].status is Status.DIED
+    assert outcomes[0].status is Status.RETURNED, outcomes[0]
+    assert outcomes[0].value == before
