@@ -1,0 +1,201 @@
+// Drives ShmLink from several threads, for ThreadSanitizer: see tests/unit/test_shm_races.py.
+//
+// The ranks are threads of one process that share each segment at one address (the wrapped mmap), so that the
+// sanitizer sees both sides of a ring: data that is read before it was published is a report.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "comm/shm_link.h"
+#include "common/check.h"
+
+extern "C" {
+void* __real_mmap(void* address, std::size_t length, int protection, int flags, int file, off_t offset);
+int __real_munmap(void* address, std::size_t length);
+void* __wrap_mmap(void* address, std::size_t length, int protection, int flags, int file, off_t offset);
+int __wrap_munmap(void* address, std::size_t length);
+}
+
+namespace {
+
+struct Shared {
+  void* address;
+  int users;
+};
+std::mutex shared_mutex;
+std::map<ino_t, Shared> shared;  // by file
+
+}  // namespace
+
+void* __wrap_mmap(void* address, std::size_t length, int protection, int flags, int file, off_t offset) {
+  struct stat status{};
+  if (file < 0 || fstat(file, &status) != 0) {
+    return __real_mmap(address, length, protection, flags, file, offset);
+  }
+  const std::lock_guard lock(shared_mutex);
+  auto [entry, is_new] = shared.try_emplace(status.st_ino, Shared{nullptr, 0});
+  if (is_new) {
+    entry->second.address = __real_mmap(address, length, protection, flags, file, offset);
+  }
+  ++entry->second.users;
+  return entry->second.address;
+}
+
+int __wrap_munmap(void* address, std::size_t length) {
+  const std::lock_guard lock(shared_mutex);
+  for (auto entry = shared.begin(); entry != shared.end(); ++entry) {
+    if (entry->second.address == address) {
+      if (--entry->second.users > 0) {
+        return 0;
+      }
+      shared.erase(entry);
+      break;
+    }
+  }
+  return __real_munmap(address, length);
+}
+
+namespace {
+
+using bmtrain::ShmLink;
+using bmtrain::ShmOperation;
+using bmtrain::ShmOperationPtr;
+using bmtrain::ShmPiece;
+
+constexpr int kRanks = 3;
+constexpr int kRounds = 40;
+
+void expect(bool condition, const char* what) {
+  if (!condition) {
+    std::fprintf(stderr, "expected: %s\n", what);
+    std::exit(1);
+  }
+}
+
+char mark(int rank, int round) { return static_cast<char>(1 + rank + 7 * round); }
+
+// Around the size of a chunk and, in the last rounds, more than a ring takes at once.
+std::int64_t size_of(int round) {
+  constexpr std::int64_t kSizes[] = {1, 1000, 256 * 1024, 256 * 1024 + 1, 600'000};
+  return round >= kRounds - 2 ? (24LL << 20) : kSizes[round % 5];
+}
+
+ShmOperationPtr operation_of(const char* op, std::int64_t bytes, int peer = -1) {
+  auto operation = std::make_shared<ShmOperation>();
+  operation->op = op;
+  operation->bytes = bytes;
+  operation->fingerprint = static_cast<std::uint64_t>(bytes);
+  operation->message_peer = peer;
+  return operation;
+}
+
+// Everybody's bytes to everybody; posted in pairs, waited for in the order of posting.
+void gather(ShmLink& link, int round) {
+  const std::int64_t bytes = size_of(round);
+  const auto size = static_cast<std::size_t>(bytes);
+  std::vector<char> own(size, mark(link.rank(), round));
+  std::vector<std::vector<char>> others(kRanks, std::vector<char>(size, 0));
+  std::vector<ShmPiece> receives;
+  for (int r = 0; r < kRanks; ++r) {
+    if (r != link.rank()) receives.push_back({others[static_cast<std::size_t>(r)].data(), bytes, r});
+  }
+  const ShmOperationPtr first = operation_of("all_gather", bytes);
+  link.post(first, {{own.data(), bytes}}, receives);
+  char small = mark(link.rank(), round + 1);
+  std::vector<char> small_others(kRanks, 0);
+  receives.clear();
+  for (int r = 0; r < kRanks; ++r) {
+    if (r != link.rank()) receives.push_back({&small_others[static_cast<std::size_t>(r)], 1, r});
+  }
+  const ShmOperationPtr second = operation_of("all_gather", 1);
+  link.post(second, {{&small, 1}}, receives);
+  link.await(*first);
+  link.await(*second);
+  for (int r = 0; r < kRanks; ++r) {
+    if (r == link.rank()) continue;
+    const auto& received = others[static_cast<std::size_t>(r)];
+    expect(received.front() == mark(r, round) && received.back() == mark(r, round), "what the rank sent");
+    expect(small_others[static_cast<std::size_t>(r)] == mark(r, round + 1), "the second one's too");
+  }
+}
+
+// Messages in a circle, from a thread of their own.
+void messages(ShmLink& link) {
+  const int next = (link.rank() + 1) % kRanks;
+  const int previous = (link.rank() + kRanks - 1) % kRanks;
+  for (int round = 0; round < kRounds; ++round) {
+    const std::int64_t bytes = round % 4 == 3 ? (5LL << 20) : 100;
+    std::vector<char> sent(static_cast<std::size_t>(bytes), mark(link.rank(), round));
+    std::vector<char> received(sent.size(), 0);
+    const ShmOperationPtr send = operation_of("send", bytes, next);
+    const ShmOperationPtr receive = operation_of("recv", bytes, previous);
+    send->fingerprint = receive->fingerprint = 1;
+    link.post(send, {{sent.data(), bytes, next}}, {});
+    link.post(receive, {}, {{received.data(), bytes, previous}});
+    link.await(*receive);
+    link.await(*send);
+    expect(received.front() == mark(previous, round) && received.back() == mark(previous, round),
+           "the message");
+  }
+}
+
+void exchange(ShmLink& link) {
+  std::thread other([&link] { messages(link); });
+  for (int round = 0; round < kRounds; ++round) {
+    gather(link, round);
+  }
+  other.join();
+  link.close();
+}
+
+// One rank gives up while the others wait for it.
+void abort_one(ShmLink& link) {
+  if (link.rank() == 1) {
+    link.abort("on request");
+    return;
+  }
+  bool raised = false;
+  try {
+    gather(link, 2);
+  } catch (const bmtrain::CommunicationError&) {
+    raised = true;
+  }
+  expect(raised, "an error on the ranks that wait");
+}
+
+void run_ranks(void (*work)(ShmLink&)) {
+  std::vector<int> files;
+  for (int r = 0; r < kRanks; ++r) {
+    files.push_back(memfd_create("bmtrain", MFD_CLOEXEC));
+    expect(
+        files.back() >= 0 && ftruncate(files.back(), static_cast<off_t>(ShmLink::segment_bytes(kRanks))) == 0,
+        "a memory file");
+  }
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    ranks.emplace_back([&files, rank, work] {
+      ShmLink link(files, std::vector<int>(2 * kRanks, -1), rank, kRanks, "test", 60.0);
+      work(link);
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+  for (const int file : files) ::close(file);
+}
+
+}  // namespace
+
+int main() {
+  run_ranks(exchange);
+  for (int i = 0; i < 10; ++i) run_ranks(abort_one);
+  std::puts("ok");
+}
