@@ -14,6 +14,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "comm/shm_link.h"
@@ -33,17 +34,17 @@ struct Shared {
   int users;
 };
 std::mutex shared_mutex;
-std::map<ino_t, Shared> shared;  // by file
+std::map<std::pair<ino_t, off_t>, Shared> shared;  // by file and offset
 
 }  // namespace
 
 void* __wrap_mmap(void* address, std::size_t length, int protection, int flags, int file, off_t offset) {
   struct stat status{};
-  if (file < 0 || fstat(file, &status) != 0) {
+  if (address != nullptr || file < 0 || fstat(file, &status) != 0) {
     return __real_mmap(address, length, protection, flags, file, offset);
   }
   const std::lock_guard lock(shared_mutex);
-  auto [entry, is_new] = shared.try_emplace(status.st_ino, Shared{nullptr, 0});
+  auto [entry, is_new] = shared.try_emplace({status.st_ino, offset}, Shared{nullptr, 0});
   if (is_new) {
     entry->second.address = __real_mmap(address, length, protection, flags, file, offset);
   }
@@ -184,8 +185,9 @@ void run_ranks(void (*work)(ShmLink&)) {
   std::vector<std::thread> ranks;
   for (int rank = 0; rank < kRanks; ++rank) {
     ranks.emplace_back([&files, rank, work] {
-      ShmLink link(files, std::vector<int>(2 * kRanks, -1), rank, kRanks, "test", 60.0);
-      work(link);
+      const auto link =
+          std::make_shared<ShmLink>(files, std::vector<int>(2 * kRanks, -1), rank, kRanks, "test", 60.0);
+      work(*link);
     });
   }
   for (std::thread& rank : ranks) rank.join();
