@@ -18,6 +18,7 @@ import resource
 import sys
 import tempfile
 import time
+import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable
@@ -291,6 +292,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
     options = parser.parse_args()
+    warnings.simplefilter("ignore")  # torch has something to say about most pickles
     limit_memory()
     for target in options.target:
         start = time.monotonic()
