@@ -97,11 +97,14 @@ class _Tqdm:
         from tqdm import tqdm
 
         self.width = shutil.get_terminal_size().columns
-        bar = "{n_fmt}/{total_fmt} {remaining} {postfix}" if self.width < _NARROW else None
+        bar = "{n_fmt}/{total_fmt} {remaining} {desc}" if self.width < _NARROW else None
         self.bar = tqdm(total=num_steps, initial=first_step, dynamic_ncols=True, bar_format=bar)
 
     def step(self, step: int, text: str) -> None:
-        self.bar.set_postfix_str(text, refresh=False)
+        if self.width < _NARROW:
+            self.bar.set_description_str(text, refresh=False)
+        else:
+            self.bar.set_postfix_str(text, refresh=False)
         self.bar.update(step - self.bar.n)
 
     def note(self, text: str) -> None:

@@ -69,7 +69,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=64, help="(default: %(default)s)")
     parser.add_argument("--lr", type=float, default=1e-3, help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.model and not (options.model / "config.json").is_file():
+        parser.error(f"--model: expected a folder with config.json, got {options.model}")
+    if options.data and not options.data.is_file():
+        parser.error(f"--data: expected a text file, got {options.data}")
+    return options
 
 
 def small_model() -> Path:

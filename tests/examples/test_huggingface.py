@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -20,9 +21,23 @@ if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
 
 
+def gpt2_folder(folder: Path) -> Path:
+    """A small random GPT-2 in files."""
+    import transformers
+
+    config = transformers.GPT2Config(vocab_size=256, n_positions=64, n_embd=48, n_layer=3, n_head=4)
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [[], ["--lora", "4", "--lr", "0.02"]], ids=["whole", "lora"])
-def test_fine_tuning(options: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("llama", []), ("gpt2", []), ("llama", ["--lora", "4", "--lr", "0.02"])],
+    ids=["llama", "gpt2", "lora"],
+)
+def test_fine_tuning(family: str, options: list[str], tmp_path: Path) -> None:
     import safetensors.torch
     import transformers
 
@@ -30,8 +45,9 @@ def test_fine_tuning(options: list[str], tmp_path: Path) -> None:
         pytest.importorskip("peft")
     out = tmp_path / "tuned"
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    model = ["--model", str(gpt2_folder(tmp_path / "start"))] if family == "gpt2" else []
     ran = run_process(
-        [*TORCHRUN, str(SCRIPT), "--steps", "12", "--out", str(out), *options],
+        [*TORCHRUN, str(SCRIPT), "--steps", "12", "--out", str(out), *model, *options],
         environment=environment,
         timeout=200,
     )
@@ -47,3 +63,14 @@ def test_fine_tuning(options: list[str], tmp_path: Path) -> None:
         model = transformers.AutoModelForCausalLM.from_pretrained(out)
         with torch.no_grad():
             assert model(input_ids=text, labels=text).loss.item() < losses[0]
+
+
+def test_paths_that_are_not_there_are_said_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parse = runpy.run_path(str(SCRIPT))["parse"]
+    for option in ("--model", "--data"):
+        monkeypatch.setattr(sys, "argv", ["fine_tune.py", option, "/nowhere"])
+        with pytest.raises(SystemExit, match="2"):
+            parse()
+        assert f"{option}: expected a" in capsys.readouterr().err
