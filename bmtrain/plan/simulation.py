@@ -164,6 +164,10 @@ class SimulatedShards:
         seconds = simulation.network.seconds(self._partition, ring=simulation.ring_reduce)
         self._reduction = simulation.wire.start("reduce", self._label, seconds)
 
+    def continue_reduce(self) -> bool:
+        """Whether a sum over replicas follows: none is simulated."""
+        return False
+
     def finish_reduce(self) -> None:
         if self._reduction is not None:
             self._simulation.wait("reduce", self._reduction)

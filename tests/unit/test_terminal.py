@@ -57,6 +57,8 @@ for width in (80, 120):
             status = main(arguments)
         except SystemExit as end:
             status = end.code
+        except Exception as error:
+            status = repr(error).replace(" ", "_")
         print(f"@@@ status {status}", flush=True)
     break
 """
