@@ -41,6 +41,7 @@ from .checkpointing import checkpoint
 from .global_var import config, rank, world_size
 from .init import init_distributed
 from .layer import DistributedModule
+from .memory import MemoryReport, memory_report
 from .param_init import grouped_parameters, init_parameters
 from .parameter import DistributedParameter, ParameterInitializer
 from .pipe_layer import PipelineTransformerBlockList
@@ -59,6 +60,7 @@ __all__ = [
     "CheckpointBlock",
     "DistributedModule",
     "DistributedParameter",
+    "MemoryReport",
     "ParameterInitializer",
     "PipelineTransformerBlockList",
     "Recompute",
@@ -85,6 +87,7 @@ __all__ = [
     "load_nccl_pypi",
     "loss",
     "lr_scheduler",
+    "memory_report",
     "nccl",
     "nn",
     "no_sync",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -303,6 +304,12 @@ class BlockCall:
                 f"require grad, {len(self.outputs)} did at first"
             )
         return outputs, leaves
+
+    def kept_for_backward(self) -> Iterator[torch.Tensor] | None:
+        """The tensors that this call keeps; None if it keeps all activations, which autograd holds."""
+        if not self.recomputes:
+            return None
+        return chain(tensors_of(self._arguments), self._saved.kept_results())
 
     def _spend(self) -> None:
         self.is_spent = True

@@ -134,6 +134,10 @@ class SavedTensors:
         """Whether the first graph can be differentiated."""
         return not self.differs and len(self._values) == len(self._saves)
 
+    def kept_results(self) -> Iterator[torch.Tensor]:
+        """What is kept between the two runs."""
+        return self._kept.tensors() if self._kept else iter(())
+
     def drop(self, *, for_good: bool) -> None:
         """Frees the second run's tensors; ``for_good``, if there will be no other, also what was kept for it."""
         self._values = []

@@ -47,6 +47,7 @@ class BlockRuntime:
         self.groups = tuple(groups)
         self.policy = policy
         self.number = engine.schedule.take_number()
+        engine.runtimes.add(self)
         self.is_bound = False
         #: Optimizer steps of the block's parameters that are still being computed.
         self.pending: list[PendingUpdate] = []
@@ -242,6 +243,8 @@ class Engine:
         self._islands = 0
         #: The calls whose forward runs right now, the outermost first.
         self.calls: list[BlockCall] = []
+        #: All blocks, as long as somebody else refers to them.
+        self.runtimes: weakref.WeakSet[BlockRuntime] = weakref.WeakSet()
         self.pool = _C.BufferPool(SLOTS_PER_CLASS, bool(int(os.environ.get("BMTRAIN_POISON_BUFFERS", "0"))))
         self.schedule = Schedule()
         self.reads = Reads()

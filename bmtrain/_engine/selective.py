@@ -14,7 +14,7 @@ numbers after it depend on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -97,6 +97,12 @@ class KeptResults:
             kept if kept is not None and kept.is_unchanged() else None
             for kept in self._kept[: self._num_needed]
         ]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that is kept."""
+        for kept in self._kept:
+            if kept is not None:
+                yield from (leaf for leaf in tree_leaves(kept.result) if isinstance(leaf, torch.Tensor))
 
     def drop(self) -> None:
         """Frees everything."""

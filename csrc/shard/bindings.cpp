@@ -90,6 +90,8 @@ void bind_group(py::module_& m) {
       .def_property_readonly("state", &ShardGroup::state)
       .def_property_readonly("is_bound", &ShardGroup::is_bound)
       .def_property_readonly("num_replicas", &ShardGroup::num_replicas)
+      .def_property_readonly("gathered_bytes", &ShardGroup::gathered_bytes)
+      .def_property_readonly("unreduced_bytes", &ShardGroup::unreduced_bytes)
       .def_property_readonly("parameters", &ShardGroup::parameters)
       .def_property_readonly("shard", &ShardGroup::shard)
       .def_property_readonly("gradient_shard",

@@ -130,6 +130,18 @@ std::vector<bool> ShardGroup::requires_grad() const {
   return flags;
 }
 
+std::int64_t ShardGroup::gathered_bytes() const {
+  return has_own_buffer() ? static_cast<std::int64_t>(full_.storage().nbytes()) : 0;
+}
+
+std::int64_t ShardGroup::unreduced_bytes() const {
+  const auto bytes = [](const at::Tensor& tensor) {
+    return tensor.defined() ? static_cast<std::int64_t>(tensor.storage().nbytes()) : 0;
+  };
+  const bool is_one = gradient_.defined() && received_.defined() && gradient_.is_alias_of(received_);
+  return bytes(gradient_) + (is_one ? 0 : bytes(received_));
+}
+
 bool ShardGroup::owns_storage(const at::Tensor& tensor) const {
   return tensor.has_storage() &&
          tensor.storage().unsafeGetStorageImpl() == full_.storage().unsafeGetStorageImpl();

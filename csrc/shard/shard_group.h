@@ -94,6 +94,9 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   [[nodiscard]] at::Tensor local_view(std::size_t index) const { return local_views_.at(index); }
   /// The flat gradient shard; undefined before its first need, and from a call on when no gradient uses it.
   [[nodiscard]] at::Tensor gradient_shard() const { return gradient_shard_; }
+  /// Memory of the full parameters, 0 while there is none but the shard; and of whole gradients and slices.
+  [[nodiscard]] std::int64_t gathered_bytes() const;
+  [[nodiscard]] std::int64_t unreduced_bytes() const;
   /// How many tensors this group knows of refer to the memory of its shard, and to that of its gradient
   /// shard.
   [[nodiscard]] std::pair<std::int64_t, std::int64_t> num_references() const;

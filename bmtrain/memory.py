@@ -1,0 +1,173 @@
+"""How much memory a rank has for what."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import utils
+from .global_var import context
+from .parameter import DistributedParameter
+
+if TYPE_CHECKING:
+    from ._engine.runtime import BlockRuntime
+
+__all__ = ["MemoryReport", "memory_report"]
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of this rank at one moment; memory that several tensors share is counted once. ``str()`` is a table.
+
+    Attributes:
+        parameters: shards of Blocks, and parameters of the model outside them.
+        gradients: gradient shards of Blocks, and ``.grad`` outside them.
+        optimizer: state of the optimizers, apart from what is a parameter itself.
+        gathered: full parameters of Blocks, where they are not the shards themselves.
+        unreduced: whole gradients of Blocks: waiting in ``no_sync()``, or on their way to the shards.
+        activations: what recomputed Blocks keep for backwards to come: inputs, and with ``"selective"`` results. None
+            if a Block that keeps all its activations waits for its backward: autograd does not tell how much that is.
+        idle_buffers: freed buffers that are kept for the next Block.
+        peak_buffers: the most that ``gathered`` and ``unreduced`` were together since peaks were reset.
+        process: of the process on CPU ranks (resident), of torch's allocator on GPUs (allocated).
+        peak_process: the most that ``process`` was since peaks were reset.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    unreduced: int
+    activations: int | None
+    idle_buffers: int
+    peak_buffers: int
+    process: int
+    peak_process: int
+
+    def __str__(self) -> str:
+        named = [(field.name.replace("_", " "), getattr(self, field.name)) for field in fields(self)]
+        return "\n".join(
+            f"{name:<13} {'unknown' if value is None else f'{value / 2**20:12.2f} MiB'}"
+            for name, value in named
+        )
+
+
+def memory_report(
+    model: torch.nn.Module | None = None, optim: Any = None, *, reset_peaks: bool = False
+) -> MemoryReport:
+    """What this rank has memory for, now. Local: each rank reports its own.
+
+    For the peak of a phase (a forward, a backward, a step) call it before the phase with ``reset_peaks`` and once after
+    it.
+
+    Args:
+        model: whose parameters outside Blocks count; Blocks count without it, all of this process.
+        optim: an :class:`OptimManager <bmtrain.optim.OptimManager>`, an optimizer, or several, whose state counts.
+        reset_peaks: begin new peaks after this report.
+
+    Raises:
+        RuntimeError: before :func:`bmtrain.init_distributed`.
+        TypeError: for a ``model`` or ``optim`` that is none.
+
+    Example:
+        >>> bmtrain.memory_report(model, optimizer, reset_peaks=True)     # doctest: +SKIP
+        >>> model(batch).sum().backward()                                # doctest: +SKIP
+        >>> print(bmtrain.memory_report(model, optimizer))               # doctest: +SKIP
+    """
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    current = context("memory_report()")
+    groups = [group for runtime in current.engine.runtimes for group in runtime.groups]
+    outside = [param for param in _parameters(model) if not _is_in_block(param)]
+    parameters = _Memory(group.shard for group in groups).add(outside)
+    gradients = _Memory(group.gradient_shard for group in groups).add(param.grad for param in outside)
+    pool = current.engine.pool.stats()
+    process, peak_process = _process_bytes(current.device)
+    report = MemoryReport(
+        parameters=parameters.nbytes,
+        gradients=gradients.nbytes,
+        optimizer=_Memory(_states(optim)).without(parameters).nbytes,
+        gathered=sum(group.gathered_bytes for group in groups),
+        unreduced=sum(group.unreduced_bytes for group in groups),
+        activations=_activations(current.engine.runtimes),
+        idle_buffers=pool["bytes_idle"],
+        peak_buffers=pool["peak_bytes_in_use"],
+        process=process,
+        peak_process=peak_process,
+    )
+    if reset_peaks:
+        _reset_peaks(current)
+    return report
+
+
+class _Memory:
+    """Pieces of memory, each once."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        self._pieces: dict[int, int] = {}
+        self.add(tensors)
+
+    def add(self, tensors: Iterable[torch.Tensor | None]) -> _Memory:
+        for tensor in tensors:
+            if tensor is not None and not tensor.is_meta and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                self._pieces[storage.data_ptr()] = storage.nbytes()
+        return self
+
+    def without(self, other: _Memory) -> _Memory:
+        self._pieces = {at: nbytes for at, nbytes in self._pieces.items() if at not in other._pieces}
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self._pieces.values())
+
+
+def _parameters(model: torch.nn.Module | None) -> Iterator[torch.nn.Parameter]:
+    return iter(()) if model is None else model.parameters()
+
+
+def _is_in_block(param: torch.Tensor) -> bool:
+    return isinstance(param, DistributedParameter) and param._in_block
+
+
+def _states(optim: Any) -> Iterator[torch.Tensor]:
+    """The tensors of the state of optimizers."""
+    from .distributed.checkpoint.snapshot import optimizers_of
+
+    for optimizer in optimizers_of(optim):
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _activations(runtimes: Iterable[BlockRuntime]) -> int | None:
+    kept = _Memory(())
+    for call in [call for runtime in runtimes for call in runtime.open_calls]:
+        tensors = call.kept_for_backward()
+        if tensors is None:
+            return None
+        kept.add(tensors)
+    return kept.nbytes
+
+
+def _process_bytes(device: torch.device) -> tuple[int, int]:
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    resident, peak = utils._resident_bytes()
+    return resident, max(resident, peak)  # the kernel counts the peak a little later
+
+
+def _reset_peaks(current: Any) -> None:
+    current.engine.pool.reset_peaks()
+    if current.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(current.device)
+    else:
+        with contextlib.suppress(
+            OSError
+        ):  # where there is no such file, the peak is that of the whole process
+            Path("/proc/self/clear_refs").write_text("5")

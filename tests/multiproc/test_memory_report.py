@@ -1,0 +1,132 @@
+"""bmt.memory_report(): every figure against a size that is known."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+
+import bmtrain as bmt
+from bmtrain.global_var import context
+
+LAYERS, DIM, ROWS = 4, 256, 8
+BLOCK = 4 * (DIM * DIM + DIM)  # fp32, and both parameters a multiple of 512 bytes
+INPUT = 4 * ROWS * DIM
+
+
+class Linear(bmt.DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = bmt.DistributedParameter(torch.randn(DIM, DIM) / DIM**0.5)
+        self.bias = bmt.DistributedParameter(torch.randn(DIM))
+
+    def forward(self, x):
+        return torch.tanh(torch.nn.functional.linear(x, self.weight, self.bias))
+
+
+class Model(bmt.DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = bmt.TransformerBlockList([bmt.Block(Linear()) for _ in range(LAYERS)])
+        self.scale = torch.nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return self.layers(x).mul(self.scale.sum()).square().sum()
+
+
+def of_phases(policy: dict[str, Any]) -> dict[str, Any]:
+    gc.collect()  # blocks of what ran in these ranks before
+    context().engine.pool.trim()
+    with bmt.default_policy(bmt.BlockPolicy(**policy)):
+        model = Model()
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=0.01)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    x = torch.randn(ROWS, DIM)
+    reports = {"built": bmt.memory_report(model, manager)}
+    for _ in range(2):  # the order of blocks is learnt in the first
+        manager.zero_grad()
+        manager.backward(model(x))
+        manager.step()
+    bmt.memory_report(reset_peaks=True)
+    loss = model(x)
+    reports["forward"] = bmt.memory_report(model, manager, reset_peaks=True)
+    with bmt.no_sync():
+        loss.backward()
+    reports["waiting"] = bmt.memory_report(model, manager, reset_peaks=True)
+    model(x).backward()
+    reports["backward"] = bmt.memory_report(model, [optimizer])
+    for report in reports.values():
+        assert report.process <= report.peak_process
+        assert report.process > 2**20
+    in_use = context().engine.pool.stats()["bytes_in_use"]
+    assert reports["backward"].gathered + reports["backward"].unreduced == in_use
+    return reports
+
+
+# Full parameters after forward and between micro-batches; whole gradients there; activations after forward.
+CASES = {
+    "3": ({}, BLOCK, 0, LAYERS * BLOCK, LAYERS * INPUT),
+    "3, selective": ({"recompute": "selective"}, BLOCK, 0, LAYERS * BLOCK, 2 * LAYERS * INPUT),
+    "2, activations kept": ({"level": 2, "recompute": "off"}, LAYERS * BLOCK, 0, LAYERS * BLOCK, None),
+    "1": ({"level": 1}, LAYERS * BLOCK, LAYERS * BLOCK, LAYERS * BLOCK, LAYERS * INPUT),
+    "0": ({"level": 0}, 0, 0, LAYERS * BLOCK, LAYERS * INPUT),
+    "bf16 over fp32": (
+        {"level": 1, "compute_dtype": torch.bfloat16},
+        LAYERS * BLOCK // 2,
+        LAYERS * BLOCK // 2,
+        LAYERS * BLOCK // 2,
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_report_says_what_each_phase_holds(case):
+    policy, after_forward, between, unreduced, activations = CASES[case]
+    world = 2
+    share = LAYERS * BLOCK // (1 if policy.get("level") == 0 else world)
+    outside = 4 * 16
+    for reports in run_ranks(world, of_phases, policy):
+        built, forward, waiting, backward = (
+            reports[name] for name in ("built", "forward", "waiting", "backward")
+        )
+        assert built.parameters == backward.parameters == share + outside
+        assert (built.gradients, built.optimizer, built.activations) == (0, 0, 0)
+        assert backward.gradients == share + outside
+        assert (
+            2 * (share + outside) <= backward.optimizer <= 2 * (share + outside) + 64 * 1024
+        )  # ranges start apart
+        assert forward.gathered == after_forward
+        assert waiting.gathered == between
+        assert (forward.unreduced, waiting.unreduced, backward.unreduced) == (0, unreduced, 0)
+        assert waiting.activations == backward.activations == 0
+        if "compute_dtype" not in policy:
+            assert forward.activations == activations
+        assert waiting.peak_buffers >= waiting.gathered + waiting.unreduced
+        assert "parameters" in str(built)
+
+
+def arguments() -> None:
+    with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module, got int"):
+        bmt.memory_report(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="optim: expected"):
+        bmt.memory_report(optim=[3])
+    model = bmt.Block(Linear(), policy=bmt.BlockPolicy(recompute="off"))
+    loss = model(torch.randn(ROWS, DIM)).sum()
+    assert bmt.memory_report().activations is None
+    assert "activations   unknown" in str(bmt.memory_report())
+    loss.backward()
+    assert bmt.memory_report().activations == 0
+
+
+def test_report_refuses_what_it_does_not_know():
+    run_ranks(1, arguments)
+
+
+def test_report_needs_init():
+    with pytest.raises(RuntimeError, match="not initialized"):
+        bmt.memory_report()
