@@ -151,7 +151,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         early, self._early = self._early, set()
-        rest = [(group, [p for p in group["params"] if id(p) not in early]) for group in self.param_groups]
+        rest = [(group, _without(group["params"], early)) for group in self.param_groups]
         ready = [(group, members, _with_gradients(members)) for group, members in rest]
         owned = scale is _UNSET and self._owned_scale is not None
         if scale is _UNSET:
@@ -186,9 +186,10 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         scale: float,
     ) -> None:
         names, states = self._arrays_of(group), self._states
-        lacking = [p for p, _ in pairs if p not in states or not all(n in states[p] for n in names)]
-        self._create_state(dict.fromkeys(lacking, names))
-        fresh = set(lacking)
+        required = set(names)
+        fresh = {p for p, _ in pairs if p not in states or not required.issubset(states[p])}
+        if fresh:
+            self._create_state({p: names for p, _ in pairs if p in fresh})
         updates = [Update(p, grad, self._prepare(p), p in fresh) for p, grad in pairs]
         # Also empty shards: all ranks see the same parameters change.
         changed = [p for p in members if p.grad is not None and p.requires_grad]
@@ -202,7 +203,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
 
     def _prepare(self, p: Tensor) -> dict[str, Any]:
         """Return the state, its count advanced and its master up to date."""
-        state: dict[str, Any] = self._states[p]
+        state: dict[str, Any] = self.__dict__["state"][p]
         state["step"] += 1
         if MASTER in state:
             if self.shares_master(p):
@@ -324,6 +325,10 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
 def _value_mark(p: Tensor) -> tuple[int, int]:
     """Changes when somebody but us writes the parameter: a load, or any in-place operation."""
     return getattr(p, "_load_count", 0), p._version
+
+
+def _without(parameters: Sequence[Tensor], ids: set[int]) -> Sequence[Tensor]:
+    return [p for p in parameters if id(p) not in ids] if ids else parameters
 
 
 def _with_gradients(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:

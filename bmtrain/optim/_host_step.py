@@ -58,8 +58,16 @@ def host_ranges(updates: Sequence[Update], names: Sequence[str]) -> Iterator[Ran
     """
     rounds = updates[0].param.dtype != torch.float32
     written: list[tuple[Tensor, Tensor, bool]] = []  # the last: whether the copy need not be waited for
-    ranges = Ranges([], [], [], [[] for _ in names], [], [])
-    for param, grad, state, is_fresh in updates:
+    states = [u.state for u in updates]
+    ranges = Ranges(
+        weights=[],
+        rounded=[],
+        grads=[_on_host(u.grad) for u in updates],
+        arrays=[[state[name] for state in states] for name in names],
+        steps=[state["step"] for state in states],
+        fresh=[u.is_fresh for u in updates],
+    )
+    for param, _, state, _ in updates:
         separate = MASTER in state and state[MASTER].data_ptr() != param.data_ptr()
         if rounds or not separate:
             value = _on_host(param, empty=rounds)
@@ -71,11 +79,6 @@ def host_ranges(updates: Sequence[Update], names: Sequence[str]) -> Iterator[Ran
         if separate and not rounds:
             # Whoever changes a state next would not know of a copy under way.
             written.append((param, state[MASTER], False))
-        ranges.grads.append(_on_host(grad))
-        for name, array in zip(names, ranges.arrays, strict=True):
-            array.append(state[name])
-        ranges.steps.append(state["step"])
-        ranges.fresh.append(is_fresh)
     for device in {u.grad.device for u in updates if u.grad.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     yield ranges
