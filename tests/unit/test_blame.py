@@ -174,7 +174,7 @@ def test_blame_refuses_what_is_no_record(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["blame", str(tmp_path)]) == 2
     (tmp_path / "flight-rank0.json").write_text("[]")
     assert main(["blame", str(tmp_path)]) == 2
-    told = capsys.readouterr().out
+    told = capsys.readouterr().err
     assert "found none" in told
     assert "flight-rank0.json is no flight record" in told
 
