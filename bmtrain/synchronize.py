@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ._arguments import require_tensor
 from ._deprecate import warn_once
 from .global_var import context
 
@@ -48,6 +49,7 @@ def sum_loss(loss: torch.Tensor, comm: Communicator | None = None) -> torch.Tens
     """
     from .distributed import all_reduce
 
+    require_tensor("loss", loss)
     warn_once("sum_loss", "sum_loss() is deprecated: write distributed.all_reduce(loss, 'avg')")
     return all_reduce(loss, "avg", comm)
 
@@ -67,6 +69,7 @@ def gather_result(x: torch.Tensor) -> torch.Tensor:
     from .distributed import all_gather
 
     current = context("gather_result()")
+    require_tensor("x", x)
     warn_once("gather_result", "gather_result() is deprecated: write distributed.all_gather(x).flatten(0, 1)")
     rows = x.unsqueeze(0) if x.dim() == 0 else x
     return all_gather(rows.to(current.device)).flatten(0, 1).to(x.device)

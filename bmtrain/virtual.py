@@ -44,6 +44,8 @@ class VirtualShard:
             >>> bmtrain.virtual.VirtualShard(index=1, count=2).of([10, 11, 12, 13])
             [12, 13]
         """
+        if not hasattr(batch, "__len__"):
+            raise TypeError(f"batch: expected a tensor or a sequence, got {batch!r} ({type(batch).__name__})")
         rows, rest = divmod(len(batch), self.count)
         if rest:
             raise ValueError(
@@ -92,6 +94,10 @@ class VirtualShards:
         Raises:
             ValueError: not as many values as this rank has shards.
         """
+        if not isinstance(values, Sequence):
+            raise TypeError(
+                f"values: expected a sequence of numbers, got {values!r} ({type(values).__name__})"
+            )
         if len(values) != len(self):
             raise ValueError(
                 f"values: expected {len(self)}, one for each of this rank's shards, got {len(values)}"

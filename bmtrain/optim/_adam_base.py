@@ -9,6 +9,7 @@ import torch
 from torch.optim.adam import adam as torch_adam
 
 from .. import _C, _ops
+from .._arguments import require_number
 from .._deprecate import warn_once
 from ._arrays import MASTER, MOMENTS
 from ._elementwise import ElementwiseOptimizer, Update, check_scale
@@ -35,7 +36,8 @@ class AdamBase(ElementwiseOptimizer):
         scale: float | None,
         decoupled: bool | None,
     ) -> None:
-        if hold_steps < 0:
+        require_number("hold_steps", hold_steps)
+        if not hold_steps >= 0:
             raise ValueError(f"hold_steps: expected 0 or more, got {hold_steps}")
         if scale is not None:
             check_scale(scale)

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+from .._arguments import require_number
+
 __all__ = ["check_betas", "check_not_negative"]
 
 
 def check_not_negative(options: dict[str, Any], *names: str) -> None:
-    """Raise ValueError unless all of ``names`` are 0 or more."""
+    """Raise TypeError or ValueError unless all of ``names`` are numbers of 0 or more."""
     for name in names:
+        require_number(name, options[name])
         if not options[name] >= 0:
             raise ValueError(f"{name}: expected 0 or more, got {options[name]}")
 
 
 def check_betas(options: dict[str, Any]) -> None:
-    """Raise ValueError unless ``betas`` are two numbers in [0, 1)."""
+    """Raise TypeError or ValueError unless ``betas`` are two numbers in [0, 1)."""
     betas = options["betas"]
+    if not isinstance(betas, (tuple, list)):
+        raise TypeError(f"betas: expected a pair of numbers, got {betas!r} ({type(betas).__name__})")
+    for beta in betas:
+        require_number("betas", beta)
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas: expected two numbers from 0 up to but not including 1, got {betas}")

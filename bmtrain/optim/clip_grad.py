@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._arguments import require_number
 from .._deprecate import warn_once
 from ..virtual import check_no_loop
 from ._grad_stats import global_norm, multiply_gradients, parameters_of
@@ -42,6 +43,10 @@ def clip_gradients(
         ValueError: ``max_norm``, ``scale`` or ``norm_type`` is out of range.
         RuntimeError: before ``init_distributed``.
     """
+    if norm_type != "inf":
+        require_number("norm_type", norm_type)
+    require_number("max_norm", max_norm)
+    require_number("scale", scale)
     p = float(norm_type)
     if not p > 0:
         raise ValueError(f"norm_type must be > 0 or 'inf', got {norm_type!r}")

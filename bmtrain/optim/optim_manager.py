@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._arguments import require_integer, require_number
 from .._deprecate import warn_once
 from ..accumulate import no_sync
 from ..global_var import config, context, num_losses, rank
@@ -73,10 +74,17 @@ class OptimManager:
         step_in_backward: bool = False,
     ) -> None:
         for name, value in (("loss_scale", loss_scale), ("grad_scale", grad_scale)):
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be > 0 or None, got {value}")
-        if accumulate < 1:
-            raise ValueError(f"accumulate must be at least 1, got {accumulate}")
+            if value is not None:
+                require_number(name, value)
+                if not value > 0:
+                    raise ValueError(f"{name} must be > 0 or None, got {value}")
+        accumulate = require_integer("accumulate", accumulate, 1)
+        for name, value in (
+            ("min_loss_scale", min_loss_scale),
+            ("max_loss_scale", max_loss_scale),
+            ("loss_scale_steps", loss_scale_steps),
+        ):
+            require_number(name, value)
         if not 0 < min_loss_scale <= max_loss_scale:
             raise ValueError(
                 f"expected 0 < min_loss_scale <= max_loss_scale, got {min_loss_scale} and {max_loss_scale}"
@@ -104,6 +112,7 @@ class OptimManager:
 
     @loss_scale_factor.setter
     def loss_scale_factor(self, factor: float) -> None:
+        require_number("loss_scale_factor", factor)
         if not factor > 0:
             raise ValueError(f"loss_scale_factor must be > 0, got {factor}")
         self._loss_scale_factor = 1 / factor if factor < 1 else factor

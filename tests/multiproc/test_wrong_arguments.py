@@ -6,6 +6,7 @@ under ``python -O``, where assertions are gone.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from harness import run_process, run_ranks
 
 import bmtrain as bmt
+from bmtrain import _C
 
 X = torch.ones(4)
 
@@ -44,6 +46,40 @@ WRONG: dict[str, dict[str, Callable[[Any], Any]]] = {
         "negative": lambda _: -1,
         "too large": lambda _: 99,
     },
+    "a tensor": {"None": lambda _: None, "a list": lambda _: [1.0], "a number": lambda _: 1.0},
+    "number": {
+        "None": lambda _: None,
+        "a string": lambda _: "1",
+        "a list": lambda _: [1],
+        "negative": lambda _: -1.0,
+        "NaN": lambda _: math.nan,
+    },
+    "optional number": {"a string": lambda _: "1", "a list": lambda _: [1], "negative": lambda _: -1.0},
+    "scale": {"None": lambda _: None, "a string": lambda _: "1", "a list": lambda _: [1]},
+    "count": {
+        "None": lambda _: None,
+        "a string": lambda _: "1",
+        "a fraction": lambda _: 1.5,
+        "negative": lambda _: -1,
+    },
+    "integer": {"None": lambda _: None, "a string": lambda _: "1", "a fraction": lambda _: 1.5},
+    "betas": {
+        "None": lambda _: None,
+        "a number": lambda _: 0.9,
+        "one": lambda _: (0.9,),
+        "too large": lambda _: (0.9, 1.0),
+        "strings": lambda _: ("a", "b"),
+    },
+    "norm": {"None": lambda _: None, "unknown": lambda _: [2], "zero": lambda _: 0, "negative": lambda _: -2},
+    "level": {"None": lambda _: None, "unknown": lambda _: 4, "a string": lambda _: "3"},
+    "unknown level": {"unknown": lambda _: 4, "a string": lambda _: "3"},
+    "mode": {"None": lambda _: None, "unknown": lambda _: "PART"},
+    "module": {"None": lambda _: None, "a tensor": lambda _: torch.ones(2), "a function": lambda _: len},
+    "sequence": {"None": lambda _: None, "a number": lambda _: 3, "too few": lambda _: [1.0]},
+    "leaf": {
+        "None": lambda _: None,
+        "integers": lambda x: x.long(),
+    },
     "comm": {"a string": lambda _: "world", "a number": lambda _: 3},
 }
 
@@ -53,6 +89,8 @@ def table() -> dict[str, tuple[Callable[..., Any], dict[str, tuple[str, Any]]]]:
     comm, d, n = bmt.config["comm"], bmt.distributed, bmt.nccl
     any_comm = ("comm", comm)
     return {
+        **optimizers(),
+        **others(),
         "all_reduce": (d.all_reduce, {"x": ("tensor", X), "op": ("op", "sum"), "comm": any_comm}),
         "all_gather": (d.all_gather, {"x": ("tensor", X), "comm": any_comm}),
         "broadcast": (d.broadcast, {"src": ("tensor", X), "root": ("rank", 0), "comm": any_comm}),
@@ -73,6 +111,58 @@ def table() -> dict[str, tuple[Callable[..., Any], dict[str, tuple[str, Any]]]]:
             n.reduceScatter,
             {"src": ("buffer", X), "dst": ("buffer", X.clone()), "op": ("op", "sum"), "comm": any_comm},
         ),
+    }
+
+
+def optimizers() -> dict[str, tuple[Callable[..., Any], dict[str, tuple[str, Any]]]]:
+    """Of constructors only what is checked there."""
+    parameters = [torch.nn.Parameter(torch.ones(3))]
+    numbers = dict.fromkeys(("lr", "eps", "weight_decay", "hold_steps"), ("number", 0.1))
+    hyper = {"lr": numbers["lr"], "betas": ("betas", (0.9, 0.99)), **numbers}
+    made: dict[str, tuple[Callable[..., Any], dict[str, tuple[str, Any]]]] = {
+        kind.__name__: (lambda *values, kind=kind: kind(parameters, *values), hyper)
+        for kind in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)
+    }
+    made["OptimManager"] = (
+        lambda *values: bmt.optim.OptimManager(*values[:6], accumulate=values[6]),
+        {
+            "loss_scale": ("optional number", 8.0),
+            "loss_scale_factor": ("number", 2.0),
+            "loss_scale_steps": ("scale", 10),
+            "min_loss_scale": ("number", 1.0),
+            "max_loss_scale": ("scale", 1e9),
+            "grad_scale": ("optional number", 1.0),
+            "accumulate": ("count", 1),
+        },
+    )
+    made["clip_grad_norm"] = (
+        lambda *values: bmt.optim.clip_grad_norm(parameters, *values),
+        {"max_norm": ("number", 1.0), "scale": ("number", 1.0), "norm_type": ("norm", 2)},
+    )
+    return made
+
+
+def others() -> dict[str, tuple[Callable[..., Any], dict[str, tuple[str, Any]]]]:
+    """Blocks, virtual shards, results of ranks, checkpoints, and a sum of the core."""
+    shard = bmt.virtual.VirtualShard(0, 2)
+    return {
+        "BlockPolicy": (bmt.BlockPolicy, {"level": ("level", 3)}),
+        "Block": (
+            lambda *values: bmt.Block(bmt.nn.Linear(2, 2), zero_level=values[0], mode=values[1]),
+            {"zero_level": ("unknown level", 3), "mode": ("mode", "BLOCK")},
+        ),
+        "BMTrainModelWrapper": (
+            lambda model: bmt.BMTrainModelWrapper(model),
+            {"model": ("module", torch.nn.Linear(2, 2))},
+        ),
+        "VirtualShard.of": (shard.of, {"batch": ("sequence", [1, 2])}),
+        "sum_loss": (bmt.sum_loss, {"loss": ("a tensor", X)}),
+        "gather_result": (bmt.gather_result, {"x": ("a tensor", X)}),
+        "checkpoint.prune": (
+            lambda keep: bmt.distributed.checkpoint.prune("nothing-here", keep),
+            {"keep": ("count", 1)},
+        ),
+        "TreeSum.push": (lambda leaf: _C.TreeSum().push(leaf), {"leaf": ("leaf", X)}),
     }
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ..._agree import broadcast_json, on_rank_0, raise_together
+from ..._arguments import require_integer
 from ...global_var import context
 from ...store import finish_background_save
 from ...store import load as load_file
@@ -96,8 +97,8 @@ def save(
     """
     if not isinstance(step, int) or step < 0:
         raise ValueError(f"step: expected a number of steps, 0 or more, got {step!r}")
-    if keep is not None and keep < 1:
-        raise ValueError(f"keep: expected 1 or more, or None for all, got {keep}")
+    if keep is not None:
+        require_integer("keep", keep, 1)
     finish_background_save()
     target = step_folder(Path(folder), step)
     return start_saving(target, step, model, optim, list(schedulers), data, extra, keep, non_blocking)
@@ -208,7 +209,6 @@ def prune(folder: str | os.PathLike[str], keep: int) -> None:
         ValueError: ``keep`` is below 1.
         OSError: on every rank, if rank 0 cannot remove something.
     """
-    if keep < 1:
-        raise ValueError(f"keep: expected 1 or more, got {keep}")
+    keep = require_integer("keep", keep, 1)
     finish_background_save()
     on_rank_0(lambda: remove_old(Path(folder), keep) if Path(folder).is_dir() else None, "checkpoint.prune")
