@@ -111,7 +111,8 @@ class VirtualSum:
 def _refuse_replicas(number: int) -> None:
     if number > 1:
         raise RuntimeError(
-            "virtual shards need blocks that all ranks share: ZeRO level 1, 2 or 3, not 0 (their results are the same)"
+            "virtual shards need blocks that all ranks share: ZeRO level 1, 2 or 3, not 0, and no zero_size (the "
+            "results of these are the same)"
         )
 
 

@@ -227,7 +227,7 @@ def check_keep(folder: str) -> None:
     with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
         checkpoint.load(root, model)
     for keep in (0, -1):
-        with pytest.raises(ValueError, match="keep: expected 1 or more"):
+        with pytest.raises(ValueError, match="keep: expected at least 1"):
             checkpoint.save(root, 5, model, keep=keep)
     with pytest.raises(ValueError, match="step: expected"):
         checkpoint.save(root, -5, model)
