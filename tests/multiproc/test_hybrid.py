@@ -195,6 +195,40 @@ def test_replicas_begin_alike_whatever_the_seeds():
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(shards[one], shards[other], strict=True))
 
 
+class TensorParallel(bmt.DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(bmt.config["tp_rank"])
+        self.weight = bmt.DistributedParameter(torch.randn(DIM, DIM), tp_mode=True, tp_split_dim=0)
+        torch.manual_seed(0)
+        self.bias = bmt.DistributedParameter(torch.randn(DIM))
+
+    def forward(self, x):
+        return torch.tanh(torch.nn.functional.linear(x + self.bias, self.weight))
+
+
+def tensor_parallel(policy: dict[str, Any]) -> list[float]:
+    block = bmt.Block(TensorParallel(), policy=bmt.BlockPolicy(**policy))
+    optimizer = bmt.optim.AdamOptimizer(block.parameters(), lr=0.01)
+    manager = bmt.optim.OptimManager(loss_scale=None)
+    manager.add_optimizer(optimizer)
+    seen = []
+    for step in range(2):
+        manager.zero_grad()
+        manager.backward(block(batch(step)).sum())
+        seen.append(float(manager.clip_grad_norm(optimizer.param_groups, 1e9)))
+        seen += [row["grad_std"] for row in bmt.inspect.inspect_model(block, "*")]
+        manager.step()
+    return seen
+
+
+@pytest.mark.parametrize("policy", [{"level": 0}, {"zero_size": SHARING}], ids=["level 0", "hybrid"])
+def test_replicas_of_tensor_parallel_slices(policy):
+    ours, full = (run_ranks(WORLD, tensor_parallel, given, init={"tp_size": 2}) for given in (policy, {}))
+    for mine, theirs in zip(ours, full, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+
+
 def not_a_divisor() -> None:
     with pytest.raises(
         ValueError, match="zero_size: expected a divisor of the 4 ranks that share the block, got 3"
