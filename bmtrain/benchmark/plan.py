@@ -30,6 +30,7 @@ from ..synchronize import synchronize
 from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 from ._gpt import GPT
 from ._launch import answer, launch
+from ._memory import forget_peak, peak_bytes, resident_bytes
 
 __all__ = ["add_arguments", "run"]
 
@@ -208,13 +209,13 @@ def _measure_memory(arguments: argparse.Namespace) -> dict[str, Any]:
     policy = _POLICIES[arguments.policy]
     small = argparse.Namespace(**{**vars(arguments), "layers": 1, "dim": 64})
     _Training(small, *policy).step()  # code that is loaded when it is first used is no memory of the model
-    before = _resident("VmRSS")
+    before = resident_bytes()
     training = _Training(arguments, *policy)
     training.step()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    forget_peak()
     for _ in range(3):
         training.step()
-    measured = _resident("VmHWM") - before
+    measured = peak_bytes() - before
     planned = _planned(arguments, measure_ranks(), policy, training)
     return {
         "policy": _name(policy),
@@ -222,12 +223,6 @@ def _measure_memory(arguments: argparse.Namespace) -> dict[str, Any]:
         "predicted": planned.memory.total,
         "parts": dataclasses.asdict(planned.memory),
     }
-
-
-def _resident(field: str) -> int:
-    """A line of /proc/self/status, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
 
 
 def _name(policy: tuple[int, bool]) -> str:

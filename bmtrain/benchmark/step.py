@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -29,6 +28,7 @@ from ..global_var import rank, world_size
 from ..synchronize import synchronize
 from ._gpt import GPT
 from ._launch import answer, launch
+from ._memory import peak_bytes, shared_bytes
 from ._variants import VARIANTS, Step, reference_of
 
 __all__ = ["VARIANTS", "Result", "add_arguments", "run"]
@@ -141,10 +141,8 @@ def _measure(steps: dict[str, Step], batches: list[Tensor], memory: bool) -> lis
             synchronize()
             seconds[name].append(time.perf_counter() - start)
             used[name].append(time.process_time() - cpu_start)
-    resident, share = _rings_mib()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - resident + share
-    peaks = _of_all_ranks(peak) if memory else []
-    shared = _of_all_ranks(resident) if memory else []
+    peaks = _of_all_ranks(peak_bytes() / 2**20) if memory else []
+    shared = _of_all_ranks(shared_bytes().resident / 2**20) if memory else []
     return [
         Result(
             variant=name,
@@ -183,19 +181,6 @@ def _of_all_ranks(value: float) -> list[float]:
     values = [torch.zeros(1, dtype=torch.float64) for _ in range(world_size())]
     dist.all_gather(values, torch.tensor([value], dtype=torch.float64))
     return [float(one) for one in values]
-
-
-def _rings_mib() -> tuple[float, float]:
-    """What of the memory of this library that ranks share is resident here, and this rank's share of it."""
-    sizes = {"Rss": 0.0, "Pss": 0.0}
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        key = line.partition(":")[0]
-        if " " in key:  # the range of addresses that begins a mapping, and its name
-            inside = "/memfd:bmtrain" in line
-        elif inside and key in sizes:
-            sizes[key] += int(line.split()[1]) / 1024
-    return sizes["Rss"], sizes["Pss"]
 
 
 def _print_table(results: list[Result], arguments: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import DoesNotFitError
 from .machine import Machine
 from .model import ADAM_BYTES, ModelDescription
-from .network import Network
+from .network import NUM_SHARED, Network
 from .policy import TrainingPolicy
 from .simulation import Rates, SimulatedStep, StepResult
 
@@ -34,7 +34,7 @@ class MemoryEstimate:
         host: pinned host memory of a node.
         host_usable: what the node has.
         pool_peak: largest sum of what the runtime's BufferPool lends.
-        wire: what ranks that share memory have under way in it, each rank's and that of its peers.
+        wire: this rank's share of the memory that the ranks of a host map together.
     """
 
     weights: float
@@ -273,7 +273,7 @@ def estimate(
         machine=machine,
         policy=policy,
         memory=_memory(
-            result, machine, on_host, _wire_bytes(local, num_sharing) if machine.shares_memory else 0
+            result, machine, on_host, _shared_bytes(local, network, policy) if machine.shares_memory else 0
         ),
         time=_time(result, machine, policy, states),
         traffic={
@@ -284,21 +284,31 @@ def estimate(
     )
 
 
-def _wire_bytes(model: ModelDescription, num_ranks: int) -> int:
-    """Of the largest block: all parts of a gather, and of a reduction what goes to the peers and comes from them."""
-    if num_ranks == 1:
+def _shared_bytes(model: ModelDescription, network: Network, policy: TrainingPolicy) -> float:
+    """This rank's share of what the ranks of a host map together.
+
+    Buffers that are used in place: gathered parameters once for all ranks, full gradients of each rank. And rings,
+    which hold what goes through them: all parts of the largest gather, and of the largest reduction what goes to the
+    peers and comes from them.
+    """
+    ranks = network.size
+    if ranks == 1:
         return 0
-    largest = max(
-        (
-            sum(buffer.partition(num_ranks) * buffer.element_size for buffer in block.buffers)
-            for block in model.blocks
-        ),
-        default=0,
+    blocks = [
+        [buffer.partition(ranks) * buffer.element_size for buffer in block.buffers] for block in model.blocks
+    ]
+    in_place = {part for block in blocks for part in block if network.shares(ranks * part)}
+    gathers_in_place = policy.level == 3
+    through_gathers = max(
+        (sum(p for p in block if not (gathers_in_place and p in in_place)) for block in blocks), default=0
     )
-    return (num_ranks + 2 * (num_ranks - 1)) * largest
+    through_reductions = max((sum(p for p in block if p not in in_place) for block in blocks), default=0)
+    rings = ranks * through_gathers + 2 * (ranks - 1) * through_reductions
+    buffers = NUM_SHARED * sum(in_place) * (ranks + gathers_in_place)
+    return rings + buffers
 
 
-def _memory(result: StepResult, machine: Machine, on_host: float, wire: int) -> MemoryEstimate:
+def _memory(result: StepResult, machine: Machine, on_host: float, wire: float) -> MemoryEstimate:
     at_peak = result.memory.at_peak
     return MemoryEstimate(
         weights=at_peak["weights"],

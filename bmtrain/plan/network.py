@@ -6,8 +6,12 @@ from dataclasses import dataclass
 
 from .machine import Machine
 
-__all__ = ["Network", "Transfer", "Wire"]
+__all__ = ["LEAST_SHARED", "NUM_SHARED", "Network", "Transfer", "Wire"]
 
+#: Bytes from which the ranks of a host use a block's buffers in place (csrc/shard/shard_group.cpp).
+LEAST_SHARED = 1 << 20
+#: Buffers of a size that they share (csrc/comm/shm_heap.cpp).
+NUM_SHARED = 3
 #: Messages of one rank to different peers that travel together.
 _MESSAGES_IN_FLIGHT = 8
 
@@ -62,6 +66,19 @@ class Network:
             + (far * machine.network_latency if self.num_nodes > 1 else 0)
             + (near * machine.link_latency)
         )
+
+    def shares(self, nbytes: float) -> bool:
+        """Whether the ranks use a buffer of ``nbytes`` in place, in memory that they all map."""
+        return self.machine.shares_memory and 1 < self.size == self.ranks_per_node and nbytes >= LEAST_SHARED
+
+    def gather_in_place_seconds(self, partition_bytes: float) -> float:
+        """Each rank copies its partition once, for all."""
+        return 2 * partition_bytes / self.machine.memory_bandwidth + self.machine.link_latency
+
+    def reduce_in_place_seconds(self, partition_bytes: float) -> float:
+        """Each rank reads its partition of all buffers, and writes the sum."""
+        moved = (self.size + 1) * partition_bytes
+        return moved / self.machine.memory_bandwidth + self.machine.link_latency
 
     def all_reduce_seconds(self, nbytes: float) -> float:
         """A sum of tensors of ``nbytes`` around a ring."""

@@ -102,6 +102,8 @@ class SimulatedShards:
         self._label = label
         self._ranks = simulation.network.size
         self._partition = buffer.partition(self._ranks) * buffer.element_size
+        self._is_shared = simulation.network.shares(self._ranks * self._partition)
+        self._is_in_place = False
         self._gather: Transfer | None = None
         self._reduction: Transfer | None = None
         self._has_gradient = self._has_received = False
@@ -120,10 +122,14 @@ class SimulatedShards:
         if self.state != _State.SHARDED:
             return
         if self._ranks > 1:
-            simulation = self._simulation
-            simulation.memory.add("gathered", self._ranks * self._partition)
+            simulation, network = self._simulation, self._simulation.network
+            self._is_in_place = in_place and self._is_shared
             simulation.count("all_gather", self._partition)
-            seconds = simulation.network.seconds(self._partition, ring=simulation.ring_gather)
+            if self._is_in_place:
+                seconds = network.gather_in_place_seconds(self._partition)
+            else:
+                simulation.memory.add("gathered", self._ranks * self._partition)
+                seconds = network.seconds(self._partition, ring=simulation.ring_gather)
             self._gather = simulation.wire.start("gather", self._label, seconds)
         self.state = _State.GATHERING
 
@@ -136,7 +142,7 @@ class SimulatedShards:
 
     def release(self) -> None:
         self.finish_gather()
-        if self._ranks > 1:
+        if self._ranks > 1 and not self._is_in_place:
             self._simulation.memory.add("gathered", -self._ranks * self._partition)
         self.state = _State.SHARDED
 
@@ -148,8 +154,9 @@ class SimulatedShards:
 
     def begin_backward(self, trains: list[bool]) -> None:
         del trains
-        self._has_gradient = True
-        self._simulation.memory.add("gradients in flight", self._ranks * self._partition)
+        if not self._is_shared:
+            self._has_gradient = True
+            self._simulation.memory.add("gradients in flight", self._ranks * self._partition)
 
     def cancel_backward(self) -> None:
         """No simulated backward fails."""
@@ -157,11 +164,14 @@ class SimulatedShards:
     def start_reduce(self) -> None:
         if self._ranks == 1:
             return
-        simulation = self._simulation
-        self._has_received = True
-        simulation.memory.add("gradients in flight", self._ranks * self._partition)
+        simulation, network = self._simulation, self._simulation.network
         simulation.count("all_to_all", self._partition)
-        seconds = simulation.network.seconds(self._partition, ring=simulation.ring_reduce)
+        if self._is_shared:
+            seconds = network.reduce_in_place_seconds(self._partition)
+        else:
+            self._has_received = True
+            simulation.memory.add("gradients in flight", self._ranks * self._partition)
+            seconds = network.seconds(self._partition, ring=simulation.ring_reduce)
         self._reduction = simulation.wire.start("reduce", self._label, seconds)
 
     def continue_reduce(self) -> bool:

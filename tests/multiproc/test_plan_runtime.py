@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,14 +20,15 @@ from bmtrain.plan.simulation import Rates, SimulatedStep
 from bmtrain.wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 
 LAYERS, DIM = 5, 64
+LARGE = 160  # blocks of more than the 1 MiB from which ranks of a host share buffers
 
 
 def storage_bytes(tensors) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def gpt(level: int, recompute: bool, dtype: torch.dtype) -> torch.nn.Module:
-    model = GPT(LAYERS, DIM, 4, 101, 32).to(dtype)
+def gpt(level: int, recompute: bool, dtype: torch.dtype, dim: int = DIM) -> torch.nn.Module:
+    model = GPT(LAYERS, dim, 4, 101, 32).to(dtype)
     model.layers = torch.nn.ModuleList(
         [
             bmt.Block(model_wrapper_dispatch(layer), use_checkpoint=recompute, zero_level=level)
@@ -36,9 +38,9 @@ def gpt(level: int, recompute: bool, dtype: torch.dtype) -> torch.nn.Module:
     return BMTrainModelWrapper(model)
 
 
-def predicted_and_counted(level: int, recompute: bool, dtype: torch.dtype) -> dict:
+def predicted_and_counted(level: int, recompute: bool, dtype: torch.dtype, dim: int) -> dict:
     gc.collect()
-    model = gpt(level, recompute, dtype)
+    model = gpt(level, recompute, dtype, dim)
     batch = torch.randint(0, 101, (2, 33))
     described = describe_module(model, batch)
     optimizer = bmt.optim.AdamOptimizer(model.parameters())
@@ -52,6 +54,8 @@ def predicted_and_counted(level: int, recompute: bool, dtype: torch.dtype) -> di
         optimizer.step()
     params = list(model.parameters())
     machine = MACHINES["a100-80gb"].with_devices(bmt.world_size())
+    if dim == LARGE:
+        machine = replace(machine, shares_memory=True)
     plan = estimate(described, machine, TrainingPolicy(micro_batch=2, level=level, recompute=recompute))
     state = [t for p in params for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)]
     return {
@@ -69,18 +73,20 @@ def predicted_and_counted(level: int, recompute: bool, dtype: torch.dtype) -> di
 
 
 @pytest.mark.parametrize(
-    ("world", "level", "recompute", "dtype"),
+    ("world", "level", "recompute", "dtype", "dim"),
     [
-        (2, 2, True, torch.float32),
-        (2, 3, False, torch.bfloat16),
-        (4, 2, False, torch.float32),
-        (4, 3, True, torch.float32),
-        (4, 3, True, torch.bfloat16),
-        (4, 3, False, torch.float32),
+        (2, 2, True, torch.float32, DIM),
+        (2, 3, False, torch.bfloat16, DIM),
+        (4, 2, False, torch.float32, DIM),
+        (4, 3, True, torch.float32, DIM),
+        (4, 3, True, torch.bfloat16, DIM),
+        (4, 3, False, torch.float32, DIM),
+        (2, 3, True, torch.float32, LARGE),
+        (2, 2, False, torch.float32, LARGE),
     ],
 )
-def test_prediction_is_what_is_counted(world, level, recompute, dtype) -> None:
-    for found in run_ranks(world, predicted_and_counted, level, recompute, dtype):
+def test_prediction_is_what_is_counted(world, level, recompute, dtype, dim) -> None:
+    for found in run_ranks(world, predicted_and_counted, level, recompute, dtype, dim):
         assert found["counted"] == found["predicted"]
         assert found["counted pool"] == found["predicted pool"]
         for name, counted in found["counted states"].items():
