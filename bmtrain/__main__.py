@@ -19,6 +19,7 @@ _BENCHMARKS = {
     "comm": "exchanges between CPU ranks against torch.distributed over Gloo",
     "gpu": "kernels and a training step on one GPU, against its copy bandwidth and torch",
     "offload": "what a training loop notices of the offloaded optimizer step",
+    "scale": "a step against the number of blocks and of ranks, and the host's cost of a Block",
     "step": "one training step against DDP, FSDP2 and no communication",
     "virtual": "virtual shards against the same batch in one piece and in micro-batches",
 }

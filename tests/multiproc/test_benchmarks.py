@@ -45,6 +45,21 @@ def test_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_scale(tmp_path: Path) -> None:
+    file, plot = tmp_path / "scale.json", tmp_path / "scale.png"
+    model = ["--layers", "2", "--dim", "32", "--seq", "8", "--repeat", "1"]
+    numbers = ["--blocks", "2,3", "--ranks", "2", "--json", str(file), "--plot", str(plot)]
+    output = run_process([*BENCH, "scale", *model, *numbers], timeout=150).stdout
+    found = json.loads(file.read_text())
+    assert [(row["blocks"], row["ranks"]) for row in found["blocks"]] == [(2, 2), (3, 2)]
+    assert [(row["blocks"], row["ranks"]) for row in found["ranks"]] == [(2, 2)]
+    more, fewer = found["blocks"][1], found["blocks"][0]
+    assert more["messages"] - fewer["messages"] == 3  # a gather for forward, one for backward, a reduction
+    assert "to forward and backward" in output
+    assert plot.stat().st_size > 0
+
+
+@pytest.mark.slow
 def test_virtual(tmp_path: Path) -> None:
     file = tmp_path / "virtual.json"
     options = ["--layers", "1", "--dim", "16", "--seq", "8", "--repeat", "1", "--json", str(file)]

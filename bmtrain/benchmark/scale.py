@@ -1,0 +1,222 @@
+"""What a step costs against the number of blocks and of ranks, and what one Block costs the host.
+
+A GPT whose layers are Blocks (level 3, recomputed) is trained with more and more layers on --ranks-of-blocks ranks, to
+show whether a step is linear in them, and with --layers layers on more and more ranks, to show what each rank keeps
+between steps. The host's cost is that of Blocks around a module that does next to nothing, less that of the module.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import init_distributed
+from ..block_layer import Block
+from ..global_var import context, rank
+from ..layer import DistributedModule
+from ..optim import AdamOptimizer
+from ..parameter import DistributedParameter
+from ..synchronize import synchronize
+from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
+from ._gpt import GPT
+from ._launch import answer, launch
+from ._memory import resident_bytes
+
+__all__ = ["add_arguments", "run"]
+
+_WARM_UP = 3  # steps in which the order of blocks is learnt
+_CALLS = 200
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the options of ``bench scale``."""
+    parser.add_argument(
+        "--blocks", type=_numbers, default="4,8,16,32,64", help="numbers of layers (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--ranks-of-blocks", type=int, default=2, help="ranks for them (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--ranks", type=_numbers, default="1,2,4,8", help="numbers of ranks (default: %(default)s)"
+    )
+    parser.add_argument("--layers", type=int, default=16, help="layers for them (default: %(default)s)")
+    parser.add_argument("--dim", type=int, default=256, help="(default: %(default)s)")
+    parser.add_argument(
+        "--seq", type=int, default=64, help="tokens of a rank's sequence (default: %(default)s)"
+    )
+    parser.add_argument("--repeat", type=int, default=5, help="steps of each number (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file as well")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw them into this file (needs matplotlib)"
+    )
+    parser.add_argument("--part", choices=("blocks", "ranks", "host"), help=argparse.SUPPRESS)  # in a rank
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Start the ranks, and print and draw what they found; in a rank: measure."""
+    if "RANK" in os.environ:
+        _in_a_rank(arguments)
+        return
+    returning = {  # frees give memory back
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+    }
+    found = {
+        "blocks": launch(arguments.ranks_of_blocks, returning, ["--part", "blocks"]),
+        "ranks": [launch(number, returning, ["--part", "ranks"])[0] for number in arguments.ranks],
+        "host": launch(1, returning, ["--part", "host"]),
+    }
+    _print(found, arguments)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+    if arguments.plot is not None:
+        _plot(found, arguments)
+
+
+# ---- in a rank
+
+
+def _in_a_rank(arguments: argparse.Namespace) -> None:
+    init_distributed(seed=0)
+    if arguments.part == "host":
+        found: Any = {"evaluation": _host_cost(False), "training": _host_cost(True)}
+    else:
+        numbers = arguments.blocks if arguments.part == "blocks" else [arguments.layers]
+        _train(arguments, 1)  # code that is loaded when it is first used is no memory of the model
+        found = [_train(arguments, number) for number in numbers]
+    if rank() == 0:
+        answer(found)
+    synchronize()
+
+
+def _train(arguments: argparse.Namespace, num_layers: int) -> dict[str, Any]:
+    """Median seconds and processor seconds of a step, messages and bytes of it, and bytes kept between steps."""
+    gc.collect()
+    before = resident_bytes()
+    gpt: Any = GPT(num_layers, arguments.dim, 8, 256, arguments.seq)
+    gpt.layers = nn.ModuleList([Block(model_wrapper_dispatch(layer)) for layer in gpt.layers])
+    model = BMTrainModelWrapper(gpt)
+    optimizer = AdamOptimizer(model.parameters())
+    batch = torch.randint(0, 256, (1, arguments.seq + 1))
+    group = context().groups["zero"]
+    seconds, used = [], []
+    for _ in range(_WARM_UP + arguments.repeat):
+        synchronize()
+        for comm in (group.comm, group.reduce_comm):
+            comm.reset_traffic()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
+        optimizer.zero_grad()
+        model(batch).backward()
+        optimizer.step()
+        seconds.append(time.perf_counter() - begin)
+        used.append(time.process_time() - cpu_begin)
+    counts = [count for comm in (group.comm, group.reduce_comm) for count in comm.traffic().values()]
+    gc.collect()
+    return {
+        "blocks": num_layers,
+        "ranks": group.size,
+        "parameters": sum(parameter.numel() for parameter in gpt.parameters()),
+        "seconds": statistics.median(seconds[_WARM_UP:]),
+        "cpu_seconds": statistics.median(used[_WARM_UP:]),
+        "messages": sum(messages for messages, _ in counts),
+        "wire_bytes": sum(nbytes for _, nbytes in counts),
+        "kept_bytes": resident_bytes() - before,
+    }
+
+
+class _Little(DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = DistributedParameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class _LittlePlain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def _host_cost(training: bool) -> float:
+    """Seconds that a Block adds to a call of its module (and to the backward, if ``training``), at best of several."""
+    blocks = [Block(_Little(), use_checkpoint=False) for _ in range(_CALLS)]
+    plain = [_LittlePlain() for _ in range(_CALLS)]
+    sharded, alone = [], []
+    for _ in range(9):
+        sharded.append(_call_all(blocks, training))
+        alone.append(_call_all(plain, training))
+    return (min(sharded) - min(alone)) / _CALLS
+
+
+def _call_all(modules: list[Any], training: bool) -> float:
+    x = torch.ones(1, requires_grad=training)
+    begin = time.perf_counter()
+    with torch.set_grad_enabled(training):
+        for module in modules:
+            x = module(x)
+    if training:
+        x.backward()
+    return time.perf_counter() - begin
+
+
+# ---- tables and pictures
+
+
+def _print(found: dict[str, Any], arguments: argparse.Namespace) -> None:
+    print(f"layers of {arguments.dim}, {arguments.seq} tokens a rank, fp32, level 3, recomputed")
+    print(
+        f"{'blocks':>7}{'ranks':>7}{'ms/step':>9}{'cpu ms':>8}{'messages':>10}{'MB sent':>9}{'MiB kept':>10}"
+    )
+    for row in [*found["blocks"], *found["ranks"]]:
+        print(
+            f"{row['blocks']:>7}{row['ranks']:>7}{row['seconds'] * 1e3:>9.1f}{row['cpu_seconds'] * 1e3:>8.1f}"
+            f"{row['messages']:>10}{row['wire_bytes'] / 1e6:>9.1f}{row['kept_bytes'] / 2**20:>10.1f}"
+        )
+    host = found["host"]
+    print(
+        f"a Block adds {host['evaluation'] * 1e6:.0f} us to a call in evaluation, and {host['training'] * 1e6:.0f} us "
+        "to forward and backward"
+    )
+
+
+def _plot(found: dict[str, Any], arguments: argparse.Namespace) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6))
+    blocks = found["blocks"]
+    left.plot([row["blocks"] for row in blocks], [row["seconds"] * 1e3 for row in blocks], "o-")
+    left.set(xlabel=f"blocks, on {arguments.ranks_of_blocks} ranks", ylabel="ms a step", xlim=0, ylim=0)
+    ranks = found["ranks"]
+    numbers = [row["ranks"] for row in ranks]
+    right.loglog(numbers, [row["kept_bytes"] / 2**20 for row in ranks], "o-", label="measured")
+    states = 16 * ranks[0]["parameters"] * ranks[0]["ranks"] / 2**20
+    right.loglog(numbers, [states / number for number in numbers], "--", label="16 bytes a parameter / ranks")
+    right.set(xlabel=f"ranks, {arguments.layers} blocks", ylabel="MiB of a rank between steps")
+    right.set_xticks(numbers, [str(number) for number in numbers])
+    right.legend()
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(arguments.plot, dpi=110)
