@@ -70,8 +70,7 @@ class BlockRuntime:
         return sum(group.version() for group in self.groups)
 
     def open(self, phase: Phase) -> None:
-        """Makes the parameters full tensors; :meth:`close` or :meth:`abandon` must follow, even an error. "
-        "Collective."""
+        """Makes the parameters full tensors; :meth:`close` or :meth:`abandon` must follow, even an error. Collective."""
         engine = self.engine
         if self.pending:
             self.finish_updates()
