@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import DoesNotFitError
 from .machine import Machine
 from .model import ADAM_BYTES, ModelDescription
-from .network import NUM_SHARED, Network
+from .network import NUM_COMMON, NUM_OWN, Network
 from .policy import TrainingPolicy
 from .simulation import Rates, SimulatedStep, StepResult
 
@@ -304,7 +304,7 @@ def _shared_bytes(model: ModelDescription, network: Network, policy: TrainingPol
     )
     through_reductions = max((sum(p for p in block if p not in in_place) for block in blocks), default=0)
     rings = ranks * through_gathers + 2 * (ranks - 1) * through_reductions
-    buffers = NUM_SHARED * sum(in_place) * (ranks + gathers_in_place)
+    buffers = sum(in_place) * (NUM_OWN * ranks + NUM_COMMON * gathers_in_place)
     return rings + buffers
 
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from .machine import Machine
 
-__all__ = ["LEAST_SHARED", "NUM_SHARED", "Network", "Transfer", "Wire"]
+__all__ = ["LEAST_SHARED", "NUM_COMMON", "NUM_OWN", "Network", "Transfer", "Wire"]
 
 #: Bytes from which the ranks of a host use a block's buffers in place (csrc/shard/shard_group.cpp).
 LEAST_SHARED = 1 << 20
-#: Buffers of a size that they share (csrc/comm/shm_heap.cpp).
-NUM_SHARED = 3
+#: Buffers of a size for gathered parameters, and for each rank's gradients (csrc/comm/shm_heap.cpp).
+NUM_COMMON, NUM_OWN = 2, 3
 #: Messages of one rank to different peers that travel together.
 _MESSAGES_IN_FLIGHT = 8
 

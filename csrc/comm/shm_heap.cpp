@@ -16,9 +16,12 @@ namespace {
 constexpr std::uint64_t kAlignment = std::uint64_t{1} << 21;  // of a huge page
 // Far beyond what rank 0 uses for its own buffers; files take memory only where they are used.
 constexpr std::uint64_t kCommonBegin = std::uint64_t{1} << 40;
-// In a training step a rank has at most three of one size in use, or waits for a peer that is behind.
-constexpr int kUsualBuffers = 3;
-constexpr int kMostBuffers = 6;
+// Gradients of one size: those of the block at hand, those that are being summed, and those that a peer that is
+// behind has yet to read.
+constexpr int kOwnBuffers = 3;
+// Gathered parameters of one size: of the block at hand and of the next. More only where blocks are nested.
+constexpr int kCommonBuffers = 2;
+constexpr int kMostCommonBuffers = 6;
 
 std::uint64_t round_up(std::uint64_t value, std::uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -76,7 +79,7 @@ int ShmHeap::borrow_own(std::int64_t bytes) {
       }
     }
   }
-  if (alike == kUsualBuffers || num_own_ == ShmHeapTable::kSlots) {
+  if (alike == kOwnBuffers || num_own_ == ShmHeapTable::kSlots) {
     return kNone;
   }
   Own& buffer = own_[num_own_];
@@ -121,8 +124,8 @@ int ShmHeap::borrow_common(std::int64_t bytes) {
       }
     }
   }
-  if (oldest == kNone || alike < kUsualBuffers) {
-    if (alike == kMostBuffers || num_common_ == ShmHeapTable::kSlots) {
+  if (oldest == kNone || alike < kCommonBuffers) {
+    if (alike == kMostCommonBuffers || num_common_ == ShmHeapTable::kSlots) {
       return kNone;
     }
     Common& made = common_[num_common_];

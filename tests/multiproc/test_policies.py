@@ -332,7 +332,7 @@ def test_manager_steps_on_the_mean_of_the_accumulated_gradients():
         assert messages == LAYERS
         for one, other in zip(weights, whole, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
-    with pytest.raises(ValueError, match="accumulate must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="accumulate: expected at least 1, got 0"):
         bmt.optim.OptimManager(accumulate=0)
 
 

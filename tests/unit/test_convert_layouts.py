@@ -205,4 +205,4 @@ def test_memory_is_bounded_by_a_few_tensors(source: str, layout: str, tmp_path: 
         ).stdout
     )
     assert sum(parameter.nbytes for parameter in model.parameters()) > 40 * largest
-    assert total <= 3 * largest
+    assert total <= 3 * largest + 2**20  # what the interpreter takes beside tensors
