@@ -70,7 +70,7 @@ class BlockRuntime:
         return sum(group.version() for group in self.groups)
 
     def open(self, phase: Phase) -> None:
-        """Makes the parameters full tensors; :meth:`close` or :meth:`abandon` must follow, even an error. Collective."""
+        """Makes the parameters full tensors; `close` or `abandon` must follow, after an error too. Collective."""
         engine = self.engine
         if self.pending:
             self.finish_updates()

@@ -214,7 +214,11 @@ def _plot(found: dict[str, Any], arguments: argparse.Namespace) -> None:
     states = 16 * ranks[0]["parameters"] * ranks[0]["ranks"] / 2**20
     right.loglog(numbers, [states / number for number in numbers], "--", label="16 bytes a parameter / ranks")
     right.set(xlabel=f"ranks, {arguments.layers} blocks", ylabel="MiB of a rank between steps")
+    right.minorticks_off()
     right.set_xticks(numbers, [str(number) for number in numbers])
+    right.set_yticks(
+        [states / number for number in numbers], [f"{states / number:.0f}" for number in numbers]
+    )
     right.legend()
     for axis in (left, right):
         axis.grid(alpha=0.3)

@@ -16,8 +16,8 @@ namespace {
 constexpr std::uint64_t kAlignment = std::uint64_t{1} << 21;  // of a huge page
 // Far beyond what rank 0 uses for its own buffers; files take memory only where they are used.
 constexpr std::uint64_t kCommonBegin = std::uint64_t{1} << 40;
-// Gradients of one size: those of the block at hand, those that are being summed, and those that a peer that is
-// behind has yet to read.
+// Gradients of one size: those of the block at hand, those that are being summed, and those that a peer that
+// is behind has yet to read.
 constexpr int kOwnBuffers = 3;
 // Gathered parameters of one size: of the block at hand and of the next. More only where blocks are nested.
 constexpr int kCommonBuffers = 2;
