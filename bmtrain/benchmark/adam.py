@@ -22,8 +22,10 @@ from typing import Any
 import torch
 
 from .. import _C
+from .._terminal import columns, fold
 from ._bars import Bar, Chart, picture
 from ._steps import FORMULAS, Formula, Size
+from ._table import print_table
 
 __all__ = ["Size", "add_arguments", "measure", "run"]
 
@@ -96,17 +98,18 @@ def measure(size: Size, repeat: int, formula: Formula = FORMULAS["adam"]) -> dic
 def _print_table(formula: Formula, size: Size, threads: int, times: dict[str, list[float]]) -> None:
     seconds = {name: statistics.median(values) for name, values in times.items()}
     print(f"\n{size} elements, {threads} threads")
-    print(f"  {'':44} {'ms':>9} {'fastest':>9} {'GB/s':>7} {'of ceiling':>10}")
+    rows = []
     for name, median in seconds.items():
         fastest, speed = min(times[name]), size.numel * formula.num_bytes / median / 1e9
         share = seconds[formula.ceiling] / median
-        print(f"  {name:44} {median * 1e3:9.3f} {fastest * 1e3:9.3f} {speed:7.1f} {share:10.2f}")
+        rows.append([name, f"{median * 1e3:.3f}", f"{fastest * 1e3:.3f}", f"{speed:.1f}", f"{share:.2f}"])
+    print_table(["", "ms", "fastest", "GB/s", "of ceiling"], rows)
     for title in ("16-bit", "fp32"):
         peers = [name for name in seconds if name.startswith(title) and name not in formula.ours]
         for best in sorted(peers, key=lambda name: seconds[name])[:1]:
             ours = f"{title}: {formula.name}Offload"
             ratio = seconds[best] / seconds[ours]
-            print(f"  {ours} is {ratio:.2f} x as fast as {best.removeprefix(title + ': ')}")
+            print(fold(f"{ours} is {ratio:.2f} x as fast as {best.removeprefix(title + ': ')}", 4, columns()))
 
 
 def _chart(formula: Formula, result: dict[str, Any]) -> Chart:

@@ -31,6 +31,7 @@ from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 from ._gpt import GPT
 from ._launch import answer, launch
 from ._memory import forget_peak, peak_bytes, resident_bytes
+from ._table import print_table
 
 __all__ = ["add_arguments", "run"]
 
@@ -79,11 +80,11 @@ def run(arguments: argparse.Namespace) -> None:
             "MALLOC_TRIM_THRESHOLD_": "65536",
         }  # frees give memory back
         found = [_launch(arguments, returning, ["--policy", str(index)]) for index in range(len(_POLICIES))]
-        print(_memory_table(found))
+        _print_memory(found)
         _write(arguments.json, found)
     else:
         found = _launch(arguments)
-        print(_time_table([_Row(**row) for row in found]))
+        _print_times([_Row(**row) for row in found])
         _write(arguments.json, found)
 
 
@@ -233,27 +234,34 @@ def _name(policy: tuple[int, bool]) -> str:
 # ---- tables
 
 
-def _time_table(rows: Sequence[_Row]) -> str:
-    lines = [
-        f"{'':<20}{'ms/step':^27}{'exposed communication':^27}{'recording':>10}",
-        f"{'policy':<20}{'run':>8}{'plan':>8}{'error':>10}{'absent':>9}{'timeline':>9}{'plan':>9}{'costs':>10}",
+def _print_times(rows: Sequence[_Row]) -> None:
+    print("ms a step; the share of it in which a rank waits for communication, found in three ways")
+    titles = ["policy", "run", "plan", "error", "absent", "timeline", "planned", "recording"]
+    cells = [
+        [
+            row.policy,
+            f"{row.seconds * 1e3:.0f}",
+            f"{row.predicted_seconds * 1e3:.0f}",
+            f"{row.predicted_seconds / row.seconds - 1:+.1%}",
+            f"{row.exposed_by_absence:.1%}",
+            f"{row.exposed_by_timeline:.1%}",
+            f"{row.predicted_exposed:.1%}",
+            f"{row.recording_cost:+.1%}",
+        ]
+        for row in rows
     ]
-    for row in rows:
-        error = row.predicted_seconds / row.seconds - 1
-        lines.append(
-            f"{row.policy:<20}{row.seconds * 1e3:>8.0f}{row.predicted_seconds * 1e3:>8.0f}{error:>+10.1%}"
-            f"{row.exposed_by_absence:>9.1%}{row.exposed_by_timeline:>9.1%}{row.predicted_exposed:>9.1%}"
-            f"{row.recording_cost:>+10.1%}"
-        )
-    lines.append(f"two identical runs differ by up to {max(row.spread for row in rows):.1%}")
-    return "\n".join(lines)
+    print_table(titles, cells)
+    print(f"two identical runs differ by up to {max(row.spread for row in rows):.1%}")
 
 
-def _memory_table(found: Sequence[dict[str, Any]]) -> str:
-    lines = [f"{'policy':<20}{'run MiB':>10}{'plan MiB':>10}{'error':>8}"]
-    for row in found:
-        error = row["predicted"] / row["measured"] - 1
-        lines.append(
-            f"{row['policy']:<20}{row['measured'] / 2**20:>10.1f}{row['predicted'] / 2**20:>10.1f}{error:>+8.1%}"
-        )
-    return "\n".join(lines)
+def _print_memory(found: Sequence[dict[str, Any]]) -> None:
+    cells = [
+        [
+            row["policy"],
+            f"{row['measured'] / 2**20:.1f}",
+            f"{row['predicted'] / 2**20:.1f}",
+            f"{row['predicted'] / row['measured'] - 1:+.1%}",
+        ]
+        for row in found
+    ]
+    print_table(["policy", "run MiB", "plan MiB", "error"], cells)

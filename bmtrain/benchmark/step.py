@@ -29,6 +29,7 @@ from ..synchronize import synchronize
 from ._gpt import GPT
 from ._launch import answer, launch
 from ._memory import peak_bytes, shared_bytes
+from ._table import print_table
 from ._variants import VARIANTS, Step, reference_of
 
 __all__ = ["VARIANTS", "Result", "add_arguments", "run"]
@@ -183,25 +184,36 @@ def _of_all_ranks(value: float) -> list[float]:
     return [float(one) for one in values]
 
 
+_TITLES = (
+    "variant", "ms/step", "tokens/s", "speed", "exposed ms", "cpu ms", "messages", "MB sent", "last loss", "peak MiB",
+    "shared",
+)  # fmt: skip
+
+
 def _print_table(results: list[Result], arguments: argparse.Namespace) -> None:
     medians = {result.variant: result.median for result in results}
     first = results[0].median
     tokens = arguments.batch * arguments.seq * arguments.ranks
     print(f"\n{arguments.ranks} ranks, {arguments.layers} layers of {arguments.dim}, {tokens} tokens a step")
-    print(
-        f"{'variant':<28}{'ms/step':>9}{'tokens/s':>10}{'speed':>7}{'exposed ms':>11}{'cpu ms':>8}"
-        f"{'messages':>9}{'MB sent':>9}{'last loss':>11}{'peak MiB':>10}{'shared':>8}"
-    )
+    rows = []
     for result in results:
         base = medians.get(reference_of(result.variant), first)
-        print(
-            f"{result.variant:<28}{result.median * 1e3:>9.0f}{tokens / result.median:>10.0f}"
-            f"{base / result.median:>7.2f}{(result.median - base) * 1e3:>11.0f}"
-            f"{statistics.median(result.cpu_seconds) * 1e3:>8.0f}"
-            f"{_number(result.messages, 1):>9}{_number(result.wire_bytes, 1e6):>9}{result.losses[-1]:>11.6f}"
-            f"{_number(max(result.peak_mib, default=None), 1):>10}"
-            f"{_number(max(result.shared_mib, default=None), 1):>8}"
+        rows.append(
+            [
+                result.variant,
+                f"{result.median * 1e3:.0f}",
+                f"{tokens / result.median:.0f}",
+                f"{base / result.median:.2f}",
+                f"{(result.median - base) * 1e3:.0f}",
+                f"{statistics.median(result.cpu_seconds) * 1e3:.0f}",
+                _number(result.messages, 1),
+                _number(result.wire_bytes, 1e6),
+                f"{result.losses[-1]:.6f}",
+                _number(max(result.peak_mib, default=None), 1),
+                _number(max(result.shared_mib, default=None), 1),
+            ]
         )
+    print_table(_TITLES, rows)
     _print_against_best(results)
 
 
