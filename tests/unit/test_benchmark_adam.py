@@ -23,7 +23,7 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     out = capsys.readouterr().out
     assert "4 x 2^20 elements, 1 threads" in out
     (result,) = json.loads(file.read_text())["results"]
-    assert all(f"  {name}" in out and min(seconds) > 0 for name, seconds in result["seconds"].items())
+    assert all(f"\n{name}" in out and min(seconds) > 0 for name, seconds in result["seconds"].items())
     assert len(result["seconds"]) == 11
     assert (tmp_path / "adam.svg").read_text().count("<rect") == 12
     assert "16-bit: AdamOffload is " in out
@@ -51,7 +51,7 @@ def test_other_formulas(
     assert content["bytes"] == 20
     assert len(content["results"][0]["seconds"]) == num_rows
     out = capsys.readouterr().out
-    assert f"  16-bit: {name}Offload" in out
+    assert f"\n16-bit: {name}Offload" in out
     assert (" x as fast as " in out) == (formula == "sgd")
 
 
