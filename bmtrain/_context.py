@@ -186,6 +186,14 @@ class Context:
             self._parts[family, num_sharing] = connect_parts(self, family, num_sharing)
         return self._parts[family, num_sharing]
 
+    def communicators(self) -> list[Communicator]:
+        """Those of all groups and parts, each once."""
+        groups = [*self.groups.values()]
+        for parts in self._parts.values():
+            groups += [parts.sharing] + ([] if parts.replicas is None else [parts.replicas])
+        found = {id(comm): comm for group in groups for comm in (group.comm, group.reduce_comm)}
+        return list(found.values())
+
 
 _current: Context | None = None
 

@@ -33,7 +33,10 @@ class MemoryReport:
         activations: what recomputed Blocks keep for backwards to come: inputs, and with ``"selective"`` results. None
             if a Block that keeps all its activations waits for its backward: autograd does not tell how much that is.
         idle_buffers: freed buffers that are kept for the next Block.
-        peak_buffers: the most that ``gathered`` and ``unreduced`` were together since peaks were reset.
+        peak_buffers: the most that ``gathered`` and ``unreduced`` were together since peaks were reset, but for what
+            lies in buffers that are used in place.
+        in_place: buffers that the ranks of one host use in place for large Blocks: this rank's, and its share of the
+            common ones. They stay: what ``gathered`` and ``unreduced`` have in them needs no more.
         process: of the process on CPU ranks (resident), of torch's allocator on GPUs (allocated).
         peak_process: the most that ``process`` was since peaks were reset.
     """
@@ -46,6 +49,7 @@ class MemoryReport:
     activations: int | None
     idle_buffers: int
     peak_buffers: int
+    in_place: int
     process: int
     peak_process: int
 
@@ -97,6 +101,7 @@ def memory_report(
         activations=_activations(current.engine.runtimes),
         idle_buffers=pool["bytes_idle"],
         peak_buffers=pool["peak_bytes_in_use"],
+        in_place=sum(comm.bytes_in_place for comm in current.communicators()),
         process=process,
         peak_process=peak_process,
     )

@@ -65,6 +65,7 @@ void bind_interface(py::module_& module) {
       .def("close", &Communicator::close, Released())
       .def("traffic", &traffic_as_dict)
       .def_property_readonly("bytes_copied", &Communicator::bytes_copied)
+      .def_property_readonly("bytes_in_place", &Communicator::bytes_in_place)
       .def("reset_traffic", &Communicator::reset_traffic)
       .def("__repr__", [](const Communicator& comm) {
         return "<" + comm.backend() + " communicator \"" + comm.name() + "\", rank " +

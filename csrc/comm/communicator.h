@@ -95,6 +95,9 @@ class Communicator {
                                                     const std::string& label);
   /// Bytes that this process moved from memory to memory for its operations, since the last reset_traffic().
   [[nodiscard]] virtual std::int64_t bytes_copied() const { return 0; }
+  /// Bytes of such memory that are there, used or not: this rank's own, and its share of what all ranks have
+  /// together.
+  [[nodiscard]] virtual std::int64_t bytes_in_place() const { return 0; }
 
   // Point to point; messages between one pair arrive in the order they were sent.
   [[nodiscard]] virtual WorkPtr send(at::Tensor tensor, int peer, const std::string& label) = 0;

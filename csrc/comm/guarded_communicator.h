@@ -59,6 +59,7 @@ class GuardedCommunicator final : public Communicator {
   [[nodiscard]] WorkPtr all_to_all_in_place(at::Tensor input, std::shared_ptr<PeerSlices>& slices,
                                             const std::string& label) override;
   [[nodiscard]] std::int64_t bytes_copied() const override { return inner_->bytes_copied(); }
+  [[nodiscard]] std::int64_t bytes_in_place() const override { return inner_->bytes_in_place(); }
   [[nodiscard]] WorkPtr send(at::Tensor tensor, int peer, const std::string& label) override;
   [[nodiscard]] WorkPtr recv(at::Tensor tensor, int peer, const std::string& label) override;
   void barrier(const std::string& label) override;

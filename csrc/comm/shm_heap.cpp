@@ -67,6 +67,18 @@ char* ShmHeap::map(int file, std::uint64_t offset, std::int64_t bytes, bool is_p
   return static_cast<char*>(address);
 }
 
+std::int64_t ShmHeap::bytes() const {
+  std::int64_t own = 0;
+  std::int64_t common = 0;
+  for (int slot = 0; slot < num_own_; ++slot) {
+    own += own_[slot].bytes;
+  }
+  for (int slot = 0; slot < num_common_; ++slot) {
+    common += common_[slot].bytes;
+  }
+  return own + common / static_cast<std::int64_t>(tables_.size());
+}
+
 int ShmHeap::borrow_own(std::int64_t bytes) {
   int alike = 0;
   for (int slot = 0; slot < num_own_; ++slot) {

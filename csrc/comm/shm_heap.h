@@ -48,6 +48,9 @@ class ShmHeap {
   ShmHeap(const ShmHeap&) = delete;
   ShmHeap& operator=(const ShmHeap&) = delete;
 
+  /// Of all buffers: own ones, and this rank's share of the common ones.
+  [[nodiscard]] std::int64_t bytes() const;
+
   // Own buffers.
 
   /// A buffer of exactly `bytes`, or kNone.

@@ -121,6 +121,7 @@ class ShmLink : public std::enable_shared_from_this<ShmLink> {
   [[nodiscard]] int publish_own(const at::Tensor& tensor);
   [[nodiscard]] int find_common(const at::Tensor& tensor);
   void end_own(int slot) { heap_->end_own(slot); }
+  [[nodiscard]] std::int64_t bytes_in_place();
   void finish_reading(int peer, int slot);
 
   /// Bytes that this process copied for operations, since construction or the last reset.

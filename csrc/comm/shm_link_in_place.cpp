@@ -92,6 +92,11 @@ int ShmLink::find_common(const at::Tensor& tensor) {
   return heap_->find_common(data_of(tensor), bytes_of(tensor));
 }
 
+std::int64_t ShmLink::bytes_in_place() {
+  const std::lock_guard lock(mutex_);
+  return heap_->bytes();
+}
+
 std::vector<int> ShmLink::users_behind(int slot) const {
   std::vector<int> users;
   for (int peer = 0; peer < size_; ++peer) {

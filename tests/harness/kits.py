@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bmtrain as bmt
 
-__all__ = ["BMTRAIN", "TORCH", "TORCH_RECOMPUTED", "Kit"]
+__all__ = ["BMTRAIN", "TORCH", "TORCH_RECOMPUTED", "Kit", "TanhLinear"]
 
 
 @dataclass(frozen=True)
@@ -99,3 +99,17 @@ BMTRAIN = Kit(
     LayerNorm,
     lambda layers: bmt.TransformerBlockList([bmt.CheckpointBlock(layer) for layer in layers]),
 )
+
+
+class TanhLinear(bmt.DistributedModule):
+    """The smallest layer whose blocks can be stacked: ``tanh(x @ weight.T + bias)``."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = bmt.DistributedParameter(
+            torch.randn(dim, dim) / dim**0.5, init_method=torch.nn.init.normal_
+        )
+        self.bias = bmt.DistributedParameter(torch.randn(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(F.linear(x, self.weight, self.bias))

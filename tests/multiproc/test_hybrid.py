@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
+from harness.kits import TanhLinear
 
 import bmtrain as bmt
 from bmtrain.global_var import context
@@ -17,21 +18,9 @@ from bmtrain.global_var import context
 WORLD, SHARING, LAYERS, DIM, MICROS = 4, 2, 3, 8, 2
 
 
-class Linear(bmt.DistributedModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = bmt.DistributedParameter(
-            torch.randn(DIM, DIM) / DIM**0.5, init_method=torch.nn.init.normal_
-        )
-        self.bias = bmt.DistributedParameter(torch.randn(DIM))
-
-    def forward(self, x):
-        return torch.tanh(torch.nn.functional.linear(x, self.weight, self.bias))
-
-
 def build(**policy: Any) -> bmt.TransformerBlockList:
     with bmt.default_policy(bmt.BlockPolicy(**policy)):
-        return bmt.TransformerBlockList([bmt.Block(Linear()) for _ in range(LAYERS)])
+        return bmt.TransformerBlockList([bmt.Block(TanhLinear(DIM)) for _ in range(LAYERS)])
 
 
 def batch(step: int, micro: int = 0) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
+from harness.kits import TanhLinear
 
 import bmtrain as bmt
 from bmtrain.global_var import context
@@ -17,20 +18,10 @@ BLOCK = 4 * (DIM * DIM + DIM)  # fp32, and both parameters a multiple of 512 byt
 INPUT = 4 * ROWS * DIM
 
 
-class Linear(bmt.DistributedModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = bmt.DistributedParameter(torch.randn(DIM, DIM) / DIM**0.5)
-        self.bias = bmt.DistributedParameter(torch.randn(DIM))
-
-    def forward(self, x):
-        return torch.tanh(torch.nn.functional.linear(x, self.weight, self.bias))
-
-
 class Model(bmt.DistributedModule):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = bmt.TransformerBlockList([bmt.Block(Linear()) for _ in range(LAYERS)])
+        self.layers = bmt.TransformerBlockList([bmt.Block(TanhLinear(DIM)) for _ in range(LAYERS)])
         self.scale = torch.nn.Parameter(torch.ones(16))
 
     def forward(self, x):
@@ -110,12 +101,35 @@ def test_report_says_what_each_phase_holds(case):
         assert "parameters" in str(built)
 
 
+def of_large_blocks(dim: int) -> tuple[str, list[bmt.MemoryReport]]:
+    layers = bmt.TransformerBlockList([bmt.Block(TanhLinear(dim)) for _ in range(LAYERS)])
+    x = torch.randn(ROWS, dim)
+    reports = []
+    for _ in range(3):
+        bmt.memory_report(reset_peaks=True)
+        layers(x).square().sum().backward()
+        reports.append(bmt.memory_report())
+    return context().groups["zero"].comm.backend, reports
+
+
+def test_report_counts_buffers_that_are_used_in_place():
+    dim, world = 640, 2  # a block of 1.6 MiB
+    block = 4 * (dim * dim + dim)
+    for backend, reports in run_ranks(world, of_large_blocks, dim):
+        if backend != "shm":
+            pytest.skip(f"only ranks that share memory have such buffers, not {backend}")
+        gathered = 2 * block // world  # two Blocks', which ranks have in common
+        for report in reports:
+            assert gathered + block <= report.in_place <= gathered + 3 * block + 4096  # of gradients: up to three
+            assert report.peak_buffers < block  # none of it is among the pool's
+
+
 def arguments() -> None:
     with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module, got int"):
         bmt.memory_report(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="optim: expected"):
         bmt.memory_report(optim=[3])
-    model = bmt.Block(Linear(), policy=bmt.BlockPolicy(recompute="off"))
+    model = bmt.Block(TanhLinear(DIM), policy=bmt.BlockPolicy(recompute="off"))
     loss = model(torch.randn(ROWS, DIM)).sum()
     assert bmt.memory_report().activations is None
     assert "activations   unknown" in str(bmt.memory_report())

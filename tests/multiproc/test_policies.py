@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from harness import run_ranks
+from harness.kits import TanhLinear
 
 import bmtrain as bmt
 from bmtrain._engine.runtime import BlockRuntime
@@ -19,23 +20,11 @@ from bmtrain.global_var import context
 LAYERS, DIM, MICROS = 4, 8, 3
 
 
-class Linear(bmt.DistributedModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = bmt.DistributedParameter(
-            torch.randn(DIM, DIM) / DIM**0.5, init_method=torch.nn.init.normal_
-        )
-        self.bias = bmt.DistributedParameter(torch.randn(DIM))
-
-    def forward(self, x):
-        return torch.tanh(torch.nn.functional.linear(x, self.weight, self.bias))
-
-
 class Model(bmt.DistributedModule):
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.layers = bmt.TransformerBlockList([bmt.Block(Linear(), **options) for _ in range(LAYERS)])
-        self.head = Linear()
+        self.layers = bmt.TransformerBlockList([bmt.Block(TanhLinear(DIM), **options) for _ in range(LAYERS)])
+        self.head = TanhLinear(DIM)
 
     def forward(self, x):
         return self.head(self.layers(x)).square().sum()
@@ -250,7 +239,7 @@ def test_level_0_trains_to_the_bits_of_level_3(world, dtype):
 
 def seeded_apart() -> list[torch.Tensor]:
     torch.manual_seed(bmt.rank())
-    block = bmt.Block(Linear(), policy=bmt.BlockPolicy(level=0))
+    block = bmt.Block(TanhLinear(DIM), policy=bmt.BlockPolicy(level=0))
     torch.manual_seed(bmt.rank())
     block.init_parameters()
     return [param.detach().clone() for param in block.parameters()]
@@ -298,7 +287,7 @@ def test_checkpoints_move_between_level_0_and_level_3(tmp_path):
 def read_outside(level: int) -> list[torch.Tensor]:
     """A block's parameter that is also read outside of it, and one that a loss touches as it is."""
     torch.manual_seed(0)
-    inner = Linear()
+    inner = TanhLinear(DIM)
     block = bmt.Block(inner, policy=bmt.BlockPolicy(level=level))
     (block(batches(0)[0]).sum() + (inner.weight.gather() ** 2).sum() * (bmt.rank() + 1)).backward()
     return [row["grad_mean"] for row in bmt.inspect.inspect_model(block, "*")]
@@ -374,17 +363,17 @@ def test_gradients_left_unsent_are_dropped_or_sent_and_never_lost():
 
 def arguments() -> None:
     with pytest.raises(ValueError, match="not both"):
-        bmt.Block(Linear(), zero_level=2, policy=bmt.BlockPolicy())
+        bmt.Block(TanhLinear(DIM), zero_level=2, policy=bmt.BlockPolicy())
     with pytest.raises(ValueError, match="level: expected 0, 1, 2 or 3, got 4"):
         bmt.BlockPolicy(level=4)
     with pytest.raises(ValueError, match="expected 2 or 3, got 1"):
-        bmt.Block(Linear(), zero_level=1)
+        bmt.Block(TanhLinear(DIM), zero_level=1)
     with bmt.default_policy(bmt.BlockPolicy(level=1, keep_gathered=True)):
-        assert bmt.Block(Linear())._policy == bmt.BlockPolicy(level=1, keep_gathered=True)
-        told = bmt.Block(Linear(), use_checkpoint=False, zero_level=2)._policy
+        assert bmt.Block(TanhLinear(DIM))._policy == bmt.BlockPolicy(level=1, keep_gathered=True)
+        told = bmt.Block(TanhLinear(DIM), use_checkpoint=False, zero_level=2)._policy
         assert told == bmt.BlockPolicy(level=2, keep_gathered=True, recompute=bmt.Recompute.OFF)
-        assert bmt.Block(Linear(), policy=bmt.BlockPolicy())._policy == bmt.BlockPolicy()
-    assert bmt.Block(Linear())._policy == bmt.BlockPolicy()
+        assert bmt.Block(TanhLinear(DIM), policy=bmt.BlockPolicy())._policy == bmt.BlockPolicy()
+    assert bmt.Block(TanhLinear(DIM))._policy == bmt.BlockPolicy()
 
 
 def test_policy_arguments():
@@ -396,9 +385,9 @@ def test_policy_arguments():
 EVENTS: list[tuple[str, int]] = []
 
 
-class Noted(Linear):
+class Noted(TanhLinear):
     def __init__(self, number: int) -> None:
-        super().__init__()
+        super().__init__(DIM)
         self.number = number
 
     def forward(self, x):
