@@ -59,6 +59,11 @@ class Launch:
     meeting: Meeting
     job: str
 
+    @property
+    def serves(self) -> bool:
+        """Whether the store of the meeting is served by this process."""
+        return self.meeting.scheme == "tcp" and self.rank == 0 and not self.meeting.served
+
 
 @dataclass(frozen=True)
 class _Source:

@@ -12,28 +12,22 @@ the process that serves it ends.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
-import os
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from torch.distributed import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store
 
-from ._launch import Launch, Meeting
+from ._launch import Launch
+from ._rendezvous_store import first_line, open_store
 from .errors import BMTrainError, CommunicationError
 
 __all__ = ["Peer", "Rendezvous"]
 
-# How long a host name may stay unknown: cluster name services lag behind the start of the processes.
-_NAME_SECONDS = 30.0
 # How long the rank that serves the store stays, after an error, for the others to read it.
 _LINGER_SECONDS = 5.0
 
@@ -61,11 +55,6 @@ class Peer:
     seed: int
 
 
-# The stores that this process serves, by port, kept until it ends: init_process_group of the script shares one,
-# on whatever rank it is called first, and so does a second init_distributed after one that failed.
-_served: dict[int, Store] = {}
-
-
 class Rendezvous:
     """The meeting of the ranks of one job, from opening the store to the verdict.
 
@@ -83,8 +72,7 @@ class Rendezvous:
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._who = f"rank {launch.rank} of {launch.world_size}"
-        self._serves = launch.meeting.scheme == "tcp" and launch.rank == 0 and not launch.meeting.served
-        root = self._open()
+        root = open_store(launch, timeout)
         self._refuse_other_job(root)
         self.store: Store = PrefixStore(f"bmtrain/{launch.job}/{attempt}", root)
 
@@ -110,7 +98,7 @@ class Rendezvous:
                 raise
             raise CommunicationError(
                 f"{self._who}: lost the rendezvous at {self._launch.meeting}, probably because the process "
-                f"that serves it (rank 0, or the launcher) ended: look for its error ({_first_line(error)})"
+                f"that serves it (rank 0, or the launcher) ended: look for its error ({first_line(error)})"
             ) from None
         if verdict["error"] is None:
             if fault is not None:  # the others had agreed before this process came
@@ -131,7 +119,7 @@ class Rendezvous:
             first = root.compare_set("bmtrain/job", "", mine).decode()
         except RuntimeError as error:
             raise CommunicationError(
-                f"{self._who}: lost the rendezvous at {self._launch.meeting} ({_first_line(error)})"
+                f"{self._who}: lost the rendezvous at {self._launch.meeting} ({first_line(error)})"
             ) from None
         if first != mine:
             raise BMTrainError(
@@ -198,136 +186,12 @@ class Rendezvous:
         try:
             read = self.store.add("read", 1)
             end = time.monotonic() + _LINGER_SECONDS
-            while self._serves and read < self.store.add("present", 0) and time.monotonic() < end:
+            while self._launch.serves and read < self.store.add("present", 0) and time.monotonic() < end:
                 time.sleep(0.02)
                 read = self.store.add("read", 0)
         except RuntimeError:
             return  # nobody left to wait for
         self.close()
-
-    # The store.
-
-    def _open(self) -> Store:
-        meeting = self._launch.meeting
-        if meeting.scheme == "file":
-            return self._open_file(meeting)
-        if self._serves:
-            return self._serve(meeting)
-        self._await_server(meeting, self._deadline)
-        return self._connect(
-            lambda: TCPStore(
-                meeting.host, meeting.port, None, False, self._remaining(), False, use_libuv=_use_libuv()
-            )
-        )
-
-    def _open_file(self, meeting: Meeting) -> Store:
-        folder = Path(meeting.path).absolute().parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise BMTrainError(
-                f"init_method, {self._who}: expected a file in a folder that can be written, "
-                f"got {meeting.path}"
-            )
-        store = FileStore(meeting.path, -1)
-        store.set_timeout(self._remaining())
-        return store
-
-    def _serve(self, meeting: Meeting) -> Store:
-        """Serve the store from this process, or share the one that it serves on this port already.
-
-        The server is a multi-tenant one: a `torch.distributed.init_process_group` of the script on the same
-        MASTER_PORT, before or after ours, shares it instead of finding the port taken.
-        """
-        descriptor = None
-        if meeting.port not in _served and not _listens_on(meeting.port):
-            descriptor = self._listen(meeting).detach()
-        try:
-            self._await_server(meeting, min(self._deadline, time.monotonic() + _NAME_SECONDS))
-        except CommunicationError:
-            if descriptor is not None:
-                os.close(descriptor)
-            raise
-        store = self._connect(
-            lambda: TCPStore(
-                meeting.host,
-                meeting.port,
-                None,
-                True,
-                self._remaining(),
-                False,
-                multi_tenant=True,
-                master_listen_fd=descriptor,
-                use_libuv=_use_libuv(),
-            )
-        )
-        _served.setdefault(meeting.port, store)
-        return store
-
-    def _listen(self, meeting: Meeting) -> socket.socket:
-        try:
-            if socket.has_dualstack_ipv6():
-                try:
-                    return socket.create_server(
-                        ("", meeting.port), family=socket.AF_INET6, dualstack_ipv6=True
-                    )
-                except OSError as error:
-                    if error.errno == errno.EADDRINUSE:
-                        raise
-            return socket.create_server(("", meeting.port))
-        except OSError as error:
-            reason = os.strerror(error.errno) if error.errno else str(error)
-            raise CommunicationError(
-                f"{self._who}: cannot serve the rendezvous at {meeting}: expected port {meeting.port} to be "
-                f"free on this host, got {reason!r}: set MASTER_PORT to a free port"
-            ) from None
-
-    def _await_server(self, meeting: Meeting, deadline: float) -> None:
-        """Return when something accepts connections at the address.
-
-        The attempts are made here because the store's own would write a warning for each one that fails.
-        """
-        start, pause = time.monotonic(), 0.02
-        while True:
-            try:
-                wait = min(5.0, max(deadline - time.monotonic(), 0.1))
-                socket.create_connection((meeting.host, meeting.port), wait).close()
-                return
-            except (OSError, UnicodeError) as error:
-                now = time.monotonic()
-                unknown = isinstance(error, (socket.gaierror, UnicodeError))
-                refused_itself = self._serves and not unknown
-                if now > deadline or (unknown and now > start + _NAME_SECONDS) or refused_itself:
-                    raise CommunicationError(self._unreachable(meeting, error)) from None
-            time.sleep(min(pause, max(deadline - now, 0.0) + 0.01))
-            pause = min(pause * 1.5, 0.5)
-
-    def _unreachable(self, meeting: Meeting, error: Exception) -> str:
-        reason = _first_line(error)
-        if isinstance(error, (socket.gaierror, UnicodeError)):
-            return (
-                f"{self._who}: expected the address of a host in MASTER_ADDR or init_method, got "
-                f"{meeting.host!r}, which no name service knows ({reason})"
-            )
-        if self._serves:
-            return (
-                f"{self._who} serves port {meeting.port} on {socket.gethostname()}, but {meeting} does not "
-                f"lead there ({reason}): MASTER_ADDR must be an address of the host of rank 0"
-            )
-        server = "the launcher" if meeting.served else "rank 0"
-        return (
-            f"{self._who}: nobody answers at {meeting} after {self._timeout:g} s ({reason}): expected "
-            f"{server} there; see whether it runs and whether MASTER_ADDR and MASTER_PORT are right"
-        )
-
-    def _connect(self, connect: Callable[[], Store]) -> Store:
-        meeting = self._launch.meeting
-        try:
-            return _within(self._remaining().total_seconds(), connect)
-        except (RuntimeError, ValueError, TimeoutError) as error:
-            raise CommunicationError(
-                f"{self._who}: expected the rendezvous store at {meeting}, got something that accepts "
-                f"connections but does not answer as one ({_first_line(error)}): another program may be "
-                "using the port"
-            ) from None
 
     def _remaining(self) -> timedelta:
         return timedelta(seconds=max(self._deadline - time.monotonic(), 1.0))
@@ -338,63 +202,6 @@ _ERRORS: dict[str, type[Exception]] = {
     "duplicate": BMTrainError,
     "missing": CommunicationError,
 }
-
-_T = TypeVar("_T")
-
-
-def _within(seconds: float, call: Callable[[], _T]) -> _T:
-    """Run ``call`` and return its result; TimeoutError if it takes longer.
-
-    The store's constructor waits without limit for a server that accepts connections and never answers. It
-    runs in a daemon thread, which then stays behind, asleep.
-    """
-    result: list[_T] = []
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            result.append(call())
-        except BaseException as error:  # handed to the caller below
-            failure.append(error)
-
-    thread = threading.Thread(target=run, name="bmtrain-rendezvous", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if failure:
-        raise failure[0]
-    if not result:
-        raise TimeoutError(f"no answer within {seconds:.0f} s")
-    return result[0]
-
-
-def _listens_on(port: int) -> bool:
-    """Whether this very process listens on ``port`` already; False where /proc does not tell."""
-    listening = set()
-    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        with contextlib.suppress(OSError), open(table) as lines:
-            next(lines)
-            for line in lines:
-                # slot, local address:port, remote one, state (0A: listening), queues, timer, retransmits, uid,
-                # timeout, inode, ...; numbers but the last are hexadecimal
-                fields = line.split()
-                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                    listening.add(f"socket:[{fields[9]}]")
-    return not listening.isdisjoint(_open_files()) if listening else False
-
-
-def _open_files() -> Iterator[str]:
-    """What this process's file descriptors refer to."""
-    try:
-        names = os.listdir("/proc/self/fd")
-    except OSError:
-        return
-    for name in names:
-        with contextlib.suppress(OSError):  # the descriptor of the listing itself is gone by now
-            yield os.readlink(f"/proc/self/fd/{name}")
-
-
-def _use_libuv() -> bool:
-    return os.environ.get("USE_LIBUV", "1") == "1"
 
 
 def _difference(first: dict[str, Any], mine: dict[str, Any]) -> str | None:
@@ -423,8 +230,3 @@ def _ranks(ranks: list[int]) -> str:
             spans.append([rank, rank])
     text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

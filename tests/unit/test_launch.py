@@ -12,7 +12,7 @@ from types import MappingProxyType
 import pytest
 
 from bmtrain._launch import Launch, read_launch
-from bmtrain._rendezvous import _listens_on
+from bmtrain._rendezvous_store import _listen_on, _listens_on
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -200,3 +200,16 @@ def test_whether_this_process_listens_on_a_port() -> None:
             assert len(os.listdir("/proc/self/fd")) == before
         assert not _listens_on(mine)
         other.communicate("\n", timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("host", "interfaces"),
+    [
+        ("127.0.0.1", {"127.0.0.1"}),
+        ("localhost", {"::", "0.0.0.0"}),  # a name may lead to several
+        ("192.0.2.1", {"::", "0.0.0.0"}),  # of no host: reserved for documents
+    ],
+)
+def test_the_rendezvous_is_served_where_the_launcher_says(host: str, interfaces: set[str]) -> None:
+    with _listen_on(host, 0) as server:
+        assert server.getsockname()[0] in interfaces
