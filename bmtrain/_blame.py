@@ -20,7 +20,17 @@ from typing import Any
 
 from ._terminal import columns, fold
 
-__all__ = ["Verdict", "add_arguments", "is_stuck", "judge", "mismatch", "ranks_text", "run", "table"]
+__all__ = [
+    "Verdict",
+    "add_arguments",
+    "is_stuck",
+    "judge",
+    "mismatch",
+    "ranks_text",
+    "run",
+    "table",
+    "write_flight",
+]
 
 _ABSENCES = {
     "gone": "{} died: connections closed without a word",
@@ -265,6 +275,17 @@ def run(options: argparse.Namespace) -> int:
     for line, indent in [(verdict.text, 0), *((f"  {line}", 4) for line in lines)]:
         print(fold(line, indent, columns()))
     return 0
+
+
+def write_flight(folder: Path, flight: Mapping[str, Any]) -> str:
+    """Write what one rank knows for :func:`run` to read. Returns where, or why not."""
+    file = folder / f"flight-rank{flight['rank']}.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(flight, indent=1) + "\n")
+    except OSError as error:
+        return f"not written ({error})"
+    return str(file)
 
 
 def read_flights(flights: Mapping[int, Mapping[str, Any]]) -> tuple[Verdict, list[str]]:

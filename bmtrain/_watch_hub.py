@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import math
 import selectors
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from . import _blame
@@ -20,9 +21,11 @@ from . import _blame
 __all__ = ["Hub", "Lines", "listen"]
 
 # How long ranks have to say what they are doing. Who does not answer at a time-out is accused of it, so that they
-# have more time then.
+# have more time then. It counts from the first question that a rank has not answered: the ranks that will soon be late
+# have it asked some seconds before, so that a rank that is silent is known at the time-out.
 _ANSWER_SECONDS = 1.4
 _LATE_ANSWER_SECONDS = 5.0
+_ASK_AGAIN_SECONDS = 1.0  # all ranks of a job are late at about the same time; each is answered
 _SEND_SECONDS = 0.5
 
 Message = dict[str, Any]
@@ -93,8 +96,8 @@ class _Case:
         self.prints = prints
         self.states: dict[int, Message] = {}
         self.is_suspicion = failure["kind"] == "suspicion"
-        late = failure["kind"] == "late"
-        self.deadline = time.monotonic() + (_LATE_ANSWER_SECONDS if late else _ANSWER_SECONDS)
+        self.is_late = failure["kind"] == "late"
+        self.opened = time.monotonic()
 
 
 class Hub:
@@ -125,6 +128,8 @@ class Hub:
         self._strangers: set[Lines] = set()
         self._absent: dict[int, str] = {}
         self._leaving: set[int] = set()
+        self._unanswered: dict[int, float] = {}  # ranks that were asked, and when they were first
+        self._asked = -math.inf  # when everybody was
         self._case: _Case | None = None
         self._verdict: Message | None = None
         self._prints: dict[tuple[str, int], dict[int, Message]] = {}
@@ -134,7 +139,13 @@ class Hub:
     @property
     def deadline(self) -> float | None:
         """When `tick` has to be called, on the monotonic clock."""
-        return self._case.deadline if self._case and self._verdict is None else None
+        case = self._case
+        if case is None or self._verdict is not None:
+            return None
+        if not case.is_late:
+            return case.opened + _ANSWER_SECONDS
+        waits = [since for rank, since in self._unanswered.items() if rank not in self._absent]
+        return max(waits, default=case.opened) + _LATE_ANSWER_SECONDS
 
     def tick(self) -> None:
         """Decide, if the time for answers is over."""
@@ -145,9 +156,14 @@ class Hub:
         """Act on a message of a rank."""
         if message["do"] == "fail":
             self._open_case(message["failure"], rank)
-        elif message["do"] == "state" and self._case is not None and self._verdict is None:
-            self._case.states[rank] = message["state"]
-            self._conclude_if_complete()
+        elif message["do"] == "worry":
+            recently = time.monotonic() < self._asked + _ASK_AGAIN_SECONDS
+            self._ask([rank] if recently else range(self._world))
+        elif message["do"] == "state":
+            self._unanswered.pop(rank, None)
+            if self._case is not None and self._verdict is None:
+                self._case.states[rank] = message["state"]
+                self._conclude_if_complete()
         elif message["do"] == "check":
             self._compare(rank, message["print"])
         elif message["do"] == "bye":
@@ -234,7 +250,16 @@ class Hub:
             self._send(rank, self._verdict)
         elif self._case is None or (self._case.is_suspicion and failure["kind"] != "suspicion"):
             self._case = _Case(failure, prints)
-            self._send_all({"do": "ask"})
+            self._ask(range(self._world))
+
+    def _ask(self, ranks: Sequence[int]) -> None:
+        """Ask ranks what they are doing, which also tells them that this process is alive."""
+        now = time.monotonic()
+        if len(ranks) == self._world:
+            self._asked = now
+        for rank in reversed(ranks):  # rank 0 last: what it answers is acted on at once
+            self._unanswered.setdefault(rank, now)
+            self._send(rank, {"do": "ask"})
 
     def _conclude_if_complete(self) -> None:
         case = self._case

@@ -43,6 +43,8 @@ __all__ = ["Watch", "transport_timeout"]
 _TICK_SECONDS = 0.2
 _VERDICT_SECONDS = 3.5
 _LATE_VERDICT_SECONDS = 7.0
+# The share of a short time-out that an operation has to last before this process asks whether all are still there.
+_CALM_SHARE = 0.2
 # How long an operation may go on that waits for a rank that is gone, and when to ask again if that was in order.
 _GONE_SECONDS = 0.3
 _GONE_ALONE_SECONDS = 1.5
@@ -68,6 +70,10 @@ class Watch:
         self._rank = rank
         self._world = world
         self._tick = min(_TICK_SECONDS, timeout / 4)
+        # An operation that has taken so long will soon be late.
+        self._calm = max(timeout - _LATE_VERDICT_SECONDS, _CALM_SHARE * timeout)
+        self._worries = False  # about such an operation
+        self._unheard: float | None = None  # since when the hub has not answered that
         self._selector = selectors.DefaultSelector()
         self._hub: Hub | None = None
         self._line: Lines | None = None  # to the hub; None on rank 0, and when the hub is gone
@@ -206,12 +212,22 @@ class Watch:
         if self._failure is None:
             self._hand_in(self.core.overdue())
             self._hand_in(self._suspicion())
+            self._worry()
             if self._interrupted and time.monotonic() > self._interrupted:
                 self._interrupted = 0.0
                 if self.core.blocked_for(_INTERRUPT_SECONDS):
                     self._hand_in({"kind": "interrupted", "what": "", "group": "", "record": None})
         elif self._rank != 0 and (self._line is None or time.monotonic() > self._deadline):
             self._judge_alone()
+
+    def _worry(self) -> None:
+        """Have everybody asked before an operation is late: who does not answer is then known at the time-out."""
+        if not self.core.blocked_for(self._calm):
+            self._worries = False
+        elif not self._worries:
+            self._worries = True
+            self._unheard = time.monotonic()
+            self._send({"do": "worry"})
 
     def _suspicion(self) -> Message | None:
         """An operation that has waited too long, by now, for a rank that is gone.
@@ -248,8 +264,10 @@ class Watch:
         if failure is None or self._failure is not None or self._judged.is_set():
             return
         self._failure = {**failure, "rank": self._rank, "time": time.time()}
-        late = failure["kind"] == "late"
-        self._deadline = time.monotonic() + (_LATE_VERDICT_SECONDS if late else _VERDICT_SECONDS)
+        if failure["kind"] == "late":
+            self._deadline = (self._unheard or time.monotonic()) + _LATE_VERDICT_SECONDS
+        else:
+            self._deadline = time.monotonic() + _VERDICT_SECONDS
         self._send({"do": "fail", "failure": self._failure})
         if self._line is None and self._hub is None:
             self._judge_alone()
@@ -288,6 +306,8 @@ class Watch:
         if messages is None:
             self._lose_hub("gone")
             return
+        if messages:
+            self._unheard = None
         for message in messages:
             self._handle(message)
 
@@ -351,13 +371,7 @@ class Watch:
             "position": self._words.raised_at or _position.of_main_thread(),
             "groups": self._seen,
         }
-        file = folder / f"flight-rank{self._rank}.json"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(flight, indent=1) + "\n")
-        except OSError as error:
-            return f"not written ({error})"
-        return str(file)
+        return _blame.write_flight(folder, flight)
 
     # The interpreter's hooks.
 

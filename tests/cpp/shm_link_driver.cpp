@@ -85,11 +85,15 @@ void expect(bool condition, const char* what) {
 
 char mark(int rank, int round) { return static_cast<char>(1 + rank + 7 * round); }
 
-// Around the size of a chunk and, in the last rounds, more than a ring takes at once.
+// Around the size of a chunk and, in the last two rounds, together more than a ring (32 MiB) takes.
+constexpr std::int64_t kLargest = 17LL << 20;
 std::int64_t size_of(int round) {
   constexpr std::int64_t kSizes[] = {1, 1000, 256 * 1024, 256 * 1024 + 1, 600'000};
-  return round >= kRounds - 2 ? (24LL << 20) : kSizes[round % 5];
+  return round >= kRounds - 2 ? kLargest : kSizes[round % 5];
 }
+
+// Twice more than the ring of messages (4 MiB) takes at once.
+std::int64_t message_size_of(int round) { return round % (kRounds / 2) == 3 ? (5LL << 20) : 100; }
 
 ShmOperationPtr operation_of(const char* op, std::int64_t bytes, int peer = -1) {
   auto operation = std::make_shared<ShmOperation>();
@@ -100,12 +104,20 @@ ShmOperationPtr operation_of(const char* op, std::int64_t bytes, int peer = -1) 
   return operation;
 }
 
+// What one rank sends and receives. Kept from round to round: under a sanitizer fresh memory takes
+// most of the time.
+struct Buffers {
+  std::vector<char> own;
+  std::vector<std::vector<char>> others{kRanks};
+};
+
 // Everybody's bytes to everybody; posted in pairs, waited for in the order of posting.
-void gather(ShmLink& link, int round) {
+void gather(ShmLink& link, int round, Buffers& buffers) {
   const std::int64_t bytes = size_of(round);
   const auto size = static_cast<std::size_t>(bytes);
-  std::vector<char> own(size, mark(link.rank(), round));
-  std::vector<std::vector<char>> others(kRanks, std::vector<char>(size, 0));
+  auto& [own, others] = buffers;
+  own.assign(size, mark(link.rank(), round));
+  for (std::vector<char>& other : others) other.resize(size);
   std::vector<ShmPiece> receives;
   for (int r = 0; r < kRanks; ++r) {
     if (r != link.rank()) receives.push_back({others[static_cast<std::size_t>(r)].data(), bytes, r});
@@ -135,7 +147,7 @@ void messages(ShmLink& link) {
   const int next = (link.rank() + 1) % kRanks;
   const int previous = (link.rank() + kRanks - 1) % kRanks;
   for (int round = 0; round < kRounds; ++round) {
-    const std::int64_t bytes = round % 4 == 3 ? (5LL << 20) : 100;
+    const std::int64_t bytes = message_size_of(round);
     std::vector<char> sent(static_cast<std::size_t>(bytes), mark(link.rank(), round));
     std::vector<char> received(sent.size(), 0);
     const ShmOperationPtr send = operation_of("send", bytes, next);
@@ -152,8 +164,9 @@ void messages(ShmLink& link) {
 
 void exchange(ShmLink& link) {
   std::thread other([&link] { messages(link); });
+  Buffers buffers;
   for (int round = 0; round < kRounds; ++round) {
-    gather(link, round);
+    gather(link, round, buffers);
   }
   other.join();
   link.close();
@@ -167,7 +180,8 @@ void abort_one(ShmLink& link) {
   }
   bool raised = false;
   try {
-    gather(link, 2);
+    Buffers buffers;
+    gather(link, 2, buffers);
   } catch (const bmtrain::CommunicationError&) {
     raised = true;
   }

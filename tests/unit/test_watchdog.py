@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import selectors
 import socket
 import threading
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from torch.distributed import HashStore
 
-from bmtrain import _watchdog
+from bmtrain import _watch_hub, _watchdog
 from bmtrain._watch_hub import Hub, Lines
 from bmtrain._watchdog import Watch
 from bmtrain.errors import CommunicationError
@@ -96,6 +97,76 @@ def test_a_silent_hub_is_blamed(watches: list[Watch], monkeypatch: pytest.Monkey
     monkeypatch.setattr(Hub, "handle", lambda *arguments: None)
     watches[2].core.report("failed", "the connection to rank 1 was lost")
     assert verdicts(watches[2:3]) == {"no answer from rank 0: stopped, stuck, or out of reach"}
+
+
+class Clock:
+    """Stands for the module ``time`` of the hub."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Hub, Clock, list[str]]]:
+    """A hub of three ranks that tells rank 0 alone, its clock, and the verdicts that it has told."""
+    clock, told = Clock(), []
+    monkeypatch.setattr(_watch_hub, "time", clock)
+    with selectors.DefaultSelector() as selector, socket.create_server(("localhost", 0)) as listener:
+        yield (
+            Hub(selector, listener, 3, "", lambda message: told.extend(filter(None, [message.get("text")]))),
+            clock,
+            told,
+        )
+
+
+LATE = {"kind": "late", "what": "timed out after 60 s", "rank": 1, "group": "", "record": None}
+STATE = {"do": "state", "state": {"position": "", "groups": []}}
+
+
+def test_who_is_silent_before_the_time_out_is_named_at_it(hub: tuple[Hub, Clock, list[str]]) -> None:
+    judge, clock, told = hub
+    judge.handle(1, {"do": "worry"})
+    for rank in (0, 1):
+        judge.handle(rank, STATE)
+    clock.now += 7  # the time-out
+    judge.handle(1, {"do": "fail", "failure": dict(LATE)})
+    for rank in (0, 1):
+        judge.tick()
+        assert told == []  # the others have time to say what they are in now
+        judge.handle(rank, STATE)
+    judge.tick()
+    assert told == ["no answer from rank 2: stopped, stuck, or out of reach (timed out after 60 s)"]
+
+
+def test_who_was_there_before_the_time_out_has_time_to_answer(hub: tuple[Hub, Clock, list[str]]) -> None:
+    judge, clock, told = hub
+    judge.handle(1, {"do": "worry"})
+    for rank in (0, 1, 2):
+        judge.handle(rank, STATE)
+    clock.now += 7
+    judge.handle(1, {"do": "fail", "failure": dict(LATE)})
+    for rank in (0, 1):
+        judge.handle(rank, STATE)
+    clock.now += 4.9
+    judge.tick()
+    assert told == []
+    judge.handle(2, STATE)
+    assert told == ["rank 1: timed out after 60 s"]
+
+
+def test_a_hub_that_was_silent_before_the_time_out_is_blamed_at_it(
+    watches: list[Watch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Hub, "handle", lambda *arguments: None)
+    watch = watches[2]
+    watch._unheard = time.monotonic() - 7.0  # it was asked then
+    watch._hand_in(dict(LATE))
+    assert verdicts([watch]) == {
+        "no answer from rank 0: stopped, stuck, or out of reach (timed out after 60 s)"
+    }
 
 
 def test_who_does_not_know_the_secret_is_not_let_in() -> None:
