@@ -105,7 +105,7 @@ class DistributedModule(torch.nn.Module):
 def _read(module: torch.nn.Module, param: DistributedParameter, name: str) -> torch.Tensor:
     owner = param._block
     if owner is not None and (
-        param._is_full() or (owner() is not None and module.__dict__.get(_OWNER) is owner)
+        owner.is_bound or param._is_full() or (owner() is not None and module.__dict__.get(_OWNER) is owner)
     ):
         return param
     if param.is_meta:

@@ -174,9 +174,7 @@ class DistributedParameter(torch.nn.Parameter):
         block = self._block
         if block is None or self.is_meta or self.shape != self._original_shape:
             return False
-        runtime = block.runtime() if block.runtime is not None else None
-        is_bound = runtime is not None and runtime.is_bound
-        return is_bound or self.untyped_storage()._cdata not in block.homes
+        return block.is_bound or self.untyped_storage()._cdata not in block.homes
 
     def require_data(self, name: str = "") -> None:
         """Raises if the parameter is on the meta device still; ``name`` is what the error calls it."""

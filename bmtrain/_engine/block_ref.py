@@ -22,6 +22,12 @@ class BlockRef(weakref.ref[Any]):
     homes: tuple[int, ...] = ()
     runtime: weakref.ref[BlockRuntime] | None = None
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether the Block runs now, so that its parameters are full."""
+        runtime = None if self.runtime is None else self.runtime()
+        return runtime is not None and runtime.is_bound
+
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
 

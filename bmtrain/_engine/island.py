@@ -11,7 +11,7 @@ legal inside the island.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -44,23 +44,23 @@ def run_block(
     """
     if runtime.policy.compute_dtype is not None:
         forward = computing_in(runtime.policy.compute_dtype, forward)
-    if not torch.is_grad_enabled():
-        with _gathered_for_evaluation(runtime), runtime.engine.reads.scope(modules.root):
-            result = forward(*args, **kwargs)
-            return _as_tuple(replace_tensors(result, lambda tensor: _kept_alive(runtime, tensor)))
-    return BlockCall(runtime, forward, modules).run(args, kwargs)
+    if torch.is_grad_enabled():
+        return BlockCall(runtime, forward, modules).run(args, kwargs)
+    return _as_tuple(_evaluated(runtime, forward, modules, args, kwargs))
 
 
-@contextmanager
-def _gathered_for_evaluation(runtime: BlockRuntime) -> Iterator[None]:
+def _evaluated(
+    runtime: BlockRuntime, forward: Callable[..., Any], modules: ModuleState, args: Any, kwargs: Any
+) -> Any:
     try:
         runtime.open(Phase.EVALUATE)
-        with _no_autocast_cache():
-            yield
+        with _NoAutocastCache(), runtime.engine.reads.scope(modules.root):
+            result = _kept_alive(runtime, forward(*args, **kwargs))
     except BaseException:
         runtime.abandon()
         raise
     runtime.close(keep=False)
+    return result
 
 
 class BlockCall:
@@ -89,7 +89,7 @@ class BlockCall:
         holds the attached tensor.
         """
         first_node = _C.next_node_number()
-        has_state = has_containers(args) or any(has_containers(value) for value in kwargs.values())
+        has_state = has_containers(args) or any(map(has_containers, kwargs.values()))
         outer: dict[int, torch.Tensor] = {}  # what stands outside for a tensor of the island
         try:
             inner_args = replace_tensors(args, self._detach)
@@ -97,17 +97,13 @@ class BlockCall:
             result = self._gathered_first_run(inner_args, inner_kwargs, has_state)
             if self.outputs:
                 self._refuse_foreign_history(first_node)
-                outer.update(
-                    (id(inner), tensor) for inner, tensor in zip(self.outputs, self._attach(), strict=True)
-                )
+                outer.update(zip(map(id, self.outputs), self._attach(), strict=True))
                 result = replace_tensors(result, lambda tensor: outer.get(id(tensor), tensor))
             self._deliver_recordings(outer)
             return _as_tuple(result)
         finally:
             if has_state:
-                outer.update(
-                    (id(leaf), tensor) for leaf, tensor in zip(self.leaves, self.inputs, strict=True)
-                )
+                outer.update(zip(map(id, self.leaves), self.inputs, strict=True))
                 replace_tensors((args, list(kwargs.values())), lambda tensor: outer.get(id(tensor), tensor))
 
     def _detach(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -136,25 +132,31 @@ class BlockCall:
         return result
 
     def _first_run(self, args: Any, kwargs: dict[str, Any], has_state: bool) -> Any:
-        with ExitStack() as stack:
-            stack.enter_context(_no_autocast_cache())
-            if self.recomputes:
-                self._arguments = snapshot((args, kwargs)) if has_state else (args, kwargs)
-                self._versions = [
-                    (tensor, tensor._version)
-                    for tensor in tensors_of((args, kwargs))
-                    if not tensor.is_inference()
-                ]
-                self._modes = ModeSnapshot(self.runtime.engine.device)
-                self._module_snapshot = self.modules.before_forward()
-                self._saved = SavedTensors(self.runtime)
-                stack.enter_context(self._saved.record())
-            stack.enter_context(self.runtime.engine.reads.scope(self.modules.root))
-            stack.enter_context(self.runtime.engine.running(self))
-            result = self.forward(*args, **kwargs)
-        if self.recomputes:
-            self._module_snapshot.after_forward()
-        return replace_tensors(result, lambda tensor: _kept_alive(self.runtime, tensor))
+        with _NoAutocastCache():
+            if not self.recomputes:
+                return _kept_alive(self.runtime, self._run_inner(args, kwargs))
+            self._arguments = snapshot((args, kwargs)) if has_state else (args, kwargs)
+            self._versions = [
+                (tensor, tensor._version)
+                for tensor in tensors_of((args, kwargs))
+                if not tensor.is_inference()
+            ]
+            self._modes = ModeSnapshot(self.runtime.engine.device)
+            self._module_snapshot = self.modules.before_forward()
+            self._saved = SavedTensors(self.runtime)
+            with self._saved.record():
+                result = self._run_inner(args, kwargs)
+        self._module_snapshot.after_forward()
+        return _kept_alive(self.runtime, result)
+
+    def _run_inner(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        engine = self.runtime.engine
+        engine.calls.append(self)
+        try:
+            with engine.reads.scope(self.modules.root):
+                return self.forward(*args, **kwargs)
+        finally:
+            engine.calls.pop()
 
     def _outputs_among(
         self,
@@ -204,28 +206,28 @@ class BlockCall:
         runtime = self.runtime
         self._refuse_what_cannot_be_right()
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        training = [
-            (group, trains) for group, trains in zip(runtime.groups, self.trains, strict=True) if any(trains)
-        ]
-        roots = [(number, grad) for number, grad in enumerate(gradients) if grad is not None]
+        trains = {
+            group: flags for group, flags in zip(runtime.groups, self.trains, strict=True) if True in flags
+        }
+        training = tuple(trains)
+        roots = [number for number, gradient in enumerate(gradients) if gradient is not None]
         leaves = self.leaves
         try:
             runtime.open(Phase.BACKWARD)
             outputs = self.outputs
             if self.recomputes and roots:
                 outputs, leaves = self._second_run()
-            runtime.begin_backward([group for group, _ in training], [trains for _, trains in training])
-            with _no_autocast_cache(), runtime.engine.inside_island():
-                if roots:
-                    torch.autograd.backward(
-                        [outputs[number] for number, _ in roots],
-                        [grad for _, grad in roots],
-                        retain_graph=keep_graph,
-                    )
+            runtime.begin_backward(trains)
+            if roots:
+                self._differentiate(
+                    tuple(map(outputs.__getitem__, roots)),
+                    tuple(map(gradients.__getitem__, roots)),
+                    keep_graph,
+                )
             input_gradients = [leaf.grad for leaf in leaves]
             self.recordings.hand_over_gradients(second=leaves is not self.leaves)
         except BaseException:
-            runtime.cancel_backward([group for group, _ in training])
+            runtime.cancel_backward(training)
             runtime.abandon()
             raise
         finally:
@@ -234,10 +236,24 @@ class BlockCall:
             if self.recomputes:
                 self._saved.drop(for_good=not keep_graph)
         runtime.close(keep=runtime.engine.schedule.expects_backward_of(runtime))
-        runtime.start_reduce([group for group, _ in training])
+        runtime.start_reduce(training)
         if not keep_graph:
             self._spend()
         return input_gradients
+
+    def _differentiate(
+        self, outputs: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor | None, ...], keep_graph: bool
+    ) -> None:
+        """As torch.autograd.backward(), which would check gradients again that autograd itself has given."""
+        engine = self.runtime.engine
+        engine.islands += 1
+        try:
+            with _NoAutocastCache():
+                Variable._execution_engine.run_backward(
+                    outputs, gradients, keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
+                )
+        finally:
+            engine.islands -= 1
 
     def _refuse_what_cannot_be_right(self) -> None:
         label = self.runtime.label
@@ -282,9 +298,7 @@ class BlockCall:
         kwargs = {name: replace_tensors(value, put) for name, value in kwargs.items()}
         with (
             self.runtime.engine.running_again(),
-            self.runtime.engine.running(self),
-            self.runtime.engine.reads.scope(self.modules.root),
-            _no_autocast_cache(),
+            _NoAutocastCache(),
             self._modes.restored(),
             self._module_snapshot.restored(self.runtime.label),
             _trainable_as(self.runtime, self.trains),
@@ -292,7 +306,7 @@ class BlockCall:
             self._saved.refill(stop_early=not self.modules.has_forward_hooks()),
         ):
             try:
-                result = self.forward(*args, **kwargs)
+                result = self._run_inner(args, kwargs)
             except StopForward:
                 result = None
         if self._saved.is_complete:
@@ -326,7 +340,7 @@ class _Island(torch.autograd.Function):
     def forward(ctx: Any, call: BlockCall, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return tuple(output.detach() for output in call.outputs)
+        return tuple([output.detach() for output in call.outputs])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
@@ -341,23 +355,26 @@ def _as_tuple(result: Any) -> Any:
     return tuple(result) if type(result) is list else result
 
 
-def _kept_alive(runtime: BlockRuntime, tensor: torch.Tensor) -> torch.Tensor:
-    """A result that lies in the gathered buffer (a parameter, a view of one) is copied out before the buffer goes."""
-    return tensor.clone() if any(group.owns_storage(tensor) for group in runtime.groups) else tensor
+def _kept_alive(runtime: BlockRuntime, result: Any) -> Any:
+    """What of a result lies in the gathered buffer (a parameter, a view of one) is copied before the buffer goes."""
+
+    def copied_out(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if runtime.owns_storage(tensor) else tensor
+
+    return replace_tensors(result, copied_out)
 
 
-@contextmanager
-def _no_autocast_cache() -> Iterator[None]:
+class _NoAutocastCache:
     """Autocast caches casts by parameter object: it would keep, or take for another's, what was gathered before."""
-    enabled = torch.is_autocast_cache_enabled()
-    if not enabled:
-        yield
-        return
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(True)
+
+    __slots__ = ("_was_enabled",)
+
+    def __enter__(self) -> None:
+        self._was_enabled = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_autocast_cache_enabled(self._was_enabled)
 
 
 @contextmanager

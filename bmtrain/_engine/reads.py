@@ -14,7 +14,7 @@ A block's run is a scope of its own because its nodes must lie inside its island
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -52,13 +52,26 @@ def _versions(param: DistributedParameter, full: torch.Tensor) -> tuple[int, int
 
 
 class _Scope:
-    """The reads of one forward of ``root``."""
+    """The reads of one forward of ``root``, while it runs.
 
-    def __init__(self, root: torch.nn.Module) -> None:
+    Args:
+        open_scopes: those that are open, the innermost last.
+    """
+
+    __slots__ = ("_known", "_modes", "_open_scopes", "_root", "_times")
+
+    def __init__(self, root: torch.nn.Module, open_scopes: list[_Scope]) -> None:
         self._root = root
+        self._open_scopes = open_scopes
         self._known: dict[tuple[int, _Mode], _Known] = {}
         self._modes: set[_Mode] = set()
         self._times: dict[int, int] = {}
+
+    def __enter__(self) -> None:
+        self._open_scopes.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        self._open_scopes.pop()
 
     def read(self, param: DistributedParameter) -> torch.Tensor:
         mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -216,14 +229,9 @@ class Reads:
         """Whether a forward runs."""
         return bool(self._scopes)
 
-    @contextmanager
-    def scope(self, root: torch.nn.Module) -> Iterator[None]:
+    def scope(self, root: torch.nn.Module) -> AbstractContextManager[None]:
         """While a forward of ``root`` runs."""
-        self._scopes.append(_Scope(root))
-        try:
-            yield
-        finally:
-            self._scopes.pop()
+        return _Scope(root, self._scopes)
 
     def read(self, param: DistributedParameter) -> torch.Tensor:
         """The full tensor of a parameter that has values. Collective."""

@@ -60,15 +60,12 @@ class SavedTensors:
 
     def __init__(self, runtime: BlockRuntime) -> None:
         self._label = runtime.label
-        self._groups = runtime.groups
+        self._in_gathered_buffer = runtime.owns_storage
         is_selective = runtime.policy.recompute is Recompute.SELECTIVE
         self._kept = KeptResults(self._in_gathered_buffer) if is_selective else None
         self._saves: list[tuple[torch.Size, torch.dtype, int]] = []
         self._values: list[_Kept] = []
         self.differs = False
-
-    def _in_gathered_buffer(self, tensor: torch.Tensor) -> bool:
-        return any(group.owns_storage(tensor) for group in self._groups)
 
     @contextmanager
     def record(self) -> Iterator[None]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import methodcaller
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from .. import _C
 from .accumulation import Accumulation
 from .observer import Observer
 from .reads import Reads
-from .schedule import Phase, Schedule
+from .schedule import Event, Phase, Schedule
 from .virtual_sum import VirtualSum
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["BlockRuntime", "Engine"]
 
 _SHARDED = _C.ShardGroup.State.SHARDED
+_VERSION = methodcaller("version")
 
 #: Idle buffers kept per size. A backward has up to five in use (the gathered block and the one ahead, a gradient that
 #: arrives, one on its way and what it meets), a forward two: more idle ones would stand beside its activations.
@@ -47,6 +49,8 @@ class BlockRuntime:
         self.groups = tuple(groups)
         self.policy = policy
         self.number = engine.schedule.take_number()
+        #: Its calls, as the schedule notes them.
+        self.events = {phase: Event(self.number, phase) for phase in Phase}
         engine.runtimes.add(self)
         self.is_bound = False
         #: Optimizer steps of the block's parameters that are still being computed.
@@ -55,6 +59,7 @@ class BlockRuntime:
         self.open_calls: weakref.WeakSet[BlockCall] = weakref.WeakSet()
         self._gathered_version = -1
         self._gathered_round = -1
+        self._is_gathered = False  # or being gathered, of at least one of the groups
         self._is_held = False
         self._defers = False
         self._deferred: list[_C.ShardGroup] = []
@@ -64,10 +69,11 @@ class BlockRuntime:
         self.engine.schedule.drop_ahead()
         self.drop_gathered()
         self.groups = tuple(groups)
+        self._is_gathered = False
 
     def version(self) -> int:
         """Changes whenever a parameter is modified in place."""
-        return sum(group.version() for group in self.groups)
+        return sum(map(_VERSION, self.groups))
 
     def open(self, phase: Phase) -> None:
         """Makes the parameters full tensors; `close` or `abandon` must follow, after an error too. Collective."""
@@ -92,6 +98,10 @@ class BlockRuntime:
         self.is_bound = True
         engine.observer.computing(self, phase)
 
+    def owns_storage(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in the gathered parameters."""
+        return any(group.owns_storage(tensor) for group in self.groups)
+
     def finish_updates(self) -> None:
         """Waits for optimizer steps under way. See [Note: Updates that overlap]."""
         with self.engine.observer.waiting(self.label, "update"):
@@ -100,7 +110,10 @@ class BlockRuntime:
 
     def _adopt_data(self) -> bool:
         """Takes over what users put in place of shards (``param.data = tensor``); whether there was anything."""
-        return any([group.adopt_data() for group in self.groups])  # noqa: C419 (of every group, not up to the first)
+        adopted = False
+        for group in self.groups:
+            adopted |= group.adopt_data()
+        return adopted
 
     def close(self, *, keep: bool) -> None:
         """Makes the parameters shards again; ``keep`` leaves the gathered buffer for the backward to come."""
@@ -128,7 +141,7 @@ class BlockRuntime:
 
     def start_gather_ahead(self) -> bool:
         """Starts a gather for a coming call; False if the parameters are gathered already."""
-        if self.is_bound or (self._is_gathered() and (self.policy.level != 1 or self.is_of_this_round())):
+        if self.is_bound or (self._is_gathered and (self.policy.level != 1 or self.is_of_this_round())):
             return False
         self.drop_gathered()
         if self.pending:
@@ -137,22 +150,20 @@ class BlockRuntime:
         self._start_gather()
         return True
 
-    def _is_gathered(self) -> bool:
-        return any(group.state != _SHARDED for group in self.groups)
-
     def _start_gather(self) -> None:
         """Starts the gather, unless the parameters are gathered."""
-        if not self._is_gathered():
-            self._gathered_version = self.version()
-            self._gathered_round = self.engine.accumulation.round
-            self.engine.observer.gathering(self)
-        sharded = [group for group in self.groups if group.state == _SHARDED]
-        if sharded:
-            # Of buffers that the ranks write together there are a few: not for blocks that stay gathered.
-            in_place = self.policy.level == 3 and not self.policy.keep_gathered
-            with self.engine.observer.waiting(self.label, "gather"):
-                for group in sharded:
-                    group.start_gather(in_place)
+        if self._is_gathered:
+            return
+        engine = self.engine
+        self._gathered_version = self.version()
+        self._gathered_round = engine.accumulation.round
+        engine.observer.gathering(self)
+        self._is_gathered = True
+        # Of buffers that the ranks write together there are a few: not for blocks that stay gathered.
+        in_place = self.policy.level == 3 and not self.policy.keep_gathered
+        with engine.observer.waiting(self.label, "gather"):
+            for group in self.groups:
+                group.start_gather(in_place)
 
     def is_of_this_round(self) -> bool:
         """Whether what is gathered holds for another forward: the policy keeps it, and nothing has changed since."""
@@ -168,9 +179,10 @@ class BlockRuntime:
 
     def drop_gathered(self) -> None:
         """Gives gathered memory back, unless it is in use."""
-        if not (self.is_bound or self._is_held):
+        if self._is_gathered and not (self.is_bound or self._is_held):
+            self._is_gathered = False
             for group in self.groups:
-                if group.state != _SHARDED:
+                if group.state != _SHARDED:  # as after a gather that failed
                     group.release()
 
     def hold(self) -> None:
@@ -183,10 +195,10 @@ class BlockRuntime:
         self._is_held = False
         self.drop_gathered()
 
-    def begin_backward(self, groups: Sequence[_C.ShardGroup], trains: Sequence[list[bool]]) -> None:
-        """Prepares ``groups`` to receive gradients, on top of those of deferred calls."""
-        self.engine.finish_reduction_of(groups)
-        for group, flags in zip(groups, trains, strict=True):
+    def begin_backward(self, trains: Mapping[_C.ShardGroup, list[bool]]) -> None:
+        """Prepares groups to receive gradients of the parameters marked, on top of those of deferred calls."""
+        self.engine.finish_reduction_of(trains)
+        for group, flags in trains.items():
             if group not in self._deferred:
                 group.begin_backward(flags)
 
@@ -220,14 +232,16 @@ class BlockRuntime:
             if accumulates and groups:
                 accumulation.add_block(self)
             return
-        groups = [*self._deferred, *(group for group in groups if group not in self._deferred)]
-        self._deferred = []
+        if self._deferred:
+            groups = [*self._deferred, *(group for group in groups if group not in self._deferred)]
+            self._deferred = []
         accumulation.block_is_sent(self)
-        self.engine.observer.reducing(self, groups)
-        with self.engine.observer.waiting(self.label, "reduce"):
+        engine = self.engine
+        engine.observer.reducing(self, groups)
+        with engine.observer.waiting(self.label, "reduce"):
             for group in groups:
                 group.start_reduce()
-        self.engine.add_reduction(self, groups)
+        engine.add_reduction(self, groups)
 
 
 class Engine:
@@ -239,7 +253,8 @@ class Engine:
         self.default_policy: BlockPolicy | None = None
         #: How many blocks run their forward again right now.
         self.recomputing = 0
-        self._islands = 0
+        #: How many blocks' islands autograd runs inside of.
+        self.islands = 0
         #: The calls whose forward runs right now, the outermost first.
         self.calls: list[BlockCall] = []
         #: All blocks, as long as somebody else refers to them.
@@ -267,36 +282,22 @@ class Engine:
         finally:
             self.recomputing -= 1
 
-    @contextmanager
-    def running(self, call: BlockCall) -> Iterator[None]:
-        """While the forward of a call runs."""
-        self.calls.append(call)
-        try:
-            yield
-        finally:
-            self.calls.pop()
-
-    @contextmanager
-    def inside_island(self) -> Iterator[None]:
-        """While autograd runs inside a block's island."""
-        self._islands += 1
-        try:
-            yield
-        finally:
-            self._islands -= 1
-
     def add_reduction(self, runtime: BlockRuntime, groups: Sequence[_C.ShardGroup]) -> None:
         """Takes over a reduction under way; completes the one before, so that at most one overlaps with compute.
 
         A sum over replicas, which follows that over the ranks that share a block, overlaps with one block more.
         """
-        latest = self._reductions[-1:]
-        del self._reductions[-1:]
-        self.finish_reductions()
-        self._reductions += latest
-        if not any([group.continue_reduce() for _, before in latest for group in before]):  # noqa: C419 (every group)
+        under_way = self._reductions
+        if under_way:
+            latest = under_way.pop()
             self.finish_reductions()
-        self._reductions.append((runtime, groups))
+            under_way.append(latest)
+            goes_on = False
+            for group in latest[1]:
+                goes_on |= group.continue_reduce()
+            if not goes_on:
+                self.finish_reductions()
+        under_way.append((runtime, groups))
         if not self._is_ending:
             self.call_at_end_of_backward()
 
@@ -305,7 +306,7 @@ class Engine:
         if self.virtual.is_open:
             return  # autograd tells of a gradient that went to the sum instead
         self._accumulated[id(param)] = param
-        if self._islands == 0 and not self._is_ending:  # else the island, or the end, sees to it
+        if self.islands == 0 and not self._is_ending:  # else the island, or the end, sees to it
             self.call_at_end_of_backward()
 
     def call_at_end_of_backward(self) -> None:
@@ -318,12 +319,12 @@ class Engine:
     def _end_backward(self) -> None:
         self._is_ending = True
         try:
-            if self._islands == 0 and not self.accumulation.is_on:
+            if self.islands == 0 and not self.accumulation.is_on:
                 self.accumulation.close()
             self.finish_reductions()
         finally:
             self._is_ending = False
-        if self._islands == 0:
+        if self.islands == 0:
             self._run_accumulated_hooks()
 
     def publish_virtual(self, num_shards: int) -> None:
@@ -342,8 +343,10 @@ class Engine:
 
     def finish_reduction_of(self, groups: Iterable[_C.ShardGroup]) -> None:
         """Completes the reduction under way if it is of one of ``groups`` (a block that ran twice in a row)."""
-        if any(group in under_way for group in groups for _, under_way in self._reductions):
-            self.finish_reductions()
+        for _, under_way in self._reductions:
+            if not set(under_way).isdisjoint(groups):
+                self.finish_reductions()
+                return
 
     def drop_stale_reductions(self) -> None:
         """Forgets what a backward that failed left under way: by now the gradients may have been zeroed."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from .runtime import BlockRuntime
@@ -39,13 +39,17 @@ class Event(NamedTuple):
     phase: Phase
 
 
+_Follower: TypeAlias = "tuple[Event, weakref.ref[BlockRuntime]]"
+
+
 class Schedule:
     """The order of block calls, and the gather that was started ahead of it."""
 
     def __init__(self) -> None:
         self._last: Event | None = None
         self._before_last: Event | None = None
-        self._followers: dict[tuple[Event | None, Event], tuple[Event, weakref.ref[BlockRuntime]]] = {}
+        self._followers: dict[tuple[Event | None, Event], _Follower] = {}
+        self._follower: _Follower | None = None  # of the last two
         self._ahead: BlockRuntime | None = None
         #: The number that the next block gets, in order of construction.
         self.next_number = 0
@@ -57,12 +61,14 @@ class Schedule:
 
     def enter(self, runtime: BlockRuntime, phase: Phase) -> None:
         """Records that `runtime` starts now, and drops a gather that was started for another block."""
-        event = Event(runtime.number, phase)
-        if self._last is not None:
-            self._followers[self._before_last, self._last] = (event, weakref.ref(runtime))
-            starts_a_pass = phase is not Phase.BACKWARD and phase is not self._last.phase
-            self._before_last = None if starts_a_pass else self._last
+        event, last = runtime.events[phase], self._last
+        if last is not None:
+            if self._follower is None or self._follower[0] is not event:
+                self._followers[self._before_last, last] = event, weakref.ref(runtime)
+            starts_a_pass = phase is not Phase.BACKWARD and phase is not last.phase
+            self._before_last = None if starts_a_pass else last
         self._last = event
+        self._follower = self._followers.get((self._before_last, event))
         if self._ahead is runtime and runtime.gathered_is_current():
             self._ahead = None
         else:
@@ -72,12 +78,9 @@ class Schedule:
 
     def expected(self) -> tuple[Event, BlockRuntime] | None:
         """The call expected after the current one, or None if there is no telling."""
-        if self._last is None:
+        if self._last is None or self._follower is None:
             return None
-        follower = self._followers.get((self._before_last, self._last))
-        if follower is None:
-            return None
-        event, reference = follower
+        event, reference = self._follower
         runtime = reference()
         if runtime is None:
             return None
@@ -93,7 +96,7 @@ class Schedule:
     def expects_backward_of(self, runtime: BlockRuntime) -> bool:
         """Whether the backward of the block that runs now is expected right after it."""
         follower = self.expected()
-        return follower is not None and follower == (Event(runtime.number, Phase.BACKWARD), runtime)
+        return follower is not None and follower[0] is runtime.events[Phase.BACKWARD]
 
     def gather_ahead(self) -> None:
         """Starts the gather of the block expected next."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ __all__ = ["has_containers", "replace_tensors", "snapshot", "tensors_of"]
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.device, torch.dtype, torch.Size)
 _OPAQUE = (torch.nn.Module, torch.optim.Optimizer, type)
 _BYTES = (bytearray, memoryview)
+_NO_CONTAINERS = (torch.Tensor, *_LEAVES)
+_SHARED = (*_NO_CONTAINERS, *_OPAQUE)
 
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
@@ -45,7 +48,7 @@ def replace_tensors(
         return value
     if isinstance(value, tuple):
         items = [replace_tensors(item, function, _seen) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
+        if all(map(is_, items, value)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     seen = {} if _seen is None else _seen
@@ -96,10 +99,10 @@ def tensors_of(value: Any, _seen: dict[int, Any] | None = None) -> Iterator[torc
 
 def has_containers(value: Any) -> bool:
     """Whether ``value`` is or holds something that can be written to, tensors apart."""
-    if isinstance(value, (torch.Tensor, *_LEAVES)):
+    if isinstance(value, _NO_CONTAINERS):
         return False
     if isinstance(value, tuple):
-        return any(has_containers(item) for item in value)
+        return any(map(has_containers, value))
     return not isinstance(value, _OPAQUE) and not callable(value)
 
 
@@ -112,12 +115,12 @@ def snapshot(value: Any, _seen: dict[int, Any] | None = None) -> Any:
     Raises:
         TypeError: for a generator, which can be read only once.
     """
-    if isinstance(value, (torch.Tensor, *_LEAVES, *_OPAQUE)):
+    if isinstance(value, _SHARED):
         return value
     seen = {} if _seen is None else _seen
     if isinstance(value, tuple):
         items = [snapshot(item, seen) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
+        if all(map(is_, items, value)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if id(value) in seen:

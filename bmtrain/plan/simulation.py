@@ -314,7 +314,7 @@ class SimulatedStep:
             self._compute(runtime.label, block.flops - skipped, 2 * block.activation_bytes)
             self._exchange(block, 1)
         training: Any = [group for group in runtime.groups if group.trains]  # type: ignore[attr-defined]
-        runtime.begin_backward(training, [[True]] * len(training))
+        runtime.begin_backward({group: [True] for group in training})
         # The hidden state has a gradient on its way around the layer and one through it.
         passing = (
             block.gradient_bytes + 2 * block.input_bytes

@@ -401,7 +401,7 @@ def noted_step(options: dict[str, Any]) -> list[tuple[str, int]]:
     start_gather = BlockRuntime._start_gather
 
     def noted(runtime: BlockRuntime) -> None:
-        if runtime in numbers and not runtime._is_gathered():
+        if runtime in numbers and not runtime._is_gathered:
             EVENTS.append(("gather", numbers[runtime]))
         start_gather(runtime)
 
