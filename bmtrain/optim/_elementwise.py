@@ -187,6 +187,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
     ) -> None:
         names, states = self._arrays_of(group), self._states
         required = set(names)
+        self._follow_dtypes([p for p, _ in pairs])
         fresh = {p for p, _ in pairs if p not in states or not required.issubset(states[p])}
         if fresh:
             self._create_state({p: names for p, _ in pairs if p in fresh})
@@ -200,6 +201,17 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         torch.autograd.graph.increment_version(changed)
         for p, _ in pairs:
             self._mark_seen(p)
+
+    def _follow_dtypes(self, parameters: Sequence[Tensor]) -> None:
+        """Give masters to parameters that became 16-bit after their last step; take them from those that are fp32 now."""
+        for p in parameters:
+            state = self._states.get(p)
+            if state is None or (MASTER in state) == self.has_master(p):
+                continue
+            if MASTER in state:
+                del state[MASTER]
+            else:
+                self._create_state({p: ()})
 
     def _prepare(self, p: Tensor) -> dict[str, Any]:
         """Return the state, its count advanced and its master up to date."""
@@ -244,7 +256,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         for p, names in wanted.items():
             state = self._states.get(p, {})
             lacking = tuple(name for name in names if name not in state)
-            if not state and self.has_master(p) and not self.shares_master(p):
+            if MASTER not in state and self.has_master(p) and not self.shares_master(p):
                 lacking += (MASTER,)
             kinds.setdefault((self._state_device(p), lacking), []).append(p)
         for (device, lacking), members in kinds.items():

@@ -69,6 +69,29 @@ def test_a_loaded_optimizer_continues_exactly(
     assert str(saved) == str(before)  # the caller's dict is its own
 
 
+@pytest.mark.parametrize("dtypes", ((torch.float32, torch.bfloat16), (torch.float16, torch.float32)), ids=str)
+@pytest.mark.parametrize("cls", BOTH)
+def test_a_converted_model_goes_on_as_from_its_saved_state(
+    cls: Any, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """`module.bfloat16()` and `.float()` in the middle of training: masters come and go with 16-bit values."""
+    params, optimizer = trained(cls, dtypes[0])
+    saved = copy.deepcopy(optimizer.state_dict())
+    for p, entry in zip(params, saved["state"].values(), strict=True):
+        p.data = p.data.to(dtypes[1])
+        if dtypes[1] == torch.float32:
+            del entry["_param_fp32"]  # what the user sees counts, not what it was rounded from
+    twins = [nn.Parameter(p.detach().clone()) for p in params]
+    other = cls([{"params": twins[:2]}, {"params": twins[2:]}])
+    other.load_state_dict(saved)
+    for number in range(3, 6):
+        train_step(params, optimizer, number)
+        train_step(twins, other, number)
+    for p, q in zip(params, twins, strict=True):
+        assert p.dtype == dtypes[1] and same_bits(p.data, q.data)
+        assert optimizer.state[p].keys() == other.state[q].keys()
+
+
 def test_what_a_state_dict_holds() -> None:
     params, optimizer = trained(AdamOffloadOptimizer, torch.bfloat16)
     local, whole = optimizer.state_dict(), optimizer.state_dict(True)
