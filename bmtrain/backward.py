@@ -37,7 +37,9 @@ def optim_step(optim: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
     except OverflowError:
         scale = max(owner.scale / factor, 1.0)
         if rank() == 0:
-            print(f"Gradient overflow: step skipped, loss scale {owner.scale} -> {scale}", flush=True)
+            print(
+                f"Gradient overflow: step skipped, loss scale {owner.scale:.10g} -> {scale:.10g}", flush=True
+            )
         owner.justify_scale(scale)
         owner.zero_grad(set_to_none=False)
     else:

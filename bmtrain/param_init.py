@@ -13,12 +13,24 @@ from .parameter import DistributedParameter, load_full_value
 __all__ = ["grouped_parameters", "init_parameters"]
 
 
+def _roots(modules: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    given = (
+        modules if isinstance(modules, Iterable) and not isinstance(modules, torch.nn.Module) else [modules]
+    )
+    roots = list(given)
+    for root in roots:
+        if not isinstance(root, torch.nn.Module):
+            raise TypeError(
+                f"module: expected a torch.nn.Module or several, got {root!r:.80} ({type(root).__name__})"
+            )
+    return roots
+
+
 def _distinct_parameters(
     modules: torch.nn.Module | Iterable[torch.nn.Module],
 ) -> Iterator[DistributedParameter]:
-    roots = [modules] if isinstance(modules, torch.nn.Module) else list(modules)
     seen: set[int] = set()
-    for root in roots:
+    for root in _roots(modules):
         for _, module in root.named_modules():
             for param in module._parameters.values():
                 if isinstance(param, DistributedParameter) and id(param) not in seen:
@@ -38,12 +50,16 @@ def init_parameters(module: torch.nn.Module | Iterable[torch.nn.Module]) -> None
 
     Args:
         module: a module, a Block, a list of either, or an iterable of modules.
+
+    Raises:
+        TypeError: something else is among them.
     """
     device = context().device
-    for root in [module] if isinstance(module, torch.nn.Module) else (module := list(module)):
+    roots = _roots(module)
+    for root in roots:
         install_hooks_below(root)
     with torch.no_grad():
-        for param in _distinct_parameters(module):
+        for param in _distinct_parameters(roots):
             if param._init_method is not None:
                 full = torch.empty(param._tp_original_shape, dtype=param.dtype, device=device)
                 param._init_method(full)

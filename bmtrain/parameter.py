@@ -51,7 +51,7 @@ class DistributedParameter(torch.nn.Parameter):
 
     Raises:
         RuntimeError: before :func:`bmtrain.init_distributed`.
-        TypeError: if ``data`` is not a tensor.
+        TypeError: ``data`` is not a tensor, or ``init_method`` cannot be called.
 
     Example:
         >>> p = bmtrain.DistributedParameter(torch.ones(4, 3))   # doctest: +SKIP
@@ -83,6 +83,8 @@ class DistributedParameter(torch.nn.Parameter):
     ) -> DistributedParameter:
         if not isinstance(data, torch.Tensor):
             raise TypeError(f"data: expected a torch.Tensor, got {type(data).__name__}")
+        if init_method is not None and not callable(init_method):
+            raise TypeError(f"init_method: expected a function of a tensor, or None, got {init_method!r:.80}")
         shape = data.shape
         if tp_split_dim >= max(data.dim(), 1) or tp_split_dim < -1:
             raise ValueError(

@@ -16,6 +16,9 @@ class ParameterInitializer:
     Args:
         func: called as ``func(tensor, *args, **kwargs)``; initialises the tensor in place.
 
+    Raises:
+        TypeError: it cannot be called.
+
     Example:
         >>> import torch, bmtrain
         >>> fill = bmtrain.ParameterInitializer(torch.nn.init.constant_, 2.0)
@@ -24,6 +27,10 @@ class ParameterInitializer:
     """
 
     def __init__(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        if not callable(func):
+            raise TypeError(
+                f"func: expected a function of a tensor, got {func!r:.80} ({type(func).__name__})"
+            )
         self.func = func
         self._args = args
         self._kwargs = kwargs

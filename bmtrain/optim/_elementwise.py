@@ -203,7 +203,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             self._mark_seen(p)
 
     def _follow_dtypes(self, parameters: Sequence[Tensor]) -> None:
-        """Give masters to parameters that became 16-bit after their last step; take them from those that are fp32 now."""
+        """Give masters to parameters that became 16-bit since their last step; drop those of fp32 ones."""
         for p in parameters:
             state = self._states.get(p)
             if state is None or (MASTER in state) == self.has_master(p):

@@ -39,10 +39,16 @@ _POWER_SUMS = {2.0: "squared_sum", math.inf: "abs_max"}
 
 
 def parameters_of(param_groups: Iterable[Any]) -> Iterator[Tensor]:
-    """The parameters of group dicts (or of a plain iterable of parameters), in order, each once."""
+    """The parameters of group dicts (or of a plain iterable of parameters, or one of either), in order, each once."""
     seen: set[int] = set()
-    for group in param_groups:
+    for group in (param_groups,) if isinstance(param_groups, (Tensor, Mapping)) else param_groups:
         for p in group["params"] if isinstance(group, Mapping) else (group,):
+            if not isinstance(
+                p, Tensor
+            ):  # on every rank alike: a rank that fails alone leaves the others waiting
+                raise TypeError(
+                    f"param_groups: expected parameters or dicts of them, got {p!r:.80} ({type(p).__name__})"
+                )
             if id(p) not in seen:
                 seen.add(id(p))
                 yield p

@@ -30,7 +30,7 @@ def clip_gradients(
     not wait for the norm.
 
     Args:
-        param_groups: group dicts as of ``optimizer.param_groups``.
+        param_groups: group dicts as of ``optimizer.param_groups``, or parameters.
         max_norm: largest norm that is left alone, of the true (unscaled) gradients.
         scale: the loss scale that the stored gradients carry.
         norm_type: p of the p-norm, ``"inf"`` or ``math.inf`` for the largest magnitude.
@@ -40,6 +40,7 @@ def clip_gradients(
         The norm before clipping, unscaled: a 0-dim fp32 tensor on the run device, equal on all ranks.
 
     Raises:
+        TypeError: something else is among the parameters.
         ValueError: ``max_norm``, ``scale`` or ``norm_type`` is out of range.
         RuntimeError: before ``init_distributed``.
     """
@@ -55,6 +56,10 @@ def clip_gradients(
     if not scale > 0:
         raise ValueError(f"scale must be > 0, got {scale}")
     check_no_loop("clip_grad_norm")
+    if not isinstance(param_groups, Iterable):
+        raise TypeError(
+            f"param_groups: expected parameters or dicts of them, got a {type(param_groups).__name__}"
+        )
     parameters = list(parameters_of(param_groups))
     norm = global_norm(parameters, p)
     coefficient = (max_norm * scale / (norm + eps)).clamp_(max=1.0)

@@ -137,8 +137,17 @@ class OptimManager:
             lr_scheduler: anything with ``step()``, called after each step of ``optimizer``; None for none.
 
         Raises:
+            TypeError: it is no optimizer, or the scheduler cannot step.
             ValueError: the optimizer is of a kind that computes over whole tensors, and has distributed parameters.
         """
+        if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "step")):
+            raise TypeError(
+                f"optimizer: expected one with step() and param_groups, got {type(optimizer).__name__}"
+            )
+        if lr_scheduler is not None and not hasattr(lr_scheduler, "step"):
+            raise TypeError(
+                f"lr_scheduler: expected one with step(), or None, got {type(lr_scheduler).__name__}"
+            )
         _refuse_whole_tensor_optimizer(optimizer)
         if getattr(optimizer, "_owned_scale", None) is not None:
             warn_once(
@@ -247,7 +256,7 @@ class OptimManager:
         if rank() == 0:
             print(
                 f"Gradient overflow in {_parameter_name(groups, culprit)}: step skipped, "
-                f"loss scale {old} -> {self.loss_scale}",
+                f"loss scale {old:.10g} -> {self.loss_scale:.10g}",
                 flush=True,
             )
         self.zero_grad()

@@ -75,6 +75,15 @@ WRONG: dict[str, dict[str, Callable[[Any], Any]]] = {
     "unknown level": {"unknown": lambda _: 4, "a string": lambda _: "3"},
     "mode": {"None": lambda _: None, "unknown": lambda _: "PART"},
     "module": {"None": lambda _: None, "a tensor": lambda _: torch.ones(2), "a function": lambda _: len},
+    "modules": {"None": lambda _: None, "a name": lambda _: "model", "a list of names": lambda _: ["model"]},
+    "parameters": {
+        "None": lambda _: None,
+        "a number": lambda _: 1.0,
+        "with their names": lambda _: torch.nn.Linear(2, 2).named_parameters(),
+    },
+    "callable": {"a name": lambda _: "zeros_", "a tensor": lambda x: torch.ones(2)},
+    "optimizer": {"None": lambda _: None, "a module": lambda _: torch.nn.Linear(2, 2)},
+    "optional scheduler": {"a number": lambda _: 0.1},
     "sequence": {"None": lambda _: None, "a number": lambda _: 3, "too few": lambda _: [1.0]},
     "leaf": {
         "None": lambda _: None,
@@ -136,8 +145,20 @@ def optimizers() -> dict[str, tuple[Callable[..., Any], dict[str, tuple[str, Any
         },
     )
     made["clip_grad_norm"] = (
-        lambda *values: bmt.optim.clip_grad_norm(parameters, *values),
-        {"max_norm": ("number", 1.0), "scale": ("number", 1.0), "norm_type": ("norm", 2)},
+        bmt.optim.clip_grad_norm,
+        {
+            "param_groups": ("parameters", parameters),
+            "max_norm": ("number", 1.0),
+            "scale": ("number", 1.0),
+            "norm_type": ("norm", 2),
+        },
+    )
+    made["OptimManager.add_optimizer"] = (
+        bmt.optim.OptimManager().add_optimizer,
+        {
+            "optimizer": ("optimizer", torch.optim.SGD(parameters, lr=1.0)),
+            "lr_scheduler": ("optional scheduler", None),
+        },
     )
     return made
 
@@ -155,6 +176,12 @@ def others() -> dict[str, tuple[Callable[..., Any], dict[str, tuple[str, Any]]]]
             lambda model: bmt.BMTrainModelWrapper(model),
             {"model": ("module", torch.nn.Linear(2, 2))},
         ),
+        "DistributedParameter": (
+            lambda method: bmt.DistributedParameter(X, init_method=method),
+            {"init_method": ("callable", torch.nn.init.zeros_)},
+        ),
+        "ParameterInitializer": (bmt.ParameterInitializer, {"func": ("callable", torch.nn.init.zeros_)}),
+        "init_parameters": (bmt.init_parameters, {"module": ("modules", torch.nn.Linear(2, 2))}),
         "VirtualShard.of": (shard.of, {"batch": ("sequence", [1, 2])}),
         "sum_loss": (bmt.sum_loss, {"loss": ("a tensor", X)}),
         "gather_result": (bmt.gather_result, {"x": ("a tensor", X)}),
