@@ -159,11 +159,9 @@ class BlockRuntime:
         self._gathered_round = engine.accumulation.round
         engine.observer.gathering(self)
         self._is_gathered = True
-        # Of buffers that the ranks write together there are a few: not for blocks that stay gathered.
-        in_place = self.policy.level == 3 and not self.policy.keep_gathered
         with engine.observer.waiting(self.label, "gather"):
             for group in self.groups:
-                group.start_gather(in_place)
+                group.start_gather(in_place=True)
 
     def is_of_this_round(self) -> bool:
         """Whether what is gathered holds for another forward: the policy keeps it, and nothing has changed since."""

@@ -12,6 +12,7 @@ from ..block_layer import Block
 from ..global_var import context, world_size
 from ..optim import AdamOptimizer, OptimManager
 from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
+from ._silence import silence
 
 __all__ = ["VARIANTS", "Step", "reference_of"]
 
@@ -119,7 +120,16 @@ def _ours(level: int, recompute: bool = False, bf16: bool = False) -> Callable[[
     return variant
 
 
+def _without_communication(build_variant: Callable[[_Build], Step]) -> Callable[[_Build], Step]:
+    def variant(build: _Build) -> Step:
+        with silence():
+            return build_variant(build)
+
+    return variant
+
+
 #: Name -> what builds it. Names of ours begin with ``bmtrain-`` and the ZeRO level, those of FSDP2 with ``fsdp2``.
+#: ``silent-``: ours with communicators that move nothing (and so with other losses).
 VARIANTS: dict[str, Callable[[_Build], Step]] = {
     "alone": _alone(),
     "ddp": _ddp,
@@ -127,7 +137,9 @@ VARIANTS: dict[str, Callable[[_Build], Step]] = {
     "fsdp2-no-reshard": _fsdp2(reshard=False),
     "fsdp2-whole": _fsdp2(per_layer=False),
     "bmtrain-3": _ours(level=3),
+    "silent-3": _without_communication(_ours(level=3)),
     "bmtrain-2": _ours(level=2),
+    "silent-2": _without_communication(_ours(level=2)),
     "alone-recompute": _alone(recompute=True),
     "fsdp2-recompute": _fsdp2(recompute=True),
     "fsdp2-no-reshard-recompute": _fsdp2(recompute=True, reshard=False),

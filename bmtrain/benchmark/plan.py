@@ -13,16 +13,15 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from .. import _C, init_distributed, timeline
+from .. import init_distributed, timeline
 from ..block_layer import Block
-from ..global_var import context, rank
+from ..global_var import rank
 from ..optim import AdamOptimizer
 from ..plan import Machine, TrainingPolicy, describe_module, estimate
 from ..plan.calibrate import measure_ranks
@@ -31,6 +30,7 @@ from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 from ._gpt import GPT
 from ._launch import answer, launch
 from ._memory import forget_peak, peak_bytes, resident_bytes
+from ._silence import silence
 from ._table import print_table
 
 __all__ = ["add_arguments", "run"]
@@ -136,20 +136,6 @@ class _Training:
         return seconds, recording.summary().exposed_communication
 
 
-@contextmanager
-def _silence() -> Iterator[None]:
-    """What is built meanwhile gets communicators that move nothing."""
-    current = context()
-    real, groups = current.groups["zero"], current.groups
-    silent = [_C.SilentCommunicator(real.rank, real.size, f"silent {number}") for number in range(2)]
-    group = dataclasses.replace(real, comm=silent[0], reduce_comm=silent[1])
-    object.__setattr__(current, "groups", {**groups, "zero": group})  # read-only to everybody else
-    try:
-        yield
-    finally:
-        object.__setattr__(current, "groups", groups)
-
-
 def _measure_time(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     torch.set_flush_denormal(
         True
@@ -158,7 +144,7 @@ def _measure_time(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     pairs = []
     for policy in _POLICIES:
         real = _Training(arguments, *policy)
-        with _silence():
+        with silence():
             pairs.append((real, _Training(arguments, *policy)))
     kinds = ("plain", "again", "silent", "recorded")
     seconds: list[dict[str, list[float]]] = [{kind: [] for kind in kinds} for _ in pairs]
@@ -189,11 +175,18 @@ def _row(
         policy=_name(policy),
         seconds=medians["plain"],
         predicted_seconds=plan.time.step,
-        spread=abs(medians["again"] / medians["plain"] - 1),
-        exposed_by_absence=1 - medians["silent"] / medians["plain"],
+        spread=abs(_ratio(seconds, "again") - 1),
+        exposed_by_absence=1 - _ratio(seconds, "silent"),
         exposed_by_timeline=statistics.median(exposed),
         predicted_exposed=plan.time.exposed_wire / plan.time.step,
-        recording_cost=medians["recorded"] / medians["plain"] - 1,
+        recording_cost=_ratio(seconds, "recorded") - 1,
+    )
+
+
+def _ratio(seconds: dict[str, list[float]], kind: str) -> float:
+    """Of steps of a kind to plain ones: the median over turns, which a machine that slows down does not move."""
+    return statistics.median(
+        took / plain for took, plain in zip(seconds[kind], seconds["plain"], strict=True)
     )
 
 

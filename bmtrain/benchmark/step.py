@@ -3,7 +3,9 @@
 All variants live in the same ranks and run in turn, so that a busy machine disturbs them alike. The table shows
 medians and their ratio to the step without communication that does the same work: the same ranks, each training a whole
 model alone, with the same recomputation and precision. What a step takes longer than that is communication that
-computing does not hide, and what managing the shards costs. The processor time of rank 0 tells waiting from working.
+computing does not hide, and what managing the shards costs. *silent* is a variant of ours with communicators that move
+nothing, its shards and buffers as ever: what a step takes longer than that is communication alone. The processor time
+of rank 0 tells waiting from working.
 With --memory each variant runs in processes of its own instead, told to give freed memory back, and the peaks of all
 ranks are shown.
 """
@@ -215,6 +217,7 @@ def _print_table(results: list[Result], arguments: argparse.Namespace) -> None:
         )
     print_table(_TITLES, rows)
     _print_against_best(results)
+    _print_exposed(results)
 
 
 def _number(value: float | None, unit: float) -> str:
@@ -233,6 +236,20 @@ def _print_against_best(results: list[Result]) -> None:
         if peers:
             best = min(peers, key=lambda peer: peer.median)
             print(f"{ours.variant}: {best.median / ours.median:.2f} x {best.variant}, its best setting")
+
+
+def _print_exposed(results: list[Result]) -> None:
+    """Each of ours against itself without communication: the median over turns of what a step is longer."""
+    silent = {
+        result.variant.replace("silent", "bmtrain"): result
+        for result in results
+        if result.variant.startswith("silent")
+    }
+    for ours in results:
+        if ours.variant in silent:
+            pairs = zip(ours.seconds, silent[ours.variant].seconds, strict=True)
+            share = statistics.median(1 - without / took for took, without in pairs)
+            print(f"{ours.variant}: {share:.1%} of a step is communication that is not hidden")
 
 
 def _plot(results: list[Result], file: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import DoesNotFitError
 from .machine import Machine
 from .model import ADAM_BYTES, ModelDescription
-from .network import NUM_COMMON, NUM_OWN, Network
+from .network import NUM_OWN, Network
 from .policy import TrainingPolicy
 from .simulation import Rates, SimulatedStep, StepResult
 
@@ -273,7 +273,7 @@ def estimate(
         machine=machine,
         policy=policy,
         memory=_memory(
-            result, machine, on_host, _shared_bytes(local, network, policy) if machine.shares_memory else 0
+            result, machine, on_host, _shared_bytes(local, network, result) if machine.shares_memory else 0
         ),
         time=_time(result, machine, policy, states),
         traffic={
@@ -284,7 +284,7 @@ def estimate(
     )
 
 
-def _shared_bytes(model: ModelDescription, network: Network, policy: TrainingPolicy) -> float:
+def _shared_bytes(model: ModelDescription, network: Network, result: StepResult) -> float:
     """This rank's share of what the ranks of a host map together.
 
     Buffers that are used in place: gathered parameters once for all ranks, full gradients of each rank. And rings,
@@ -298,14 +298,10 @@ def _shared_bytes(model: ModelDescription, network: Network, policy: TrainingPol
         [buffer.partition(ranks) * buffer.element_size for buffer in block.buffers] for block in model.blocks
     ]
     in_place = {part for block in blocks for part in block if network.shares(ranks * part)}
-    gathers_in_place = policy.level == 3
-    through_gathers = max(
-        (sum(p for p in block if not (gathers_in_place and p in in_place)) for block in blocks), default=0
-    )
-    through_reductions = max((sum(p for p in block if p not in in_place) for block in blocks), default=0)
-    rings = ranks * through_gathers + 2 * (ranks - 1) * through_reductions
-    buffers = sum(in_place) * (NUM_OWN * ranks + NUM_COMMON * gathers_in_place)
-    return rings + buffers
+    through_rings = max((sum(p for p in block if p not in in_place) for block in blocks), default=0)
+    gradients = ranks * NUM_OWN * sum(in_place)
+    gathered = sum(part * made for part, made in result.common.made.items())
+    return (ranks + 2 * (ranks - 1)) * through_rings + gradients + gathered
 
 
 def _memory(result: StepResult, machine: Machine, on_host: float, wire: float) -> MemoryEstimate:

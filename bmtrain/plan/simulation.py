@@ -20,7 +20,7 @@ from .. import _C
 from .._engine.runtime import BlockRuntime, Engine
 from .._engine.schedule import Phase
 from .model import BlockDescription, FlatBuffer, ModelDescription, OutsideParameter, OutsideReads
-from .network import Network, Transfer, Wire
+from .network import NUM_COMMON, Network, Transfer, Wire
 from .policy import TrainingPolicy
 
 __all__ = ["MemoryMeter", "Rates", "SimulatedEvent", "SimulatedStep", "StepResult"]
@@ -57,6 +57,28 @@ class MemoryMeter:
         self.pool_peak = max(self.pool_peak, pool)
 
 
+class CommonBuffers:
+    """Buffers for gathered parameters that the ranks of a host write together (csrc/comm/shm_heap.cpp).
+
+    Attributes:
+        made: how many there are, by a rank's part of each in bytes. They stay.
+    """
+
+    def __init__(self) -> None:
+        self.made: dict[int, int] = {}
+        self._lent: dict[int, int] = {}
+
+    def borrow(self, partition_bytes: int) -> None:
+        """One for a gather: there are two, and as many as are in use at one time."""
+        lent = self._lent[partition_bytes] = self._lent.get(partition_bytes, 0) + 1
+        made = self.made.get(partition_bytes, 0)
+        self.made[partition_bytes] = max(made, lent, min(made + 1, NUM_COMMON))
+
+    def give_back(self, partition_bytes: int) -> None:
+        """After its release."""
+        self._lent[partition_bytes] -= 1
+
+
 @dataclass
 class Simulation:
     """What all parts of a simulated step share."""
@@ -66,6 +88,7 @@ class Simulation:
     memory: MemoryMeter
     ring_gather: bool
     ring_reduce: bool
+    common: CommonBuffers = field(default_factory=CommonBuffers)
     events: list[SimulatedEvent] = field(default_factory=list)
     traffic: dict[str, tuple[int, int]] = field(default_factory=dict)
     computing: float = 0.0
@@ -126,6 +149,7 @@ class SimulatedShards:
             self._is_in_place = in_place and self._is_shared
             simulation.count("all_gather", self._partition)
             if self._is_in_place:
+                simulation.common.borrow(self._partition)
                 seconds = network.gather_in_place_seconds(self._partition)
             else:
                 simulation.memory.add("gathered", self._ranks * self._partition)
@@ -142,7 +166,10 @@ class SimulatedShards:
 
     def release(self) -> None:
         self.finish_gather()
-        if self._ranks > 1 and not self._is_in_place:
+        if self._is_in_place:
+            self._simulation.common.give_back(self._partition)
+            self._is_in_place = False
+        elif self._ranks > 1:
             self._simulation.memory.add("gathered", -self._ranks * self._partition)
         self.state = _State.SHARDED
 
@@ -214,6 +241,7 @@ class StepResult(NamedTuple):
     traffic: dict[str, tuple[int, int]]
     events: list[SimulatedEvent]
     memory: MemoryMeter
+    common: CommonBuffers
 
 
 class SimulatedStep:
@@ -274,6 +302,7 @@ class SimulatedStep:
             dict(simulation.traffic),
             list(simulation.events),
             simulation.memory,
+            simulation.common,
         )
 
     def _pass(self) -> None:

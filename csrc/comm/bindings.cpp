@@ -102,7 +102,7 @@ void bind_comm(py::module_& module) {
       .def(py::init<std::string>(), py::arg("name"));
   py::class_<SilentCommunicator, Communicator, std::shared_ptr<SilentCommunicator>>(
       module, "SilentCommunicator", "Moves nothing: what a step costs without communication.")
-      .def(py::init<int, int, std::string>(), py::arg("rank"), py::arg("size"), py::arg("name"));
+      .def(py::init<std::shared_ptr<Communicator>>(), py::arg("replaced"));
   py::class_<GlooCommunicator, Communicator, std::shared_ptr<GlooCommunicator>>(
       module, "GlooCommunicator", "Ranks connected by a Gloo process group.")
       .def(py::init<c10::intrusive_ptr<c10d::ProcessGroup>, int, int, std::string, double>(),

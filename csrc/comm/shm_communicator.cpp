@@ -127,6 +127,7 @@ WorkPtr ShmCommunicator::gather_in_place(const at::Tensor& output, const at::Ten
                                          const std::string& label) {
   const std::int64_t bytes = bytes_of(input);
   const ShmOperationPtr operation = begin("all_gather", label, bytes, 1 + slot);
+  operation->is_common = true;
   operation->tensors = {output, input};
   Pieces receives;
   for (int r = 0; r < size(); ++r) {

@@ -13,15 +13,17 @@
 namespace bmtrain {
 namespace {
 
+constexpr std::uint64_t kPage = 4096;
 constexpr std::uint64_t kAlignment = std::uint64_t{1} << 21;  // of a huge page
 // Far beyond what rank 0 uses for its own buffers; files take memory only where they are used.
 constexpr std::uint64_t kCommonBegin = std::uint64_t{1} << 40;
 // Gradients of one size: those of the block at hand, those that are being summed, and those that a peer that
 // is behind has yet to read.
 constexpr int kOwnBuffers = 3;
-// Gathered parameters of one size: of the block at hand and of the next. More only where blocks are nested.
+// Gathered parameters of one size: of the block at hand and of the next. More where they are in use.
 constexpr int kCommonBuffers = 2;
-constexpr int kMostCommonBuffers = 6;
+// Of a buffer that so many uses of others have passed over, the memory is given back.
+constexpr std::uint64_t kIdleUses = 4096;
 
 std::uint64_t round_up(std::uint64_t value, std::uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -74,7 +76,7 @@ std::int64_t ShmHeap::bytes() const {
     own += own_[slot].bytes;
   }
   for (int slot = 0; slot < num_common_; ++slot) {
-    common += common_[slot].bytes;
+    common += common_[slot].is_empty ? 0 : common_[slot].bytes;
   }
   return own + common / static_cast<std::int64_t>(tables_.size());
 }
@@ -128,7 +130,8 @@ int ShmHeap::borrow_common(std::int64_t bytes) {
   int alike = 0;
   int oldest = kNone;
   for (int slot = 0; slot < num_common_; ++slot) {
-    const Common& buffer = common_[slot];
+    Common& buffer = common_[slot];
+    buffer.lent = buffer.lent && !is_retired(slot);
     if (buffer.bytes == bytes) {
       ++alike;
       if (!buffer.lent && (oldest == kNone || buffer.use < common_[oldest].use)) {
@@ -137,28 +140,77 @@ int ShmHeap::borrow_common(std::int64_t bytes) {
     }
   }
   if (oldest == kNone || alike < kCommonBuffers) {
-    if (alike == kMostCommonBuffers || num_common_ == ShmHeapTable::kSlots) {
+    if (num_common_ == ShmHeapTable::kSlots) {
       return kNone;
     }
-    Common& made = common_[num_common_];
-    made.view = map(files_[0], common_end_, bytes, /*is_private=*/true);
-    made.shared = map(files_[0], common_end_, bytes, /*is_private=*/false);
-    made.bytes = bytes;
-    common_end_ = round_up(common_end_ + static_cast<std::uint64_t>(bytes), kAlignment);
-    oldest = num_common_++;
+    oldest = make_common(bytes);
   }
   Common& buffer = common_[oldest];
-  buffer.before = buffer.use;
-  buffer.use = ++uses_;
+  begin_use(buffer);
   buffer.lent = true;
+  buffer.is_empty = false;
+  give_memory_back();
   return oldest;
 }
+
+int ShmHeap::make_common(std::int64_t bytes) {
+  Common& made = common_[num_common_];
+  made.view = map(files_[0], common_end_, bytes, /*is_private=*/true);
+  made.shared = map(files_[0], common_end_, bytes, /*is_private=*/false);
+  made.bytes = bytes;
+  made.offset = common_end_;
+  common_end_ = round_up(common_end_ + static_cast<std::uint64_t>(bytes), kAlignment);
+  return num_common_++;
+}
+
+void ShmHeap::begin_use(Common& buffer) {
+  buffer.before = buffer.use;
+  buffer.use = ++uses_;
+  buffer.since = settled_;
+}
+
+void ShmHeap::end_use(int slot) { tables_[index(rank_)]->given_back[slot].store(common_[index(slot)].use); }
 
 void ShmHeap::give_back_common(int slot) {
   Common& buffer = common_[index(slot)];
   drop_private_pages(buffer);
   buffer.lent = false;
-  tables_[index(rank_)]->given_back[slot].store(buffer.use);
+  end_use(slot);
+}
+
+void ShmHeap::retire_common(int slot, std::uint64_t use, std::uint64_t num_posted) {
+  const Common& buffer = common_[index(slot)];
+  if (buffer.lent && buffer.use == use) {
+    drop_private_pages(buffer);
+    tables_[index(rank_)]->retired[slot].store(num_posted + 1);
+    end_use(slot);
+  }
+}
+
+bool ShmHeap::is_retired(int slot) const {
+  return std::all_of(tables_.begin(), tables_.end(), [&](const ShmHeapTable* table) {
+    const std::uint64_t at = table->retired[slot].load();
+    return common_[index(slot)].since < at && at <= settled_;
+  });
+}
+
+void ShmHeap::give_memory_back() {
+  for (int slot = 0; slot < num_common_; ++slot) {
+    Common& buffer = common_[slot];
+    if (buffer.lent || buffer.is_empty || uses_ - buffer.use < kIdleUses) {
+      continue;
+    }
+    // A use of its own, of which all ranks have to let go before the next: the last one to be done with the
+    // memory frees it before it says so.
+    begin_use(buffer);
+    buffer.is_empty = true;
+    if ((tables_[0]->emptied[slot].fetch_add(1) + 1) % tables_.size() == 0) {
+      const auto length = static_cast<off_t>(round_up(static_cast<std::uint64_t>(buffer.bytes), kPage));
+      fallocate(files_[0], FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(buffer.offset),
+                length);
+    }
+    end_use(slot);
+  }
 }
 
 int ShmHeap::find_common(const char* view, std::int64_t bytes) const {

@@ -9,8 +9,16 @@
 // negotiated: every rank picks the buffer that it let go of first, and all ranks borrow and give back in the
 // same order, that of their program. A rank may be behind, so nobody writes its slice before all others have
 // let go of the buffer's last use. A peer that is behind gets there without anything that is posted later: so
-// nobody waits in a circle. What ends otherwise than by giving back (a model that is collected as garbage, at
-// another moment on every rank) retires its buffer: it counts as in use, on every rank alike.
+// nobody waits in a circle.
+//
+// What ends otherwise than by giving back (a model that is collected as garbage, at another moment on every
+// rank) retires its buffer: it counts as in use until the ranks can agree that all have retired it. A rank
+// says how many operations it had posted by then. Who has seen the end of a gather knows that all ranks had
+// posted it, and waits for gathers in the order of the program: so what was retired before the last gather
+// that was waited for is the same on all ranks, whenever they look.
+//
+// There are as many common buffers as were in use at one time; one that many gathers have passed over gives
+// its memory back to the system.
 //
 // What a rank reads of a common buffer is a mapping of its own (copy on write): what a program writes into it
 // stays with that rank, and is dropped when the buffer is given back.
@@ -19,6 +27,7 @@
 // map it.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -31,10 +40,12 @@ namespace bmtrain {
 
 /// What a rank tells the others of buffers. A table of only zeros is one in which nothing has happened yet.
 struct ShmHeapTable {
-  static constexpr int kSlots = 64;
+  static constexpr int kSlots = 512;
 
   std::atomic<std::uint32_t> readers[kSlots];     // of its own buffers: peers that have not read them yet
   std::atomic<std::uint64_t> given_back[kSlots];  // of common buffers: the last use that it is done with
+  std::atomic<std::uint64_t> retired[kSlots];     // likewise: 1 + the operations it had posted before, or 0
+  std::atomic<std::uint32_t> emptied[kSlots];     // rank 0's: how often a rank was done with its memory
 };
 
 /// Not thread-safe but where it says so.
@@ -75,6 +86,12 @@ class ShmHeap {
   [[nodiscard]] int borrow_common(std::int64_t bytes);
   /// Contents are not needed any more; another gather may use it.
   void give_back_common(int slot);
+  /// Which use of it began last: what names a use to retire_common().
+  [[nodiscard]] std::uint64_t common_use(int slot) const { return common_[index(slot)].use; }
+  /// The memory of a use that was not given back is gone; `num_posted` operations were posted before.
+  void retire_common(int slot, std::uint64_t use, std::uint64_t num_posted);
+  /// The end of a gather was seen, after which `num_posted` operations have been posted on all ranks.
+  void settle(std::uint64_t num_posted) { settled_ = std::max(settled_, num_posted); }
   /// This rank's view of the whole.
   [[nodiscard]] char* common_view(int slot) const { return common_[index(slot)].view; }
   /// Where this rank writes its slice for the others.
@@ -94,14 +111,24 @@ class ShmHeap {
     char* view = nullptr;    // private: copy on write
     char* shared = nullptr;  // the same memory as all ranks see it
     std::int64_t bytes = 0;
+    std::uint64_t offset = 0;
     std::uint64_t use = 0;     // the number of the present or last use
     std::uint64_t before = 0;  // of the one before it
+    std::uint64_t since = 0;   // what was settled when the present use began
     bool lent = false;
+    bool is_empty = true;  // its memory was given back to the system
   };
 
   [[nodiscard]] static std::size_t index(int number) { return static_cast<std::size_t>(number); }
   [[nodiscard]] char* map(int file, std::uint64_t offset, std::int64_t bytes, bool is_private);
   void drop_private_pages(const Common& buffer) const;
+  [[nodiscard]] int make_common(std::int64_t bytes);
+  // Whether all ranks are known to have retired it.
+  [[nodiscard]] bool is_retired(int slot) const;
+  void begin_use(Common& buffer);
+  void end_use(int slot);
+  // Of buffers that nobody has used for long.
+  void give_memory_back();
 
   const int rank_;
   std::vector<int> files_;
@@ -114,6 +141,7 @@ class ShmHeap {
   std::uint64_t own_end_;
   std::uint64_t common_end_;
   std::uint64_t uses_ = 0;
+  std::uint64_t settled_ = 0;
   std::map<std::pair<int, std::uint64_t>, const char*> peers_;  // by rank and offset
   int page_map_ = -1;
 };

@@ -16,7 +16,7 @@ namespace {
 // several rounds.
 constexpr std::uint64_t kCollectiveBytes = 32ULL << 20;
 constexpr std::uint64_t kMessageBytes = 4ULL << 20;
-constexpr std::size_t kHeaderBytes = 4096;
+constexpr std::size_t kHeaderBytes = 16384;
 // How long a sleeper goes without looking whether a peer has died.
 constexpr int kLookMilliseconds = 50;
 // Looks at the bell before sleeping on it: a peer that is just copying is ready within microseconds.
@@ -303,6 +303,9 @@ void ShmLink::await(ShmOperation& operation) {
   while (true) {
     const std::uint32_t seen = bell.count();
     if (operation.done) {
+      if (operation.is_common) {
+        heap_->settle(static_cast<std::uint64_t>(operation.sequence) + 1);
+      }
       finished.swap(finished_);
       tensors.swap(operation.tensors);
       combine.swap(operation.combine);

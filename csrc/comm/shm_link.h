@@ -81,6 +81,7 @@ struct ShmOperation {
   int left[2] = {0, 0};  // pieces of each phase that are not through
   bool combined = false;
   bool done = false;
+  bool is_common = false;  // a gather into a buffer that the ranks write together
   /// Where pieces without `data` are received: they stay where they are, if they can.
   std::shared_ptr<ShmPeerSlices> slices;
 };
@@ -121,6 +122,7 @@ class ShmLink : public std::enable_shared_from_this<ShmLink> {
   [[nodiscard]] int publish_own(const at::Tensor& tensor);
   [[nodiscard]] int find_common(const at::Tensor& tensor);
   void end_own(int slot) { heap_->end_own(slot); }
+  void end_common(int slot, std::uint64_t use);
   [[nodiscard]] std::int64_t bytes_in_place();
   void finish_reading(int peer, int slot);
 
@@ -164,6 +166,8 @@ class ShmLink : public std::enable_shared_from_this<ShmLink> {
   // Takes the first piece, which is through, off the queue.
   void retire(Queue& queue);
   void notify(int peer) const;
+  // Wakes those whose sends wait for something that has happened here now.
+  void call_blocked() const;
   [[nodiscard]] bool is_gone(int peer) const;
   // The ranks that have not let go of a common buffer's use before the present one.
   [[nodiscard]] std::vector<int> users_behind(int slot) const;

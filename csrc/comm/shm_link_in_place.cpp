@@ -15,6 +15,7 @@ namespace {
 struct Lease {
   std::shared_ptr<ShmLink> link;
   int slot;
+  std::uint64_t use = 0;
 };
 
 void end_own_lease(void* context) {
@@ -22,7 +23,10 @@ void end_own_lease(void* context) {
   lease->link->end_own(lease->slot);
 }
 
-void end_common_lease(void* context) { delete static_cast<Lease*>(context); }
+void end_common_lease(void* context) {
+  const std::unique_ptr<Lease> lease(static_cast<Lease*>(context));
+  lease->link->end_common(lease->slot, lease->use);
+}
 
 }  // namespace
 
@@ -50,7 +54,7 @@ c10::DataPtr ShmLink::borrow_common(std::int64_t bytes) {
   if (slot == ShmHeap::kNone) {
     return {};
   }
-  auto lease = std::make_unique<Lease>(Lease{shared_from_this(), slot});
+  auto lease = std::make_unique<Lease>(Lease{shared_from_this(), slot, heap_->common_use(slot)});
   return {heap_->common_view(slot), lease.release(), &end_common_lease, c10::Device(c10::kCPU)};
 }
 
@@ -64,6 +68,19 @@ void ShmLink::give_back_common(const void* view, std::int64_t bytes) {
     return;
   }
   heap_->give_back_common(slot);
+  call_blocked();
+}
+
+void ShmLink::end_common(int slot, std::uint64_t use) {
+  if (getpid() != process_) {
+    return;
+  }
+  const std::lock_guard lock(mutex_);
+  heap_->retire_common(slot, use, static_cast<std::uint64_t>(sequence_));
+  call_blocked();
+}
+
+void ShmLink::call_blocked() const {
   for (int peer = 0; peer < size_; ++peer) {
     if (peer != rank_ && collective_readers_[index(peer)].writer_is_blocked()) {
       segments_[index(peer)].call();

@@ -1,16 +1,26 @@
 #include "comm/silent_communicator.h"
 
+#include <memory>
 #include <utility>
 
 #include "comm/done_work.h"
+#include "comm/host_tensor.h"
 #include "common/check.h"
 
 namespace bmtrain {
 
-SilentCommunicator::SilentCommunicator(int rank, int size, std::string name)
-    : rank_(rank), size_(size), name_(std::move(name)) {
-  BMT_CHECK(ValueError, size > 0 && rank >= 0 && rank < size, "rank: expected 0 <= rank < ", size, ", got ",
-            rank);
+namespace {
+
+class OwnSlice final : public PeerSlices {
+ public:
+  void release() override {}
+};
+
+}  // namespace
+
+SilentCommunicator::SilentCommunicator(std::shared_ptr<Communicator> replaced)
+    : replaced_(std::move(replaced)) {
+  BMT_CHECK(ValueError, replaced_ != nullptr, "replaced: expected a communicator, got None");
 }
 
 WorkPtr SilentCommunicator::done(const char* op) {
@@ -26,6 +36,15 @@ WorkPtr SilentCommunicator::all_gather(at::Tensor output, at::Tensor input, cons
 WorkPtr SilentCommunicator::all_to_all(at::Tensor output, at::Tensor input, const std::string& /*label*/) {
   check_tensor(*this, "all_to_all", "output", output);
   check_tensor(*this, "all_to_all", "input", input);
+  return done("all_to_all");
+}
+
+WorkPtr SilentCommunicator::all_to_all_in_place(at::Tensor input, std::shared_ptr<PeerSlices>& slices,
+                                                const std::string& /*label*/) {
+  check_tensor(*this, "all_to_all", "input", input);
+  slices = std::make_shared<OwnSlice>();
+  const std::int64_t bytes = bytes_of(input) / size();
+  slices->by_rank.push_back(data_of(input) + rank() * bytes);
   return done("all_to_all");
 }
 

@@ -2,6 +2,7 @@
 //
 // The ranks are threads of one process that share each segment at one address (the wrapped mmap), so that the
 // sanitizer sees both sides of a ring: data that is read before it was published is a report.
+#include <ATen/Functions.h>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -45,7 +46,8 @@ void* __wrap_mmap(void* address, std::size_t length, int protection, int flags, 
   }
   const std::lock_guard lock(shared_mutex);
   auto [entry, is_new] = shared.try_emplace({status.st_ino, offset}, Shared{nullptr, 0});
-  if (is_new) {
+  if (is_new) {  // a rank's private view too: the ranks write nothing into it
+    flags = (flags & ~MAP_PRIVATE) | MAP_SHARED;
     entry->second.address = __real_mmap(address, length, protection, flags, file, offset);
   }
   ++entry->second.users;
@@ -72,6 +74,7 @@ using bmtrain::ShmLink;
 using bmtrain::ShmOperation;
 using bmtrain::ShmOperationPtr;
 using bmtrain::ShmPiece;
+using bmtrain::ShmPlace;
 
 constexpr int kRanks = 3;
 constexpr int kRounds = 40;
@@ -162,11 +165,92 @@ void messages(ShmLink& link) {
   }
 }
 
+// Gathers into buffers that the ranks write together, of which some are given back and some just dropped.
+class InPlace {
+ public:
+  explicit InPlace(ShmLink& link) : link_(link) {}
+
+  void round(int number) {
+    gather(number);
+    if (number % 3 == 0) {
+      gather(number + 1);
+    }
+    for (const at::Tensor& gathered : gathered_) {
+      if (number % 4 != 3) link_.give_back_common(gathered.data_ptr(), kRanks * kBytes);
+    }
+    gathered_.clear();
+    exchange(number);
+  }
+
+ private:
+  static constexpr std::int64_t kBytes = 400'000;
+
+  [[nodiscard]] static at::Tensor tensor_of(c10::DataPtr memory) {
+    expect(static_cast<bool>(memory), "a buffer");
+    auto owner = std::make_shared<c10::DataPtr>(std::move(memory));
+    return at::from_blob(owner->get(), {kRanks * kBytes}, [owner](void*) {}, at::kByte);
+  }
+
+  void gather(int number) {
+    const at::Tensor& output = gathered_.emplace_back(tensor_of(link_.borrow_common(kRanks * kBytes)));
+    const int slot = link_.find_common(output);
+    std::vector<char> own(kBytes, mark(link_.rank(), number));
+    const ShmOperationPtr operation = operation_of("all_gather", kBytes);
+    operation->fingerprint = static_cast<std::uint64_t>(1000 + slot);  // the same on all ranks
+    operation->is_common = true;
+    std::vector<ShmPiece> receives;
+    for (int r = 0; r < kRanks; ++r) {
+      if (r != link_.rank()) receives.push_back({nullptr, kBytes, r, 0, ShmPlace::kCommon, slot});
+    }
+    link_.post(operation, {{own.data(), kBytes, bmtrain::ShmRing::kEverybody, 0, ShmPlace::kCommon, slot}},
+               receives);
+    link_.await(*operation);
+    const char* const data = static_cast<const char*>(output.const_data_ptr());
+    for (int r = 0; r < kRanks; ++r) {
+      expect(data[r * kBytes] == mark(r, number) && data[(r + 1) * kBytes - 1] == mark(r, number),
+             "a slice in the common buffer");
+    }
+  }
+
+  // Each rank reads its slices where the others have them.
+  void exchange(int number) {
+    c10::DataPtr memory = link_.borrow_own(kRanks * kBytes);
+    const at::Tensor input = tensor_of(std::move(memory));
+    input.fill_(mark(link_.rank(), number));
+    const int slot = link_.publish_own(input);
+    const ShmOperationPtr operation = operation_of("all_to_all", kBytes);
+    operation->slices = std::make_shared<bmtrain::ShmPeerSlices>(link_.shared_from_this(), kRanks);
+    std::vector<ShmPiece> sends;
+    std::vector<ShmPiece> receives;
+    for (int r = 0; r < kRanks; ++r) {
+      if (r == link_.rank()) continue;
+      sends.push_back(
+          {static_cast<char*>(input.data_ptr()) + r * kBytes, kBytes, r, 0, ShmPlace::kOwn, slot});
+      receives.push_back({nullptr, kBytes, r});
+    }
+    link_.post(operation, sends, receives);
+    link_.await(*operation);
+    for (int r = 0; r < kRanks; ++r) {
+      if (r == link_.rank()) continue;
+      const char* const slice =
+          static_cast<const char*>(operation->slices->by_rank[static_cast<std::size_t>(r)]);
+      expect(slice[0] == mark(r, number) && slice[kBytes - 1] == mark(r, number),
+             "a slice where its rank has it");
+    }
+    operation->slices->release();
+  }
+
+  ShmLink& link_;
+  std::vector<at::Tensor> gathered_;
+};
+
 void exchange(ShmLink& link) {
   std::thread other([&link] { messages(link); });
   Buffers buffers;
+  InPlace in_place(link);
   for (int round = 0; round < kRounds; ++round) {
     gather(link, round, buffers);
+    in_place.round(round);
   }
   other.join();
   link.close();

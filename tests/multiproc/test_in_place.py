@@ -45,11 +45,14 @@ def inputs(number: int = 0) -> torch.Tensor:
     return torch.randn(3, DIM, generator=torch.Generator().manual_seed(10 * number + bmt.rank()))
 
 
-def copied_in_a_step(options: dict[str, Any]) -> tuple[int, int, int]:
+def copied_in_a_step(options: dict[str, Any], accumulated: int = 0) -> tuple[int, int, int]:
     model, group = model_of(**options), context().groups["zero"]
     for step in range(4):
         group.comm.reset_traffic()
         group.reduce_comm.reset_traffic()
+        for _ in range(accumulated):
+            with bmt.no_sync():
+                model(inputs(step)).sum().backward()
         model(inputs(step)).sum().backward()
     partition = model[0]._storages[0].shards.layout.partition
     return group.comm.bytes_copied, group.reduce_comm.bytes_copied, 4 * partition
@@ -61,6 +64,20 @@ def test_a_step_copies_its_own_slice_and_nothing_else(world: int, recompute: boo
     for gathers, reductions, partition in run_ranks(world, copied_in_a_step, {"use_checkpoint": recompute}):
         assert gathers == (2 * LAYERS - 1) * partition  # each rank its slice, once for all
         assert reductions == 0  # gradients are summed from where autograd's have landed
+
+
+@pytest.mark.parametrize(
+    ("policy", "accumulated"),
+    [
+        (bmt.BlockPolicy(level=2), 0),
+        (bmt.BlockPolicy(level=1), 0),
+        (bmt.BlockPolicy(level=3, keep_gathered=True), 2),
+    ],
+    ids=["level 2", "level 1", "kept"],
+)
+def test_what_stays_gathered_is_copied_once(policy: bmt.BlockPolicy, accumulated: int) -> None:
+    for gathers, _, partition in run_ranks(2, copied_in_a_step, {"policy": policy}, accumulated):
+        assert gathers == LAYERS * partition
 
 
 def training(options: dict[str, Any], accumulate: bool) -> list[Any]:
@@ -88,9 +105,11 @@ def training(options: dict[str, Any], accumulate: bool) -> list[Any]:
         (2, {}, False),
         (3, {"use_checkpoint": False}, True),
         (2, {"zero_level": 2}, True),
+        (2, {"policy": bmt.BlockPolicy(level=1)}, True),
+        (3, {"policy": bmt.BlockPolicy(level=3, keep_gathered=True)}, True),
         (2, {"policy": bmt.BlockPolicy(compute_dtype=torch.bfloat16)}, False),
     ],
-    ids=["recomputed", "accumulated", "level 2", "computed in bf16"],
+    ids=["recomputed", "accumulated", "level 2", "level 1", "kept", "computed in bf16"],
 )
 def test_same_bits_as_over_gloo(world: int, options: dict[str, Any], accumulate: bool) -> None:
     over_gloo, over_shm = (
@@ -150,14 +169,14 @@ def test_writes_after_a_forward_do_not_reach_a_rank_that_is_behind() -> None:
     run_ranks(2, writes_while_another_computes)
 
 
-def models_that_end_gathered(late: int) -> list[float]:
-    """Models are dropped while a block is gathered, by one rank before the others."""
-    results = []
+def models_that_end_gathered(late: int, level: int) -> tuple[list[float], list[int]]:
+    """Models are dropped while blocks are gathered, by one rank before the others."""
+    results, sizes = [], []
     for number in range(8):
-        model = model_of(2, use_checkpoint=False)
+        model = model_of(2, policy=bmt.BlockPolicy(level=level, recompute="off"))
         for _ in range(2):
             model(inputs(number)).sum().backward()
-        model(inputs(number))  # the last block stays gathered for a backward that does not come
+        model(inputs(number))  # blocks stay gathered for a backward that does not come
         if bmt.rank() != late:
             del model
             gc.collect()
@@ -167,13 +186,58 @@ def models_that_end_gathered(late: int) -> list[float]:
         model = None
         gc.collect()
         results += [loss.item(), *(p.grad.double().sum().item() for p in other.parameters())]
-    return results
+        sizes.append(context().groups["zero"].comm.bytes_in_place)
+    return results, sizes
 
 
-def test_models_dropped_while_gathered() -> None:
-    early, late = (run_ranks(2, models_that_end_gathered, rank) for rank in (0, 1))
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_models_dropped_while_gathered(level: int) -> None:
+    early, late = (run_ranks(2, models_that_end_gathered, rank, level) for rank in (0, 1))
     assert early == late
-    assert early[0][: len(early[0]) // 8] != early[0][len(early[0]) // 8 : len(early[0]) // 4]
+    results, sizes = early[0]
+    assert sizes == early[1][1]
+    num = len(results) // 8
+    assert len({results[number * num] for number in range(8)}) == 8
+    assert len(set(sizes[1:])) == 1  # what was left behind is used again
+
+
+def memory_of_a_model_that_is_gone() -> tuple[int, int]:
+    """Bytes in place of a model that is gone, right after it and after many gathers of another one."""
+    comm = context().groups["zero"].comm
+    before = comm.bytes_in_place
+    model = model_of(5, zero_level=2)
+    first = model(inputs())
+    first.sum().backward()
+    del model
+    gc.collect()
+    after = comm.bytes_in_place - before
+    other = bmt.Block(Small())
+    with torch.no_grad():
+        wanted = [other(number) for number in range(8)]
+        for step in range(4200):
+            result = other(step % 8)
+            assert result == wanted[step % 8]
+    left = comm.bytes_in_place - before
+    assert torch.equal(model_of(5, zero_level=2)(inputs()), first)  # in that memory, which is there anew
+    return after, left
+
+
+class Small(bmt.DistributedModule):
+    """Just large enough for memory that is shared; reads one of its elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = bmt.DistributedParameter(torch.randn(520, 520))
+
+    def forward(self, index: int) -> float:
+        return float(self.weight[65 * index, index])
+
+
+def test_memory_of_a_model_that_is_gone_is_given_back() -> None:
+    block, small = 4 * (DIM * DIM + DIM), 4 * 520 * 520
+    for used, left in run_ranks(2, memory_of_a_model_that_is_gone, fresh=True):
+        assert used >= LAYERS * block / 2
+        assert left <= 2 * small / 2 + 4096
 
 
 class Nested(Layer):

@@ -115,7 +115,7 @@ def of_large_blocks(dim: int) -> tuple[str, list[bmt.MemoryReport]]:
 def test_report_counts_buffers_that_are_used_in_place():
     dim, world = 640, 2  # a block of 1.6 MiB
     block = 4 * (dim * dim + dim)
-    for backend, reports in run_ranks(world, of_large_blocks, dim):
+    for backend, reports in run_ranks(world, of_large_blocks, dim, fresh=True):
         if backend != "shm":
             pytest.skip(f"only ranks that share memory have such buffers, not {backend}")
         gathered = 2 * block // world  # two Blocks', which ranks have in common
