@@ -352,8 +352,9 @@ class TransformerBlockList(torch.nn.Module):
         hidden, rest = args[:count], args[count:]
         if len(hidden) < count:
             raise ValueError(f"expected {count} hidden states as positional arguments, got {len(hidden)}")
-        hidden, inputs = run_layers(self._modules, hidden, rest, kwargs, count)
-        if return_hidden_states:
+        inputs: list[tuple[torch.Tensor, ...]] | None = [] if return_hidden_states else None
+        hidden = run_layers(self._modules, hidden, rest, kwargs, count, inputs)
+        if inputs is not None:
             return (*hidden, *(_stack([state[j] for state in inputs]) for j in range(count)))
         return hidden[0] if count == 1 else hidden
 
@@ -364,13 +365,14 @@ def run_layers(
     rest: tuple[Any, ...],
     kwargs: dict[str, Any],
     count: int,
-) -> tuple[tuple[torch.Tensor, ...], list[tuple[torch.Tensor, ...]]]:
-    """Runs layers one after the other; the last hidden states, and the hidden states that each layer was given."""
-    inputs = []
+    inputs: list[tuple[torch.Tensor, ...]] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Runs layers one after the other; the last hidden states. To ``inputs`` it adds those that each layer is given."""
     for name, layer in layers.items():
-        inputs.append(hidden)
+        if inputs is not None:
+            inputs.append(hidden)
         hidden = _hidden_states(layer(*hidden, *rest, **kwargs), count, name)
-    return hidden, inputs
+    return hidden
 
 
 def _as_block(module: torch.nn.Module, earlier: Block | None, index: int) -> Block:

@@ -15,6 +15,7 @@ from .global_var import context
 from .parameter import DistributedParameter
 
 if TYPE_CHECKING:
+    from ._engine.island import BlockCall
     from ._engine.runtime import BlockRuntime
 
 __all__ = ["MemoryReport", "memory_report"]
@@ -32,6 +33,7 @@ class MemoryReport:
         unreduced: whole gradients of Blocks: waiting in ``no_sync()``, or on their way to the shards.
         activations: what recomputed Blocks keep for backwards to come: inputs, and with ``"selective"`` results. None
             if a Block that keeps all its activations waits for its backward: autograd does not tell how much that is.
+        offloaded: activations that wait on the host (:attr:`BlockPolicy.offload_activations`).
         idle_buffers: freed buffers that are kept for the next Block.
         peak_buffers: the most that ``gathered`` and ``unreduced`` were together since peaks were reset, but for what
             lies in buffers that are used in place.
@@ -47,6 +49,7 @@ class MemoryReport:
     gathered: int
     unreduced: int
     activations: int | None
+    offloaded: int
     idle_buffers: int
     peak_buffers: int
     in_place: int
@@ -99,6 +102,9 @@ def memory_report(
         gathered=sum(group.gathered_bytes for group in groups),
         unreduced=sum(group.unreduced_bytes for group in groups),
         activations=_activations(current.engine.runtimes),
+        offloaded=sum(
+            call.host.nbytes for call in _open_calls(current.engine.runtimes) if call.host is not None
+        ),
         idle_buffers=pool["bytes_idle"],
         peak_buffers=pool["peak_bytes_in_use"],
         in_place=sum(comm.bytes_in_place for comm in current.communicators()),
@@ -152,12 +158,16 @@ def _states(optim: Any) -> Iterator[torch.Tensor]:
 
 def _activations(runtimes: Iterable[BlockRuntime]) -> int | None:
     kept = _Memory(())
-    for call in [call for runtime in runtimes for call in runtime.open_calls]:
+    for call in _open_calls(runtimes):
         tensors = call.kept_for_backward()
         if tensors is None:
             return None
         kept.add(tensors)
     return kept.nbytes
+
+
+def _open_calls(runtimes: Iterable[BlockRuntime]) -> list[BlockCall]:
+    return [call for runtime in runtimes for call in runtime.open_calls]
 
 
 def _process_bytes(device: torch.device) -> tuple[int, int]:

@@ -101,10 +101,9 @@ class PipelineTransformerBlockList(torch.nn.Module):
             ValueError: if the batches do not divide.
         """
         if self.stages == 1:
-            hidden_states, inputs = run_layers(self._modules, (hidden,), args, kwargs, 1)
-            if return_hidden_states:
-                return hidden_states[0], torch.stack([state[0] for state in inputs])
-            return hidden_states[0]
+            inputs: list[tuple[torch.Tensor, ...]] | None = [] if return_hidden_states else None
+            (result,) = run_layers(self._modules, (hidden,), args, kwargs, 1, inputs)
+            return result if inputs is None else (result, torch.stack([state[0] for state in inputs]))
         num_micros = config["micros"]
         total = hidden.shape[0] * self.stages
         if total % num_micros:

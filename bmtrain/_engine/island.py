@@ -11,16 +11,19 @@ legal inside the island.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
 import torch
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 
 from .. import _C
+from .host_activations import HostActivations, Mover, entrance
+from .modes import ModeSnapshot, NoAutocastCache, trainable_as
 from .precision import computing_in
-from .recompute import ModeSnapshot, ModuleState, SavedTensors, StopForward
+from .recompute import ModuleState, SavedTensors, StopForward
 from .recording import Recordings
 from .runtime import BlockRuntime
 from .schedule import Phase
@@ -54,7 +57,7 @@ def _evaluated(
 ) -> Any:
     try:
         runtime.open(Phase.EVALUATE)
-        with _NoAutocastCache(), runtime.engine.reads.scope(modules.root):
+        with NoAutocastCache(), runtime.engine.reads.scope(modules.root):
             result = _kept_alive(runtime, forward(*args, **kwargs))
     except BaseException:
         runtime.abandon()
@@ -73,10 +76,16 @@ class BlockCall:
         self.recomputes = runtime.policy.recomputes
         self.inputs: list[torch.Tensor] = []  # of the outer graph, that require grad, each once
         self.leaves: list[torch.Tensor] = []  # the same, detached: where the island begins
-        self.outputs: list[torch.Tensor] = []  # that require grad, each once: where the island ends
+        self.inner = self.leaves  # what stands for the inputs in the forward
+        self.outputs: list[Any] = []  # that require grad, each once: where the island ends
         self.trains: list[list[bool]] = []  # per group: which parameters required grad
         self.recordings = Recordings()
+        self._versions: list[
+            tuple[torch.Tensor, int]
+        ] = []  # of arguments that must not change until backward
         self.is_spent = False
+        self.host: HostActivations | None = None  # has what backward needs
+        self._arguments: Any = None
 
     # ---- forward
 
@@ -91,6 +100,10 @@ class BlockCall:
         first_node = _C.next_node_number()
         has_state = has_containers(args) or any(map(has_containers, kwargs.values()))
         outer: dict[int, torch.Tensor] = {}  # what stands outside for a tensor of the island
+        runtime = self.runtime
+        mover = runtime.engine.mover if runtime.policy.offload_activations else None
+        if mover is not None:
+            self._use_host(mover, args, kwargs)
         try:
             inner_args = replace_tensors(args, self._detach)
             inner_kwargs = {name: replace_tensors(value, self._detach) for name, value in kwargs.items()}
@@ -100,21 +113,50 @@ class BlockCall:
                 outer.update(zip(map(id, self.outputs), self._attach(), strict=True))
                 result = replace_tensors(result, lambda tensor: outer.get(id(tensor), tensor))
             self._deliver_recordings(outer)
-            return _as_tuple(result)
         finally:
             if has_state:
-                outer.update(zip(map(id, self.leaves), self.inputs, strict=True))
+                outer.update(zip(map(id, self.inner), self.inputs, strict=True))
                 replace_tensors((args, list(kwargs.values())), lambda tensor: outer.get(id(tensor), tensor))
+        if self.host is not None and self.outputs:
+            self._put_away(self.host)
+        return _as_tuple(result)
 
     def _detach(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.requires_grad:
             return tensor
-        for known, leaf in zip(self.inputs, self.leaves, strict=True):
-            if known is tensor or leaf is tensor:
-                return leaf
+        for known, inner in zip(self.inputs, self.inner, strict=True):
+            if known is tensor or inner is tensor:
+                return inner
         self.inputs.append(tensor)
-        self.leaves.append(tensor.detach().requires_grad_())
-        return self.leaves[-1]
+        if self.host is None:
+            self.leaves.append(tensor.detach().requires_grad_())
+        else:
+            leaf, inner = entrance(tensor)
+            self.leaves.append(leaf)
+            self.inner.append(inner)
+            self._versions.append((leaf, leaf._version))
+        return self.inner[-1]
+
+    def _use_host(self, mover: Mover, args: Any, kwargs: Any) -> None:
+        """Lets what is left for backward wait on the host, see [Note: Activations on the host]."""
+        runtime = self.runtime
+        others = (tensor for tensor in tensors_of((args, kwargs)) if not tensor.requires_grad)
+        self.host = HostActivations(
+            runtime.label, mover, runtime.owns_storage, chain(others, self.modules.buffers())
+        )
+        self.inner = []
+
+    def _put_away(self, host: HostActivations) -> None:
+        """Refers to nothing on the device any more that is not needed there."""
+        self._refuse_changed_arguments()  # by the forward itself
+        if self.recomputes:
+            self._away = [host.put(inner) for inner in self.inner]
+            leaves = dict(zip(map(id, self.inner), self.leaves, strict=True))
+            self._arguments = replace_tensors(self._arguments, lambda tensor: leaves.get(id(tensor), tensor))
+            self._saved.put_away(host)
+        self.outputs = [get_gradient_edge(output) for output in self.outputs]
+        self.inputs, self.inner = [], []
+        self.runtime.engine.host_stack.push(host)
 
     def _gathered_first_run(self, args: Any, kwargs: dict[str, Any], has_state: bool) -> Any:
         runtime = self.runtime
@@ -124,7 +166,7 @@ class BlockCall:
             self._parameter_version = runtime.version()
             result = self._first_run(args, kwargs, has_state)
             self._has_state = has_state
-            self.outputs = self._outputs_among(result, args, kwargs, self.leaves, self.recordings.tensors)
+            self.outputs = self._outputs_among(result, args, kwargs, self.inner, self.recordings.tensors)
         except BaseException:
             runtime.abandon()
             raise
@@ -132,14 +174,15 @@ class BlockCall:
         return result
 
     def _first_run(self, args: Any, kwargs: dict[str, Any], has_state: bool) -> Any:
-        with _NoAutocastCache():
+        with NoAutocastCache():
             if not self.recomputes:
-                return _kept_alive(self.runtime, self._run_inner(args, kwargs))
+                with nullcontext() if self.host is None else self.host.saving():
+                    return _kept_alive(self.runtime, self._run_inner(args, kwargs))
             self._arguments = snapshot((args, kwargs)) if has_state else (args, kwargs)
-            self._versions = [
+            self._versions += [
                 (tensor, tensor._version)
                 for tensor in tensors_of((args, kwargs))
-                if not tensor.is_inference()
+                if not (tensor.is_inference() or (self.host is not None and tensor.requires_grad))
             ]
             self._modes = ModeSnapshot(self.runtime.engine.device)
             self._module_snapshot = self.modules.before_forward()
@@ -190,7 +233,7 @@ class BlockCall:
 
     def _deliver_recordings(self, outputs: dict[int, torch.Tensor]) -> None:
         if self.recordings.tensors:
-            inputs = {id(leaf): tensor for leaf, tensor in zip(self.leaves, self.inputs, strict=True)}
+            inputs = dict(zip(map(id, self.inner), self.inputs, strict=True))
             self.recordings.deliver(outputs, inputs)
 
     def _attach(self) -> tuple[torch.Tensor, ...]:
@@ -212,6 +255,8 @@ class BlockCall:
         training = tuple(trains)
         roots = [number for number, gradient in enumerate(gradients) if gradient is not None]
         leaves = self.leaves
+        if self.host is not None:
+            runtime.engine.host_stack.bring_back(self.host)
         try:
             runtime.open(Phase.BACKWARD)
             outputs = self.outputs
@@ -235,6 +280,8 @@ class BlockCall:
                 leaf.grad = None
             if self.recomputes:
                 self._saved.drop(for_good=not keep_graph)
+            if self.host is not None:
+                self.host.drop(for_good=not keep_graph)
         runtime.close(keep=runtime.engine.schedule.expects_backward_of(runtime))
         runtime.start_reduce(training)
         if not keep_graph:
@@ -242,13 +289,13 @@ class BlockCall:
         return input_gradients
 
     def _differentiate(
-        self, outputs: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor | None, ...], keep_graph: bool
+        self, outputs: tuple[Any, ...], gradients: tuple[torch.Tensor | None, ...], keep_graph: bool
     ) -> None:
         """As torch.autograd.backward(), which would check gradients again that autograd itself has given."""
         engine = self.runtime.engine
         engine.islands += 1
         try:
-            with _NoAutocastCache():
+            with NoAutocastCache():
                 Variable._execution_engine.run_backward(
                     outputs, gradients, keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
                 )
@@ -287,7 +334,8 @@ class BlockCall:
                 )
 
     def _second_run(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        leaves = [leaf.detach().requires_grad_() for leaf in self.leaves]
+        sources = self.leaves if self.host is None else map(self.host.take, self._away)
+        leaves = [source.detach().requires_grad_() for source in sources]
         fresh = {id(old): new for old, new in zip(self.leaves, leaves, strict=True)}
         args, kwargs = snapshot(self._arguments) if self._has_state else self._arguments
 
@@ -298,10 +346,10 @@ class BlockCall:
         kwargs = {name: replace_tensors(value, put) for name, value in kwargs.items()}
         with (
             self.runtime.engine.running_again(),
-            _NoAutocastCache(),
+            NoAutocastCache(),
             self._modes.restored(),
             self._module_snapshot.restored(self.runtime.label),
-            _trainable_as(self.runtime, self.trains),
+            trainable_as(self.runtime, self.trains),
             torch.enable_grad(),
             self._saved.refill(stop_early=not self.modules.has_forward_hooks()),
         ):
@@ -323,14 +371,19 @@ class BlockCall:
         """The tensors that this call keeps; None if it keeps all activations, which autograd holds."""
         if not self.recomputes:
             return None
-        return chain(tensors_of(self._arguments), self._saved.kept_results())
+        kept = chain(tensors_of(self._arguments), self._saved.kept_results())
+        if self.host is None:
+            return kept
+        return (tensor for tensor in kept if all(tensor is not leaf for leaf in self.leaves))
 
     def _spend(self) -> None:
         self.is_spent = True
         self.runtime.open_calls.discard(self)
-        self.outputs, self.inputs, self.leaves = [], [], []
+        self.outputs, self.inputs, self.leaves, self.inner = [], [], [], []
         self.recordings = Recordings()
         self._arguments, self._versions = None, []
+        if self.host is not None:
+            self.runtime.engine.host_stack.pop(self.host)
 
 
 class _Island(torch.autograd.Function):
@@ -362,35 +415,3 @@ def _kept_alive(runtime: BlockRuntime, result: Any) -> Any:
         return tensor.clone() if runtime.owns_storage(tensor) else tensor
 
     return replace_tensors(result, copied_out)
-
-
-class _NoAutocastCache:
-    """Autocast caches casts by parameter object: it would keep, or take for another's, what was gathered before."""
-
-    __slots__ = ("_was_enabled",)
-
-    def __enter__(self) -> None:
-        self._was_enabled = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_autocast_cache_enabled(self._was_enabled)
-
-
-@contextmanager
-def _trainable_as(runtime: BlockRuntime, trains: list[list[bool]]) -> Iterator[None]:
-    """Gives the parameters the ``requires_grad`` they had in the first run."""
-    changed = [
-        (param, flag)
-        for group, flags in zip(runtime.groups, trains, strict=True)
-        if group.requires_grad() != flags
-        for param, flag in zip(group.parameters, flags, strict=True)
-        if param.requires_grad != flag
-    ]
-    for param, flag in changed:
-        param.requires_grad_(flag)
-    try:
-        yield
-    finally:
-        for param, flag in changed:
-            param.requires_grad_(not flag)

@@ -59,6 +59,10 @@ class BlockPolicy:
             holds what the others hold (hybrid sharding). It divides the ranks that would share the block otherwise.
             None, or at least as many as these: all of them.
 
+        offload_activations: what backward needs of the forward waits in pinned memory of the host: with recomputation
+            the inputs that require grad, and kept results; without it all activations. On CPU ranks they are there
+            already, and nothing is done.
+
     Raises:
         ValueError: naming the field, for a value that is not among these.
 
@@ -75,6 +79,7 @@ class BlockPolicy:
     compute_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     zero_size: int | None = None
+    offload_activations: bool = False
 
     def __post_init__(self) -> None:
         if self.level not in (0, 1, 2, 3):

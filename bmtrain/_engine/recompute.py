@@ -23,9 +23,10 @@ from .policy import Recompute
 from .selective import KeptResults
 
 if TYPE_CHECKING:
+    from .host_activations import HostActivations
     from .runtime import BlockRuntime
 
-__all__ = ["ModeSnapshot", "ModuleSnapshot", "ModuleState", "SavedTensors", "StopForward"]
+__all__ = ["ModuleSnapshot", "ModuleState", "SavedTensors", "StopForward"]
 
 #: Buffers up to this size are copied before each forward; larger ones only once they are known to be updated.
 SMALL_BUFFER_BYTES = 1 << 16
@@ -131,6 +132,11 @@ class SavedTensors:
         """Whether the first graph can be differentiated."""
         return not self.differs and len(self._values) == len(self._saves)
 
+    def put_away(self, host: HostActivations) -> None:
+        """Leaves what is kept between the two runs to ``host``."""
+        if self._kept:
+            self._kept.put_away(host)
+
     def kept_results(self) -> Iterator[torch.Tensor]:
         """What is kept between the two runs."""
         return self._kept.tensors() if self._kept else iter(())
@@ -141,48 +147,6 @@ class SavedTensors:
         self.differs = False
         if self._kept and for_good:
             self._kept.drop()
-
-
-class ModeSnapshot:
-    """Random-number and autocast state at the start of a forward."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._cpu_rng = torch.get_rng_state()
-        self._cuda_rng = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self._autocast = _autocast_state(device)
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Recreates the state, and afterwards puts the current one back as if nothing had run."""
-        cpu_rng = torch.get_rng_state()
-        cuda_rng = torch.cuda.get_rng_state(self._device) if self._cuda_rng is not None else None
-        autocast = _autocast_state(self._device)
-        try:
-            torch.set_rng_state(self._cpu_rng)
-            if self._cuda_rng is not None:
-                torch.cuda.set_rng_state(self._cuda_rng, self._device)
-            _set_autocast(self._autocast)
-            yield
-        finally:
-            _set_autocast(autocast)
-            torch.set_rng_state(cpu_rng)
-            if cuda_rng is not None:
-                torch.cuda.set_rng_state(cuda_rng, self._device)
-
-
-_Autocast = tuple[tuple[str, bool, torch.dtype], ...]
-
-
-def _autocast_state(device: torch.device) -> _Autocast:
-    kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
-    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
-
-
-def _set_autocast(state: _Autocast) -> None:
-    for kind, enabled, dtype in state:
-        torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_dtype(kind, dtype)
 
 
 class _Buffer(NamedTuple):
@@ -222,6 +186,11 @@ class ModuleState:
         return bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks) or any(
             module._forward_hooks or module._forward_pre_hooks for module in self._walk()
         )
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """All of the modules."""
+        for module in self._walk():
+            yield from (buffer for buffer in module._buffers.values() if buffer is not None)
 
     def before_forward(self) -> ModuleSnapshot:
         """Notes the state; :meth:`ModuleSnapshot.after_forward` is to be called when the forward has run."""

@@ -13,6 +13,7 @@ import torch
 
 from .. import _C
 from .accumulation import Accumulation
+from .host_activations import CudaMover, HostStack, Mover
 from .observer import Observer
 from .reads import Reads
 from .schedule import Event, Phase, Schedule
@@ -260,6 +261,9 @@ class Engine:
         self.pool = _C.BufferPool(SLOTS_PER_CLASS, bool(int(os.environ.get("BMTRAIN_POISON_BUFFERS", "0"))))
         self.schedule = Schedule()
         self.reads = Reads()
+        #: Of activations, on devices that are not the host.
+        self.mover: Mover | None = CudaMover(device) if device.type == "cuda" else None
+        self.host_stack = HostStack()
         self.accumulation = Accumulation()
         self.virtual = VirtualSum()
         self._reductions: list[tuple[BlockRuntime, Sequence[_C.ShardGroup]]] = []

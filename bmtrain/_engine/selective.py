@@ -15,11 +15,14 @@ numbers after it depend on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+if TYPE_CHECKING:
+    from .host_activations import HostActivations
 
 __all__ = ["KeptResults"]
 
@@ -58,6 +61,7 @@ class KeptResults:
     def __init__(self, is_parameter: Callable[[torch.Tensor], bool]) -> None:
         self._is_parameter = is_parameter
         self._kept: list[_Kept | None] = []  # None: to be computed again
+        self._host: HostActivations | None = None  # has them between the runs
         self._num_needed = 0
         self._next = 0
         self._is_lost = False
@@ -85,6 +89,8 @@ class KeptResults:
         if kept.signature != self._signature(func, args):
             self._is_lost = True  # the forward took another path
             return None
+        if self._host is not None:
+            return self._host.take_all(kept.result)
         return _shared(kept.result) if kept.is_unchanged() else None
 
     def note_need(self) -> None:
@@ -96,6 +102,13 @@ class KeptResults:
         self._kept = [
             kept if kept is not None and kept.is_unchanged() else None
             for kept in self._kept[: self._num_needed]
+        ]
+
+    def put_away(self, host: HostActivations) -> None:
+        """Leaves what is kept to ``host`` until the second run."""
+        self._host = host
+        self._kept = [
+            None if kept is None else kept._replace(result=host.put_all(kept.result)) for kept in self._kept
         ]
 
     def tensors(self) -> Iterator[torch.Tensor]:
