@@ -97,6 +97,17 @@ class ShmCommunicator(Communicator):
     @staticmethod
     def segment_bytes(size: int) -> int: ...
 
+class HostsCommunicator(GlooCommunicator):
+    def __init__(
+        self,
+        process_group: ProcessGroup,
+        rank: int,
+        size: int,
+        name: str,
+        timeout_seconds: float,
+        local: ShmCommunicator,
+    ) -> None: ...
+
 class Watchdog:
     def __init__(self, timeout_seconds: float) -> None: ...
     @property

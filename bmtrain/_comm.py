@@ -69,8 +69,9 @@ def create_gloo(
 ) -> _C.Communicator:
     """Connect ``size`` CPU ranks. Collective over them; each call needs a ``prefix`` of its own.
 
-    Ranks that can all share memory do, else Gloo carries the bytes; `BMTRAIN_CPU_TRANSPORT` forces ``shm`` or
-    ``gloo``.
+    Ranks that can share memory do, and Gloo carries the bytes between hosts; `BMTRAIN_CPU_TRANSPORT` forces ``shm`` or
+    ``gloo`` for all of them. See csrc/comm/hosts_communicator.h for groups on several hosts; where these have not
+    equally many ranks, or ranks that do not follow each other, Gloo carries everything.
 
     Args:
         store: where the ranks find each other; not needed any more when this returns.
@@ -89,7 +90,8 @@ def create_gloo(
         return create_single(name)
     try:
         scoped = dist.PrefixStore(prefix, store)
-        reason = _why_no_shared_memory(scoped, rank, size, timeout)
+        ranks = _meet(scoped, rank, size, timeout)
+        reason = _why_no_shared_memory(ranks)
         if not reason:
             made, reason = _shm_meeting.connect(dist.PrefixStore("shm", scoped), rank, size, timeout, name)
             if made is not None:
@@ -98,7 +100,8 @@ def create_gloo(
             raise CommunicationError(
                 f"group {name!r}: {TRANSPORT_VARIABLE}=shm, but shared memory cannot be used: {reason}"
             )
-        return connect_gloo(dist.PrefixStore("gloo", scoped), rank, size, timeout, name)
+        local = _connect_host(dist.PrefixStore("hosts", scoped), ranks, rank, timeout, name)
+        return connect_gloo(dist.PrefixStore("gloo", scoped), rank, size, timeout, name, local)
     except RuntimeError as error:
         if isinstance(error, CommunicationError):
             raise
@@ -144,8 +147,8 @@ def describe_cpu_transport(asked: str | None = None) -> str:
     return "shared memory between ranks of one host, Gloo between hosts"
 
 
-def _why_no_shared_memory(store: dist.Store, rank: int, size: int, timeout: float) -> str:
-    """Empty if all ranks can share memory, else the reason: the same on all of them. [collective]"""
+def _meet(store: dist.Store, rank: int, size: int, timeout: float) -> list[dict[str, str]]:
+    """What each rank has for sharing memory. [collective]"""
     mine = {
         "asked": cpu_transport(),
         "place": _shm_meeting.place(),
@@ -162,6 +165,11 @@ def _why_no_shared_memory(store: dist.Store, rank: int, size: int, timeout: floa
                 f"environment variable {TRANSPORT_VARIABLE}: expected the same on every rank of a group, got "
                 f"{ranks[0]['asked']!r} on rank 0 and {found['asked']!r} on rank {other}"
             )
+    return ranks
+
+
+def _why_no_shared_memory(ranks: list[dict[str, str]]) -> str:
+    """Why not all of the ranks share memory; empty if they do."""
     if ranks[0]["asked"] == "gloo":
         return f"{TRANSPORT_VARIABLE}=gloo"
     for other, found in enumerate(ranks):
@@ -174,8 +182,52 @@ def _why_no_shared_memory(store: dist.Store, rank: int, size: int, timeout: floa
     return ""
 
 
-def connect_gloo(store: dist.Store, rank: int, size: int, timeout: float, name: str) -> _C.Communicator:
-    """A mesh of Gloo connections.
+def _connect_host(
+    store: dist.Store, ranks: list[dict[str, str]], rank: int, timeout: float, name: str
+) -> _C.ShmCommunicator | None:
+    """The communicator of this host's ranks, if every host has one for equally many that follow each other, else None.
+    [collective]"""
+    num_local = _ranks_per_host(ranks)
+    if num_local == 1:
+        return None
+    host, local_rank = divmod(rank, num_local)
+    made, reason = _shm_meeting.connect(
+        dist.PrefixStore(str(host), store), local_rank, num_local, timeout, f"{name} on host {host}"
+    )
+    store.set(f"made/{rank}", reason)
+    reasons = [store.get(f"made/{other}").decode() for other in range(len(ranks))]
+    if made is not None and any(reasons):
+        made.close()
+        made = None
+    return made
+
+
+def _ranks_per_host(ranks: list[dict[str, str]]) -> int:
+    """How many ranks that follow each other share memory, the same everywhere; 1 if that differs.
+
+    >>> of = lambda places: [{"asked": "auto", "lack": "", "place": place} for place in places]
+    >>> [_ranks_per_host(of(places)) for places in ("aabb", "aaabbb", "aab", "abab", "ab", "aa")]
+    [2, 3, 1, 1, 1, 2]
+    """
+    places = [found["place"] for found in ranks]
+    number = places.count(places[0])
+    hosts = [places[first : first + number] for first in range(0, len(places), number)]
+    alike = all(host == host[:1] * number for host in hosts) and len({host[0] for host in hosts}) == len(
+        hosts
+    )
+    usable = ranks[0]["asked"] == "auto" and not any(found["lack"] for found in ranks)
+    return number if alike and usable else 1
+
+
+def connect_gloo(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: float,
+    name: str,
+    local: _C.ShmCommunicator | None = None,
+) -> _C.Communicator:
+    """A mesh of Gloo connections, used only between hosts if the ranks of this one share memory as ``local``.
 
     The process group made here is registered nowhere: the default group, if somebody made one, is neither used
     nor touched.
@@ -183,4 +235,6 @@ def connect_gloo(store: dist.Store, rank: int, size: int, timeout: float, name: 
     gloo = dist.ProcessGroupGloo(store, rank, size, datetime.timedelta(seconds=timeout))
     group = dist.ProcessGroup(store, rank, size)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    if local is not None:
+        return _C.HostsCommunicator(group, rank, size, name, float(timeout), local)
     return _C.GlooCommunicator(group, rank, size, name, float(timeout))

@@ -10,6 +10,7 @@
 
 #include "comm/communicator.h"
 #include "comm/gloo_communicator.h"
+#include "comm/hosts_communicator.h"
 #include "comm/nccl_communicator.h"
 #include "comm/shm_communicator.h"
 #include "comm/silent_communicator.h"
@@ -115,6 +116,12 @@ void bind_comm(py::module_& module) {
            py::arg("files"), py::arg("watches"), py::arg("rank"), py::arg("size"), py::arg("name"),
            py::arg("timeout_seconds"), Released())
       .def_static("segment_bytes", &ShmCommunicator::segment_bytes, py::arg("size"));
+  py::class_<HostsCommunicator, GlooCommunicator, std::shared_ptr<HostsCommunicator>>(
+      module, "HostsCommunicator", "Ranks of several hosts: Gloo between them, shared memory within.")
+      .def(py::init<c10::intrusive_ptr<c10d::ProcessGroup>, int, int, std::string, double,
+                    std::shared_ptr<ShmCommunicator>>(),
+           py::arg("process_group"), py::arg("rank"), py::arg("size"), py::arg("name"),
+           py::arg("timeout_seconds"), py::arg("local"), Released());
 }
 
 }  // namespace bmtrain

@@ -29,7 +29,7 @@
 
 namespace bmtrain {
 
-class GlooCommunicator final : public Communicator {
+class GlooCommunicator : public Communicator {
  public:
   /// `process_group` must have a Gloo backend for the CPU that serves nobody else. Operations give up after
   /// `timeout_seconds` in wait().
@@ -60,15 +60,16 @@ class GlooCommunicator final : public Communicator {
   [[nodiscard]] std::vector<std::pair<std::string, Traffic>> traffic() const override;
   void reset_traffic() override;
 
+ protected:
+  // Shared with the works, which may outlive the communicator.
+  std::shared_ptr<GlooLink> link_;
+  TrafficCounter traffic_;
+
  private:
   [[nodiscard]] WorkPtr all_reduce_small(const at::Tensor& tensor, ReduceOp op,
                                          const GlooOperation& operation, std::function<void()> publish);
   [[nodiscard]] WorkPtr all_reduce_large(const at::Tensor& tensor, ReduceOp op,
                                          const GlooOperation& operation, std::function<void()> publish);
-
-  // Shared with the works, which may outlive the communicator.
-  std::shared_ptr<GlooLink> link_;
-  TrafficCounter traffic_;
 };
 
 }  // namespace bmtrain

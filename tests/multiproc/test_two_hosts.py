@@ -52,12 +52,12 @@ def train_on_one_host(file: Path) -> Any:
 def test_same_losses_and_counted_bytes(tmp_path: Path) -> None:
     two = train_on_two_hosts(tmp_path / "two.json")
     one = train_on_one_host(tmp_path / "one.json")
-    assert two["backends"] == ["gloo", "shm"]  # between hosts, within one
+    assert two["backends"] == ["shm+gloo", "shm"]  # of a group on both hosts, of one within a host
     assert one["backends"] == ["shm", "shm"]
     assert two["losses"] == one["losses"]
-    # Weight and bias begin at multiples of 512 bytes as they are. A gather or a reduction sends one partition
-    # from each rank to each other: 2 * 2 of them from this host to the other one.
+    # Weight and bias begin at multiples of 512 bytes as they are. A gather brings each partition of this host to the
+    # other one once; a reduction sends a slice of a gradient from each rank to each: 2 * 2 of them between hosts.
     partition = (DIM * DIM + DIM) * 4 // RANKS
-    crossing = STEPS * (2 * BLOCKS - 1 + BLOCKS) * 4 * partition
+    crossing = STEPS * ((2 * BLOCKS - 1) * 2 + BLOCKS * 4) * partition
     # Headers and acknowledgements, and what the optimizer's step agrees on.
     assert crossing <= two["sent"] <= 1.05 * crossing + STEPS * 16 * 1024
