@@ -10,8 +10,8 @@
 
 namespace bmtrain::cuda {
 
-/// (num_rows, width) logits, contiguous; fp32, fp16 or bf16. The columns may be one rank's part of a
-/// vocabulary.
+/// (num_rows, width) logits, contiguous; fp32, fp16 or bf16; fewer than 2^31 rows. The columns may be one
+/// rank's part of a vocabulary.
 struct Logits {
   const void* data;
   DType dtype;

@@ -1,13 +1,12 @@
-// Passes that are bound by memory alone: every thread moves 16 bytes at a time where pointers allow.
+// Passes that are bound by memory alone. See [Note: Tiles] in tiles.h.
 #include <algorithm>
 
 #include "cuda/launch.h"
 #include "cuda/reduce.h"
+#include "cuda/tiles.h"
 
 namespace bmtrain::cuda {
 namespace {
-
-constexpr int kPerThread = 8;
 
 template <typename T>
 struct Sum {  // the type that sums of T are made in
@@ -22,47 +21,29 @@ struct Sum<double> {
   static __device__ double rounded(double x) { return x; }
 };
 
-// The elements [first, first + kCount) of an array; beyond its end, zeros.
-template <typename T, int kCount>
-__device__ Pack<T, kCount> load_part(const T* from, std::int64_t first, std::int64_t n) {
-  if (first + kCount <= n && is_aligned(from + first, alignof(Pack<T, kCount>))) {
-    return *reinterpret_cast<const Pack<T, kCount>*>(from + first);
-  }
-  Pack<T, kCount> pack = {};
-  for (int k = 0; k < kCount; ++k) {
-    if (first + k < n) pack.values[k] = from[first + k];
-  }
-  return pack;
-}
-
-template <typename T, int kCount>
-__device__ void store_part(T* to, std::int64_t first, std::int64_t n, const Pack<T, kCount>& pack) {
-  if (first + kCount <= n && is_aligned(to + first, alignof(Pack<T, kCount>))) {
-    *reinterpret_cast<Pack<T, kCount>*>(to + first) = pack;
-    return;
-  }
-  for (int k = 0; k < kCount; ++k) {
-    if (first + k < n) to[first + k] = pack.values[k];
-  }
-}
-
-__device__ std::int64_t first_element() {
-  return (static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kPerThread;
-}
-__device__ std::int64_t grid_stride() { return static_cast<std::int64_t>(gridDim.x) * kThreads * kPerThread; }
-unsigned grid_over(std::int64_t n) {
-  return grid_for((n + kThreads * kPerThread - 1) / (kThreads * kPerThread));
+template <typename T>
+Placed placed(const T* array) {
+  return {array, sizeof(T)};
 }
 
 template <typename Out, typename Source>
-__global__ void __launch_bounds__(kThreads) cast_kernel(Out* out, const Source* source, std::int64_t n) {
-  for (std::int64_t i = first_element(); i < n; i += grid_stride()) {
-    const auto in = load_part<Source, kPerThread>(source, i, n);
-    Pack<Out, kPerThread> result;
-#pragma unroll
-    for (int k = 0; k < kPerThread; ++k) result.values[k] = from_float<Out>(to_float(in.values[k]));
-    store_part(out, i, n, result);
-  }
+using CastTiles = Tiles<16 / std::max<int>(sizeof(Out), sizeof(Source)), 4>;
+
+template <typename Out, typename Source>
+__global__ void __launch_bounds__(kThreads)
+    cast_kernel(Out* out, const Source* source, std::int64_t n, Alignment alignment) {
+  using Tiling = CastTiles<Out, Source>;
+  Tiling::visit_all(
+      n, alignment,
+      [&](std::int64_t i) {
+        typename Tiling::template Packs<Source> in;
+        typename Tiling::template Packs<Out> result;
+        Tiling::load(source + i, in);
+        Tiling::for_each(
+            [&](int u, int k) { result[u].values[k] = from_float<Out>(to_float(in[u].values[k])); });
+        Tiling::store(out + i, result);
+      },
+      [&](std::int64_t i) { out[i] = from_float<Out>(to_float(source[i])); });
 }
 
 struct Sources {
@@ -71,84 +52,111 @@ struct Sources {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    sum_kernel(T* out, const __grid_constant__ Sources sources, std::int64_t n, bool accumulate,
-               typename Sum<T>::Type factor) {
-  using Wide = typename Sum<T>::Type;
-  for (std::int64_t i = first_element(); i < n; i += grid_stride()) {
-    Wide total[kPerThread] = {};
-    for (int s = 0; s < sources.count; ++s) {
-      const auto in = load_part<T, kPerThread>(static_cast<const T*>(sources.pointers[s]), i, n);
-#pragma unroll
-      for (int k = 0; k < kPerThread; ++k) {
-        total[k] = s == 0 ? Sum<T>::of(in.values[k]) : total[k] + Sum<T>::of(in.values[k]);
-      }
-    }
-    Pack<T, kPerThread> result = {};
-    if (accumulate) result = load_part<T, kPerThread>(out, i, n);
-#pragma unroll
-    for (int k = 0; k < kPerThread; ++k) {
-      const Wide sum = factor == 1 ? total[k] : total[k] * factor;
-      result.values[k] = Sum<T>::rounded(accumulate ? sum + Sum<T>::of(result.values[k]) : sum);
-    }
-    store_part(out, i, n, result);
-  }
+using SumTiles = Tiles<16 / static_cast<int>(sizeof(T)), sizeof(T) == 8 ? 1 : 2>;
+
+// What becomes of a sum.
+template <typename T>
+__device__ T finished(typename Sum<T>::Type total, typename Sum<T>::Type factor, bool accumulate, T old) {
+  if (factor != 1) total *= factor;
+  return Sum<T>::rounded(accumulate ? total + Sum<T>::of(old) : total);
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) scale_kernel(T* x, std::int64_t n, const float* factor) {
+__global__ void __launch_bounds__(kThreads)
+    sum_kernel(T* out, const __grid_constant__ Sources sources, std::int64_t n, Alignment alignment,
+               bool accumulate, typename Sum<T>::Type factor) {
+  using Tiling = SumTiles<T>;
+  using Wide = typename Sum<T>::Type;
+  const auto source = [&](int s) { return static_cast<const T*>(sources.pointers[s]); };
+  Tiling::visit_all(
+      n, alignment,
+      [&](std::int64_t i) {
+        typename Tiling::template Wide<Wide> total = {};
+        typename Tiling::template Packs<T> in;
+        for (int s = 0; s < sources.count; ++s) {
+          Tiling::load(source(s) + i, in);
+          Tiling::for_each([&](int u, int k) {
+            const Wide x = Sum<T>::of(in[u].values[k]);
+            total[u][k] = s == 0 ? x : total[u][k] + x;
+          });
+        }
+        if (accumulate) Tiling::load(out + i, in);
+        Tiling::for_each([&](int u, int k) {
+          in[u].values[k] = finished<T>(total[u][k], factor, accumulate, in[u].values[k]);
+        });
+        Tiling::store(out + i, in);
+      },
+      [&](std::int64_t i) {
+        Wide total = 0;
+        for (int s = 0; s < sources.count; ++s) {
+          const Wide x = Sum<T>::of(source(s)[i]);
+          total = s == 0 ? x : total + x;
+        }
+        out[i] = finished<T>(total, factor, accumulate, accumulate ? out[i] : T{});
+      });
+}
+
+template <typename T>
+using ScaleTiles = Tiles<16 / static_cast<int>(sizeof(T)), 4>;
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    scale_kernel(T* x, std::int64_t n, Alignment alignment, const float* factor) {
+  using Tiling = ScaleTiles<T>;
   const float by = *factor;
   if (by == 1) return;
-  for (std::int64_t i = first_element(); i < n; i += grid_stride()) {
-    auto pack = load_part<T, kPerThread>(x, i, n);
-#pragma unroll
-    for (int k = 0; k < kPerThread; ++k) pack.values[k] = from_float<T>(to_float(pack.values[k]) * by);
-    store_part(x, i, n, pack);
-  }
+  Tiling::visit_all(
+      n, alignment,
+      [&](std::int64_t i) {
+        typename Tiling::template Packs<T> packs;
+        Tiling::load(x + i, packs);
+        Tiling::for_each(
+            [&](int u, int k) { packs[u].values[k] = from_float<T>(to_float(packs[u].values[k]) * by); });
+        Tiling::store(x + i, packs);
+      },
+      [&](std::int64_t i) { x[i] = from_float<T>(to_float(x[i]) * by); });
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) square_kernel(double* partial, const T* x, std::int64_t n) {
+__global__ void __launch_bounds__(kThreads)
+    square_kernel(double* partial, const T* x, std::int64_t n, Alignment alignment) {
+  using Tiling = ScaleTiles<T>;
   double total = 0;
-  for (std::int64_t i = first_element(); i < n; i += grid_stride()) {
-    const auto in = load_part<T, kPerThread>(x, i, n);
-#pragma unroll
-    for (int k = 0; k < kPerThread; ++k) {
-      const double value = to_float(in.values[k]);
-      total = fma(value, value, total);
-    }
-  }
+  const auto add = [&](T element) {
+    const double value = to_float(element);
+    total = fma(value, value, total);
+  };
+  Tiling::visit_all(
+      n, alignment,
+      [&](std::int64_t i) {
+        typename Tiling::template Packs<T> packs;
+        Tiling::load(x + i, packs);
+        Tiling::for_each([&](int u, int k) { add(packs[u].values[k]); });
+      },
+      [&](std::int64_t i) { add(x[i]); });
   total = merge_block(total, [](double a, double b) { return a + b; });
   if (threadIdx.x == 0) partial[blockIdx.x] += total;
 }
 
 __global__ void __launch_bounds__(kThreads) finish_kernel(double* result, const double* partial) {
   double total = 0;
-  for (int i = threadIdx.x; i < kPartialSums; i += kThreads) total += partial[i];
+  for (int i = static_cast<int>(threadIdx.x); i < kPartialSums; i += kThreads) total += partial[i];
   total = merge_block(total, [](double a, double b) { return a + b; });
   if (threadIdx.x == 0) *result = total;
-}
-
-template <typename Out>
-void launch_cast(void* out, const void* source, DType source_dtype, std::int64_t n, cudaStream_t stream) {
-  auto* const to = static_cast<Out*>(out);
-  const unsigned grid = grid_over(n);
-  if (source_dtype == DType::kFloat32) {
-    cast_kernel<<<grid, kThreads, 0, stream>>>(to, static_cast<const float*>(source), n);
-  } else if (source_dtype == DType::kBFloat16) {
-    cast_kernel<<<grid, kThreads, 0, stream>>>(to, static_cast<const Bf16*>(source), n);
-  } else {
-    cast_kernel<<<grid, kThreads, 0, stream>>>(to, static_cast<const Half*>(source), n);
-  }
 }
 
 template <typename T>
 cudaError_t launch_sum(void* out, const Sources& sources, std::int64_t n, bool accumulate, double factor,
                        cudaStream_t stream) {
-  using Wide = typename Sum<T>::Type;
-  sum_kernel<T><<<grid_over(n), kThreads, 0, stream>>>(static_cast<T*>(out), sources, n, accumulate,
-                                                       static_cast<Wide>(factor));
-  return cudaGetLastError();
+  using Tiling = SumTiles<T>;
+  auto* const to = static_cast<T*>(out);
+  Alignment alignment = Tiling::alignment_of(placed(to));
+  for (int s = 0; s < sources.count; ++s) {
+    const Placed source = placed(static_cast<const T*>(sources.pointers[s]));
+    alignment.has_packs = alignment.has_packs && Tiling::alignment_of(placed(to), source).has_packs;
+  }
+  return launch(stream, grid_for(Tiling::count(n, alignment)), sum_kernel<T>, to, sources, n, alignment,
+                accumulate, static_cast<typename Sum<T>::Type>(factor));
 }
 
 }  // namespace
@@ -156,15 +164,18 @@ cudaError_t launch_sum(void* out, const Sources& sources, std::int64_t n, bool a
 cudaError_t cast(void* out, DType out_dtype, const void* source, DType source_dtype, std::int64_t n,
                  cudaStream_t stream) {
   if (n == 0) return cudaSuccess;
-  if (out_dtype == DType::kFloat64 || source_dtype == DType::kFloat64) return cudaErrorInvalidValue;
-  if (out_dtype == DType::kFloat32) {
-    launch_cast<float>(out, source, source_dtype, n, stream);
-  } else if (out_dtype == DType::kBFloat16) {
-    launch_cast<Bf16>(out, source, source_dtype, n, stream);
-  } else {
-    launch_cast<Half>(out, source, source_dtype, n, stream);
-  }
-  return cudaGetLastError();
+  return with_element_type(out_dtype, [&](auto out_type) {
+    return with_element_type(source_dtype, [&](auto source_type) {
+      using Out = typename decltype(out_type)::Type;
+      using Source = typename decltype(source_type)::Type;
+      using Tiling = CastTiles<Out, Source>;
+      auto* const to = static_cast<Out*>(out);
+      const auto* const from = static_cast<const Source*>(source);
+      const Alignment alignment = Tiling::alignment_of(placed(to), placed(from));
+      return launch(stream, grid_for(Tiling::count(n, alignment)), cast_kernel<Out, Source>, to, from, n,
+                    alignment);
+    });
+  });
 }
 
 cudaError_t ordered_sum(void* out, const void* const* sources, int num_sources, std::int64_t n, DType dtype,
@@ -175,52 +186,37 @@ cudaError_t ordered_sum(void* out, const void* const* sources, int num_sources, 
   Sources batch = {};
   batch.count = num_sources;
   std::copy(sources, sources + num_sources, batch.pointers);
-  switch (dtype) {
-    case DType::kFloat32:
-      return launch_sum<float>(out, batch, n, accumulate, factor, stream);
-    case DType::kBFloat16:
-      return launch_sum<Bf16>(out, batch, n, accumulate, factor, stream);
-    case DType::kFloat16:
-      return launch_sum<Half>(out, batch, n, accumulate, factor, stream);
-    default:
-      return launch_sum<double>(out, batch, n, accumulate, factor, stream);
-  }
+  if (dtype == DType::kFloat64) return launch_sum<double>(out, batch, n, accumulate, factor, stream);
+  return with_element_type(dtype, [&](auto type) {
+    return launch_sum<typename decltype(type)::Type>(out, batch, n, accumulate, factor, stream);
+  });
 }
 
 cudaError_t scale(void* x, std::int64_t n, DType dtype, const float* factor, cudaStream_t stream) {
   if (n == 0) return cudaSuccess;
-  const unsigned grid = grid_over(n);
-  if (dtype == DType::kFloat32) {
-    scale_kernel<<<grid, kThreads, 0, stream>>>(static_cast<float*>(x), n, factor);
-  } else if (dtype == DType::kBFloat16) {
-    scale_kernel<<<grid, kThreads, 0, stream>>>(static_cast<Bf16*>(x), n, factor);
-  } else if (dtype == DType::kFloat16) {
-    scale_kernel<<<grid, kThreads, 0, stream>>>(static_cast<Half*>(x), n, factor);
-  } else {
-    return cudaErrorInvalidValue;
-  }
-  return cudaGetLastError();
+  return with_element_type(dtype, [&](auto type) {
+    using T = typename decltype(type)::Type;
+    auto* const data = static_cast<T*>(x);
+    const Alignment alignment = ScaleTiles<T>::alignment_of(placed(data));
+    const unsigned grid = grid_for(ScaleTiles<T>::count(n, alignment));
+    return launch(stream, grid, scale_kernel<T>, data, n, alignment, factor);
+  });
 }
 
 cudaError_t squared_sum(double* partial, const void* x, std::int64_t n, DType dtype, cudaStream_t stream) {
   if (n == 0) return cudaSuccess;
-  // A fixed grid: which element meets which partial sum does not depend on the card.
-  const unsigned grid = std::min<unsigned>(grid_over(n), kPartialSums);
-  if (dtype == DType::kFloat32) {
-    square_kernel<<<grid, kThreads, 0, stream>>>(partial, static_cast<const float*>(x), n);
-  } else if (dtype == DType::kBFloat16) {
-    square_kernel<<<grid, kThreads, 0, stream>>>(partial, static_cast<const Bf16*>(x), n);
-  } else if (dtype == DType::kFloat16) {
-    square_kernel<<<grid, kThreads, 0, stream>>>(partial, static_cast<const Half*>(x), n);
-  } else {
-    return cudaErrorInvalidValue;
-  }
-  return cudaGetLastError();
+  return with_element_type(dtype, [&](auto type) {
+    using T = typename decltype(type)::Type;
+    const auto* const data = static_cast<const T*>(x);
+    const Alignment alignment = ScaleTiles<T>::alignment_of(placed(data));
+    // Which element meets which partial sum does not depend on the card.
+    const unsigned grid = std::min<unsigned>(grid_for(ScaleTiles<T>::count(n, alignment)), kPartialSums);
+    return launch(stream, grid, square_kernel<T>, partial, data, n, alignment);
+  });
 }
 
 cudaError_t finish_squared_sum(double* total, const double* partial, cudaStream_t stream) {
-  finish_kernel<<<1, kThreads, 0, stream>>>(total, partial);
-  return cudaGetLastError();
+  return launch(stream, 1, finish_kernel, total, partial);
 }
 
 }  // namespace bmtrain::cuda

@@ -1,5 +1,4 @@
-// What the kernels of all optimizers have in common: a block takes a tile of a range, a thread eight
-// neighbours of it.
+// What the kernels of all optimizers have in common: one pass over ranges that lie anywhere.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,42 +6,29 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cpu/kernels.h"
 #include "cuda/launch.h"
 #include "cuda/step_control.h"
+#include "cuda/tiles.h"
 
 namespace bmtrain::cuda {
 
-constexpr int kPerThread = 8;  // two 16-byte loads of fp32, one of 16-bit values
-constexpr std::int64_t kTile = kThreads * kPerThread;
+// Four elements are 16 bytes of fp32 and 8 of 16-bit values. Two packs of each array keep enough bytes under
+// way (docs/explanation/gpu.md), and more would take registers from other threads.
+constexpr int kStepCount = 4;
+constexpr int kStepUnroll = 2;
+using StepTiles = Tiles<kStepCount, kStepUnroll>;
+
 constexpr int kRangesPerLaunch = 16;  // they travel as kernel arguments, of which there are 4 KiB
 
 template <typename Slice>
 struct StepBatch {
   Slice slices[kRangesPerLaunch];
+  Alignment alignments[kRangesPerLaunch];
   std::int64_t first_tile[kRangesPerLaunch + 1];
   int num_slices;
   StepControl control;
 };
-
-/// Calls launch(batch, grid) for as few batches as the number of slices allows.
-template <typename Slice, typename Launch>
-[[nodiscard]] cudaError_t for_each_batch(const Slice* slices, std::int64_t num_slices,
-                                         const StepControl& control, const Launch& launch) {
-  static_assert(sizeof(StepBatch<Slice>) <= 4096);
-  for (std::int64_t first = 0; first < num_slices; first += kRangesPerLaunch) {
-    StepBatch<Slice> batch = {};
-    batch.control = control;
-    batch.num_slices = static_cast<int>(std::min<std::int64_t>(kRangesPerLaunch, num_slices - first));
-    for (int s = 0; s < batch.num_slices; ++s) {
-      batch.slices[s] = slices[first + s];
-      batch.first_tile[s + 1] = batch.first_tile[s] + (batch.slices[s].n + kTile - 1) / kTile;
-    }
-    if (batch.first_tile[batch.num_slices] == 0) continue;
-    launch(batch, grid_for(batch.first_tile[batch.num_slices]));
-    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
-}
 
 /// StepControl as a kernel read it.
 struct StepValues {
@@ -51,9 +37,95 @@ struct StepValues {
   bool zeroes;
 };
 
-/// Calls body(slice, i, values) for the first element i of this thread in each of its block's tiles.
-template <typename Slice, typename Body>
-__device__ void for_each_tile(const StepBatch<Slice>& batch, const Body& body) {
+__device__ inline float load_as_float(const void* from, DType dtype, std::int64_t i) {
+  if (dtype == DType::kBFloat16) return to_float(static_cast<const Bf16*>(from)[i]);
+  if (dtype == DType::kFloat16) return to_float(static_cast<const Half*>(from)[i]);
+  return static_cast<const float*>(from)[i];
+}
+
+__device__ inline void store_from_float(void* to, DType dtype, std::int64_t i, float x) {
+  if (dtype == DType::kBFloat16) {
+    static_cast<Bf16*>(to)[i] = from_float<Bf16>(x);
+  } else if (dtype == DType::kFloat16) {
+    static_cast<Half*>(to)[i] = from_float<Half>(x);
+  } else {
+    static_cast<float*>(to)[i] = x;
+  }
+}
+
+// An Optimizer has
+//   Slice                     what it updates, a cpu::StepSlice with kMoments arrays more
+//   kMoments                  their number
+//   moment(slice, m)          the m-th of them, or nullptr
+//   update(slice, g, w, m)    one element's step; g is the gradient, unscaled and clipped but for the slice's
+//                             own factor, w the weight and m its moments, which become the new ones
+
+template <typename Optimizer, typename Grad, typename Rounded>
+__device__ void step_packs(const typename Optimizer::Slice& slice, std::int64_t i, const StepValues& values) {
+  Grad* const grad = const_cast<Grad*>(static_cast<const Grad*>(slice.grad)) + i;
+  if (!values.skips) {
+    StepTiles::Packs<Grad> g;
+    StepTiles::Packs<float> w, moments[Optimizer::kMoments] = {};
+    StepTiles::load(grad, g);
+    StepTiles::load(slice.weight + i, w);
+#pragma unroll
+    for (int m = 0; m < Optimizer::kMoments; ++m) {
+      if (Optimizer::moment(slice, m) != nullptr)
+        StepTiles::load(Optimizer::moment(slice, m) + i, moments[m]);
+    }
+    StepTiles::Packs<Rounded> rounded;
+    StepTiles::for_each([&](int u, int k) {
+      float of_element[Optimizer::kMoments];
+      for (int m = 0; m < Optimizer::kMoments; ++m) of_element[m] = moments[m][u].values[k];
+      Optimizer::update(slice, to_float(g[u].values[k]) * values.scale, w[u].values[k], of_element);
+      for (int m = 0; m < Optimizer::kMoments; ++m) moments[m][u].values[k] = of_element[m];
+      rounded[u].values[k] = from_float<Rounded>(w[u].values[k]);
+    });
+    StepTiles::store(slice.weight + i, w);
+#pragma unroll
+    for (int m = 0; m < Optimizer::kMoments; ++m) {
+      if (Optimizer::moment(slice, m) != nullptr)
+        StepTiles::store(Optimizer::moment(slice, m) + i, moments[m]);
+    }
+    if constexpr (sizeof(Rounded) == 2) StepTiles::store(static_cast<Rounded*>(slice.rounded) + i, rounded);
+  }
+  if (values.zeroes) {
+    const StepTiles::Packs<Grad> zeros = {};
+    StepTiles::store(grad, zeros);
+  }
+}
+
+template <typename Optimizer, typename Grad>
+__device__ void step_packs_from(const typename Optimizer::Slice& slice, std::int64_t i,
+                                const StepValues& values) {
+  if (slice.rounded == nullptr) return step_packs<Optimizer, Grad, float>(slice, i, values);
+  if (slice.rounded_dtype == DType::kBFloat16) return step_packs<Optimizer, Grad, Bf16>(slice, i, values);
+  return step_packs<Optimizer, Grad, Half>(slice, i, values);
+}
+
+/// One element at the end of a range, or of one whose arrays lie unlike each other.
+template <typename Optimizer>
+__device__ void step_one(const typename Optimizer::Slice& slice, std::int64_t i, const StepValues& values) {
+  void* const grad = const_cast<void*>(slice.grad);
+  if (!values.skips) {
+    float w = slice.weight[i];
+    float moments[Optimizer::kMoments] = {};
+    for (int m = 0; m < Optimizer::kMoments; ++m) {
+      if (Optimizer::moment(slice, m) != nullptr) moments[m] = Optimizer::moment(slice, m)[i];
+    }
+    Optimizer::update(slice, load_as_float(grad, slice.grad_dtype, i) * values.scale, w, moments);
+    slice.weight[i] = w;
+    for (int m = 0; m < Optimizer::kMoments; ++m) {
+      if (Optimizer::moment(slice, m) != nullptr) Optimizer::moment(slice, m)[i] = moments[m];
+    }
+    if (slice.rounded != nullptr) store_from_float(slice.rounded, slice.rounded_dtype, i, w);
+  }
+  if (values.zeroes) store_from_float(grad, slice.grad_dtype, i, 0);
+}
+
+template <typename Optimizer>
+__global__ void __launch_bounds__(kThreads)
+    step_kernel(const __grid_constant__ StepBatch<typename Optimizer::Slice> batch) {
   const StepControl& control = batch.control;
   const StepValues values = {.scale = control.grad_scale == nullptr ? 1 : *control.grad_scale,
                              .skips = control.found_inf != nullptr && *control.found_inf != 0,
@@ -62,45 +134,53 @@ __device__ void for_each_tile(const StepBatch<Slice>& batch, const Body& body) {
   int s = 0;
   for (std::int64_t tile = blockIdx.x; tile < batch.first_tile[batch.num_slices]; tile += gridDim.x) {
     while (tile >= batch.first_tile[s + 1]) ++s;  // tiles of a block only grow
-    const Slice& slice = batch.slices[s];
-    const std::int64_t i = (tile - batch.first_tile[s]) * kTile + threadIdx.x * kPerThread;
-    if (i < slice.n) body(slice, i, values);
+    const auto& slice = batch.slices[s];
+    StepTiles::visit(
+        tile - batch.first_tile[s], slice.n, batch.alignments[s],
+        [&](std::int64_t i) {
+          if (slice.grad_dtype == DType::kBFloat16) return step_packs_from<Optimizer, Bf16>(slice, i, values);
+          if (slice.grad_dtype == DType::kFloat16) return step_packs_from<Optimizer, Half>(slice, i, values);
+          step_packs_from<Optimizer, float>(slice, i, values);
+        },
+        [&](std::int64_t i) { step_one<Optimizer>(slice, i, values); });
   }
 }
 
-template <typename T, int kCount>
-__device__ void load(const T* from, float (&to)[kCount], std::int64_t left) {
-  if (left >= kCount && is_aligned(from)) {
-    constexpr int kStep = 16 / static_cast<int>(sizeof(T));
-#pragma unroll
-    for (int k = 0; k < kCount; k += kStep) {
-      const auto pack = *reinterpret_cast<const Pack<T, kStep>*>(from + k);
-#pragma unroll
-      for (int j = 0; j < kStep; ++j) to[k + j] = to_float(pack.values[j]);
-    }
-  } else {
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) to[k] = k < left ? to_float(from[k]) : 0;
+template <typename Optimizer>
+Alignment alignment_of_slice(const typename Optimizer::Slice& slice) {
+  const Placed weight{slice.weight, sizeof(float)};
+  Alignment all = StepTiles::alignment_of(weight, Placed{slice.grad, size_of(slice.grad_dtype)},
+                                          Placed{slice.rounded, size_of(slice.rounded_dtype)});
+  for (int m = 0; m < Optimizer::kMoments; ++m) {
+    const Placed moment{Optimizer::moment(slice, m), sizeof(float)};
+    all.has_packs = all.has_packs && StepTiles::alignment_of(weight, moment).has_packs;
   }
+  return all;
 }
 
-template <typename T, int kCount>
-__device__ void store(T* to, const float (&from)[kCount], std::int64_t left) {
-  if (left >= kCount && is_aligned(to)) {
-    constexpr int kStep = 16 / static_cast<int>(sizeof(T));
-#pragma unroll
-    for (int k = 0; k < kCount; k += kStep) {
-      Pack<T, kStep> pack;
-#pragma unroll
-      for (int j = 0; j < kStep; ++j) pack.values[j] = from_float<T>(from[k + j]);
-      *reinterpret_cast<Pack<T, kStep>*>(to + k) = pack;
+/// Updates all slices with as few launches as their number allows.
+template <typename Optimizer>
+[[nodiscard]] cudaError_t step(const typename Optimizer::Slice* slices, std::int64_t num_slices,
+                               const StepControl& control, cudaStream_t stream) {
+  using Batch = StepBatch<typename Optimizer::Slice>;
+  static_assert(sizeof(Batch) <= 4096);
+  for (std::int64_t first = 0; first < num_slices; first += kRangesPerLaunch) {
+    Batch batch = {};
+    batch.control = control;
+    batch.num_slices = static_cast<int>(std::min<std::int64_t>(kRangesPerLaunch, num_slices - first));
+    for (int s = 0; s < batch.num_slices; ++s) {
+      const auto& slice = batch.slices[s] = slices[first + s];
+      if (slice.grad_dtype == DType::kFloat64) return cudaErrorInvalidValue;
+      batch.alignments[s] = alignment_of_slice<Optimizer>(slice);
+      const std::int64_t num_tiles = slice.n == 0 ? 0 : StepTiles::count(slice.n, batch.alignments[s]);
+      batch.first_tile[s + 1] = batch.first_tile[s] + num_tiles;
     }
-  } else {
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) {
-      if (k < left) to[k] = from_float<T>(from[k]);
-    }
+    const std::int64_t num_tiles = batch.first_tile[batch.num_slices];
+    if (num_tiles == 0) continue;
+    const cudaError_t error = launch(stream, grid_for(num_tiles), step_kernel<Optimizer>, batch);
+    if (error != cudaSuccess) return error;
   }
+  return cudaSuccess;
 }
 
 }  // namespace bmtrain::cuda

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from emulated_gpu import EmulatedGpu
 from harness.fake_nccl import build_fake
 
 from bmtrain import _C
@@ -28,3 +29,11 @@ def fake(fake_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CD
     yield controls
     controls.fake_stuck(0, 0)
     controls.fake_async_error(0)
+
+
+@pytest.fixture(scope="session")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> EmulatedGpu:
+    """The library's own kernels."""
+    root = Path(__file__).resolve().parents[2]
+    kernels = sorted((root / "csrc" / "cuda").glob("*.cu"))
+    return EmulatedGpu(tmp_path_factory.mktemp("emulated"), kernels, [root / "tests/cuda/emulate/entry.cpp"])

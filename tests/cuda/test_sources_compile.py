@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,26 +37,41 @@ def newest_architecture(nvcc: Path) -> str:
     return run_process([nvcc, "--list-gpu-arch"], directory=ROOT).stdout.split()[-1].removeprefix("compute_")
 
 
+# Of each file, the widest loads and stores: those of a pack (csrc/cuda/pack.h).
+WIDE = ("ld.global.cs.v4", "st.global.cs.v4")
+
+
 @pytest.mark.slow
 @needs_toolkit
 def test_kernels(tmp_path: Path) -> None:
+    """They compile without a warning, keep everything in registers and access memory 16 bytes at a time."""
     assert TOOLKIT is not None
     nvcc = TOOLKIT / "bin" / "nvcc"
     versions = dict.fromkeys(["80", "90", newest_architecture(nvcc)])
     targets = [f"-gencode=arch=compute_{version},code=sm_{version}" for version in versions]
     flags = [
         "-std=c++20",
-        "-O1",
+        "-O3",
+        "--fmad=false",
         "-Icsrc",
         "-Werror=all-warnings",
         "-DBMTRAIN_WITH_CUDA",
+        "-Xptxas=-v",
+        "--keep",
         *TORCH_FLAGS,
         *targets,
     ]
 
     def compiled(source: str) -> None:
-        out = tmp_path / f"{Path(source).stem}.o"
-        run_process([nvcc, *flags, "-c", source, "-o", out], directory=ROOT, timeout=300)
+        folder = tmp_path / Path(source).stem
+        folder.mkdir()
+        command = [nvcc, *flags, f"--keep-dir={folder}", "-c", source, "-o", folder / "kernels.o"]
+        report = run_process(command, directory=ROOT, timeout=300)
+        spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill", report.stdout)
+        assert len(spills) >= len(targets), source
+        assert set(spills) == {("0", "0")}, source
+        for ptx in folder.glob("*.ptx"):
+            assert all(access in ptx.read_text() for access in WIDE), ptx.name
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(compiled, KERNELS))

@@ -6,6 +6,7 @@
 #include "cuda/cross_entropy_math.h"
 #include "cuda/element.h"
 #include "cuda/momentum_math.h"
+#include "factors.h"
 
 using namespace bmtrain;        // NOLINT(google-build-using-namespace)
 using namespace bmtrain::cuda;  // NOLINT(google-build-using-namespace)
@@ -25,21 +26,9 @@ void widen_half(const std::uint16_t* x, float* out, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) out[i] = to_float(Half{x[i]});
 }
 
-// factors: grad_factor, grad_divide, lerp_from_grad, lerp_weight, beta2, one_minus_beta2,
-// bias_correction2_sqrt, eps, negative_step_size, decay_kind, decay.
+// factors: as in factors.h, here and below.
 void adam_step(const float* factors, float* w, const float* g, float* m, float* v, std::int64_t n) {
-  cpu::AdamFactors f;
-  f.grad_factor = factors[0];
-  f.grad_divide = factors[1] != 0;
-  f.lerp_from_grad = factors[2] != 0;
-  f.lerp_weight = factors[3];
-  f.beta2 = factors[4];
-  f.one_minus_beta2 = factors[5];
-  f.bias_correction2_sqrt.value = factors[6];
-  f.eps = factors[7];
-  f.negative_step_size = factors[8];
-  f.decay_kind = static_cast<cpu::WeightDecay>(static_cast<int>(factors[9]));
-  f.decay = factors[10];
+  const cpu::AdamFactors f = adam_factors(factors);
   for (std::int64_t i = 0; i < n; ++i) {
     const AdamElement e = adam_element(f, g[i], {w[i], m[i], v[i]});
     w[i] = e.weight;
@@ -48,22 +37,8 @@ void adam_step(const float* factors, float* w, const float* g, float* m, float* 
   }
 }
 
-// factors: lion, grad_factor, grad_divide, starts, nesterov, keep, take, ahead_keep, ahead_take, negative_lr,
-// decay_kind, decay.
 void momentum_step(const float* factors, float* w, const float* g, float* b, std::int64_t n) {
-  cpu::MomentumFactors f;
-  f.rule = factors[0] != 0 ? cpu::MomentumRule::kLion : cpu::MomentumRule::kSgd;
-  f.grad_factor = factors[1];
-  f.grad_divide = factors[2] != 0;
-  f.starts = factors[3] != 0;
-  f.nesterov = factors[4] != 0;
-  f.keep = factors[5];
-  f.take = factors[6];
-  f.ahead_keep = factors[7];
-  f.ahead_take = factors[8];
-  f.negative_lr = factors[9];
-  f.decay_kind = static_cast<cpu::WeightDecay>(static_cast<int>(factors[10]));
-  f.decay = factors[11];
+  const cpu::MomentumFactors f = momentum_factors(factors);
   for (std::int64_t i = 0; i < n; ++i) {
     const MomentumElement e = momentum_element(f, b != nullptr, g[i], {w[i], b == nullptr ? 0 : b[i]});
     w[i] = e.weight;
@@ -104,7 +79,8 @@ void row_gradient(const float* x, const float* weight, const float* factors, std
                   std::int64_t n, float* out) {
   const RowGradient row{factors[0], factors[1], factors[2], factors[3], factors[4]};
   for (std::int64_t c = 0; c < n; ++c) {
-    out[c] = logit_gradient(row, x[c], c == target, weight == nullptr ? 1 : weight[c]);
+    out[c] = logit_gradient(row, x[c]) - row.spread * (weight == nullptr ? 1 : weight[c]);
+    if (c == target) out[c] -= row.hit;
   }
 }
 

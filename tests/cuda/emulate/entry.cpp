@@ -1,0 +1,109 @@
+// The kernels' host functions for ctypes. Numbers of dtypes are those of DType.
+#include <cstdint>
+#include <vector>
+
+#include "../host/factors.h"
+#include "cuda/adam.h"
+#include "cuda/cross_entropy.h"
+#include "cuda/momentum.h"
+#include "cuda/reduce.h"
+
+using namespace bmtrain;  // NOLINT(google-build-using-namespace)
+
+namespace {
+
+DType dtype_of(std::int64_t number) { return static_cast<DType>(number); }
+
+// One range of a step; every field is 8 bytes.
+struct Range {
+  float *weight, *moment, *second_moment;
+  void* rounded;
+  std::int64_t rounded_dtype;
+  const void* grad;
+  std::int64_t grad_dtype, n;
+  const float* factors;  // as in factors.h
+};
+
+struct Control {
+  const float *grad_scale, *found_inf;
+  std::int64_t zero_grad;
+};
+
+template <typename Slice>
+Slice slice_of(const Range& range) {
+  Slice slice;
+  slice.weight = range.weight;
+  slice.rounded = range.rounded;
+  slice.rounded_dtype = dtype_of(range.rounded_dtype);
+  slice.grad = range.grad;
+  slice.grad_dtype = dtype_of(range.grad_dtype);
+  slice.n = range.n;
+  return slice;
+}
+
+cuda::StepControl control_of(const Control& control) {
+  return {control.grad_scale, control.found_inf, control.zero_grad != 0};
+}
+
+}  // namespace
+
+extern "C" {
+
+int adam(const Range* ranges, std::int64_t num_ranges, const Control* control) {
+  std::vector<cpu::AdamSlice> slices;
+  for (std::int64_t r = 0; r < num_ranges; ++r) {
+    auto& slice = slices.emplace_back(slice_of<cpu::AdamSlice>(ranges[r]));
+    slice.exp_avg = ranges[r].moment;
+    slice.exp_avg_sq = ranges[r].second_moment;
+    slice.factors = adam_factors(ranges[r].factors);
+  }
+  return cuda::adam(slices.data(), num_ranges, control_of(*control), nullptr);
+}
+
+int momentum(const Range* ranges, std::int64_t num_ranges, const Control* control) {
+  std::vector<cpu::MomentumSlice> slices;
+  for (std::int64_t r = 0; r < num_ranges; ++r) {
+    auto& slice = slices.emplace_back(slice_of<cpu::MomentumSlice>(ranges[r]));
+    slice.momentum = ranges[r].moment;
+    slice.factors = momentum_factors(ranges[r].factors);
+  }
+  return cuda::momentum(slices.data(), num_ranges, control_of(*control), nullptr);
+}
+
+int cast(void* out, std::int64_t out_dtype, const void* source, std::int64_t source_dtype, std::int64_t n) {
+  return cuda::cast(out, dtype_of(out_dtype), source, dtype_of(source_dtype), n, nullptr);
+}
+
+int ordered_sum(void* out, const void* const* sources, std::int64_t num_sources, std::int64_t n,
+                std::int64_t dtype, std::int64_t accumulate, double factor) {
+  return cuda::ordered_sum(out, sources, static_cast<int>(num_sources), n, dtype_of(dtype), accumulate != 0,
+                           factor, nullptr);
+}
+
+int scale(void* x, std::int64_t n, std::int64_t dtype, const float* factor) {
+  return cuda::scale(x, n, dtype_of(dtype), factor, nullptr);
+}
+
+int squared_sum(double* partial, const void* x, std::int64_t n, std::int64_t dtype) {
+  return cuda::squared_sum(partial, x, n, dtype_of(dtype), nullptr);
+}
+
+int finish_squared_sum(double* total, const double* partial) {
+  return cuda::finish_squared_sum(total, partial, nullptr);
+}
+
+int cross_entropy_sums(const void* data, std::int64_t dtype, std::int64_t num_rows, std::int64_t width,
+                       const std::int64_t* target, const float* weight, std::int64_t smooth, float* maximum,
+                       float* exp_sum, float* target_logit, float* smoothed, std::int64_t divided) {
+  return cuda::cross_entropy_sums({data, dtype_of(dtype), num_rows, width, target, weight, smooth != 0},
+                                  {maximum, exp_sum, target_logit, smoothed, divided != 0}, nullptr);
+}
+
+int cross_entropy_gradient(void* out, const void* data, std::int64_t dtype, std::int64_t num_rows,
+                           std::int64_t width, const std::int64_t* target, const float* weight,
+                           const float* maximum, const float* log_sum, const float* scale, const float* hit,
+                           const float* spread, const bool* ignored) {
+  return cuda::cross_entropy_gradient({data, dtype_of(dtype), num_rows, width, target, weight, false},
+                                      {maximum, log_sum, scale, hit, spread, ignored}, out, nullptr);
+}
+}
