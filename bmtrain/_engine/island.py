@@ -135,6 +135,7 @@ class BlockCall:
             self.leaves.append(leaf)
             self.inner.append(inner)
             self._versions.append((leaf, leaf._version))
+        self.leaves[-1].register_post_accumulate_grad_hook(self.runtime.refuse_stray)
         return self.inner[-1]
 
     def _use_host(self, mover: Mover, args: Any, kwargs: Any) -> None:

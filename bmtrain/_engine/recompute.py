@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .host_activations import HostActivations
     from .runtime import BlockRuntime
 
-__all__ = ["ModuleSnapshot", "ModuleState", "SavedTensors", "StopForward"]
+__all__ = ["ModuleSnapshot", "ModuleState", "SavedTensors", "StopForward", "left_behind"]
 
 #: Buffers up to this size are copied before each forward; larger ones only once they are known to be updated.
 SMALL_BUFFER_BYTES = 1 << 16
@@ -34,6 +34,14 @@ SMALL_BUFFER_BYTES = 1 << 16
 
 class StopForward(BaseException):
     """Ends the second run of a forward; not an Exception, so that user code does not catch it."""
+
+
+def left_behind(label: str) -> str:
+    """What to say when autograd enters a block by another way than its results."""
+    return (
+        f"{label}: backward reached a tensor that the block's forward made and did not return (it was left in an "
+        "attribute or a list, or taken by a hook); return it as a further result, so that its gradient can flow"
+    )
 
 
 class _Slot:
@@ -88,7 +96,11 @@ class SavedTensors:
             return _Slot(len(self._saves) - 1)
 
         def unpack(packed: Any) -> torch.Tensor:
-            return packed if isinstance(packed, torch.Tensor) else self._checked(self._values[packed.index])
+            if isinstance(packed, torch.Tensor):
+                return packed
+            if not self._values:  # backward did not come through the block's results
+                raise RuntimeError(left_behind(self._label))
+            return self._checked(self._values[packed.index])
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

@@ -16,6 +16,7 @@ from .accumulation import Accumulation
 from .host_activations import CudaMover, HostStack, Mover
 from .observer import Observer
 from .reads import Reads
+from .recompute import left_behind
 from .schedule import Event, Phase, Schedule
 from .virtual_sum import VirtualSum
 
@@ -102,6 +103,12 @@ class BlockRuntime:
     def owns_storage(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in the gathered parameters."""
         return any(group.owns_storage(tensor) for group in self.groups)
+
+    def refuse_stray(self, leaf: torch.Tensor) -> None:
+        """Hook of the detached inputs of calls, whose gradients are for the block's own backward to hand on."""
+        if self.engine.islands == 0:
+            leaf.grad = None
+            raise RuntimeError(left_behind(self.label))
 
     def finish_updates(self) -> None:
         """Waits for optimizer steps under way. See [Note: Updates that overlap]."""

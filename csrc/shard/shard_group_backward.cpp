@@ -38,9 +38,10 @@ void ShardGroup::begin_backward(std::vector<bool> trains) {
 }
 
 void ShardGroup::accumulate(std::size_t index, const at::Tensor& gradient) {
-  BMT_CHECK(StateError, gradient_.defined(), options_.label,
-            ": a gradient reached a parameter of the Block outside of the "
-            "Block's own backward");
+  BMT_CHECK(
+      StateError, gradient_.defined(), options_.label,
+      ": a gradient reached a parameter of the Block outside of the Block's own backward, through a tensor "
+      "that its forward made and did not return; return it as a further result");
   const c10::AutoGradMode no_grad(false);
   const at::Tensor dense = gradient.is_sparse() ? gradient.to_dense() : gradient;
   if (touched_.at(index)) {

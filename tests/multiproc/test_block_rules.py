@@ -397,6 +397,37 @@ def foreign_history() -> None:
         assert w.grad is not None
 
 
+class Leaving(Layer):
+    """Leaves a loss of its own in an attribute, made of its results or of its input alone."""
+
+    of_input = False
+
+    def forward(self, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        y = super().forward(x, *rest)
+        self.left = (x if self.of_input else y).pow(2).mean()
+        return y
+
+
+def left_behind() -> None:
+    for recompute in (True, False):
+        for of_input in (True, False):
+            block = bmt.Block(distribute(Leaving()), use_checkpoint=recompute)
+            block._module.of_input = of_input
+            x = torch.randn(2, 6, requires_grad=True)
+            y = block(x).sum()
+            y.backward(retain_graph=True)
+            before = [p.grad.clone() for p in block.parameters()]
+            clear = (
+                "return it as a further result" if recompute or of_input else None
+            )  # else a kernel's own words
+            with pytest.raises(RuntimeError, match=clear):
+                block.left.backward()
+            assert are_shards(block) and all(map(torch.equal, before, (p.grad for p in block.parameters())))
+            block.zero_grad()
+            block(x).sum().backward()
+            assert all(map(torch.equal, before, (p.grad for p in block.parameters())))
+
+
 def refused() -> None:
     for recompute in (True, False):
         block = bmt.Block(distribute(Layer()), use_checkpoint=recompute)
@@ -414,7 +445,7 @@ def refused() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("body", [foreign_history, refused])
+@pytest.mark.parametrize("body", [foreign_history, left_behind, refused])
 def test_what_cannot_be_right_raises(world: int, body: Any) -> None:
     run_ranks(world, body)
 
