@@ -221,6 +221,9 @@ class ShardGroup:
     def add_gradient(self, sum: Tensor) -> None: ...
     def cancel_backward(self) -> None: ...
 
+class StagingLane:
+    def __init__(self, device: device, num_slots: int) -> None: ...
+
 class OffloadUpdate:
     class State(Enum):
         READY = 0
@@ -279,6 +282,16 @@ class OffloadUpdate:
         weight_decay: float,
         scale: float,
         maximize: bool,
+    ) -> None: ...
+    def stage(
+        self,
+        lane: StagingLane,
+        slot: int,
+        gradients: list[Tensor],
+        host_gradients: list[Tensor],
+        parameters: list[Tensor],
+        host_parameters: list[Tensor],
+        sources: list[Tensor | None],
     ) -> None: ...
     @staticmethod
     def post(updates: list[OffloadUpdate]) -> None: ...

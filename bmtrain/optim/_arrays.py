@@ -27,7 +27,7 @@ _SKEW = 133 * 64  # bytes: 8 KiB and a few cache lines
 
 
 def allocate(
-    shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], device: torch.device, *, pinned: bool = False
+    shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], device: torch.device
 ) -> list[list[Tensor]]:
     """Zeroed tensors, in one piece of memory for each dtype: for each of ``dtypes`` an array, one tensor per shape.
 
@@ -41,7 +41,7 @@ def allocate(
         offsets.append(end)
         end += -(-shape.numel() // _GROUP) * _GROUP
     kinds = dict.fromkeys(dtypes)
-    free = {kind: _skewed(dtypes.count(kind), end, kind, k, device, pinned) for k, kind in enumerate(kinds)}
+    free = {kind: _skewed(dtypes.count(kind), end, kind, k, device) for k, kind in enumerate(kinds)}
     arrays = []
     for dtype in dtypes:
         array = free[dtype].pop(0)
@@ -49,14 +49,10 @@ def allocate(
     return arrays
 
 
-def _skewed(
-    count: int, numel: int, dtype: torch.dtype, place: int, device: torch.device, pinned: bool
-) -> list[Tensor]:
+def _skewed(count: int, numel: int, dtype: torch.dtype, place: int, device: torch.device) -> list[Tensor]:
     """Arrays in memory of their own: `torch.save` refuses memory that tensors of two dtypes share."""
     skew = _SKEW // dtype.itemsize
-    memory = torch.zeros(
-        count * numel + (place + count) * skew, dtype=dtype, device=device, pin_memory=pinned
-    )
+    memory = torch.zeros(count * numel + (place + count) * skew, dtype=dtype, device=device)
     return [memory.narrow(0, (place + k + 1) * skew + k * numel, numel) for k in range(count)]
 
 

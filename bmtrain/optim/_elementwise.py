@@ -266,9 +266,8 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
     def _allocate_state(
         self, parameters: Sequence[Tensor], names: tuple[str, ...], device: torch.device
     ) -> None:
-        pinned = device.type == "cpu" and any(p.is_cuda for p in parameters)
         dtypes = [torch.float32 if name == MASTER else self._state_dtype for name in names]
-        arrays = allocate([p.shape for p in parameters], dtypes, device, pinned=pinned)
+        arrays = allocate([p.shape for p in parameters], dtypes, device)
         for k, p in enumerate(parameters):
             state = self._states.setdefault(p, {"step": 0})
             for name, array in zip(names, arrays, strict=True):

@@ -83,7 +83,8 @@ def host_ranges(updates: Sequence[Update], names: Sequence[str]) -> Iterator[Ran
         torch.cuda.current_stream(device).synchronize()
     yield ranges
     for param, value, is_free in written:
-        param.copy_(value, non_blocking=is_free)
+        # Through an alias with a version counter of its own: the step counts the change, once.
+        param.data.copy_(value, non_blocking=is_free)
 
 
 def _on_host(tensor: Tensor, empty: bool = False) -> Tensor:

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from .. import _C
+from ._arrays import MASTER, allocate
 from ._elementwise import ElementwiseOptimizer, Update
-from ._host_step import Ranges, host_ranges
+from ._host_step import Ranges, host_ranges, ranges_of
 from ._overlap import Overlap, Part
+from ._residence import choose_residents, spare_bytes
 
 __all__ = ["Offloaded"]
 
@@ -24,6 +26,10 @@ class Offloaded(ElementwiseOptimizer):
 
     #: Whether updates go on after `step`.
     _overlaps = True
+    #: Share of the blocks whose state stays on the run device; None: as many as fit.
+    _fraction: float | None = 0.0
+    #: ids of the parameters whose state does; None before that is decided.
+    _residents: set[int] | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._start_overlap()
@@ -41,16 +47,72 @@ class Offloaded(ElementwiseOptimizer):
 
     def shares_master(self, p: Tensor) -> bool:
         """Whether that copy is the parameter itself: an fp32 parameter in host memory needs no second one."""
-        return p.dtype == torch.float32 and p.device.type == "cpu" and p.is_contiguous()
+        return p.dtype == torch.float32 and p.device == self._state_device(p) and p.is_contiguous()
 
     def _state_device(self, p: Tensor) -> torch.device:
-        return torch.device("cpu")
+        return p.device if self._residents and id(p) in self._residents else torch.device("cpu")
+
+    # ---- what stays on the device
+
+    @property
+    def resident_fraction(self) -> float:
+        """Share of the blocks whose state lies on the run device, known from the first step on."""
+        return self._resident_fraction
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of `torch.optim.Optimizer`; a given fraction is then one of more blocks."""
+        super().add_param_group(param_group)
+        if self._fraction is not None:
+            self._residents = None
+
+    def _can_stay(self, p: Tensor) -> bool:
+        """Whether the core updates ``p`` where it lies."""
+        return p.is_contiguous() and (p.device.type == "cpu" or self._has_device_kernel(p.device))
+
+    def _has_device_kernel(self, device: torch.device) -> bool:
+        return False
+
+    def _choose_residents(self) -> None:
+        """Decides once, when the first gradients are there and so the memory that a step takes is known."""
+        stays = [
+            p for group in self.param_groups for p in group["params"] if p.requires_grad and self._can_stay(p)
+        ]
+        budget = spare_bytes(stays[0].device) if stays and self._fraction is None else 0
+        self._residents, self._resident_fraction = choose_residents(
+            stays, self._fraction, self._state_bytes, budget
+        )
+        self._move_states()
+
+    def _state_bytes(self, p: Tensor) -> int:
+        per_element = len(self._arrays) * self._state_dtype.itemsize + 4 * (p.dtype != torch.float32)
+        return p.numel() * per_element
+
+    def _move_states(self) -> None:
+        """Brings what was loaded before the decision to its place."""
+        moving: dict[tuple[torch.device, tuple[str, ...]], list[Tensor]] = {}
+        for p, state in self._states.items():
+            device = self._state_device(p)
+            if MASTER in state and self.shares_master(p):
+                state[MASTER] = p.detach()
+            names = tuple(name for name, value in state.items() if name != "step" and value.device != device)
+            if names:
+                moving.setdefault((device, names), []).append(p)
+        for (device, names), members in moving.items():
+            dtypes = [self._states[members[0]][name].dtype for name in names]
+            arrays = allocate([p.shape for p in members], dtypes, device)
+            for name, array in zip(names, arrays, strict=True):
+                for p, place in zip(members, array, strict=True):
+                    self._states[p][name] = place.copy_(self._states[p][name])
+            del arrays, array, place
+            self._note_new_state(members, names)
 
     # ---- overlap
 
     def _start_overlap(self) -> None:
         self._overlap = Overlap()
         self._parts: list[Part] = []  # of the step that runs now
+        self._residents = None
+        self._resident_fraction = 0.0
 
     @property
     def state(self) -> Any:
@@ -92,9 +154,17 @@ class Offloaded(ElementwiseOptimizer):
     def _start_step(self) -> None:
         self._overlap.pending.finish()
         self._parts = []
+        if self._residents is None:
+            self._choose_residents()
 
     def _apply(self, updates: Sequence[Update], names: tuple[str, ...], options: dict[str, Any]) -> None:
-        part = Part(list(updates), names, options)
+        residents: set[int] = self._residents or set()
+        resident = [u._replace(grad=u.grad.contiguous()) for u in updates if id(u.param) in residents]
+        if resident:
+            self._compute(ranges_of(resident, names), options)
+        part = Part([u for u in updates if id(u.param) not in residents], names, options)
+        if not part.updates:
+            return
         if self._overlaps:
             self._parts.append(part)
         else:
@@ -114,7 +184,7 @@ class Offloaded(ElementwiseOptimizer):
         self._overlap.arenas.note(parameters, names, self._states)
 
     def _own_attributes(self) -> tuple[str, ...]:
-        return (*super()._own_attributes(), "_overlaps", "_state_dtype")
+        return (*super()._own_attributes(), "_overlaps", "_state_dtype", "_fraction")
 
 
 def _zero(grad: Tensor | None) -> None:

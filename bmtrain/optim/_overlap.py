@@ -13,6 +13,7 @@ from .._engine.pending import PendingUpdate, PendingUpdates
 from ..parameter import DistributedParameter
 from ._host_step import Ranges, host_ranges
 from ._references import ArenaReferences, is_unwatched
+from ._staging import Staging
 
 if TYPE_CHECKING:
     from .._engine.runtime import BlockRuntime
@@ -22,6 +23,11 @@ __all__ = ["Overlap", "Part"]
 
 #: Elements of parameters outside blocks that are waited for together.
 _OUTSIDE = 1 << 20
+
+
+def needs_staging(device: torch.device) -> bool:
+    """Whether the CPU reaches memory of ``device`` by copies only."""
+    return device.type == "cuda"
 
 
 class Part(NamedTuple):
@@ -39,9 +45,10 @@ AddTo = Callable[[_C.OffloadUpdate, Ranges, dict[str, Any]], None]
 class _Unit:
     """What is waited for as one: a block's parameters, or neighbours outside blocks."""
 
-    def __init__(self, runtime: BlockRuntime | None, label: str) -> None:
+    def __init__(self, runtime: BlockRuntime | None, label: str, device: torch.device) -> None:
         self.runtime = runtime
         self.label = label
+        self.device = device
         self.parts: list[Part] = []
         self.numel = 0
 
@@ -65,6 +72,7 @@ class Overlap:
     def __init__(self) -> None:
         self.pending = PendingUpdates()
         self.arenas = ArenaReferences()
+        self._stagings: dict[torch.device, Staging] = {}
 
     def post(self, parts: Sequence[Part], states: dict[Tensor, dict[str, Any]], add_to: AddTo) -> list[Part]:
         """Posts what can be in the background.
@@ -83,10 +91,36 @@ class Overlap:
             if not is_unwatched(unit.updates(), unit.runtime, states, self.arenas):
                 at_once += unit.parts
                 continue
-            posted.append(_prepare(unit, add_to))
+            posted.append(self._prepare(unit, add_to))
         _C.OffloadUpdate.post([update.update for update in posted])
         self.pending.add(posted)
         return at_once
+
+    def _prepare(self, unit: _Unit, add_to: AddTo) -> PendingUpdate:
+        update = _C.OffloadUpdate(unit.label)
+        kept = self._add_staged(update, unit, add_to) if needs_staging(unit.device) else []
+        for part in unit.parts if not kept else ():
+            with host_ranges(part.updates, part.names) as ranges:
+                add_to(update, ranges, part.options)
+            kept.append(ranges)
+        parameters = [u.param for u in unit.updates()]
+        _C.OffloadUpdate.guard_gradients(update, parameters)
+        return PendingUpdate(update, parameters, kept, unit.runtime)
+
+    def _add_staged(self, update: _C.OffloadUpdate, unit: _Unit, add_to: AddTo) -> list[Any]:
+        if unit.device not in self._stagings:
+            self._stagings[unit.device] = Staging(unit.device)
+        staging, updates = self._stagings[unit.device], unit.updates()
+        staged = staging.place(updates)
+        kept: list[Any] = [updates, staged]
+        first = 0
+        for part in unit.parts:
+            ranges = staged.ranges(part.updates, part.names, first)
+            add_to(update, ranges, part.options)
+            kept.append(ranges)
+            first += len(part.updates)
+        staging.attach(update, updates, staged)
+        return kept
 
 
 def _units_of(parts: Sequence[Part]) -> tuple[list[_Unit], list[Part]]:
@@ -105,12 +139,17 @@ def _units_of(parts: Sequence[Part]) -> tuple[list[_Unit], list[Part]]:
             if runtime is not None:
                 unit = blocks.get(id(runtime))
                 if unit is None:
-                    unit = blocks[id(runtime)] = _Unit(runtime, runtime.label)
+                    unit = blocks[id(runtime)] = _Unit(runtime, runtime.label, param.device)
                     units.append(unit)
                     outside = None
             else:
-                if outside is None or outside.numel + param.numel() > _OUTSIDE:
-                    outside = _Unit(None, f"parameters outside blocks, from shape {_shape_of(param)}")
+                if (
+                    outside is None
+                    or outside.device != param.device
+                    or outside.numel + param.numel() > _OUTSIDE
+                ):
+                    label = f"parameters outside blocks, from shape {_shape_of(param)}"
+                    outside = _Unit(None, label, param.device)
                     units.append(outside)
                 unit = outside
             unit.add(update, part.names, part.options)
@@ -120,11 +159,12 @@ def _units_of(parts: Sequence[Part]) -> tuple[list[_Unit], list[Part]]:
 
 
 def _is_direct(update: Update) -> bool:
-    """Whether the workers can read and write the tensors as they are, and a wait can be put before every access."""
+    """Whether the workers can reach the tensors' memory, and a wait can be put before every access."""
     param, grad = update.param, update.grad
     return (
         isinstance(param, DistributedParameter)
-        and param.device.type == grad.device.type == "cpu"
+        and param.device == grad.device
+        and param.device.type in ("cpu", "cuda")
         and param.is_contiguous()
         and grad.is_contiguous()
     )
@@ -137,15 +177,3 @@ def _runtime_of(param: Any) -> BlockRuntime | None:
 
 def _shape_of(param: Any) -> tuple[int, ...]:
     return tuple(param._original_shape)
-
-
-def _prepare(unit: _Unit, add_to: AddTo) -> PendingUpdate:
-    update = _C.OffloadUpdate(unit.label)
-    kept = []
-    for part in unit.parts:
-        with host_ranges(part.updates, part.names) as ranges:
-            add_to(update, ranges, part.options)
-        kept.append(ranges)
-    parameters = [u.param for u in unit.updates()]
-    _C.OffloadUpdate.guard_gradients(update, parameters)
-    return PendingUpdate(update, parameters, kept, unit.runtime)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import _ops
+from .._arguments import require_number
 from ._adam_base import AdamBase
 from ._host_step import Ranges
 from ._offloaded import Offloaded
@@ -19,9 +20,10 @@ class AdamOffloadOptimizer(AdamBase, Offloaded):
     """Adam as `AdamOptimizer`, with moments and masters in host memory, to rounding.
 
     Gradients are read from, and parameters written to, the run device; what takes 12 bytes per parameter stays on
-    the host.
+    the host, but for the ``fraction`` of blocks for which the device has room. Between a GPU and the host gradients
+    and parameters pass through page-locked memory of a few blocks' size.
 
-    On CPU ranks `step` returns before the parameters are updated: workers go through them in the order of
+    `step` returns before the parameters are updated: workers go through them in the order of
     ``params``, and whoever needs one waits for it. A block waits for its own parameters when it is next called, and
     so does every other access to a distributed parameter, its gradient or the optimizer's state, so that the bits
     are those of ``overlap=False`` and an unfinished update is never seen. (Plain parameters, and those of which a
@@ -39,6 +41,9 @@ class AdamOffloadOptimizer(AdamBase, Offloaded):
         decoupled: how weights decay: True as in AdamW, False added to the gradient (L2), None as scripts of all
             versions have it: decoupled for 16-bit parameters, L2 for fp32 ones.
         overlap: let updates go on after `step`.
+        fraction: share of the blocks, the first ones, whose state stays on the run device, where they are updated at
+            once, to the same bits; 1 takes parameters outside blocks too. None chooses at the first step: on a GPU as
+            many as its free memory holds, on CPU ranks none.
         state_dtype: of the moments; ``torch.bfloat16`` takes 4 bytes per parameter less and is rounded to either
             neighbour at random, so that moments are right on the average. Masters stay fp32.
 
@@ -68,10 +73,16 @@ class AdamOffloadOptimizer(AdamBase, Offloaded):
         scale: float | None = None,
         decoupled: bool | None = None,
         overlap: bool = True,
+        fraction: float | None = None,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise TypeError(f"state_dtype: expected torch.float32 or torch.bfloat16, got {state_dtype!r}")
+        if fraction is not None:
+            require_number("fraction", fraction)
+            if not 0 <= fraction <= 1:
+                raise ValueError(f"fraction: expected a number from 0 to 1, or None, got {fraction}")
+        self._fraction = fraction
         self._state_dtype = state_dtype
         self._record_delta = bool(record_delta)
         self._deltas = _Deltas()
@@ -88,6 +99,11 @@ class AdamOffloadOptimizer(AdamBase, Offloaded):
     def get_var_delta(self) -> float:
         """Return the variance of what `get_avg_delta` is the mean of (divided by the number of elements)."""
         return self._deltas.variance
+
+    def _has_device_kernel(self, device: torch.device) -> bool:
+        # Of the kernels those of the CPU alone know bf16 moments and the sums of updates.
+        wide = self._state_dtype == torch.float32 and not self._record_delta
+        return wide and _ops.has_kernels(self._op, device.type)
 
     def _start_step(self) -> None:
         super()._start_step()

@@ -1,6 +1,10 @@
 // What Python sees of the kernels, beside the operators of ops.cpp.
 #include "bindings.h"
 
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+
 #include "cpu/isa.h"
 #include "optim/offload_update.h"
 
@@ -40,7 +44,19 @@ void add_lion(OffloadUpdate& self, const Tensors& weights, const Tensors& rounde
   self.add_lion({{weights, rounded, grads}, momenta, {}}, {lr, beta1, beta2, weight_decay, scale, maximize});
 }
 
+void stage(OffloadUpdate& self, const std::shared_ptr<StagingLane>& lane, int slot, const Tensors& gradients,
+           const Tensors& host_gradients, const Tensors& parameters, const Tensors& host_parameters,
+           const std::vector<std::optional<at::Tensor>>& sources) {
+  Tensors defined;
+  for (const std::optional<at::Tensor>& source : sources) defined.push_back(source.value_or(at::Tensor()));
+  self.stage(std::make_shared<StagedCopies>(lane, slot, StagedTensors{gradients, host_gradients},
+                                            StagedTensors{parameters, host_parameters}, std::move(defined)));
+}
+
 void bind_offload_update(py::module_& module) {
+  py::class_<StagingLane, std::shared_ptr<StagingLane>>(
+      module, "StagingLane", "The streams and slots by which updates reach parameters of a device.")
+      .def(py::init<c10::Device, int>(), py::arg("device"), py::arg("num_slots"));
   py::class_<OffloadUpdate, std::shared_ptr<OffloadUpdate>> update(module, "OffloadUpdate");
   py::enum_<Update::State>(update, "State")
       .value("READY", Update::State::kReady)
@@ -58,6 +74,8 @@ void bind_offload_update(py::module_& module) {
       .def("add_lion", &add_lion, py::arg("weights"), py::arg("rounded"), py::arg("grads"),
            py::arg("momenta"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
            py::arg("weight_decay"), py::arg("scale"), py::arg("maximize"))
+      .def("stage", &stage, py::arg("lane"), py::arg("slot"), py::arg("gradients"), py::arg("host_gradients"),
+           py::arg("parameters"), py::arg("host_parameters"), py::arg("sources"))
       .def_static("post", &OffloadUpdate::post, py::arg("updates"))
       .def_static("guard_gradients", &OffloadUpdate::guard_gradients, py::arg("update"),
                   py::arg("parameters"))

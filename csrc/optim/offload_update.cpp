@@ -98,8 +98,15 @@ struct OffloadUpdate::Plan {
   std::vector<Piece> pieces;
   std::vector<std::size_t> chunk_ends;  // one past the last piece of each chunk
 
+  // Where parameters are on a device. Dropped, with the tensors it holds, when the update is over.
+  std::mutex mutex;  // protects `copies` of several waiters
+  std::shared_ptr<StagedCopies> copies;
+  std::once_flag arrived;
+  std::atomic<std::size_t> num_computed = 0;
+
   void cut();
-  void compute(std::int64_t chunk, bool zero_gradients) const;
+  void compute(std::int64_t chunk, bool zero_gradients);
+  void compute_pieces(std::size_t chunk, bool zero_gradients) const;
 };
 
 OffloadUpdate::OffloadUpdate(std::string label) : label_(label), plan_(std::make_shared<Plan>()) {
@@ -127,6 +134,11 @@ void OffloadUpdate::add_lion(const MomentumTensors& tensors, const LionOptions& 
   add(tensors.step, lion_slices(tensors, options));
 }
 
+void OffloadUpdate::stage(std::shared_ptr<StagedCopies> copies) {
+  BMT_CHECK(StateError, !update_, label_, ": this update has been posted already");
+  plan_->copies = std::move(copies);
+}
+
 void OffloadUpdate::Plan::cut() {
   std::int64_t filled = 0;
   for (std::size_t s = 0; s < slices.size(); ++s) {
@@ -145,9 +157,14 @@ void OffloadUpdate::Plan::cut() {
   if (filled > 0) chunk_ends.push_back(pieces.size());
 }
 
-void OffloadUpdate::Plan::compute(std::int64_t chunk, bool zero_gradients) const {
+void OffloadUpdate::Plan::compute(std::int64_t chunk, bool zero_gradients) {
   if (is_disturbed.load(std::memory_order_relaxed)) disturb(label);
-  const auto number = static_cast<std::size_t>(chunk);
+  if (copies) std::call_once(arrived, [this] { copies->arrive(); });
+  compute_pieces(static_cast<std::size_t>(chunk), zero_gradients);
+  if (copies && num_computed.fetch_add(1) + 1 == chunk_ends.size()) copies->give_back();
+}
+
+void OffloadUpdate::Plan::compute_pieces(std::size_t number, bool zero_gradients) const {
   for (std::size_t i = number == 0 ? 0 : chunk_ends[number - 1]; i < chunk_ends[number]; ++i) {
     const Piece& piece = pieces[i];
     compute_piece(slices[piece.slice], piece.offset, piece.numel);
@@ -163,6 +180,7 @@ void OffloadUpdate::Plan::compute(std::int64_t chunk, bool zero_gradients) const
 
 void OffloadUpdate::post(const std::vector<std::shared_ptr<OffloadUpdate>>& updates) {
   std::vector<std::shared_ptr<Update>> queued;
+  std::shared_ptr<StagedCopies> before;
   for (const auto& update : updates) {
     BMT_CHECK(StateError, !update->update_, update->label_, ": this update has been posted already");
     update->plan_->cut();
@@ -171,6 +189,12 @@ void OffloadUpdate::post(const std::vector<std::shared_ptr<OffloadUpdate>>& upda
         update->label_, num_chunks,
         [plan = update->plan_](std::int64_t chunk, bool zero) { plan->compute(chunk, zero); });
     queued.push_back(update->update_);
+    if (const std::shared_ptr<StagedCopies>& copies = update->plan_->copies) {
+      copies->submit(update->update_);
+      if (before) before->precede(copies);
+      before = copies;
+      copies->begin_if_free();
+    }
   }
   per_process<UpdateQueue>().post(queued, num_workers());
 }
@@ -179,7 +203,15 @@ Update::State OffloadUpdate::state() const { return update_ ? update_->state() :
 
 bool OffloadUpdate::zero_gradients_afterwards() {
   BMT_CHECK(StateError, update_, label_, ": this update has not been posted");
-  return update_->ask_for_extra();
+  std::shared_ptr<StagedCopies> copies;
+  {
+    const std::lock_guard<std::mutex> lock(plan_->mutex);
+    copies = plan_->copies;
+  }
+  if (!copies) return update_->ask_for_extra();
+  if (update_->state() == Update::State::kFailed) return false;
+  copies->zero_gradients();
+  return true;
 }
 
 void OffloadUpdate::wait() {
@@ -193,7 +225,17 @@ void OffloadUpdate::wait() {
   try {
     update_->wait();
   } catch (const std::runtime_error& error) {
+    end_copies();
     throw StateError(error.what());
+  }
+  end_copies();
+}
+
+void OffloadUpdate::end_copies() {
+  const std::lock_guard<std::mutex> lock(plan_->mutex);
+  if (plan_->copies) {
+    plan_->copies->join();
+    plan_->copies = nullptr;
   }
 }
 

@@ -10,6 +10,7 @@
 
 #include "optim/adam.h"
 #include "optim/momentum.h"
+#include "optim/staged_copies.h"
 #include "optim/update_queue.h"
 
 namespace bmtrain {
@@ -25,11 +26,16 @@ class OffloadUpdate {
   void add_sgd(const MomentumTensors& tensors, const SgdOptions& options);
   void add_lion(const MomentumTensors& tensors, const LionOptions& options);
 
+  /// Lets gradients come from, and parameters go to, a device; the tensors added are the host's. See [Note:
+  /// Updates of parameters on a device].
+  void stage(std::shared_ptr<StagedCopies> copies);
+
   /// Hands updates to the workers, in this order. Each is posted once.
   static void post(const std::vector<std::shared_ptr<OffloadUpdate>>& updates);
 
   [[nodiscard]] Update::State state() const;
-  /// Lets the gradients be zeroed after their use. False, and no effect, if the update has begun.
+  /// Lets the gradients be zeroed after their use. False, and no effect, if the update has begun, or, where
+  /// gradients are staged, has failed.
   [[nodiscard]] bool zero_gradients_afterwards();
   /// Computes what nobody has begun, with torch's number of threads, and waits for the rest. StateError, with
   /// the label, if a worker failed.
@@ -46,6 +52,7 @@ class OffloadUpdate {
 
   template <typename Slice>
   void add(const StepTensors& tensors, const std::vector<Slice>& slices);
+  void end_copies();
 
   const std::string label_;
   const std::shared_ptr<Plan> plan_;

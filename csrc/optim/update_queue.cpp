@@ -13,12 +13,17 @@ namespace bmtrain {
 Update::Update(std::string label, std::int64_t num_chunks, Compute compute)
     : label_(std::move(label)), num_chunks_(num_chunks), compute_(std::move(compute)) {}
 
-bool Update::is_over() const { return (failed_ || num_claimed_ == num_chunks_) && num_running_ == 0; }
+bool Update::has_ended() const { return (failed_ || num_claimed_ == num_chunks_) && num_running_ == 0; }
 
 Update::State Update::state() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (is_over()) return failed_ ? State::kFailed : State::kDone;
+  if (has_ended()) return failed_ ? State::kFailed : State::kDone;
   return num_claimed_ == 0 ? State::kReady : State::kUpdating;
+}
+
+bool Update::is_over() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return has_ended();
 }
 
 bool Update::ask_for_extra() {
@@ -55,13 +60,20 @@ bool Update::run_one() {
     failed_ = true;
     error_ = std::move(error);
   }
-  if (is_over()) over_.notify_all();
+  if (has_ended()) over_.notify_all();
   return true;
+}
+
+void Update::help() {
+  while (run_one()) {
+  }
+  std::unique_lock<std::mutex> lock(mutex_);
+  over_.wait(lock, [this] { return has_ended(); });
 }
 
 void Update::wait() {
   std::unique_lock<std::mutex> lock(mutex_);
-  over_.wait(lock, [this] { return is_over(); });
+  over_.wait(lock, [this] { return has_ended(); });
   if (failed_) throw std::runtime_error(label_ + ": the update of its parameters failed: " + error_);
 }
 

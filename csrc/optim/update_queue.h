@@ -45,13 +45,17 @@ class Update {
 
   /// Claims and computes one chunk. False if none was left to claim. Never throws.
   bool run_one();
+  /// Whether no chunk is left and none is being computed.
+  [[nodiscard]] bool is_over() const;
+  /// Computes what nobody has claimed and blocks until the update is over, failed or not.
+  void help();
 
   /// Blocks until no chunk is left and none is being computed. Throws std::runtime_error, with the label and
   /// what the chunk said, if one threw.
   void wait();
 
  private:
-  [[nodiscard]] bool is_over() const;  // mutex_ is held
+  [[nodiscard]] bool has_ended() const;  // mutex_ is held
 
   const std::string label_;
   const std::int64_t num_chunks_;

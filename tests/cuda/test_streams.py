@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,35 +15,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import bmtrain as bmt
-from bmtrain import _C, _comm, _context
-from bmtrain._context import Context, Group
-from bmtrain.topology import GroupKind, Topology
 
-CPU = torch.device("cpu")
 LAYERS = 4
 COMPUTE = "0"  # the caller's stream
-
-
-@pytest.fixture
-def one_of_two(fake: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
-    """This process as rank 0 of 2, connected by the fake NCCL."""
-    fake.fake_mirror(1)
-    fake.fake_journal.restype = ctypes.c_char_p
-    library = _C.NcclLibrary([])
-    unique_id = library.make_unique_id()
-    world = [
-        _C.NcclCommunicator(library, unique_id, 0, 2, name, CPU, 60.0) for name in ("zero", "zero.reduce")
-    ]
-    place = Topology(0, 2, 1, 1)
-    groups = {}
-    for kind in GroupKind:
-        members = place.members(kind)
-        pair = world if len(members) == 2 else [_comm.create_single(kind.value) for _ in range(2)]
-        rank, number = place.get_group_rank(kind), place.get_group_id(kind)
-        groups[kind.value] = Group(kind.value, pair[0], pair[1], rank, len(members), number)
-    _context.install(Context(place, CPU, "nccl", 0, 2, 60.0, 0, groups))
-    yield fake
-    _context.uninstall()
 
 
 class Layer(bmt.DistributedModule):

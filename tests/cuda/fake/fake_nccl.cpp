@@ -45,6 +45,9 @@ struct Stream {
   std::int64_t num_done = 0, num_queued = 0;
 };
 std::map<std::int64_t, Stream> streams;  // 0: everybody's current stream
+bool is_lazy =
+    false;  // tensor operations of other streams run when somebody has to wait for them, not before
+bool is_forced = false;
 
 void advance() {
   for (bool moved = true; moved;) {
@@ -71,6 +74,7 @@ void enqueue(std::int64_t id, Step step) {
 }
 
 std::int64_t last_event = 0;
+int num_resets = 0;  // what was marked before the last one has happened
 
 class Event final : public bmtrain::DeviceEvent {
  public:
@@ -80,22 +84,31 @@ class Event final : public bmtrain::DeviceEvent {
     note("event " + std::to_string(id_) + " on " + std::to_string(stream));
     stream_ = stream;
     position_ = streams[stream].num_queued;
+    reset_ = num_resets;
   }
   void block(std::int64_t stream) override {
     const std::lock_guard lock(mutex);
+    // What is computed in the caller's stream is computed at once.
+    const bool was_forced = std::exchange(is_forced, is_forced || stream == 0);
     note(std::to_string(stream) + " waits for event " + std::to_string(id_));
-    enqueue(stream,
-            {[id = stream_, position = position_] { return streams[id].num_done >= position; }, [] {}});
+    enqueue(stream, {[id = stream_, position = position_, reset = reset_] {
+                       return reset != num_resets || streams[id].num_done >= position;
+                     },
+                     [] {}});
     advance();
+    is_forced = was_forced;
   }
   [[nodiscard]] bool is_complete() override {
     const std::lock_guard lock(mutex);
+    const bool was_forced = std::exchange(is_forced, true);
     advance();
-    return streams[stream_].num_done >= position_;
+    is_forced = was_forced;
+    return reset_ != num_resets || streams[stream_].num_done >= position_;
   }
 
  private:
   std::int64_t id_ = 0, stream_ = 0, position_ = 0;
+  int reset_ = 0;
 };
 
 class Runtime final : public bmtrain::DeviceRuntime {
@@ -111,7 +124,8 @@ class Runtime final : public bmtrain::DeviceRuntime {
   }
   void run_on(std::int64_t stream, std::function<void()> work) override {
     const std::lock_guard lock(mutex);
-    enqueue(stream, {[] { return true; }, std::move(work)});
+    note("work on " + std::to_string(stream));
+    enqueue(stream, {[] { return !is_lazy || is_forced; }, std::move(work)});
     advance();
   }
 
@@ -202,7 +216,7 @@ std::size_t size_of(Type type) {
   }
 }
 
-float combined(float a, float b, Op op) {
+double combined(double a, double b, Op op) {
   switch (op) {
     case Op::kProd:
       return a * b;
@@ -215,18 +229,19 @@ float combined(float a, float b, Op op) {
   }
 }
 
-// fp32 only: what the tests reduce with NCCL itself.
-std::vector<float> reduced(const Round& round, std::size_t first, std::size_t count) {
-  std::vector<float> total(count);
-  const auto size = static_cast<float>(round.calls.size());
+// fp32 and fp64: what is reduced by NCCL itself.
+template <typename T>
+std::vector<T> reduced(const Round& round, std::size_t count) {
+  std::vector<T> total(count);
+  const auto size = static_cast<T>(round.calls.size());
   for (std::size_t r = 0; r < round.calls.size(); ++r) {
     const Call& call = round.calls[r].front();
-    const auto* values = reinterpret_cast<const float*>(call.from) + first;
+    const auto* values = reinterpret_cast<const T*>(call.from);
     for (std::size_t i = 0; i < count; ++i) {
-      total[i] = r == 0 ? values[i] : combined(total[i], values[i], call.op);
+      total[i] = r == 0 ? values[i] : static_cast<T>(combined(total[i], values[i], call.op));
     }
   }
-  for (float& value : total) {
+  for (T& value : total) {
     value = round.calls[0].front().op == Op::kAvg ? value / size : value;
   }
   return total;
@@ -248,14 +263,15 @@ void exchange(const Round& round) {
   }
 }
 
+template <typename T>
 void reduce(const Round& round, const Call& first) {
   const bool scatters = first.name == "ReduceScatter";
   const std::size_t parts = scatters ? round.calls.size() : 1;
-  const std::vector<float> total = reduced(round, 0, first.count * parts);
+  const std::vector<T> total = reduced<T>(round, first.count * parts);
   for (std::size_t r = 0; r < round.calls.size(); ++r) {
     if (first.name != "Reduce" || static_cast<int>(r) == first.root) {
-      const float* values = total.data() + (scatters ? r * first.count : 0);
-      std::memcpy(round.calls[r].front().to, values, first.count * sizeof(float));
+      const T* values = total.data() + (scatters ? r * first.count : 0);
+      std::memcpy(round.calls[r].front().to, values, first.count * sizeof(T));
     }
   }
 }
@@ -281,8 +297,10 @@ void execute(const Round& round) {
     exchange(round);
   } else if (first.name == "AllGather" || first.name == "Broadcast") {
     move(round);
+  } else if (first.type == Type::kFloat64) {
+    reduce<double>(round, first);
   } else {
-    reduce(round, first);
+    reduce<float>(round, first);
   }
 }
 
@@ -510,6 +528,10 @@ void fake_mirror(int on) {
   const std::lock_guard lock(mutex);
   is_mirrored = on != 0;
 }
+void fake_lazy(int on) {
+  const std::lock_guard lock(mutex);
+  is_lazy = on != 0;
+}
 void fake_note(const char* line) {
   const std::lock_guard lock(mutex);
   note(line);
@@ -539,8 +561,9 @@ void fake_reset() {
   num_calls.clear();
   cliques.clear();
   streams.clear();
+  num_resets += 1;
   async_error = Result::kSuccess;
-  is_stuck = is_in_progress = is_mirrored = false;
+  is_stuck = is_in_progress = is_mirrored = is_lazy = false;
   journal.clear();
   num_open = num_aborted = num_destroyed = 0;
 }

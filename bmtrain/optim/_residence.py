@@ -1,0 +1,79 @@
+"""Which parameters have their optimizer state on the run device although the optimizer offloads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _context
+
+__all__ = ["choose_residents", "spare_bytes"]
+
+#: Of a card's memory, what the library fills at most.
+_FULL = 0.85
+
+
+def choose_residents(
+    parameters: Sequence[Tensor], fraction: float | None, bytes_of: Any, budget: int
+) -> tuple[set[int], float]:
+    """The parameters whose state stays on the device, and their share of the blocks.
+
+    The blocks that are used first are chosen: there is the least time to bring the others' back.
+
+    Args:
+        parameters: those that can stay, in forward order.
+        fraction: share of the blocks; 1 takes the parameters outside blocks too. None: as many as fit.
+        bytes_of: of a parameter's state.
+        budget: bytes there are, for None.
+
+    Returns:
+        ids of parameters; the share of the blocks that they are.
+    """
+    blocks, outside = _by_block(parameters)
+    if fraction is None:
+        chosen = _first_that_fit(blocks, bytes_of, budget)
+        left = budget - sum(bytes_of(p) for block in chosen for p in block)
+        takes_all = len(chosen) == len(blocks) and sum(map(bytes_of, outside)) <= left
+    else:
+        chosen = blocks[: math.ceil(fraction * len(blocks))]
+        takes_all = fraction == 1
+    residents = {id(p) for block in chosen for p in block}
+    if takes_all:
+        residents.update(map(id, outside))
+    return residents, len(chosen) / len(blocks) if blocks else float(takes_all)
+
+
+def _first_that_fit(blocks: list[list[Tensor]], bytes_of: Any, budget: int) -> list[list[Tensor]]:
+    used = 0
+    for number, block in enumerate(blocks):
+        used += sum(map(bytes_of, block))
+        if used > budget:
+            return blocks[:number]
+    return blocks
+
+
+def _by_block(parameters: Iterable[Any]) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """The parameters of each block, blocks in the order of their first parameter, and those of none."""
+    blocks: dict[int, list[Tensor]] = {}
+    outside: list[Tensor] = []
+    for p in parameters:
+        block = getattr(p, "_block", None)
+        runtime = None if block is None or block.runtime is None else block.runtime()
+        (outside if runtime is None else blocks.setdefault(id(runtime), [])).append(p)
+    return list(blocks.values()), outside
+
+
+def spare_bytes(device: torch.device) -> int:
+    """Bytes of a card that neither this process at its peak so far nor anybody else uses; 0 for the CPU."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    spare = int(_FULL * total) - others - torch.cuda.max_memory_allocated(device)
+    current = _context.current()
+    sharers = 1 if current is None else -(-current.local_size // torch.cuda.device_count())
+    return max(spare, 0) // sharers

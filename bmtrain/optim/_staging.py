@@ -1,0 +1,91 @@
+"""Host memory through which gradients and parameters of a GPU pass. See staged_copies.h, [Note: Updates of parameters
+on a device]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _C
+from ._arrays import MASTER
+from ._elementwise import Update
+from ._host_step import Ranges, ranges_of
+
+__all__ = ["SLOTS", "Staged", "Staging"]
+
+#: Updates whose gradients or parameters are in host memory at the same time: one that is computed, the one after it,
+#: whose gradients arrive, and the one before it, whose parameters return.
+SLOTS = 3
+
+_GROUP = 16  # elements; as those of states are aligned, so that neighbours stay neighbours
+
+
+class Staged(NamedTuple):
+    """Host memory of one update's gradients and parameters, in the order of the updates."""
+
+    slot: int
+    gradients: list[Tensor]
+    parameters: list[Tensor]
+
+    def ranges(self, updates: Sequence[Update], names: Sequence[str], first: int) -> Ranges:
+        """What is to be computed of ``updates``, which are number ``first`` and those after it here."""
+        last = first + len(updates)
+        states = [u.state for u in updates]
+        rounds = updates[0].param.dtype != torch.float32
+        return ranges_of(updates, names)._replace(
+            weights=[state[MASTER] for state in states],
+            rounded=self.parameters[first:last] if rounds else [],
+            grads=self.gradients[first:last],
+        )
+
+
+class Staging:
+    """The slots of one device.
+
+    Args:
+        device: of the parameters.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.lane = _C.StagingLane(device, SLOTS)
+        self._pinned = device.type == "cuda"
+        self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(SLOTS)]
+        self._next = 0
+
+    def place(self, updates: Sequence[Update]) -> Staged:
+        """Space in the next slot."""
+        slot, self._next = self._next, (self._next + 1) % SLOTS
+        wanted = [u.grad for u in updates] + [u.param for u in updates]
+        ends, end = [], 0
+        for tensor in wanted:
+            end += _padded(tensor)
+            ends.append(end)
+        if self._memory[slot].numel() < end:
+            self._memory[slot] = torch.empty(end, dtype=torch.uint8, pin_memory=self._pinned)
+        memory = self._memory[slot]
+        places = [
+            memory[end - _padded(tensor) :][: tensor.numel() * tensor.element_size()].view(tensor.dtype)
+            for end, tensor in zip(ends, wanted, strict=True)
+        ]
+        views = [place.view(tensor.shape) for place, tensor in zip(places, wanted, strict=True)]
+        return Staged(slot, views[: len(updates)], views[len(updates) :])
+
+    def attach(self, update: _C.OffloadUpdate, updates: Sequence[Update], staged: Staged) -> None:
+        """Lets ``update``, which computes in ``staged``, take gradients from the device and give parameters back."""
+        update.stage(
+            self.lane,
+            staged.slot,
+            [u.grad for u in updates],
+            staged.gradients,
+            [u.param.data for u in updates],
+            staged.parameters,
+            # Of fp32 parameters it is the master itself that goes back.
+            [u.state[MASTER] if u.param.dtype == torch.float32 else None for u in updates],
+        )
+
+
+def _padded(tensor: Tensor) -> int:
+    return -(-tensor.numel() // _GROUP) * _GROUP * tensor.element_size()

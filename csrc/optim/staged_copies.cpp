@@ -1,0 +1,203 @@
+#include "optim/staged_copies.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <chrono>
+#include <exception>
+#include <thread>
+#include <utility>
+
+#include "common/check.h"
+
+namespace bmtrain {
+namespace {
+
+constexpr std::chrono::microseconds kPause{20};
+
+void wait_on_host(DeviceEvent& event) {
+  while (!event.is_complete()) {
+    std::this_thread::sleep_for(kPause);
+  }
+}
+
+// The same memory without the tensors' Python objects, which only a holder of the interpreter may drop, and
+// with version counters of its own: the step has counted the change of the parameters already.
+std::vector<at::Tensor> plain(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> aliases;
+  aliases.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    aliases.push_back(tensor.defined() ? tensor.variable_data() : tensor);
+  }
+  return aliases;
+}
+
+StagedTensors plain(const StagedTensors& tensors) {
+  return {plain(tensors.on_device), plain(tensors.on_host)};
+}
+
+void check_pairs(const StagedTensors& tensors, const char* what) {
+  BMT_CHECK(ValueError, tensors.on_device.size() == tensors.on_host.size(), what,
+            ": expected host memory for each of ", tensors.on_device.size(), " tensors, got ",
+            tensors.on_host.size());
+  for (std::size_t i = 0; i < tensors.on_device.size(); ++i) {
+    const at::Tensor &device = tensors.on_device[i], &host = tensors.on_host[i];
+    BMT_CHECK(ValueError,
+              host.is_cpu() && host.numel() == device.numel() && host.scalar_type() == device.scalar_type(),
+              what, "[", i, "]: expected ", device.numel(), " elements of ", device.scalar_type(),
+              " in host memory, got ", host.numel(), " of ", host.scalar_type(), " on ", host.device());
+  }
+}
+
+}  // namespace
+
+StagingLane::StagingLane(c10::Device device, int num_slots)
+    : runtime_(device_runtime(device)),
+      to_host_(runtime_->make_stream()),
+      to_device_(runtime_->make_stream()),
+      slots_(static_cast<std::size_t>(num_slots > 0 ? num_slots : 0)) {
+  BMT_CHECK(ValueError, num_slots > 0, "num_slots: expected at least 1, got ", num_slots);
+}
+
+StagedCopies::StagedCopies(std::shared_ptr<StagingLane> lane, int slot, StagedTensors gradients,
+                           StagedTensors parameters, std::vector<at::Tensor> sources)
+    : lane_(std::move(lane)),
+      slot_(static_cast<std::size_t>(slot)),
+      gradients_(plain(gradients)),
+      parameters_(plain(parameters)),
+      sources_(plain(sources)) {
+  BMT_CHECK(ValueError, slot >= 0 && slot_ < lane_->slots_.size(), "slot: expected less than ",
+            lane_->slots_.size(), ", got ", slot);
+  check_pairs(gradients_, "gradients");
+  check_pairs(parameters_, "parameters");
+  BMT_CHECK(ValueError, sources_.size() == parameters_.on_host.size(),
+            "sources: expected one, perhaps None, for each of ", parameters_.on_host.size(),
+            " parameters, got ", sources_.size());
+}
+
+void StagedCopies::submit(std::shared_ptr<Update> update) {
+  const std::lock_guard lock(mutex_);
+  caller_stream_ = lane_->runtime_->current_stream();
+  submitted_ = lane_->runtime_->make_event();
+  submitted_->record(caller_stream_);
+  const std::lock_guard slots_lock(lane_->mutex_);
+  predecessor_ = std::exchange(slot().latest, std::move(update));
+}
+
+void StagedCopies::precede(std::shared_ptr<StagedCopies> next) {
+  const std::lock_guard lock(mutex_);
+  next_ = std::move(next);
+}
+
+void StagedCopies::begin_if_free() {
+  const std::lock_guard lock(mutex_);
+  if (!has_begun_ && (predecessor_ == nullptr || predecessor_->is_over())) {
+    begin();
+  }
+}
+
+void StagedCopies::begin() {
+  {
+    const std::lock_guard slots_lock(lane_->mutex_);
+    slot_read_ = slot().returned;
+  }
+  submitted_->block(lane_->to_host_);
+  lane_->runtime_->run_on(lane_->to_host_, [this] {
+    const at::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < gradients_.on_host.size(); ++i) {
+      gradients_.on_host[i].copy_(gradients_.on_device[i], /*non_blocking=*/true);
+    }
+  });
+  arrived_ = lane_->runtime_->make_event();
+  arrived_->record(lane_->to_host_);
+  if (wants_zero_) {
+    zero();
+  }
+  predecessor_ = nullptr;
+  has_begun_ = true;  // only now: what has thrown is tried again by the next thread that needs it
+}
+
+void StagedCopies::zero() {
+  lane_->runtime_->run_on(lane_->to_host_, [this] {
+    const at::NoGradGuard no_grad;
+    for (const at::Tensor& gradient : gradients_.on_device) {
+      gradient.zero_();
+    }
+  });
+  zeroed_ = lane_->runtime_->make_event();
+  zeroed_->record(lane_->to_host_);
+}
+
+void StagedCopies::zero_gradients() {
+  const std::lock_guard lock(mutex_);
+  if (!std::exchange(wants_zero_, true) && has_begun_) {
+    zero();
+  }
+}
+
+void StagedCopies::arrive() {
+  std::shared_ptr<Update> predecessor;
+  std::shared_ptr<StagedCopies> next;
+  {
+    const std::lock_guard lock(mutex_);
+    predecessor = predecessor_;
+  }
+  if (predecessor != nullptr) {  // out of turn: somebody needs this update before its slot is free
+    predecessor->help();
+  }
+  std::shared_ptr<DeviceEvent> arrived, slot_read;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!has_begun_) {
+      begin();
+    }
+    arrived = arrived_;
+    slot_read = slot_read_;
+    next = std::exchange(next_, nullptr);
+  }
+  if (next != nullptr) {
+    next->begin_if_free();
+  }
+  wait_on_host(*arrived);
+  if (slot_read != nullptr) {
+    wait_on_host(*slot_read);
+  }
+}
+
+void StagedCopies::give_back() {
+  const std::lock_guard lock(mutex_);
+  {
+    const at::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < sources_.size(); ++i) {
+      if (sources_[i].defined()) {
+        parameters_.on_host[i].copy_(sources_[i]);
+      }
+    }
+  }
+  submitted_->block(lane_->to_device_);
+  lane_->runtime_->run_on(lane_->to_device_, [this] {
+    const at::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < parameters_.on_host.size(); ++i) {
+      parameters_.on_device[i].copy_(parameters_.on_host[i], /*non_blocking=*/true);
+    }
+  });
+  returned_ = lane_->runtime_->make_event();
+  returned_->record(lane_->to_device_);
+  const std::lock_guard slots_lock(lane_->mutex_);
+  slot().returned = returned_;
+}
+
+void StagedCopies::join() {
+  const std::lock_guard lock(mutex_);
+  const std::int64_t current = lane_->runtime_->current_stream();
+  for (const auto& event : {arrived_, zeroed_, returned_}) {
+    if (event == nullptr) {
+      continue;
+    }
+    event->block(caller_stream_);
+    if (current != caller_stream_) {
+      event->block(current);
+    }
+  }
+}
+
+}  // namespace bmtrain

@@ -1,0 +1,147 @@
+"""Offloaded updates of parameters on a device, over a fake one: copies that run as late or as early as streams and
+events allow change no bit, host memory is bounded, and gradients travel while another block is computed."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import bmtrain as bmt
+from bmtrain import _C
+from bmtrain.optim import _overlap
+from bmtrain.optim._staging import SLOTS
+
+LAYERS = 5
+
+
+class Layer(bmt.DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = bmt.DistributedParameter(torch.randn(40, 40) / 8)
+        self.bias = bmt.DistributedParameter(torch.zeros(40))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = x + torch.nn.functional.linear(x, self.weight, self.bias).tanh()
+        return result
+
+
+class Model(bmt.DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = bmt.DistributedParameter(torch.randn(40, 40))
+        self.layers = bmt.TransformerBlockList([bmt.Block(Layer()) for _ in range(LAYERS)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layers(x @ self.first)
+        return result
+
+
+class Run:
+    """Training with everything that reads or changes gradients between steps."""
+
+    def __init__(self, dtype: torch.dtype, **options: Any) -> None:
+        torch.manual_seed(3)
+        self.model = Model().to(dtype)
+        self.optimizer = bmt.optim.AdamOffloadOptimizer(
+            self.model.parameters(), lr=1e-2, weight_decay=0.1, **options
+        )
+        self.manager = bmt.optim.OptimManager(loss_scale=2.0**10)
+        self.manager.add_optimizer(self.optimizer)
+        self.x = torch.randn(6, 40).to(dtype)
+        self.losses: list[float] = []
+
+    def step(self, number: int) -> None:
+        if number % 3 == 0:
+            self.manager.zero_grad(set_to_none=number % 2 == 0)
+        loss = self.model(self.x).float().square().mean()
+        if number % 3 == 1:
+            self.manager.zero_grad()
+        self.manager.backward(loss)
+        self.manager.clip_grad_norm(self.optimizer.param_groups, max_norm=0.1)
+        self.manager.step()
+        if number % 3 == 2:
+            self.manager.zero_grad()
+            assert self.model.layers[2].bias.grad is not None  # read while its update is under way
+            assert not self.model.layers[2].bias.grad.any()
+        self.losses.append(loss.item())
+        assert self.manager.loss_scale == 2.0**10  # no step was skipped
+
+    def steps(self, count: int) -> list[torch.Tensor]:
+        for number in range(count):
+            self.step(number)
+        states = self.optimizer.state_dict()["state"].values()
+        return [
+            torch.tensor(self.losses),
+            *(p.detach().clone() for p in self.model.parameters()),
+            *(value.clone() for state in states for value in state.values() if torch.is_tensor(value)),
+        ]
+
+
+@pytest.fixture
+def staged(one_of_two: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
+    """Parameters of the fake device, which the CPU's workers are not to reach but by copies."""
+    monkeypatch.setattr(_overlap, "needs_staging", lambda device: True)
+    yield one_of_two
+    _C.disturb_updates(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_no_bit_changes(staged: ctypes.CDLL, dtype: torch.dtype, lazy: bool) -> None:
+    expected = Run(dtype, overlap=False).steps(9)
+    staged.fake_lazy(lazy)
+    _C.disturb_updates(200)
+    run = Run(dtype)
+    found = run.steps(9)
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y)
+    assert (
+        len({memory.data_ptr() for memory in run.optimizer._overlap._stagings.popitem()[1]._memory}) == SLOTS
+    )
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_any_block_can_be_needed_first(staged: ctypes.CDLL, order: int) -> None:
+    staged.fake_lazy(1)
+    runs = [Run(torch.bfloat16, overlap=overlap) for overlap in (False, True)]
+    for run in runs:
+        for number in range(3):
+            run.step(number)
+    blocks = [list(run.model.layers[::order]) for run in runs]
+    for expected, found in zip(*blocks, strict=True):
+        assert torch.equal(expected.weight.detach(), found.weight.detach())
+
+
+def test_copies_of_one_block_go_on_while_another_is_computed(staged: ctypes.CDLL) -> None:
+    run = Run(torch.bfloat16)
+    for number in range(3):
+        run.step(number)
+    run.manager.zero_grad()
+    run.manager.backward(run.model(run.x).float().square().mean())
+    staged.fake_journal()
+    run.manager.step()
+    queued = staged.fake_journal().decode().splitlines()
+    # The step has sent off the gradients of as many blocks as have a slot, before any is computed.
+    assert sum(line.startswith("work on ") for line in queued) >= SLOTS
+    list(run.optimizer.state)  # waits for all
+    rest = staged.fake_journal().decode().splitlines()
+    copies = [line for line in (*queued, *rest) if line.startswith("work on ")]
+    streams = {line.rpartition(" ")[2] for line in copies}
+    assert len(streams) == 2
+    assert "0" not in streams
+    assert len(copies) == 2 * (LAYERS + 1)  # gradients of each block and of what is outside, and parameters
+
+
+def test_a_failed_update_is_told(staged: ctypes.CDLL) -> None:
+    run = Run(torch.bfloat16)
+    run.step(0)
+    list(run.optimizer.state)  # waits
+    label = run.model.layers[3]._runtime.label
+    _C.disturb_updates(0, label)
+    run.step(4)
+    with pytest.raises(RuntimeError, match="the update of its parameters failed: failed on request"):
+        list(run.optimizer.state)
