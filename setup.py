@@ -1,8 +1,8 @@
 """Builds `bmtrain._C` against the torch of the environment that bmtrain is installed into.
 
 Everything static is in pyproject.toml. Environment variables: BMTRAIN_CUDA=0 or 1 (default: CUDA where torch
-and a toolkit have it), BMTRAIN_WERROR=1 (warnings are errors), MAX_JOBS (compilers at a time) and
-TORCH_CUDA_ARCH_LIST.
+and a toolkit have it), BMTRAIN_WERROR=1 (warnings are errors), BMTRAIN_SANITIZE=address,undefined (for
+tests/fault/sanitize.sh), MAX_JOBS (compilers at a time) and TORCH_CUDA_ARCH_LIST.
 """
 
 from __future__ import annotations
@@ -156,6 +156,10 @@ def make_extension(cuda: bool) -> Extension:
         "-fvisibility-inlines-hidden",
         "-g0",
     ]
+    sanitizers = os.environ.get("BMTRAIN_SANITIZE", "")
+    # vptr asks for type information that torch does not export. -O0 and -O3 take too long to run, and to compile.
+    checks = [f"-fsanitize={sanitizers}", "-fno-sanitize=vptr", "-fno-omit-frame-pointer", "-g1", "-O1"]
+    checks = checks if sanitizers else []
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
     return Extension(
         "bmtrain._C",
@@ -168,7 +172,8 @@ def make_extension(cuda: bool) -> Extension:
             *(("cudart", "c10_cuda", "torch_cuda") if cuda else ()),
         ],
         # Kernels see no torch, so nvcc needs none of its headers (and knows -isystem in another spelling).
-        extra_compile_args={"cxx": [*common, *host], "nvcc": [*common, "--fmad=false"]},
+        extra_compile_args={"cxx": [*common, *host, *checks], "nvcc": [*common, "--fmad=false"]},
+        extra_link_args=checks,
         language="c++",
     )
 
@@ -183,6 +188,7 @@ def make_build_command(torch: Any, cuda: bool) -> type:
             # pip gives an editable build a folder that it deletes afterwards; here ninja finds what is done.
             # What changes every compiler call has a folder of its own, so that going back and forth is quick.
             kind = ("-cuda" if cuda else "") + ("-werror" if os.environ.get("BMTRAIN_WERROR") == "1" else "")
+            kind += "-sanitized" if os.environ.get("BMTRAIN_SANITIZE") else ""
             name = f"core-{sysconfig.get_platform()}-{sys.implementation.cache_tag}-torch{torch.__version__}"
             self.build_temp = str(ROOT / "build" / (name + kind))
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
+from .._arguments import require_between, require_integer, require_tensor
 from .._deprecate import warn_once
 from ._function import CrossEntropyOptions, VocabularySlice, cross_entropy_rows
 
@@ -34,6 +37,7 @@ class FusedCrossEntropy(torch.nn.Module):
         result is a scalar, or has the shape of target with ``reduction="none"``; fp32 (fp64 for fp64 logits).
 
     Raises:
+        TypeError: a dtype does not fit, or an argument is of another type.
         ValueError: an option, a shape or the size of ``weight`` does not fit.
         IndexError: a target lies outside ``[0, C)`` and is not ``ignore_index`` (on the CPU; on a GPU the
             device reports it).
@@ -63,8 +67,10 @@ class FusedCrossEntropy(torch.nn.Module):
         super().__init__()
         if reduction not in ("mean", "sum", "none"):
             raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-        if not 0.0 <= label_smoothing <= 1.0:
-            raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+        require_between("label_smoothing", label_smoothing, 0.0, 1.0)
+        ignore_index = require_integer("ignore_index", ignore_index, -sys.maxsize)
+        if weight is not None:
+            require_tensor("weight", weight)
         if weight is not None and (not weight.is_floating_point() or weight.dim() != 1):
             raise ValueError(
                 f"weight must be 1-D of a float dtype, got shape {tuple(weight.shape)} of {weight.dtype}"
@@ -116,6 +122,8 @@ class FusedCrossEntropy(torch.nn.Module):
 
 
 def _check_dtypes(input: Tensor, target: Tensor) -> None:
+    require_tensor("input", input)
+    require_tensor("target", target)
     if not input.is_floating_point():
         raise TypeError(f"input must be float16, bfloat16, float32 or float64, got {input.dtype}")
     if target.dtype not in (torch.int32, torch.int64):
@@ -167,7 +175,7 @@ def reduce_rows(
     return total / weight[torch.where(counted, target, 0)].mul(counted).sum()
 
 
-def check_range(target: Tensor, num_classes: int, ignore_index: int) -> None:
+def check_range(target: Tensor, num_classes: int, ignore_index: int, name: str = "target") -> None:
     """Raises IndexError for a class index out of range, where asking does not stop a device."""
     if target.device.type != "cpu":
         return  # reading the answer would stop the host; the device reports an index out of range itself
@@ -175,6 +183,6 @@ def check_range(target: Tensor, num_classes: int, ignore_index: int) -> None:
     if bad.any():
         row = int(bad.nonzero()[0, 0])
         raise IndexError(
-            f"target {int(target[row])} in row {row} is out of range: expected [0, {num_classes}) or "
+            f"{name} {int(target[row])} in row {row} is out of range: expected [0, {num_classes}) or "
             f"ignore_index {ignore_index}"
         )

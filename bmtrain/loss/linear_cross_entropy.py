@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from .._arguments import require_integer, require_tensor
 from ._function import CrossEntropyOptions, VocabularySlice, cross_entropy_rows
 from .cross_entropy import FusedCrossEntropy, check_range, reduce_rows
 
@@ -96,6 +97,7 @@ def fused_linear_cross_entropy(
         A scalar, or with ``reduction="none"`` the shape of ``targets``; fp32 (fp64 for fp64).
 
     Raises:
+        TypeError: a dtype does not fit, or an argument is of another type.
         ValueError: a shape, the dtype of ``weight``, ``chunk`` or an option does not fit.
         IndexError: a target lies outside ``[0, C)`` and is not ``ignore_index`` (on the CPU).
 
@@ -106,9 +108,17 @@ def fused_linear_cross_entropy(
         >>> round(fused_linear_cross_entropy(hidden, table, torch.tensor([0, 1]), chunk=1).item(), 4)
         0.2395
     """
+    for name, value in (("hidden", hidden), ("weight", weight), ("targets", targets)):
+        require_tensor(name, value)
+    chunk = require_integer("chunk", chunk, 1)
+    if class_weight is not None:
+        require_tensor("class_weight", class_weight)
+        if class_weight.dim() != 1 or not class_weight.is_floating_point():
+            raise ValueError(
+                f"class_weight: expected 1-D of a float dtype, got shape {tuple(class_weight.shape)} of "
+                f"{class_weight.dtype}"
+            )
     options = FusedCrossEntropy(class_weight, ignore_index, reduction, label_smoothing)
-    if chunk < 1:
-        raise ValueError(f"chunk: expected at least 1, got {chunk}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.dtype != hidden.dtype:
         raise ValueError(
             f"weight: expected shape (C, {hidden.shape[-1]}) and {hidden.dtype} as of hidden, got "
@@ -123,7 +133,7 @@ def fused_linear_cross_entropy(
     num_classes = weight.shape[0]
     rows = hidden.reshape(-1, hidden.shape[-1])
     target = targets.reshape(-1).to(device=hidden.device, dtype=torch.int64)
-    check_range(target, num_classes, ignore_index)
+    check_range(target, num_classes, ignore_index, "targets")
     class_weight = options.weight_for(rows, num_classes)
     columns = VocabularySlice(0, num_classes, None)
     row_options = CrossEntropyOptions(class_weight, ignore_index, float(label_smoothing), columns)

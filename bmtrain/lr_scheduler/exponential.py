@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .._arguments import require_between, require_keys
 from .warmup import WarmupLRScheduler
 
 __all__ = ["Exponential"]
@@ -32,6 +33,7 @@ class Exponential(WarmupLRScheduler):
         num_iter: int = 0,
         gamma: float = 0.95,
     ) -> None:
+        require_between("gamma", gamma, 0)
         self.gamma = gamma  # before the base, which computes the first rate
         super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter)
 
@@ -45,5 +47,6 @@ class Exponential(WarmupLRScheduler):
         return {**super().state_dict(), "gamma": self.gamma}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        require_keys("state_dict", state_dict, ())
         self.gamma = state_dict.get("gamma", self.gamma)  # files of 1.0.1 and before do not have it
         super().load_state_dict(state_dict)

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from .._arguments import require_between, require_keys, require_number
 from .._deprecate import warn_once
 
 __all__ = ["WarmupLRScheduler"]
@@ -27,8 +28,8 @@ class WarmupLRScheduler:
         num_iter: iteration to start from.
 
     Raises:
-        TypeError: ``optimizer`` has no ``param_groups``.
-        ValueError: ``num_iter`` is negative, or ``end_iter`` is None in a schedule that needs it.
+        TypeError: ``optimizer`` has no ``param_groups``, or what should be a number is none.
+        ValueError: a number is negative or NaN, or ``end_iter`` is None in a schedule that needs it.
 
     Example:
         >>> import torch
@@ -65,6 +66,10 @@ class WarmupLRScheduler:
             raise ValueError(
                 f"{type(self).__name__} needs end_iter (the iteration at which the decay ends), got None"
             )
+        for name, value in (("start_lr", start_lr), ("warmup_iter", warmup_iter), ("num_iter", num_iter)):
+            require_between(name, value, 0)
+        if end_iter is not None:
+            require_between("end_iter", end_iter)
         self.optimizer = optimizer
         self.start_lr = start_lr
         self.warmup_iter = warmup_iter
@@ -95,7 +100,8 @@ class WarmupLRScheduler:
         """
         if num_iter is None:
             num_iter = self.num_iter + 1
-        if num_iter < 0:
+        require_number("num_iter", num_iter)
+        if not num_iter >= 0:
             raise ValueError(f"num_iter must be >= 0, got {num_iter}")
         self.num_iter = num_iter
         lr = self.get_lr()
@@ -118,7 +124,13 @@ class WarmupLRScheduler:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state and write its rate into every parameter group at once."""
+        """Restore a state and write its rate into every parameter group at once.
+
+        Raises:
+            TypeError: ``state_dict`` is no dict.
+            ValueError: something is missing in it.
+        """
+        require_keys("state_dict", state_dict, ("start_lr", "warmup_iter", "end_iter", "num_iter"))
         self.start_lr = state_dict["start_lr"]
         self.warmup_iter = state_dict["warmup_iter"]
         self.end_iter = state_dict["end_iter"]

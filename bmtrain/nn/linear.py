@@ -8,6 +8,7 @@ import torch
 
 from ..layer import DistributedModule
 from ..parameter import DistributedParameter, ParameterInitializer
+from ._divide import check_layer
 
 __all__ = ["Linear", "OpLinear"]
 
@@ -30,10 +31,15 @@ class Linear(DistributedModule):
         out_features: size of the last dim of the output.
         bias: whether to add a bias.
         dtype: of the parameters; default: torch's.
+
+    Raises:
+        TypeError: a size is no integer, or ``dtype`` is not one of floats.
+        ValueError: a size is negative.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, dtype: Any = None) -> None:
         super().__init__()
+        check_layer(dtype, in_features=in_features, out_features=out_features)
         self.in_features = in_features
         self.out_features = out_features
         self.weight = DistributedParameter(

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from .._arguments import require_between, require_tensor
 from ..global_var import context
 from ..layer import DistributedModule
 from ..parameter import DistributedParameter, ParameterInitializer
-from ._divide import divided, tp_parameter
+from ._divide import check_layer, divided, tp_parameter
 from .parallel_linear_func import OpParallelLinear, gather_rows, replicate, scatter_rows
 
 __all__ = ["Projection", "VPEmbedding", "VPProjection"]
+
+_LARGEST = sys.float_info.max
 
 
 class VPEmbedding(DistributedModule):
@@ -38,6 +42,9 @@ class VPEmbedding(DistributedModule):
         init_std: float = 1,
     ) -> None:
         super().__init__()
+        check_layer(dtype, vocab_size=vocab_size, embedding_size=embedding_size)
+        require_between("init_mean", init_mean, -_LARGEST, _LARGEST)
+        require_between("init_std", init_std, 0)
         self.vocab_size = vocab_size
         self.embedding_size = embedding_size
         rows = divided("vocab_size", vocab_size)
@@ -56,7 +63,12 @@ class VPEmbedding(DistributedModule):
         Returns:
             ``(*x.shape, dim)``; with ``projection`` ``(batch, tp * seq, vocab / tp)``, for
             ``FusedCrossEntropy(parallel=True)``.
+
+        Raises:
+            TypeError: ``x`` is no tensor, or ids are no integers.
+            IndexError: an id lies outside the vocabulary (on the CPU).
         """
+        require_tensor("x", x)
         return self.projection(x) if projection else self._embed(x)
 
     def projection(self, x: torch.Tensor) -> torch.Tensor:
@@ -67,12 +79,23 @@ class VPEmbedding(DistributedModule):
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         tp = context().groups["tp"]
+        _check_ids(ids, self.vocab_size)
         weight = self.weight
         first = tp.rank * weight.shape[0]
         all_ids = gather_rows(ids.reshape(1, -1)) - first  # every rank looks up its rows for all ranks
         elsewhere = (all_ids < 0) | (all_ids >= weight.shape[0])
         found = F.embedding(all_ids.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[..., None], 0)
         return scatter_rows(found).view(*ids.shape, weight.shape[1])
+
+
+def _check_ids(ids: torch.Tensor, vocab_size: int) -> None:
+    """Before anything is sent. On a GPU the values are not looked at, which would stop the host."""
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"x: expected ids of dtype int32 or int64, got {ids.dtype}")
+    if ids.device.type == "cpu" and ids.numel():
+        least, most = (int(end) for end in ids.aminmax())
+        if least < 0 or most >= vocab_size:
+            raise IndexError(f"x: expected ids in [0, {vocab_size}), got {least if least < 0 else most}")
 
 
 class Projection(DistributedModule):
@@ -90,6 +113,9 @@ class Projection(DistributedModule):
         init_std: float = 1,
     ) -> None:
         super().__init__()
+        check_layer(dtype, vocab_size=vocab_size, embedding_size=embedding_size)
+        require_between("init_mean", init_mean, -_LARGEST, _LARGEST)
+        require_between("init_std", init_std, 0)
         self.vocab_size = vocab_size
         self.embedding_size = embedding_size
         self.weight = DistributedParameter(

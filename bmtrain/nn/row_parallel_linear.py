@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from .._arguments import require_integer
 from ..layer import DistributedModule
-from ._divide import divided, tp_parameter
+from ._divide import check_layer, divided, tp_parameter
 from .parallel_linear_func import OpParallelLinear, ReduceType
 
 __all__ = ["RowParallelLinear"]
@@ -41,6 +42,8 @@ class RowParallelLinear(DistributedModule):
         async_chunks: int = 2,
     ) -> None:
         super().__init__()
+        check_layer(dtype, in_features=in_features, out_features=out_features)
+        require_integer("async_chunks", async_chunks, 1)
         self.in_features = in_features
         self.out_features = out_features
         self.split_input = split_input

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._arguments import require_number
 from ..global_var import num_losses
 from ._arrays import MASTER, allocate, gathered_state, layout_of, read_state, take_changed_value
 from ._grad_stats import check_overflow, forget_unsent
@@ -56,6 +57,10 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         self._seen: dict[Tensor, tuple[int, int]] = {}
         self._early: set[int] = set()  # ids of parameters that this step has updated already
         self._check_options(defaults)
+        if not isinstance(params, Iterable):
+            raise TypeError(
+                f"params: expected parameters or group dicts, got {params!r:.80} ({type(params).__name__})"
+            )
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -358,5 +363,6 @@ def _with_gradients(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]
 
 
 def check_scale(scale: float) -> None:
+    require_number("scale", scale)
     if not (scale > 0 and math.isfinite(scale)):
         raise ValueError(f"scale: expected a finite number above 0, got {scale}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -41,13 +41,14 @@ def clip_gradients(
 
     Raises:
         TypeError: something else is among the parameters.
-        ValueError: ``max_norm``, ``scale`` or ``norm_type`` is out of range.
+        ValueError: ``max_norm``, ``scale``, ``norm_type`` or ``eps`` is out of range.
         RuntimeError: before ``init_distributed``.
     """
     if norm_type != "inf":
         require_number("norm_type", norm_type)
     require_number("max_norm", max_norm)
     require_number("scale", scale)
+    require_number("eps", eps)
     p = float(norm_type)
     if not p > 0:
         raise ValueError(f"norm_type must be > 0 or 'inf', got {norm_type!r}")
@@ -55,16 +56,25 @@ def clip_gradients(
         raise ValueError(f"max_norm must be >= 0, got {max_norm}")
     if not scale > 0:
         raise ValueError(f"scale must be > 0, got {scale}")
+    if not eps >= 0:
+        raise ValueError(f"eps must be >= 0, got {eps}")
     check_no_loop("clip_grad_norm")
-    if not isinstance(param_groups, Iterable):
-        raise TypeError(
-            f"param_groups: expected parameters or dicts of them, got a {type(param_groups).__name__}"
-        )
-    parameters = list(parameters_of(param_groups))
+    parameters = _parameters_of(param_groups)
     norm = global_norm(parameters, p)
     coefficient = (max_norm * scale / (norm + eps)).clamp_(max=1.0)
     multiply_gradients(parameters, torch.where(norm.isfinite(), coefficient, 1.0))
     return (norm / scale).to(torch.float32)
+
+
+def _parameters_of(param_groups: Iterable[Any]) -> list[Tensor]:
+    if not isinstance(param_groups, Iterable) or isinstance(param_groups, Tensor):
+        raise TypeError(
+            f"param_groups: expected parameters or dicts of them, got a {type(param_groups).__name__}"
+        )
+    groups = list(param_groups)
+    if any(isinstance(group, Mapping) and "params" not in group for group in groups):
+        raise TypeError("param_groups: expected dicts with params, got one without")
+    return list(parameters_of(groups))
 
 
 def clip_grad_norm(

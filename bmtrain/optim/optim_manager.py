@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments import require_integer, require_number
+from .._arguments import require_integer, require_keys, require_number, require_tensor
 from .._deprecate import warn_once
 from ..accumulate import no_sync
 from ..global_var import config, context, num_losses, rank
@@ -167,7 +167,17 @@ class OptimManager:
 
         Args:
             loss: this rank's scalar loss, normally the mean over its own batch.
+
+        Raises:
+            TypeError: ``loss`` is no tensor.
+            ValueError: it has several elements, or nothing that it depends on is trained.
         """
+        require_tensor("loss", loss)
+        if loss.numel() != 1 or not loss.requires_grad:
+            raise ValueError(
+                f"loss: expected one number that depends on something that is trained, got shape "
+                f"{tuple(loss.shape)} with requires_grad={loss.requires_grad}"
+            )
         self._num_backwards += 1
         with self._around_backward():
             self.scale_loss(loss).backward()
@@ -290,8 +300,13 @@ class OptimManager:
             state_dict: made with as many optimizers, in the same order.
 
         Raises:
-            ValueError: the number of optimizers or schedules, or the layout of a state, does not fit.
+            TypeError: ``state_dict`` is no dict.
+            ValueError: something is missing in it, or the number of optimizers or schedules, or the layout of a
+                state, does not fit.
         """
+        require_keys(
+            "state_dict", state_dict, ("optimizers", "lr_schedulers", "loss_scale", "loss_scale_enabled")
+        )
         for name, own in (("optimizers", self.optimizers), ("lr_schedulers", self.lr_schedulers)):
             if len(state_dict[name]) != len(own):
                 raise ValueError(f"expected the state of {len(own)} {name}, got {len(state_dict[name])}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch.optim.sgd import sgd as torch_sgd
 
 from .. import _C, _ops
+from .._arguments import require_number
 from ._arrays import MASTER
 from ._elementwise import ElementwiseOptimizer, Update
 from ._host_step import Ranges
@@ -28,6 +30,9 @@ class _SGD(ElementwiseOptimizer):
 
     def _check_options(self, options: dict[str, Any]) -> None:
         check_not_negative(options, "lr", "momentum", "weight_decay")
+        require_number("dampening", options["dampening"])
+        if not math.isfinite(options["dampening"]):
+            raise ValueError(f"dampening: expected a finite number, got {options['dampening']}")
         if options["nesterov"] and (options["momentum"] <= 0 or options["dampening"] != 0):
             raise ValueError(
                 "nesterov: expected a momentum above 0 and no dampening, got momentum "

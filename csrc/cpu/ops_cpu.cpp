@@ -96,16 +96,22 @@ void scale(at::TensorList tensors, const at::Tensor& factor) {
   const at::Tensor number = scalar(value, at::kDouble);
   number.unsafeGetTensorImpl()->set_wrapped_number(true);
   for (const at::Tensor& tensor : tensors) {
+    BMT_CHECK(TypeError, tensor.is_floating_point(), "scale_: tensors: expected floats, got ",
+              tensor.scalar_type());
+  }
+  for (const at::Tensor& tensor : tensors) {
     tensor.mul_(number);
   }
 }
 
-at::Tensor squared_sum(at::TensorList tensors) { return sum_over(tensors, "squared_sum", cpu::squared_sum); }
+at::Tensor squared_sum(at::TensorList tensors) {
+  return sum_over(tensors, "squared_sum: tensors", cpu::squared_sum);
+}
 
 at::Tensor abs_power_sum(at::TensorList tensors, double p) {
   BMT_CHECK(ValueError, p > 0 && std::isfinite(p), "abs_power_sum: p: expected a finite number above 0, got ",
             p);
-  return sum_over(tensors, "abs_power_sum", [p](const void* x, std::int64_t n, DType dtype) {
+  return sum_over(tensors, "abs_power_sum: tensors", [p](const void* x, std::int64_t n, DType dtype) {
     return cpu::abs_power_sum(x, n, dtype, p);
   });
 }
@@ -113,7 +119,7 @@ at::Tensor abs_power_sum(at::TensorList tensors, double p) {
 at::Tensor abs_max(at::TensorList tensors) {
   float largest = 0;
   for (const at::Tensor& tensor : tensors) {
-    const DType dtype = narrow_dtype_of(tensor, "abs_max");
+    const DType dtype = narrow_dtype_of(tensor, "abs_max: tensors");
     const at::Tensor memory = dense(tensor);
     const float mine = cpu::abs_max(memory.const_data_ptr(), memory.numel(), dtype);
     if (std::isnan(mine) || mine > largest) largest = mine;
@@ -124,7 +130,7 @@ at::Tensor abs_max(at::TensorList tensors) {
 
 at::Tensor has_inf_nan(at::TensorList tensors) {
   const bool found = std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
-    const DType dtype = narrow_dtype_of(tensor, "has_inf_nan");
+    const DType dtype = narrow_dtype_of(tensor, "has_inf_nan: tensors");
     const at::Tensor memory = dense(tensor);
     return cpu::has_inf_nan(memory.const_data_ptr(), memory.numel(), dtype);
   });

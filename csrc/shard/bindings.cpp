@@ -26,8 +26,12 @@ void bind_layout(py::module_& m) {
       .def_property_readonly("partition", &FlatLayout::partition)
       .def_property_readonly("num_ranks", &FlatLayout::num_ranks)
       .def("__len__", &FlatLayout::size)
-      .def("offset", [](const FlatLayout& self, std::size_t index) { return self.span(index).offset; })
-      .def("numel", [](const FlatLayout& self, std::size_t index) { return self.span(index).numel; })
+      .def(
+          "offset", [](const FlatLayout& self, std::size_t index) { return self.span(index).offset; },
+          py::arg("index"))
+      .def(
+          "numel", [](const FlatLayout& self, std::size_t index) { return self.span(index).numel; },
+          py::arg("index"))
       .def(
           "local_part",
           [](const FlatLayout& self, std::size_t index, std::int64_t rank) {

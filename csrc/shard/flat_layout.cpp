@@ -7,6 +7,8 @@
 namespace bmtrain {
 namespace {
 
+constexpr std::int64_t kMost = std::int64_t{1} << 60;
+
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 std::int64_t round_up(std::int64_t a, std::int64_t b) { return ceil_div(a, b) * b; }
 
@@ -17,16 +19,26 @@ FlatLayout::FlatLayout(std::vector<std::int64_t> numels, std::int64_t element_si
     : num_ranks_(num_ranks) {
   BMT_CHECK(ValueError, num_ranks >= 1, "num_ranks: expected at least 1, got ", num_ranks);
   BMT_CHECK(ValueError, element_size >= 1, "element_size: expected at least 1 byte, got ", element_size);
+  BMT_CHECK(ValueError, alignment_bytes >= 1, "alignment_bytes: expected at least 1, got ", alignment_bytes);
   const std::int64_t alignment = std::max<std::int64_t>(1, alignment_bytes / element_size);
   spans_.reserve(numels.size());
   for (const std::int64_t numel : numels) {
     BMT_CHECK(ValueError, numel >= 0, "numels: expected sizes of at least 0, got ", numel);
+    // With room for what is rounded up, and for all ranks' ends.
+    BMT_CHECK(ValueError, numel <= kMost && total_ <= kMost - numel, "numels: expected at most ", kMost,
+              " elements together, got more");
     const std::int64_t offset = round_up(total_, alignment);
     spans_.push_back({offset, numel});
     total_ = offset + numel;
   }
   total_ = round_up(total_, alignment);
   partition_ = ceil_div(total_, num_ranks_);
+}
+
+const Span& FlatLayout::span(std::size_t index) const {
+  BMT_CHECK(ValueError, index < spans_.size(), "index: expected 0 to ", spans_.size(), " (excluded), got ",
+            index);
+  return spans_[index];
 }
 
 LocalPart FlatLayout::local_part(std::size_t index, std::int64_t rank) const {

@@ -39,7 +39,7 @@ class FlatLayout {
   [[nodiscard]] std::int64_t partition() const { return partition_; }
   /// Elements of the gathered buffer: num_ranks() * partition() >= total().
   [[nodiscard]] std::int64_t padded_total() const { return partition_ * num_ranks_; }
-  [[nodiscard]] const Span& span(std::size_t index) const { return spans_.at(index); }
+  [[nodiscard]] const Span& span(std::size_t index) const;
   [[nodiscard]] LocalPart local_part(std::size_t index, std::int64_t rank) const;
 
  private:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ..._agree import broadcast_json, on_rank_0, raise_together
-from ..._arguments import require_integer
+from ..._arguments import require_integer, require_path
 from ...global_var import context
 from ...store import finish_background_save
 from ...store import load as load_file
@@ -31,6 +31,7 @@ from .layout import MANIFEST, newest, remove_old, step_folder
 from .loading import Loading, open_manifest
 from .reader import Reader
 from .saving import CheckpointHandle, start_saving
+from .snapshot import optimizers_of
 
 __all__ = ["Checkpoint", "CheckpointHandle", "latest", "load", "prune", "save"]
 
@@ -95,13 +96,15 @@ def save(
         TypeError: on every rank, if something cannot be stored.
         ValueError: for a negative ``step``, or a ``keep`` below 1.
     """
+    require_path("folder", folder)
+    schedulers = _check_parts(model, optim, schedulers)
     if not isinstance(step, int) or step < 0:
         raise ValueError(f"step: expected a number of steps, 0 or more, got {step!r}")
     if keep is not None:
         require_integer("keep", keep, 1)
     finish_background_save()
     target = step_folder(Path(folder), step)
-    return start_saving(target, step, model, optim, list(schedulers), data, extra, keep, non_blocking)
+    return start_saving(target, step, model, optim, schedulers, data, extra, keep, non_blocking)
 
 
 def load(
@@ -133,6 +136,8 @@ def load(
         ValueError: on every rank, if the optimizers do not fit. Nothing is changed.
     """
     context("checkpoint.load")
+    require_path("path", path)
+    schedulers = _check_parts(model, optim, schedulers)
     finish_background_save()
     resolved = on_rank_0(lambda: _resolve(Path(path)), "checkpoint.load")
     found = Path(broadcast_json(resolved or "", label="checkpoint.load"))
@@ -140,7 +145,7 @@ def load(
         return _load_file(found, model, optim, strict)
     manifest = open_manifest(found)
     with Reader(found, manifest) as reader:
-        loading = _prepare(reader, model, optim, list(schedulers), strict, random)
+        loading = _prepare(reader, model, optim, schedulers, strict, random)
         loading.check()
         loading.apply()
         data = loading.data()
@@ -154,6 +159,20 @@ def load(
             tp_size=manifest.tp_size,
             pipe_size=manifest.pipe_size,
         )
+
+
+def _check_parts(model: Any, optim: Any, schedulers: Iterable[Any]) -> list[Any]:
+    """Returns the schedulers. Raises TypeError for what is neither a model, nor an optimizer, nor a scheduler."""
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module or None, got {type(model).__name__}")
+    optimizers_of(optim)
+    if not isinstance(schedulers, Iterable):
+        raise TypeError(f"schedulers: expected several schedulers, got {schedulers!r:.80}")
+    found = list(schedulers)
+    for scheduler in found:
+        if not (scheduler is None or callable(getattr(scheduler, "state_dict", None))):
+            raise TypeError(f"schedulers: expected ones with state_dict(), got {scheduler!r:.80}")
+    return found
 
 
 def _prepare(reader: Reader, *arguments: Any) -> Loading:
@@ -193,6 +212,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     """
     from ..._context import current
 
+    require_path("folder", folder)
     if current() is None:
         return newest(Path(folder))
     found = on_rank_0(lambda: str(newest(Path(folder)) or ""), "checkpoint.latest")
@@ -209,6 +229,7 @@ def prune(folder: str | os.PathLike[str], keep: int) -> None:
         ValueError: ``keep`` is below 1.
         OSError: on every rank, if rank 0 cannot remove something.
     """
+    require_path("folder", folder)
     keep = require_integer("keep", keep, 1)
     finish_background_save()
     on_rank_0(lambda: remove_old(Path(folder), keep) if Path(folder).is_dir() else None, "checkpoint.prune")

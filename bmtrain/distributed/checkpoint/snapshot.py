@@ -85,7 +85,10 @@ class Snapshot:
     def add_value(self, name: str, value: Any, own: bool = False) -> dict[str, Any]:
         """A value as JSON; the tensors in it become runs, of rank 0 alone unless they are the rank's ``own``."""
         tensors: list[torch.Tensor] = []
-        encoded = _encode(value, tensors)
+        try:
+            encoded = _encode(value, tensors)
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}") from None
         if own or context().topology.rank == 0:
             self.runs += [_whole(f"{name}/{index}", tensor) for index, tensor in enumerate(tensors)]
         return {"is": encoded, "tensors": [f"{name}/{index}" for index in range(len(tensors))]}
@@ -132,7 +135,7 @@ def optimizers_of(optim: Any) -> list[Any]:
         return list(optim.optimizers)
     if hasattr(optim, "param_groups"):
         return [optim]
-    optimizers = list(optim)
+    optimizers = list(optim) if isinstance(optim, Iterable) and not isinstance(optim, str) else [optim]
     for optimizer in optimizers:
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(f"optim: expected an OptimManager or optimizers, got {type(optimizer).__name__}")
