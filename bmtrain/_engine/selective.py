@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 if TYPE_CHECKING:
     from .host_activations import HostActivations
 
-__all__ = ["KeptResults"]
+__all__ = ["KeptResults", "is_dear"]
 
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm, _aten.addmm, _aten.convolution)
@@ -137,7 +137,7 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if _is_dear(func, args, kwargs):
+        if is_dear(func, args, kwargs):
             self._results.keep(func, args, result)
         return result
 
@@ -149,11 +149,11 @@ class _GivingOut(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = self._results.take(func, args) if _is_dear(func, args, kwargs) else None
+        result = self._results.take(func, args) if is_dear(func, args, kwargs) else None
         return func(*args, **kwargs) if result is None else result
 
 
-def _is_dear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_dear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether to keep rather than compute again."""
     packet = getattr(func, "overloadpacket", None)
     if packet in _PRODUCTS:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from .._engine.policy import BlockPolicy
 from ..block_layer import Block
 from ..global_var import context, world_size
 from ..optim import AdamOptimizer, OptimManager
@@ -98,10 +99,8 @@ def _checkpoint_layers(model: Any) -> None:
 def _ours(level: int, recompute: bool = False, bf16: bool = False) -> Callable[[_Build], Step]:
     def variant(build: _Build) -> Step:
         model: Any = _seeded(build, bf16)
-        layers = [
-            Block(model_wrapper_dispatch(layer), use_checkpoint=recompute, zero_level=level)
-            for layer in model.layers
-        ]
+        policy = BlockPolicy(level=level, recompute="whole" if recompute else "off")
+        layers = [Block(model_wrapper_dispatch(layer), policy=policy) for layer in model.layers]
         model.layers = nn.ModuleList(layers)
         model = BMTrainModelWrapper(model)
         optimizer = AdamOptimizer(model.parameters())
@@ -139,6 +138,8 @@ VARIANTS: dict[str, Callable[[_Build], Step]] = {
     "bmtrain-3": _ours(level=3),
     "silent-3": _without_communication(_ours(level=3)),
     "bmtrain-2": _ours(level=2),
+    "bmtrain-1": _ours(level=1),
+    "bmtrain-0": _ours(level=0),
     "silent-2": _without_communication(_ours(level=2)),
     "alone-recompute": _alone(recompute=True),
     "fsdp2-recompute": _fsdp2(recompute=True),

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .._terminal import columns
 from .calibrate import measure_machine
 from .describe import describe_config, describe_module
@@ -68,8 +70,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     policy = parser.add_argument_group("policy")
     policy.add_argument("--micro-batch", type=int, default=1, metavar="N", help="samples of one device")
-    policy.add_argument("--level", type=int, default=3, choices=(2, 3), help="ZeRO level")
-    policy.add_argument("--no-recompute", action="store_true", help="keep activations")
+    policy.add_argument("--level", type=int, default=3, choices=(0, 1, 2, 3), help="ZeRO level")
+    policy.add_argument(
+        "--zero-size", type=int, metavar="N", help="devices that share a block (default: all)"
+    )
+    recompute = policy.add_mutually_exclusive_group()
+    recompute.add_argument("--no-recompute", action="store_true", help="keep activations")
+    recompute.add_argument(
+        "--selective", action="store_true", help="keep results of matrix products and attention"
+    )
+    policy.add_argument(
+        "--compute-dtype", choices=("float16", "bfloat16"), help="in which blocks of fp32 parameters compute"
+    )
     policy.add_argument(
         "--offload", type=float, default=0.0, metavar="F", help="share of the optimizer on the host, 0 to 1"
     )
@@ -124,7 +136,9 @@ def _run(arguments: argparse.Namespace) -> int:
     policy = TrainingPolicy(
         micro_batch=arguments.micro_batch,
         level=arguments.level,
-        recompute=not arguments.no_recompute,
+        recompute="selective" if arguments.selective else not arguments.no_recompute,
+        zero_size=arguments.zero_size,
+        compute_dtype=getattr(torch, arguments.compute_dtype) if arguments.compute_dtype else None,
         offload=arguments.offload,
         accumulate=arguments.accumulate,
         tp_size=arguments.tp,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .._engine.selective import KeptResults, is_dear
 from ..block_layer import Block
 from .model import BlockDescription, FlatBuffer, ModelDescription, OutsideParameter, transformer
 
@@ -101,6 +103,8 @@ def _described(block: torch.nn.Module, record: _Record, samples: int) -> BlockDe
         input_bytes=record.input_bytes / samples,
         activation_bytes=max(record.saved_bytes, record.input_bytes) / samples,
         gradient_bytes=2.0 * record.largest_saved / samples,
+        kept_bytes=record.kept_bytes / samples,
+        flops_between_kept=(record.flops_at_last_save - record.dear_flops_at_last_save) / samples,
     )
 
 
@@ -159,17 +163,26 @@ class _Record:
     input_bytes: int = 0
     flops: float = 0.0
     flops_at_last_save: float = 0.0
-    saved: dict[int, torch.Tensor] = field(
-        default_factory=dict
-    )  # by storage; kept, so that no address is used twice
+    dear_flops: float = 0.0  # of what selective recomputation keeps
+    dear_flops_at_last_save: float = 0.0
+    kept: KeptResults = field(default_factory=lambda: KeptResults(lambda tensor: False))
+    kept_bytes: int = 0
+    # By address, as long as they are kept. Not tensors: those lead by the graph to whoever watches it.
+    saved: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
     @property
     def largest_saved(self) -> int:
-        return max((tensor.untyped_storage().nbytes() for tensor in self.saved.values()), default=0)
+        return max((storage.nbytes() for storage in self.saved.values()), default=0)
 
     @property
     def saved_bytes(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.saved.values())
+        return sum(storage.nbytes() for storage in self.saved.values())
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of all tensors; memory that several share is counted once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def _attention_flops(
@@ -178,6 +191,25 @@ def _attention_flops(
     """Scores and mixing: two products of (heads, queries, size) and (heads, keys, size), two operations each."""
     batch, heads, queries, size = query
     return int(2 * batch * heads * queries * key[2] * (size + value[3]))
+
+
+class _DearResults(TorchDispatchMode):
+    """Keeps what selective recomputation would, and counts the work of it."""
+
+    def __init__(self, counter: Any) -> None:
+        super().__init__()
+        self._counter = counter
+        self.record = _Record()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not is_dear(func, args, kwargs):
+            return func(*args, **kwargs)
+        begin = self._counter.get_total_flops()
+        result = func(*args, **kwargs)
+        self.record.dear_flops += self._counter.get_total_flops() - begin
+        self.record.kept.keep(func, args, result)
+        return result
 
 
 class _Watch:
@@ -193,6 +225,7 @@ class _Watch:
         self._counter = FlopCounterMode(display=False, custom_mapping=fused)
         self._running: _Record | None = None
         self._begin = 0.0
+        self._dear = _DearResults(self._counter)
 
     def outside_flops(self) -> float:
         """Work of no block."""
@@ -208,13 +241,15 @@ class _Watch:
                 leave = block.register_forward_hook(self._leave)
                 stack.callback(enter.remove)
                 stack.callback(leave.remove)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, _not_needed))
             stack.enter_context(self._counter)
             yield
 
     def _enter(self, block: torch.nn.Module, args: Any, kwargs: Any) -> None:
         self._running = record = self.records[id(block)]
         self._begin = self._counter.get_total_flops()
+        self._dear.record = record
+        self._dear.__enter__()
         record.input_bytes = sum(
             leaf.nbytes
             for leaf in tree_leaves((args, kwargs))
@@ -222,17 +257,28 @@ class _Watch:
         )
 
     def _leave(self, block: torch.nn.Module, args: Any, result: Any) -> None:
+        self._dear.__exit__(None, None, None)
         record = self.records[id(block)]
+        record.kept.drop_unneeded()
+        record.kept_bytes += storage_bytes(record.kept.tensors())
+        record.kept.drop()
         record.flops += self._counter.get_total_flops() - self._begin
         self._running = None
 
-    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _save(self, tensor: torch.Tensor) -> None:
+        """Keeps nothing: no backward follows, and an output that its own node refers to is never freed."""
         record = self._running
         owner = tensor if tensor._base is None else tensor._base
         if record is not None and not isinstance(owner, torch.nn.Parameter):
-            record.saved[tensor.untyped_storage()._cdata] = tensor
+            storage = tensor.untyped_storage()
+            record.saved[storage._cdata] = storage
             record.flops_at_last_save = record.flops + self._counter.get_total_flops() - self._begin
-        return tensor
+            record.dear_flops_at_last_save = record.dear_flops
+            record.kept.note_need()
+
+
+def _not_needed(saved: object) -> Any:
+    raise RuntimeError("a described forward has no backward")
 
 
 #: Families whose feed-forward layer has a gate; a configuration does not say so itself.

@@ -184,7 +184,7 @@ class Plan:
         return {
             "model": {"name": self.model.name, "parameters": self.model.num_parameters},
             "machine": asdict(self.machine),
-            "policy": asdict(self.policy),
+            "policy": self.policy.as_dict(),
             "fits": self.fits,
             "bottleneck": self.time.bottleneck,
             "memory": {**asdict(self.memory), "scratch": self.memory.scratch, "total": self.memory.total},
@@ -197,12 +197,19 @@ class Plan:
         }
 
 
-def model_state_bytes(model: ModelDescription, num_ranks: int) -> dict[str, int]:
-    """What one rank keeps of a model between steps: ``weights``, ``gradients`` and ``optimizer``, in bytes."""
+def model_state_bytes(
+    model: ModelDescription, num_ranks: int, num_sharing: int | None = None
+) -> dict[str, int]:
+    """What one rank keeps of a model between steps: ``weights``, ``gradients`` and ``optimizer``, in bytes.
+
+    Args:
+        num_ranks: that share parameters outside blocks.
+        num_sharing: that share a block; default: as many. 1 is level 0.
+    """
     sizes = {"weights": 0, "gradients": 0, "optimizer": 0}
     for block in model.blocks:
         for buffer in block.buffers:
-            _add(sizes, buffer.partition(num_ranks), buffer.element_size, buffer.trains)
+            _add(sizes, buffer.partition(num_sharing or num_ranks), buffer.element_size, buffer.trains)
     for param in model.outside:
         _add(sizes, param.partition(num_ranks), param.element_size, param.trains)
     if sizes["optimizer"]:
@@ -235,7 +242,8 @@ def estimate(
         ring_reduce: reductions go around a ring; False: from rank to rank, as the runtime sends them.
 
     Raises:
-        ValueError: the devices do not divide into pipelines of tensor-parallel groups.
+        ValueError: the devices do not divide into pipelines of tensor-parallel groups, or of these into parts of
+            ``zero_size``.
 
     Example:
         >>> from bmtrain.plan import MACHINES, TrainingPolicy, estimate, gpt2
@@ -251,9 +259,11 @@ def estimate(
             f"got {machine.num_devices}"
         )
     local = model.sliced(policy.tp_size, policy.pipe_size)
-    num_sharing = machine.num_devices // factor
-    network = Network(machine, num_sharing, stride=policy.tp_size)
-    states = model_state_bytes(local, num_sharing)
+    if policy.compute_dtype is not None:
+        local = local.computed_in(policy.compute_dtype.itemsize)
+    network = Network(machine, machine.num_devices // factor, stride=policy.tp_size)
+    sharing = network.part(policy.block_policy().num_sharing(network.size))
+    states = model_state_bytes(local, network.size, sharing.size)
     on_host = policy.offload * states["optimizer"]
     step = SimulatedStep(
         local,
@@ -273,7 +283,7 @@ def estimate(
         machine=machine,
         policy=policy,
         memory=_memory(
-            result, machine, on_host, _shared_bytes(local, network, result) if machine.shares_memory else 0
+            result, machine, on_host, _shared_bytes(local, sharing, result) if machine.shares_memory else 0
         ),
         time=_time(result, machine, policy, states),
         traffic={

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -56,6 +56,8 @@ class BlockDescription:
         gradient_bytes: gradients of activations that exist at once: of the result and of the input of the step of its
             backward that has the largest ones.
         tp_exchange_bytes: what tensor-parallel ranks add up in a forward.
+        kept_bytes: results of matrix products and attention that a second forward needs.
+        flops_between_kept: work of a second forward to which these are given.
     """
 
     buffers: tuple[FlatBuffer, ...]
@@ -65,6 +67,8 @@ class BlockDescription:
     activation_bytes: float
     gradient_bytes: float = 0.0
     tp_exchange_bytes: float = 0.0
+    kept_bytes: float = 0.0
+    flops_between_kept: float = 0.0
 
     @property
     def num_parameters(self) -> int:
@@ -157,6 +161,11 @@ class ModelDescription:
         """Forward work of one sample."""
         return sum(block.flops for block in self.blocks) + self.head_flops
 
+    def computed_in(self, element_size: int) -> ModelDescription:
+        """With the activations of blocks of fp32 parameters in elements of this size."""
+        blocks = tuple(_computed_in(block, element_size) for block in self.blocks)
+        return replace(self, blocks=blocks)
+
     def sliced(self, tp_size: int, pipe_size: int) -> ModelDescription:
         """What one of ``tp_size`` tensor-parallel ranks of one of ``pipe_size`` stages holds and does.
 
@@ -176,6 +185,19 @@ class ModelDescription:
         )
 
 
+def _computed_in(block: BlockDescription, element_size: int) -> BlockDescription:
+    widest = max((buffer.element_size for buffer in block.buffers), default=element_size)
+    share = element_size / widest if widest == 4 else 1.0
+    return replace(
+        block,
+        input_bytes=share * block.input_bytes,
+        activation_bytes=share * block.activation_bytes,
+        gradient_bytes=share * block.gradient_bytes,
+        tp_exchange_bytes=share * block.tp_exchange_bytes,
+        kept_bytes=share * block.kept_bytes,
+    )
+
+
 def _sliced_block(block: BlockDescription, tp_size: int) -> BlockDescription:
     whole = min(5 * block.input_bytes, block.activation_bytes)
     return BlockDescription(
@@ -189,6 +211,8 @@ def _sliced_block(block: BlockDescription, tp_size: int) -> BlockDescription:
         activation_bytes=whole + (block.activation_bytes - whole) / tp_size,
         gradient_bytes=block.gradient_bytes / tp_size,
         tp_exchange_bytes=2 * block.input_bytes,
+        kept_bytes=block.kept_bytes / tp_size,
+        flops_between_kept=block.flops_between_kept / tp_size,
     )
 
 
@@ -243,6 +267,11 @@ def transformer(
         input_bytes=float(seq_len * dim_model * element_size),
         activation_bytes=float(kept),
         gradient_bytes=2.0 * seq_len * element_size * max(dim_ff, seq_len * num_heads if scores else 0),
+        # Queries, keys and values, attention (with the fp32 sums of fused attention), its projection, the first maps of
+        # the feed-forward layer. Scores are larger than what they are computed from.
+        kept_bytes=float(seq_len * element_size * (qkv + inner + dim_model + sum(widths)))
+        + (0 if scores else 4 * seq_len * num_heads),
+        flops_between_kept=2.0 * seq_len * seq_len * inner if scores else 0.0,
     )
     outside = [OutsideParameter(vocab_size * dim_model, element_size, reads_before=1, reads_after=int(tied))]
     if num_positions:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .machine import Machine
 
@@ -80,9 +80,17 @@ class Network:
         moved = (self.size + 1) * partition_bytes
         return moved / self.machine.memory_bandwidth + self.machine.link_latency
 
-    def all_reduce_seconds(self, nbytes: float) -> float:
-        """A sum of tensors of ``nbytes`` around a ring."""
-        return 2 * self.seconds(nbytes / self.size, ring=True)
+    def all_reduce_seconds(self, nbytes: float, *, ring: bool = True) -> float:
+        """A sum of tensors of ``nbytes``: slices are reduced, then gathered."""
+        return 2 * self.seconds(nbytes / self.size, ring=ring)
+
+    def part(self, num_sharing: int) -> Network:
+        """Of these ranks, as many, one after the other, as share a block."""
+        return replace(self, size=num_sharing)
+
+    def replicas(self, num_sharing: int) -> Network:
+        """Of these ranks, those that hold the same shard if so many share a block."""
+        return replace(self, size=self.size // num_sharing, stride=self.stride * num_sharing)
 
 
 @dataclass

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
 
 from .._engine.policy import BlockPolicy, Recompute
 
@@ -15,12 +18,14 @@ class TrainingPolicy:
 
     Args:
         micro_batch: samples of one forward of one rank, or of one group of tensor-parallel ranks.
-        level: ZeRO level of every block, 2 or 3.
-        recompute: keep only the blocks' inputs, and run forwards again in backward.
+        level: ZeRO level of every block, 0 to 3.
+        recompute: what backward runs again, as for :class:`bmtrain.BlockPolicy`; True is ``"whole"``, False ``"off"``.
         offload: share of the optimizer's work and state that is on the host, from 0 to 1.
         accumulate: forwards and backwards before one optimizer step.
         tp_size: tensor-parallel ranks.
         pipe_size: pipeline stages.
+        zero_size: ranks that share a block, as for :class:`bmtrain.BlockPolicy`.
+        compute_dtype: in which blocks of fp32 parameters compute, as for :class:`bmtrain.BlockPolicy`.
 
     Raises:
         ValueError: a number out of its range.
@@ -28,11 +33,13 @@ class TrainingPolicy:
 
     micro_batch: int = 1
     level: int = 3
-    recompute: bool = True
+    recompute: Recompute | Literal["off", "whole", "selective"] | bool = True
     offload: float = 0.0
     accumulate: int = 1
     tp_size: int = 1
     pipe_size: int = 1
+    zero_size: int | None = None
+    compute_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "accumulate", "tp_size", "pipe_size"):
@@ -40,9 +47,23 @@ class TrainingPolicy:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if not 0 <= self.offload <= 1:
             raise ValueError(f"offload: expected 0 to 1, got {self.offload}")
-        if self.level not in (2, 3):
-            raise ValueError(f"level: expected 2 or 3, got {self.level!r}")
+        if isinstance(self.recompute, bool):
+            object.__setattr__(self, "recompute", Recompute.WHOLE if self.recompute else Recompute.OFF)
+        object.__setattr__(self, "recompute", self.block_policy().recompute)
+
+    @property
+    def recomputes(self) -> bool:
+        return self.recompute is not Recompute.OFF
 
     def block_policy(self) -> BlockPolicy:
         """The same choice as a Block takes it."""
-        return BlockPolicy(self.level, Recompute.WHOLE if self.recompute else Recompute.OFF)
+        recompute: Any = self.recompute
+        return BlockPolicy(
+            level=self.level, recompute=recompute, zero_size=self.zero_size, compute_dtype=self.compute_dtype
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        recompute: Any = self.recompute
+        dtype = None if self.compute_dtype is None else str(self.compute_dtype).removeprefix("torch.")
+        return {**vars(self), "recompute": recompute.value, "compute_dtype": dtype}

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from .._engine.policy import Recompute
 from .estimator import Plan
 from .published import BATCHES, PUBLISHED, Cell, Fit
 
 __all__ = ["format_plan", "format_published"]
 
 _BAR = 28
+_RECOMPUTE = {
+    Recompute.OFF: "activations kept",
+    Recompute.SELECTIVE: "recomputation of all but products",
+    Recompute.WHOLE: "recomputation",
+}
 
 
 def format_bytes(nbytes: float) -> str:
@@ -70,7 +76,10 @@ def _traffic(plan: Plan) -> Iterator[str]:
 def _policy(plan: Plan) -> str:
     policy = plan.policy
     parts = [f"micro-batch {policy.micro_batch}", f"level {policy.level}"]
-    parts.append("recomputation" if policy.recompute else "activations kept")
+    parts += [f"over {policy.zero_size}"] * (policy.zero_size is not None)
+    parts.append(_RECOMPUTE[Recompute(policy.recompute)])
+    if policy.compute_dtype is not None:
+        parts.append(f"computed in {str(policy.compute_dtype).removeprefix('torch.')}")
     parts += [f"offload {policy.offload:g}"] * bool(policy.offload)
     parts += [f"{policy.accumulate} micro-batches a step"] * (policy.accumulate > 1)
     parts += [f"tensor parallel {policy.tp_size}"] * (policy.tp_size > 1)

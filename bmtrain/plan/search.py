@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from .._engine.policy import Recompute
 from .estimator import Plan, estimate
 from .machine import Machine
 from .model import ModelDescription
@@ -36,10 +37,11 @@ def choose_policy(
     """
     base = TrainingPolicy() if base is None else base
     best: Plan | None = None
-    for level in (2, 3):
-        for recompute in (False, True):
+    for level in (0, 1, 2, 3):
+        for recompute in (Recompute.OFF, Recompute.SELECTIVE, Recompute.WHOLE):
             for offload in _OFFLOADS:
-                policy = replace(base, level=level, recompute=recompute, offload=offload)
+                zero_size = None if level == 0 else base.zero_size
+                policy = replace(base, level=level, recompute=recompute, offload=offload, zero_size=zero_size)
                 found = _largest_batch(model, machine, policy, ring_reduce)
                 if found is not None and (best is None or found.samples_per_second > best.samples_per_second):
                     best = found
@@ -64,10 +66,14 @@ def _largest_batch(
 
 
 def _changes(policy: TrainingPolicy) -> Iterator[tuple[str, TrainingPolicy]]:
-    if policy.level == 2:
-        yield "ZeRO level 3 instead of 2", replace(policy, level=3)
-    if not policy.recompute:
-        yield "recomputation", replace(policy, recompute=True)
+    for level in range(policy.level + 1, 4):
+        yield f"ZeRO level {level} instead of {policy.level}", replace(policy, level=level)
+    if policy.zero_size is not None:
+        yield "sharding over all devices", replace(policy, zero_size=None)
+    if policy.recompute is Recompute.OFF:
+        yield "recomputation of all but products", replace(policy, recompute=Recompute.SELECTIVE)
+    if policy.recompute is not Recompute.WHOLE:
+        yield "recomputation", replace(policy, recompute=Recompute.WHOLE)
     batch = policy.micro_batch // 2
     while batch >= 1:
         yield f"micro-batch {batch} instead of {policy.micro_batch}", replace(policy, micro_batch=batch)

@@ -11,207 +11,19 @@ clock and count bytes where the core moves bytes. What is added is the order ins
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from .. import _C
+from .._engine.policy import Recompute
 from .._engine.runtime import BlockRuntime, Engine
 from .._engine.schedule import Phase
-from .model import BlockDescription, FlatBuffer, ModelDescription, OutsideParameter, OutsideReads
-from .network import NUM_COMMON, Network, Transfer, Wire
+from .model import BlockDescription, ModelDescription, OutsideParameter, OutsideReads
+from .network import Network, Wire
 from .policy import TrainingPolicy
+from .simulated_shards import CommonBuffers, MemoryMeter, SimulatedEvent, SimulatedShards, Simulation
 
-__all__ = ["MemoryMeter", "Rates", "SimulatedEvent", "SimulatedStep", "StepResult"]
-
-_State = _C.ShardGroup.State
-
-
-class SimulatedEvent(NamedTuple):
-    """What took time: ``gather``, ``compute``, ``reduce`` or ``wait``, for which block, from when to when (seconds)."""
-
-    kind: str
-    block: str
-    begin: float
-    end: float
-
-
-class MemoryMeter:
-    """Bytes by what they are for, and how they were divided when there were most."""
-
-    def __init__(self, fixed: dict[str, float]) -> None:
-        self.now = dict(fixed)
-        self.at_peak = dict(fixed)
-        self.peak = sum(fixed.values())
-        #: Largest sum of what the runtime's BufferPool lends.
-        self.pool_peak = 0.0
-
-    def add(self, purpose: str, nbytes: float) -> None:
-        """Takes ``nbytes``, or gives them back if negative."""
-        self.now[purpose] = self.now.get(purpose, 0.0) + nbytes
-        total = sum(self.now.values())
-        if total > self.peak:
-            self.peak, self.at_peak = total, dict(self.now)
-        pool = self.now.get("gathered", 0.0) + self.now.get("gradients in flight", 0.0)
-        self.pool_peak = max(self.pool_peak, pool)
-
-
-class CommonBuffers:
-    """Buffers for gathered parameters that the ranks of a host write together (csrc/comm/shm_heap.cpp).
-
-    Attributes:
-        made: how many there are, by a rank's part of each in bytes. They stay.
-    """
-
-    def __init__(self) -> None:
-        self.made: dict[int, int] = {}
-        self._lent: dict[int, int] = {}
-
-    def borrow(self, partition_bytes: int) -> None:
-        """One for a gather: there are two, and as many as are in use at one time."""
-        lent = self._lent[partition_bytes] = self._lent.get(partition_bytes, 0) + 1
-        made = self.made.get(partition_bytes, 0)
-        self.made[partition_bytes] = max(made, lent, min(made + 1, NUM_COMMON))
-
-    def give_back(self, partition_bytes: int) -> None:
-        """After its release."""
-        self._lent[partition_bytes] -= 1
-
-
-@dataclass
-class Simulation:
-    """What all parts of a simulated step share."""
-
-    wire: Wire
-    network: Network
-    memory: MemoryMeter
-    ring_gather: bool
-    ring_reduce: bool
-    common: CommonBuffers = field(default_factory=CommonBuffers)
-    events: list[SimulatedEvent] = field(default_factory=list)
-    traffic: dict[str, tuple[int, int]] = field(default_factory=dict)
-    computing: float = 0.0
-    waiting: float = 0.0
-
-    def count(self, operation: str, partition_bytes: int) -> None:
-        """One message, as `Communicator.traffic` counts it."""
-        messages, nbytes = self.traffic.get(operation, (0, 0))
-        self.traffic[operation] = (messages + 1, nbytes + (self.network.size - 1) * partition_bytes)
-
-    def compute(self, block: str, seconds: float) -> None:
-        """The device computes."""
-        begin = self.wire.now
-        self.wire.advance(seconds)
-        self.computing += seconds
-        self.events.append(SimulatedEvent("compute", block, begin, self.wire.now))
-
-    def wait(self, kind: str, transfer: Transfer) -> None:
-        """The device waits for a collective."""
-        begin = self.wire.now
-        waited = self.wire.wait(transfer)
-        assert transfer.end is not None
-        self.waiting += waited
-        self.events.append(SimulatedEvent(kind, transfer.name, transfer.begin, transfer.end))
-        if waited:
-            self.events.append(SimulatedEvent("wait", transfer.name, begin, self.wire.now))
-
-
-class SimulatedShards:
-    """Stands for a `ShardGroup`: the same states and the same buffers, without the bytes."""
-
-    def __init__(self, simulation: Simulation, label: str, buffer: FlatBuffer) -> None:
-        self._simulation = simulation
-        self._label = label
-        self._ranks = simulation.network.size
-        self._partition = buffer.partition(self._ranks) * buffer.element_size
-        self._is_shared = simulation.network.shares(self._ranks * self._partition)
-        self._is_in_place = False
-        self._gather: Transfer | None = None
-        self._reduction: Transfer | None = None
-        self._has_gradient = self._has_received = False
-        self.trains = buffer.trains
-        self.state = _State.SHARDED
-
-    def version(self) -> int:
-        """Nothing is written to while a step runs."""
-        return 0
-
-    def adopt_data(self) -> bool:
-        """Nobody puts tensors in place of the shards."""
-        return False
-
-    def start_gather(self, in_place: bool = False) -> None:
-        if self.state != _State.SHARDED:
-            return
-        if self._ranks > 1:
-            simulation, network = self._simulation, self._simulation.network
-            self._is_in_place = in_place and self._is_shared
-            simulation.count("all_gather", self._partition)
-            if self._is_in_place:
-                simulation.common.borrow(self._partition)
-                seconds = network.gather_in_place_seconds(self._partition)
-            else:
-                simulation.memory.add("gathered", self._ranks * self._partition)
-                seconds = network.seconds(self._partition, ring=simulation.ring_gather)
-            self._gather = simulation.wire.start("gather", self._label, seconds)
-        self.state = _State.GATHERING
-
-    def finish_gather(self) -> None:
-        self.start_gather()
-        if self._gather is not None:
-            self._simulation.wait("gather", self._gather)
-            self._gather = None
-        self.state = _State.GATHERED
-
-    def release(self) -> None:
-        self.finish_gather()
-        if self._is_in_place:
-            self._simulation.common.give_back(self._partition)
-            self._is_in_place = False
-        elif self._ranks > 1:
-            self._simulation.memory.add("gathered", -self._ranks * self._partition)
-        self.state = _State.SHARDED
-
-    def bind(self) -> None:
-        """Parameters are views; that costs nothing."""
-
-    def unbind(self) -> None:
-        """Parameters are views; that costs nothing."""
-
-    def begin_backward(self, trains: list[bool]) -> None:
-        del trains
-        if not self._is_shared:
-            self._has_gradient = True
-            self._simulation.memory.add("gradients in flight", self._ranks * self._partition)
-
-    def cancel_backward(self) -> None:
-        """No simulated backward fails."""
-
-    def start_reduce(self) -> None:
-        if self._ranks == 1:
-            return
-        simulation, network = self._simulation, self._simulation.network
-        simulation.count("all_to_all", self._partition)
-        if self._is_shared:
-            seconds = network.reduce_in_place_seconds(self._partition)
-        else:
-            self._has_received = True
-            simulation.memory.add("gradients in flight", self._ranks * self._partition)
-            seconds = network.seconds(self._partition, ring=simulation.ring_reduce)
-        self._reduction = simulation.wire.start("reduce", self._label, seconds)
-
-    def continue_reduce(self) -> bool:
-        """Whether a sum over replicas follows: none is simulated."""
-        return False
-
-    def finish_reduce(self) -> None:
-        if self._reduction is not None:
-            self._simulation.wait("reduce", self._reduction)
-            self._reduction = None
-        buffers = int(self._has_gradient) + int(self._has_received)
-        self._has_gradient = self._has_received = False
-        self._simulation.memory.add("gradients in flight", -buffers * self._ranks * self._partition)
+__all__ = ["Rates", "SimulatedStep", "StepResult"]
 
 
 class _SimulatedEngine(Engine):
@@ -281,9 +93,13 @@ class SimulatedStep:
         self.simulation = Simulation(Wire(), network, MemoryMeter(fixed or {}), ring_gather, ring_reduce)
         self.engine = _SimulatedEngine(torch.device("cpu"))
         self.runtimes: list[BlockRuntime] = []
+        chosen = policy.block_policy()
         for number, block in enumerate(model.blocks):
-            shards: Any = [SimulatedShards(self.simulation, f"block {number}", b) for b in block.buffers]
-            self.runtimes.append(BlockRuntime(self.engine, f"block {number}", shards, policy.block_policy()))
+            label = f"block {number}"
+            shards: Any = [
+                SimulatedShards(self.simulation, label, buffer, chosen) for buffer in block.buffers
+            ]
+            self.runtimes.append(BlockRuntime(self.engine, label, shards, chosen))
 
     def run(self) -> StepResult:
         """Three passes, of which the last one counts: the first two teach the schedule."""
@@ -319,6 +135,7 @@ class SimulatedStep:
         for runtime, block in zip(reversed(self.runtimes), reversed(model.blocks), strict=True):
             self._backward(runtime, block)
         self._reduce_outside(outside.before_blocks)
+        self.engine.accumulation.close()
         self.engine.finish_reductions()
         memory.add("outside blocks", -memory.now.get("outside blocks", 0.0))  # autograd lets go of the last
 
@@ -338,9 +155,8 @@ class SimulatedStep:
         self._wait_for_all()
         again = max(block.activation_bytes - self._kept(block), 0.0) * self.samples
         memory.add("activations", again)
-        if self.policy.recompute:
-            skipped = block.last_matmul_flops if self.early_stop else 0.0
-            self._compute(runtime.label, block.flops - skipped, 2 * block.activation_bytes)
+        if self.policy.recomputes:
+            self._compute(runtime.label, self._flops_again(block), 2 * block.activation_bytes)
             self._exchange(block, 1)
         training: Any = [group for group in runtime.groups if group.trains]  # type: ignore[attr-defined]
         runtime.begin_backward({group: [True] for group in training})
@@ -358,7 +174,14 @@ class SimulatedStep:
         self._wait_for_all()
 
     def _kept(self, block: BlockDescription) -> float:
-        return block.input_bytes if self.policy.recompute else block.activation_bytes
+        if self.policy.recompute is Recompute.SELECTIVE:
+            return min(block.input_bytes + block.kept_bytes, block.activation_bytes)
+        return block.input_bytes if self.policy.recomputes else block.activation_bytes
+
+    def _flops_again(self, block: BlockDescription) -> float:
+        if self.policy.recompute is Recompute.SELECTIVE:
+            return block.flops_between_kept
+        return block.flops - (block.last_matmul_flops if self.early_stop else 0.0)
 
     def _wait_for_all(self) -> None:
         if not self.overlaps:
@@ -393,6 +216,6 @@ class SimulatedStep:
             nbytes = sum(p.partition(simulation.network.size) * p.element_size for p in together)
             simulation.memory.add("outside blocks", sign * simulation.network.size * nbytes)
             if simulation.network.size > 1:
-                simulation.count(operation, nbytes)
+                simulation.count(operation, (simulation.network.size - 1) * nbytes)
                 seconds = simulation.network.seconds(nbytes, ring=ring)
                 simulation.wait(kind, simulation.wire.start(kind, "outside", seconds))

@@ -77,8 +77,8 @@ def test_what_cannot_be_described_is_told() -> None:
         describe_config({"model_type": "llama"})
     with pytest.raises(ValueError, match="offload: expected 0 to 1"):
         TrainingPolicy(offload=2)
-    with pytest.raises(ValueError, match="level: expected 2 or 3"):
-        TrainingPolicy(level=1)
+    with pytest.raises(ValueError, match="level: expected 0, 1, 2 or 3"):
+        TrainingPolicy(level=4)
 
 
 def test_collectives_of_two_communicators_share_the_wire() -> None:

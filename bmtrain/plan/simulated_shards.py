@@ -1,0 +1,306 @@
+"""What stands for the core's buffers in a simulated step, and what it moves: a clock, and counts of bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from .. import _C
+from .._engine.policy import BlockPolicy
+from .model import FlatBuffer
+from .network import NUM_COMMON, Network, Transfer, Wire
+
+__all__ = ["CommonBuffers", "MemoryMeter", "SimulatedEvent", "SimulatedShards", "Simulation"]
+
+#: Up to this many bytes an all-reduce is one step (csrc/comm/host_tensor.h).
+SMALL_ALL_REDUCE = 64 * 1024
+#: Of parameters, by the size of an element.
+_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+_State = _C.ShardGroup.State
+
+
+class SimulatedEvent(NamedTuple):
+    """What took time: ``gather``, ``compute``, ``reduce`` or ``wait``, for which block, from when to when (seconds)."""
+
+    kind: str
+    block: str
+    begin: float
+    end: float
+
+
+class MemoryMeter:
+    """Bytes by what they are for, and how they were divided when there were most."""
+
+    def __init__(self, fixed: dict[str, float]) -> None:
+        self.now = dict(fixed)
+        self.at_peak = dict(fixed)
+        self.peak = sum(fixed.values())
+        #: Largest sum of what the runtime's BufferPool lends.
+        self.pool_peak = 0.0
+
+    def add(self, purpose: str, nbytes: float) -> None:
+        """Takes ``nbytes``, or gives them back if negative."""
+        self.now[purpose] = self.now.get(purpose, 0.0) + nbytes
+        total = sum(self.now.values())
+        if total > self.peak:
+            self.peak, self.at_peak = total, dict(self.now)
+        pool = self.now.get("gathered", 0.0) + self.now.get("gradients in flight", 0.0)
+        self.pool_peak = max(self.pool_peak, pool)
+
+
+class CommonBuffers:
+    """Buffers for gathered parameters that the ranks of a host write together (csrc/comm/shm_heap.cpp).
+
+    Attributes:
+        made: how many there are, by a rank's part of each in bytes. They stay.
+    """
+
+    def __init__(self) -> None:
+        self.made: dict[int, int] = {}
+        self._lent: dict[int, int] = {}
+
+    def borrow(self, partition_bytes: int) -> None:
+        """One for a gather: there are two, and as many as are in use at one time."""
+        lent = self._lent[partition_bytes] = self._lent.get(partition_bytes, 0) + 1
+        made = self.made.get(partition_bytes, 0)
+        self.made[partition_bytes] = max(made, lent, min(made + 1, NUM_COMMON))
+
+    def give_back(self, partition_bytes: int) -> None:
+        """After its release."""
+        self._lent[partition_bytes] -= 1
+
+
+@dataclass
+class Simulation:
+    """What all parts of a simulated step share."""
+
+    wire: Wire
+    network: Network
+    memory: MemoryMeter
+    ring_gather: bool
+    ring_reduce: bool
+    common: CommonBuffers = field(default_factory=CommonBuffers)
+    events: list[SimulatedEvent] = field(default_factory=list)
+    traffic: dict[str, tuple[int, int]] = field(default_factory=dict)
+    computing: float = 0.0
+    waiting: float = 0.0
+
+    def count(self, operation: str, wire_bytes: int) -> None:
+        """One message, as `Communicator.traffic` counts it."""
+        messages, nbytes = self.traffic.get(operation, (0, 0))
+        self.traffic[operation] = (messages + 1, nbytes + wire_bytes)
+
+    def compute(self, block: str, seconds: float) -> None:
+        """The device computes."""
+        begin = self.wire.now
+        self.wire.advance(seconds)
+        self.computing += seconds
+        self.events.append(SimulatedEvent("compute", block, begin, self.wire.now))
+
+    def wait(self, kind: str, transfer: Transfer) -> None:
+        """The device waits for a collective."""
+        begin = self.wire.now
+        waited = self.wire.wait(transfer)
+        assert transfer.end is not None
+        self.waiting += waited
+        self.events.append(SimulatedEvent(kind, transfer.name, transfer.begin, transfer.end))
+        if waited:
+            self.events.append(SimulatedEvent("wait", transfer.name, begin, self.wire.now))
+
+
+class _Gathers:
+    """The gathered buffer of a `ShardGroup`: when it is there, and what bringing it there takes."""
+
+    def __init__(
+        self, simulation: Simulation, label: str, partition: int, network: Network, widths: _Widths
+    ) -> None:
+        self._simulation, self._label, self._network = simulation, label, network
+        self._part = partition * widths.compute
+        self._is_shared = network.shares(network.size * self._part)
+        # Each rank's part in the dtype that travels; what ranks write together is elsewhere.
+        self._has_buffer = network.size > 1 or widths.compute != widths.stored
+        self._copies_in_place = widths.compute != widths.stored
+        self._is_in_place = False
+        self._transfer: Transfer | None = None
+
+    def start(self, in_place: bool) -> None:
+        if not self._has_buffer:
+            return
+        simulation, network = self._simulation, self._network
+        self._is_in_place = in_place and self._is_shared
+        if self._is_in_place:
+            simulation.common.borrow(self._part)
+            simulation.memory.add("gathered", self._part * self._copies_in_place)
+            seconds = network.gather_in_place_seconds(self._part)
+        else:
+            simulation.memory.add("gathered", network.size * self._part)
+            seconds = network.seconds(self._part, ring=simulation.ring_gather)
+        if network.size > 1:
+            simulation.count("all_gather", (network.size - 1) * self._part)
+            self._transfer = simulation.wire.start("gather", self._label, seconds)
+
+    def finish(self) -> None:
+        if self._transfer is not None:
+            self._simulation.wait("gather", self._transfer)
+            self._transfer = None
+            if self._is_in_place:
+                self._simulation.memory.add("gathered", -self._part * self._copies_in_place)
+
+    def release(self) -> None:
+        if self._is_in_place:
+            self._simulation.common.give_back(self._part)
+            self._is_in_place = False
+        elif self._has_buffer:
+            self._simulation.memory.add("gathered", -self._network.size * self._part)
+
+
+class _Reduction:
+    """The gradients of a `ShardGroup` on their way: to those that share it, then to its replicas."""
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        label: str,
+        partition: int,
+        network: Network,
+        replicas: Network,
+        widths: _Widths,
+    ) -> None:
+        self._simulation, self._label, self._network, self._replicas = simulation, label, network, replicas
+        self._part = partition * widths.reduce
+        self._is_shared = network.shares(network.size * self._part)
+        # Where nothing is shared out the gradients themselves are summed, else the shards.
+        self._summed = partition, widths.stored if network.size > 1 else widths.reduce
+        self._buffers = 0
+        self._transfer: Transfer | None = None
+        self._sums_replicas = False
+
+    def begin(self) -> None:
+        if not self._is_shared:
+            self._take_buffer()
+
+    def _take_buffer(self) -> None:
+        self._buffers += 1
+        self._simulation.memory.add("gradients in flight", self._network.size * self._part)
+
+    def _drop_buffers(self) -> None:
+        self._simulation.memory.add("gradients in flight", -self._buffers * self._network.size * self._part)
+        self._buffers = 0
+
+    def start(self) -> None:
+        simulation, network = self._simulation, self._network
+        if network.size == 1:
+            self._start_sum_over_replicas()
+            return
+        simulation.count("all_to_all", (network.size - 1) * self._part)
+        if self._is_shared:
+            seconds = network.reduce_in_place_seconds(self._part)
+        else:
+            self._take_buffer()
+            seconds = network.seconds(self._part, ring=simulation.ring_reduce)
+        self._transfer = simulation.wire.start("reduce", self._label, seconds)
+
+    def _start_sum_over_replicas(self) -> None:
+        if self._replicas.size > 1:
+            simulation, (numel, width) = self._simulation, self._summed
+            simulation.count("all_reduce", _all_reduce_bytes(numel, width, self._replicas.size))
+            seconds = self._replicas.all_reduce_seconds(numel * width, ring=simulation.ring_gather)
+            self._transfer = simulation.wire.start("reduce", self._label, seconds)
+            self._sums_replicas = True
+
+    def go_on(self) -> bool:
+        """Begins the sum over replicas once that before it has ended; whether there is such a sum."""
+        if self._transfer is None or self._replicas.size == 1 or self._network.size == 1:
+            return False
+        if not self._sums_replicas:
+            self._simulation.wait("reduce", self._transfer)
+            self._drop_buffers()
+            self._start_sum_over_replicas()
+        return True
+
+    def finish(self) -> None:
+        self.go_on()
+        if self._transfer is not None:
+            self._simulation.wait("reduce", self._transfer)
+        self._transfer, self._sums_replicas = None, False
+        self._drop_buffers()
+
+
+def _all_reduce_bytes(numel: int, width: int, ranks: int) -> int:
+    """What a rank sends: small tensors to everybody, large ones slice by slice (csrc/comm/gloo_communicator.cpp)."""
+    if numel * width <= SMALL_ALL_REDUCE:
+        return (ranks - 1) * numel * width
+    own = -(-numel // ranks)
+    return (numel - own + own * (ranks - 1)) * width
+
+
+class _Widths(NamedTuple):
+    """Bytes of an element: of parameters, while they are gathered, while their gradients travel."""
+
+    stored: int
+    compute: int
+    reduce: int
+
+
+class SimulatedShards:
+    """Stands for a `ShardGroup`: the same states and the same buffers, without the bytes."""
+
+    def __init__(self, simulation: Simulation, label: str, buffer: FlatBuffer, policy: BlockPolicy) -> None:
+        network = simulation.network
+        num_sharing = policy.num_sharing(network.size)
+        sharing, replicas = network.part(num_sharing), network.replicas(num_sharing)
+        dtypes = policy.dtypes_of(_DTYPES[buffer.element_size])
+        widths = _Widths(buffer.element_size, *(dtype.itemsize for dtype in dtypes))
+        partition = buffer.partition(num_sharing)
+        self._gathers = _Gathers(simulation, label, partition, sharing, widths)
+        self._reduction = _Reduction(simulation, label, partition, sharing, replicas, widths)
+        self.trains = buffer.trains
+        self.state = _State.SHARDED
+
+    def version(self) -> int:
+        """Nothing is written to while a step runs."""
+        return 0
+
+    def adopt_data(self) -> bool:
+        """Nobody puts tensors in place of the shards."""
+        return False
+
+    def start_gather(self, in_place: bool = False) -> None:
+        if self.state == _State.SHARDED:
+            self._gathers.start(in_place)
+            self.state = _State.GATHERING
+
+    def finish_gather(self) -> None:
+        self.start_gather()
+        self._gathers.finish()
+        self.state = _State.GATHERED
+
+    def release(self) -> None:
+        self.finish_gather()
+        self._gathers.release()
+        self.state = _State.SHARDED
+
+    def bind(self) -> None:
+        """Parameters are views; that costs nothing."""
+
+    def unbind(self) -> None:
+        """Parameters are views; that costs nothing."""
+
+    def begin_backward(self, trains: list[bool]) -> None:
+        del trains
+        self._reduction.begin()
+
+    def cancel_backward(self) -> None:
+        """No simulated backward fails."""
+
+    def start_reduce(self) -> None:
+        self._reduction.start()
+
+    def continue_reduce(self) -> bool:
+        return self._reduction.go_on()
+
+    def finish_reduce(self) -> None:
+        self._reduction.finish()
