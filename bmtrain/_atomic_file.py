@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from types import TracebackType
 from typing import BinaryIO
 
-__all__ = ["AtomicFile"]
+__all__ = ["AtomicFile", "sync_folder"]
 
 
 class AtomicFile:
@@ -57,11 +58,23 @@ class AtomicFile:
             return
         os.fsync(self.file.fileno())
         os.replace(self._temporary, self._target)
-        folder = os.open(os.path.dirname(self._target), os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(os.path.dirname(self._target))
+
+
+def sync_folder(folder: str | os.PathLike[str]) -> None:
+    """Put the names in a folder on disk, where the file system knows how to: some network and user file systems do not.
+
+    Raises:
+        OSError: it knows how to, and could not.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(handle)
 
 
 def _prefix(name: str) -> str:

@@ -9,7 +9,6 @@ FOLDER/step-0000100/part-2-of-4-<save>.json    what rank 2 tells rank 0 while th
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from pathlib import Path
 
@@ -31,7 +30,6 @@ __all__ = [
     "remove_unreferenced",
     "shard_name",
     "step_folder",
-    "sync_folder",
 ]
 
 LATEST = "latest"
@@ -155,12 +153,3 @@ def remove_checkpoint(checkpoint: Path) -> None:
     """Removes a checkpoint, the manifest first: what an interruption leaves is no checkpoint."""
     (checkpoint / MANIFEST).unlink(missing_ok=True)
     remove_unreferenced(checkpoint)
-
-
-def sync_folder(folder: Path) -> None:
-    """Puts the names in the folder on disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

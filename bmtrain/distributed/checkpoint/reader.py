@@ -81,7 +81,7 @@ class Reader:
         self.request(name, Spread(shape), 0, 0, Spread(shape).numel)
 
     def verify(self) -> None:
-        """Reads all that was requested and compares checksums.
+        """Reads all that was requested and compares checksums. The files stay open: they may be removed from here on.
 
         Raises:
             UnreadableFileError: something is damaged; names the file and the tensor.
@@ -95,6 +95,8 @@ class Reader:
                 for chunk in sorted(chunk for known, chunk in self._wanted if known == index):
                     if (index, chunk) not in self._verified:
                         self._verify_chunk(handle, index, chunk)
+                if index not in self._maps:
+                    self._maps[index] = mmap.mmap(handle, 0, access=mmap.ACCESS_READ)
             finally:
                 os.close(handle)
 
@@ -131,19 +133,13 @@ class Reader:
             end = offset + num * size
             if any((file, chunk) not in self._verified for chunk in range(offset // CHUNK, -(-end // CHUNK))):
                 raise RuntimeError(f"{name}: read before it was verified")
-            out[to * size : (to + num) * size] = self._mapped(file)[offset:end]
+            out[to * size : (to + num) * size] = self._maps[file][offset:end]
         return values
 
     def read_whole(self, name: str) -> torch.Tensor:
         """The tensor, on the host. It has been requested and verified."""
         shape = tuple(self.info(name).shape)
         return self.read(name, Spread(shape), 0, 0, Spread(shape).numel).view(shape)
-
-    def _mapped(self, file: int) -> mmap.mmap:
-        if file not in self._maps:
-            with open(self.checkpoint / self.manifest.files[file].name, "rb") as opened:
-                self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-        return self._maps[file]
 
     def _sources(
         self, name: str, spread: Spread, part: int, begin: int, count: int

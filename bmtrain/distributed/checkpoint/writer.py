@@ -13,11 +13,11 @@ from threading import Event
 from typing import Any, BinaryIO
 
 from ..._agree import describe_error, rebuild_error
-from ..._atomic_file import AtomicFile
+from ..._atomic_file import AtomicFile, sync_folder
 from ...errors import UnreadableFileError
 from ...topology import Topology
 from ._memory import bytes_of
-from .layout import MANIFEST, part_name, point_to, remove_old, remove_unreferenced, shard_name, sync_folder
+from .layout import MANIFEST, check_sizes, part_name, point_to, remove_old, remove_unreferenced, shard_name
 from .manifest import CHUNK, Manifest, Piece, ShardFile, StoredTensorInfo, dtype_name
 from .snapshot import Run, Snapshot
 
@@ -103,15 +103,26 @@ class Saving:
 
         Raises:
             TimeoutError: parts of other ranks did not appear.
+            FileNotFoundError: a file of this save is gone, which only another job removes.
             Exception: what another rank's part failed with.
         """
         manifest = _merge(self.step, self._save, self._topology, self._all_parts())
+        self._check_undisturbed(manifest)
         with AtomicFile(self.checkpoint / MANIFEST) as file:
             file.write(manifest.to_bytes())
         point_to(self.checkpoint)
         remove_unreferenced(self.checkpoint)
         if self._keep is not None:
             remove_old(self.checkpoint.parent, self._keep)
+
+    def _check_undisturbed(self, manifest: Manifest) -> None:
+        """Another job that saves or prunes here takes what has no manifest yet for what an interrupted save left."""
+        try:
+            check_sizes(self.checkpoint, manifest)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                2, "removed while it was saved: does another job save into this folder?", error.filename
+            ) from None
 
     def _all_parts(self) -> list[dict[str, Any]]:
         parts: dict[int, dict[str, Any]] = {}
