@@ -18,14 +18,27 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
+SETUPTOOLS_MINIMUM = 77  # of pyproject.toml, which pip sees to and a call of this file does not
 TORCH_MINIMUM = (2, 11)
 TORCH_TO_INSTALL = "torch==2.13.0"
 CONFIG_FILE = "_build_config.json"  # read by bmtrain/_build.py
 BUILDING = {"build", "build_ext", "bdist_wheel", "editable_wheel", "develop"}
+
+
+def require_setuptools() -> None:
+    """Say what is too old, before a page about the pyproject.toml that it cannot read does."""
+    version = str(setuptools.__version__)
+    if int(version.partition(".")[0]) < SETUPTOOLS_MINIMUM:
+        raise SystemExit(
+            f"bmtrain needs setuptools >= {SETUPTOOLS_MINIMUM}, {sys.executable} has {version}. First run\n"
+            f"    {sys.executable} -m pip install 'setuptools>={SETUPTOOLS_MINIMUM},<82'\n"
+            "then the same command again, or pip install --no-deps -e . in its place, which brings its own."
+        )
 
 
 def require_torch() -> None:
@@ -234,6 +247,7 @@ def main() -> None:
         raise SystemExit(
             "python setup.py install is no longer how Python packages are installed. Run: pip install ."
         )
+    require_setuptools()
     commands: dict[str, type] = {"build_py": BuildPython}
     extensions = []
     if {"dist_info", *BUILDING} & set(sys.argv[1:]):

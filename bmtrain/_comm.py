@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from . import _C, _context, _shm_meeting
-from ._comm_nccl import create_nccl
+from ._comm_nccl import create_nccl, split_nccl
 from .errors import CommunicationError
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "create_single",
     "describe_cpu_transport",
     "reduce_op",
+    "split_nccl",
     "wire_device",
 ]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from . import _C
 from .errors import BMTrainError, CommunicationError
 
-__all__ = ["create_nccl", "find_candidates", "library"]
+__all__ = ["create_nccl", "find_candidates", "library", "split_nccl"]
 
 
 def find_candidates() -> list[str]:
@@ -71,3 +71,21 @@ def create_nccl(
         ) from error
     device = torch.device("cuda", torch.cuda.current_device())
     return _C.NcclCommunicator(nccl, unique_id, rank, size, name, device, float(timeout))
+
+
+def split_nccl(parent: _C.Communicator, number: int, rank: int, size: int, name: str) -> _C.Communicator:
+    """Connect some of the ranks of an NCCL communicator. Collective over all of them.
+
+    Args:
+        parent: of more ranks, guarded or not.
+        number: of the new group: the same on its ranks, and on no others.
+        rank: this process's rank in the new group.
+        size: number of ranks in the new group.
+        name: what errors and records call it.
+
+    Raises:
+        CommunicationError: not all ranks of ``parent`` took part in time, or NCCL failed.
+    """
+    inner = parent.inner if isinstance(parent, _C.GuardedCommunicator) else parent
+    assert isinstance(inner, _C.NcclCommunicator)
+    return inner.split(number, rank, size, name)

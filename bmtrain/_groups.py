@@ -47,8 +47,9 @@ def connect_groups(
                 if len(members) == 1 or watch is None:
                     made[members] = (_comm.create_single(name), _comm.create_single(f"{name}.reduce"))
                 else:
-                    connect = _connecting(backend, store, timeout, watch)
-                    made[members] = connect(f"{name}/{group_id}", name, rank, members)
+                    world = made.get(tuple(range(place.world_size)))
+                    connect = _connecting(backend, store, timeout, watch, world)
+                    made[members] = connect(f"{name}/{group_id}", name, rank, members, group_id)
             comm, reduce_comm = made[members]
             groups[name] = Group(name, comm, reduce_comm, rank, len(members), group_id)
     except BaseException:
@@ -61,20 +62,32 @@ def connect_groups(
 
 _LABEL = "groups of ranks"
 
-_Connect = Callable[[str, str, int, tuple[int, ...]], tuple[Any, Any]]
+_Connect = Callable[[str, str, int, tuple[int, ...], int], tuple[Any, Any]]
 
 
-def _connecting(backend: str, store: Any, timeout: float, watch: Watch) -> _Connect:
-    """What connects the two communicators of a group, given a key of its own, a name, this rank and the members."""
+def _connecting(
+    backend: str, store: Any, timeout: float, watch: Watch, world: tuple[Any, Any] | None
+) -> _Connect:
+    """What connects the two communicators of a group.
+
+    It is given a key of the group's own, a name, this rank, the members, and a number that no other group made in the
+    same call of all ranks has. NCCL splits the groups off those of ``world``, the communicators of all ranks: they
+    share its connections, and nobody has to meet anew.
+    """
     from . import _comm
 
     create = getattr(_comm, f"create_{backend}")
+    parents = world if world is not None and backend == "nccl" else (None, None)
 
-    def connect(key: str, name: str, rank: int, members: tuple[int, ...]) -> tuple[Any, Any]:
+    def connect(key: str, name: str, rank: int, members: tuple[int, ...], number: int) -> tuple[Any, Any]:
         both = []
-        for purpose, label in (("gather", name), ("reduce", f"{name}.reduce")):
+        purposes = (("gather", name), ("reduce", f"{name}.reduce"))
+        for (purpose, label), parent in zip(purposes, parents, strict=True):
             own = f"{key}/{purpose}"
-            comm = create(store, own, rank, len(members), transport_timeout(timeout), label)
+            if parent is None:
+                comm = create(store, own, rank, len(members), transport_timeout(timeout), label)
+            else:
+                comm = _comm.split_nccl(parent, number, rank, len(members), label)
             both.append(watch.guard(comm, own, members))
         return both[0], both[1]
 
@@ -99,12 +112,20 @@ def connect_parts(context: Context, family: str, num_sharing: int) -> Parts:
     if context.watch is None:
         raise RuntimeError(f"{family}: a group of {group.size} ranks in a single process")
     name, key = f"{family}/{num_sharing}", f"{family}/{group.group_id}/{num_sharing}"
+    world = context.groups["zero"].comm, context.groups["zero"].reduce_comm
     with _meeting(context) as store:
-        connect = _connecting(context.backend, store, context.timeout, context.watch)
+        connect = _connecting(context.backend, store, context.timeout, context.watch, world)
         sharing = members[number * num_sharing : (number + 1) * num_sharing]
-        comms = connect(f"{key}/sharing/{number}", name, place, sharing)
+        num_parts = group.size // num_sharing
+        comms = connect(f"{key}/sharing/{number}", name, place, sharing, group.group_id * num_parts + number)
         replicas = members[place::num_sharing]
-        replica_comms = connect(f"{key}/replicas/{place}", f"{name}.replicas", number, replicas)
+        replica_comms = connect(
+            f"{key}/replicas/{place}",
+            f"{name}.replicas",
+            number,
+            replicas,
+            group.group_id * num_sharing + place,
+        )
     return Parts(
         Group(family, *comms, place, num_sharing, number),
         Group(family, *replica_comms, number, len(replicas), place),

@@ -238,8 +238,9 @@ class BlockCall:
             self.recordings.deliver(outputs, inputs)
 
     def _attach(self) -> tuple[torch.Tensor, ...]:
-        # Without inputs that require grad, something else has to make the node require grad.
-        inputs = self.inputs or [torch.empty(0, requires_grad=True)]
+        # Without inputs that require grad, something else has to make the node require grad: on the run device, since
+        # autograd lets the end of a backward wait for the streams of the leaves that it has reached.
+        inputs = self.inputs or [torch.empty(0, requires_grad=True, device=self.runtime.engine.device)]
         self.runtime.open_calls.add(self)
         attached: tuple[torch.Tensor, ...] = _Island.apply(self, *inputs)
         return attached

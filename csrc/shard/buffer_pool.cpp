@@ -3,6 +3,8 @@
 #include <ATen/Functions.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -10,6 +12,7 @@
 #include <map>
 #include <mutex>
 #include <new>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -55,6 +58,11 @@ void poison(const c10::DataPtr& memory, std::int64_t nbytes) {
   }
 }
 
+// The calling thread's stream of a device; the CPU has one.
+c10::StreamId current_stream(c10::Device device) {
+  return device.is_cpu() ? 0 : c10::impl::VirtualGuardImpl(device.type()).getStream(device).id();
+}
+
 c10::DataPtr allocate(std::int64_t nbytes, c10::Device device) {
   if (device.is_cpu() && nbytes >= kMapThreshold) {
     return map_host(nbytes);
@@ -70,9 +78,10 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
 
   c10::DataPtr acquire(std::int64_t nbytes, c10::Device device) {
     c10::DataPtr memory;
+    const c10::StreamId stream = current_stream(device);
     {
       const std::lock_guard lock(mutex_);
-      auto& idle = idle_[{nbytes, device.index()}];
+      auto& idle = idle_[{nbytes, device.index(), stream}];
       if (!idle.empty()) {
         memory = std::move(idle.back());
         idle.pop_back();
@@ -91,7 +100,7 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
       }
     }
     void* address = memory.get();
-    auto lease = std::make_unique<Lease>(Lease{shared_from_this(), std::move(memory), nbytes});
+    auto lease = std::make_unique<Lease>(Lease{shared_from_this(), std::move(memory), nbytes, stream});
     return {address, lease.release(), &Shelf::give_back, device};
   }
 
@@ -118,6 +127,7 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
     std::shared_ptr<Shelf> shelf;
     c10::DataPtr memory;
     std::int64_t nbytes;
+    c10::StreamId stream;
   };
 
   static void give_back(void* context) {
@@ -127,10 +137,20 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
     if (shelf.poison_) {
       poison(lease->memory, lease->nbytes);
     }
+    const c10::Device device = lease->memory.device();
+    const c10::StreamId stream = current_stream(device);
+    if (stream !=
+        lease->stream) {  // torch's allocator sees to it that nobody has it before this stream is done
+      const c10::impl::VirtualGuardImpl guard(device.type());
+      guard.recordDataPtrOnStream(lease->memory, c10::Stream(c10::Stream::UNSAFE, device, stream));
+    }
     const std::lock_guard lock(shelf.mutex_);
     shelf.stats_.bytes_in_use -= lease->nbytes;
     shelf.stats_.buffers_in_use -= 1;
-    auto& idle = shelf.idle_[{lease->nbytes, lease->memory.device().index()}];
+    if (stream != lease->stream) {
+      return;
+    }
+    auto& idle = shelf.idle_[{lease->nbytes, device.index(), stream}];
     if (static_cast<std::int64_t>(idle.size()) < shelf.idle_per_class_) {
       idle.push_back(std::move(lease->memory));
       shelf.stats_.bytes_idle += lease->nbytes;
@@ -141,7 +161,8 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
   const bool poison_;
   mutable std::mutex mutex_;  // protects everything below; buffers may come back
                               // from any thread
-  std::map<std::pair<std::int64_t, c10::DeviceIndex>, std::vector<c10::DataPtr>> idle_;
+  // By size, device and stream: on a device, memory is free in the order of the stream that has used it.
+  std::map<std::tuple<std::int64_t, c10::DeviceIndex, c10::StreamId>, std::vector<c10::DataPtr>> idle_;
   Stats stats_;
 };
 

@@ -56,7 +56,9 @@ def test_losses_are_those_of_cpu_ranks(num_ranks: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_offload_changes_no_bit(num_ranks: int) -> None:
-    assert losses(num_ranks, True, "bfloat16") == losses(num_ranks, True, "bfloat16", "offload")
+    expected = losses(num_ranks, True, "bfloat16")
+    for fraction in ("0", "0.5", "1"):
+        assert losses(num_ranks, True, "bfloat16", fraction) == expected
 
 
 @pytest.fixture

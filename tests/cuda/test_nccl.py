@@ -20,9 +20,11 @@ from harness import run_process
 from harness.fake_nccl import ROOT, build_fake
 from torch import Tensor
 
-from bmtrain import _C
+from bmtrain import _C, _comm
 from bmtrain._comm_nccl import find_candidates
+from bmtrain._groups import connect_groups
 from bmtrain.errors import CommunicationError
+from bmtrain.topology import GroupKind, Topology
 
 CPU = torch.device("cpu")
 RESULTS = range(1, 7)  # every error that NCCL has
@@ -124,6 +126,43 @@ def test_split(fake: ctypes.CDLL) -> None:
     for work in works:
         work.wait()
     assert [value.item() for value in x] == [2.0, 4.0, 2.0, 4.0]
+
+
+class Unwatched:
+    """A watchdog's place, in a process that stands for all ranks."""
+
+    def guard(self, comm: _C.Communicator, key: str, members: tuple[int, ...]) -> _C.Communicator:
+        return comm
+
+
+@pytest.mark.parametrize(("tp_size", "pipe_size", "num_groups"), [(1, 1, 1), (2, 1, 3), (2, 2, 6)])
+def test_groups_are_split_off_the_world(
+    fake: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, tp_size: int, pipe_size: int, num_groups: int
+) -> None:
+    library = _C.NcclLibrary([])
+    ids = {purpose: library.make_unique_id() for purpose in ("gather", "reduce")}
+
+    def create(store: Any, key: str, rank: int, size: int, timeout: float, name: str) -> _C.Communicator:
+        unique_id = ids[key.rpartition("/")[2]]
+        return _C.NcclCommunicator(library, unique_id, rank, size, name, CPU, timeout)
+
+    monkeypatch.setattr(_comm, "create_nccl", create)
+    watch: Any = Unwatched()
+    places = [Topology(rank, 8, tp_size, pipe_size) for rank in range(8)]
+    ranks = [connect_groups(place, "nccl", 60.0, None, watch) for place in places]
+    assert fake.fake_calls(b"CommInitRankConfig") == 2 * 8
+    assert fake.fake_calls(b"CommSplit") == 2 * 8 * (num_groups - 1)
+    for kind in GroupKind:
+        for purpose in ("comm", "reduce_comm"):
+            values = [torch.tensor([2.0**rank]) for rank in range(8)]
+            works = [
+                getattr(groups[kind.value], purpose).all_reduce(value, _C.ReduceOp.SUM)
+                for groups, value in zip(ranks, values, strict=True)
+            ]
+            for work in works:
+                work.wait()
+            for place, value in zip(places, values, strict=True):
+                assert value.item() == sum(2.0**rank for rank in place.members(kind))
 
 
 CALLS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import importlib.util
 import json
 import subprocess
@@ -173,7 +174,7 @@ def test_setup_py_install_names_its_successor() -> None:
 
 def test_set_up_sees_what_is_missing() -> None:
     requirements = [
-        f"torch=={torch.__version__}",
+        f"torch=={importlib.metadata.version('torch')}",  # which a wheel has without its +cu130
         "torch>=2.11",
         "torch==0.0.1",
         "no-such-distribution>=3; extra == 'test'",
