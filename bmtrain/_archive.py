@@ -8,6 +8,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Mapping
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -47,7 +48,9 @@ def read_archive(path: str | os.PathLike[str]) -> Mapping[str, Any]:
 
 def _reason(error: Exception) -> str:
     lines = str(error).splitlines() or [""]
-    named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
+    named = [line for line in lines if "GLOBAL" in line or ("Unsupported" in line and "operand" not in line)]
+    if not named and isinstance(error, (LookupError, EOFError, UnicodeDecodeError, UnpicklingError)):
+        return f"torch.save has not written it, or it is damaged ({type(error).__name__}: {lines[0].strip()})"
     return f"{type(error).__name__}: {(named or lines)[0].strip()}"
 
 

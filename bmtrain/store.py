@@ -63,6 +63,7 @@ def save(
         >>> bmtrain.save(model, "checkpoint.pt")        # doctest: +SKIP
     """
     _check_arguments(model, file_name)
+    context("save()")
     finish_background_save()
     state = _full_state(model, copy=non_blocking)
     if not non_blocking:
@@ -99,6 +100,7 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike[str], strict: bool
         >>> bmtrain.load(model, "checkpoint.pt", strict=False)        # doctest: +SKIP
     """
     _check_arguments(model, file_name)
+    context("load()")
     finish_background_save()
     state = on_rank_0(lambda: read_archive(os.fspath(file_name)), "load")
     install_hooks_below(model)

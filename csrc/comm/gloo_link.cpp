@@ -189,9 +189,9 @@ void GlooLink::fail(const GlooOperation& operation, const GlooTransfer& transfer
                      " s waiting for rank ", transfer.peer, transfer.is_send ? " to receive" : " to send",
                      "; that rank is stalled, gone, or in another operation");
   } else {
-    message +=
-        detail::join(": the connection to rank ", transfer.peer,
-                     " was lost; that rank died, or failed first (see its output): ", first_line(what));
+    message += detail::join(
+        ": the connection to rank ", transfer.peer,
+        " was lost; that rank ended, died, or failed first (see its output): ", first_line(what));
   }
   abort(message);
   throw CommunicationError(message);

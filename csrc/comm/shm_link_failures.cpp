@@ -79,7 +79,7 @@ std::string ShmLink::lost_message(const ShmOperation& operation, int peer) const
   const ShmHeader& theirs = header(peer);
   const std::string reason = theirs.state.load() == ShmState::kAborted ? theirs.reason : "";
   return detail::join(describe(operation), ": the connection to rank ", peer,
-                      " was lost; that rank died, or failed first (see its output)",
+                      " was lost; that rank ended, died, or failed first (see its output)",
                       reason.empty() ? "" : ": ", reason);
 }
 

@@ -65,7 +65,18 @@ def test_bc_70_gather_result_concatenates_in_rank_order(world: int, kind: str) -
 
 
 def before_init() -> list[str]:
+    model = torch.nn.Linear(2, 2)
     calls = [
+        lambda: bmtrain.save(model, "nowhere.pt"),
+        lambda: bmtrain.load(model, "nowhere.pt"),
+        lambda: bmtrain.inspect.inspect_model(model, "*"),
+        lambda: bmtrain.store.allgather_objects(1),
+        lambda: bmtrain.store.broadcast_object(1),
+        lambda: bmtrain.store.DistributedStateDictWrapper({}),
+        lambda: bmtrain.benchmark.all_gather(),
+        lambda: bmtrain.init_parameters(model),
+        lambda: bmtrain.optim.OptimManager(loss_scale=2).step(),
+        lambda: bmtrain.optim.OptimManager().clip_grad_norm(model.parameters(), 1.0),
         bmtrain.synchronize,
         bmtrain.wait_loader,
         lambda: bmtrain.sum_loss(torch.ones(1)),

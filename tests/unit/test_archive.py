@@ -12,7 +12,7 @@ import torch
 from harness import run_ranks
 
 import bmtrain as bmt
-from bmtrain._archive import check_archive
+from bmtrain._archive import check_archive, read_archive
 from bmtrain.errors import UnreadableFileError
 
 
@@ -101,6 +101,13 @@ def hostile(marker: str) -> dict[str, object]:
         "torch.load": Calls(torch.load, "/etc/hostname"),
         "torch.hub": Calls(torch.hub.load, "/tmp", "model"),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("data", [b"", b"hello", b"{}"])
+def test_what_is_no_model_file_is_said_to_be_none(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_bytes(data)
+    with pytest.raises(UnreadableFileError, match="torch.save has not written it, or it is damaged"):
+        read_archive(tmp_path / "notes.txt")
 
 
 @pytest.mark.parametrize("legacy", [False, True])
