@@ -15,9 +15,9 @@ from .parameter import DistributedParameter
 
 __all__ = ["DistributedModule", "DistributedParameter"]
 
-_OWNER = (
-    "_owner_block"  # in a module's __dict__: BlockRef of the Block that the module was in when it was built
-)
+# In a module's __dict__: BlockRef of the Block that the module was in when it was built; and whether it got parameters
+# after that, which no Block gathers.
+_OWNER, _GREW = "_owner_block", "_got_parameters_since"
 
 
 class DistributedModule(torch.nn.Module):
@@ -47,6 +47,8 @@ class DistributedModule(torch.nn.Module):
         parameters = self.__dict__.get("_parameters")
         if parameters is not None and name in parameters:
             param = parameters[name]
+            if torch.compiler.is_compiling() and _OWNER in self.__dict__ and _GREW not in self.__dict__:
+                return param  # compiled code runs in the Block, and the compiler cannot look at its state
             return _read(self, param, name) if isinstance(param, DistributedParameter) else param
         return super().__getattr__(name)
 
@@ -58,10 +60,16 @@ class DistributedModule(torch.nn.Module):
                 value = source()
         super().__setattr__(name, value)
 
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        if _OWNER in self.__dict__:
+            self.__dict__[_GREW] = True
+
     def __getstate__(self) -> dict[str, Any]:
         inherited = getattr(super(), "__getstate__", None)
         state = dict(self.__dict__ if inherited is None else inherited())
-        state.pop(_OWNER, None)  # what is copied or pickled has a Block of its own, or none
+        for name in (_OWNER, _GREW):
+            state.pop(name, None)  # what is copied or pickled has a Block of its own, or none
         return state
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

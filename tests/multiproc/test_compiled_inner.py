@@ -48,7 +48,7 @@ def train(backend: str | None, recompute: bool) -> tuple[list[torch.Tensor], lis
     for _ in range(2):
         inner = model_wrapper_dispatch(Inner())
         if backend is not None:
-            inner.compile(backend=backend)
+            inner.compile(backend=backend, fullgraph=True)
         blocks.append(bmtrain.Block(inner, use_checkpoint=recompute))
     model = nn.Sequential(*blocks)
     optimizer = AdamOffloadOptimizer(model.parameters(), lr=1e-2)
