@@ -8,8 +8,8 @@ namespace bmtrain {
 /// Calls task(context, i) once for every i in [0, num_tasks), on the calling thread and up to
 /// torch.get_num_threads() - 1 pool threads, and returns when all calls have. Which thread runs which i is
 /// unspecified, so a task's result must depend on i alone; neighbouring tasks mostly run on one thread. The
-/// task must not throw. Calls from inside a task, and calls while another thread uses the pool, run on the
-/// calling thread only.
+/// task must not throw. Calls from inside a task that the pool runs, and calls while another thread uses the
+/// pool, run on the calling thread only.
 void parallel_for(std::int64_t num_tasks, void (*task)(void* context, std::int64_t index), void* context);
 
 /// The same for a callable.

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import signal
 import statistics
 import tempfile
@@ -79,7 +80,7 @@ def measure(op: str, number: int, transport: str, world: int, repeats: int, time
         "struck": world * repeats,
         "did not raise": hangs,
         "named another rank": wrong,
-        "seconds": [round(delay, 4) for delay in sorted(delays)],
+        "seconds": [round(delay, 3) for delay in sorted(delays)],
     }
 
 
@@ -99,6 +100,12 @@ def summary(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "seconds, 99 of 100": delays[int(0.99 * len(delays))],
         "seconds, most": delays[-1],
     }
+
+
+def _text_of(result: dict[str, Any]) -> str:
+    """JSON with each list of numbers on a line of its own."""
+    text = json.dumps(result, indent=1)
+    return re.sub(r"\[[\d.,\s]+\]", lambda found: re.sub(r"\s+", "", found[0]), text) + "\n"
 
 
 def cost_of_recording(rounds: int = 20_000) -> dict[str, float]:
@@ -139,7 +146,7 @@ def main() -> None:
             entry = result.setdefault(f"{fault.name}, {transport}", {}).setdefault("operations", {})
             entry[op] = measure(op, fault, transport, options.world, repeats, options.timeout)
             result[f"{fault.name}, {transport}"]["all"] = summary(entry)
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+            options.out.write_text(_text_of(result))
             told = {name: value for name, value in entry[op].items() if name != "seconds"}
             print(
                 f"{fault.name}, {transport}, {op}: {told}, median {statistics.median(entry[op]['seconds']):.3f} s"

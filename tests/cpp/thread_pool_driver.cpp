@@ -1,0 +1,49 @@
+// Drives the thread pool from several threads, for ThreadSanitizer: see tests/unit/test_thread_pool_races.py.
+#include <ATen/Parallel.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+#include <vector>
+
+#include "common/delays.h"
+#include "common/thread_pool.h"
+
+namespace {
+
+constexpr int kCallers = 3;
+constexpr int kRounds = 300;
+
+void expect(bool condition, const char* what) {
+  if (condition) return;
+  std::fprintf(stderr, "expected: %s\n", what);
+  std::exit(1);
+}
+
+// Plain memory: written by whichever thread runs a task, read by the caller afterwards.
+void every_task_once(int num_tasks) {
+  constexpr int kInner = 2;
+  std::vector<int> values(static_cast<std::size_t>(num_tasks * kInner), 0);
+  bmtrain::parallel_for(num_tasks, [&](std::int64_t i) {
+    bmtrain::parallel_for(kInner,
+                          [&](std::int64_t j) { ++values[static_cast<std::size_t>(i * kInner + j)]; });
+  });
+  for (const int value : values) expect(value == 1, "every task once, and each of its inner ones");
+}
+
+}  // namespace
+
+int main() {
+  at::set_num_threads(4);
+  bmtrain::set_random_delays(1, 20);
+  std::vector<std::thread> callers;  // one has the pool, the others work alone
+  for (int c = 0; c < kCallers; ++c) {
+    callers.emplace_back([c] {
+      at::set_num_threads(2 + c);
+      for (int round = 0; round < kRounds; ++round) every_task_once(1 + round % 37);
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  std::puts("ok");
+}
