@@ -74,6 +74,10 @@ class Accumulation:
         # Not in place: autograd may use the tensor that it gave, and so may the user's hooks.
         self._outside[id(param)] = param, gradient if known is None else known[1] + gradient
 
+    def keeps_outside(self, param: DistributedParameter) -> bool:
+        """Whether gradients of a parameter outside blocks wait here."""
+        return id(param) in self._outside
+
     def with_unsent(self, param: DistributedParameter, gradient: torch.Tensor) -> torch.Tensor:
         """``gradient`` and what waited for it."""
         known = self._outside.pop(id(param), None)

@@ -129,6 +129,10 @@ class BlockRuntime:
         for group in self.groups:
             group.unbind()
         self.is_bound = False
+        self._keep_or_drop(keep)
+
+    def _keep_or_drop(self, keep: bool) -> None:
+        """Releases the gathered parameters, unless the policy or the backward to come wants them."""
         if self.policy.level == 1:
             return
         accumulation = self.engine.accumulation
@@ -192,14 +196,19 @@ class BlockRuntime:
                     group.release()
 
     def hold(self) -> None:
-        """Keeps the parameters, gathered anew at the next call, until :meth:`let_go`: several calls follow."""
-        self.let_go()
+        """Keeps the parameters until :meth:`let_go`: several calls follow.
+
+        They are gathered anew at the next one, unless the policy has kept them and they are what they were.
+        """
+        self._is_held = False
+        if not self.is_of_this_round():
+            self.drop_gathered()
         self._is_held = True
 
     def let_go(self) -> None:
         """Ends :meth:`hold`."""
         self._is_held = False
-        self.drop_gathered()
+        self._keep_or_drop(keep=False)
 
     def begin_backward(self, trains: Mapping[_C.ShardGroup, list[bool]]) -> None:
         """Prepares groups to receive gradients of the parameters marked, on top of those of deferred calls."""
@@ -312,8 +321,8 @@ class Engine:
 
     def note_accumulated(self, param: DistributedParameter) -> None:
         """Lets the post-accumulate hooks of ``param`` run at the end of this backward, when all gradients are there."""
-        if self.virtual.is_open:
-            return  # autograd tells of a gradient that went to the sum instead
+        if self.virtual.is_open or self.accumulation.keeps_outside(param):
+            return  # autograd tells of a gradient that went to the sum, or waits, instead
         self._accumulated[id(param)] = param
         if self.islands == 0 and not self._is_ending:  # else the island, or the end, sees to it
             self.call_at_end_of_backward()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from harness import run_ranks
@@ -58,9 +60,12 @@ def stage_gradient(param) -> torch.Tensor:
     return ShardSpec(spec.shape, spec.group, spec.layout, spec.index).gather(param.grad).view(spec.shape)
 
 
-def parity(return_hidden_states: bool) -> int:
+def parity(return_hidden_states: bool, policy: dict[str, Any] | None = None) -> int:
     torch.manual_seed(1)
-    pipeline = bmt.PipelineTransformerBlockList([bmt.Block(Layer(), mode="PIPE") for _ in range(LAYERS)])
+    chosen = bmt.BlockPolicy(**(policy or {}))
+    pipeline = bmt.PipelineTransformerBlockList(
+        [bmt.Block(Layer(), mode="PIPE", policy=chosen) for _ in range(LAYERS)]
+    )
     bmt.init_parameters(pipeline)
     plain = torch.nn.ModuleList([PlainLayer() for _ in range(LAYERS)])
     plain.load_state_dict(pipeline.state_dict())
@@ -123,6 +128,21 @@ def parity(return_hidden_states: bool) -> int:
 )
 def test_outputs_and_gradients_equal_those_of_plain_layers(world, init, return_hidden_states):
     assert run_ranks(world, parity, return_hidden_states, init=init) == [0] * world
+
+
+@pytest.mark.parametrize(
+    ("world", "policy"),
+    [
+        (4, {"level": 0}),
+        (4, {"level": 1, "recompute": "off"}),
+        (4, {"level": 2, "recompute": "selective"}),
+        (8, {"zero_size": 2}),
+    ],
+    ids=str,
+)
+def test_stages_of_other_policies(world, policy):
+    for in_use in run_ranks(world, parity, False, policy, init={"pipe_size": 2}):
+        assert (in_use > 0) == (policy.get("level") == 1)  # which keeps what it gathered
 
 
 def evaluation() -> None:

@@ -3,42 +3,24 @@ accumulation, and that losses and gradients are those of plain torch under all o
 
 from __future__ import annotations
 
-import pickle
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from harness import run_ranks
 from harness.kits import TanhLinear
+from harness.tanh_model import DIM, LAYERS, MICROS, Model, batches
 
 import bmtrain as bmt
 from bmtrain._engine.runtime import BlockRuntime
 from bmtrain.global_var import context
-
-LAYERS, DIM, MICROS = 4, 8, 3
-
-
-class Model(bmt.DistributedModule):
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.layers = bmt.TransformerBlockList([bmt.Block(TanhLinear(DIM), **options) for _ in range(LAYERS)])
-        self.head = TanhLinear(DIM)
-
-    def forward(self, x):
-        return self.head(self.layers(x)).square().sum()
 
 
 def plain_loss(values: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     for name in (*(f"layers.{i}" for i in range(LAYERS)), "head"):
         x = torch.tanh(torch.nn.functional.linear(x, values[f"{name}.weight"], values[f"{name}.bias"]))
     return x.square().sum()
-
-
-def batches(step: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + bmt.rank())
-    return [torch.randn(2, DIM, generator=generator) for _ in range(MICROS)]
 
 
 def check_against_plain(model, values, inputs, losses) -> None:
@@ -189,176 +171,6 @@ def kept_always() -> list[int]:
 
 def test_level_1_gathers_again_what_was_changed():
     assert run_ranks(2, kept_always) == [[LAYERS, 0, 1, LAYERS]] * 2
-
-
-def trained(policy: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Three steps, and what can be seen of them."""
-    torch.manual_seed(0)
-    with bmt.default_policy(bmt.BlockPolicy(**policy)):
-        model = Model().to(dtype)
-    bmt.init_parameters(model)
-    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=0.01)
-    manager = bmt.optim.OptimManager(loss_scale=None)
-    manager.add_optimizer(optimizer)
-    norms, losses, gradients = [], [], []
-    for step in range(3):
-        manager.zero_grad()
-        loss = model(batches(step)[0].to(dtype))
-        manager.backward(loss)
-        losses.append(bmt.sum_loss(loss.float()).item())
-        gradients.append([row["grad_std"] for row in bmt.inspect.inspect_model(model, "*")])
-        norms.append(float(manager.clip_grad_norm(optimizer.param_groups, 1e9)))
-        manager.step()
-    mine = [p.detach().clone() for p in model.layers.parameters()]
-    return {
-        "losses": losses,
-        "gradients": gradients,
-        "norms": norms,
-        "weights": list(model.state_dict().values()),
-        "mine": mine,
-    }
-
-
-@pytest.mark.parametrize(
-    ("world", "dtype"),
-    [(2, torch.bfloat16), (3, torch.float32)],
-    ids=["bf16 on 2 ranks", "fp32 on 3"],
-)
-def test_level_0_trains_to_the_bits_of_level_3(world, dtype):
-    whole = run_ranks(world, trained, {"level": 0}, dtype)
-    sharded = run_ranks(world, trained, {"level": 3}, dtype)
-    for mine, theirs in zip(whole, sharded, strict=True):
-        assert mine["losses"] == theirs["losses"]
-        assert mine["norms"] == pytest.approx(theirs["norms"], rel=1e-6)  # summed in another order
-        assert mine["gradients"] == theirs["gradients"]
-        for one, other in zip(mine["weights"], theirs["weights"], strict=True):
-            assert torch.equal(one, other)
-    for mine in whole[1:]:  # and every rank holds the same bits
-        assert all(torch.equal(one, other) for one, other in zip(mine["mine"], whole[0]["mine"], strict=True))
-
-
-def seeded_apart() -> list[torch.Tensor]:
-    torch.manual_seed(bmt.rank())
-    block = bmt.Block(TanhLinear(DIM), policy=bmt.BlockPolicy(level=0))
-    torch.manual_seed(bmt.rank())
-    block.init_parameters()
-    return [param.detach().clone() for param in block.parameters()]
-
-
-def test_level_0_begins_with_the_same_weights_whatever_the_seeds():
-    one, other = run_ranks(2, seeded_apart)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
-
-
-def moved(path: str, levels: list[int]) -> int:
-    """A checkpoint of one level is loaded at another, and what follows is the same."""
-
-    def build(level: int) -> tuple[Model, Any]:
-        with bmt.default_policy(bmt.BlockPolicy(level=level)):
-            model = Model()
-        return model, bmt.optim.AdamOptimizer(model.parameters(), lr=0.01)
-
-    def step(model: Model, optimizer: Any) -> None:
-        optimizer.zero_grad()
-        model(torch.full((2, DIM), 0.5)).backward()
-        optimizer.step()
-
-    first, first_optimizer = build(levels[0])
-    step(first, first_optimizer)
-    bmt.distributed.checkpoint.save(path, 1, first, first_optimizer)
-    size = sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
-    second, second_optimizer = build(levels[1])
-    bmt.distributed.checkpoint.load(path, second, second_optimizer)
-    copy = pickle.loads(pickle.dumps(next(second.layers.parameters())))
-    assert torch.equal(copy, next(second.layers.parameters()))
-    for model, optimizer in ((first, first_optimizer), (second, second_optimizer)):
-        step(model, optimizer)
-    for one, other in zip(first.state_dict().values(), second.state_dict().values(), strict=True):
-        assert torch.equal(one, other)
-    return size
-
-
-def test_checkpoints_move_between_level_0_and_level_3(tmp_path):
-    # What all ranks hold is written once.
-    sizes = [run_ranks(2, moved, str(tmp_path / f"{levels}"), levels)[0] for levels in ([0, 3], [3, 0])]
-    assert abs(sizes[0] - sizes[1]) < 0.02 * sizes[1]
-
-
-def read_outside(level: int) -> list[torch.Tensor]:
-    """A block's parameter that is also read outside of it, and one that a loss touches as it is."""
-    torch.manual_seed(0)
-    inner = TanhLinear(DIM)
-    block = bmt.Block(inner, policy=bmt.BlockPolicy(level=level))
-    (block(batches(0)[0]).sum() + (inner.weight.gather() ** 2).sum() * (bmt.rank() + 1)).backward()
-    return [row["grad_mean"] for row in bmt.inspect.inspect_model(block, "*")]
-
-
-def test_level_0_sums_what_is_read_outside_of_the_block():
-    assert run_ranks(2, read_outside, 0) == run_ranks(2, read_outside, 3)
-
-
-def managed(accumulate: int) -> tuple[list[torch.Tensor], int]:
-    model = Model()
-    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=0.01)
-    manager = bmt.optim.OptimManager(loss_scale=4, accumulate=accumulate)
-    manager.add_optimizer(optimizer)
-    group = context().groups["zero"]
-    for step in range(3):
-        group.reduce_comm.reset_traffic()
-        pieces = batches(step) if accumulate > 1 else [torch.cat(batches(step))]
-        for x in pieces:  # one loop, whether or not gradients accumulate
-            manager.zero_grad()
-            manager.backward(model(x) / len(x))
-            manager.step()
-    return list(model.state_dict().values()), dict(group.reduce_comm.traffic())["all_to_all"][0]
-
-
-def test_manager_steps_on_the_mean_of_the_accumulated_gradients():
-    # The batches of a step together, and one after the other.
-    for (weights, messages), (whole, _) in zip(
-        run_ranks(2, managed, MICROS), run_ranks(2, managed, 1), strict=True
-    ):
-        assert messages == LAYERS
-        for one, other in zip(weights, whole, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
-    with pytest.raises(ValueError, match="accumulate: expected at least 1, got 0"):
-        bmt.optim.OptimManager(accumulate=0)
-
-
-def left_unsent() -> None:
-    model = Model()
-    optimizer = bmt.optim.AdamOptimizer(model.parameters())
-    x = torch.randn(2, DIM)
-    model(x).backward()
-    wanted = [p.grad.clone() for p in model.parameters()]
-
-    def check() -> None:
-        for param, gradient in zip(model.parameters(), wanted, strict=True):
-            assert torch.equal(param.grad, gradient)
-
-    optimizer.zero_grad()
-    with bmt.no_sync():
-        model(x).backward()
-    optimizer.zero_grad()  # drops them
-    model(x).backward()
-    check()
-    # What the sending backward does not come to is sent all the same.
-    optimizer.zero_grad(set_to_none=True)
-    with bmt.no_sync():
-        model(x).backward()
-    assert all(p.grad is None for p in model.parameters())
-    (0 * model.layers(x).sum()).backward()
-    check()
-    optimizer.zero_grad(set_to_none=True)
-    with bmt.no_sync():
-        model(x).backward()
-    (0 * model.head(x).sum()).backward()
-    check()
-    assert context().engine.pool.stats()["buffers_in_use"] == 0
-
-
-def test_gradients_left_unsent_are_dropped_or_sent_and_never_lost():
-    run_ranks(2, left_unsent)
 
 
 def arguments() -> None:

@@ -1,0 +1,111 @@
+"""Gradients that add up before they are sent, by the manager and by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import run_ranks
+from harness.tanh_model import DIM, LAYERS, MICROS, Model, batches
+
+import bmtrain as bmt
+from bmtrain.global_var import context
+
+
+def managed(accumulate: int) -> tuple[list[torch.Tensor], int]:
+    model = Model()
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=0.01)
+    manager = bmt.optim.OptimManager(loss_scale=4, accumulate=accumulate)
+    manager.add_optimizer(optimizer)
+    group = context().groups["zero"]
+    for step in range(3):
+        group.reduce_comm.reset_traffic()
+        pieces = batches(step) if accumulate > 1 else [torch.cat(batches(step))]
+        for x in pieces:  # one loop, whether or not gradients accumulate
+            manager.zero_grad()
+            manager.backward(model(x) / len(x))
+            manager.step()
+    return list(model.state_dict().values()), dict(group.reduce_comm.traffic())["all_to_all"][0]
+
+
+def test_manager_steps_on_the_mean_of_the_accumulated_gradients():
+    # The batches of a step together, and one after the other.
+    for (weights, messages), (whole, _) in zip(
+        run_ranks(2, managed, MICROS), run_ranks(2, managed, 1), strict=True
+    ):
+        assert messages == LAYERS
+        for one, other in zip(weights, whole, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+    with pytest.raises(ValueError, match="accumulate: expected at least 1, got 0"):
+        bmt.optim.OptimManager(accumulate=0)
+
+
+def left_unsent() -> None:
+    model = Model()
+    optimizer = bmt.optim.AdamOptimizer(model.parameters())
+    x = torch.randn(2, DIM)
+    model(x).backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+
+    def check() -> None:
+        for param, gradient in zip(model.parameters(), wanted, strict=True):
+            assert torch.equal(param.grad, gradient)
+
+    optimizer.zero_grad()
+    with bmt.no_sync():
+        model(x).backward()
+    optimizer.zero_grad()  # drops them
+    model(x).backward()
+    check()
+    # What the sending backward does not come to is sent all the same.
+    optimizer.zero_grad(set_to_none=True)
+    with bmt.no_sync():
+        model(x).backward()
+    assert all(p.grad is None for p in model.parameters())
+    (0 * model.layers(x).sum()).backward()
+    check()
+    optimizer.zero_grad(set_to_none=True)
+    with bmt.no_sync():
+        model(x).backward()
+    (0 * model.head(x).sum()).backward()
+    check()
+    assert context().engine.pool.stats()["buffers_in_use"] == 0
+
+
+def test_gradients_left_unsent_are_dropped_or_sent_and_never_lost():
+    run_ranks(2, left_unsent)
+
+
+def seen_by_hooks() -> list[list[str]]:
+    model = Model()
+    large = bmt.DistributedParameter(torch.ones(300_000))  # travels alone
+    model.register_parameter("large", large)
+    seen: list[list[str]] = []
+
+    def hook_of(name: str):
+        def note(param: torch.Tensor) -> None:
+            assert param.grad is not None
+            seen[-1].append(name)
+
+        return note
+
+    for name, param in model.named_parameters():
+        if name in ("head.weight", "layers.0.weight", "large"):
+            param.register_post_accumulate_grad_hook(hook_of(name))
+
+    def run() -> None:
+        seen.append([])
+        (model(torch.ones(2, DIM)) + large.gather().sum()).backward()
+
+    for _ in range(2):  # without, and with a gradient of an earlier step
+        with bmt.no_sync():
+            run()
+        run()
+    with bmt.no_sync():
+        seen.append([])
+        (large**2).sum().backward()  # reaches the shard at once
+    return [sorted(names) for names in seen]
+
+
+def test_hooks_see_gradients_when_they_are_complete():
+    everything = ["head.weight", "large", "layers.0.weight"]
+    assert run_ranks(2, seen_by_hooks) == [[[], everything, [], everything, ["large"]]] * 2
