@@ -31,17 +31,18 @@ def test_comm(tmp_path: Path) -> None:
 def test_step(tmp_path: Path) -> None:
     file = tmp_path / "step.json"
     model = ["--layers", "2", "--dim", "32", "--batch", "1", "--seq", "16", "--repeat", "1"]
-    variants = ["alone", "fsdp2", "bmtrain-3", "alone-bf16", "bmtrain-3-bf16"]
+    variants = ["alone", "fsdp2", "bmtrain-3", "silent-3", "alone-bf16", "bmtrain-3-bf16"]
     options = [*model, "--variants", ",".join(variants), "--json", str(file)]
     output = run_process([*BENCH, "step", *options], timeout=150).stdout
     rows = json.loads(file.read_text())["results"]
     assert [row["variant"] for row in rows] == variants
-    alone, fsdp2, ours, _, ours_bf16 = rows
+    alone, fsdp2, ours, _, _, ours_bf16 = rows
     assert ours["losses"] == pytest.approx(alone["losses"], rel=1e-6)
     assert ours["losses"] == pytest.approx(fsdp2["losses"], rel=1e-6)
     assert fsdp2["wire_bytes"] is None
     assert 0 < ours_bf16["wire_bytes"] < ours["wire_bytes"]
     assert "x fsdp2, its best setting" in output
+    assert "% of a step is communication that is not hidden" in output
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import torch
 from harness import Status, rank_outcomes, run_ranks
 
 import bmtrain as bmt
+from bmtrain.benchmark._silence import silence
 from bmtrain.errors import CommunicationError
 from bmtrain.global_var import context
 
@@ -78,6 +79,28 @@ def test_a_step_copies_its_own_slice_and_nothing_else(world: int, recompute: boo
 def test_what_stays_gathered_is_copied_once(policy: bmt.BlockPolicy, accumulated: int) -> None:
     for gathers, _, partition in run_ranks(2, copied_in_a_step, {"policy": policy}, accumulated):
         assert gathers == LAYERS * partition
+
+
+def step_without_communication() -> tuple[int, int, int]:
+    """Bytes copied, and bytes in place before and after a step of another model that moves nothing."""
+    model, comm = model_of(), context().groups["zero"].comm
+    with silence():
+        silent = model_of()
+    for step in range(3):
+        model(inputs(step)).sum().backward()
+    before = comm.bytes_in_place
+    comm.reset_traffic()
+    for step in range(3):
+        silent(inputs(step)).sum().backward()
+    found = comm.bytes_copied, before, comm.bytes_in_place
+    model(inputs()).sum().backward()  # the ranks still agree on who uses what
+    return found
+
+
+def test_a_step_without_communication_uses_the_same_memory() -> None:
+    for copied, before, after in run_ranks(2, step_without_communication, fresh=True):
+        assert copied == 0
+        assert before == after > 0
 
 
 def training(options: dict[str, Any], accumulate: bool) -> list[Any]:
