@@ -47,10 +47,15 @@ class _Lines:
 
     def step(self, step: int, text: str) -> None:
         if step % self.every == 0 or step in (1, self.num_steps):
-            a_step = (time.monotonic() - self.started) / max(step - self.first_step, 1)
-            remaining = datetime.timedelta(seconds=round(a_step * (self.num_steps - step)))
             width = len(str(self.num_steps))
-            print(f"step {step:>{width}}/{self.num_steps}  {text}  {remaining} left", flush=True)
+            print(f"step {step:>{width}}/{self.num_steps}  {text}{self._left(step)}", flush=True)
+
+    def _left(self, step: int) -> str:
+        done = step - self.first_step
+        if done < 2:  # the first step takes longer than the rest
+            return ""
+        a_step = (time.monotonic() - self.started) / done
+        return f"  {datetime.timedelta(seconds=round(a_step * (self.num_steps - step)))} left"
 
     def note(self, text: str) -> None:
         print(text, flush=True)
@@ -158,7 +163,7 @@ class Logbook:
         self._write(step, values)
         is_narrow = self.display.width is not None and self.display.width < _NARROW
         shown = [f"loss {values['loss']:.4f}", f"lr {values['lr']:.1e}"]
-        if not is_narrow or values["loss_scale"] != 1:
+        if values["loss_scale"] != 1:  # 1 without loss scaling
             shown.append(f"scale {values['loss_scale']:g}")
         if not is_narrow:
             shown.append(f"norm {values['grad_norm']:.2f}")
