@@ -38,10 +38,10 @@ class Observer:
         """A block's gradients are sent off."""
 
     def awaiting_reduction(self, groups: Sequence[_C.ShardGroup]) -> None:
-        """Nothing goes on before the gradients sent off have arrived and are summed."""
+        """Nothing goes on before the gradients sent off have arrived."""
 
     def reduced(self, groups: Sequence[_C.ShardGroup]) -> None:
-        """The gradient shards are complete."""
+        """They have, and are summed into the shards now."""
 
     def waiting(self, name: str, reason: str) -> AbstractContextManager[None]:
         """While this rank waits for something else.

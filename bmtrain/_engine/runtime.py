@@ -380,7 +380,9 @@ class Engine:
             runtime, groups = self._reductions.pop(0)
             self.observer.awaiting_reduction(groups)
             for group in groups:
-                self.virtual.finish_reduce(group)
+                group.await_reduce()
             self.observer.reduced(groups)
+            for group in groups:
+                self.virtual.finish_reduce(group)
             if self.after_reduction is not None:
                 self.after_reduction(runtime)

@@ -302,5 +302,8 @@ class SimulatedShards:
     def continue_reduce(self) -> bool:
         return self._reduction.go_on()
 
+    def await_reduce(self) -> None:
+        """Waiting and summing are one here."""
+
     def finish_reduce(self) -> None:
         self._reduction.finish()

@@ -125,6 +125,7 @@ void bind_group(py::module_& m) {
       .def("begin_backward", &ShardGroup::begin_backward, py::arg("trains"))
       .def("start_reduce", &ShardGroup::start_reduce, NoGil())
       .def("continue_reduce", &ShardGroup::continue_reduce, NoGil())
+      .def("await_reduce", &ShardGroup::await_reduce, NoGil())
       .def("finish_reduce", &ShardGroup::finish_reduce, py::arg("tree") = nullptr, NoGil())
       .def("add_gradient", &ShardGroup::add_gradient, py::arg("sum"), NoGil())
       .def("cancel_backward", &ShardGroup::cancel_backward, NoGil());

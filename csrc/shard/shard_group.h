@@ -139,6 +139,8 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   /// Ends the sum over the ranks that share the buffer and starts the one over replicas, see [Note:
   /// Replicas]. Returns whether there is such a sum, under way now.
   bool continue_reduce();
+  /// Waits until everything that this rank sums has come; the sum is finish_reduce()'s.
+  void await_reduce();
   /// Sums the slices in rank order into the gradient shard and the parameters'
   /// `.grad`; with a `tree`, appends them to it instead (see [Note: Virtual shards]).
   void finish_reduce(TreeSum* tree = nullptr);

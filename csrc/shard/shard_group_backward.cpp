@@ -117,16 +117,20 @@ bool ShardGroup::continue_reduce() {
   return true;
 }
 
-void ShardGroup::finish_reduce(TreeSum* tree) {
-  if (!is_reducing()) {
-    return;
-  }
+void ShardGroup::await_reduce() {
   continue_reduce();
-  sums_replicas_ = false;
   if (reduce_work_) {
     reduce_work_->wait();
     reduce_work_.reset();
   }
+}
+
+void ShardGroup::finish_reduce(TreeSum* tree) {
+  if (!is_reducing()) {
+    return;
+  }
+  await_reduce();
+  sums_replicas_ = false;
   const c10::AutoGradMode no_grad(false);
   const c10::InferenceMode normal_tensors(false);
   if (!peer_slices_) {
