@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
+from adam_factors import adam_factors as factors_of_adam
 from emulated_gpu import EmulatedGpu, Traffic, dtype_number, sparse_memory
 from kernel_levels import same_bits
 from torch import Tensor
@@ -84,25 +84,7 @@ def make_range(
 
 
 def adam_factors(step: int, scale: float, decoupled: bool) -> Tensor:
-    """What csrc/optim/adam.cpp makes of the options of a step."""
-    beta1, beta2 = BETAS
-    lerp = 1 - beta1
-    is_power = math.frexp(scale)[0] == 0.5
-    return torch.tensor(
-        [
-            1 / scale if is_power else scale,
-            not is_power,
-            lerp >= 0.5,
-            lerp - 1 if lerp >= 0.5 else lerp,
-            beta2,
-            1 - beta2,
-            math.sqrt(1 - beta2**step),
-            EPS,
-            -LR / (1 - beta1**step),
-            2 if decoupled else 1,
-            1 - LR * DECAY if decoupled else DECAY,
-        ]
-    )
+    return factors_of_adam(step, lr=LR, betas=BETAS, eps=EPS, decay=DECAY, scale=scale, decoupled=decoupled)
 
 
 def lion_factors(scale: float) -> Tensor:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from adam_factors import adam_factors
 from kernel_levels import same_bits
 from torch import Tensor
 
@@ -96,20 +96,8 @@ def test_adam_is_torchs(kernels: ctypes.CDLL, decoupled: bool, scale: float, bet
     exp_avg, exp_avg_sq = torch.zeros(1000), torch.zeros(1000)
     for step in range(1, 6):
         g = torch.randn(1000) * scale
-        lerp = 1 - beta1
-        is_power = math.frexp(scale)[0] == 0.5
-        factors = floats(
-            1 / scale if is_power else scale,
-            not is_power,
-            lerp >= 0.5,
-            lerp - 1 if lerp >= 0.5 else lerp,
-            beta2,
-            1 - beta2,
-            math.sqrt(1 - beta2**step),
-            eps,
-            -lr / (1 - beta1**step),
-            2 if decoupled else 1,
-            1 - lr * decay if decoupled else decay,
+        factors = adam_factors(
+            step, lr=lr, betas=(beta1, beta2), eps=eps, decay=decay, scale=scale, decoupled=decoupled
         )
         kernels.adam_step(at(factors), at(mine), at(g), at(exp_avg), at(exp_avg_sq), ctypes.c_int64(1000))
         exact = g.double() / scale

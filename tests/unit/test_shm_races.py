@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from harness.sanitized import compile_or_skip, compiler, run_driver
 from torch.utils.cpp_extension import include_paths, library_paths
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +20,7 @@ UNITS = {
 SANITIZERS = {"thread": "-O1", "address,undefined": "-O0"}  # what compiles and runs in the shortest time
 
 
-def build(compiler: str, sanitizers: str, folder: Path) -> Path:
+def build(program: str, sanitizers: str, folder: Path) -> Path:
     """The driver, the link, and torch's libraries as they are."""
     folder.mkdir()
     flags = ["-std=c++20", SANITIZERS[sanitizers], "-g1", "-pthread"]
@@ -32,30 +31,20 @@ def build(compiler: str, sanitizers: str, folder: Path) -> Path:
     sources["link"].append(ROOT / "tests" / "cpp" / "shm_link_driver.cpp")
     for name, files in sources.items():
         (folder / f"{name}.cpp").write_text("".join(f'#include "{file}"\n' for file in files))
-        run([compiler, *flags, "-c", str(folder / f"{name}.cpp"), "-o", str(folder / f"{name}.o")])
+        compile_or_skip([program, *flags, "-c", str(folder / f"{name}.cpp"), "-o", str(folder / f"{name}.o")])
     libraries = [f"-L{path}" for path in library_paths()] + [f"-Wl,-rpath,{path}" for path in library_paths()]
     libraries += ["-Wl,--no-as-needed", "-ltorch_cpu", "-lc10", "-Wl,--wrap=mmap", "-Wl,--wrap=munmap"]
     objects = [str(folder / f"{name}.o") for name in sources]
-    run([compiler, *flags, *objects, *libraries, "-o", str(folder / "driver")])
+    compile_or_skip([program, *flags, *objects, *libraries, "-o", str(folder / "driver")])
     return folder / "driver"
-
-
-def run(command: list[str]) -> None:
-    built = subprocess.run(command, capture_output=True, text=True)
-    if built.returncode != 0 and "san" in built.stderr and "cannot find" in built.stderr:
-        pytest.skip(f"the compiler has no such sanitizer: {built.stderr.splitlines()[-1]}")
-    assert built.returncode == 0, built.stderr
 
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The driver with each sanitizer, compiled at the same time."""
-    compiler = shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    folder = tmp_path_factory.mktemp("driver")
+    found, folder = compiler(), tmp_path_factory.mktemp("driver")
     with ThreadPoolExecutor() as pool:
-        made = pool.map(lambda name: build(compiler, name, folder / name), SANITIZERS)
+        made = pool.map(lambda name: build(found, name, folder / name), SANITIZERS)
         return dict(zip(SANITIZERS, made, strict=True))
 
 
@@ -64,10 +53,4 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_no_report(sanitizers: str, programs: dict[str, Path]) -> None:
     # torch's own libraries free nothing at their end.
     environment = {"ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin"}
-    result = subprocess.run(
-        [programs[sanitizers]], capture_output=True, text=True, timeout=120, env=environment
-    )
-    if "unexpected memory mapping" in result.stderr:
-        pytest.skip("ThreadSanitizer cannot run with this kernel's address space layout")
-    assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
-    assert result.stderr == ""
+    run_driver(programs[sanitizers], environment)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from harness.sanitized import build_driver, run_driver
 from torch.utils.cpp_extension import include_paths, library_paths
 
-ROOT = Path(__file__).parents[2]
 SOURCES = (
     "tests/cpp/thread_pool_driver.cpp",
     "csrc/common/thread_pool.cpp",
@@ -20,23 +18,7 @@ SOURCES = (
 
 @pytest.mark.slow
 def test_pool_has_no_data_race(tmp_path: Path) -> None:
-    compiler = shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    program = tmp_path / "driver"
-    flags = ["-std=c++20", "-O1", "-g1", "-pthread", "-fsanitize=thread", f"-I{ROOT / 'csrc'}"]
-    flags += [f"-isystem{path}" for path in include_paths()]
-    libraries = [f"-L{path}" for path in library_paths()] + [f"-Wl,-rpath,{path}" for path in library_paths()]
-    libraries += ["-Wl,--no-as-needed", "-ltorch_cpu", "-lc10"]
-    sources = [str(ROOT / source) for source in SOURCES]
-    built = subprocess.run(
-        [compiler, *flags, *sources, *libraries, "-o", str(program)], capture_output=True, text=True
-    )
-    if built.returncode != 0 and "tsan" in built.stderr:
-        pytest.skip(f"the compiler has no ThreadSanitizer: {built.stderr.splitlines()[-1]}")
-    assert built.returncode == 0, built.stderr
-    result = subprocess.run([program], capture_output=True, text=True, timeout=120)
-    if "unexpected memory mapping" in result.stderr:
-        pytest.skip("ThreadSanitizer cannot run with this kernel's address space layout")
-    assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
-    assert "ThreadSanitizer" not in result.stderr
+    options = [f"-isystem{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
+    options += [f"-Wl,-rpath,{path}" for path in library_paths()]
+    options += ["-Wl,--no-as-needed", "-ltorch_cpu", "-lc10"]
+    run_driver(build_driver(tmp_path, SOURCES, "thread", options))
