@@ -13,6 +13,7 @@ from .._arguments import require_number
 from ..global_var import num_losses
 from ._arrays import MASTER, allocate, gathered_state, layout_of, read_state, take_changed_value
 from ._grad_stats import check_overflow, forget_unsent
+from ._torch_base import TorchOptimizer
 
 __all__ = ["ElementwiseOptimizer", "Update", "check_scale"]
 
@@ -31,7 +32,7 @@ class Update(NamedTuple):
     is_fresh: bool = False
 
 
-class ElementwiseOptimizer(torch.optim.Optimizer):
+class ElementwiseOptimizer(TorchOptimizer):
     """An optimizer over shards and plain parameters, each element of which is updated by itself.
 
     16-bit parameters have an fp32 master. A subclass says, by the hooks below, which arrays its formula keeps and how a

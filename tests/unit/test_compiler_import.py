@@ -1,0 +1,49 @@
+"""What does not compile does not import torch's compiler, which takes 70 MiB of a process and seconds of its start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+TRAINING = """
+import sys, torch
+import bmtrain as bmt
+
+bmt.init_distributed(seed=0)
+
+class Layer(bmt.DistributedModule):
+    def __init__(self):
+        super().__init__()
+        self.weight = bmt.DistributedParameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.weight)
+
+kinds = [bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer, bmt.optim.SGDOptimizer, bmt.optim.LionOptimizer]
+for kind in kinds:
+    model = bmt.TransformerBlockList([bmt.Block(Layer(), use_checkpoint=True) for _ in range(2)])
+    optimizer = kind(model[0].parameters(), lr=1e-3)
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer, bmt.lr_scheduler.Cosine(optimizer, 1e-3, 1, 10, 0))
+    for _ in range(2):
+        manager.zero_grad()
+        manager.backward(model(torch.ones(2, 8)).sum())
+        manager.clip_grad_norm(optimizer.param_groups, 1.0)
+        manager.step()
+    optimizer.zero_grad(set_to_none=True)
+    optimizer.load_state_dict(optimizer.state_dict())
+assert "torch._dynamo" not in sys.modules
+
+import torch._dynamo  # as somebody does who compiles: everything goes on
+
+optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+optimizer.zero_grad()
+assert len(optimizer.state_dict()["param_groups"]) == 3
+"""
+
+
+def test_training_does_not_import_the_compiler() -> None:
+    command = [sys.executable, "-c", TRAINING]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
