@@ -171,7 +171,14 @@ def make_extension(cuda: bool) -> Extension:
     ]
     sanitizers = os.environ.get("BMTRAIN_SANITIZE", "")
     # vptr asks for type information that torch does not export. -O0 and -O3 take too long to run, and to compile.
-    checks = [f"-fsanitize={sanitizers}", "-fno-sanitize=vptr", "-fno-omit-frame-pointer", "-g1", "-O1"]
+    checks = [
+        f"-fsanitize={sanitizers}",
+        "-fno-sanitize=vptr",
+        "-fno-omit-frame-pointer",
+        "-g1",
+        "-O1",
+        "-fno-wrapv",
+    ]
     checks = checks if sanitizers else []
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
     return Extension(

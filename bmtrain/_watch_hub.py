@@ -6,10 +6,7 @@ a rank that ends in good order says so first. See `bmtrain/_watchdog.py` for the
 
 from __future__ import annotations
 
-import contextlib
 import hmac
-import json
-import math
 import selectors
 import socket
 import time
@@ -17,70 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from . import _blame
+from ._watch_lines import Lines, Message, Patience
 
-__all__ = ["Hub", "Lines", "listen"]
+__all__ = ["Hub"]
 
-# How long ranks have to say what they are doing. Who does not answer at a time-out is accused of it, so that they
-# have more time then. It counts from the first question that a rank has not answered: the ranks that will soon be late
-# have it asked some seconds before, so that a rank that is silent is known at the time-out.
+# How long ranks have to say what they are doing. At a time-out less: who is silent is known before it.
 _ANSWER_SECONDS = 1.4
-_LATE_ANSWER_SECONDS = 5.0
-_ASK_AGAIN_SECONDS = 1.0  # all ranks of a job are late at about the same time; each is answered
-_SEND_SECONDS = 0.5
-
-Message = dict[str, Any]
-
-
-def listen(host: str, several_hosts: bool) -> tuple[socket.socket, str]:
-    """Open a port on the interface that the launcher named; returns it with the address for the other ranks.
-
-    Args:
-        host: name or address of this host.
-        several_hosts: whether ranks on other hosts have to reach it.
-    """
-    with contextlib.suppress(OSError):
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        number = str(address[0])
-        if not several_hosts:
-            return socket.create_server((number, 0), family=family), number
-        if not number.startswith("127."):  # else a name that leads here only on this host
-            return socket.create_server((number, 0), family=family), host
-    return socket.create_server(("", 0)), host
-
-
-class Lines:
-    """A connection that carries messages."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(_SEND_SECONDS)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.connection = connection
-        self._rest = b""
-
-    def send(self, message: Message) -> bool:
-        """Whether the other side still takes messages."""
-        try:
-            self.connection.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            return False
-        return True
-
-    def receive(self) -> list[Message] | None:
-        """The messages that have come; None when the other side is gone."""
-        try:
-            data = self.connection.recv(1 << 20)
-        except TimeoutError:
-            return []
-        except OSError:
-            return None
-        if not data:
-            return None
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(line) for line in whole]
-
-    def close(self) -> None:
-        """Close it on this side."""
-        self.connection.close()
+_LATE_ANSWER_SECONDS = 1.0
 
 
 class _Case:
@@ -95,9 +35,23 @@ class _Case:
         self.failure = failure
         self.prints = prints
         self.states: dict[int, Message] = {}
-        self.is_suspicion = failure["kind"] == "suspicion"
+        self.suspicions = [failure] if failure["kind"] == "suspicion" else []  # of several ranks
         self.is_late = failure["kind"] == "late"
         self.opened = time.monotonic()
+
+    def is_complete(self, absent: Mapping[int, str], world: int) -> bool:
+        """Whether there is nothing to wait for."""
+        if len({*self.states, *absent}) < world:
+            return False
+        return self.prints is None or bool(absent) or len(self.prints) == _expected(self.prints)
+
+    def is_nothing(self) -> bool:
+        """Whether all that was suspected is in order; else the failure is what is not."""
+        for suspicion in self.suspicions:
+            if _blame.is_stuck(suspicion, self.states):
+                self.failure = suspicion
+                return False
+        return bool(self.suspicions)
 
 
 class Hub:
@@ -109,6 +63,7 @@ class Hub:
         world: number of ranks.
         secret: what a rank must know to be let in.
         local: takes the messages for rank 0.
+        patience: how long a rank may be silent.
     """
 
     def __init__(
@@ -118,6 +73,8 @@ class Hub:
         world: int,
         secret: str,
         local: Callable[[Message], None],
+        *,
+        patience: Patience,
     ) -> None:
         self._selector = selector
         self._listener = listener
@@ -128,8 +85,10 @@ class Hub:
         self._strangers: set[Lines] = set()
         self._absent: dict[int, str] = {}
         self._leaving: set[int] = set()
+        self._patience = patience
         self._unanswered: dict[int, float] = {}  # ranks that were asked, and when they were first
-        self._asked = -math.inf  # when everybody was
+        self._states: dict[int, Message] = {}  # what each has answered last
+        self._next_round = 0.0  # in which everybody is asked; not before this
         self._case: _Case | None = None
         self._verdict: Message | None = None
         self._prints: dict[tuple[str, int], dict[int, Message]] = {}
@@ -142,10 +101,7 @@ class Hub:
         case = self._case
         if case is None or self._verdict is not None:
             return None
-        if not case.is_late:
-            return case.opened + _ANSWER_SECONDS
-        waits = [since for rank, since in self._unanswered.items() if rank not in self._absent]
-        return max(waits, default=case.opened) + _LATE_ANSWER_SECONDS
+        return case.opened + (_LATE_ANSWER_SECONDS if case.is_late else _ANSWER_SECONDS)
 
     def tick(self) -> None:
         """Decide, if the time for answers is over."""
@@ -156,11 +112,12 @@ class Hub:
         """Act on a message of a rank."""
         if message["do"] == "fail":
             self._open_case(message["failure"], rank)
-        elif message["do"] == "worry":
-            recently = time.monotonic() < self._asked + _ASK_AGAIN_SECONDS
+        elif message["do"] == "inquire":
+            recently = time.monotonic() < self._next_round
             self._ask([rank] if recently else range(self._world))
         elif message["do"] == "state":
             self._unanswered.pop(rank, None)
+            self._states[rank] = message["state"]
             if self._case is not None and self._verdict is None:
                 self._case.states[rank] = message["state"]
                 self._conclude_if_complete()
@@ -246,17 +203,25 @@ class Hub:
     # A failure, from the first report to the verdict.
 
     def _open_case(self, failure: Message, rank: int, prints: Mapping[int, Message] | None = None) -> None:
+        case = self._case
+        is_suspicion = failure["kind"] == "suspicion"
         if self._verdict is not None:
             self._send(rank, self._verdict)
-        elif self._case is None or (self._case.is_suspicion and failure["kind"] != "suspicion"):
+        elif case is None or (case.suspicions and not is_suspicion):
             self._case = _Case(failure, prints)
             self._ask(range(self._world))
+        elif is_suspicion and case.suspicions:
+            case.suspicions.append(failure)
+            case.states.pop(rank, None)  # it may have been told before this operation
+            self._ask([rank])
+        else:
+            self._send(rank, {"do": "noted"})
 
     def _ask(self, ranks: Sequence[int]) -> None:
         """Ask ranks what they are doing, which also tells them that this process is alive."""
         now = time.monotonic()
         if len(ranks) == self._world:
-            self._asked = now
+            self._next_round = now + self._patience.period / 2
         for rank in reversed(ranks):  # rank 0 last: what it answers is acted on at once
             self._unanswered.setdefault(rank, now)
             self._send(rank, {"do": "ask"})
@@ -265,25 +230,31 @@ class Hub:
         case = self._case
         if case is None or self._verdict is not None:
             return
-        answered = len({*case.states, *self._absent}) == self._world
-        if answered and (case.prints is None or self._absent or len(case.prints) == _expected(case.prints)):
+        if case.is_complete({**self._absent, **(self._silent() if case.is_late else {})}, self._world):
             self._conclude()
+
+    def _silent(self) -> dict[int, str]:
+        """The ranks that have not answered for too long."""
+        limit = time.monotonic() - self._patience.silence
+        return {rank: "silent" for rank, since in self._unanswered.items() if since <= limit}
 
     def _conclude(self) -> None:
         case = self._case
         if case is None:
             return
-        absent = {
-            **{rank: "silent" for rank in range(self._world) if rank not in case.states},
-            **self._absent,
-        }
-        absent = {rank: why for rank, why in absent.items() if rank not in case.states}
+        if case.is_nothing():
+            self._case = None
+            for suspicion in case.suspicions:
+                self._send(suspicion["rank"], {"do": "dismissed"})
+            return
+        if case.is_late:  # who was heard of since they were first asked is there, if slow
+            silent = {**self._silent(), **self._absent}
+            late = {rank: state for rank, state in self._states.items() if rank not in silent}
+            case.states = {**late, **case.states}
+        missing = {rank: "silent" for rank in range(self._world) if rank not in case.states}
+        absent = {rank: self._absent.get(rank, why) for rank, why in missing.items()}
         if case.prints is not None:  # more of them may have come since
             case.failure.update(_accusation(case.prints) or {})
-        if case.is_suspicion and not _blame.is_stuck(case.failure, case.states):
-            self._case = None
-            self._send_all({"do": "dismissed"})
-            return
         found = _blame.judge(case.failure, case.states, absent)
         self._verdict = {
             "do": "verdict",

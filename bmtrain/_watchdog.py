@@ -27,13 +27,16 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch.distributed import Store
 
 from . import _C, _blame, _position
 from ._last_words import LastWords
-from ._watch_hub import Hub, Lines, Message, listen
+from ._suspicion import Suspicion
+from ._watch_hub import Hub
+from ._watch_lines import HubLine, Lines, Message, Patience, listen
 from .errors import CommunicationError
 
 __all__ = ["Watch", "transport_timeout"]
@@ -42,13 +45,7 @@ __all__ = ["Watch", "transport_timeout"]
 # gives the ranks.
 _TICK_SECONDS = 0.2
 _VERDICT_SECONDS = 3.5
-_LATE_VERDICT_SECONDS = 7.0
-# The share of a short time-out that an operation has to last before this process asks whether all are still there.
-_CALM_SHARE = 0.2
-# How long an operation may go on that waits for a rank that is gone, and when to ask again if that was in order.
-_GONE_SECONDS = 0.3
-_GONE_ALONE_SECONDS = 1.5
-_GONE_AGAIN_SECONDS = 2.0
+_LATE_VERDICT_SECONDS = 1.6
 # Ctrl-C: how long an operation that somebody waits for may still take to end by itself.
 _INTERRUPT_SECONDS = 0.3
 
@@ -65,18 +62,17 @@ class Watch:
         core: what communicators are guarded with.
     """
 
-    def __init__(self, rank: int, world: int, timeout: float) -> None:
+    def __init__(self, rank: int, timeout: float, hosts: Sequence[str]) -> None:
         self.core = _C.Watchdog(timeout)
         self._rank = rank
-        self._world = world
+        self._world = len(hosts)
+        self._hosts = hosts
         self._tick = min(_TICK_SECONDS, timeout / 4)
-        # An operation that has taken so long will soon be late.
-        self._calm = max(timeout - _LATE_VERDICT_SECONDS, _CALM_SHARE * timeout)
-        self._worries = False  # about such an operation
-        self._unheard: float | None = None  # since when the hub has not answered that
+        self._patience = Patience.of(timeout)
+        self._next_question = 0.0  # whether all are still there; not before this
         self._selector = selectors.DefaultSelector()
         self._hub: Hub | None = None
-        self._line: Lines | None = None  # to the hub; None on rank 0, and when the hub is gone
+        self._line: HubLine | None = None  # to the hub; None on rank 0, and when the hub is gone
         self._hub_absent = ""
         self._failure: Message | None = None  # handed in, not judged yet
         self._deadline = 0.0
@@ -85,30 +81,27 @@ class Watch:
         self._stopping = False
         self._pid = os.getpid()
         self._interrupted = 0.0
-        self._gone: dict[int, float] = {}  # ranks whose connection ended without a word, and when
+        self._suspicion = Suspicion()
         self._thread = threading.Thread(target=self._run, name="bmtrain-watchdog", daemon=True)
         self._words = LastWords(self._tell)
 
     @classmethod
-    def join(
-        cls, store: Store, rank: int, world: int, timeout: float, host: str, several_hosts: bool
-    ) -> Watch:
+    def join(cls, store: Store, rank: int, *, timeout: float, host: str, hosts: Sequence[str]) -> Watch:
         """Connect with the other ranks' watchdogs and start. Collective over all ranks of the job.
 
         Args:
             store: where the ranks met; not needed any more when this returns.
             rank: this rank.
-            world: number of ranks, at least 2.
             timeout: seconds after which an operation that somebody waits for is given up.
             host: how the other ranks reach the host of rank 0.
-            several_hosts: whether there are ranks on other hosts.
+            hosts: what each rank calls its host; at least two ranks.
 
         Raises:
             CommunicationError: the watchdog of rank 0 cannot be reached.
         """
-        watch = cls(rank, world, timeout)
+        watch = cls(rank, timeout, hosts)
         try:
-            watch._connect(store, timeout, host, several_hosts)
+            watch._connect(store, timeout, host)
         except BaseException:
             watch._close()
             raise
@@ -128,7 +121,7 @@ class Watch:
 
     def host_of_rank_0(self) -> str:
         """Where this rank reaches rank 0; on rank 0 itself, this host."""
-        return "localhost" if self._line is None else str(self._line.connection.getpeername()[0])
+        return "localhost" if self._line is None else str(self._line.lines.connection.getpeername()[0])
 
     def stop(self) -> None:
         """End in good order: the other ranks go on without this one."""
@@ -145,28 +138,31 @@ class Watch:
 
     # Connecting.
 
-    def _connect(self, store: Store, timeout: float, host: str, several_hosts: bool) -> None:
+    def _connect(self, store: Store, timeout: float, host: str) -> None:
         if self._rank == 0:
-            listener, address = listen(host, several_hosts)
+            listener, address = listen(host, len(set(self._hosts)) > 1)
             secret = secrets.token_hex(16)
-            self._hub = Hub(self._selector, listener, self._world, secret, self._handle)
+            self._hub = Hub(
+                self._selector, listener, self._world, secret, self._handle, patience=self._patience
+            )
             store.set("watch", json.dumps([address, listener.getsockname()[1], secret]))
             return
         try:
             address, port, secret = json.loads(store.get("watch"))
-            line = Lines(socket.create_connection((address, port), timeout))
-            line.connection.settimeout(timeout)
-            line.send({"do": "hello", "rank": self._rank, "secret": secret})
-            if not line.receive():
+            lines = Lines(socket.create_connection((address, port), timeout))
+            lines.connection.settimeout(timeout)
+            lines.send({"do": "hello", "rank": self._rank, "secret": secret})
+            if not lines.receive():
                 raise ConnectionError("it refused this rank")
-            line.connection.settimeout(0.5)
+            lines.connection.settimeout(0.5)
         except (OSError, RuntimeError) as error:
             raise CommunicationError(
                 f"rank {self._rank} of {self._world}: cannot reach the watchdog of rank 0, at a port of its own on "
                 f"the host of MASTER_ADDR: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
             ) from None
-        self._line = line
-        self._selector.register(line.connection, selectors.EVENT_READ, self._read)
+        neighbours = [rank for rank, name in enumerate(self._hosts) if name == self._hosts[0]]
+        self._line = HubLine(lines, neighbours, self._patience)
+        self._selector.register(lines.connection, selectors.EVENT_READ, self._read)
 
     def _start(self) -> None:
         self._selector.register(self.core.wake_fd, selectors.EVENT_READ, self._take)
@@ -209,47 +205,32 @@ class Watch:
 
     def _look(self) -> None:
         """What happens without a message: time-outs, Ctrl-C, a hub that does not answer."""
+        if self._line is not None:
+            self._line.probe()
         if self._failure is None:
             self._hand_in(self.core.overdue())
-            self._hand_in(self._suspicion())
-            self._worry()
+            alone = self._hub is None and self._line is None
+            self._hand_in(self._suspicion.find(self.core.groups, alone))
+            self._inquire()
             if self._interrupted and time.monotonic() > self._interrupted:
                 self._interrupted = 0.0
                 if self.core.blocked_for(_INTERRUPT_SECONDS):
                     self._hand_in({"kind": "interrupted", "what": "", "group": "", "record": None})
-        elif self._rank != 0 and (self._line is None or time.monotonic() > self._deadline):
+        elif self._hub is None and self._is_hub_overdue(self._failure):
             self._judge_alone()
 
-    def _worry(self) -> None:
-        """Have everybody asked before an operation is late: who does not answer is then known at the time-out."""
-        if not self.core.blocked_for(self._calm):
-            self._worries = False
-        elif not self._worries:
-            self._worries = True
-            self._unheard = time.monotonic()
-            self._send({"do": "worry"})
-
-    def _suspicion(self) -> Message | None:
-        """An operation that has waited too long, by now, for a rank that is gone.
-
-        Transports notice mostly by themselves, but not always: Gloo sometimes loses the end of a connection, and
-        shared memory has none. A rank that is gone may have ended well after its last operation, while others are
-        still in that one: so the hub first asks whether all who are left have come to it. Without a hub it takes
-        longer, and a reduction to one rank does not count, in which a rank may be ahead of the others.
-        """
+    def _inquire(self) -> None:
+        """Ask again and again, before an operation is late, whether all are there."""
         now = time.monotonic()
-        alone = self._hub is None and self._line is None
-        patience = _GONE_ALONE_SECONDS if alone else _GONE_SECONDS
-        gone = {rank for rank, since in self._gone.items() if now - since >= patience}
-        for group in self.core.groups() if gone else ():
-            for record in group["blocked"]:
-                peer = record["peer"]
-                awaited = set(group["members"] if peer is None else [group["members"][peer]])
-                waited = time.time() - (record["started"] or time.time())
-                if awaited & gone and waited >= patience and not (alone and record["op"] == "reduce"):
-                    what = f"waits for {_blame.ranks_text(sorted(awaited & gone))}"
-                    return {"kind": "suspicion", "what": what, "group": group["group"], "record": record}
-        return None
+        if now >= self._next_question and self.core.blocked_for(self._patience.calm):
+            self._next_question = now + self._patience.period
+            self._ask({"do": "inquire"})
+
+    def _is_hub_overdue(self, failure: Message) -> bool:
+        """Whether there is nobody to wait for; at a time-out that is known before."""
+        if self._line is None or time.monotonic() > self._deadline:
+            return True
+        return failure["kind"] == "late" and self._line.is_silent()
 
     def _take(self) -> None:
         """Something from the core: a failure, or fingerprints."""
@@ -264,19 +245,20 @@ class Watch:
         if failure is None or self._failure is not None or self._judged.is_set():
             return
         self._failure = {**failure, "rank": self._rank, "time": time.time()}
-        if failure["kind"] == "late":
-            self._deadline = (self._unheard or time.monotonic()) + _LATE_VERDICT_SECONDS
-        else:
-            self._deadline = time.monotonic() + _VERDICT_SECONDS
-        self._send({"do": "fail", "failure": self._failure})
-        if self._line is None and self._hub is None:
+        late = failure["kind"] == "late"
+        self._deadline = time.monotonic() + (_LATE_VERDICT_SECONDS if late else _VERDICT_SECONDS)
+        self._ask({"do": "fail", "failure": self._failure})
+        if self._hub is None and self._is_hub_overdue(self._failure):
             self._judge_alone()
 
     def _judge_alone(self) -> None:
         """There is no hub: if it did not end in good order, that is what went wrong."""
         if self._failure is None:
             return
-        absent = {} if self._hub_absent == "left" else {0: self._hub_absent or "silent"}
+        if self._line is not None:
+            absent = dict.fromkeys(self._line.out_of_reach(), "silent")
+        else:
+            absent = {} if self._hub_absent == "left" else {0: self._hub_absent}
         states = {self._rank: self._state()}
         found = _blame.judge(self._failure, states, absent)
         self._accept(
@@ -295,29 +277,28 @@ class Watch:
         elif self._line is not None:
             self._line.send(message)
 
+    def _ask(self, message: Message) -> None:
+        """Send what the hub answers."""
+        if self._line is None:
+            self._send(message)
+        else:
+            self._line.ask(message)
+
     def _read(self) -> None:
-        line = self._line
-        if line is None:
-            return
-        try:
-            messages = line.receive()
-        except ValueError:
-            messages = None
+        messages = None if self._line is None else self._line.receive()
         if messages is None:
             self._lose_hub("gone")
             return
-        if messages:
-            self._unheard = None
         for message in messages:
             self._handle(message)
 
     def _lose_hub(self, absence: str) -> None:
         if self._line is not None:
-            self._selector.unregister(self._line.connection)
+            self._selector.unregister(self._line.lines.connection)
             self._line.close()
         self._line, self._hub_absent = None, absence
         if absence == "gone":
-            self._gone[0] = time.monotonic()
+            self._suspicion.add(0)
         self.core.end_checks()  # nobody compares fingerprints any more
 
     def _handle(self, message: Message) -> None:
@@ -330,10 +311,10 @@ class Watch:
         elif message["do"] == "closing":
             self._lose_hub("left")
         elif message["do"] == "gone":
-            self._gone[message["rank"]] = time.monotonic()
-        elif message["do"] == "dismissed" and self._failure and self._failure["kind"] == "suspicion":
+            self._suspicion.add(message["rank"])
+        elif message["do"] == "dismissed":
             self._failure = None
-            self._gone = dict.fromkeys(self._gone, time.monotonic() + _GONE_AGAIN_SECONDS)
+            self._suspicion.dismiss()
 
     def _state(self) -> Message:
         self._seen = self.core.groups(whole=True)

@@ -294,8 +294,8 @@ def _join(launch: Launch, place: Topology, options: _Options) -> Context:
     _share_processors(peers[launch.rank], same_host)
     device = _select_device(options.backend, local_rank)
     host = launch.meeting.host if launch.meeting.scheme == "tcp" else peers[0].host.split()[0]
-    several_hosts = len({peer.host for peer in peers}) > 1
-    watch = Watch.join(meeting.store, launch.rank, launch.world_size, options.timeout, host, several_hosts)
+    hosts = [peer.host for peer in peers]
+    watch = Watch.join(meeting.store, launch.rank, timeout=options.timeout, host=host, hosts=hosts)
     try:
         local = (local_rank, local_size)
         context = _build(

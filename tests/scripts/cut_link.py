@@ -1,11 +1,13 @@
 """Train until an exchange fails; write how it failed, and when, to FOLDER/rank.
 
-python cut_link.py FOLDER TIMEOUT
+unshare --uts python cut_link.py HOST FOLDER TIMEOUT
 """
 
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -16,9 +18,18 @@ import bmtrain as bmt
 from bmtrain.errors import CommunicationError
 
 
+def await_all(folder: Path) -> None:
+    """Importing torch takes some ranks longer than others, and counts for the time-out of their meeting."""
+    (folder / f"{os.environ['RANK']}.ready").touch()
+    while len(list(folder.glob("*.ready"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.05)
+
+
 def main() -> None:
-    """Needs the launcher's variables."""
-    folder, timeout = Path(sys.argv[1]), float(sys.argv[2])
+    """Needs the launcher's variables, and a name space of its own for the host's name."""
+    socket.sethostname(sys.argv[1])  # by its name and the machine's boot a host is told from others
+    folder, timeout = Path(sys.argv[2]), float(sys.argv[3])
+    await_all(folder)
     bmt.init_distributed(timeout=timeout)
     model = bmt.BMTrainModelWrapper(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)))
     optimizer = bmt.optim.AdamOptimizer(model.parameters())

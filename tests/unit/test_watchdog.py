@@ -12,17 +12,24 @@ import pytest
 from torch.distributed import HashStore
 
 from bmtrain import _watch_hub, _watchdog
-from bmtrain._watch_hub import Hub, Lines
+from bmtrain._watch_hub import Hub
+from bmtrain._watch_lines import HubLine, Lines, Patience
 from bmtrain._watchdog import Watch
 from bmtrain.errors import CommunicationError
 
 WORLD = 4
 
 
+def join(store: HashStore, rank: int, world: int = WORLD, timeout: float = 60.0) -> Watch:
+    """The first two ranks are on one host, the others on another."""
+    hosts = [f"host {rank // 2}" for rank in range(world)]
+    return Watch.join(store, rank, timeout=timeout, host="localhost", hosts=hosts)
+
+
 @pytest.fixture
 def watches() -> Iterator[list[Watch]]:
     store = HashStore()
-    made = [Watch.join(store, rank, WORLD, 60.0, "localhost", False) for rank in range(WORLD)]
+    made = [join(store, rank) for rank in range(WORLD)]
     yield made
     for watch in made:
         watch.stop()
@@ -45,7 +52,7 @@ def verdicts(watches: list[Watch]) -> set[str]:
 def vanish(watch: Watch) -> None:
     """As the kernel does when a process is killed: its connection ends without a word."""
     assert watch._line is not None
-    watch._line.connection.shutdown(socket.SHUT_RDWR)
+    watch._line.lines.connection.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.mark.parametrize("reporter", [0, 2])
@@ -114,47 +121,107 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Hub, Clock, list[str]
     """A hub of three ranks that tells rank 0 alone, its clock, and the verdicts that it has told."""
     clock, told = Clock(), []
     monkeypatch.setattr(_watch_hub, "time", clock)
+
+    def tell(message: dict[str, str]) -> None:
+        told.extend(filter(None, [message.get("text", message["do"] == "dismissed" and "dismissed")]))
+
     with selectors.DefaultSelector() as selector, socket.create_server(("localhost", 0)) as listener:
-        yield (
-            Hub(selector, listener, 3, "", lambda message: told.extend(filter(None, [message.get("text")]))),
-            clock,
-            told,
-        )
+        yield Hub(selector, listener, 3, "", tell, patience=Patience.of(60.0)), clock, told
 
 
 LATE = {"kind": "late", "what": "timed out after 60 s", "rank": 1, "group": "", "record": None}
 STATE = {"do": "state", "state": {"position": "", "groups": []}}
+SILENT = "no answer from rank 2: stopped, stuck, or out of reach (timed out after 60 s)"
 
 
 def test_who_is_silent_before_the_time_out_is_named_at_it(hub: tuple[Hub, Clock, list[str]]) -> None:
     judge, clock, told = hub
-    judge.handle(1, {"do": "worry"})
-    for rank in (0, 1):
-        judge.handle(rank, STATE)
-    clock.now += 7  # the time-out
+    for _ in range(7):
+        judge.handle(1, {"do": "inquire"})
+        for rank in (0, 1):
+            judge.handle(rank, STATE)
+        clock.now += 1
     judge.handle(1, {"do": "fail", "failure": dict(LATE)})
     for rank in (0, 1):
         judge.tick()
         assert told == []  # the others have time to say what they are in now
         judge.handle(rank, STATE)
     judge.tick()
-    assert told == ["no answer from rank 2: stopped, stuck, or out of reach (timed out after 60 s)"]
+    assert told == [SILENT]
 
 
-def test_who_was_there_before_the_time_out_has_time_to_answer(hub: tuple[Hub, Clock, list[str]]) -> None:
+def test_who_answered_before_the_time_out_is_not_silent(hub: tuple[Hub, Clock, list[str]]) -> None:
+    """What it said then counts, a second after the time-out."""
     judge, clock, told = hub
-    judge.handle(1, {"do": "worry"})
+    judge.handle(1, {"do": "inquire"})
     for rank in (0, 1, 2):
         judge.handle(rank, STATE)
     clock.now += 7
     judge.handle(1, {"do": "fail", "failure": dict(LATE)})
     for rank in (0, 1):
         judge.handle(rank, STATE)
-    clock.now += 4.9
     judge.tick()
     assert told == []
-    judge.handle(2, STATE)
+    clock.now += 1
+    judge.tick()
     assert told == ["rank 1: timed out after 60 s"]
+
+
+def test_who_never_answered_is_silent(hub: tuple[Hub, Clock, list[str]]) -> None:
+    judge, clock, told = hub
+    judge.handle(1, {"do": "fail", "failure": dict(LATE)})
+    for rank in (0, 1):
+        judge.handle(rank, STATE)
+    clock.now += 1
+    judge.tick()
+    assert told == [SILENT]
+
+
+@pytest.mark.parametrize("timeout", [2.0, 3.0, 9.0, 600.0])
+def test_silence_is_known_at_any_time_out(timeout: float) -> None:
+    """With two looks (five a second) to spare: one until the first question, one until the time-out is seen."""
+    patience = Patience.of(timeout)
+    assert patience.calm + patience.silence + 2 * 0.2 <= timeout
+    assert patience.silence >= 2 * patience.period  # one answer may come late
+
+
+def blocked(sequence: int, posted: int) -> dict[str, object]:
+    """A rank that waits in a collective of all three, and has come to the ones before."""
+    record = {
+        "id": sequence,
+        "sequence": sequence,
+        "peer": None,
+        "text": f"barrier #{sequence}",
+        "started": 1.0,
+    }
+    group = {"group": "zero", "name": "zero", "members": [0, 1, 2], "posted": posted, "blocked": [record]}
+    return {"do": "state", "state": {"position": "", "groups": [{**group, "last": None}]}}
+
+
+def suspicion(rank: int, sequence: int) -> dict[str, object]:
+    record = {"id": sequence, "sequence": sequence, "peer": None, "text": f"barrier #{sequence}"}
+    failure = {"kind": "suspicion", "what": "waits for rank 2", "group": "zero", "record": record}
+    return {"do": "fail", "failure": {**failure, "rank": rank}}
+
+
+def test_one_rank_in_order_does_not_dismiss_what_another_suspects(hub: tuple[Hub, Clock, list[str]]) -> None:
+    """Rank 0 waits for rank 1, which is in the operation before, with a rank that is gone."""
+    judge, _, told = hub
+    judge._absent[2] = "gone"
+    judge.handle(0, suspicion(0, 8))
+    judge.handle(0, blocked(8, 9))
+    judge.handle(1, suspicion(1, 7))
+    judge.handle(1, blocked(7, 8))
+    assert told[-1] == "rank 2 died: connections closed without a word"
+
+
+def test_what_is_in_order_is_dismissed(hub: tuple[Hub, Clock, list[str]]) -> None:
+    judge, _, told = hub
+    judge._absent[2] = "gone"
+    judge.handle(0, suspicion(0, 8))
+    judge.handle(0, blocked(8, 9))
+    judge.handle(1, blocked(7, 8))
+    assert told[-1] == "dismissed"
 
 
 def test_a_hub_that_was_silent_before_the_time_out_is_blamed_at_it(
@@ -162,16 +229,35 @@ def test_a_hub_that_was_silent_before_the_time_out_is_blamed_at_it(
 ) -> None:
     monkeypatch.setattr(Hub, "handle", lambda *arguments: None)
     watch = watches[2]
-    watch._unheard = time.monotonic() - 7.0  # it was asked then
+    assert watch._line is not None
+    watch._line._unheard = time.monotonic() - 7.0  # it was asked then
     watch._hand_in(dict(LATE))
     assert verdicts([watch]) == {
         "no answer from rank 0: stopped, stuck, or out of reach (timed out after 60 s)"
     }
 
 
+def test_a_silent_hub_whose_host_takes_no_connection_is_out_of_reach_with_its_host() -> None:
+    listener = socket.create_server(("localhost", 0))
+    lines = Lines(socket.create_connection(listener.getsockname()))
+    line = HubLine(lines, [0, 1], Patience.of(60.0))
+    try:
+        for takes, expected in ((True, [0]), (False, [0, 1])):
+            if not takes:
+                listener.close()
+            line._end_probe()
+            line._unheard = time.monotonic() - 60.0
+            line.probe()
+            assert line.is_silent()
+            assert line.out_of_reach() == expected
+    finally:
+        line.close()
+        listener.close()
+
+
 def test_who_does_not_know_the_secret_is_not_let_in() -> None:
     store = HashStore()
-    first = Watch.join(store, 0, 2, 60.0, "localhost", False)
+    first = join(store, 0, 2)
     try:
         address, port, _ = _watchdog.json.loads(store.get("watch"))
         for line in (b'{"rank": 1, "secret": "guess"}\n', b"GET / HTTP/1.1\r\n\r\n", b"\xff\xfe\n", b"[]\n"):
@@ -180,7 +266,7 @@ def test_who_does_not_know_the_secret_is_not_let_in() -> None:
                 assert stranger.recv(100) == b""  # closed without an answer
         store.set("watch", _watchdog.json.dumps([address, port, "guess"]))
         with pytest.raises(CommunicationError, match="cannot reach the watchdog of rank 0"):
-            Watch.join(store, 1, 2, 10.0, "localhost", False)
+            join(store, 1, 2, 10.0)
         assert not first.core.verdict
     finally:
         first.stop()
