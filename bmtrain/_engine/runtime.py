@@ -93,11 +93,11 @@ class BlockRuntime:
         for group in self.groups:
             group.finish_gather()
         engine.observer.gathered(self)
-        if not self._is_held:
-            engine.schedule.gather_ahead()
         for group in self.groups:
             group.bind()
         self.is_bound = True
+        if not self._is_held:
+            engine.schedule.gather_ahead()
         engine.observer.computing(self, phase)
 
     def owns_storage(self, tensor: torch.Tensor) -> bool:
