@@ -188,6 +188,25 @@ def arguments() -> None:
     assert bmt.Block(TanhLinear(DIM))._policy == bmt.BlockPolicy()
 
 
+def backward_again(level: int) -> None:
+    """Once the order is learnt, the block's backward is expected to follow itself."""
+    block = bmt.Block(TanhLinear(DIM), policy=bmt.BlockPolicy(level=level, recompute="off"))
+    x = torch.ones(2, DIM, requires_grad=True)
+    gradients = []
+    for _ in range(3):
+        loss = block(x).sum()
+        for _ in range(3):
+            x.grad = None
+            loss.backward(retain_graph=True)
+            gradients.append(x.grad)
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_a_graph_that_is_kept_goes_backward_again_at_any_level(level):
+    run_ranks(2, backward_again, level)
+
+
 def test_policy_arguments():
     run_ranks(1, arguments)
 
