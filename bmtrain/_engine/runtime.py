@@ -61,6 +61,7 @@ class BlockRuntime:
         self.open_calls: weakref.WeakSet[BlockCall] = weakref.WeakSet()
         self._gathered_version = -1
         self._gathered_round = -1
+        self._seen_step = 0
         self._is_gathered = False  # or being gathered, of at least one of the groups
         self._is_held = False
         self._defers = False
@@ -80,6 +81,7 @@ class BlockRuntime:
     def open(self, phase: Phase) -> None:
         """Makes the parameters full tensors; `close` or `abandon` must follow, after an error too. Collective."""
         engine = self.engine
+        self._seen_step = engine.lagging_steps
         if self.pending:
             self.finish_updates()
         if phase is not Phase.BACKWARD:
@@ -125,6 +127,10 @@ class BlockRuntime:
 
     def close(self, *, keep: bool) -> None:
         """Makes the parameters shards again; ``keep`` leaves the gathered buffer for the backward to come."""
+        self._end_call(keep)
+        self.engine.schedule.gather_late()
+
+    def _end_call(self, keep: bool) -> None:
         self.engine.observer.computed(self)
         for group in self.groups:
             group.unbind()
@@ -143,13 +149,17 @@ class BlockRuntime:
 
     def abandon(self) -> None:
         """After an error or Ctrl-C: whatever had begun, the parameters are shards and nothing is gathered."""
-        self.close(keep=False)
+        self._end_call(keep=False)
         self.drop_gathered()
         self.engine.schedule.drop_ahead()
 
     def keeps_for_backward(self) -> bool:
         """Whether the gathered parameters should stay until backward."""
         return self.policy.level <= 2 or self.engine.schedule.expects_backward_of(self)
+
+    def may_lag(self) -> bool:
+        """Whether the host may have to wait for the block's update; the same on all ranks, whatever they wait for."""
+        return self._seen_step != self.engine.lagging_steps
 
     def start_gather_ahead(self) -> bool:
         """Starts a gather for a coming call; False if the parameters are gathered already."""
@@ -285,6 +295,8 @@ class Engine:
         self._reductions: list[tuple[BlockRuntime, Sequence[_C.ShardGroup]]] = []
         #: Called when the gradients of a block have reached their shards. See [Note: Stepping in backward].
         self.after_reduction: Callable[[BlockRuntime], None] | None = None
+        #: Steps whose updates the CPU goes on computing while the device runs. See `Schedule`.
+        self.lagging_steps = 0
         self._callback_task = -1
         self._is_ending = False
         self._accumulated: dict[int, DistributedParameter] = {}

@@ -7,6 +7,10 @@ forward and backward, shared blocks and evaluation are all the same rule, and a 
 loses the overlap of that one step. A gather started early is used only by the very next block call; otherwise it is
 dropped, so it can never show parameters older than the call before (optimizer steps and loads drop it as well). All
 ranks make the same calls in the same order, so they expect the same blocks and their collectives stay in step.
+
+Where the CPU updates parameters of a device, the host has to wait for the update before it can start the gather. In the
+first forward after a step it therefore gathers ahead only when the present block's kernels have been launched, so that
+the device computes while the host waits. Ranks wait for different times, but decide by the step alone.
 """
 
 from __future__ import annotations
@@ -51,6 +55,9 @@ class Schedule:
         self._followers: dict[tuple[Event | None, Event], _Follower] = {}
         self._follower: _Follower | None = None  # of the last two
         self._ahead: BlockRuntime | None = None
+        self._late: BlockRuntime | None = (
+            None  # to be gathered ahead once the present block has been launched
+        )
         #: The number that the next block gets, in order of construction.
         self.next_number = 0
 
@@ -62,6 +69,7 @@ class Schedule:
     def enter(self, runtime: BlockRuntime, phase: Phase) -> None:
         """Records that `runtime` starts now, and drops a gather that was started for another block."""
         event, last = runtime.events[phase], self._last
+        self._late = None
         if last is not None:
             if self._follower is None or self._follower[0] is not event:
                 self._followers[self._before_last, last] = event, weakref.ref(runtime)
@@ -99,13 +107,24 @@ class Schedule:
         return follower is not None and follower[0] is runtime.events[Phase.BACKWARD]
 
     def gather_ahead(self) -> None:
-        """Starts the gather of the block expected next."""
+        """Starts the gather of the block expected next, unless that is for :meth:`gather_late`."""
         follower = self.expected()
-        if follower is not None and follower[1].start_gather_ahead():
-            self._ahead = follower[1]
+        if follower is None:
+            return
+        event, runtime = follower
+        if event.phase is not Phase.BACKWARD and runtime.may_lag():
+            self._late = runtime
+        elif runtime.start_gather_ahead():
+            self._ahead = runtime
+
+    def gather_late(self) -> None:
+        """The same for a block whose update the host has to wait for, now that the present block is launched."""
+        late, self._late = self._late, None
+        if late is not None and late.start_gather_ahead():
+            self._ahead = late
 
     def drop_ahead(self) -> None:
         """Gives back a gather that was started early and is not wanted any more (it is waited for first)."""
-        ahead, self._ahead = self._ahead, None
+        ahead, self._ahead, self._late = self._ahead, None, None
         if ahead is not None:
             ahead.drop_gathered()

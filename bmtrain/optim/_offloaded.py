@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _C
+from .. import _C, _context
+from . import _overlap
 from ._arrays import MASTER, allocate
 from ._elementwise import ElementwiseOptimizer, Update
 from ._host_step import Ranges, host_ranges, ranges_of
@@ -172,6 +173,9 @@ class Offloaded(ElementwiseOptimizer):
 
     def _end_step(self) -> None:
         parts, self._parts = self._parts, []
+        current = _context.current()
+        if self._overlaps and current is not None and _overlap.needs_staging(current.device):
+            current.engine.lagging_steps += 1
         if parts:
             for part in self._overlap.post(parts, self._states, self._add_to):
                 self._compute_part(part)

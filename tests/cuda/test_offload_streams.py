@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ import torch
 
 import bmtrain as bmt
 from bmtrain import _C
+from bmtrain._engine.observer import Observer
+from bmtrain.global_var import context
 from bmtrain.optim import _overlap
 from bmtrain.optim._staging import SLOTS
 
@@ -134,6 +138,44 @@ def test_copies_of_one_block_go_on_while_another_is_computed(staged: ctypes.CDLL
     assert len(streams) == 2
     assert "0" not in streams
     assert len(copies) == 2 * (LAYERS + 1)  # gradients of each block and of what is outside, and parameters
+
+
+class Waits(Observer):
+    """Writes down in which order blocks were launched and their updates waited for."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str]] = []
+
+    def computed(self, runtime: Any) -> None:
+        self.events.append(("launched", runtime.label))
+
+    def waiting(self, name: str, reason: str) -> AbstractContextManager[None]:
+        if reason in ("update", "gather"):
+            self.events.append((reason, name))
+        return nullcontext()
+
+
+def test_the_host_waits_for_an_update_once_the_block_before_is_launched(staged: ctypes.CDLL) -> None:
+    run = Run(torch.bfloat16)
+    for number in range(3):
+        run.step(number)
+    labels = [block._runtime.label for block in run.model.layers]
+    engine = context().engine
+    engine.observer = waits = Waits()
+    try:
+        loss = run.model(run.x).float().square().mean()
+        lagging, waits.events = waits.events, []
+        loss.backward()
+        waits.events = []
+        run.model(run.x)
+    finally:
+        engine.observer = Observer()
+    for before, label in pairwise(labels):
+        at = lagging.index(("update", label))
+        assert lagging.index(("launched", before)) < at < lagging.index(("gather", label))
+    # Without a step between, gathers of a forward overlap with the block before again.
+    for before, label in pairwise(labels):
+        assert waits.events.index(("gather", label)) < waits.events.index(("launched", before))
 
 
 def test_a_failed_update_is_told(staged: ctypes.CDLL) -> None:
