@@ -14,6 +14,7 @@ from ._engine.block_build import adopt_parameters, dissolve_inner_blocks
 from ._engine.block_ref import BlockRef
 from ._engine.island import run_block
 from ._engine.meta import make_moved_shards
+from ._engine.opaque import opaque
 from ._engine.policy import BlockMode, BlockPolicy, Recompute
 from ._engine.recompute import ModuleState
 from ._engine.runtime import BlockRuntime
@@ -160,6 +161,7 @@ class Block(StandIn):
         """Runs the inner module's current forward with gathered parameters."""
         return self._run(self._module, *args, **kwargs)
 
+    @opaque
     def _run(self, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         runtime = self._runtime
         if runtime.is_bound:  # called from its own forward, by a replaced forward that wraps the old one

@@ -9,6 +9,7 @@ import torch
 
 from . import _context
 from ._engine.meta import Placeholder, make_moved_shards
+from ._engine.opaque import opaque, untraced_by_itself
 from ._engine.state_dict import give_full_values, install_hooks_below, loading_local_parts
 from .global_var import context
 from .parameter import DistributedParameter
@@ -36,6 +37,7 @@ class DistributedModule(torch.nn.Module):
         ...         return x * self.weight
     """
 
+    @untraced_by_itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current = _context.current()
         if current is None or current.engine.reads.is_open:
@@ -43,6 +45,7 @@ class DistributedModule(torch.nn.Module):
         with current.engine.reads.scope(self):
             return super().__call__(*args, **kwargs)
 
+    @untraced_by_itself
     def __getattr__(self, name: str) -> Any:
         parameters = self.__dict__.get("_parameters")
         if parameters is not None and name in parameters:
@@ -110,6 +113,7 @@ class DistributedModule(torch.nn.Module):
             )
 
 
+@opaque
 def _read(module: torch.nn.Module, param: DistributedParameter, name: str) -> torch.Tensor:
     owner = param._block
     if owner is not None and (

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ._engine.block_ref import BlockRef
 from ._engine.gather import OpAllGather
-from ._engine.grad_readers import FILES_TO_REFUSE, refuse_whole_tensor_tools
+from ._engine.grad_readers import FILES_TO_ASK, is_shown
 from ._engine.initializer import ParameterInitializer
 from ._engine.meta import make_shard, no_values
 from ._engine.sharding import ShardSpec
@@ -124,9 +124,10 @@ class DistributedParameter(torch.nn.Parameter):
     def grad(self) -> torch.Tensor | None:
         """This rank's shard of the gradient, or None. See [Note: Who may read a shard's gradient]."""
         reader = _getframe(1)
-        if reader.f_code.co_filename in FILES_TO_REFUSE:
-            refuse_whole_tensor_tools(self, reader)
-        return _get_grad(self)
+        gradient = _get_grad(self)
+        if reader.f_code.co_filename in FILES_TO_ASK and not is_shown(self, gradient, reader):
+            return None
+        return gradient
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from ._deprecate import warn_once
 from ._engine.block_build import leave_to_stage
+from ._engine.opaque import opaque
 from ._engine.pipe_arguments import PipeArguments
 from ._engine.pipeline import PipelineCall, idle_share, run_pipeline
 from ._engine.policy import BlockMode
@@ -80,6 +81,7 @@ class PipelineTransformerBlockList(torch.nn.Module):
         """The part of a pass in which a stage waits for others: (stages - 1) / (micro-batches + stages - 1)."""
         return idle_share(self.stages, config["micros"])
 
+    @opaque
     def forward(
         self,
         hidden: torch.Tensor,

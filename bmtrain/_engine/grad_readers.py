@@ -5,6 +5,10 @@
 few functions of torch compute something over all elements, and would silently do so over this rank's alone, differently
 on every rank. They see nothing of a parameter but its `grad`, and torch offers no hook there, so the attribute looks at
 who reads it: one lookup of the calling function's file name, which is of the few below or is not.
+
+torch.compile makes a stand-in of each tensor of a graph together with its `grad`, which must have the tensor's shape.
+While a Block runs its parameters have their full shape, and the gradients of earlier passes that of the shard: they are
+no part of the graph, and not shown.
 """
 
 from __future__ import annotations
@@ -12,13 +16,14 @@ from __future__ import annotations
 from types import FrameType
 
 import torch
+from torch._subclasses import meta_utils
 from torch.amp import grad_scaler
 from torch.nn.utils import clip_grad
 from torch.optim import _adafactor, lbfgs
 
 from ..global_var import world_size
 
-__all__ = ["FILES_TO_REFUSE", "refuse_whole_tensor_tools"]
+__all__ = ["FILES_TO_ASK", "is_shown"]
 
 _ELEMENTWISE = "use bmtrain.optim.AdamOptimizer, or an optimizer of torch.optim that works element by element"
 
@@ -35,14 +40,26 @@ _REFUSED = {
     (_adafactor.__file__, "_init_group"): ("torch.optim.Adafactor", _ELEMENTWISE),
     (lbfgs.__file__, "_gather_flat_grad"): ("torch.optim.LBFGS", _ELEMENTWISE),
 }
-#: Where a reader may be one of them. Looked at first, because gradients are read often.
-FILES_TO_REFUSE = frozenset(file for file, _ in _REFUSED)
+_STAND_INS = meta_utils.__file__
+#: Where a reader may be one that is not shown the gradient. Looked at first, because gradients are read often.
+FILES_TO_ASK = frozenset({_STAND_INS, *(file for file, _ in _REFUSED)})
 #: Of what is refused, what is right where one rank has every element.
 _RIGHT_ALONE = ("torch.nn.utils.clip_grad_norm_", "torch.amp.GradScaler", "torch.optim.LBFGS")
 
 
-def refuse_whole_tensor_tools(param: torch.Tensor, reader: FrameType) -> None:
-    """Raise RuntimeError if the function that runs in ``reader`` would compute over a shard as if it were the whole."""
+def is_shown(param: torch.Tensor, gradient: torch.Tensor | None, reader: FrameType) -> bool:
+    """Whether the function that runs in ``reader`` is to see the ``gradient`` of ``param``.
+
+    Raises:
+        RuntimeError: it would compute over a shard as if it were the whole.
+    """
+    if reader.f_code.co_filename == _STAND_INS:
+        return gradient is None or gradient.shape == param.shape
+    _refuse_whole_tensor_tools(param, reader)
+    return True
+
+
+def _refuse_whole_tensor_tools(param: torch.Tensor, reader: FrameType) -> None:
     frame: FrameType | None = reader
     while frame is not None and frame.f_code.co_name.startswith("<"):  # a comprehension before Python 3.12
         frame = frame.f_back

@@ -227,7 +227,7 @@ class Reads:
     @property
     def is_open(self) -> bool:
         """Whether a forward runs."""
-        return bool(self._scopes)
+        return len(self._scopes) > 0  # not bool(): the compiler of torch 2.11 does not know that of a list
 
     def scope(self, root: torch.nn.Module) -> AbstractContextManager[None]:
         """While a forward of ``root`` runs."""

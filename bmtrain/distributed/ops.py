@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import _C
 from .._comm import reduce_op, wire_device
+from .._engine.opaque import opaque
 from ..errors import UnevenSplitError
 from ..global_var import context
 from ..nccl import allGather as ncclAllGather
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 
+@opaque
 def all_reduce(x: Tensor, op: str = "sum", comm: _C.Communicator | None = None) -> Tensor:
     """Combine the ranks' tensors elementwise; every rank has the result. [collective over comm]
 
@@ -75,6 +77,7 @@ def all_reduce(x: Tensor, op: str = "sum", comm: _C.Communicator | None = None) 
     return _Sum.apply(x, op, comm)  # type: ignore[no-any-return]
 
 
+@opaque
 def all_gather(x: Tensor, comm: _C.Communicator | None = None) -> Tensor:
     """Stack the ranks' tensors in rank order. [collective over comm]
 
@@ -97,6 +100,7 @@ def all_gather(x: Tensor, comm: _C.Communicator | None = None) -> Tensor:
     return _AllGather.apply(x, _resolve("all_gather", x, comm))  # type: ignore[no-any-return]
 
 
+@opaque
 def broadcast(src: Tensor, root: int, comm: _C.Communicator | None = None) -> Tensor:
     """The tensor of rank ``root``, on every rank. [collective over comm, backward too]
 
@@ -118,6 +122,7 @@ def broadcast(src: Tensor, root: int, comm: _C.Communicator | None = None) -> Te
     return _Broadcast.apply(src, root, comm)  # type: ignore[no-any-return]
 
 
+@opaque
 def reduce_scatter(x: Tensor, op: str = "sum", comm: _C.Communicator | None = None) -> Tensor:
     """Combine the ranks' tensors elementwise and keep this rank's slice of dim 0. [collective over comm, backward too]
 

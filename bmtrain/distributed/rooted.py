@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import _C
 from .._comm import reduce_op
+from .._engine.opaque import opaque
 from ..errors import UnevenSplitError
 from ..global_var import context
 from .ops import _check_root, _copy, _resolve, recv_activations, send_activations
@@ -21,6 +22,7 @@ from .ops import _check_root, _copy, _resolve, recv_activations, send_activation
 __all__ = ["gather", "recv", "reduce", "scatter", "send"]
 
 
+@opaque
 def send(x: Tensor, dst: int, comm: _C.Communicator | None = None) -> None:
     """Send a tensor, its shape and dtype included, to a rank that calls `recv`.
 
@@ -39,6 +41,7 @@ def send(x: Tensor, dst: int, comm: _C.Communicator | None = None) -> None:
     send_activations(x, _peer("send", "dst", dst, comm), comm)
 
 
+@opaque
 def recv(src: int, comm: _C.Communicator | None = None) -> Tensor:
     """Receive what `send` sends: a new tensor on the run device that requires no gradient.
 
@@ -55,6 +58,7 @@ def recv(src: int, comm: _C.Communicator | None = None) -> Tensor:
     return recv_activations(_peer("recv", "src", src, comm), comm)
 
 
+@opaque
 def scatter(src: Tensor, root: int, comm: _C.Communicator | None = None) -> Tensor:
     """Row r of rank ``root``'s tensor, on rank r. [collective over comm, backward too]
 
@@ -88,6 +92,7 @@ def scatter(src: Tensor, root: int, comm: _C.Communicator | None = None) -> Tens
     return _Scatter.apply(src, root, comm)  # type: ignore[no-any-return]
 
 
+@opaque
 def gather(x: Tensor, root: int, comm: _C.Communicator | None = None) -> Tensor:
     """Stack the ranks' tensors in rank order, on rank ``root`` alone. [collective over comm, backward too]
 
@@ -116,6 +121,7 @@ def gather(x: Tensor, root: int, comm: _C.Communicator | None = None) -> Tensor:
     return _Gather.apply(x, root, comm)  # type: ignore[no-any-return]
 
 
+@opaque
 def reduce(x: Tensor, root: int, op: str = "sum", comm: _C.Communicator | None = None) -> Tensor:
     """Combine the ranks' tensors elementwise, on rank ``root`` alone. [collective over comm, backward too]
 

@@ -9,7 +9,7 @@ import torch
 from .._arguments import require_integer
 from ..layer import DistributedModule
 from ._divide import check_layer, divided, tp_parameter
-from .parallel_linear_func import OpParallelLinear
+from .parallel_linear_func import parallel_linear
 
 __all__ = ["ColumnParallelLinear"]
 
@@ -58,7 +58,7 @@ class ColumnParallelLinear(DistributedModule):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """``(d0, ..., in)`` to ``(d0 * tp, ..., out / tp)`` (options change both factors)."""
-        out: torch.Tensor = OpParallelLinear.apply(
+        return parallel_linear(
             input,
             self.weight,
             self.bias,
@@ -68,7 +68,6 @@ class ColumnParallelLinear(DistributedModule):
             None,
             self.async_gather_chunks,
         )
-        return out
 
     def extra_repr(self) -> str:
         return (

@@ -13,7 +13,7 @@ from ..global_var import context
 from ..layer import DistributedModule
 from ..parameter import DistributedParameter, ParameterInitializer
 from ._divide import check_layer, divided, tp_parameter
-from .parallel_linear_func import OpParallelLinear, gather_rows, replicate, scatter_rows
+from .parallel_linear_func import gather_rows, parallel_linear, replicate, scatter_rows
 
 __all__ = ["Projection", "VPEmbedding", "VPProjection"]
 
@@ -74,8 +74,8 @@ class VPEmbedding(DistributedModule):
     def projection(self, x: torch.Tensor) -> torch.Tensor:
         """Logits of this rank's part of the vocabulary for all ranks' hidden states."""
         by_position = x.transpose(0, 1)  # rows are gathered along dim 0, the sequence is dim 1
-        logits = OpParallelLinear.apply(by_position, self.weight, None, True, False, False, None)
-        return logits.transpose(0, 1).contiguous()  # type: ignore[no-any-return]
+        logits = parallel_linear(by_position, self.weight, None, True, False, False, None)
+        return logits.transpose(0, 1).contiguous()
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         tp = context().groups["tp"]

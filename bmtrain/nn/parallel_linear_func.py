@@ -17,9 +17,18 @@ from torch.autograd.function import once_differentiable
 
 from .. import _C
 from .._arguments import require_tensor
+from .._engine.opaque import opaque
 from ..global_var import context
 
-__all__ = ["OpParallelLinear", "ReduceType", "gather_rows", "reduce_rows", "replicate", "scatter_rows"]
+__all__ = [
+    "OpParallelLinear",
+    "ReduceType",
+    "gather_rows",
+    "parallel_linear",
+    "reduce_rows",
+    "replicate",
+    "scatter_rows",
+]
 
 
 class ReduceType(enum.IntEnum):
@@ -33,6 +42,7 @@ def _tp() -> Any:
     return context().groups["tp"]
 
 
+@opaque
 def gather_rows(x: torch.Tensor) -> torch.Tensor:
     """Concatenation of the ranks' tensors along dim 0."""
     tp = _tp()
@@ -43,6 +53,7 @@ def gather_rows(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@opaque
 def reduce_rows(x: torch.Tensor) -> torch.Tensor:
     """This rank's slice, along dim 0, of the sum of the ranks' tensors."""
     tp = _tp()
@@ -122,15 +133,24 @@ class _ScatterRows(torch.autograd.Function):
         return gather_rows(grad)
 
 
+@opaque
 def replicate(x: torch.Tensor) -> torch.Tensor:
     """``x``, equal on all ranks, whose gradient is summed over them."""
     out: torch.Tensor = _Replicate.apply(x)
     return out
 
 
+@opaque
 def scatter_rows(x: torch.Tensor) -> torch.Tensor:
     """This rank's slice, along dim 0, of the sum of the ranks' ``x``; differentiable."""
     out: torch.Tensor = _ScatterRows.apply(x)
+    return out
+
+
+@opaque
+def parallel_linear(*arguments: Any) -> torch.Tensor:
+    """`OpParallelLinear.apply`."""
+    out: torch.Tensor = OpParallelLinear.apply(*arguments)
     return out
 
 

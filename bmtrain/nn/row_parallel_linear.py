@@ -9,7 +9,7 @@ import torch
 from .._arguments import require_integer
 from ..layer import DistributedModule
 from ._divide import check_layer, divided, tp_parameter
-from .parallel_linear_func import OpParallelLinear, ReduceType
+from .parallel_linear_func import ReduceType, parallel_linear
 
 __all__ = ["RowParallelLinear"]
 
@@ -58,7 +58,7 @@ class RowParallelLinear(DistributedModule):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """``(d0, ..., in / tp)`` to ``(d0 / tp, ..., out)`` (options change both)."""
-        out: torch.Tensor = OpParallelLinear.apply(
+        return parallel_linear(
             input,
             self.weight,
             self.bias,
@@ -68,7 +68,6 @@ class RowParallelLinear(DistributedModule):
             ReduceType.ALL_REDUCE if self.all_reduce_output else ReduceType.REDUCE_SCATTER,
             self.async_chunks,
         )
-        return out
 
     def extra_repr(self) -> str:
         return (

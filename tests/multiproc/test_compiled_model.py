@@ -1,0 +1,150 @@
+"""torch.compile around a whole model: what lies outside blocks is compiled, and what gathers or communicates is left as
+it is; nothing that a model learns depends on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from torch import nn
+
+import bmtrain
+from bmtrain.optim import AdamOptimizer, OptimManager
+from bmtrain.parameter import full_value
+from bmtrain.wrapper import model_wrapper_dispatch
+
+BACKENDS = ("eager", "aot_eager")
+
+
+class Model(bmtrain.DistributedModule):
+    """Parameters outside blocks: large, small, of a plain module, tied."""
+
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.embedding = bmtrain.DistributedParameter(torch.randn(300, 256) / 16)
+        self.shift = bmtrain.DistributedParameter(torch.zeros(256))
+        self.norm = model_wrapper_dispatch(nn.LayerNorm(256))
+        inner = [nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(2)]
+        self.layers = nn.ModuleList(
+            [bmtrain.Block(model_wrapper_dispatch(module), use_checkpoint=recompute) for module in inner]
+        )
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = torch.nn.functional.embedding(ids, self.embedding) + self.shift
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        logits: torch.Tensor = self.norm(hidden) @ self.embedding.t()
+        return logits
+
+
+def train(recompute: bool, backend: str | None) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = Model(recompute)
+    call: Any = model if backend is None else torch.compile(model, backend=backend)
+    optimizer = AdamOptimizer(model.parameters(), lr=1e-2)
+    manager = OptimManager()
+    manager.add_optimizer(optimizer)
+    losses = []
+    for step in range(3):
+        manager.zero_grad()
+        generator = torch.Generator().manual_seed(2 * step + bmtrain.rank())
+        ids = torch.randint(300, (4, 5 + step), generator=generator)  # a new length compiles anew
+        logits = call(ids)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+        manager.backward(loss)
+        manager.step()
+        losses.append(loss.detach())
+    with torch.no_grad():
+        losses.append(call(ids))
+    return [*losses, *(full_value(p) for p in model.parameters())]
+
+
+def compare() -> None:
+    for recompute, backend in zip((True, False), BACKENDS, strict=True):
+        for x, y in zip(train(recompute, backend), train(recompute, None), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+    with pytest.raises(
+        Exception, match=r"bmtrain gathers and communicates here; compile what is inside blocks"
+    ):
+        torch.compile(Model(False), backend="eager", fullgraph=True)(torch.zeros(2, 3, dtype=torch.long))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_compiled_model_trains_as_it_does_without(world_size: int) -> None:
+    run_ranks(world_size, compare, timeout=180)
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.linear(x).tanh()
+        return result
+
+
+def compile_anew() -> None:
+    torch.manual_seed(0)
+    inner: Any = model_wrapper_dispatch(Inner())
+    block = bmtrain.Block(inner, use_checkpoint=False)
+    x = torch.randn(3, 6)
+    expected = block(x)
+    expected.sum().backward()
+    gradients = [p.grad.clone() for p in block.parameters()]
+    for backend in BACKENDS:
+        torch._dynamo.reset()
+        inner.compile(backend=backend, fullgraph=True)
+        for number in (2, 3):  # gradients are there already
+            block(torch.randn(number, 6))
+        torch.testing.assert_close(block(x), expected)
+    for p, gradient in zip(block.parameters(), gradients, strict=True):
+        assert torch.equal(p.grad, gradient)
+
+
+def test_blocks_are_compiled_while_gradients_of_shards_are_there() -> None:
+    run_ranks(2, compile_anew, timeout=120)
+
+
+class Parallel(bmtrain.DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = bmtrain.nn.ColumnParallelLinear(16, 32)
+        self.down = bmtrain.nn.RowParallelLinear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down(self.up(x).tanh())
+        return result
+
+
+def mean_of_ranks(x: torch.Tensor) -> torch.Tensor:
+    return bmtrain.distributed.all_reduce(x.sin(), "avg").cos()
+
+
+def communicate() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 16, requires_grad=True)
+    module = Parallel()
+    bmtrain.init_parameters(module)
+    block = bmtrain.Block(module)
+    found = []
+    for backend in (None, *BACKENDS):
+        x.grad = None
+        if backend is not None:
+            torch._dynamo.reset()
+            module.compile(backend=backend)
+        function: Any = mean_of_ranks if backend is None else torch.compile(mean_of_ranks, backend=backend)
+        y, z = block(x), function(x)
+        (y.sum() + z.sum()).backward()
+        assert x.grad is not None
+        found.append((y.detach(), z.detach(), x.grad))
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_collectives_and_divided_layers_break_the_graph() -> None:
+    run_ranks(2, communicate, init={"tp_size": 2}, timeout=120)
