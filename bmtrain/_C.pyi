@@ -302,6 +302,54 @@ class OffloadUpdate:
     def wait(self) -> None: ...
 
 def set_random_delays(seed: int, most_microseconds: int) -> None: ...
+def adam_step(
+    weights: list[Tensor],
+    rounded: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[int],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    scale: float,
+    decoupled: bool,
+    maximize: bool,
+    hold_steps: int,
+    torch_sqrt: bool = False,
+    with_delta: bool = False,
+) -> tuple[float, float]: ...
+def sgd_step(
+    weights: list[Tensor],
+    rounded: list[Tensor],
+    grads: list[Tensor],
+    momenta: list[Tensor],
+    fresh: list[bool],
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    scale: float,
+    nesterov: bool,
+    maximize: bool,
+) -> None: ...
+def lion_step(
+    weights: list[Tensor],
+    rounded: list[Tensor],
+    grads: list[Tensor],
+    momenta: list[Tensor],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    scale: float,
+    maximize: bool,
+) -> None: ...
 def lead_graphs_to(parameters: list[Tensor]) -> bool: ...
 def disturb_updates(max_delay_microseconds: int, failing_label: str = "") -> None: ...
 def next_node_number() -> int: ...

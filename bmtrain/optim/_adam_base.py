@@ -71,6 +71,8 @@ class AdamBase(ElementwiseOptimizer):
         }
 
     def _compute(self, ranges: Ranges, options: dict[str, Any], **more: Any) -> _ops.DeltaSums:
+        if ranges.weights[0].is_cpu:
+            return _ops.DeltaSums(*_C.adam_step(*_adam_ranges(ranges), **(options | more)))
         numbers = {name: value for name, value in options.items() if not name.startswith("beta")}
         betas = (options["beta1"], options["beta2"])
         return _ops.adam_(_adam_ranges(ranges), betas=betas, **numbers, **more)

@@ -192,44 +192,46 @@ class ElementwiseOptimizer(TorchOptimizer):
         scale: float,
     ) -> None:
         names, states = self._arrays_of(group), self._states
-        required = set(names)
-        self._follow_dtypes([p for p, _ in pairs])
-        fresh = {p for p, _ in pairs if p not in states or not required.issubset(states[p])}
-        if fresh:
-            self._create_state({p: names for p, _ in pairs if p in fresh})
-        updates = [Update(p, grad, self._prepare(p), p in fresh) for p, grad in pairs]
+        required = frozenset(names)
+        known = [states.get(p) for p, _ in pairs]
+        fresh = [state is None or not required <= state.keys() for state in known]
+        if any(fresh):
+            self._create_state({p: names for (p, _), is_fresh in zip(pairs, fresh, strict=True) if is_fresh})
+        low: list[Update] = []
+        wide: list[Update] = []
+        for (p, grad), is_fresh in zip(pairs, fresh, strict=True):
+            kind = wide if p.dtype is torch.float32 else low
+            kind.append(Update(p, grad, self._prepare(p), is_fresh))
         # Also empty shards: all ranks see the same parameters change.
         changed = [p for p in members if p.grad is not None and p.requires_grad]
-        for is_low in (True, False):
-            alike = [u for u in updates if (u.param.dtype != torch.float32) == is_low]
-            if alike:
-                self._apply(alike, names, self._options_of(group, is_low=is_low, scale=scale))
+        for updates in (low, wide):
+            if updates:
+                self._apply(updates, names, self._options_of(group, is_low=updates is low, scale=scale))
         torch.autograd.graph.increment_version(changed)
         for p, _ in pairs:
             self._mark_seen(p)
 
-    def _follow_dtypes(self, parameters: Sequence[Tensor]) -> None:
-        """Give masters to parameters that became 16-bit since their last step; drop those of fp32 ones."""
-        for p in parameters:
-            state = self._states.get(p)
-            if state is None or (MASTER in state) == self.has_master(p):
-                continue
-            if MASTER in state:
-                del state[MASTER]
-            else:
-                self._create_state({p: ()})
-
     def _prepare(self, p: Tensor) -> dict[str, Any]:
         """Return the state, its count advanced and its master up to date."""
-        state: dict[str, Any] = self.__dict__["state"][p]
+        state = self._states[p]
+        if (MASTER in state) != self.has_master(p):
+            self._follow_dtype(p, state)
         state["step"] += 1
-        if MASTER in state:
+        master = state.get(MASTER)
+        if master is not None:
             if self.shares_master(p):
-                if state[MASTER].data_ptr() != p.data_ptr():
+                if master.data_ptr() != p.data_ptr():
                     state[MASTER] = p.detach()
             elif self._seen.get(p) != _value_mark(p):
-                take_changed_value(state[MASTER], p)
+                take_changed_value(master, p)
         return state
+
+    def _follow_dtype(self, p: Tensor, state: dict[str, Any]) -> None:
+        """Give a master to a parameter that became 16-bit since its last step; drop that of an fp32 one."""
+        if MASTER in state:
+            del state[MASTER]
+        else:
+            self._create_state({p: ()})
 
     def _mark_seen(self, p: Tensor) -> None:
         if self.has_master(p) and not self.shares_master(p):

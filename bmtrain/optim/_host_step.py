@@ -40,7 +40,7 @@ def ranges_of(updates: Sequence[Update], names: Sequence[str]) -> Ranges:
     states = [u.state for u in updates]
     return Ranges(
         weights=[u.state.get(MASTER, u.param) for u in updates],
-        rounded=[u.param for u in updates if u.param.dtype != torch.float32],
+        rounded=[u.param for u in updates if u.param.dtype is not torch.float32],
         grads=[u.grad for u in updates],
         arrays=[[state[name] for state in states] for name in names],
         steps=[state["step"] for state in states],
@@ -56,6 +56,9 @@ def host_ranges(updates: Sequence[Update], names: Sequence[str]) -> Iterator[Ran
     copies; when the block ends, the copies of parameters are written back. Copies of a GPU's are pinned, so that all of
     them are under way together and the host waits once; those back to it are not waited for.
     """
+    if all(_is_on_host(u.param) and _is_on_host(u.grad) for u in updates):
+        yield ranges_of(updates, names)
+        return
     rounds = updates[0].param.dtype != torch.float32
     written: list[tuple[Tensor, Tensor, bool]] = []  # the last: whether the copy need not be waited for
     states = [u.state for u in updates]
@@ -87,9 +90,13 @@ def host_ranges(updates: Sequence[Update], names: Sequence[str]) -> Iterator[Ran
         param.data.copy_(value, non_blocking=is_free)
 
 
+def _is_on_host(tensor: Tensor) -> bool:
+    return tensor.is_cpu and tensor.is_contiguous()
+
+
 def _on_host(tensor: Tensor, empty: bool = False) -> Tensor:
     """The tensor itself if it is contiguous in host memory, else such a copy (with ``empty``, its space only)."""
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
+    if _is_on_host(tensor):
         return tensor
     if empty and not tensor.is_cuda:
         return torch.empty(tensor.shape, dtype=tensor.dtype)

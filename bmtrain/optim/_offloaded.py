@@ -48,7 +48,8 @@ class Offloaded(ElementwiseOptimizer):
 
     def shares_master(self, p: Tensor) -> bool:
         """Whether that copy is the parameter itself: an fp32 parameter in host memory needs no second one."""
-        return p.dtype == torch.float32 and p.device == self._state_device(p) and p.is_contiguous()
+        here = p.is_cpu or p.device == self._state_device(p)
+        return here and p.dtype is torch.float32 and p.is_contiguous()
 
     def _state_device(self, p: Tensor) -> torch.device:
         return p.device if self._residents and id(p) in self._residents else torch.device("cpu")
@@ -159,13 +160,14 @@ class Offloaded(ElementwiseOptimizer):
             self._choose_residents()
 
     def _apply(self, updates: Sequence[Update], names: tuple[str, ...], options: dict[str, Any]) -> None:
-        residents: set[int] = self._residents or set()
-        resident = [u._replace(grad=u.grad.contiguous()) for u in updates if id(u.param) in residents]
-        if resident:
-            self._compute(ranges_of(resident, names), options)
-        part = Part([u for u in updates if id(u.param) not in residents], names, options)
-        if not part.updates:
-            return
+        if residents := self._residents:
+            resident = [u._replace(grad=u.grad.contiguous()) for u in updates if id(u.param) in residents]
+            if resident:
+                self._compute(ranges_of(resident, names), options)
+            updates = [u for u in updates if id(u.param) not in residents]
+            if not updates:
+                return
+        part = Part(list(updates), names, options)
         if self._overlaps:
             self._parts.append(part)
         else:

@@ -38,6 +38,9 @@ class _Lion(ElementwiseOptimizer):
         }
 
     def _compute(self, ranges: Ranges, options: dict[str, Any]) -> None:
+        if ranges.weights[0].is_cpu:
+            _C.lion_step(*_momentum_ranges(ranges)[:4], **options)
+            return
         numbers = {name: value for name, value in options.items() if not name.startswith("beta")}
         _ops.lion_(_momentum_ranges(ranges), betas=(options["beta1"], options["beta2"]), **numbers)
 

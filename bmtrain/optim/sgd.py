@@ -47,7 +47,10 @@ class _SGD(ElementwiseOptimizer):
         return {"lr": float(group["lr"]), **{name: group[name] for name in names}, "scale": scale}
 
     def _compute(self, ranges: Ranges, options: dict[str, Any]) -> None:
-        _ops.sgd_(_momentum_ranges(ranges), **options)
+        if ranges.weights[0].is_cpu:
+            _C.sgd_step(*_momentum_ranges(ranges), **options)
+        else:
+            _ops.sgd_(_momentum_ranges(ranges), **options)
 
     def _add_to(self, update: _C.OffloadUpdate, ranges: Ranges, options: dict[str, Any]) -> None:
         update.add_sgd(*_momentum_ranges(ranges), **options)

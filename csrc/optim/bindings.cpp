@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "cpu/isa.h"
+#include "ops.h"
 #include "optim/offload_update.h"
 
 namespace bmtrain {
@@ -42,6 +43,32 @@ void add_lion(OffloadUpdate& self, const Tensors& weights, const Tensors& rounde
               const Tensors& momenta, double lr, double beta1, double beta2, double weight_decay,
               double scale, bool maximize) {
   self.add_lion({{weights, rounded, grads}, momenta, {}}, {lr, beta1, beta2, weight_decay, scale, maximize});
+}
+
+// [Note: Steps past the dispatcher]
+// The operators of a step take a dozen numbers and five lists, which torch's dispatcher packs and unpacks in
+// 10 us, and more for each tensor: a third of that for the same function called as it is. Optimizers of host
+// tensors come here; the operators are for GPUs, and for tensors without data.
+std::tuple<double, double> adam_step(const Tensors& weights, const Tensors& rounded, const Tensors& grads,
+                                     const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
+                                     const std::vector<std::int64_t>& steps, double lr, double beta1,
+                                     double beta2, double eps, double weight_decay, double scale,
+                                     bool decoupled, bool maximize, std::int64_t hold_steps, bool torch_sqrt,
+                                     bool with_delta) {
+  return ops::adam(weights, rounded, grads, exp_avgs, exp_avg_sqs, steps, lr, beta1, beta2, eps, weight_decay,
+                   scale, decoupled, maximize, hold_steps, torch_sqrt, with_delta);
+}
+
+void sgd_step(const Tensors& weights, const Tensors& rounded, const Tensors& grads, const Tensors& momenta,
+              const std::vector<std::int64_t>& fresh, double lr, double momentum, double dampening,
+              double weight_decay, double scale, bool nesterov, bool maximize) {
+  ops::sgd(weights, rounded, grads, momenta, fresh, lr, momentum, dampening, weight_decay, scale, nesterov,
+           maximize);
+}
+
+void lion_step(const Tensors& weights, const Tensors& rounded, const Tensors& grads, const Tensors& momenta,
+               double lr, double beta1, double beta2, double weight_decay, double scale, bool maximize) {
+  ops::lion(weights, rounded, grads, momenta, lr, beta1, beta2, weight_decay, scale, maximize);
 }
 
 void stage(OffloadUpdate& self, const std::shared_ptr<StagingLane>& lane, int slot, const Tensors& gradients,
@@ -89,10 +116,27 @@ void bind_offload_update(py::module_& module) {
              "Delays chunks by random times, or lets a block's fail; for tests.");
 }
 
+void bind_steps(py::module_& module) {
+  module.def("adam_step", &adam_step, NoGil(), py::arg("weights"), py::arg("rounded"), py::arg("grads"),
+             py::arg("exp_avgs"), py::arg("exp_avg_sqs"), py::arg("steps"), py::kw_only(), py::arg("lr"),
+             py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("scale"),
+             py::arg("decoupled"), py::arg("maximize"), py::arg("hold_steps"), py::arg("torch_sqrt") = false,
+             py::arg("with_delta") = false, "What the operator adam_ does to CPU tensors.");
+  module.def("sgd_step", &sgd_step, NoGil(), py::arg("weights"), py::arg("rounded"), py::arg("grads"),
+             py::arg("momenta"), py::arg("fresh"), py::kw_only(), py::arg("lr"), py::arg("momentum"),
+             py::arg("dampening"), py::arg("weight_decay"), py::arg("scale"), py::arg("nesterov"),
+             py::arg("maximize"), "What the operator sgd_ does to CPU tensors.");
+  module.def("lion_step", &lion_step, NoGil(), py::arg("weights"), py::arg("rounded"), py::arg("grads"),
+             py::arg("momenta"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
+             py::arg("weight_decay"), py::arg("scale"), py::arg("maximize"),
+             "What the operator lion_ does to CPU tensors.");
+}
+
 }  // namespace
 
 void bind_optim(py::module_& module) {
   bind_offload_update(module);
+  bind_steps(module);
   module.def(
       "cpu_isa", [] { return std::string(cpu::name_of(cpu::isa_level())); },
       "The instruction set level of the CPU kernels: base, avx2 or avx512. ValueError for a BMTRAIN_CPU_ISA "
