@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from ._deprecate import warn_once
 from ._engine.block_build import adopt_parameters, dissolve_inner_blocks
 from ._engine.block_ref import BlockRef
 from ._engine.island import run_block
+from ._engine.layers import run_layers, stacked
 from ._engine.meta import make_moved_shards
 from ._engine.opaque import opaque
 from ._engine.policy import BlockMode, BlockPolicy, Recompute
@@ -357,24 +358,8 @@ class TransformerBlockList(torch.nn.Module):
         inputs: list[tuple[torch.Tensor, ...]] | None = [] if return_hidden_states else None
         hidden = run_layers(self._modules, hidden, rest, kwargs, count, inputs)
         if inputs is not None:
-            return (*hidden, *(_stack([state[j] for state in inputs]) for j in range(count)))
+            return (*hidden, *(stacked([state[j] for state in inputs]) for j in range(count)))
         return hidden[0] if count == 1 else hidden
-
-
-def run_layers(
-    layers: Mapping[str, Any],
-    hidden: tuple[Any, ...],
-    rest: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    count: int,
-    inputs: list[tuple[torch.Tensor, ...]] | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """Runs layers one after the other; the last hidden states. To ``inputs`` it adds those that each layer is given."""
-    for name, layer in layers.items():
-        if inputs is not None:
-            inputs.append(hidden)
-        hidden = _hidden_states(layer(*hidden, *rest, **kwargs), count, name)
-    return hidden
 
 
 def _as_block(module: torch.nn.Module, earlier: Block | None, index: int) -> Block:
@@ -391,17 +376,3 @@ def _as_block(module: torch.nn.Module, earlier: Block | None, index: int) -> Blo
     block = Block(module, initialized=True)
     block.reference(earlier)
     return block
-
-
-def _hidden_states(result: Any, count: int, name: str) -> tuple[torch.Tensor, ...]:
-    results = result if isinstance(result, (tuple, list)) else (result,)
-    if len(results) < count:
-        raise ValueError(f"layer {name}: expected at least {count} results (num_hidden), got {len(results)}")
-    return tuple(results[:count])
-
-
-def _stack(states: list[torch.Tensor]) -> torch.Tensor:
-    shapes = {tuple(state.shape) for state in states}
-    if len(shapes) > 1:
-        raise ValueError(f"return_hidden_states: expected hidden states of one shape, got {sorted(shapes)}")
-    return torch.stack(states)

@@ -9,11 +9,12 @@ import torch
 
 from ._deprecate import warn_once
 from ._engine.block_build import leave_to_stage
+from ._engine.layers import run_layers
 from ._engine.opaque import opaque
 from ._engine.pipe_arguments import PipeArguments
 from ._engine.pipeline import PipelineCall, idle_share, run_pipeline
 from ._engine.policy import BlockMode
-from .block_layer import Block, run_layers
+from .block_layer import Block
 from .errors import PipelineModeError
 from .global_var import config, context
 

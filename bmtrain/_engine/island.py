@@ -2,10 +2,10 @@
 
 [Note: A block call is an island]
 The inner forward runs on detached inputs, so it records a graph of its own that begins and ends at the block's
-border. Outside, the call is one node. When backward reaches that node it gathers the block, (runs the forward again,)
-runs autograd inside the island, sends the gradients off and returns those of the inputs. So it is known exactly when
-a block's backward starts and ends, without hooks on inner tensors, and whatever is legal inside plain autograd is
-legal inside the island.
+border. Outside, the call is one node (island.h). When backward reaches that node it gathers the block, (runs the
+forward again,) runs autograd inside the island, sends the gradients off and returns those of the inputs. So it is known
+exactly when a block's backward starts and ends, without hooks on inner tensors, and whatever is legal inside plain
+autograd is legal inside the island.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from torch.autograd.graph import get_gradient_edge
 
 from .. import _C
 from .host_activations import HostActivations, Mover, entrance
-from .modes import ModeSnapshot, NoAutocastCache, trainable_as
+from .modes import NoAutocastCache
 from .precision import computing_in
-from .recompute import ModuleState, SavedTensors, StopForward
+from .recompute import ModuleState
 from .recording import Recordings
+from .replay import Replay
 from .runtime import BlockRuntime
 from .schedule import Phase
-from .tree import has_containers, replace_tensors, snapshot, tensors_of
+from .tree import has_containers, replace_arguments, replace_tensors, tensors_of
 
 __all__ = ["BlockCall", "run_block"]
 
@@ -73,7 +74,6 @@ class BlockCall:
         self.runtime = runtime
         self.forward = forward
         self.modules = modules
-        self.recomputes = runtime.policy.recomputes
         self.inputs: list[torch.Tensor] = []  # of the outer graph, that require grad, each once
         self.leaves: list[torch.Tensor] = []  # the same, detached: where the island begins
         self.inner = self.leaves  # what stands for the inputs in the forward
@@ -84,8 +84,8 @@ class BlockCall:
             tuple[torch.Tensor, int]
         ] = []  # of arguments that must not change until backward
         self.is_spent = False
+        self.replay: Replay | None = None  # of a forward that is to run again
         self.host: HostActivations | None = None  # has what backward needs
-        self._arguments: Any = None
 
     # ---- forward
 
@@ -105,8 +105,7 @@ class BlockCall:
         if mover is not None:
             self._use_host(mover, args, kwargs)
         try:
-            inner_args = replace_tensors(args, self._detach)
-            inner_kwargs = {name: replace_tensors(value, self._detach) for name, value in kwargs.items()}
+            inner_args, inner_kwargs = replace_arguments(args, kwargs, self._detach)
             result = self._gathered_first_run(inner_args, inner_kwargs, has_state)
             if self.outputs:
                 self._refuse_foreign_history(first_node)
@@ -135,7 +134,7 @@ class BlockCall:
             self.leaves.append(leaf)
             self.inner.append(inner)
             self._versions.append((leaf, leaf._version))
-        self.leaves[-1].register_post_accumulate_grad_hook(self.runtime.refuse_stray)
+        self.runtime.shore.guard(self.leaves[-1])
         return self.inner[-1]
 
     def _use_host(self, mover: Mover, args: Any, kwargs: Any) -> None:
@@ -150,11 +149,8 @@ class BlockCall:
     def _put_away(self, host: HostActivations) -> None:
         """Refers to nothing on the device any more that is not needed there."""
         self._refuse_changed_arguments()  # by the forward itself
-        if self.recomputes:
-            self._away = [host.put(inner) for inner in self.inner]
-            leaves = dict(zip(map(id, self.inner), self.leaves, strict=True))
-            self._arguments = replace_tensors(self._arguments, lambda tensor: leaves.get(id(tensor), tensor))
-            self._saved.put_away(host)
+        if self.replay is not None:
+            self.replay.put_away(host, self.inner, self.leaves)
         self.outputs = [get_gradient_edge(output) for output in self.outputs]
         self.inputs, self.inner = [], []
         self.runtime.engine.host_stack.push(host)
@@ -175,23 +171,20 @@ class BlockCall:
         return result
 
     def _first_run(self, args: Any, kwargs: dict[str, Any], has_state: bool) -> Any:
+        runtime = self.runtime
         with NoAutocastCache():
-            if not self.recomputes:
+            if runtime.policy.recomputes:
+                self._versions += [
+                    (tensor, tensor._version)
+                    for tensor in tensors_of((args, kwargs))
+                    if not (tensor.is_inference() or (self.host is not None and tensor.requires_grad))
+                ]
+                self.replay = Replay(runtime, self.modules, args, kwargs, has_state)
+                result = self.replay.first_run(self._run_inner, args, kwargs)
+            else:
                 with nullcontext() if self.host is None else self.host.saving():
-                    return _kept_alive(self.runtime, self._run_inner(args, kwargs))
-            self._arguments = snapshot((args, kwargs)) if has_state else (args, kwargs)
-            self._versions += [
-                (tensor, tensor._version)
-                for tensor in tensors_of((args, kwargs))
-                if not (tensor.is_inference() or (self.host is not None and tensor.requires_grad))
-            ]
-            self._modes = ModeSnapshot(self.runtime.engine.device)
-            self._module_snapshot = self.modules.before_forward()
-            self._saved = SavedTensors(self.runtime)
-            with self._saved.record():
-                result = self._run_inner(args, kwargs)
-        self._module_snapshot.after_forward()
-        return _kept_alive(self.runtime, result)
+                    result = self._run_inner(args, kwargs)
+            return _kept_alive(runtime, result)
 
     def _run_inner(self, args: Any, kwargs: dict[str, Any]) -> Any:
         engine = self.runtime.engine
@@ -237,17 +230,18 @@ class BlockCall:
             inputs = dict(zip(map(id, self.inner), self.inputs, strict=True))
             self.recordings.deliver(outputs, inputs)
 
-    def _attach(self) -> tuple[torch.Tensor, ...]:
+    def _attach(self) -> list[torch.Tensor]:
         # Without inputs that require grad, something else has to make the node require grad: on the run device, since
         # autograd lets the end of a backward wait for the streams of the leaves that it has reached.
         inputs = self.inputs or [torch.empty(0, requires_grad=True, device=self.runtime.engine.device)]
         self.runtime.open_calls.add(self)
-        attached: tuple[torch.Tensor, ...] = _Island.apply(self, *inputs)
+        attached = [output.detach() for output in self.outputs]
+        _C.attach_island(attached, inputs, self.backward)
         return attached
 
     # ---- backward
 
-    def backward(self, gradients: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
+    def backward(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         runtime = self.runtime
         self._refuse_what_cannot_be_right()
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -262,8 +256,8 @@ class BlockCall:
         try:
             runtime.open(Phase.BACKWARD)
             outputs = self.outputs
-            if self.recomputes and roots:
-                outputs, leaves = self._second_run()
+            if self.replay is not None and roots:
+                outputs, leaves = self._second_run(self.replay)
             runtime.begin_backward(trains)
             if roots:
                 self._differentiate(
@@ -280,8 +274,8 @@ class BlockCall:
         finally:
             for leaf in leaves:
                 leaf.grad = None
-            if self.recomputes:
-                self._saved.drop(for_good=not keep_graph)
+            if self.replay is not None:
+                self.replay.drop(for_good=not keep_graph)
             if self.host is not None:
                 self.host.drop(for_good=not keep_graph)
         runtime.close(keep=runtime.engine.schedule.expects_backward_of(runtime))
@@ -294,15 +288,15 @@ class BlockCall:
         self, outputs: tuple[Any, ...], gradients: tuple[torch.Tensor | None, ...], keep_graph: bool
     ) -> None:
         """As torch.autograd.backward(), which would check gradients again that autograd itself has given."""
-        engine = self.runtime.engine
-        engine.islands += 1
+        islands = self.runtime.engine.islands
+        islands.enter()
         try:
             with NoAutocastCache():
                 Variable._execution_engine.run_backward(
                     outputs, gradients, keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
                 )
         finally:
-            engine.islands -= 1
+            islands.leave()
 
     def _refuse_what_cannot_be_right(self) -> None:
         label = self.runtime.label
@@ -323,7 +317,7 @@ class BlockCall:
                 f"{label}: a parameter was modified in place between forward and backward (by an optimizer step, "
                 "a load?)"
             )
-        if self.recomputes:
+        if self.replay is not None:
             self._refuse_changed_arguments()
 
     def _refuse_changed_arguments(self) -> None:
@@ -335,31 +329,11 @@ class BlockCall:
                     "so its forward cannot be run again; pass a copy"
                 )
 
-    def _second_run(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        sources = self.leaves if self.host is None else map(self.host.take, self._away)
-        leaves = [source.detach().requires_grad_() for source in sources]
-        fresh = {id(old): new for old, new in zip(self.leaves, leaves, strict=True)}
-        args, kwargs = snapshot(self._arguments) if self._has_state else self._arguments
-
-        def put(tensor: torch.Tensor) -> torch.Tensor:
-            return fresh.get(id(tensor), tensor)
-
-        args = replace_tensors(args, put)
-        kwargs = {name: replace_tensors(value, put) for name, value in kwargs.items()}
-        with (
-            self.runtime.engine.running_again(),
-            NoAutocastCache(),
-            self._modes.restored(),
-            self._module_snapshot.restored(self.runtime.label),
-            trainable_as(self.runtime, self.trains),
-            torch.enable_grad(),
-            self._saved.refill(stop_early=not self.modules.has_forward_hooks()),
-        ):
-            try:
-                result = self._run_inner(args, kwargs)
-            except StopForward:
-                result = None
-        if self._saved.is_complete:
+    def _second_run(self, replay: Replay) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        leaves = replay.leaves_of_second_run(self.leaves, self.host)
+        fresh = dict(zip(map(id, self.leaves), leaves, strict=True))
+        args, kwargs, result = replay.second_run(self._run_inner, self.trains, fresh)
+        if replay.is_complete:
             return self.outputs, self.leaves
         outputs = self._outputs_among(result, args, kwargs, leaves, self.recordings.again)
         if len(outputs) != len(self.outputs):
@@ -371,9 +345,9 @@ class BlockCall:
 
     def kept_for_backward(self) -> Iterator[torch.Tensor] | None:
         """The tensors that this call keeps; None if it keeps all activations, which autograd holds."""
-        if not self.recomputes:
+        if self.replay is None:
             return None
-        kept = chain(tensors_of(self._arguments), self._saved.kept_results())
+        kept = self.replay.kept()
         if self.host is None:
             return kept
         return (tensor for tensor in kept if all(tensor is not leaf for leaf in self.leaves))
@@ -383,23 +357,9 @@ class BlockCall:
         self.runtime.open_calls.discard(self)
         self.outputs, self.inputs, self.leaves, self.inner = [], [], [], []
         self.recordings = Recordings()
-        self._arguments, self._versions = None, []
+        self.replay, self._versions = None, []
         if self.host is not None:
             self.runtime.engine.host_stack.pop(self.host)
-
-
-class _Island(torch.autograd.Function):
-    """The node that stands for a block call in the outer graph."""
-
-    @staticmethod
-    def forward(ctx: Any, call: BlockCall, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        return tuple([output.detach() for output in call.outputs])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        return None, *(ctx.call.backward(gradients) or [None])
 
 
 def _distinct(tensors: Iterator[torch.Tensor]) -> list[torch.Tensor]:

@@ -54,6 +54,8 @@ class BlockRuntime:
         #: Its calls, as the schedule notes them.
         self.events = {phase: Event(self.number, phase) for phase in Phase}
         engine.runtimes.add(self)
+        #: Of its calls.
+        self.shore = _C.IslandShore(engine.islands, left_behind(label))
         self.is_bound = False
         #: Optimizer steps of the block's parameters that are still being computed.
         self.pending: list[PendingUpdate] = []
@@ -104,13 +106,10 @@ class BlockRuntime:
 
     def owns_storage(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in the gathered parameters."""
-        return any(group.owns_storage(tensor) for group in self.groups)
-
-    def refuse_stray(self, leaf: torch.Tensor) -> None:
-        """Hook of the detached inputs of calls, whose gradients are for the block's own backward to hand on."""
-        if self.engine.islands == 0:
-            leaf.grad = None
-            raise RuntimeError(left_behind(self.label))
+        for group in self.groups:  # noqa: SIM110 (a generator costs as much again, for each saved tensor)
+            if group.owns_storage(tensor):
+                return True
+        return False
 
     def finish_updates(self) -> None:
         """Waits for optimizer steps under way. See [Note: Updates that overlap]."""
@@ -278,8 +277,8 @@ class Engine:
         self.default_policy: BlockPolicy | None = None
         #: How many blocks run their forward again right now.
         self.recomputing = 0
-        #: How many blocks' islands autograd runs inside of.
-        self.islands = 0
+        #: The blocks' islands that autograd runs inside of.
+        self.islands = _C.OpenIslands()
         #: The calls whose forward runs right now, the outermost first.
         self.calls: list[BlockCall] = []
         #: All blocks, as long as somebody else refers to them.
@@ -336,7 +335,7 @@ class Engine:
         if self.virtual.is_open or self.accumulation.keeps_outside(param):
             return  # autograd tells of a gradient that went to the sum, or waits, instead
         self._accumulated[id(param)] = param
-        if self.islands == 0 and not self._is_ending:  # else the island, or the end, sees to it
+        if self.islands.count == 0 and not self._is_ending:  # else the island, or the end, sees to it
             self.call_at_end_of_backward()
 
     def call_at_end_of_backward(self) -> None:
@@ -349,12 +348,12 @@ class Engine:
     def _end_backward(self) -> None:
         self._is_ending = True
         try:
-            if self.islands == 0 and not self.accumulation.is_on:
+            if self.islands.count == 0 and not self.accumulation.is_on:
                 self.accumulation.close()
             self.finish_reductions()
         finally:
             self._is_ending = False
-        if self.islands == 0:
+        if self.islands.count == 0:
             self._run_accumulated_hooks()
 
     def publish_virtual(self, num_shards: int) -> None:

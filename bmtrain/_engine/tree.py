@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["has_containers", "replace_tensors", "snapshot", "tensors_of"]
+__all__ = ["has_containers", "replace_arguments", "replace_tensors", "snapshot", "tensors_of"]
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.device, torch.dtype, torch.Size)
 _OPAQUE = (torch.nn.Module, torch.optim.Optimizer, type)
@@ -40,8 +40,7 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
 def replace_tensors(
     value: Any, function: Callable[[torch.Tensor], Any], _seen: dict[int, Any] | None = None
 ) -> Any:
-    """``value`` with every tensor in it replaced by ``function(tensor)``; containers that can be written to in "
-    "place."""
+    """``value`` with every tensor in it replaced by ``function(tensor)``; what can be written to, in place."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, _LEAVES):
@@ -70,6 +69,16 @@ def replace_tensors(
         if new is not item:
             object.__setattr__(value, name, new)
     return value
+
+
+def replace_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], function: Callable[[torch.Tensor], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with every tensor in them replaced, see :func:`replace_tensors`."""
+    return (
+        tuple([replace_tensors(value, function) for value in args]),
+        {name: replace_tensors(value, function) for name, value in kwargs.items()} if kwargs else kwargs,
+    )
 
 
 def tensors_of(value: Any, _seen: dict[int, Any] | None = None) -> Iterator[torch.Tensor]:

@@ -76,21 +76,31 @@ WorkPtr GlooCommunicator::all_gather(at::Tensor output, at::Tensor input, const 
   return std::make_shared<GlooWork>(link_, operation, std::move(step), std::vector{output, input, from, to});
 }
 
-WorkPtr GlooCommunicator::all_to_all(at::Tensor output, at::Tensor input, const std::string& label) {
+GlooCommunicator::Exchange GlooCommunicator::post_exchange(const at::Tensor& output, const at::Tensor& input,
+                                                           const std::string& label,
+                                                           const std::function<bool(int)>& with) {
   check_exchange(*this, output, input);
   const std::int64_t bytes = bytes_of(input) / size();
-  const GlooOperation operation = link_->begin("all_to_all", label, bytes, 0);
-  const at::Tensor from = staged(input);
-  const at::Tensor to = staged_empty(output);
-  GlooStep step;
+  Exchange exchange{link_->begin("all_to_all", label, bytes, 0), staged(input), staged_empty(output), {}};
   for_each_peer(*link_, [&](int r) {
-    link_->post_recv(operation, data_of(to) + r * bytes, bytes, r, step.transfers);
-    link_->post_send(operation, data_of(from) + r * bytes, bytes, r, step.transfers);
+    if (with(r)) {
+      link_->post_recv(exchange.operation, data_of(exchange.to) + r * bytes, bytes, r, exchange.transfers);
+      link_->post_send(exchange.operation, data_of(exchange.from) + r * bytes, bytes, r, exchange.transfers);
+    }
   });
-  copy_own(data_of(to) + rank() * bytes, data_of(from) + rank() * bytes, bytes);
-  step.then = finally(publisher(to, output));
   traffic_.add("all_to_all", bytes * (size() - 1));
-  return std::make_shared<GlooWork>(link_, operation, std::move(step), std::vector{output, input, from, to});
+  return exchange;
+}
+
+WorkPtr GlooCommunicator::all_to_all(at::Tensor output, at::Tensor input, const std::string& label) {
+  Exchange exchange = post_exchange(output, input, label, [](int) { return true; });
+  const std::int64_t own = rank() * exchange.operation.bytes;
+  copy_own(data_of(exchange.to) + own, data_of(exchange.from) + own, exchange.operation.bytes);
+  GlooStep step;
+  step.transfers = std::move(exchange.transfers);
+  step.then = finally(publisher(exchange.to, output));
+  return std::make_shared<GlooWork>(link_, exchange.operation, std::move(step),
+                                    std::vector{output, input, exchange.from, exchange.to});
 }
 
 WorkPtr GlooCommunicator::reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op,

@@ -61,6 +61,15 @@ class GlooCommunicator : public Communicator {
   void reset_traffic() override;
 
  protected:
+  struct Exchange {
+    GlooOperation operation;
+    at::Tensor from, to;  // on the host
+    GlooTransfers transfers;
+  };
+  // Begins an all_to_all: checks and counts it, and posts what is exchanged with the ranks that `with` says.
+  [[nodiscard]] Exchange post_exchange(const at::Tensor& output, const at::Tensor& input,
+                                       const std::string& label, const std::function<bool(int)>& with);
+
   // Shared with the works, which may outlive the communicator.
   std::shared_ptr<GlooLink> link_;
   TrafficCounter traffic_;

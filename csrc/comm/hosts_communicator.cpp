@@ -78,41 +78,35 @@ WorkPtr HostsCommunicator::all_gather(at::Tensor output, at::Tensor input, const
 }
 
 WorkPtr HostsCommunicator::all_to_all(at::Tensor output, at::Tensor input, const std::string& label) {
-  check_exchange(*this, output, input);
-  const std::int64_t bytes = bytes_of(input) / size();
-  const GlooOperation operation = link_->begin("all_to_all", label, bytes, 0);
-  const at::Tensor from = staged(input);
-  const at::Tensor to = staged_empty(output);
-  GlooTransfers transfers;
-  for (int distance = 1; distance < size(); ++distance) {
-    const int r = (rank() + distance) % size();
-    if (!is_local(r)) {
-      link_->post_recv(operation, data_of(to) + r * bytes, bytes, r, transfers);
-      link_->post_send(operation, data_of(from) + r * bytes, bytes, r, transfers);
-    }
-  }
+  Exchange exchange = post_exchange(output, input, label, [this](int r) { return !is_local(r); });
+  const at::Tensor &from = exchange.from, &to = exchange.to;
   const auto share = [local = local_, from, to, label, size = size(), first = host_ * local_->size()] {
     return std::vector{local->all_to_all(slices_of(to, size, first, local->size()),
                                          slices_of(from, size, first, local->size()), label)};
   };
-  traffic_.add("all_to_all", bytes * (size() - 1));
-  return finish(operation, std::move(transfers), share, publisher(to, output), {output, input, from, to});
+  return finish(exchange.operation, std::move(exchange.transfers), share, publisher(to, output),
+                {output, input, from, to});
 }
 
 WorkPtr HostsCommunicator::send(at::Tensor tensor, int peer, const std::string& label) {
   if (peer == rank() || peer < 0 || peer >= size() || !is_local(peer)) {
     return GlooCommunicator::send(std::move(tensor), peer, label);
   }
-  traffic_.add("send", bytes_of(tensor));
-  return local_->send(std::move(tensor), peer % local_->size(), label);
+  check_tensor(*this, "send", "tensor", tensor);
+  const std::int64_t bytes = bytes_of(tensor);
+  WorkPtr work = local_->send(std::move(tensor), peer % local_->size(), label);
+  traffic_.add("send", bytes);
+  return work;
 }
 
 WorkPtr HostsCommunicator::recv(at::Tensor tensor, int peer, const std::string& label) {
   if (peer == rank() || peer < 0 || peer >= size() || !is_local(peer)) {
     return GlooCommunicator::recv(std::move(tensor), peer, label);
   }
+  check_tensor(*this, "recv", "tensor", tensor);
+  WorkPtr work = local_->recv(std::move(tensor), peer % local_->size(), label);
   traffic_.add("recv", 0);
-  return local_->recv(std::move(tensor), peer % local_->size(), label);
+  return work;
 }
 
 void HostsCommunicator::abort(const std::string& reason) {

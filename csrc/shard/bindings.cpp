@@ -3,9 +3,11 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include "common/python_reference.h"
 #include "shard/buffer_pool.h"
 #include "shard/flat_layout.h"
 #include "shard/graph_walk.h"
+#include "shard/island.h"
 #include "shard/materialize.h"
 #include "shard/shard_group.h"
 #include "shard/tree_sum.h"
@@ -78,6 +80,38 @@ void bind_tree(py::module_& m) {
       .def("total", &TreeSum::total, NoGil());
 }
 
+Gradients call_backward(const PythonReference& backward, const Gradients& gradients) {
+  const py::gil_scoped_acquire gil;
+  Gradients results;
+  for (const py::handle result : py::list(backward.get()(gradients))) {
+    results.push_back(result.is_none() ? at::Tensor() : result.cast<at::Tensor>());
+  }
+  return results;
+}
+
+void bind_island(py::module_& m) {
+  py::class_<OpenIslands, std::shared_ptr<OpenIslands>>(m, "OpenIslands")
+      .def(py::init<>())
+      .def_property_readonly("count", &OpenIslands::count)
+      .def("enter", &OpenIslands::enter)
+      .def("leave", &OpenIslands::leave);
+  py::class_<IslandShore>(m, "IslandShore")
+      .def(py::init([](const std::shared_ptr<OpenIslands>& open, std::string refusal) {
+             return IslandShore(open, std::move(refusal));
+           }),
+           py::arg("open"), py::arg("refusal"))
+      .def("guard", &IslandShore::guard, py::arg("leaf"));
+  m.def(
+      "attach_island",
+      [](const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
+         const py::object& backward) {
+        const auto kept = std::make_shared<PythonReference>(backward.ptr());
+        attach_island(outputs, inputs,
+                      [kept](const Gradients& gradients) { return call_backward(*kept, gradients); });
+      },
+      py::arg("outputs"), py::arg("inputs"), py::arg("backward"));
+}
+
 void bind_group(py::module_& m) {
   py::class_<ShardGroup, std::shared_ptr<ShardGroup>> group(m, "ShardGroup");
   py::enum_<ShardGroup::State>(group, "State")
@@ -138,6 +172,7 @@ void bind_shard(py::module_& m) {
   bind_pool(m);
   bind_tree(m);
   bind_group(m);
+  bind_island(m);
   m.def("materialize", &materialize, py::arg("parameter"), py::arg("data"));
   m.def("next_node_number", &next_node_number);
   m.def("find_older_node", &find_older_node, py::arg("outputs"), py::arg("first"));

@@ -3,6 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "common/check.h"
+#include "common/python_reference.h"
 #include "shard/shard_group.h"
 
 namespace bmtrain {
@@ -13,20 +14,12 @@ namespace py = pybind11;
 /// Python functions in a dict, each given the gradient that the one before returned (or left as it was).
 class PythonHooks final : public torch::autograd::FunctionPreHook {
  public:
-  explicit PythonHooks(PyObject* hooks) : hooks_(Py_NewRef(hooks)) {}
-  PythonHooks(const PythonHooks&) = delete;
-  PythonHooks& operator=(const PythonHooks&) = delete;
-  ~PythonHooks() override {
-    if (Py_IsInitialized() != 0) {
-      const py::gil_scoped_acquire gil;
-      Py_DECREF(hooks_);
-    }
-  }
+  explicit PythonHooks(PyObject* hooks) : hooks_(hooks) {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
     const py::gil_scoped_acquire gil;
     torch::autograd::variable_list results = gradients;
-    const auto hooks = py::reinterpret_borrow<py::dict>(hooks_);
+    const auto hooks = py::reinterpret_borrow<py::dict>(hooks_.get());
     for (const py::handle hook : py::list(hooks.attr("values")())) {
       if (!results.at(0).defined()) {
         break;
@@ -40,7 +33,7 @@ class PythonHooks final : public torch::autograd::FunctionPreHook {
   }
 
  private:
-  PyObject* hooks_;
+  PythonReference hooks_;
 };
 
 }  // namespace

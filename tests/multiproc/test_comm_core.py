@@ -306,9 +306,17 @@ def bad_arguments() -> None:
         (ValueError, "elements", lambda: comm.reduce_scatter(part, torch.empty(size * 4 + 1), add)),
         (TypeError, "incompatible", lambda: comm.all_reduce(None, add)),
     ]
+    if size > 1:
+        neighbour = comm.rank ^ 1  # of the same host
+        cases += [
+            (TypeError, "contiguous", lambda: comm.send(square.t(), neighbour)),
+            (TypeError, "contiguous", lambda: comm.recv(square.t(), neighbour)),
+        ]
+    counted = comm.traffic()
     for error, words, call in cases:
         with pytest.raises(error, match=words):
             call()
+    assert comm.traffic() == counted
     comm.all_gather(whole, part).wait()  # nothing has moved: the ranks still agree
     assert whole.eq(1).all()
 
