@@ -121,6 +121,7 @@ class Block(StandIn):
         own["_shares_with"] = None
         own["_storages"] = []
 
+    @torch.inference_mode(False)  # what is built in inference mode can be trained
     def _build(self) -> None:
         """(Re)packs the parameters of the inner module into flat storage. Collective."""
         reference = BlockRef(self)

@@ -56,6 +56,11 @@ class DistributedModule(torch.nn.Module):
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "parametrizations" and isinstance(value, torch.nn.ModuleDict):
+            raise RuntimeError(
+                f"{type(self).__name__}: a parametrization of a distributed module would replace its parameter by a "
+                "gathered copy that no optimizer knows; register it before BMTrainModelWrapper"
+            )
         # A tensor that came from reading a parameter stands for that parameter (tied weights).
         if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
             source = value.__dict__.get("_bmtrain_source")

@@ -51,7 +51,7 @@ class DistributedParameter(torch.nn.Parameter):
 
     Raises:
         RuntimeError: before :func:`bmtrain.init_distributed`.
-        TypeError: ``data`` is not a tensor, or ``init_method`` cannot be called.
+        TypeError: ``data`` is not a tensor, or complex or in 8 bits though trained; ``init_method`` cannot be called.
 
     Example:
         >>> p = bmtrain.DistributedParameter(torch.ones(4, 3))   # doctest: +SKIP
@@ -85,6 +85,8 @@ class DistributedParameter(torch.nn.Parameter):
             raise TypeError(f"data: expected a torch.Tensor, got {type(data).__name__}")
         if init_method is not None and not callable(init_method):
             raise TypeError(f"init_method: expected a function of a tensor, or None, got {init_method!r:.80}")
+        if requires_grad:
+            _check_can_train(data.dtype)
         shape = data.shape
         if tp_split_dim >= max(data.dim(), 1) or tp_split_dim < -1:
             raise ValueError(
@@ -239,6 +241,25 @@ class DistributedParameter(torch.nn.Parameter):
         return f"DistributedParameter(shape={tuple(self._original_shape)}, local={super().__repr__()})"
 
 
+def _check_can_train(dtype: torch.dtype) -> None:
+    if dtype.is_complex:
+        raise TypeError(
+            f"data: expected a real dtype for a parameter that is trained, got {dtype}; keep torch.view_as_real(data) "
+            "and use torch.view_as_complex(parameter)"
+        )
+    if dtype.is_floating_point and dtype not in _TRAINED:
+        raise TypeError(
+            f"data: expected float32, float16, bfloat16 or float64 for a parameter that is trained, got {dtype}; give "
+            "requires_grad=False"
+        )
+
+
+_TRAINED = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+)  # gradients that can be summed over ranks
 _NOT_COPIED = ("_block", "_gradient_hooks", "_accumulated_hooks")
 
 
@@ -269,7 +290,8 @@ def _copy_of_part(data: torch.Tensor, tp_mode: bool) -> torch.Tensor:
     """This rank's shard of ``data``, on the run device."""
     ctx = context()
     part = ShardSpec(data.shape, ctx.zero_group(tp_mode, False)).slice_of(data.detach().reshape(-1))
-    return torch.empty(part.numel(), dtype=data.dtype, device=ctx.device).copy_(part)
+    with torch.inference_mode(False):  # so that what is built in inference mode can be trained
+        return torch.empty(part.numel(), dtype=data.dtype, device=ctx.device).copy_(part)
 
 
 def _merged_shape(shape: torch.Size, dim: int, tp_size: int) -> torch.Size:

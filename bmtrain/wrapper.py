@@ -75,7 +75,7 @@ class _Conversion:
 
     def tree(self, module: torch.nn.Module, in_block: bool = False) -> torch.nn.Module:
         """Converts a module and all below it."""
-        if id(module) in self._converted or _is_of_its_user(module):
+        if id(module) in self._converted:
             return module
         self._converted.add(id(module))
         if type(module) is Block:
@@ -110,6 +110,11 @@ class _Conversion:
         for name, param in module._parameters.items():
             if param is not None:
                 module._parameters[name] = self.parameter(param, f"{type(module).__name__}.{name}")
+        if getattr(module, "max_norm", None) is not None and isinstance(module, _EMBEDDINGS):
+            raise ValueError(
+                f"{type(module).__name__}: max_norm={module.max_norm} writes to the weight in every forward, which a "
+                "gathered weight would forget; without max_norm, scale the rows that are read instead"
+            )
         device = context().device
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
@@ -164,6 +169,7 @@ def _is_of_its_user(module: torch.nn.Module) -> bool:
     return issubclass(kind, DistributedModule) and not issubclass(kind, _Converted)
 
 
+_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _LISTS = (TransformerBlockList, PipelineTransformerBlockList)
 
 

@@ -16,11 +16,11 @@ __all__ = ["OpAllGather", "changed_by_hooks"]
 
 
 def changed_by_hooks(param: DistributedParameter, gradient: torch.Tensor) -> torch.Tensor:
-    """This rank's full gradient, as the user's hooks on the parameter leave it."""
+    """This rank's full gradient, as the user's hooks on the parameter leave it; a sparse one is made dense."""
     for hook in list((param._gradient_hooks or {}).values()):
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
-    return gradient
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 class OpAllGather(torch.autograd.Function):

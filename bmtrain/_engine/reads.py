@@ -48,7 +48,11 @@ class _Known(NamedTuple):
 
 
 def _versions(param: DistributedParameter, full: torch.Tensor) -> tuple[int, int, bool]:
-    return param._version, 0 if full.is_inference() else full._version, param.requires_grad
+    return _version(param), _version(full), param.requires_grad
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # tensors made in inference mode have none
 
 
 class _Scope:

@@ -75,12 +75,17 @@ class SavedTensors:
         self._saves: list[tuple[torch.Size, torch.dtype, int]] = []
         self._values: list[_Kept] = []
         self.differs = False
+        self._is_recording = False
 
     @contextmanager
     def record(self) -> Iterator[None]:
         """While the forward runs for the first time."""
-        with self._recording_hooks(), self._kept.recording() if self._kept else nullcontext():
-            yield
+        self._is_recording = True
+        try:
+            with self._recording_hooks(), self._kept.recording() if self._kept else nullcontext():
+                yield
+        finally:
+            self._is_recording = False
         if self._kept:
             self._kept.drop_unneeded()
 
@@ -98,6 +103,11 @@ class SavedTensors:
         def unpack(packed: Any) -> torch.Tensor:
             if isinstance(packed, torch.Tensor):
                 return packed
+            if self._is_recording:
+                raise RuntimeError(
+                    f"{self._label}: its forward calls torch.autograd.grad() or backward(), for which a block that "
+                    "recomputes keeps nothing; give it use_checkpoint=False"
+                )
             if not self._values:  # backward did not come through the block's results
                 raise RuntimeError(left_behind(self._label))
             return self._checked(self._values[packed.index])

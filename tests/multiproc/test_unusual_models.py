@@ -1,0 +1,113 @@
+"""Models that users of plain PyTorch write and that shards could get wrong: trained like plain ones, or refused."""
+
+import copy
+
+import pytest
+import torch
+from harness import run_ranks
+from torch import nn
+
+import bmtrain as bmt
+
+
+class Head(nn.Module):
+    """An ordinary part of a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.table = nn.Embedding(5, 6, sparse=True)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x @ self.table(torch.tensor([0, 3, 3])).T
+
+
+class Model(bmt.DistributedModule):
+    """A distributed module of its user's that holds ordinary ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = bmt.DistributedParameter(torch.full((6,), 0.5))
+        self.head = Head()
+
+    def forward(self, x):
+        return self.head(x * self.scale)
+
+
+def test_ordinary_parts_of_a_distributed_module_are_wrapped_and_trained():
+    run_ranks(2, check_ordinary_parts)
+
+
+def check_ordinary_parts() -> None:
+    torch.manual_seed(1)
+    model = Model()
+    plain = copy.deepcopy(model.head)
+    scale = nn.Parameter(torch.full((6,), 0.5))
+    bmt.BMTrainModelWrapper(model)
+    assert all(isinstance(p, bmt.DistributedParameter) for p in model.parameters())
+    assert all(type(layer) is bmt.Block for layer in model.head.layers)
+    batches = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    reference = torch.optim.SGD([*plain.parameters(), scale], lr=0.01)
+    for _ in range(2):
+        model(batches[bmt.rank()]).square().sum().backward()
+        sum(plain(batch * scale).square().sum() for batch in batches).backward()
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    for name, value in plain.state_dict(prefix="head.").items():
+        torch.testing.assert_close(model.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_built_in_inference_mode_runs_there_and_trains_later(world):
+    run_ranks(world, check_built_in_inference_mode)
+
+
+def check_built_in_inference_mode() -> None:
+    with torch.inference_mode():
+        model = bmt.BMTrainModelWrapper(Head())
+        model(torch.ones(2, 6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(2):
+        loss = model(torch.ones(2, 6)).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[1] < losses[0]
+
+
+def test_what_shards_would_get_wrong_is_refused():
+    run_ranks(2, check_refusals)
+
+
+class Force(nn.Module):
+    """Differentiates in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.energy(x).tanh().sum(), x, create_graph=True)[0]
+
+
+def check_refusals() -> None:
+    with pytest.raises(TypeError, match="view_as_real"):
+        bmt.DistributedParameter(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(TypeError, match="requires_grad=False"):
+        bmt.DistributedParameter(torch.ones(3).to(torch.float8_e4m3fn))
+    bmt.DistributedParameter(torch.ones(3, dtype=torch.complex64), requires_grad=False)
+    with pytest.raises(ValueError, match="max_norm"):
+        bmt.BMTrainModelWrapper(nn.Embedding(4, 3, max_norm=1.0))
+    wrapped = bmt.BMTrainModelWrapper(nn.Linear(3, 3))
+    with pytest.raises(RuntimeError, match="register it before"):
+        nn.utils.parametrizations.orthogonal(wrapped)
+    with pytest.raises(RuntimeError, match="use_checkpoint=False"):
+        bmt.Block(bmt.BMTrainModelWrapper(Force()))(torch.ones(2, 6))
+    bmt.Block(bmt.BMTrainModelWrapper(Force()), use_checkpoint=False)(torch.ones(2, 6)).sum().backward()
