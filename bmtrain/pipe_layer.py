@@ -53,6 +53,18 @@ class PipelineTransformerBlockList(torch.nn.Module):
         for index, block in enumerate(self):
             leave_to_stage(block, self._pipe, self.get_stage_by_layer_id(index))
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self.stages > 1:
+            raise TypeError(
+                f"a pipeline list of {self.stages} stages cannot be copied or pickled: build another model of the same "
+                "class and give it state_dict()"
+            )
+        return {name: value for name, value in self.__dict__.items() if name != "_pipe"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._pipe = context().groups["pipe"]
+
     def __len__(self) -> int:
         return len(self._modules)
 

@@ -111,3 +111,25 @@ def check_refusals() -> None:
     with pytest.raises(RuntimeError, match="use_checkpoint=False"):
         bmt.Block(bmt.BMTrainModelWrapper(Force()))(torch.ones(2, 6))
     bmt.Block(bmt.BMTrainModelWrapper(Force()), use_checkpoint=False)(torch.ones(2, 6)).sum().backward()
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_pipeline_is_copied_or_says_what_to_do(stages):
+    run_ranks(2, check_copies_of_a_pipeline, stages, init={"pipe_size": stages})
+
+
+def check_copies_of_a_pipeline(stages: int) -> None:
+    layers = bmt.PipelineTransformerBlockList(
+        bmt.BMTrainModelWrapper(nn.Sequential(*(nn.Linear(4, 4) for _ in range(2))))
+    )
+    if stages > 1:
+        with pytest.raises(TypeError, match="state_dict"):
+            copy.deepcopy(layers)
+        return
+    clone = copy.deepcopy(layers)
+    x = torch.ones(2, 4)
+    expected = layers(x)
+    with torch.no_grad():
+        for parameter in layers.parameters():
+            parameter.zero_()
+    torch.testing.assert_close(clone(x), expected)
