@@ -46,6 +46,10 @@ def _available_memory() -> int:
     return available
 
 
+def _own_processors() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
 @dataclass(frozen=True)
 class Surroundings:
     """What the checks look at; tests put problems here.
@@ -55,6 +59,8 @@ class Surroundings:
         build: as :func:`bmtrain.build_info` gives it.
         sources: of the core.
         shared_memory: the folder that is shared memory.
+        nodes: the folder that lists the machine's memories and the processors near each.
+        processors: numbers of those that this process may run on.
         available_memory: bytes that are left.
         clock: seconds since the epoch.
         timeout: seconds in which ranks have to meet.
@@ -64,6 +70,8 @@ class Surroundings:
     build: Mapping[str, object] = field(default_factory=_build.build_info)
     sources: Path = Path(__file__).parents[2] / "csrc"
     shared_memory: Path = Path("/dev/shm")
+    nodes: Path = Path("/sys/devices/system/node")
+    processors: Callable[[], set[int]] = _own_processors
     available_memory: Callable[[], int] = _available_memory
     clock: Callable[[], float] = time.time
     timeout: float = 10.0

@@ -20,6 +20,7 @@ __all__ = [
     "check_cuda",
     "check_extension",
     "check_memory",
+    "check_memory_nodes",
     "check_nccl",
     "check_port",
     "check_processor",
@@ -92,6 +93,26 @@ def check_processor(here: Surroundings) -> Check:
             f"unset BMTRAIN_CPU_ISA, or set it to {highest} or less",
         )
     return Check("processor", f"kernels for {forced or highest}, {torch.get_num_threads()} threads")
+
+
+def check_memory_nodes(here: Surroundings) -> Check:
+    """Whether memory can be far from the processors of this rank; not a problem, as the step works all the same."""
+    own = here.processors()
+    lists = sorted(here.nodes.glob("node[0-9]*/cpulist"))
+    near = [path for path in lists if own & _numbers_in(path.read_text())]
+    if len(near) <= 1:
+        return Check("memory nodes", f"{max(len(lists), 1)}, this process on one: nothing to place")
+    return Check(
+        "memory nodes",
+        f"{len(lists)}, this process on {len(near)}: each thread has its share of the optimizer's state near it, if it "
+        "stays where it is; bind each rank to one (numactl --cpunodebind) where there are as many ranks",
+    )
+
+
+def _numbers_in(text: str) -> set[int]:
+    """Of a list of the kernel's, like ``0-3,8``."""
+    ranges = [part.partition("-") for part in text.strip().split(",") if part]
+    return {number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)}
 
 
 def check_cuda(here: Surroundings) -> Check:

@@ -29,7 +29,8 @@ struct alignas(128) Share {
 class Pool {
  public:
   // Runs the tasks unless another thread is using the pool.
-  bool try_run(std::int64_t num_tasks, int num_threads, void (*task)(void*, std::int64_t), void* context) {
+  bool try_run(std::int64_t num_tasks, int num_threads, void (*task)(void*, std::int64_t), void* context,
+               Sharing sharing) {
     const std::unique_lock<std::mutex> user(user_mutex_, std::try_to_lock);
     if (!user.owns_lock()) return false;
     while (static_cast<int>(shares_.size()) < num_threads) shares_.emplace_back();
@@ -43,6 +44,7 @@ class Pool {
       task_ = task;
       context_ = context;
       num_threads_ = num_threads;
+      num_shares_of_each_ = sharing == Sharing::kHelp ? num_threads : 1;
       num_busy_ = num_threads - 1;
       environment_ = float_environment();
       ++generation_;
@@ -79,7 +81,7 @@ class Pool {
   void work(int index) {
     const bool outer = inside_task;
     inside_task = true;
-    for (int k = 0; k < num_threads_; ++k) {
+    for (int k = 0; k < num_shares_of_each_; ++k) {
       Share& share = shares_[(index + k) % num_threads_];
       for (;;) {
         const std::int64_t i = share.next.fetch_add(1, std::memory_order_relaxed);
@@ -98,6 +100,7 @@ class Pool {
   std::deque<Share> shares_;
   int num_workers_ = 0;
   int num_threads_ = 0;
+  int num_shares_of_each_ = 0;  // that a thread looks at, its own first
   int num_busy_ = 0;
   std::uint64_t generation_ = 0;
   unsigned environment_ = 0;
@@ -107,9 +110,11 @@ class Pool {
 
 }  // namespace
 
-void parallel_for(std::int64_t num_tasks, void (*task)(void* context, std::int64_t index), void* context) {
+void parallel_for(std::int64_t num_tasks, void (*task)(void* context, std::int64_t index), void* context,
+                  Sharing sharing) {
   const auto num_threads = static_cast<int>(std::min<std::int64_t>(at::get_num_threads(), num_tasks));
-  if (num_threads > 1 && !inside_task && per_process<Pool>().try_run(num_tasks, num_threads, task, context))
+  if (num_threads > 1 && !inside_task &&
+      per_process<Pool>().try_run(num_tasks, num_threads, task, context, sharing))
     return;
   for (std::int64_t i = 0; i < num_tasks; ++i) task(context, i);
 }

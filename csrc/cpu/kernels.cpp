@@ -5,6 +5,7 @@
 #include <atomic>
 #include <bit>
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "common/thread_pool.h"
@@ -21,11 +22,14 @@ std::int64_t num_chunks_of(std::int64_t n) { return (n + kChunk - 1) / kChunk; }
 
 // Calls body(chunk_index, offset, count) for each chunk of [0, n).
 template <typename Body>
-void for_each_chunk(std::int64_t n, const Body& body) {
-  parallel_for(num_chunks_of(n), [&](std::int64_t index) {
-    const std::int64_t offset = index * kChunk;
-    body(index, offset, std::min(kChunk, n - offset));
-  });
+void for_each_chunk(std::int64_t n, const Body& body, Sharing sharing = Sharing::kHelp) {
+  parallel_for(
+      num_chunks_of(n),
+      [&](std::int64_t index) {
+        const std::int64_t offset = index * kChunk;
+        body(index, offset, std::min(kChunk, n - offset));
+      },
+      sharing);
 }
 
 // The sum over chunks of part(offset, count), added in the order of the chunks.
@@ -130,6 +134,16 @@ bool has_inf_nan(const void* x, std::int64_t n, DType dtype) {
       found.store(true, std::memory_order_relaxed);
   });
   return found.load();
+}
+
+void zero(void* x, std::int64_t n, DType dtype) {
+  const std::int64_t size = size_of(dtype);
+  for_each_chunk(
+      n,
+      [&](std::int64_t, std::int64_t offset, std::int64_t count) {
+        std::memset(static_cast<char*>(x) + offset * size, 0, static_cast<std::size_t>(count * size));
+      },
+      Sharing::kOwnOnly);
 }
 
 void adam(const AdamSlice* slices, std::int64_t num_slices, DeltaSums* sums) {

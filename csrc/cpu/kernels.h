@@ -32,6 +32,10 @@ void cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int
 /// The sum of |x[i]|^p in fp64, for a general p > 0. Much slower than squared_sum.
 [[nodiscard]] double abs_power_sum(const void* x, std::int64_t n, DType dtype, double p);
 
+/// Sets n elements to 0. The thread that touches a page is the one in whose share of a later step over the
+/// same range, with as many threads, it lies: the system places a page in the memory near that thread.
+void zero(void* x, std::int64_t n, DType dtype);
+
 [[nodiscard]] bool has_inf_nan(const void* x, std::int64_t n, DType dtype);
 
 /// A contiguous range that a step updates: what every optimizer has.

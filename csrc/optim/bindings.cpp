@@ -5,7 +5,10 @@
 
 #include <optional>
 
+#include "common/check.h"
+#include "common/tensor_dtype.h"
 #include "cpu/isa.h"
+#include "cpu/kernels.h"
 #include "ops.h"
 #include "optim/offload_update.h"
 
@@ -116,7 +119,15 @@ void bind_offload_update(py::module_& module) {
              "Delays chunks by random times, or lets a block's fail; for tests.");
 }
 
+void zero_in_shares(const at::Tensor& tensor) {
+  BMT_CHECK(TypeError, tensor.is_cpu() && tensor.is_contiguous(),
+            "zero_in_shares: expected a contiguous CPU tensor, got one on ", tensor.device());
+  cpu::zero(tensor.mutable_data_ptr(), tensor.numel(), dtype_of(tensor.scalar_type(), "zero_in_shares"));
+}
+
 void bind_steps(py::module_& module) {
+  module.def("zero_in_shares", &zero_in_shares, NoGil(), py::arg("tensor"),
+             "Zeroes a tensor, each page by the thread that will update it in a step of as many threads.");
   module.def("adam_step", &adam_step, NoGil(), py::arg("weights"), py::arg("rounded"), py::arg("grads"),
              py::arg("exp_avgs"), py::arg("exp_avg_sqs"), py::arg("steps"), py::kw_only(), py::arg("lr"),
              py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("scale"),

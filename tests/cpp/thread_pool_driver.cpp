@@ -32,10 +32,29 @@ void every_task_once(int num_tasks) {
   for (const int value : values) expect(value == 1, "every task once, and each of its inner ones");
 }
 
+// With Sharing::kOwnOnly a task's thread depends on the numbers of tasks and threads alone.
+void every_share_by_its_owner(int num_tasks) {
+  std::vector<std::thread::id> owners(static_cast<std::size_t>(num_tasks));
+  for (int round = 0; round < kRounds; ++round) {
+    bmtrain::parallel_for(
+        num_tasks,
+        [&](std::int64_t i) {
+          std::thread::id& owner = owners[static_cast<std::size_t>(i)];
+          expect(round == 0 || owner == std::this_thread::get_id(), "the owner runs its share");
+          owner = std::this_thread::get_id();
+        },
+        bmtrain::Sharing::kOwnOnly);
+  }
+  expect(owners.front() == std::this_thread::get_id(), "the first share is the caller's");
+  expect(owners.back() != owners.front(), "several owners");
+}
+
 }  // namespace
 
 int main() {
   at::set_num_threads(4);
+  every_share_by_its_owner(3);
+  every_share_by_its_owner(29);
   bmtrain::set_random_delays(1, 20);
   std::vector<std::thread> callers;  // one has the pool, the others work alone
   for (int c = 0; c < kCallers; ++c) {

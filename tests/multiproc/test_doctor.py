@@ -64,6 +64,16 @@ def forced_too_high(folder: Path, stack: ExitStack) -> Check:
     return machine.check_processor(here(environ={"BMTRAIN_CPU_ISA": "avx512"}))
 
 
+def test_memory_nodes_are_those_of_the_processors_it_may_run_on(tmp_path: Path) -> None:
+    for node, processors in enumerate(("0-1,4", "2-3,5", "")):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(processors + "\n")
+    for own, said in (({0, 4}, "this process on one"), ({1, 5}, "this process on 2"), ({9}, "on one")):
+        check = machine.check_memory_nodes(here(nodes=tmp_path, processors=lambda own=own: own))
+        assert said in check.found and check.found.startswith("3, ") and not check.is_problem
+    assert "nothing to place" in machine.check_memory_nodes(here(nodes=tmp_path / "none")).found
+
+
 def unknown_transport(folder: Path, stack: ExitStack) -> Check:
     return machine.check_transport(here(environ={"BMTRAIN_CPU_TRANSPORT": "tcp"}))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from kernel_levels import same_bits
 from torch import nn
 
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer
+from bmtrain.optim._arrays import allocate
 
 BOTH = (AdamOptimizer, AdamOffloadOptimizer)
 SHAPES = ((3, 5), (7,), (64, 33))
@@ -234,3 +236,27 @@ def test_bf16_moments_are_saved_loaded_and_copied(dtype: torch.dtype, gather: bo
 def test_state_dtype_is_one_of_two() -> None:
     with pytest.raises(TypeError, match=r"state_dtype: expected torch.float32 or torch.bfloat16, got"):
         AdamOffloadOptimizer([nn.Parameter(torch.ones(2))], state_dtype=torch.float16)
+
+
+def faults_by_thread() -> dict[str, int]:
+    """Pages that each thread of this process was the first to touch."""
+    tasks = Path("/proc/self/task").glob("*/stat")
+    return {task.parent.name: int(task.read_text().rpartition(")")[2].split()[7]) for task in tasks}
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts page faults of threads")
+def test_new_state_is_touched_by_the_threads_that_will_update_it() -> None:
+    """Each of two threads half of every array: with fewer pages than that, one of them would have helped."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        trained(AdamOffloadOptimizer, torch.float32)
+        allocate([torch.Size([1 << 16])], [torch.float32], torch.device("cpu"))  # both threads exist
+        old = faults_by_thread()
+        arrays = allocate([torch.Size([1 << 23])], [torch.float32] * 3, torch.device("cpu"))
+        new = {name: count - old.get(name, 0) for name, count in faults_by_thread().items()}
+    finally:
+        torch.set_num_threads(before)
+    assert not any(array[0].any() for array in arrays)
+    first, second = sorted(new.values())[-2:]
+    assert 0.4 * (first + second) <= first, new
