@@ -19,6 +19,7 @@ __all__ = [
     "require_number",
     "require_path",
     "require_tensor",
+    "require_text",
 ]
 
 
@@ -57,6 +58,12 @@ def require_tensor(name: str, value: Any) -> None:
     """Raise TypeError unless ``value`` is a tensor."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor, got {value!r:.80} ({type(value).__name__})")
+
+
+def require_text(name: str, value: Any) -> None:
+    """Raise TypeError unless ``value`` is a str."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: expected a str, got {value!r:.80} ({type(value).__name__})")
 
 
 def require_path(name: str, value: Any) -> None:

@@ -140,14 +140,13 @@ class HubLine:
             self._end_probe()
         return messages
 
-    def is_silent(self) -> bool:
-        """Whether a question has not been answered for too long."""
-        return self._unheard is not None and time.monotonic() - self._unheard >= self._silence
+    def unheard_for(self) -> float:
+        """Seconds since the first question that the hub has not answered; 0 if it has answered all."""
+        return 0.0 if self._unheard is None else time.monotonic() - self._unheard
 
     def probe(self) -> None:
         """While the hub is silent, find out whether its host is in reach: that would take a connection."""
-        silent_for = 0.0 if self._unheard is None else time.monotonic() - self._unheard
-        if self._probe is not None or silent_for < self._silence / 2:
+        if self._probe is not None or self.unheard_for() < self._silence / 2:
             return
         self._probe = socket.socket(self.lines.connection.family, socket.SOCK_STREAM)
         self._probe.setblocking(False)

@@ -216,7 +216,7 @@ class Watch:
                 self._interrupted = 0.0
                 if self.core.blocked_for(_INTERRUPT_SECONDS):
                     self._hand_in({"kind": "interrupted", "what": "", "group": "", "record": None})
-        elif self._hub is None and self._is_hub_overdue(self._failure):
+        elif self._hub is None and self._is_hub_overdue():
             self._judge_alone()
 
     def _inquire(self) -> None:
@@ -226,11 +226,11 @@ class Watch:
             self._next_question = now + self._patience.period
             self._ask({"do": "inquire"})
 
-    def _is_hub_overdue(self, failure: Message) -> bool:
-        """Whether there is nobody to wait for; at a time-out that is known before."""
+    def _is_hub_overdue(self) -> bool:
+        """Whether there is nobody to wait for: a hub that is there answers at once, even if its verdict takes longer."""
         if self._line is None or time.monotonic() > self._deadline:
             return True
-        return failure["kind"] == "late" and self._line.is_silent()
+        return self._line.unheard_for() >= min(self._patience.silence, _LATE_VERDICT_SECONDS)
 
     def _take(self) -> None:
         """Something from the core: a failure, or fingerprints."""
@@ -248,7 +248,7 @@ class Watch:
         late = failure["kind"] == "late"
         self._deadline = time.monotonic() + (_LATE_VERDICT_SECONDS if late else _VERDICT_SECONDS)
         self._ask({"do": "fail", "failure": self._failure})
-        if self._hub is None and self._is_hub_overdue(self._failure):
+        if self._hub is None and self._is_hub_overdue():
             self._judge_alone()
 
     def _judge_alone(self) -> None:

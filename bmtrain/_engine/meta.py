@@ -34,11 +34,25 @@ def make_moved_shards(module: torch.nn.Module, function: Any) -> None:
 
     Args:
         function: what ``Module._apply`` is given; ``to_empty()`` allocates, ``half()`` does not.
+
+    Raises:
+        ValueError: it takes parameters that have values to the meta device.
     """
+    goes_to_meta: dict[torch.device, bool] = {}  # from each device that parameters are on
     for param in module.parameters():
-        if param.is_meta and hasattr(param, "_original_shape"):
-            if function(torch.empty(0, dtype=param.dtype, device="meta")).is_meta:
-                return
+        if not hasattr(param, "_original_shape"):
+            continue
+        if param.device not in goes_to_meta:
+            goes_to_meta[param.device] = function(
+                torch.empty(0, dtype=param.dtype, device=param.device)
+            ).is_meta
+        if goes_to_meta[param.device] and not param.is_meta:
+            raise ValueError(
+                "device: expected one with memory for a model that is sharded already, got meta, on which parameter of "
+                f"shape {tuple(param._original_shape)} and all others would lose their values; to have a model "
+                'without values, build it under torch.device("meta")'
+            )
+        if param.is_meta and not goes_to_meta[param.device]:
             make_shard(param)  # type: ignore[arg-type]
 
 

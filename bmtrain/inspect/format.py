@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .._arguments import require_keys
+
 __all__ = ["format_summary"]
 
 _COLUMNS = ("shape", "max", "min", "std", "mean", "grad_std", "grad_mean")
@@ -18,13 +20,23 @@ def format_summary(summary: Iterable[Mapping[str, Any]]) -> str:
     Args:
         summary: one mapping per line, with the keys ``name, shape, max, min, std, mean, grad_std, grad_mean``.
 
+    Raises:
+        TypeError: it is no list of mappings.
+        ValueError: one lacks a key.
+
     Example:
         >>> line = {"name": "w", "shape": (2, 3), "max": 1.0, "min": 0.0, "std": 0.5, "mean": 0.25}
         >>> print(format_summary([{**line, "grad_std": None, "grad_mean": 0.0}]))
          name    shape               max       min       std       mean      grad_std  grad_mean
          w       (2, 3)              1.0000    0.0000    0.5000    0.2500    None      0.0000
     """
+    if isinstance(summary, Mapping) or not isinstance(summary, Iterable):
+        raise TypeError(
+            f"summary: expected a list of mappings, got {summary!r:.80} ({type(summary).__name__})"
+        )
     items = list(summary)
+    for item in items:
+        require_keys("summary", item, ("name", *_COLUMNS))
     name_width = max([len("name"), *(len(item["name"]) for item in items)]) + 4
     widths = (name_width, _SHAPE_WIDTH, *[_NUMBER_WIDTH] * (len(_COLUMNS) - 1))
     columns = ("name", *_COLUMNS)

@@ -10,6 +10,7 @@ import torch
 
 from .. import _C
 from .._agree import broadcast_json
+from .._arguments import require_text
 from .._comm import wire_device
 from ..global_var import context
 from ..parameter import full_value, gather_flat
@@ -31,11 +32,16 @@ def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> 
         ``max``, ``min``, ``mean``, ``std`` (unbiased), and ``grad_mean``, ``grad_std`` of the gradient as it is stored,
         loss scale included (0.0 if there is none).
 
+    Raises:
+        TypeError: an argument is of another type.
+
     Example:
         >>> print(bmtrain.inspect.format_summary(bmtrain.inspect.inspect_model(model, "*")))   # doctest: +SKIP
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    require_text("param_name", param_name)
+    require_text("prefix", prefix)
     context("inspect_model()")
     found = [
         (name, param)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .. import _context
+from .._arguments import require_tensor, require_text
 from .._comm import wire_device
 from .._engine.recording import active_recorder, place_outside, running_call
 from ..global_var import context
@@ -36,8 +37,13 @@ class InspectTensor:
 
         Returns:
             None if there is none.
+
+        Raises:
+            TypeError: ``index`` is no integer.
         """
         found = [item for item in self._summary if item["name"] == name and item["group"] == group]
+        if index is not None and not isinstance(index, int):
+            raise TypeError(f"index: expected an integer, got {index!r:.80} ({type(index).__name__})")
         wanted = 0 if index is None else index
         return found[wanted]["tensor"] if 0 <= wanted < len(found) else None
 
@@ -136,7 +142,7 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None) -> None:
 
     Raises:
         RuntimeError: if ``x`` is a parameter.
-        TypeError: if it is no tensor.
+        TypeError: if it is no tensor, or ``name`` no str.
     """
     current = _context.current()
     call = running_call(current.engine) if current is not None else None
@@ -147,8 +153,8 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None) -> None:
     recorder = active_recorder.get()
     if recorder is None:
         return
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
+    require_tensor("x", x)
+    require_text("name", name)
     if isinstance(x, torch.nn.Parameter):
         raise RuntimeError(f"record_tensor({name!r}): parameters are inspected with inspect_model()")
     if not torch.is_grad_enabled():

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from .._arguments import require_dtype, require_integer
+from .._arguments import require_dtype, require_integer, require_tensor
 from ..global_var import context
 from ..parameter import DistributedParameter, ParameterInitializer
 
-__all__ = ["check_layer", "divided", "tp_parameter"]
+__all__ = ["check_features", "check_layer", "divided", "tp_parameter"]
 
 
 def check_layer(dtype: Any, **sizes: Any) -> None:
@@ -18,6 +18,22 @@ def check_layer(dtype: Any, **sizes: Any) -> None:
     for name, size in sizes.items():
         require_integer(name, size, 0)
     require_dtype("dtype", dtype)
+
+
+def check_features(name: str, x: Any, weight: torch.Tensor, width: int) -> None:
+    """Raises TypeError or ValueError unless ``x`` is a tensor that fits the weight of a linear layer.
+
+    Args:
+        name: of the argument.
+        x: what was given.
+        weight: by which it is multiplied.
+        width: what the last dim has to be.
+    """
+    require_tensor(name, x)
+    if x.dim() == 0 or x.shape[-1] != width:
+        raise ValueError(f"{name}: expected a last dim of {width}, got shape {tuple(x.shape)}")
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(f"{name}: expected {weight.dtype} as of weight, got {x.dtype}")
 
 
 def divided(name: str, size: int) -> int:

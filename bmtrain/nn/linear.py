@@ -8,7 +8,7 @@ import torch
 
 from ..layer import DistributedModule
 from ..parameter import DistributedParameter, ParameterInitializer
-from ._divide import check_layer
+from ._divide import check_features, check_layer
 
 __all__ = ["Linear", "OpLinear"]
 
@@ -55,7 +55,9 @@ class Linear(DistributedModule):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """``(..., in_features)`` to ``(..., out_features)``."""
-        return OpLinear.apply(input, self.weight, self.bias)
+        weight = self.weight
+        check_features("input", input, weight, self.in_features)
+        return OpLinear.apply(input, weight, self.bias)
 
     def extra_repr(self) -> str:
         return (

@@ -12,7 +12,7 @@ from .._arguments import require_between, require_tensor
 from ..global_var import context
 from ..layer import DistributedModule
 from ..parameter import DistributedParameter, ParameterInitializer
-from ._divide import check_layer, divided, tp_parameter
+from ._divide import check_features, check_layer, divided, tp_parameter
 from .parallel_linear_func import gather_rows, parallel_linear, replicate, scatter_rows
 
 __all__ = ["Projection", "VPEmbedding", "VPProjection"]
@@ -73,8 +73,10 @@ class VPEmbedding(DistributedModule):
 
     def projection(self, x: torch.Tensor) -> torch.Tensor:
         """Logits of this rank's part of the vocabulary for all ranks' hidden states."""
+        weight = self.weight
+        check_features("x", x, weight, self.embedding_size)
         by_position = x.transpose(0, 1)  # rows are gathered along dim 0, the sequence is dim 1
-        logits = parallel_linear(by_position, self.weight, None, True, False, False, None)
+        logits = parallel_linear(by_position, weight, None, True, False, False, None)
         return logits.transpose(0, 1).contiguous()
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
@@ -129,7 +131,9 @@ class Projection(DistributedModule):
 
     def projection(self, x: torch.Tensor) -> torch.Tensor:
         """The same as calling the module."""
-        return F.linear(x, self.weight)
+        weight = self.weight
+        check_features("x", x, weight, self.embedding_size)
+        return F.linear(x, weight)
 
 
 class VPProjection(VPEmbedding):
@@ -144,4 +148,6 @@ class VPProjection(VPEmbedding):
 
     def projection(self, x: torch.Tensor) -> torch.Tensor:
         """The same as calling the module."""
-        return F.linear(replicate(x), self.weight)
+        weight = self.weight
+        check_features("x", x, weight, self.embedding_size)
+        return F.linear(replicate(x), weight)

@@ -16,9 +16,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .. import _C
-from .._arguments import require_tensor
 from .._engine.opaque import opaque
 from ..global_var import context
+from ._divide import check_features
 
 __all__ = [
     "OpParallelLinear",
@@ -184,7 +184,8 @@ class OpParallelLinear(torch.autograd.Function):
         reduce_output_type: ReduceType | int | None,
         async_gather_chunks: int = 2,
     ) -> torch.Tensor:
-        _check_input(input, weight, split_input)
+        # Before anything is sent: a rank that finds it out afterwards leaves the others waiting.
+        check_features("input", input, weight, weight.shape[1] * (_tp().size if split_input else 1))
         reduction = None if reduce_output_type is None else ReduceType(reduce_output_type)
         if async_gather_chunks < 1:
             raise ValueError(f"async_gather_chunks: expected at least 1, got {async_gather_chunks}")
@@ -230,16 +231,6 @@ class OpParallelLinear(torch.autograd.Function):
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grads[2] = rows.sum(0)
         return tuple(grads)
-
-
-def _check_input(input: torch.Tensor, weight: torch.Tensor, split_input: bool) -> None:
-    """Before anything is sent: a rank that finds it out afterwards leaves the others waiting."""
-    require_tensor("input", input)
-    width = weight.shape[1] * (_tp().size if split_input else 1)
-    if input.dim() == 0 or input.shape[-1] != width:
-        raise ValueError(f"input: expected a last dim of {width}, got shape {tuple(input.shape)}")
-    if input.dtype != weight.dtype and not torch.is_autocast_enabled(input.device.type):
-        raise TypeError(f"input: expected {weight.dtype} as of weight, got {input.dtype}")
 
 
 def _finish(out: torch.Tensor, gather_output: bool) -> torch.Tensor:

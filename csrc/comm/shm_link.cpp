@@ -54,6 +54,7 @@ void copy_text(char* to, std::size_t size, std::string_view text) {
 }  // namespace
 
 std::size_t ShmLink::segment_bytes(int size) {
+  BMT_CHECK(ValueError, size >= 1, "size: expected at least 1, got ", size);
   return kHeaderBytes + collective_shape(size).bytes() +
          static_cast<std::size_t>(size) * message_shape().bytes();
 }

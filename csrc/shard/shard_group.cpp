@@ -28,6 +28,30 @@ std::vector<std::int64_t> numels_of(const std::vector<std::vector<std::int64_t>>
   return numels;
 }
 
+ShardGroup::Options checked(ShardGroup::Options options) {
+  const std::size_t count = options.parameters.size();
+  BMT_CHECK(ValueError, options.shapes.size() == count, "shapes: expected one per parameter (", count,
+            "), got ", options.shapes.size());
+  BMT_CHECK(ValueError, options.names.size() == count, "names: expected one per parameter (", count,
+            "), got ", options.names.size());
+  for (const auto& shape : options.shapes) {
+    std::int64_t numel = 1;
+    for (const std::int64_t size : shape) {
+      BMT_CHECK(ValueError, size >= 0 && !__builtin_mul_overflow(numel, size, &numel),
+                "shapes: expected sizes of at least 0 whose product fits in 64 bits, got ",
+                at::IntArrayRef(shape));
+    }
+  }
+  for (const at::Tensor& parameter : options.parameters) {
+    BMT_CHECK(TypeError, parameter.scalar_type() == options.dtype, "parameters: expected dtype ",
+              c10::toString(options.dtype), ", got ", c10::toString(parameter.scalar_type()));
+  }
+  BMT_CHECK(TypeError, options.gather_comm != nullptr, "gather_comm: expected a communicator, got None");
+  BMT_CHECK(TypeError, options.reduce_comm != nullptr, "reduce_comm: expected a communicator, got None");
+  BMT_CHECK(TypeError, options.pool != nullptr, "pool: expected a BufferPool, got None");
+  return options;
+}
+
 // Below, what is saved is less than what it costs to look after the memory.
 constexpr std::int64_t kLeastShared = std::int64_t{1} << 20;
 
@@ -40,16 +64,10 @@ void set_accumulator(const at::Tensor& parameter, const NodePtr& node) {
 }  // namespace
 
 ShardGroup::ShardGroup(Options options)
-    : options_(std::move(options)),
+    : options_(checked(std::move(options))),
       layout_(numels_of(options_.shapes), static_cast<std::int64_t>(c10::elementSize(options_.dtype)),
               options_.gather_comm->size()) {
   const c10::InferenceMode normal_tensors(false);
-  BMT_CHECK(ValueError, options_.parameters.size() == options_.shapes.size(),
-            "shapes: expected one per parameter (", options_.parameters.size(), "), got ",
-            options_.shapes.size());
-  BMT_CHECK(ValueError, options_.names.size() == options_.parameters.size(),
-            "names: expected one per parameter (", options_.parameters.size(), "), got ",
-            options_.names.size());
   const c10::Storage shard_storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, options_.device),
                                    c10::GetAllocator(options_.device.type()), /*resizable=*/true);
   shard_ = view_of_storage(shard_storage, options_.dtype, 0, {layout_.partition()});
@@ -80,9 +98,20 @@ void ShardGroup::allocate() {
 }
 
 void ShardGroup::make_shard(std::size_t index) {
+  check_index(index);
   const c10::InferenceMode normal_tensors(false);
   allocate();
-  materialize(options_.parameters.at(index), local_views_.at(index));
+  materialize(options_.parameters[index], local_views_[index]);
+}
+
+at::Tensor ShardGroup::local_view(std::size_t index) const {
+  check_index(index);
+  return local_views_[index];
+}
+
+void ShardGroup::check_index(std::size_t index) const {
+  BMT_CHECK(ValueError, index < options_.parameters.size(), "index: expected 0 to ",
+            options_.parameters.size(), " (excluded), got ", index);
 }
 
 void ShardGroup::check_data() const {
@@ -308,8 +337,9 @@ void ShardGroup::make_sinks() {
 }
 
 void ShardGroup::set_hooks(std::size_t index, PyObject* hooks) {
+  check_index(index);
   make_sinks();
-  sinks_.at(index)->set_hooks(hooks);
+  sinks_[index]->set_hooks(hooks);
 }
 
 void ShardGroup::unbind() noexcept {

@@ -91,7 +91,7 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   /// The flat shard: 1-D, layout().partition() elements.
   [[nodiscard]] at::Tensor shard() const { return shard_; }
   /// This rank's part of parameter `index`: a 1-D view of the shard.
-  [[nodiscard]] at::Tensor local_view(std::size_t index) const { return local_views_.at(index); }
+  [[nodiscard]] at::Tensor local_view(std::size_t index) const;
   /// The flat gradient shard; undefined before its first need, and from a call on when no gradient uses it.
   [[nodiscard]] at::Tensor gradient_shard() const { return gradient_shard_; }
   /// Memory of the full parameters, 0 while there is none but the shard; and of whole gradients and slices.
@@ -158,6 +158,7 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
 
   void allocate();
   void check_data() const;
+  void check_index(std::size_t index) const;
   // Whether the gathered buffer is another than the shard.
   [[nodiscard]] bool has_own_buffer() const;
   [[nodiscard]] std::int64_t full_bytes(at::ScalarType dtype) const;

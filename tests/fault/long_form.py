@@ -24,35 +24,40 @@ from typing import Any
 
 import torch
 from harness import Status, rank_outcomes
-from test_faults import COLLECTIVES, caught
+from test_faults import COLLECTIVES, caught, stop_for_good
 
 import bmtrain
 from bmtrain import _C
 
 
-def strike(op: str, victim: int, number: int, delay: float, note: str) -> tuple[str, float]:
+def strike(op: str, victim: int, number: int, delay: float, folder: str) -> tuple[str, float]:
     """Collectives until one fails; the victim is struck from a thread of its own after ``delay`` seconds."""
+    told = Path(folder, "told")
+    told.mkdir(exist_ok=True)
     bmtrain.synchronize()
     if bmtrain.rank() == victim:
 
         def hit() -> None:
             time.sleep(delay)
-            Path(note).write_text(repr(time.monotonic()))
+            Path(folder, "struck").write_text(repr(time.monotonic()))
+            if number == signal.SIGSTOP:
+                stop_for_good(str(told), bmtrain.world_size() - 1)
             os.kill(os.getpid(), number)
 
         threading.Thread(target=hit, daemon=True).start()
     message = caught(op, 50_000)
-    return message, time.monotonic()
+    raised = time.monotonic()
+    (told / str(bmtrain.rank())).touch()
+    return message, raised
 
 
 def measure(op: str, number: int, transport: str, world: int, repeats: int, timeout: float) -> dict[str, Any]:
     """All victims x repeats of one collective."""
     delays: list[float] = []
     hangs = wrong = 0
-    with tempfile.TemporaryDirectory() as folder:
-        for victim, repeat in itertools.product(range(world), range(repeats)):
-            note = str(Path(folder, f"{victim}-{repeat}"))
-            delay = 0.02 + 0.005 * (repeat % 20)
+    for victim, repeat in itertools.product(range(world), range(repeats)):
+        delay = 0.02 + 0.005 * (repeat % 20)
+        with tempfile.TemporaryDirectory() as folder:
             outcomes = rank_outcomes(
                 world,
                 strike,
@@ -60,23 +65,24 @@ def measure(op: str, number: int, transport: str, world: int, repeats: int, time
                 victim,
                 number,
                 delay,
-                note,
+                folder,
                 init={"timeout": timeout},
                 environment={"BMTRAIN_CPU_TRANSPORT": transport},
                 fresh=True,
                 timeout=timeout + 20,
             )
-            struck = float(Path(note).read_text())
-            for outcome in outcomes:
-                if outcome.rank == victim:
-                    continue
-                if outcome.status is not Status.RETURNED:
-                    hangs += 1
-                    continue
-                message, raised = outcome.value
-                delays.append(raised - struck)
-                wrong += f"rank {victim}" not in message.split(": ", 1)[1]
+            struck = float(Path(folder, "struck").read_text())
+        for outcome in outcomes:
+            if outcome.rank == victim:
+                continue
+            if outcome.status is not Status.RETURNED:
+                hangs += 1
+                continue
+            message, raised = outcome.value
+            delays.append(raised - struck)
+            wrong += f"rank {victim}" not in message.split(": ", 1)[1]
     return {
+        "time-out, seconds": timeout,
         "struck": world * repeats,
         "did not raise": hangs,
         "named another rank": wrong,
@@ -135,11 +141,15 @@ def main() -> None:
     parser.add_argument("--transports", default="shm,gloo", help="what connects the ranks")
     parser.add_argument("--operations", default=",".join(COLLECTIVES), help="what they are struck in")
     parser.add_argument("--timeout", type=float, default=5.0, help="of the library, in seconds")
+    parser.add_argument(
+        "--recording", action=argparse.BooleanOptionalAction, default=True, help="what recording costs"
+    )
     parser.add_argument("--out", type=Path, default=Path("docs/results/faults.json"))
     options = parser.parse_args()
     result: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
     result["machine"] = f"{platform.machine()}, {os.cpu_count()} processors, torch {torch.__version__}"
-    result["recording"] = cost_of_recording()
+    if options.recording:
+        result["recording"] = cost_of_recording()
     faults = {signal.SIGKILL: options.repeats, signal.SIGSTOP: options.stops}
     for transport, (fault, repeats) in itertools.product(options.transports.split(","), faults.items()):
         for op in options.operations.split(",") if repeats else ():

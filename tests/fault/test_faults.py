@@ -83,18 +83,22 @@ def test_killed_in_a_collective(op: str, transport: str) -> None:
         assert '"block 3"' in message
 
 
+def stop_for_good(folder: str, survivors: int) -> None:
+    """Stop this process; a child of it ends it when each survivor has made a file in the folder."""
+    parent, until = os.getpid(), time.monotonic() + 60
+    if os.fork() == 0:
+        while len(os.listdir(folder)) < survivors and time.monotonic() < until:
+            time.sleep(0.05)
+        os.kill(parent, signal.SIGKILL)
+        os._exit(0)
+    os.kill(parent, signal.SIGSTOP)
+
+
 def stop(victim: int, folder: str) -> tuple[str, float]:
-    """One rank is stopped; a child of it ends it when all others are done."""
     bmtrain.synchronize()
     started = time.monotonic()
     if bmtrain.rank() == victim:
-        parent = os.getpid()
-        if os.fork() == 0:
-            while len(os.listdir(folder)) < WORLD - 1 and time.monotonic() < started + 60:
-                time.sleep(0.05)
-            os.kill(parent, signal.SIGKILL)
-            os._exit(0)
-        os.kill(parent, signal.SIGSTOP)
+        stop_for_good(folder, WORLD - 1)
     message = caught("all_gather", 10)
     seconds = time.monotonic() - started
     Path(folder, str(bmtrain.rank())).touch()

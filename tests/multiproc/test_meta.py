@@ -269,6 +269,25 @@ def test_hooks_conversions_and_rebuilding_before_there_are_values(world: int) ->
     run_ranks(world, other_ways)
 
 
+def sent_to_meta() -> None:
+    model = built("cpu")
+    bmt.init_parameters(model)
+    before = model.state_dict()
+    for part in (model, model.layers[0], model.layers[0]._module):
+        with pytest.raises(ValueError, match=r"device: .*sharded.*got meta"):
+            part.to("meta")
+        with pytest.raises(ValueError, match=r"device: .*sharded.*got meta"):
+            part.to_empty(device="meta")
+    after = model.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    train(model, bmt.optim.AdamOptimizer(model.parameters(), lr=0.01))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_what_is_sharded_is_not_sent_to_meta(world: int) -> None:
+    run_ranks(world, sent_to_meta)
+
+
 def pipelined() -> None:
     states = []
     for device in ("cpu", "meta"):

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from .core import classes, operators, updates
 from .exchange import collectives
 from .files import checkpoints, model_files
+from .inspecting import inspection
 from .kinds import WRONG, Calls
 from .models import layers, losses, wrappers
+from .storage import storage
 from .training import managers, momentum_optimizers, optimizers, schedules
 
 __all__ = ["TABLES", "WRONG", "Calls"]
@@ -29,5 +31,7 @@ TABLES: dict[str, Callable[[], Calls]] = {
         operators,
         updates,
         classes,
+        storage,
+        inspection,
     )
 }

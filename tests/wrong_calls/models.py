@@ -63,10 +63,14 @@ def layers() -> Calls:
     }
     made.update({kind.__name__: (kind, table) for kind in (n.VPEmbedding, n.Projection, n.VPProjection)})
     features, ids = torch.ones(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
-    for kind in (n.ColumnParallelLinear, n.RowParallelLinear):  # what sends nothing leaves its input to torch
+    for kind in (n.Linear, n.ColumnParallelLinear, n.RowParallelLinear):
         layer: torch.nn.Module = kind(4, 6)
         made[f"{kind.__name__}.forward"] = (layer, {"input": ("features", features)})
     made["VPEmbedding.forward"] = (n.VPEmbedding(8, 4, torch.float32), {"x": ("ids", ids)})
+    hidden = {"x": ("features", features)}
+    for projection in (n.Projection, n.VPProjection):
+        made[f"{projection.__name__}.forward"] = (projection(8, 4, torch.float32), hidden)
+    made["VPEmbedding.projection"] = (n.VPEmbedding(8, 4, torch.float32).projection, hidden)
     chunks = {"async_gather_chunks": ("positive", 2)}
     made["ColumnParallelLinear(chunks)"] = (
         lambda number: n.ColumnParallelLinear(4, 6, async_gather_chunks=number),
