@@ -227,7 +227,7 @@ class Watch:
             self._ask({"do": "inquire"})
 
     def _is_hub_overdue(self) -> bool:
-        """Whether there is nobody to wait for: a hub that is there answers at once, even if its verdict takes longer."""
+        """Whether there is nobody to wait for: a hub that is there answers at once, if not with a verdict."""
         if self._line is None or time.monotonic() > self._deadline:
             return True
         return self._line.unheard_for() >= min(self._patience.silence, _LATE_VERDICT_SECONDS)

@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 declare -A parts=(
-    [core]="$(echo tests/unit/test_{ops,comm,flight_recorder,watchdog,adam,adam_state,sgd_lion,loss,linear_cross_entropy}.py \
+    [core]="$(echo tests/unit/test_{ops,comm,flight_recorder,watchdog,adam,adam_state,sgd_lion,loss}.py \
         tests/unit/test_{optim_manager,archive,lr_scheduler}.py tests/unit/test_kernels_{reduce,convert,momentum,adam,isa}.py)"
     [arguments]="tests/multiproc/test_wrong_arguments.py"
     [exchange]="$(echo tests/multiproc/test_comm_{shm,core,distributed,nccl,rooted,faults}.py \

@@ -144,6 +144,8 @@ def raise_alone(victim: int) -> str:
     """What happens when a script's forward raises: the hook of the interpreter is called, then it ends."""
     bmtrain.synchronize()
     if bmtrain.rank() == victim:
+        # When this has ended the others have left the barrier above: they fail where it is caught.
+        collective(bmtrain.config["comm"], "all_reduce", 10)
         try:
             raise ValueError("a bad sample\nand more")
         except ValueError:
