@@ -22,6 +22,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
+from ._blame import ranks_text
 from ._launch import Launch
 from ._rendezvous_store import first_line, open_store
 from .errors import BMTrainError, CommunicationError
@@ -177,7 +178,7 @@ class Rendezvous:
         missing = [rank for rank in range(world) if not self.store.check([f"peer/{rank}"])]
         return (
             f"rendezvous at {self._launch.meeting}: expected {world} ranks within {self._timeout:g} s, got "
-            f"{world - len(missing)}; missing {_ranks(missing)}: see whether they started, and whether their "
+            f"{world - len(missing)}; missing {ranks_text(missing)}: see whether they started, and whether their "
             "errors came first"
         )
 
@@ -214,19 +215,3 @@ def _difference(first: dict[str, Any], mine: dict[str, Any]) -> str | None:
                 f"{value!r} on rank {mine['rank']}"
             )
     return None
-
-
-def _ranks(ranks: list[int]) -> str:
-    """For example ``rank 3`` or ``ranks 1, 4-7``.
-
-    >>> _ranks([3]), _ranks([1, 4, 5, 6, 7])
-    ('rank 3', 'ranks 1, 4-7')
-    """
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

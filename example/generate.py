@@ -40,7 +40,7 @@ def main() -> None:
         new = generate(model, tokens, options.num_tokens, options.temperature, options.top_k)
     except UserError as error:
         exit_together("generate.py", error)
-    bmt.print_rank(f"--- prompt\n{options.prompt}\n--- prompt and sample\n{options.prompt}{text_of(new)}")
+    bmt.print_rank(f"--- a sample, which begins with the prompt\n{options.prompt}{text_of(new)}")
 
 
 def load_model(options: argparse.Namespace) -> GPT:

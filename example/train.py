@@ -39,14 +39,7 @@ def main() -> None:
 
 def train(options: argparse.Namespace) -> None:
     # Part 2: the model, and the data it learns from.
-    model_config = model_options(options)
-    model = GPT(
-        **{**model_config, "dtype": DTYPES[options.dtype]},
-        use_checkpoint=not options.no_recompute,
-        zero_level=options.zero_level,
-    )
-    bmt.init_parameters(model)  # or bmt.load(model, "model.pt")
-
+    model = make_model(options)
     corpus = load_corpus(options.data)
     sampler = Sampler(corpus.train, options.seq_len, options.batch_size, options.seed)
     held_out = validation_batches(
@@ -55,22 +48,14 @@ def train(options: argparse.Namespace) -> None:
 
     # Part 3: the loss, the optimizer and the learning rate.
     loss_func = bmt.loss.FusedCrossEntropy(ignore_index=-100)
-    optimizer_class = bmt.optim.AdamOffloadOptimizer if options.offload else bmt.optim.AdamOptimizer
-    offload_options = {"state_dtype": DTYPES[options.state_dtype]} if options.offload else {}
-    optimizer = optimizer_class(
-        model.parameters(),
-        lr=options.lr,
-        betas=(0.9, 0.95),
-        weight_decay=options.weight_decay,
-        **offload_options,
-    )
+    optimizer = make_optimizer(options, model)
     lr_scheduler = make_scheduler(options, optimizer)
     # fp16 gradients below 6e-8 would become 0: the loss is scaled up, as far as they do not overflow.
     optim_manager = bmt.optim.OptimManager(loss_scale=options.loss_scale if options.dtype == "fp16" else None)
     optim_manager.add_optimizer(optimizer, lr_scheduler)
 
     out = Path(options.out)
-    run = {"model": model_config, "options": run_options(options), "text": corpus.digest}
+    run = {"model": model_options(options), "options": run_options(options), "text": corpus.digest}
     first_step = resume_or_start(options, out, model, optim_manager, run)
     lr_scheduler.end_iter = options.steps  # a resumed run may be longer than the interrupted one
     lr_scheduler.step(lr_scheduler.num_iter)
@@ -96,19 +81,17 @@ def train(options: argparse.Namespace) -> None:
             logbook.table(bmt.inspect.inspect_model(model, "*"))
         optim_manager.step()
 
-        global_loss = bmt.distributed.all_reduce(loss.detach(), op="avg").item()  # mean over all ranks
+        numbers = {
+            "loss": bmt.distributed.all_reduce(loss.detach(), op="avg").item(),  # mean over all ranks
+            "lr": lr,
+            "loss_scale": loss_scale,
+            "grad_norm": grad_norm.item(),
+        }
         elapsed = time.perf_counter() - started
         seconds += elapsed
         exposure.after_step()
-        logbook.step(
-            step + 1,
-            loss=global_loss,
-            lr=lr,
-            loss_scale=loss_scale,
-            grad_norm=grad_norm.item(),
-            tokens_per_second=options.batch_size * options.seq_len / elapsed,
-            exposed_communication=exposure.last(),
-        )
+        numbers["tokens_per_second"] = options.batch_size * options.seq_len / elapsed
+        logbook.step(step + 1, **numbers, exposed_communication=exposure.last())
         if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
             checkpoint = save_checkpoint(out / "checkpoints", step + 1, model, optim_manager, run)
 
@@ -127,6 +110,28 @@ def train(options: argparse.Namespace) -> None:
             "checkpoint": checkpoint or "none: there was no step left to do",
         },
     )
+
+
+def make_model(options: argparse.Namespace) -> GPT:
+    model = GPT(
+        **{**model_options(options), "dtype": DTYPES[options.dtype]},
+        use_checkpoint=not options.no_recompute,
+        zero_level=options.zero_level,
+    )
+    bmt.init_parameters(model)  # or bmt.load(model, "model.pt")
+    return model
+
+
+def make_optimizer(options: argparse.Namespace, model: GPT) -> torch.optim.Optimizer:
+    arguments: dict[str, Any] = {
+        "lr": options.lr,
+        "betas": (0.9, 0.95),
+        "weight_decay": options.weight_decay,
+    }
+    if options.offload:
+        state_dtype = DTYPES[options.state_dtype]
+        return bmt.optim.AdamOffloadOptimizer(model.parameters(), **arguments, state_dtype=state_dtype)
+    return bmt.optim.AdamOptimizer(model.parameters(), **arguments)
 
 
 def compute_loss(model: GPT, loss_func: bmt.loss.FusedCrossEntropy, batch: Batch) -> torch.Tensor:
