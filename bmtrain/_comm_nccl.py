@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+import os
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,7 +15,23 @@ import torch.distributed as dist
 from . import _C
 from .errors import BMTrainError, CommunicationError
 
-__all__ = ["create_nccl", "find_candidates", "library", "split_nccl"]
+if TYPE_CHECKING:
+    from ._context import Context
+
+__all__ = [
+    "create_nccl",
+    "find_candidates",
+    "library",
+    "read_registration",
+    "register_buffers",
+    "split_nccl",
+]
+
+_REGISTER = "BMTRAIN_NCCL_REGISTER"
+#: Smaller buffers are not worth a piece of memory of NCCL's own, which comes in such steps.
+_LEAST_BYTES = 1 << 20
+
+_log = logging.getLogger("bmtrain")
 
 
 def find_candidates() -> list[str]:
@@ -89,3 +108,44 @@ def split_nccl(parent: _C.Communicator, number: int, rank: int, size: int, name:
     inner = parent.inner if isinstance(parent, _C.GuardedCommunicator) else parent
     assert isinstance(inner, _C.NcclCommunicator)
     return inner.split(number, rank, size, name)
+
+
+def read_registration() -> str:
+    """``BMTRAIN_NCCL_REGISTER``: ``0`` (default), ``auto`` or ``1``.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    setting = os.environ.get(_REGISTER, "") or "0"
+    if setting not in ("0", "auto", "1"):
+        raise ValueError(f"{_REGISTER}: expected 0, auto or 1, got {setting!r}")
+    return setting
+
+
+def register_buffers(context: Context, setting: str) -> bool:
+    """Let blocks take large buffers from memory that NCCL has allocated and that communicators register. Collective.
+
+    Args:
+        context: of this process; none of its buffers is in use.
+        setting: ``auto``: only if it works on every rank; ``1``: it has to.
+
+    Returns:
+        Whether they do, the same on every rank.
+
+    Raises:
+        BMTrainError: on every rank: it has to, and does not work on one of them.
+    """
+    guarded = context.groups["zero"].comm
+    comm = guarded.inner if isinstance(guarded, _C.GuardedCommunicator) else guarded
+    assert isinstance(comm, _C.NcclCommunicator)
+    reason = comm.try_registration()
+    works = torch.tensor([not reason], device=context.device, dtype=torch.int32)
+    guarded.all_reduce(works, _C.ReduceOp.MIN, _REGISTER).wait()
+    if works.item():
+        context.engine.pool.set_source(_C.NcclMemory(comm.library, context.device), _LEAST_BYTES)
+        return True
+    told = reason or "it works on this rank, but not on another one"
+    if setting == "1":
+        raise BMTrainError(f"{_REGISTER}=1: NCCL does not register memory on every rank: {told}")
+    _log.warning("bmtrain: %s=auto: buffers are torch's: %s", _REGISTER, told)
+    return False

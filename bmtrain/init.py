@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _context
+from ._comm_nccl import read_registration, register_buffers
 from ._context import Context, Streams
 from ._deprecate import warn_once
 from ._generators import seed_generators
@@ -257,6 +258,7 @@ def _alone(launch: Launch, place: Topology, options: _Options) -> Context:
 
 def _join(launch: Launch, place: Topology, options: _Options) -> Context:
     """Meet the other ranks, see that all were started alike, and connect the groups."""
+    registration = read_registration()
     meeting = Rendezvous(launch, options.timeout, next(_attempts))
     peers = meeting.agree(
         Peer(
@@ -276,6 +278,7 @@ def _join(launch: Launch, place: Topology, options: _Options) -> Context:
             "tp_size": options.tp_size,
             "zero_level": options.zero_level,
             "backend": options.backend,
+            "BMTRAIN_NCCL_REGISTER": registration,
             "virtual_shards": options.virtual_shards,
         },
     )
@@ -302,6 +305,8 @@ def _join(launch: Launch, place: Topology, options: _Options) -> Context:
             launch, place, options, options.backend, device, local, peers[0].seed, meeting, watch
         )
         context.groups["zero"].comm.barrier("init_distributed")
+        if options.backend == "nccl" and registration != "0":
+            register_buffers(context, registration)
     except BaseException:
         watch.stop()
         raise

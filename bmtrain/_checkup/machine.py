@@ -147,7 +147,7 @@ def check_nccl(here: Surroundings) -> Check:
             continue
         code = version.value
         number = (code // 10000, code % 10000 // 100) if code >= 10000 else (code // 1000, code % 1000 // 100)
-        found = f"NCCL {number[0]}.{number[1]}.{code % 100} at {path}"
+        found = f"NCCL {number[0]}.{number[1]}.{code % 100} at {path}{_registration(library, here)}"
         if number < _NCCL_MINIMUM:
             return Check("NCCL", f"{found}, expected at least {_NCCL_MINIMUM[0]}.{_NCCL_MINIMUM[1]}", remedy)
         return Check("NCCL", found)
@@ -156,6 +156,15 @@ def check_nccl(here: Surroundings) -> Check:
     if torch.cuda.is_available():
         return Check("NCCL", "not found", remedy)
     return Check("NCCL", "not found, and not needed without GPUs")
+
+
+def _registration(library: ctypes.CDLL, here: Surroundings) -> str:
+    """Whether large buffers are to be registered, and can be."""
+    setting = here.environ.get("BMTRAIN_NCCL_REGISTER", "0")
+    if setting in ("", "0"):
+        return ""
+    can = all(hasattr(library, name) for name in ("ncclMemAlloc", "ncclCommRegister"))
+    return f"; BMTRAIN_NCCL_REGISTER={setting}: it {'has' if can else 'does not have'} the functions for it"
 
 
 def _nccl_wheel() -> list[str]:

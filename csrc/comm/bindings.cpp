@@ -12,6 +12,7 @@
 #include "comm/gloo_communicator.h"
 #include "comm/hosts_communicator.h"
 #include "comm/nccl_communicator.h"
+#include "comm/nccl_memory.h"
 #include "comm/shm_communicator.h"
 #include "comm/silent_communicator.h"
 #include "comm/single_communicator.h"
@@ -81,6 +82,11 @@ void bind_nccl(py::module_& module) {
       .def_property_readonly("version",
                              [](const NcclLibrary& self) { return nccl_version_text(self.version()); })
       .def("make_unique_id", [](const NcclLibrary& self) { return py::bytes(self.make_unique_id()); });
+  py::class_<BufferSource, std::shared_ptr<BufferSource>>(module, "BufferSource",
+                                                          "Where a pool takes large buffers from.");
+  py::class_<NcclMemory, BufferSource, std::shared_ptr<NcclMemory>>(
+      module, "NcclMemory", "Buffers that NCCL allocates, and its communicators register.")
+      .def(py::init<std::shared_ptr<NcclLibrary>, c10::Device>(), py::arg("library"), py::arg("device"));
   py::class_<NcclCommunicator, Communicator, std::shared_ptr<NcclCommunicator>>(
       module, "NcclCommunicator", "Ranks connected by NCCL, each with a device of its own.")
       .def(py::init<std::shared_ptr<NcclLibrary>, std::string, int, int, std::string, c10::Device, double>(),
@@ -88,6 +94,8 @@ void bind_nccl(py::module_& module) {
            py::arg("device"), py::arg("timeout_seconds"), Released())
       .def("split", &NcclCommunicator::split, py::arg("color"), py::arg("rank"), py::arg("size"),
            py::arg("name"), Released())
+      .def_property_readonly("library", &NcclCommunicator::library)
+      .def("try_registration", &NcclCommunicator::try_registration, Released())
       .def("poll", &NcclCommunicator::poll, Released())
       .def("begin_group", &NcclCommunicator::begin_group, Released())
       .def("end_group", &NcclCommunicator::end_group, Released());

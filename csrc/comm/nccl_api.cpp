@@ -12,6 +12,7 @@
 #include <thread>
 #include <utility>
 
+#include "comm/nccl_memory.h"
 #include "common/check.h"
 
 namespace bmtrain {
@@ -46,6 +47,23 @@ void look_up_one(void* handle, const std::string& path, const char* name, Functi
   function = reinterpret_cast<Function>(dlsym(handle, name));
   BMT_CHECK(StateError, function != nullptr, "NCCL: ", path, " has no function ", name,
             ": it is not an NCCL library of version 2.19 or later", kRemedy);
+}
+
+template <typename Function>
+bool find_one(void* handle, const char* name, Function& function) {
+  function = reinterpret_cast<Function>(dlsym(handle, name));
+  return function != nullptr;
+}
+
+// All or nothing: who registers has to deregister.
+void find_registration(void* handle, nccl::Functions& call) {
+  const bool has_all = find_one(handle, "ncclMemAlloc", call.MemAlloc) &&
+                       find_one(handle, "ncclMemFree", call.MemFree) &&
+                       find_one(handle, "ncclCommRegister", call.CommRegister) &&
+                       find_one(handle, "ncclCommDeregister", call.CommDeregister);
+  if (!has_all) {
+    call.MemAlloc = nullptr;
+  }
 }
 
 }  // namespace
@@ -97,7 +115,8 @@ NcclLibrary::~NcclLibrary() {
   members_->changed.notify_all();
 }
 
-NcclLibrary::NcclLibrary(const std::vector<std::string>& candidates) : members_(std::make_shared<Members>()) {
+NcclLibrary::NcclLibrary(const std::vector<std::string>& candidates)
+    : regions_(std::make_unique<NcclRegions>()), members_(std::make_shared<Members>()) {
   open(candidates);
   try {
     look_up();
@@ -134,6 +153,7 @@ void NcclLibrary::look_up() {
   BMT_NCCL_FUNCTION(GroupStart);
   BMT_NCCL_FUNCTION(GroupEnd);
 #undef BMT_NCCL_FUNCTION
+  find_registration(handle_, call_);
 }
 
 void NcclLibrary::open(const std::vector<std::string>& candidates) {
@@ -189,6 +209,15 @@ void NcclLibrary::add(std::weak_ptr<NcclMember> member) {
   if (!std::exchange(members_->is_watched, true)) {
     std::thread([members = members_] { members->watch(); }).detach();
   }
+}
+
+void NcclLibrary::release_region(void* base) {
+  for (const std::weak_ptr<NcclMember>& member : members_->snapshot()) {
+    if (const std::shared_ptr<NcclMember> alive = member.lock()) {
+      alive->deregister(base);
+    }
+  }
+  regions_->remove(base);
 }
 
 void NcclLibrary::abort_all(const std::string& reason) {

@@ -90,6 +90,11 @@ struct Functions {
   Result (*Recv)(void* to, std::size_t count, Type type, int peer, Comm comm, Stream stream);
   Result (*GroupStart)();
   Result (*GroupEnd)();
+  // Not there in every library: all four, or null. See comm/nccl_memory.h.
+  Result (*MemAlloc)(void** memory, std::size_t size);
+  Result (*MemFree)(void* memory);
+  Result (*CommRegister)(Comm comm, void* memory, std::size_t size, void** handle);
+  Result (*CommDeregister)(Comm comm, void* handle);
 };
 
 }  // namespace nccl
@@ -101,7 +106,11 @@ class NcclMember {
   virtual void abort(const std::string& reason) = 0;
   /// Looks for failures that came later; never blocks.
   virtual void poll() = 0;
+  /// Deregisters memory that is about to be freed.
+  virtual void deregister(void* base) = 0;
 };
+
+class NcclRegions;
 
 class NcclLibrary {
  public:
@@ -121,6 +130,11 @@ class NcclLibrary {
   [[nodiscard]] const nccl::Functions& call() const { return call_; }
   /// The 128 bytes with which one rank lets the others find it. CommunicationError if NCCL cannot make them.
   [[nodiscard]] std::string make_unique_id() const;
+  /// Whether it allocates memory and registers it with communicators.
+  [[nodiscard]] bool can_register() const { return call_.MemAlloc != nullptr; }
+  [[nodiscard]] NcclRegions& regions() const { return *regions_; }
+  /// Lets all communicators forget a piece of memory that is about to be freed.
+  void release_region(void* base);
   /// What NCCL says about a result, with the detail of the last error of this process.
   [[nodiscard]] std::string explain(nccl::Result result) const;
 
@@ -146,6 +160,7 @@ class NcclLibrary {
   std::string path_;
   int version_ = 0;
   nccl::Functions call_ = {};
+  const std::unique_ptr<NcclRegions> regions_;
   const std::shared_ptr<Members> members_;  // shared with the thread that polls
 };
 

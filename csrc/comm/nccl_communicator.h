@@ -52,6 +52,10 @@ class NcclCommunicator final : public Communicator {
   /// where it finds one. For a watchdog, every so often: cheap, never blocks.
   void poll() { link_->poll(); }
 
+  [[nodiscard]] const std::shared_ptr<NcclLibrary>& library() const { return link_->options().library; }
+  /// Why NCCL could not allocate and register memory here; empty if it could. See comm/nccl_memory.h.
+  [[nodiscard]] std::string try_registration() { return link_->try_registration(); }
+
   void abort(const std::string& reason) override { link_->abort(reason); }
   void close() override { link_->close(); }
   [[nodiscard]] bool closed() const override { return link_->closed(); }

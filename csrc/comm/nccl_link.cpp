@@ -9,6 +9,7 @@
 #include <thread>
 #include <utility>
 
+#include "comm/nccl_handle.h"
 #include "common/check.h"
 
 namespace bmtrain {
@@ -16,31 +17,7 @@ namespace {
 
 using nccl::Result;
 
-// How long NCCL may take to end a communicator before we go on without it.
-constexpr std::chrono::seconds kGracefulLimit{5};
-constexpr std::chrono::seconds kTakedownLimit{10};
 constexpr std::chrono::milliseconds kAskLimit{200};
-constexpr int kMostYields = 100;
-constexpr std::chrono::microseconds kShortestPause{20};
-constexpr std::chrono::microseconds kLongestPause{2000};
-
-// Asks again and again, at first without sleep: NCCL starts most operations within some microseconds.
-class Pause {
- public:
-  void operator()() {
-    if (num_yields_ < kMostYields) {
-      ++num_yields_;
-      std::this_thread::yield();
-      return;
-    }
-    std::this_thread::sleep_for(length_);
-    length_ = std::min(length_ * 2, kLongestPause);
-  }
-
- private:
-  int num_yields_ = 0;
-  std::chrono::microseconds length_ = kShortestPause;
-};
 
 NcclClock::duration seconds(double value) {
   return std::chrono::duration_cast<NcclClock::duration>(std::chrono::duration<double>(value));
@@ -55,42 +32,6 @@ nccl::UniqueId unique_id_of(const std::string& bytes) {
 }
 
 }  // namespace
-
-struct NcclLink::Handle {
-  explicit Handle(std::shared_ptr<NcclLibrary> used) : library(std::move(used)) {}
-
-  // Ends the communicator. In a thread of its own, since NCCL may wait for other ranks here.
-  void end(bool gracefully) {
-    // A thread that is inside NCCL sees that the communicator is ending and leaves; should it be stuck there,
-    // abort is what frees it.
-    const std::unique_lock lock(mutex, kGracefulLimit);
-    const nccl::Comm ending = std::exchange(comm, nullptr);
-    if (ending != nullptr && !(gracefully && finalize(ending))) {
-      (void)library->call().CommAbort(ending);
-    }
-  }
-
-  [[nodiscard]] bool finalize(nccl::Comm ending) const {
-    const auto deadline = NcclClock::now() + kGracefulLimit;
-    Result result = library->call().CommFinalize(ending);
-    Pause pause;
-    while (result == Result::kInProgress && NcclClock::now() < deadline) {
-      pause();
-      if (library->call().CommGetAsyncError(ending, &result) != Result::kSuccess) {
-        return false;
-      }
-    }
-    return result == Result::kSuccess && library->call().CommDestroy(ending) == Result::kSuccess;
-  }
-
-  const std::shared_ptr<NcclLibrary> library;
-  std::timed_mutex mutex;  // one thread at a time calls NCCL; protects all below, and more of the link
-  nccl::Comm comm = nullptr;
-  std::deque<NcclOperationPtr> pending;
-  std::vector<NcclOperationPtr> over;  // completed, but their tensors are for a caller to drop
-  std::vector<NcclOperationPtr>
-      launching;  // keeps tensors of a launch that failed half-way until NCCL has ended
-};
 
 NcclLink::NcclLink(Options options)
     : options_(std::move(options)),
@@ -238,6 +179,7 @@ void NcclLink::launch(std::vector<Entry> batch) {
   nccl::Stream const stream = runtime_->native_handle(stream_);
   for (const Entry& entry : batch) {
     handle_->launching.push_back(entry.operation);
+    register_memory(*entry.operation, what);
   }
   check(call().GroupStart(), what);
   Result result = Result::kSuccess;
@@ -285,9 +227,8 @@ void NcclLink::end_group() {
 void NcclLink::wait(NcclOperation& operation) {
   std::vector<at::Tensor> dropped;
   const std::unique_lock lock(handle_->mutex);
-  if (aborted_ && !(operation.done && operation.done->is_complete())) {
-    BMT_CHECK(CommunicationError, false, describe(operation), ": the communicator was aborted: ", reason());
-  }
+  BMT_CHECK(CommunicationError, !aborted_ || operation.is_over, describe(operation),
+            ": the communicator was aborted: ", reason());
   BMT_CHECK(StateError, operation.done, describe(operation), ": its group has not ended yet");
   const std::int64_t current = runtime_->current_stream();
   operation.done->block(current);
@@ -310,7 +251,8 @@ void NcclLink::wait_on_host(NcclOperation& operation) {
   while (true) {
     {
       const std::unique_lock lock(handle_->mutex);
-      if (operation.done && operation.done->is_complete()) {
+      // In this order: see [Note: Operations that an abort ends].
+      if (operation.done && operation.done->is_complete() && !aborted_) {
         return;
       }
     }
@@ -321,16 +263,7 @@ void NcclLink::wait_on_host(NcclOperation& operation) {
   }
 }
 
-void NcclLink::retire() {
-  auto& pending = handle_->pending;
-  while (!pending.empty() && pending.front()->done->is_complete()) {
-    handle_->over.push_back(std::move(pending.front()));
-    pending.pop_front();
-    if (!pending.empty()) {
-      pending.front()->started = NcclClock::now();
-    }
-  }
-}
+void NcclLink::retire() { handle_->retire(); }
 
 void NcclLink::poll() {
   if (has_ended()) {

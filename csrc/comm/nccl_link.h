@@ -15,6 +15,10 @@
 // Communicators are non-blocking: a call that would wait for other ranks (connecting, the first operation
 // with a peer) returns "in progress", and we ask until it is through, failed, aborted or late. So the
 // time-out holds for calls that NCCL itself would block in.
+//
+// [Note: Operations that an abort ends]
+// Abort makes kernels leave that wait in vain, so that their events happen, over data that never came. An
+// operation counts as complete only if that was seen before.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -47,6 +51,7 @@ struct NcclOperation {
   NcclClock::time_point started;      // or when the one before it was seen to be over
   std::shared_ptr<DeviceEvent> done;  // nullptr inside a group
   std::vector<at::Tensor> tensors;    // protected by the link's mutex, like `started` and `done`
+  bool is_over = false;               // seen to be complete, while its communicator was well; protected too
 };
 using NcclOperationPtr = std::shared_ptr<NcclOperation>;
 
@@ -88,6 +93,9 @@ class NcclLink final : public NcclMember {
 
   /// Looks for errors and time-outs of operations under way; aborts all communicators where it finds one.
   void poll() override;
+  void deregister(void* base) override;
+  /// Why NCCL could not allocate and register memory for this communicator; empty if it could.
+  [[nodiscard]] std::string try_registration();
   void abort(const std::string& reason) override;
   void close();
   [[nodiscard]] bool closed() const { return closed_; }
@@ -110,6 +118,7 @@ class NcclLink final : public NcclMember {
   void check(nccl::Result result, const std::string& what);
   void settle(const std::string& what, nccl::Comm& comm);
   void launch(std::vector<Entry> batch);
+  void register_memory(const NcclOperation& operation, const std::string& what);
   [[nodiscard]] std::string find_failure();
   void retire();
   void take_down(bool gracefully);

@@ -46,6 +46,7 @@ class TorchRuntime final : public DeviceRuntime {
   [[nodiscard]] std::unique_ptr<DeviceEvent> make_event() override {
     return std::make_unique<TorchEvent>(device_);
   }
+  void synchronize() override { guard_.synchronizeDevice(device_.index()); }
   void run_on(std::int64_t stream, std::function<void()> work) override {
     const c10::StreamGuard guard(stream_of(device_, stream));
     work();

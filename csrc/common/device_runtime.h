@@ -38,6 +38,8 @@ class DeviceRuntime {
   /// What NCCL takes for a stream (a cudaStream_t).
   [[nodiscard]] virtual void* native_handle(std::int64_t stream) = 0;
   [[nodiscard]] virtual std::unique_ptr<DeviceEvent> make_event() = 0;
+  /// Blocks until the device has done everything that was asked of it.
+  virtual void synchronize() = 0;
   /// Calls `work`, whose tensor operations become work of `stream`.
   virtual void run_on(std::int64_t stream, std::function<void()> work) = 0;
 };

@@ -3,6 +3,7 @@
 #include <ATen/Functions.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <sys/mman.h>
@@ -58,6 +59,13 @@ void poison(const c10::DataPtr& memory, std::int64_t nbytes) {
   }
 }
 
+// What comes later in `owner` comes after what `user` has queued.
+void order(c10::Device device, c10::StreamId owner, c10::StreamId user) {
+  c10::Event used(device.type());
+  used.record(c10::Stream(c10::Stream::UNSAFE, device, user));
+  used.block(c10::Stream(c10::Stream::UNSAFE, device, owner));
+}
+
 // The calling thread's stream of a device; the CPU has one.
 c10::StreamId current_stream(c10::Device device) {
   return device.is_cpu() ? 0 : c10::impl::VirtualGuardImpl(device.type()).getStream(device).id();
@@ -79,8 +87,10 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
   c10::DataPtr acquire(std::int64_t nbytes, c10::Device device) {
     c10::DataPtr memory;
     const c10::StreamId stream = current_stream(device);
+    std::shared_ptr<BufferSource> source;
     {
       const std::lock_guard lock(mutex_);
+      source = source_for(nbytes, device);
       auto& idle = idle_[{nbytes, device.index(), stream}];
       if (!idle.empty()) {
         memory = std::move(idle.back());
@@ -94,14 +104,24 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
       stats_.allocations += memory ? 0 : 1;
     }
     if (!memory) {
-      memory = allocate(nbytes, device);
+      memory = source ? source->allocate(nbytes) : allocate(nbytes, device);
       if (poison_) {
         poison(memory, nbytes);
       }
     }
     void* address = memory.get();
-    auto lease = std::make_unique<Lease>(Lease{shared_from_this(), std::move(memory), nbytes, stream});
+    auto lease = std::make_unique<Lease>(
+        Lease{shared_from_this(), std::move(memory), nbytes, stream, source != nullptr});
     return {address, lease.release(), &Shelf::give_back, device};
+  }
+
+  void set_source(std::shared_ptr<BufferSource> source, std::int64_t least_bytes) {
+    trim();  // else whether a buffer is of the source would depend on what was idle
+    const std::lock_guard lock(mutex_);
+    BMT_CHECK(StateError, stats_.buffers_in_use == 0, "buffer source: ", stats_.buffers_in_use,
+              " buffers are in use");
+    source_ = std::move(source);
+    least_bytes_ = least_bytes;
   }
 
   void trim() {
@@ -128,7 +148,12 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
     c10::DataPtr memory;
     std::int64_t nbytes;
     c10::StreamId stream;
+    bool is_from_source;
   };
+
+  [[nodiscard]] std::shared_ptr<BufferSource> source_for(std::int64_t nbytes, c10::Device device) const {
+    return source_ && nbytes >= least_bytes_ && source_->device() == device ? source_ : nullptr;
+  }
 
   static void give_back(void* context) {
     const std::unique_ptr<Lease> lease(static_cast<Lease*>(context));
@@ -139,19 +164,21 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
     }
     const c10::Device device = lease->memory.device();
     const c10::StreamId stream = current_stream(device);
-    if (stream !=
-        lease->stream) {  // torch's allocator sees to it that nobody has it before this stream is done
+    const bool moves = stream != lease->stream;
+    if (moves && lease->is_from_source) {
+      order(device, lease->stream, stream);
+    } else if (moves) {  // torch's allocator sees to it that nobody has it before this stream is done
       const c10::impl::VirtualGuardImpl guard(device.type());
       guard.recordDataPtrOnStream(lease->memory, c10::Stream(c10::Stream::UNSAFE, device, stream));
     }
     const std::lock_guard lock(shelf.mutex_);
     shelf.stats_.bytes_in_use -= lease->nbytes;
     shelf.stats_.buffers_in_use -= 1;
-    if (stream != lease->stream) {
+    if (moves && !lease->is_from_source) {
       return;
     }
-    auto& idle = shelf.idle_[{lease->nbytes, device.index(), stream}];
-    if (static_cast<std::int64_t>(idle.size()) < shelf.idle_per_class_) {
+    auto& idle = shelf.idle_[{lease->nbytes, device.index(), lease->stream}];
+    if (lease->is_from_source || static_cast<std::int64_t>(idle.size()) < shelf.idle_per_class_) {
       idle.push_back(std::move(lease->memory));
       shelf.stats_.bytes_idle += lease->nbytes;
     }
@@ -159,6 +186,8 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
 
   const std::int64_t idle_per_class_;
   const bool poison_;
+  std::shared_ptr<BufferSource> source_;  // may be null
+  std::int64_t least_bytes_ = 0;
   mutable std::mutex mutex_;  // protects everything below; buffers may come back
                               // from any thread
   // By size, device and stream: on a device, memory is free in the order of the stream that has used it.
@@ -176,6 +205,10 @@ BufferPool::~BufferPool() = default;
 c10::DataPtr BufferPool::acquire(std::int64_t nbytes, c10::Device device) {
   BMT_CHECK(ValueError, nbytes >= 0, "nbytes: expected at least 0, got ", nbytes);
   return shelf_->acquire(nbytes, device);
+}
+
+void BufferPool::set_source(std::shared_ptr<BufferSource> source, std::int64_t least_bytes) {
+  shelf_->set_source(std::move(source), least_bytes);
 }
 
 void BufferPool::trim() { shelf_->trim(); }

@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <memory>
 
+#include "shard/buffer_source.h"
+
 namespace bmtrain {
 
 class BufferPool {
@@ -28,6 +30,11 @@ class BufferPool {
   /// A buffer of at least `nbytes` with arbitrary contents; demand beyond the
   /// idle buffers allocates, never waits.
   [[nodiscard]] c10::DataPtr acquire(std::int64_t nbytes, c10::Device device);
+
+  /// From here on, takes buffers of `least_bytes` and more on the source's device from there. They stay in
+  /// the pool until it is trimmed, because freeing them would make the host wait. StateError if buffers are
+  /// in use.
+  void set_source(std::shared_ptr<BufferSource> source, std::int64_t least_bytes);
 
   /// Gives all idle buffers back to the system.
   void trim();

@@ -6,6 +6,7 @@
 // or a communicator report an error later, by the functions at the end.
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -122,6 +123,13 @@ class Runtime final : public bmtrain::DeviceRuntime {
   [[nodiscard]] std::unique_ptr<bmtrain::DeviceEvent> make_event() override {
     return std::make_unique<Event>();
   }
+  void synchronize() override {
+    const std::lock_guard lock(mutex);
+    note("synchronize");
+    is_forced = true;
+    advance();
+    is_forced = false;
+  }
   void run_on(std::int64_t stream, std::function<void()> work) override {
     const std::lock_guard lock(mutex);
     note("work on " + std::to_string(stream));
@@ -143,9 +151,11 @@ struct Fault {
 std::map<std::string, Fault> faults;
 std::map<std::string, int> num_calls;
 Result async_error = Result::kSuccess;
-bool is_stuck = false;        // operations never complete
-bool is_mirrored = false;     // the other ranks do, with the same data, what one rank does
-bool is_in_progress = false;  // calls stay in progress
+bool is_stuck = false;                   // operations never complete
+bool is_mirrored = false;                // the other ranks do, with the same data, what one rank does
+bool is_in_progress = false;             // calls stay in progress
+std::map<void*, std::size_t> allocated;  // by ncclMemAlloc
+int num_misused = 0;  // freed while registered, deregistered twice, destroyed with registrations
 int num_open = 0, num_aborted = 0, num_destroyed = 0;
 
 Result called(const std::string& name) {
@@ -190,6 +200,8 @@ struct OpaqueComm {
   std::int64_t num_issued = 0, num_splits = 0;
   std::vector<Call> group;
   Stream stream = nullptr;
+  std::map<void*, void*> registered = {};  // memory by handle
+  std::shared_ptr<bool> is_aborted = std::make_shared<bool>(false);
 };
 }  // namespace bmtrain::nccl
 using bmtrain::nccl::Comm;
@@ -198,6 +210,8 @@ namespace {
 
 int depth = 0;
 std::vector<Comm> grouped;
+
+std::vector<Comm> all_comms;
 
 std::size_t size_of(Type type) {
   switch (type) {
@@ -327,19 +341,22 @@ void launch(Comm comm) {
     mirror(round, *comm);
   }
   round.calls[static_cast<std::size_t>(comm->rank)] = std::exchange(comm->group, {});
-  const auto ready = [clique, number, arrived = false]() mutable {
+  const auto ready = [clique, number, arrived = false, is_aborted = comm->is_aborted]() mutable {
+    if (*is_aborted) return true;
     Round& mine = clique->rounds[number];
     mine.num_arrived += arrived ? 0 : is_mirrored ? static_cast<std::size_t>(clique->size) : 1;
     arrived = true;
     return !is_stuck && mine.num_arrived == static_cast<std::size_t>(clique->size);
   };
-  enqueue(reinterpret_cast<std::int64_t>(comm->stream), {ready, [clique, number] {
-                                                           Round& mine = clique->rounds[number];
-                                                           if (!mine.is_done) {
-                                                             mine.is_done = true;
-                                                             execute(mine);
-                                                           }
-                                                         }});
+  enqueue(reinterpret_cast<std::int64_t>(comm->stream),
+          {ready, [clique, number, is_aborted = comm->is_aborted] {
+             if (*is_aborted) return;
+             Round& mine = clique->rounds[number];
+             if (!mine.is_done) {
+               mine.is_done = true;
+               execute(mine);
+             }
+           }});
   advance();
 }
 
@@ -359,6 +376,7 @@ Result issue(Call call, Comm comm, bmtrain::nccl::Stream stream) {
 
 Result open(const std::shared_ptr<Clique>& clique, int rank, Comm* comm) {
   *comm = new bmtrain::nccl::OpaqueComm{clique, rank, 0, 0, {}, nullptr};
+  all_comms.push_back(*comm);
   num_open += 1;
   return is_in_progress ? Result::kInProgress : Result::kSuccess;
 }
@@ -414,6 +432,8 @@ Result ncclCommDestroy(Comm comm) {
   const Result result = called("CommDestroy");
   if (result == Result::kSuccess) {
     num_destroyed += 1;
+    num_misused += comm->registered.empty() ? 0 : 1;
+    std::erase(all_comms, comm);
     delete comm;
   }
   return result;
@@ -423,6 +443,8 @@ Result ncclCommAbort(Comm comm) {
   const std::lock_guard lock(mutex);
   num_aborted += 1;
   std::erase(grouped, comm);
+  std::erase(all_comms, comm);  // and its registrations with it
+  *comm->is_aborted = true;     // kernels end, and do nothing more
   delete comm;
   return called("CommAbort");
 }
@@ -434,6 +456,44 @@ Result ncclCommGetAsyncError(Comm /*comm*/, Result* error) {
                                            : Result::kSuccess;
   return called("CommGetAsyncError");
 }
+
+#ifndef FAKE_WITHOUT_MEMORY
+Result ncclMemAlloc(void** memory, std::size_t size) {
+  const std::lock_guard lock(mutex);
+  const Result result = called("MemAlloc");
+  if (result != Result::kSuccess) return result;
+  *memory = std::malloc(size);
+  allocated[*memory] = size;
+  return Result::kSuccess;
+}
+
+Result ncclMemFree(void* memory) {
+  const std::lock_guard lock(mutex);
+  num_misused += allocated.erase(memory) == 1 ? 0 : 1;
+  for (Comm comm : all_comms) {
+    for (const auto& [handle, registered] : comm->registered) num_misused += registered == memory ? 1 : 0;
+  }
+  std::free(memory);
+  return called("MemFree");
+}
+
+Result ncclCommRegister(Comm comm, void* memory, std::size_t size, void** handle) {
+  const std::lock_guard lock(mutex);
+  const Result result = called("CommRegister");
+  if (result != Result::kSuccess) return result;
+  static std::intptr_t last = 0;
+  *handle = reinterpret_cast<void*>(++last);
+  num_misused += allocated.count(memory) == 1 && allocated[memory] == size ? 0 : 1;
+  comm->registered[*handle] = memory;
+  return Result::kSuccess;
+}
+
+Result ncclCommDeregister(Comm comm, void* handle) {
+  const std::lock_guard lock(mutex);
+  num_misused += comm->registered.erase(handle) == 1 ? 0 : 1;
+  return called("CommDeregister");
+}
+#endif
 
 const char* ncclGetErrorString(Result result) {
   return result == Result::kRemoteError ? "remote process exited or there was a network error" : "fake error";
@@ -547,6 +607,21 @@ int fake_calls(const char* name) {
   const std::lock_guard lock(mutex);
   return num_calls[name];
 }
+/// Pieces of memory of ncclMemAlloc, and registrations, that there are; and what was done wrong with them.
+int fake_allocated() {
+  const std::lock_guard lock(mutex);
+  return static_cast<int>(allocated.size());
+}
+int fake_registered() {
+  const std::lock_guard lock(mutex);
+  std::size_t count = 0;
+  for (Comm comm : all_comms) count += comm->registered.size();
+  return static_cast<int>(count);
+}
+int fake_misused() {
+  const std::lock_guard lock(mutex);
+  return num_misused;
+}
 int fake_open() {
   const std::lock_guard lock(mutex);
   return num_open - num_aborted - num_destroyed;
@@ -562,6 +637,7 @@ void fake_reset() {
   cliques.clear();
   streams.clear();
   num_resets += 1;
+  num_misused = 0;
   async_error = Result::kSuccess;
   is_stuck = is_in_progress = is_mirrored = is_lazy = false;
   journal.clear();

@@ -1,0 +1,110 @@
+// What of an NCCL communicator outlives its link: see nccl_link.h. Not for others to include.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "comm/nccl_link.h"
+#include "comm/nccl_memory.h"
+
+namespace bmtrain {
+
+// How long NCCL may take to end a communicator before we go on without it.
+inline constexpr std::chrono::seconds kGracefulLimit{5};
+inline constexpr std::chrono::seconds kTakedownLimit{10};
+inline constexpr int kMostYields = 100;
+inline constexpr std::chrono::microseconds kShortestPause{20};
+inline constexpr std::chrono::microseconds kLongestPause{2000};
+
+/// Asks again and again, at first without sleep: NCCL starts most operations within some microseconds.
+class Pause {
+ public:
+  void operator()() {
+    if (num_yields_ < kMostYields) {
+      ++num_yields_;
+      std::this_thread::yield();
+      return;
+    }
+    std::this_thread::sleep_for(length_);
+    length_ = std::min(length_ * 2, kLongestPause);
+  }
+
+ private:
+  int num_yields_ = 0;
+  std::chrono::microseconds length_ = kShortestPause;
+};
+
+struct NcclLink::Handle {
+  explicit Handle(std::shared_ptr<NcclLibrary> used)
+      : library(std::move(used)), registrations(library->call()) {}
+
+  // Ends the communicator. In a thread of its own, since NCCL may wait for other ranks here.
+  void end(bool gracefully) {
+    // A thread that is inside NCCL sees that the communicator is ending and leaves; should it be stuck there,
+    // abort is what frees it.
+    const std::unique_lock lock(mutex, kGracefulLimit);
+    const nccl::Comm ending = std::exchange(comm, nullptr);
+    if (lock.owns_lock()) {
+      retire_quietly();
+    }
+    if (ending != nullptr && !(gracefully && finalize(ending))) {
+      (void)library->call().CommAbort(ending);
+    }
+    registrations.forget();
+  }
+
+  [[nodiscard]] bool finalize(nccl::Comm ending) {
+    const auto deadline = NcclClock::now() + kGracefulLimit;
+    nccl::Result result = library->call().CommFinalize(ending);
+    Pause pause;
+    while (result == nccl::Result::kInProgress && NcclClock::now() < deadline) {
+      pause();
+      if (library->call().CommGetAsyncError(ending, &result) != nccl::Result::kSuccess) {
+        return false;
+      }
+    }
+    if (result != nccl::Result::kSuccess) {
+      return false;
+    }
+    registrations.drop_all(ending);  // everything queued has completed
+    return library->call().CommDestroy(ending) == nccl::Result::kSuccess;
+  }
+
+  // `mutex` is held.
+  void retire() {
+    while (!pending.empty() && pending.front()->done->is_complete()) {
+      pending.front()->is_over = true;
+      over.push_back(std::move(pending.front()));
+      pending.pop_front();
+      if (!pending.empty()) {
+        pending.front()->started = NcclClock::now();
+      }
+    }
+  }
+
+  void retire_quietly() {
+    try {
+      retire();
+    } catch (const std::exception&) {
+      // The device failed: what it did last is not to be used.
+    }
+  }
+
+  const std::shared_ptr<NcclLibrary> library;
+  std::timed_mutex mutex;  // one thread at a time calls NCCL; protects all below, and more of the link
+  nccl::Comm comm = nullptr;
+  NcclRegistrations registrations;
+  std::deque<NcclOperationPtr> pending;
+  std::vector<NcclOperationPtr> over;  // completed, but their tensors are for a caller to drop
+  std::vector<NcclOperationPtr>
+      launching;  // keeps tensors of a launch that failed half-way until NCCL has ended
+};
+
+}  // namespace bmtrain
