@@ -42,8 +42,9 @@ class GPT(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """``(batch, seq + 1)`` ids to a scalar."""
         inputs, targets = ids[:, :-1], ids[:, 1:]
-        x = self.token(inputs) + self.position(torch.arange(inputs.shape[1], device=ids.device))
+        embedded = self.token(inputs) + self.position(torch.arange(inputs.shape[1], device=ids.device))
+        x = embedded
         for layer in self.layers:
             x = layer(x)
-        logits = self.head(self.norm(x))
+        logits = self.head(self.norm(x.to(embedded.dtype)))  # layers may compute in a dtype of their own
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -36,7 +36,17 @@ from ._table import print_table
 __all__ = ["add_arguments", "run"]
 
 _WARM_UP = 3  # steps in which the order of blocks is learnt
-_POLICIES = ((2, False), (3, False), (3, True))  # level, recomputation
+_POLICIES: dict[str, dict[str, Any]] = {  # as TrainingPolicy takes them
+    "level-2": {"level": 2, "recompute": False},
+    "level-3": {"level": 3, "recompute": False},
+    "level-3-recompute": {"level": 3, "recompute": True},
+    "level-0": {"level": 0, "recompute": False},
+    "level-1": {"level": 1, "recompute": False},
+    "hybrid": {"level": 3, "recompute": False, "zero_size": 2},
+    "selective": {"level": 3, "recompute": "selective"},
+    "bf16": {"level": 3, "recompute": False, "compute_dtype": torch.bfloat16},
+}
+_USUAL = tuple(_POLICIES)[:3]
 
 
 class _Row(NamedTuple):
@@ -63,8 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", action="store_true", help="compare peak memory instead")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file as well")
     parser.add_argument(
-        "--policy", type=int, help=argparse.SUPPRESS
-    )  # which one, in a rank that measures memory
+        "--policies",
+        nargs="+",
+        choices=tuple(_POLICIES),
+        default=_USUAL,
+        help="which ones, of %(choices)s; hybrid shares blocks among 2 ranks (default: the first three)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -79,7 +93,7 @@ def run(arguments: argparse.Namespace) -> None:
             "MALLOC_MMAP_THRESHOLD_": "65536",
             "MALLOC_TRIM_THRESHOLD_": "65536",
         }  # frees give memory back
-        found = [_launch(arguments, returning, ["--policy", str(index)]) for index in range(len(_POLICIES))]
+        found = [_launch(arguments, returning, ["--policies", name]) for name in arguments.policies]
         _print_memory(found)
         _write(arguments.json, found)
     else:
@@ -105,12 +119,12 @@ def _write(path: Path | None, found: Any) -> None:
 class _Training:
     """A GPT that trains under one policy."""
 
-    def __init__(self, arguments: argparse.Namespace, level: int, recompute: bool) -> None:
+    def __init__(self, arguments: argparse.Namespace, policy: str) -> None:
         torch.manual_seed(0)
         gpt: Any = GPT(arguments.layers, arguments.dim, 8, 256, arguments.seq)
         gpt.layers = torch.nn.ModuleList(
             [
-                Block(model_wrapper_dispatch(layer), use_checkpoint=recompute, zero_level=level)
+                Block(model_wrapper_dispatch(layer), policy=_chosen(arguments, policy).block_policy())
                 for layer in gpt.layers
             ]
         )
@@ -142,10 +156,10 @@ def _measure_time(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     )  # what communicators that move nothing leave in memory is not made slow by them
     machine = measure_ranks()
     pairs = []
-    for policy in _POLICIES:
-        real = _Training(arguments, *policy)
+    for policy in arguments.policies:
+        real = _Training(arguments, policy)
         with silence():
-            pairs.append((real, _Training(arguments, *policy)))
+            pairs.append((real, _Training(arguments, policy)))
     kinds = ("plain", "again", "silent", "recorded")
     seconds: list[dict[str, list[float]]] = [{kind: [] for kind in kinds} for _ in pairs]
     exposed: list[list[float]] = [[] for _ in pairs]
@@ -157,14 +171,14 @@ def _measure_time(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             exposed[index] += [share] if number >= _WARM_UP else []
     return [
         _row(arguments, machine, policy, pairs[index][0], seconds[index], exposed[index])._asdict()
-        for index, policy in enumerate(_POLICIES)
+        for index, policy in enumerate(arguments.policies)
     ]
 
 
 def _row(
     arguments: argparse.Namespace,
     machine: Machine,
-    policy: tuple[int, bool],
+    policy: str,
     training: _Training,
     seconds: dict[str, list[float]],
     exposed: list[float],
@@ -172,7 +186,7 @@ def _row(
     medians = {kind: statistics.median(values) for kind, values in seconds.items()}
     plan = _planned(arguments, machine, policy, training)
     return _Row(
-        policy=_name(policy),
+        policy=policy,
         seconds=medians["plain"],
         predicted_seconds=plan.time.step,
         spread=abs(_ratio(seconds, "again") - 1),
@@ -190,21 +204,21 @@ def _ratio(seconds: dict[str, list[float]], kind: str) -> float:
     )
 
 
-def _planned(
-    arguments: argparse.Namespace, machine: Machine, policy: tuple[int, bool], training: _Training
-) -> Any:
-    level, recompute = policy
+def _planned(arguments: argparse.Namespace, machine: Machine, policy: str, training: _Training) -> Any:
     described = describe_module(training.model, training.batch)
-    options = TrainingPolicy(micro_batch=arguments.batch, level=level, recompute=recompute)
-    return estimate(described, machine, options, ring_gather=False)
+    return estimate(described, machine, _chosen(arguments, policy), ring_gather=False)
+
+
+def _chosen(arguments: argparse.Namespace, policy: str) -> TrainingPolicy:
+    return TrainingPolicy(micro_batch=arguments.batch, **_POLICIES[policy])
 
 
 def _measure_memory(arguments: argparse.Namespace) -> dict[str, Any]:
-    policy = _POLICIES[arguments.policy]
+    (policy,) = arguments.policies
     small = argparse.Namespace(**{**vars(arguments), "layers": 1, "dim": 64})
-    _Training(small, *policy).step()  # code that is loaded when it is first used is no memory of the model
+    _Training(small, policy).step()  # code that is loaded when it is first used is no memory of the model
     before = resident_bytes()
-    training = _Training(arguments, *policy)
+    training = _Training(arguments, policy)
     training.step()
     forget_peak()
     for _ in range(3):
@@ -212,16 +226,11 @@ def _measure_memory(arguments: argparse.Namespace) -> dict[str, Any]:
     measured = peak_bytes() - before
     planned = _planned(arguments, measure_ranks(), policy, training)
     return {
-        "policy": _name(policy),
+        "policy": policy,
         "measured": measured,
         "predicted": planned.memory.total,
         "parts": dataclasses.asdict(planned.memory),
     }
-
-
-def _name(policy: tuple[int, bool]) -> str:
-    level, recompute = policy
-    return f"level {level}{', recompute' if recompute else ''}"
 
 
 # ---- tables

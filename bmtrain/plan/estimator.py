@@ -34,7 +34,7 @@ class MemoryEstimate:
         host: pinned host memory of a node.
         host_usable: what the node has.
         pool_peak: largest sum of what the runtime's BufferPool lends.
-        wire: this rank's share of the memory that the ranks of a host map together.
+        wire: this rank's share of the memory that the ranks of a host map together, and what arrives in sums.
     """
 
     weights: float
@@ -262,7 +262,8 @@ def estimate(
     if policy.compute_dtype is not None:
         local = local.computed_in(policy.compute_dtype.itemsize)
     network = Network(machine, machine.num_devices // factor, stride=policy.tp_size)
-    sharing = network.part(policy.block_policy().num_sharing(network.size))
+    num_sharing = policy.block_policy().num_sharing(network.size)
+    sharing = network.part(num_sharing)
     states = model_state_bytes(local, network.size, sharing.size)
     on_host = policy.offload * states["optimizer"]
     step = SimulatedStep(
@@ -282,9 +283,7 @@ def estimate(
         model=model,
         machine=machine,
         policy=policy,
-        memory=_memory(
-            result, machine, on_host, _shared_bytes(local, sharing, result) if machine.shares_memory else 0
-        ),
+        memory=_memory(result, machine, on_host, _wire_bytes(local, network, num_sharing, result)),
         time=_time(result, machine, policy, states),
         traffic={
             name: (messages * policy.accumulate, nbytes * policy.accumulate)
@@ -292,6 +291,27 @@ def estimate(
         },
         result=result,
     )
+
+
+def _wire_bytes(model: ModelDescription, network: Network, num_sharing: int, result: StepResult) -> float:
+    """What ranks that share memory have for communication beside the buffers of their blocks."""
+    if not network.machine.shares_memory:
+        return 0
+    to_replicas = _replica_bytes(model, num_sharing, network.size // num_sharing)
+    return _shared_bytes(model, network.part(num_sharing), result) + to_replicas
+
+
+def _replica_bytes(model: ModelDescription, num_sharing: int, replicas: int) -> float:
+    """Of the largest sum over replicas: all slices in the rings, one for each peer and the sum of this rank's, and
+    this rank's slice as it comes from each peer."""
+    if replicas == 1:
+        return 0
+    sizes = [
+        sum(b.partition(num_sharing) * b.element_size for b in block.buffers if b.trains)
+        for block in model.blocks
+    ]
+    summed = max(sizes)
+    return summed + (replicas - 1) / replicas * summed
 
 
 def _shared_bytes(model: ModelDescription, network: Network, result: StepResult) -> float:

@@ -84,12 +84,15 @@ def test_plan(tmp_path: Path) -> None:
         "16",
         "--repeat",
         "1",
+        "--policies",
+        "level-3-recompute",
+        "level-0",
         "--json",
         str(file),
     ]
     output = run_process([*BENCH, "plan", *model], timeout=150).stdout
     rows = json.loads(file.read_text())
-    assert [row["policy"] for row in rows] == ["level 2", "level 3", "level 3, recompute"]
+    assert [row["policy"] for row in rows] == ["level-3-recompute", "level-0"]
     for row in rows:
         assert 0 < row["exposed_by_timeline"] < 1
         assert row["predicted_seconds"] > 0

@@ -81,6 +81,17 @@ def test_what_cannot_be_described_is_told() -> None:
         TrainingPolicy(level=4)
 
 
+def test_sums_over_replicas_have_rings_and_what_arrives() -> None:
+    machine = dataclasses.replace(EIGHT.with_devices(4), shares_memory=True)
+    block = sum(numel * 4 for buffer in SMALL.blocks[0].buffers for numel in buffer.numels)
+    plain = estimate(SMALL, machine, TrainingPolicy(level=0)).memory.wire
+    assert plain == pytest.approx((1 + 3 / 4) * block, rel=0.01)
+    shared = estimate(SMALL, machine, TrainingPolicy(zero_size=2)).memory.wire
+    in_place = estimate(SMALL, dataclasses.replace(machine, shares_memory=True).with_devices(2)).memory.wire
+    assert shared - in_place == pytest.approx((1 + 1 / 2) * block / 2, rel=0.01)
+    assert estimate(SMALL, EIGHT.with_devices(4), TrainingPolicy(level=0)).memory.wire == 0
+
+
 def test_collectives_of_two_communicators_share_the_wire() -> None:
     wire = Wire()
     first = wire.start("gather", "a", 1.0)
