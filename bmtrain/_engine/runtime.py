@@ -221,10 +221,13 @@ class BlockRuntime:
 
     def begin_backward(self, trains: Mapping[_C.ShardGroup, list[bool]]) -> None:
         """Prepares groups to receive gradients of the parameters marked, on top of those of deferred calls."""
-        self.engine.finish_reduction_of(trains)
-        for group, flags in trains.items():
-            if group not in self._deferred:
-                group.begin_backward(flags)
+        engine = self.engine
+        engine.finish_reduction_of(trains)
+        under_way = engine.reductions_under_way()
+        with engine.observer.waiting(self.label, "reduce"):
+            for group, flags in trains.items():
+                if group not in self._deferred:
+                    group.begin_backward(flags, under_way)
 
     def cancel_backward(self, groups: Sequence[_C.ShardGroup]) -> None:
         """Forgets the gradients of a backward that failed."""
@@ -369,6 +372,10 @@ class Engine:
         accumulated, self._accumulated = self._accumulated, {}
         for param in accumulated.values():
             param._run_accumulated_hooks()
+
+    def reductions_under_way(self) -> list[_C.ShardGroup]:
+        """Groups whose gradients may be summed as soon as they come; trees (:attr:`virtual`) keep an order."""
+        return [] if self.virtual.is_open else [group for _, groups in self._reductions for group in groups]
 
     def finish_reduction_of(self, groups: Iterable[_C.ShardGroup]) -> None:
         """Completes the reduction under way if it is of one of ``groups`` (a block that ran twice in a row)."""

@@ -11,7 +11,7 @@ __all__ = ["LEAST_SHARED", "NUM_COMMON", "NUM_OWN", "Network", "Transfer", "Wire
 #: Bytes from which the ranks of a host use a block's buffers in place (csrc/shard/shard_group.cpp).
 LEAST_SHARED = 1 << 20
 #: Buffers of a size for gathered parameters, and for each rank's gradients (csrc/comm/shm_heap.cpp).
-NUM_COMMON, NUM_OWN = 2, 3
+NUM_COMMON, NUM_OWN = 2, 2
 #: Messages of one rank to different peers that travel together.
 _MESSAGES_IN_FLIGHT = 8
 

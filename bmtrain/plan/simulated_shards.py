@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -289,8 +290,8 @@ class SimulatedShards:
     def unbind(self) -> None:
         """Parameters are views; that costs nothing."""
 
-    def begin_backward(self, trains: list[bool]) -> None:
-        del trains
+    def begin_backward(self, trains: list[bool], under_way: Sequence[SimulatedShards] = ()) -> None:
+        del trains, under_way
         self._reduction.begin()
 
     def cancel_backward(self) -> None:

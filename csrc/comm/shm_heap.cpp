@@ -17,9 +17,8 @@ constexpr std::uint64_t kPage = 4096;
 constexpr std::uint64_t kAlignment = std::uint64_t{1} << 21;  // of a huge page
 // Far beyond what rank 0 uses for its own buffers; files take memory only where they are used.
 constexpr std::uint64_t kCommonBegin = std::uint64_t{1} << 40;
-// Gradients of one size: those of the block at hand, those that are being summed, and those that a peer that
-// is behind has yet to read.
-constexpr int kOwnBuffers = 3;
+// Gradients of one size: those of the block at hand, and those that are being summed.
+constexpr int kOwnBuffers = 2;
 // Gathered parameters of one size: of the block at hand and of the next. More where they are in use.
 constexpr int kCommonBuffers = 2;
 // Of a buffer that so many uses of others have passed over, the memory is given back.
@@ -73,7 +72,7 @@ std::int64_t ShmHeap::bytes() const {
   std::int64_t own = 0;
   std::int64_t common = 0;
   for (int slot = 0; slot < num_own_; ++slot) {
-    own += own_[slot].bytes;
+    own += own_[slot].is_empty ? 0 : own_[slot].bytes;
   }
   for (int slot = 0; slot < num_common_; ++slot) {
     common += common_[slot].is_empty ? 0 : common_[slot].bytes;
@@ -83,26 +82,54 @@ std::int64_t ShmHeap::bytes() const {
 
 int ShmHeap::borrow_own(std::int64_t bytes) {
   int alike = 0;
+  bool is_read = false;
   for (int slot = 0; slot < num_own_; ++slot) {
-    Own& buffer = own_[slot];
-    if (buffer.bytes == bytes) {
+    if (own_[slot].bytes == bytes) {
       ++alike;
-      if (!buffer.lent.load(std::memory_order_acquire) && tables_[index(rank_)]->readers[slot].load() == 0) {
-        buffer.lent.store(true);
-        return slot;
+      if (is_free(slot)) {
+        return lend_own(slot);
       }
+      is_read |= !own_[slot].lent.load();
     }
   }
   if (alike == kOwnBuffers || num_own_ == ShmHeapTable::kSlots) {
-    return kNone;
+    return is_read ? kBeingRead : kNone;
   }
   Own& buffer = own_[num_own_];
   buffer.data = map(files_[index(rank_)], own_end_, bytes, /*is_private=*/false);
   buffer.bytes = bytes;
   buffer.offset = own_end_;
-  buffer.lent.store(true);
   own_end_ = round_up(own_end_ + static_cast<std::uint64_t>(bytes), kAlignment);
-  return num_own_++;
+  return lend_own(num_own_++);
+}
+
+bool ShmHeap::is_free(int own_slot) const {
+  return !own_[own_slot].lent.load(std::memory_order_acquire) &&
+         tables_[index(rank_)]->readers[own_slot].load() == 0;
+}
+
+int ShmHeap::lend_own(int slot) {
+  Own& buffer = own_[slot];
+  buffer.lent.store(true);
+  buffer.is_empty = false;
+  buffer.use = ++own_uses_;
+  give_own_memory_back();
+  return slot;
+}
+
+void ShmHeap::give_own_memory_back() {
+  for (int slot = 0; slot < num_own_; ++slot) {
+    Own& buffer = own_[slot];
+    if (!buffer.is_empty && own_uses_ - buffer.use >= kIdleUses && is_free(slot)) {
+      empty(files_[index(rank_)], buffer.offset, buffer.bytes);
+      buffer.is_empty = true;
+    }
+  }
+}
+
+void ShmHeap::empty(int file, std::uint64_t offset, std::int64_t bytes) const {
+  const auto length = static_cast<off_t>(round_up(static_cast<std::uint64_t>(bytes), kPage));
+  fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset), length);
 }
 
 int ShmHeap::find_own(const char* data, std::int64_t bytes) const {
@@ -205,9 +232,7 @@ void ShmHeap::give_memory_back() {
     begin_use(buffer);
     buffer.is_empty = true;
     if ((tables_[0]->emptied[slot].fetch_add(1) + 1) % tables_.size() == 0) {
-      const auto length = static_cast<off_t>(round_up(static_cast<std::uint64_t>(buffer.bytes), kPage));
-      fallocate(files_[0], FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(buffer.offset),
-                length);
+      empty(files_[0], buffer.offset, buffer.bytes);
     }
     end_use(slot);
   }

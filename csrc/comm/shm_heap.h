@@ -3,7 +3,18 @@
 // [Note: Buffers used in place]
 // An *own* buffer belongs to one rank; its peers read it where it is. The rank publishes it through its ring
 // like any other chunk, as a reference, and it is free again when its borrower and all readers are done with
-// it. A rank that finds none free uses other memory, which goes through the ring: the ranks need not agree.
+// it. There are two of a size. A rank whose program has all of them in use takes other memory, which goes
+// through the ring: the ranks need not agree. One that only peers still read is waited for.
+//
+// [Note: Waiting for readers]
+// That wait is never one in a circle. A rank waits only for a buffer that it is done with itself: it has
+// passed, in the order of the program, the place where the sum of those gradients ends, and waits for a peer
+// to pass the same place. All other waits are of this kind too: for what a peer does at an earlier place of
+// the one program that all run (its gather was posted, its gradients were, its use of a common buffer ended).
+// Of the ranks that wait take the one that is at the earliest place: the peer it waits for is at an earlier
+// one still, so it does not wait, and gets there. What ranks read earlier than their program says, because it
+// has come (ShardGroup::sum_if_arrived), is let go of earlier by the reader; the owner's use ends no earlier.
+// Ranks that do not run one program could wait for each other: after some seconds other memory is taken.
 //
 // A *common* buffer is written by all ranks of the group, each its slice. Which one a gather uses is not
 // negotiated: every rank picks the buffer that it let go of first, and all ranks borrow and give back in the
@@ -17,8 +28,8 @@
 // posted it, and waits for gathers in the order of the program: so what was retired before the last gather
 // that was waited for is the same on all ranks, whenever they look.
 //
-// There are as many common buffers as were in use at one time; one that many gathers have passed over gives
-// its memory back to the system.
+// There are as many common buffers as were in use at one time. A buffer of either kind that many uses of
+// others have passed over gives its memory back to the system.
 //
 // What a rank reads of a common buffer is a mapping of its own (copy on write): what a program writes into it
 // stays with that rank, and is dropped when the buffer is given back.
@@ -52,6 +63,7 @@ struct ShmHeapTable {
 class ShmHeap {
  public:
   static constexpr int kNone = -1;
+  static constexpr int kBeingRead = -2;
 
   /// `files`: of all ranks; duplicated. `begin`: where each file has space that nobody else uses.
   ShmHeap(const std::vector<int>& files, std::vector<ShmHeapTable*> tables, int rank, std::uint64_t begin);
@@ -64,7 +76,7 @@ class ShmHeap {
 
   // Own buffers.
 
-  /// A buffer of exactly `bytes`, or kNone.
+  /// A buffer of exactly `bytes`; kBeingRead if there will be one as soon as peers have read it; or kNone.
   [[nodiscard]] int borrow_own(std::int64_t bytes);
   /// The borrower is done with it. Thread-safe.
   void end_own(int slot) { own_[index(slot)].lent.store(false, std::memory_order_release); }
@@ -76,8 +88,10 @@ class ShmHeap {
   void expect_readers(int slot);
   /// The own buffer of another rank. Raises CommunicationError.
   [[nodiscard]] const char* map_peer(int peer, std::uint64_t offset, std::int64_t bytes);
-  /// A peer's own buffer was read. Thread-safe.
-  void finish_reading(int peer, int slot) { tables_[index(peer)]->readers[slot].fetch_sub(1); }
+  /// A peer's own buffer was read; true if by all. Thread-safe.
+  [[nodiscard]] bool finish_reading(int peer, int slot) {
+    return tables_[index(peer)]->readers[slot].fetch_sub(1) == 1;
+  }
 
   // Common buffers.
 
@@ -105,7 +119,9 @@ class ShmHeap {
     char* data = nullptr;
     std::int64_t bytes = 0;
     std::uint64_t offset = 0;
+    std::uint64_t use = 0;  // the number of the present or last use
     std::atomic<bool> lent = false;
+    bool is_empty = true;  // its memory was given back to the system
   };
   struct Common {
     char* view = nullptr;    // private: copy on write
@@ -127,8 +143,12 @@ class ShmHeap {
   [[nodiscard]] bool is_retired(int slot) const;
   void begin_use(Common& buffer);
   void end_use(int slot);
+  [[nodiscard]] bool is_free(int own_slot) const;
+  [[nodiscard]] int lend_own(int slot);
   // Of buffers that nobody has used for long.
   void give_memory_back();
+  void give_own_memory_back();
+  void empty(int file, std::uint64_t offset, std::int64_t bytes) const;
 
   const int rank_;
   std::vector<int> files_;
@@ -140,7 +160,8 @@ class ShmHeap {
   int num_common_ = 0;
   std::uint64_t own_end_;
   std::uint64_t common_end_;
-  std::uint64_t uses_ = 0;
+  std::uint64_t uses_ = 0;      // of common buffers
+  std::uint64_t own_uses_ = 0;  // of own ones
   std::uint64_t settled_ = 0;
   std::map<std::pair<int, std::uint64_t>, const char*> peers_;  // by rank and offset
   int page_map_ = -1;

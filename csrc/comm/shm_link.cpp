@@ -323,22 +323,27 @@ void ShmLink::await(ShmOperation& operation) {
         fail_lost(operation, peer);
       }
     }
-    const auto now = std::chrono::steady_clock::now();
-    if (now >= deadline) {
+    if (std::chrono::steady_clock::now() >= deadline) {
       fail_late(operation, waited_for);
     }
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - now).count() + 1;
-    lock.unlock();
-    for (int look = 0; look < kLooks && bell.count() == seen; ++look) {
-      std::this_thread::yield();
-    }
-    if (bell.count() == seen) {
-      bell.sleep(seen, static_cast<int>(std::min<std::int64_t>(left, kLookMilliseconds)));
-    }
-    lock.lock();
-    if (bell.count() == seen) {
-      look_for_the_dead();
-    }
+    sleep_until_called(lock, seen, deadline);
+  }
+}
+
+void ShmLink::sleep_until_called(std::unique_lock<std::mutex>& lock, std::uint32_t seen,
+                                 std::chrono::steady_clock::time_point deadline) {
+  ShmBell& bell = header(rank_).bell;
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+  lock.unlock();
+  for (int look = 0; look < kLooks && bell.count() == seen; ++look) {
+    std::this_thread::yield();
+  }
+  if (bell.count() == seen) {
+    bell.sleep(seen, static_cast<int>(std::clamp<std::int64_t>(left.count(), 1, kLookMilliseconds)));
+  }
+  lock.lock();
+  if (bell.count() == seen) {
+    look_for_the_dead();
   }
 }
 

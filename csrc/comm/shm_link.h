@@ -115,6 +115,7 @@ class ShmLink : public std::enable_shared_from_this<ShmLink> {
 
   // Buffers used in place; see ShmHeap.
 
+  /// Waits while only peers use what there is of `bytes`; see [Note: Waiting for readers].
   [[nodiscard]] c10::DataPtr borrow_own(std::int64_t bytes);
   [[nodiscard]] c10::DataPtr borrow_common(std::int64_t bytes);
   void give_back_common(const void* view, std::int64_t bytes);
@@ -171,6 +172,11 @@ class ShmLink : public std::enable_shared_from_this<ShmLink> {
   [[nodiscard]] bool is_gone(int peer) const;
   // The ranks that have not let go of a common buffer's use before the present one.
   [[nodiscard]] std::vector<int> users_behind(int slot) const;
+  [[nodiscard]] bool any_is_gone() const;
+  // Gives the lock away until the bell has rung since `seen`, for some milliseconds at most; then looks for
+  // the dead.
+  void sleep_until_called(std::unique_lock<std::mutex>& lock, std::uint32_t seen,
+                          std::chrono::steady_clock::time_point deadline);
   // Looks which processes have ended; true if one more has.
   bool look_for_the_dead();
   // The ranks without which the operation cannot go on.

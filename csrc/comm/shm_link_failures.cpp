@@ -14,6 +14,15 @@ bool ShmLink::is_gone(int peer) const {
   return peers_[index(peer)].died || header(peer).state.load() != ShmState::kOpen;
 }
 
+bool ShmLink::any_is_gone() const {
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer != rank_ && is_gone(peer)) {
+      return true;
+    }
+  }
+  return false;
+}
+
 bool ShmLink::look_for_the_dead() {
   bool found = false;
   for (int peer = 0; peer < size_; ++peer) {

@@ -1,6 +1,8 @@
 // What a link does with buffers that are used in place (shm_heap.h).
 #include <unistd.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <utility>
 
@@ -10,6 +12,9 @@
 
 namespace bmtrain {
 namespace {
+
+// For peers to read a buffer, see [Note: Waiting for readers].
+constexpr std::chrono::milliseconds kLongestWait{10'000};
 
 // What was borrowed: it keeps the memory mapped.
 struct Lease {
@@ -39,9 +44,20 @@ void ShmPeerSlices::release() {
 }
 
 c10::DataPtr ShmLink::borrow_own(std::int64_t bytes) {
-  const std::lock_guard lock(mutex_);
-  const int slot = aborted_ || closed_ ? ShmHeap::kNone : heap_->borrow_own(bytes);
-  if (slot == ShmHeap::kNone) {
+  const auto deadline = std::chrono::steady_clock::now() + std::min(timeout_, kLongestWait);
+  std::unique_lock lock(mutex_);
+  int slot = ShmHeap::kNone;
+  while (!aborted_ && !closed_) {
+    const std::uint32_t seen = header(rank_).bell.count();
+    slot = heap_->borrow_own(bytes);
+    if (slot != ShmHeap::kBeingRead || any_is_gone() || std::chrono::steady_clock::now() >= deadline) {
+      break;
+    }
+    if (!progress()) {
+      sleep_until_called(lock, seen, deadline);
+    }
+  }
+  if (slot < 0) {
     return {};
   }
   auto lease = std::make_unique<Lease>(Lease{shared_from_this(), slot});
@@ -90,8 +106,8 @@ void ShmLink::call_blocked() const {
 }
 
 void ShmLink::finish_reading(int peer, int slot) {
-  if (getpid() == process_) {  // what a forked child drops is the rank's
-    heap_->finish_reading(peer, slot);
+  if (getpid() == process_ && heap_->finish_reading(peer, slot)) {  // what a forked child drops is the rank's
+    segments_[index(peer)].call();
   }
 }
 

@@ -157,7 +157,8 @@ void bind_group(py::module_& m) {
       .def("release", &ShardGroup::release, NoGil())
       .def("bind", &ShardGroup::bind)
       .def("unbind", &ShardGroup::unbind)
-      .def("begin_backward", &ShardGroup::begin_backward, py::arg("trains"))
+      .def("begin_backward", &ShardGroup::begin_backward, py::arg("trains"),
+           py::arg("under_way") = std::vector<std::shared_ptr<ShardGroup>>{}, NoGil())
       .def("start_reduce", &ShardGroup::start_reduce, NoGil())
       .def("continue_reduce", &ShardGroup::continue_reduce, NoGil())
       .def("await_reduce", &ShardGroup::await_reduce, NoGil())

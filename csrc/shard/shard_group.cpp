@@ -322,7 +322,8 @@ void ShardGroup::bind() {
 
 void ShardGroup::drop_unused_gradient() {
   // On a GPU the caching allocator would keep the memory, in the order of streams; nothing is won there.
-  if (gradient_shard_.defined() && options_.device.is_cpu() && gradient_shard_.storage().use_count() == 1) {
+  if (gradient_shard_.defined() && options_.device.is_cpu() && !is_summed_ &&
+      gradient_shard_.storage().use_count() == 1) {
     gradient_shard_ = at::Tensor();
   }
 }

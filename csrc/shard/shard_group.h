@@ -25,6 +25,14 @@
 // restores the accumulator that belongs to the shard's shape, so a loss may use
 // the shard and the full parameter together.
 //
+// [Note: Sums ahead of their time]
+// A reduction ends, as the program sees it, when the next block's backward is over. What came earlier is
+// summed earlier, whenever a gradient of that block lands: then the peers, who may be ahead, need not wait
+// for memory that this rank has yet to read. When that is depends on the ranks' speed, so nobody may see it:
+// the sum is made ahead only where it is written to a gradient shard that no `.grad` shows yet. `.grad` and
+// the hooks follow at the end; a `.grad` that somebody else (the read of a parameter outside its block) has
+// put there in between is added to, with the bits that it would have had.
+//
 // [Note: Replicas]
 // The ranks that share the buffer may be a part of those that train it. Then each of them has a replica on
 // every other part: the rank that holds the same shard. Gradients are summed in two steps, each in rank
@@ -131,8 +139,10 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   /// Parameters become their shards again. Never fails.
   void unbind() noexcept;
 
-  /// Prepares to receive gradients of the parameters with `trains[i]`.
-  void begin_backward(std::vector<bool> trains);
+  /// Prepares to receive gradients of the parameters with `trains[i]`. `under_way`: groups whose gradients
+  /// are on their way meanwhile, see sum_if_arrived().
+  void begin_backward(std::vector<bool> trains,
+                      const std::vector<std::shared_ptr<ShardGroup>>& under_way = {});
   void accumulate(std::size_t index, const at::Tensor& gradient);
   /// Starts sending each rank its slice of the received gradient.
   void start_reduce();
@@ -141,6 +151,9 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   bool continue_reduce();
   /// Waits until everything that this rank sums has come; the sum is finish_reduce()'s.
   void await_reduce();
+  /// Sums what has come without waiting, so that the ranks that sent it have their memory back earlier;
+  /// returns whether there is nothing left to try. See [Note: Sums ahead of their time].
+  bool sum_if_arrived();
   /// Sums the slices in rank order into the gradient shard and the parameters'
   /// `.grad`; with a `tree`, appends them to it instead (see [Note: Virtual shards]).
   void finish_reduce(TreeSum* tree = nullptr);
@@ -179,6 +192,8 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   // Whether to use memory that the ranks share, if there is any.
   [[nodiscard]] bool is_worth_sharing(at::ScalarType dtype) const;
   [[nodiscard]] GradientMode gradient_mode(std::size_t index) const;
+  [[nodiscard]] bool writes_all_gradients() const;
+  void add_to_strangers();
   void reduce_run(const std::vector<at::Tensor>& slices, std::size_t first, std::size_t last,
                   GradientMode mode);
   void publish_gradients();
@@ -206,6 +221,8 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   std::shared_ptr<PeerSlices> peer_slices_;  // in its place, where ranks read each other's gradients
   WorkPtr reduce_work_;
   bool sums_replicas_ = false;  // reduce_work_ is the second of two sums
+  bool is_summed_ = false;      // ahead of finish_reduce()
+  std::vector<std::weak_ptr<ShardGroup>> under_way_;
   at::Tensor gradient_shard_;
 };
 

@@ -8,18 +8,22 @@
 #include <utility>
 
 #include "common/check.h"
+#include "common/delays.h"
 #include "shard/shard_group.h"
 #include "shard/slice_sum.h"
 #include "shard/storage.h"
 
 namespace bmtrain {
 
-void ShardGroup::begin_backward(std::vector<bool> trains) {
+void ShardGroup::begin_backward(std::vector<bool> trains,
+                                const std::vector<std::shared_ptr<ShardGroup>>& under_way) {
   BMT_CHECK(ValueError, trains.size() == options_.parameters.size(), "trains: expected ",
             options_.parameters.size(), " flags, got ", trains.size());
   BMT_CHECK(StateError, !gradient_.defined(), options_.label, ": a backward is under way already");
+  under_way_.assign(under_way.begin(), under_way.end());
   c10::Storage storage = empty_storage(options_.device);
   c10::DataPtr memory;
+  delay();
   if (is_worth_sharing(options_.reduce_dtype)) {
     memory = options_.reduce_comm->borrow_input(full_bytes(options_.reduce_dtype));
   }
@@ -42,6 +46,10 @@ void ShardGroup::accumulate(std::size_t index, const at::Tensor& gradient) {
       StateError, gradient_.defined(), options_.label,
       ": a gradient reached a parameter of the Block outside of the Block's own backward, through a tensor "
       "that its forward made and did not return; return it as a further result");
+  std::erase_if(under_way_, [](const std::weak_ptr<ShardGroup>& other) {
+    const std::shared_ptr<ShardGroup> group = other.lock();
+    return group == nullptr || group->sum_if_arrived();
+  });
   const c10::AutoGradMode no_grad(false);
   const at::Tensor dense = gradient.is_sparse() ? gradient.to_dense() : gradient;
   if (touched_.at(index)) {
@@ -125,6 +133,43 @@ void ShardGroup::await_reduce() {
   }
 }
 
+bool ShardGroup::sum_if_arrived() {
+  if (!peer_slices_ || is_summed_ || num_replicas() > 1 || !writes_all_gradients()) {
+    return true;
+  }
+  if (reduce_work_ && !reduce_work_->is_completed()) {
+    return false;
+  }
+  const c10::AutoGradMode no_grad(false);
+  const c10::InferenceMode normal_tensors(false);
+  await_reduce();
+  sum_into_shard(received_slices());
+  is_summed_ = true;
+  delay();
+  peer_slices_->release();
+  return true;
+}
+
+bool ShardGroup::writes_all_gradients() const {
+  for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
+    const GradientMode mode = gradient_mode(i);
+    if (mode != GradientMode::kWrite && mode != GradientMode::kSkip) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void ShardGroup::add_to_strangers() {
+  for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
+    const LocalPart& part = local_parts_[i];
+    if (gradient_mode(i) == GradientMode::kForeign && part.numel > 0) {
+      at::Tensor& gradient = options_.parameters[i].mutable_grad();
+      gradient.add_(gradient_shard_.narrow(0, part.shard_offset, part.numel).view_as(gradient));
+    }
+  }
+}
+
 void ShardGroup::finish_reduce(TreeSum* tree) {
   if (!is_reducing()) {
     return;
@@ -135,6 +180,13 @@ void ShardGroup::finish_reduce(TreeSum* tree) {
   const c10::InferenceMode normal_tensors(false);
   if (!peer_slices_) {
     gradient_ = at::Tensor();
+  }
+  if (std::exchange(is_summed_, false)) {
+    BMT_CHECK(StateError, tree == nullptr, options_.label, ": the gradients were summed already");
+    add_to_strangers();
+    end_reduction();
+    publish_gradients();
+    return;
   }
   const std::vector<at::Tensor> slices = received_slices();
   if (tree != nullptr) {
@@ -166,6 +218,7 @@ std::vector<at::Tensor> ShardGroup::received_slices() const {
 
 void ShardGroup::end_reduction() noexcept {
   if (peer_slices_) {
+    delay();
     peer_slices_->release();
     peer_slices_.reset();
   }
@@ -250,7 +303,8 @@ ShardGroup::GradientMode ShardGroup::gradient_mode(std::size_t index) const {
   if (!current.defined()) {
     return GradientMode::kWrite;
   }
-  const bool is_ours = current.is_alias_of(gradient_shard_) && current.is_contiguous() &&
+  const bool is_ours = gradient_shard_.defined() && current.is_alias_of(gradient_shard_) &&
+                       current.is_contiguous() &&
                        current.storage_offset() == local_parts_[index].shard_offset &&
                        current.numel() == local_parts_[index].numel;
   return is_ours ? GradientMode::kAccumulate : GradientMode::kForeign;
@@ -311,7 +365,7 @@ void ShardGroup::cancel_backward() noexcept {
     }
     reduce_work_.reset();
   }
-  sums_replicas_ = false;
+  sums_replicas_ = is_summed_ = false;
   gradient_views_.clear();
   end_reduction();
 }

@@ -14,6 +14,7 @@ import torch
 from harness import Status, rank_outcomes, run_ranks
 
 import bmtrain as bmt
+from bmtrain import _C
 from bmtrain.benchmark._silence import silence
 from bmtrain.errors import CommunicationError
 from bmtrain.global_var import context
@@ -161,6 +162,97 @@ def test_same_bits_as_over_gloo(world: int, options: dict[str, Any], accumulate:
     assert over_gloo == over_shm
 
 
+class Meddler(Layer):
+    """While its backward runs it writes a gradient of the block behind it, which is on its way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.behind: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad and self.behind:
+            x.register_hook(self.meddle)
+        return super().forward(super().forward(x))
+
+    def meddle(self, _: torch.Tensor) -> None:
+        for p in self.behind:
+            p.grad = torch.ones_like(p) if p.grad is None else p.grad.add_(1.0)
+
+
+def training_with_delays(seeds: int, options: dict[str, Any]) -> list[list[float]]:
+    """Gradients of some steps, at first without delays; what usually comes early comes late, and the reverse."""
+    torch.manual_seed(0)
+    model = bmt.TransformerBlockList([bmt.Block(Meddler(), **options) for _ in range(5)])
+    model[1].behind.append(model[2].weight)
+    seen = []
+    for seed in range(seeds):
+        _C.set_random_delays(seed * bmt.world_size() + bmt.rank(), 4000 if seed else 0)
+        seen.append([])
+        for step in range(3):
+            if step < 2:  # the last one adds to what is there
+                model.zero_grad(set_to_none=True)
+            model(inputs(step).requires_grad_()).square().sum().backward()
+            seen[-1] += [p.grad.double().sum().item() for p in model.parameters()]
+    _C.set_random_delays(0, 0)
+    return seen
+
+
+@pytest.mark.parametrize(("world", "recompute"), [(2, False), (3, True)])
+def test_random_delays_change_no_bit(world: int, recompute: bool) -> None:
+    for first, *others in run_ranks(world, training_with_delays, 6, {"use_checkpoint": recompute}):
+        assert all(other == first for other in others)
+    assert (
+        first
+        == run_ranks(
+            world,
+            training_with_delays,
+            1,
+            {"use_checkpoint": recompute},
+            environment={"BMTRAIN_CPU_TRANSPORT": "gloo"},
+        )[-1][0]
+    )
+
+
+def rank_that_is_late() -> tuple[int, list[int]]:
+    """Bytes of a block's gradients, and in place for gradients when one rank is far behind in each backward."""
+    model = model_of(delay=lambda call: 0.05 * bmt.rank() * (call % 2 == 0), use_checkpoint=True)
+    comm, sizes = context().groups["zero"].reduce_comm, []
+    for step in range(3):
+        model(inputs(step)).sum().backward()
+        sizes.append(comm.bytes_in_place)
+    return 4 * bmt.world_size() * model[0]._storages[0].shards.layout.partition, sizes
+
+
+def test_two_buffers_of_gradients_however_late_a_rank_is() -> None:
+    for block, sizes in run_ranks(2, rank_that_is_late, fresh=True):
+        assert sizes == [2 * block] * 3
+
+
+def gradients_of_a_model_that_is_gone() -> tuple[int, int, list[float]]:
+    """Bytes in place for gradients after a model's backward, and after many of another one."""
+    comm = context().groups["zero"].reduce_comm
+    model_of(3)(inputs()).sum().backward()
+    before = comm.bytes_in_place
+    other = bmt.Block(Small(), use_checkpoint=False)
+    seen = []
+    for step in range(4200):
+        other.zero_grad(set_to_none=True)
+        other(step % 8, trains=True).backward()
+        if step % 600 == 599:
+            seen.append(float(other.weight.grad.sum()))
+    after = comm.bytes_in_place
+    model_of(3)(inputs()).sum().backward()  # the memory is there anew
+    return before, after, seen
+
+
+def test_memory_for_gradients_of_a_model_that_is_gone_is_given_back() -> None:
+    block, small = 4 * (DIM * DIM + DIM), 4 * 520 * 520
+    for before, after, seen in run_ranks(2, gradients_of_a_model_that_is_gone, fresh=True):
+        assert before >= 2 * block
+        assert after <= 2 * small + 2 * 4096
+        assert len(set(seen)) == 1
+
+
 class Scribbler(Layer):
     """Writes into its gathered weight, on every rank something else."""
 
@@ -271,8 +363,9 @@ class Small(bmt.DistributedModule):
         super().__init__()
         self.weight = bmt.DistributedParameter(torch.randn(520, 520))
 
-    def forward(self, index: int) -> float:
-        return float(self.weight[65 * index, index])
+    def forward(self, index: int, *, trains: bool = False) -> Any:
+        element = self.weight[65 * index, index]
+        return element if trains else float(element)
 
 
 def test_memory_of_a_model_that_is_gone_is_given_back() -> None:

@@ -119,8 +119,8 @@ def test_report_counts_buffers_that_are_used_in_place():
         if backend != "shm":
             pytest.skip(f"only ranks that share memory have such buffers, not {backend}")
         gathered = 2 * block // world  # two Blocks', which ranks have in common
-        for report in reports:  # with up to three of gradients
-            assert gathered + block <= report.in_place <= gathered + 3 * block + 4096
+        for report in reports:  # with up to two of gradients
+            assert gathered + block <= report.in_place <= gathered + 2 * block + 4096
             assert report.peak_buffers < block  # none of it is among the pool's
 
 
