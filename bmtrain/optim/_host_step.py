@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from ._arrays import MASTER
 from ._elementwise import Update
 
-__all__ = ["Ranges", "host_ranges", "ranges_of"]
+__all__ = ["Ranges", "compute_on_host", "host_ranges", "ranges_of"]
 
 
 class Ranges(NamedTuple):
@@ -48,6 +48,18 @@ def ranges_of(updates: Sequence[Update], names: Sequence[str]) -> Ranges:
     )
 
 
+def compute_on_host(
+    updates: Sequence[Update], names: Sequence[str], compute: Callable[[Ranges], Any]
+) -> None:
+    """Compute `host_ranges` of the updates; where all of it lies in host memory, without looking at it again."""
+    for param, grad, _, _ in updates:
+        if not (_is_on_host(param) and _is_on_host(grad)):
+            with host_ranges(updates, names) as ranges:
+                compute(ranges)
+            return
+    compute(ranges_of(updates, names))
+
+
 @contextmanager
 def host_ranges(updates: Sequence[Update], names: Sequence[str]) -> Iterator[Ranges]:
     """Ranges of updates, all of fp32 or all of 16-bit parameters, whose states are in host memory.
@@ -56,9 +68,6 @@ def host_ranges(updates: Sequence[Update], names: Sequence[str]) -> Iterator[Ran
     copies; when the block ends, the copies of parameters are written back. Copies of a GPU's are pinned, so that all of
     them are under way together and the host waits once; those back to it are not waited for.
     """
-    if all(_is_on_host(u.param) and _is_on_host(u.grad) for u in updates):
-        yield ranges_of(updates, names)
-        return
     rounds = updates[0].param.dtype != torch.float32
     written: list[tuple[Tensor, Tensor, bool]] = []  # the last: whether the copy need not be waited for
     states = [u.state for u in updates]

@@ -12,7 +12,7 @@ from .. import _C, _context
 from . import _overlap
 from ._arrays import MASTER, allocate
 from ._elementwise import ElementwiseOptimizer, Update
-from ._host_step import Ranges, host_ranges, ranges_of
+from ._host_step import Ranges, compute_on_host, ranges_of
 from ._overlap import Overlap, Part
 from ._residence import choose_residents, spare_bytes
 
@@ -183,8 +183,7 @@ class Offloaded(ElementwiseOptimizer):
                 self._compute_part(part)
 
     def _compute_part(self, part: Part) -> None:
-        with host_ranges(part.updates, part.names) as ranges:
-            self._compute(ranges, part.options)
+        compute_on_host(part.updates, part.names, lambda ranges: self._compute(ranges, part.options))
 
     def _note_new_state(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
         self._overlap.arenas.note(parameters, names, self._states)

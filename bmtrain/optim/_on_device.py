@@ -10,7 +10,7 @@ import torch
 from .. import _ops
 from ._arrays import MASTER
 from ._elementwise import ElementwiseOptimizer, Update
-from ._host_step import Ranges, host_ranges, ranges_of
+from ._host_step import Ranges, compute_on_host, ranges_of
 
 __all__ = ["OnDevice"]
 
@@ -33,12 +33,12 @@ class OnDevice(ElementwiseOptimizer):
         raise NotImplementedError
 
     def _apply(self, updates: Sequence[Update], names: tuple[str, ...], options: dict[str, Any]) -> None:
-        on_host = [u for u in updates if u.param.device.type == "cpu"]
-        on_device = [u for u in updates if self._has_kernel(u, names)]
-        elsewhere = [u for u in updates if u.param.device.type != "cpu" and not self._has_kernel(u, names)]
+        on_host = [u for u in updates if u.param.is_cpu]
+        others = [u for u in updates if not u.param.is_cpu]
+        on_device = [u for u in others if self._has_kernel(u, names)]
+        elsewhere = [u for u in others if not self._has_kernel(u, names)]
         if on_host:
-            with host_ranges(on_host, names) as ranges:
-                self._compute(ranges, options)
+            compute_on_host(on_host, names, lambda ranges: self._compute(ranges, options))
         if on_device:
             self._compute(ranges_of(on_device, names), options)
         if elsewhere:
@@ -55,8 +55,7 @@ class OnDevice(ElementwiseOptimizer):
         param, grad, state = update.param, update.grad, update.state
         weight = state.get(MASTER, param)
         return (
-            param.device.type != "cpu"
-            and (self._kernel_takes_fp32 or param.dtype != torch.float32)
+            (self._kernel_takes_fp32 or param.dtype != torch.float32)
             and _ops.has_kernels(self._op, param.device.type)
             and grad.dtype in (torch.float32, torch.float16, torch.bfloat16)
             and param.is_contiguous()
