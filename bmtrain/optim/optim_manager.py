@@ -137,7 +137,7 @@ class OptimManager:
             lr_scheduler: anything with ``step()``, called after each step of ``optimizer``; None for none.
 
         Raises:
-            TypeError: it is no optimizer, or the scheduler cannot step.
+            TypeError: it is no optimizer, or the scheduler cannot step, or not without a number.
             ValueError: the optimizer is of a kind that computes over whole tensors, and has distributed parameters.
         """
         if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "step")):
@@ -147,6 +147,11 @@ class OptimManager:
         if lr_scheduler is not None and not hasattr(lr_scheduler, "step"):
             raise TypeError(
                 f"lr_scheduler: expected one with step(), or None, got {type(lr_scheduler).__name__}"
+            )
+        if getattr(type(lr_scheduler), "step", None) is torch.optim.lr_scheduler.ReduceLROnPlateau.step:
+            raise TypeError(
+                "lr_scheduler: ReduceLROnPlateau.step() needs a number, which step() of the manager does not have; "
+                "leave it out, and step it yourself with the same number on all ranks, such as sum_loss() gives"
             )
         _refuse_whole_tensor_optimizer(optimizer)
         if getattr(optimizer, "_owned_scale", None) is not None:

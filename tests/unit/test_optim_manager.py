@@ -86,6 +86,12 @@ def test_before_initialisation() -> None:
     run_ranks(1, before_init, init=False)
 
 
+def test_a_scheduler_that_needs_a_number_is_refused() -> None:
+    optimizer = torch.optim.SGD(parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="lr_scheduler: ReduceLROnPlateau.step"):
+        OptimManager().add_optimizer(optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+
+
 def test_an_owned_scale_gives_way_and_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bmt._deprecate, "_seen", set())
     optimizer = torch.optim.SGD(parameters(), lr=0.1)
