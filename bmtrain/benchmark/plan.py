@@ -154,9 +154,10 @@ def _measure_time(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     torch.set_flush_denormal(
         True
     )  # what communicators that move nothing leave in memory is not made slow by them
-    machine = measure_ranks()
     pairs = []
+    machines = []
     for policy in arguments.policies:
+        machines.append(_measured_machine(arguments, policy))
         real = _Training(arguments, policy)
         with silence():
             pairs.append((real, _Training(arguments, policy)))
@@ -170,7 +171,7 @@ def _measure_time(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 seconds[index][kind] += [value] if number >= _WARM_UP else []
             exposed[index] += [share] if number >= _WARM_UP else []
     return [
-        _row(arguments, machine, policy, pairs[index][0], seconds[index], exposed[index])._asdict()
+        _row(arguments, machines[index], policy, pairs[index][0], seconds[index], exposed[index])._asdict()
         for index, policy in enumerate(arguments.policies)
     ]
 
@@ -204,6 +205,10 @@ def _ratio(seconds: dict[str, list[float]], kind: str) -> float:
     )
 
 
+def _measured_machine(arguments: argparse.Namespace, policy: str) -> Machine:
+    return measure_ranks(_chosen(arguments, policy).compute_dtype)
+
+
 def _planned(arguments: argparse.Namespace, machine: Machine, policy: str, training: _Training) -> Any:
     described = describe_module(training.model, training.batch)
     return estimate(described, machine, _chosen(arguments, policy), ring_gather=False)
@@ -224,7 +229,7 @@ def _measure_memory(arguments: argparse.Namespace) -> dict[str, Any]:
     for _ in range(3):
         training.step()
     measured = peak_bytes() - before
-    planned = _planned(arguments, measure_ranks(), policy, training)
+    planned = _planned(arguments, _measured_machine(arguments, policy), policy, training)
     return {
         "policy": policy,
         "measured": measured,

@@ -132,7 +132,7 @@ def _run(arguments: argparse.Namespace) -> int:
         table = draw_scale(arguments.scale, _machine(arguments))
         print("\n".join(table if columns() is None else _aligned(table)))
         return 0
-    model, machine = _model(arguments), _machine(arguments)
+    model = _model(arguments)
     policy = TrainingPolicy(
         micro_batch=arguments.micro_batch,
         level=arguments.level,
@@ -144,6 +144,7 @@ def _run(arguments: argparse.Namespace) -> int:
         tp_size=arguments.tp,
         pipe_size=arguments.pipe,
     )
+    machine = _machine(arguments, _computes_in(model, policy))
     plan = None
     if arguments.choose:
         plan = choose_policy(model, machine, policy, ring_reduce=arguments.ring_reduce)
@@ -174,9 +175,16 @@ def _write(path: Path | None, content: dict[str, Any]) -> None:
         path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _machine(arguments: argparse.Namespace) -> Machine:
+def _computes_in(model: ModelDescription, policy: TrainingPolicy) -> torch.dtype:
+    if policy.compute_dtype is not None:
+        return policy.compute_dtype
+    sizes = [buffer.element_size for block in model.blocks for buffer in block.buffers]
+    return torch.bfloat16 if sizes[:1] == [2] else torch.float32
+
+
+def _machine(arguments: argparse.Namespace, dtype: torch.dtype | None = None) -> Machine:
     if arguments.here:
-        return measure_machine(arguments.devices or 2)
+        return measure_machine(arguments.devices or 2, dtype)
     if arguments.machine not in MACHINES:
         raise ValueError(f"--machine: expected one of {', '.join(MACHINES)}, got {arguments.machine!r}")
     machine = MACHINES[arguments.machine].sized(num_nodes=arguments.nodes, devices_per_node=arguments.devices)

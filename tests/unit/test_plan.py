@@ -23,6 +23,7 @@ from bmtrain.plan import (
     gpt2,
     remedies,
 )
+from bmtrain.plan.machine import Machine
 from bmtrain.plan.network import Network, Wire
 from bmtrain.plan.published import FITTED, PUBLISHED, compare
 
@@ -211,6 +212,37 @@ def test_command_describes_a_file_s_module(tmp_path: Path, capsys: pytest.Captur
     )
     assert main(["plan", "--module", f"{script}:build"]) == 0
     assert "GPT: 0.000 billion" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ([], torch.bfloat16),  # of a GPT-2 by numbers
+        (["--config", "config.json", "--compute-dtype", "float16"], torch.float16),
+    ],
+)
+def test_this_machine_is_measured_in_what_blocks_compute_in(
+    options: list[str], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def measure(num_ranks: int, dtype: torch.dtype) -> Machine:
+        asked.append((num_ranks, dtype))
+        return MACHINES["a100-80gb"]
+
+    monkeypatch.chdir(tmp_path)
+    config = {
+        "model_type": "gpt2",
+        "n_layer": 2,
+        "n_embd": 64,
+        "n_head": 4,
+        "vocab_size": 100,
+        "n_positions": 64,
+    }
+    Path("config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("bmtrain.plan.command.measure_machine", measure)
+    main(["plan", "--here", "--devices", "4", "--layers", "2", "--dim", "64", *options])
+    assert asked == [(4, dtype)]
 
 
 @pytest.mark.parametrize(
