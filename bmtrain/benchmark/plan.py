@@ -76,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policies",
         nargs="+",
         choices=tuple(_POLICIES),
+        metavar="NAME",
         default=_USUAL,
         help="which ones, of %(choices)s; hybrid shares blocks among 2 ranks (default: the first three)",
     )

@@ -58,6 +58,8 @@ def world() -> Any:
 @pytest.fixture
 def checked(fake: ctypes.CDLL) -> Iterator[None]:
     """When the communicators are gone nothing may be left, whatever happened."""
+    gc.collect()  # of earlier tests
+    fake.fake_reset()
     yield
     gc.collect()
     wait_for(lambda: fake.fake_open() == 0)

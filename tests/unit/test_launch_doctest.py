@@ -8,7 +8,7 @@ import importlib
 import pytest
 from harness import run_ranks
 
-MODULES = ["_launch", "_rendezvous", "debug", "global_var", "init", "topology", "utils"]
+MODULES = ["_launch", "debug", "global_var", "init", "topology", "utils"]
 
 
 def run_examples(name: str) -> tuple[int, int, str]:
