@@ -22,7 +22,7 @@ class RankTime:
         total: from the first step's begin to the last one's end.
         compute: blocks run, without what they wait for.
         gather_wait: nothing goes on because parameters are not there.
-        reduce_wait: nothing goes on because gradients are not there (summing them included).
+        reduce_wait: nothing goes on because gradients are not there (summing those that are is computing).
         stage_wait: nothing goes on because another pipeline stage has not sent or received.
         update_wait: nothing goes on because the optimizer still updates parameters in the background.
         optimizer: optimizers step.
