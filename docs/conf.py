@@ -15,12 +15,14 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"bmtrain {release}"
+html_show_copyright = False
 html_static_path = ["static"]
 html_css_files = ["pages.css"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+default_role = "py:obj"  # `name` in a docstring: a link where there is such a name, code elsewhere
 
 _CHINESE = "[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]"
 

@@ -89,6 +89,11 @@ NEEDED = {
         for name in ("migrate", "migrate-from", "checkpoints", "convert", "huggingface")
     ),
     *(f"docs/howto/{name}.md" for name in ("offload", "tuning", "plan", "doctor", "hangs", "trouble")),
+    *(
+        f"docs/howto/{name}.md"
+        for name in ("launch", "memory", "precision", "evaluate", "inspect", "optimizers")
+    ),
+    *(f"docs/howto/{name}.md" for name in ("tensor-parallel", "pipeline")),
     *(f"docs/explanation/{name}.md" for name in ("sharding", "policies")),
 }
 
