@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -144,3 +145,13 @@ def test_folding() -> None:
     assert fold("a /a/very/long/path/of/forty-and-more/characters", 20, 40).split() == [
         "a", "/a/very/long/path/of/forty-and-more/characters",
     ]  # fmt: skip
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    """As in `python -m bmtrain doctor --api | head -1`."""
+    shell = f"{sys.executable} -m bmtrain doctor --api | head -1"
+    done = subprocess.run(
+        ["bash", "-c", shell], cwd=Path(__file__).parents[2], capture_output=True, text=True
+    )
+    assert done.stdout.startswith("bmtrain.")
+    assert done.stderr == ""
