@@ -82,6 +82,10 @@ def broadcast_object(obj: T, comm: _C.Communicator | None = None, src: int = 0) 
     Raises:
         RuntimeError: before `init_distributed`, or on all ranks if the object cannot be pickled.
         ValueError: ``src`` is not a rank of ``comm``.
+
+    Example:
+        >>> bmtrain.store.broadcast_object({"seed": 7} if bmtrain.rank() == 0 else None)
+        {'seed': 7}
     """
     if comm is None:
         comm = context("broadcast_object()").groups["zero"].comm

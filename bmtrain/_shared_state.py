@@ -138,8 +138,10 @@ class DistributedStateDictWrapper(Mapping[str, Any]):
         TypeError: on every rank, if rank 0's is not a mapping of names to tensors and plain values.
 
     Example:
-        >>> state = torch.load("model.pt") if bmtrain.rank() == 0 else {}           # doctest: +SKIP
-        >>> model.load_state_dict(bmtrain.store.DistributedStateDictWrapper(state))  # doctest: +SKIP
+        >>> model = bmtrain.nn.Linear(2, 3, bias=False)
+        >>> state = {"weight": torch.ones(3, 2)} if bmtrain.rank() == 0 else {}  # torch.load(...) on rank 0
+        >>> model.load_state_dict(bmtrain.store.DistributedStateDictWrapper(state))
+        <All keys matched successfully>
     """
 
     def __init__(self, state_dict: Mapping[str, Any]) -> None:

@@ -13,9 +13,9 @@ def no_sync() -> AbstractContextManager[None]:
     """While it lasts, backwards add up gradients on each rank and send nothing.
 
     The first backward after it sends the sums; until then ``.grad`` does not have them. Each rank holds whole gradients
-    meanwhile, in the parameters' dtype, or the ``reduce_dtype`` of a
-    block's policy. All ranks must do the same. Blocks with ``keep_gradients=False`` in their
-    policy send as always; those with ``keep_gathered=True`` are gathered once for all these backwards.
+    meanwhile, in the parameters' dtype, or the ``reduce_dtype`` of a block's policy. All ranks must do the same. Blocks
+    with ``keep_gradients=False`` in their policy send as always; those with ``keep_gathered=True`` are gathered once
+    for all these backwards.
 
     To drop gradients that were not sent, use ``zero_grad()`` of this library's optimizers or :class:`OptimManager
     <bmtrain.optim.OptimManager>`: torch's own know nothing of them.
@@ -24,10 +24,12 @@ def no_sync() -> AbstractContextManager[None]:
         RuntimeError: before :func:`bmtrain.init_distributed`, or in a loop over virtual shards.
 
     Example:
-        >>> with bmtrain.no_sync():                        # doctest: +SKIP
-        ...     for batch in batches[:-1]:
-        ...         model(batch).backward()
-        >>> model(batches[-1]).backward()                  # doctest: +SKIP
+        >>> block = bmtrain.Block(bmtrain.nn.Linear(2, 1, bias=False))
+        >>> with bmtrain.no_sync():
+        ...     block(torch.ones(1, 2)).sum().backward()
+        >>> block(torch.ones(1, 2)).sum().backward()
+        >>> next(block.parameters()).grad.tolist()  # of both
+        [2.0, 2.0]
     """
     engine = context().engine
     if engine.virtual.is_open:

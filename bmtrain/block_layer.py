@@ -71,8 +71,9 @@ class Block(StandIn):
             that another Block owns.
 
     Example:
-        >>> block = bmtrain.Block(SomeTransformerBlock())      # doctest: +SKIP
-        >>> hidden = block(hidden, mask, position_bias)        # doctest: +SKIP
+        >>> block = bmtrain.Block(bmtrain.nn.Linear(4, 4), zero_level=2)
+        >>> block(torch.ones(2, 4)).shape
+        torch.Size([2, 4])
     """
 
     _runtime: BlockRuntime
@@ -297,9 +298,16 @@ class TransformerBlockList(torch.nn.Module):
             keyword arguments go to every Block.
         sqrt: accepted for programs of older versions; has no effect.
 
+    Raises:
+        ValueError: ``num_hidden`` is below 1, or one Block is given twice.
+
     Example:
-        >>> layers = bmtrain.TransformerBlockList([bmtrain.Block(Layer()) for _ in range(12)])   # doctest: +SKIP
-        >>> hidden = layers(hidden, mask, None)                                                 # doctest: +SKIP
+        >>> layers = bmtrain.TransformerBlockList([bmtrain.Block(bmtrain.nn.Linear(4, 4)) for _ in range(3)])
+        >>> layers(torch.ones(2, 4)).shape
+        torch.Size([2, 4])
+        >>> hidden, states = layers(torch.ones(2, 4), return_hidden_states=True)
+        >>> states.shape
+        torch.Size([3, 2, 4])
     """
 
     def __init__(

@@ -22,6 +22,14 @@ class CommunicationError(BMTrainError):
 
     The message names the operation, what it served, its sequence number, the group, this rank, and the rank that did
     not answer. After it the communicator is aborted: every later operation on it fails with the first reason.
+
+    Example::
+
+        try:
+            train()
+        except bmtrain.errors.CommunicationError as error:
+            print(error)  # rank 1 died: connections closed without a word ...
+            raise  # this process cannot join the others again: let the launcher start all of them anew
     """
 
 

@@ -29,12 +29,14 @@ class DistributedModule(torch.nn.Module):
     that already, and reading returns the parameter itself. ``parameters()`` always gives the shards.
 
     Example:
-        >>> class Scale(bmtrain.DistributedModule):        # doctest: +SKIP
+        >>> class Scale(bmtrain.DistributedModule):
         ...     def __init__(self, dim):
         ...         super().__init__()
-        ...         self.weight = bmtrain.DistributedParameter(torch.ones(dim))
+        ...         self.weight = bmtrain.DistributedParameter(torch.full((dim,), 2.0))
         ...     def forward(self, x):
         ...         return x * self.weight
+        >>> Scale(3)(torch.ones(3)).tolist()
+        [2.0, 2.0, 2.0]
     """
 
     @untraced_by_itself

@@ -82,9 +82,12 @@ def memory_report(
         TypeError: for a ``model`` or ``optim`` that is none.
 
     Example:
-        >>> bmtrain.memory_report(model, optimizer, reset_peaks=True)     # doctest: +SKIP
-        >>> model(batch).sum().backward()                                # doctest: +SKIP
-        >>> print(bmtrain.memory_report(model, optimizer))               # doctest: +SKIP
+        >>> model = bmtrain.Block(bmtrain.nn.Linear(8, 16, bias=False))
+        >>> before = bmtrain.memory_report(model, reset_peaks=True)
+        >>> model(torch.ones(1, 8)).sum().backward()
+        >>> after = bmtrain.memory_report(model)
+        >>> before.gradients, after.gradients  # bytes; print(after) shows a table
+        (0, 512)
     """
     if model is not None and not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")

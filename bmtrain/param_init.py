@@ -43,16 +43,23 @@ def init_parameters(module: torch.nn.Module | Iterable[torch.nn.Module]) -> None
 
     Modules are visited as ``named_modules()`` gives them, parameters in order of registration, each once. The
     initialiser runs on a temporary full tensor of which this rank keeps its shard, so random numbers are drawn exactly
-    as a single process draws them, and equal seeds give equal weights at any world size. What
-    several ranks hold alike, in a Block at level 0, is made equal even if their seeds are not. A parameter on the meta
-    device gets its shard; without an ``init_method`` it stays there. Plain modules that
-    hold distributed parameters save and load full tensors from now on.
+    as a single process draws them, and equal seeds give equal weights at any world size. What several ranks hold
+    alike, in a Block at level 0, is made equal even if their seeds are not. A parameter on the meta device gets its
+    shard; without an ``init_method`` it stays there. Plain modules that hold distributed parameters save and load full
+    tensors from now on. All ranks call it with the same modules.
 
     Args:
         module: a module, a Block, a list of either, or an iterable of modules.
 
     Raises:
         TypeError: something else is among them.
+        RuntimeError: before :func:`bmtrain.init_distributed`.
+
+    Example:
+        >>> layer = bmtrain.nn.Linear(2, 3)  # xavier_normal_ for the weight, zeros for the bias
+        >>> bmtrain.init_parameters(layer)
+        >>> layer.bias.tolist()
+        [0.0, 0.0, 0.0]
     """
     device = context().device
     roots = _roots(module)
@@ -70,7 +77,18 @@ def init_parameters(module: torch.nn.Module | Iterable[torch.nn.Module]) -> None
 def grouped_parameters(
     module: torch.nn.Module | Iterable[torch.nn.Module],
 ) -> Iterator[tuple[str | None, list[DistributedParameter]]]:
-    """Yields ``(group label or None, parameters)`` for the distributed parameters of ``module``."""
+    """Yields ``(group label or None, parameters)`` for the distributed parameters of ``module``.
+
+    Args:
+        module: as for :func:`init_parameters`.
+
+    Raises:
+        TypeError: something else is among them.
+
+    Example:
+        >>> [(group, len(parameters)) for group, parameters in bmtrain.grouped_parameters(bmtrain.nn.Linear(2, 3))]
+        [(None, 2)]
+    """
     groups: dict[str | None, list[DistributedParameter]] = {}
     for param in _distinct_parameters(module):
         groups.setdefault(param.group, []).append(param)

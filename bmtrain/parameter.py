@@ -54,9 +54,9 @@ class DistributedParameter(torch.nn.Parameter):
         TypeError: ``data`` is not a tensor, or complex or in 8 bits though trained; ``init_method`` cannot be called.
 
     Example:
-        >>> p = bmtrain.DistributedParameter(torch.ones(4, 3))   # doctest: +SKIP
-        >>> p.gather().shape                                      # doctest: +SKIP
-        torch.Size([4, 3])
+        >>> p = bmtrain.DistributedParameter(torch.ones(4, 3))
+        >>> p.numel(), p.gather().shape  # 12 elements on one rank, 3 on each of four
+        (12, torch.Size([4, 3]))
     """
 
     _spec: ShardSpec
@@ -159,7 +159,14 @@ class DistributedParameter(torch.nn.Parameter):
     _in_checkpoint_block = _in_block
 
     def gather(self) -> torch.Tensor:  # type: ignore[override]
-        """The full tensor, differentiable; its gradient is summed over the ranks into the shard. Collective."""
+        """The full tensor, differentiable; its gradient is summed over the ranks into the shard. Collective.
+
+        Returns:
+            a tensor of the shape of ``data`` as it was given (for a tensor-parallel parameter, its slice).
+
+        Raises:
+            RuntimeError: the parameter is on the meta device.
+        """
         self.require_data()
         if self._is_full():
             return self.view_as(self)
@@ -171,7 +178,7 @@ class DistributedParameter(torch.nn.Parameter):
         return _tp_merge(self.gather(), self._tp_split_dim)
 
     def gather_all(self) -> torch.Tensor:
-        """The full tensor with its tensor-parallel slices merged. Collective."""
+        """The full tensor with its tensor-parallel slices merged along ``tp_split_dim``. Collective."""
         return self.gather() if self._tp_split_dim < 0 else self.tp_gather()
 
     def _is_full(self) -> bool:

@@ -35,6 +35,12 @@ class PipelineTransformerBlockList(torch.nn.Module):
     Raises:
         ValueError: for a Block that was made for other use, if there is no pipeline.
         NotImplementedError: if ``num_hidden`` is not 1.
+
+    Example:
+        >>> blocks = [bmtrain.Block(bmtrain.nn.Linear(4, 4), mode="PIPE") for _ in range(3)]
+        >>> layers = bmtrain.PipelineTransformerBlockList(blocks)  # here of one stage
+        >>> layers(torch.ones(2, 4)).shape, layers.stages
+        (torch.Size([2, 4]), 1)
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module], num_hidden: int = 1) -> None:

@@ -60,7 +60,11 @@ def save(
         OSError: on every rank, if rank 0 cannot write.
 
     Example:
-        >>> bmtrain.save(model, "checkpoint.pt")        # doctest: +SKIP
+        >>> import os, tempfile
+        >>> path = os.path.join(tempfile.mkdtemp(), "model.pt")
+        >>> bmtrain.save(bmtrain.nn.Linear(2, 3), path)
+        >>> sorted(torch.load(path))
+        ['bias', 'weight']
     """
     _check_arguments(model, file_name)
     context("save()")
@@ -97,7 +101,11 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike[str], strict: bool
         RuntimeError: on every rank, for shapes that differ and, with ``strict``, missing or unexpected keys.
 
     Example:
-        >>> bmtrain.load(model, "checkpoint.pt", strict=False)        # doctest: +SKIP
+        >>> import os, tempfile
+        >>> path = os.path.join(tempfile.mkdtemp(), "model.pt")
+        >>> torch.save({"weight": torch.ones(3, 2)}, path)  # of a plain model without a bias
+        >>> bmtrain.load(bmtrain.nn.Linear(2, 3), path, strict=False)
+        _IncompatibleKeys(missing_keys=['bias'], unexpected_keys=[])
     """
     _check_arguments(model, file_name)
     context("load()")

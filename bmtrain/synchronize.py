@@ -21,6 +21,10 @@ def synchronize() -> None:
 
     Raises:
         RuntimeError: before `init_distributed`.
+        CommunicationError: a rank does not come within the time-out, or has failed.
+
+    Example:
+        >>> bmtrain.synchronize()  # before a clock is read, say
     """
     current = context("synchronize()")
     if current.device.type == "cuda":

@@ -54,10 +54,15 @@ def load(
             the meta device that nothing fills.
 
     Example:
-        >>> with torch.device("meta"):                                          # doctest: +SKIP
-        ...     model = AutoModelForCausalLM.from_config(config)
-        >>> model = bmtrain.BMTrainModelWrapper(model)                          # doctest: +SKIP
-        >>> bmtrain.weights.load(model, "Llama-3.1-8B")                         # doctest: +SKIP
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> bmtrain.weights.save(bmtrain.nn.Linear(2, 3), folder)
+        >>> with torch.device("meta"):  # AutoModelForCausalLM.from_config(config), say
+        ...     model = torch.nn.Linear(2, 3)
+        >>> model = bmtrain.BMTrainModelWrapper(model)
+        >>> _ = bmtrain.weights.load(model, folder)
+        >>> model.weight.shape
+        torch.Size([3, 2])
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -209,7 +214,11 @@ def save(
         OSError: on every rank, if rank 0 cannot write.
 
     Example:
-        >>> bmtrain.weights.save(model, "finetuned")                            # doctest: +SKIP
+        >>> import os, tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> bmtrain.weights.save(bmtrain.nn.Linear(2, 3), folder)
+        >>> os.listdir(folder)
+        ['model.safetensors']
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")

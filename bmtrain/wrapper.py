@@ -38,7 +38,10 @@ def BMTrainModelWrapper(model: torch.nn.Module) -> torch.nn.Module:
         TypeError: if ``model`` is not a module, or holds one whose class cannot be derived from (a scripted one).
 
     Example:
-        >>> model = bmtrain.BMTrainModelWrapper(GPT2LMHeadModel.from_pretrained("gpt2"))   # doctest: +SKIP
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5))
+        >>> model = bmtrain.BMTrainModelWrapper(model)
+        >>> isinstance(model[1], torch.nn.Linear), isinstance(model[1], bmtrain.DistributedModule)
+        (True, True)
     """
     return model_wrapper_dispatch(model)
 

@@ -28,8 +28,10 @@ class ZeroContext:
         RuntimeError: if the Block runs or is in such a context already.
 
     Example:
-        >>> with ZeroContext(block):                 # doctest: +SKIP
-        ...     print(block.linear.weight.norm())
+        >>> block = bmtrain.Block(bmtrain.nn.Linear(2, 3))
+        >>> with ZeroContext(block):
+        ...     print(block.weight.shape)
+        torch.Size([3, 2])
     """
 
     def __init__(self, block: Block) -> None:

@@ -136,12 +136,15 @@ class BlockPolicy:
 def default_policy(policy: BlockPolicy) -> Iterator[None]:
     """Blocks built while it lasts have ``policy``, but for what they are told themselves.
 
+    Args:
+        policy: of Blocks that are given neither ``policy`` nor ``zero_level`` or ``use_checkpoint``.
+
     Raises:
         RuntimeError: before :func:`bmtrain.init_distributed`.
 
     Example:
-        >>> with bmtrain.default_policy(bmtrain.BlockPolicy(level=2)):   # doctest: +SKIP
-        ...     model = Model()
+        >>> with bmtrain.default_policy(bmtrain.BlockPolicy(level=2)):
+        ...     model = bmtrain.BMTrainModelWrapper(torch.nn.ModuleList([torch.nn.Linear(2, 2)]))
     """
     engine = context().engine
     before, engine.default_policy = engine.default_policy, policy

@@ -116,6 +116,10 @@ def broadcast(src: Tensor, root: int, comm: _C.Communicator | None = None) -> Te
     Raises:
         RuntimeError: before `init_distributed`.
         ValueError: ``root`` is not a rank of ``comm``.
+
+    Example:
+        >>> bmtrain.distributed.broadcast(torch.tensor([1.0, 2.0]), 0)
+        tensor([1., 2.])
     """
     comm = _resolve("broadcast", src, comm, "src")
     _check_root(root, comm)
@@ -139,6 +143,10 @@ def reduce_scatter(x: Tensor, op: str = "sum", comm: _C.Communicator | None = No
         RuntimeError: before `init_distributed`.
         ValueError: another ``op``, or a first dimension that does not divide (an AssertionError as well).
         NotImplementedError: in backward, for ``max``, ``min`` and ``prod``.
+
+    Example:
+        >>> bmtrain.distributed.reduce_scatter(torch.ones(bmtrain.world_size(), 2))
+        tensor([[1., 1.]])
     """
     comm = _resolve("reduce_scatter", x, comm)
     reduce_op(op)
@@ -177,6 +185,7 @@ def send_activations(x: Tensor, next_rank: int, comm: _C.Communicator) -> None:
 
     Raises:
         RuntimeError: before `init_distributed`.
+        ValueError: a dtype or shape that cannot be sent.
     """
     comm = _resolve("send_activations", x, comm)
     if x.dtype not in _DTYPES or x.dim() > _MAX_DIMS:

@@ -36,6 +36,13 @@ def send(x: Tensor, dst: int, comm: _C.Communicator | None = None) -> None:
     Raises:
         RuntimeError: before `init_distributed`.
         ValueError: ``dst`` is not another rank of ``comm``, or a dtype or shape that cannot be sent.
+
+    Example::
+
+        if bmt.rank() == 0:
+            bmt.distributed.send(torch.ones(2, 3), dst=1)
+        elif bmt.rank() == 1:
+            x = bmt.distributed.recv(src=0)  # its shape and dtype come with it
     """
     comm = _resolve("send", x, comm)
     send_activations(x, _peer("send", "dst", dst, comm), comm)
@@ -52,6 +59,9 @@ def recv(src: int, comm: _C.Communicator | None = None) -> Tensor:
     Raises:
         RuntimeError: before `init_distributed`.
         ValueError: ``src`` is not another rank of ``comm``.
+
+    Example:
+        See `send`.
     """
     device = context("recv()").device
     comm = _resolve("recv", torch.empty(0, device=device), comm)

@@ -36,7 +36,10 @@ def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> 
         TypeError: an argument is of another type.
 
     Example:
-        >>> print(bmtrain.inspect.format_summary(bmtrain.inspect.inspect_model(model, "*")))   # doctest: +SKIP
+        >>> model = bmtrain.BMTrainModelWrapper(torch.nn.Linear(2, 3))
+        >>> rows = bmtrain.inspect.inspect_model(model, "*")  # print(format_summary(rows)) shows a table
+        >>> [(row["name"], row["shape"]) for row in rows]
+        [('weight', (3, 2)), ('bias', (3,))]
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")

@@ -15,6 +15,8 @@ class Cosine(WarmupLRScheduler):
     The wave goes on after ``end_iter`` (the rate rises again), so training is meant to stop there. Without
     restarts, the schedule is that of SGDR (Loshchilov and Hutter 2017, equation 5).
 
+    Args and errors: as :class:`WarmupLRScheduler`.
+
     Example:
         >>> import torch
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)

@@ -16,6 +16,8 @@ class Exponential(WarmupLRScheduler):
     Args:
         gamma: factor between the rates of consecutive iterations after the warm-up. ``end_iter`` is not used.
 
+    Args and errors: as :class:`WarmupLRScheduler`.
+
     Example:
         >>> import torch
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)

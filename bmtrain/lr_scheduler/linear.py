@@ -10,6 +10,8 @@ __all__ = ["Linear"]
 class Linear(WarmupLRScheduler):
     """Linear warm-up to ``start_lr`` at ``warmup_iter``, then linear decay to 0 at ``end_iter``.
 
+    Args and errors: as :class:`WarmupLRScheduler`.
+
     Example:
         >>> import torch
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)

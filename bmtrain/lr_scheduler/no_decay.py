@@ -10,6 +10,8 @@ __all__ = ["NoDecay"]
 class NoDecay(WarmupLRScheduler):
     """Linear warm-up to ``start_lr`` at ``warmup_iter``, then ``start_lr``; ``end_iter`` may be None or -1.
 
+    Args and errors: as :class:`WarmupLRScheduler`.
+
     Example:
         >>> import torch
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)

@@ -17,6 +17,8 @@ class Noam(WarmupLRScheduler):
     "Attention Is All You Need" (Vaswani et al. 2017, section 5.3) with ``start_lr`` in place of the
     model-size factor.
 
+    Args and errors: as :class:`WarmupLRScheduler`.
+
     Example:
         >>> import torch
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)

@@ -103,6 +103,17 @@ _group = _Group()
 def allReduce(src: Buffer, dst: Buffer, op: str, comm: NCCLCommunicator) -> None:
     """Combine the ranks' ``src`` into every rank's ``dst``, which has the same size. [collective]
 
+    Args:
+        src: contiguous; the same dtype and number of elements on every rank.
+        dst: may be ``src``.
+        op: ``"sum"``, ``"avg"``, ``"max"``, ``"min"`` or ``"prod"``.
+        comm: of :func:`commInitRank`, or from ``config``: ``"comm"``, ``"tp_comm"``, ...
+
+    Raises:
+        TypeError: a buffer of another kind, not contiguous, or an untyped storage, whose bytes have no sum.
+        ValueError: sizes do not fit, or another ``op``.
+        CommunicationError: a rank does not come within the time-out, or has failed.
+
     Example:
         >>> import torch
         >>> comm = commInitRank(getUniqueId(), 1, 0)

@@ -29,6 +29,12 @@ class ColumnParallelLinear(DistributedModule):
 
     Raises:
         ValueError: if ``out_features`` does not divide.
+
+    Example:
+        >>> up, down = bmtrain.nn.ColumnParallelLinear(4, 8), bmtrain.nn.RowParallelLinear(8, 4)
+        >>> tokens = torch.ones(6, 4)  # this rank's, of all that the tensor-parallel group has
+        >>> down(up(tokens)).shape
+        torch.Size([6, 4])
     """
 
     def __init__(

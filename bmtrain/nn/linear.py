@@ -35,6 +35,10 @@ class Linear(DistributedModule):
     Raises:
         TypeError: a size is no integer, or ``dtype`` is not one of floats.
         ValueError: a size is negative.
+
+    Example:
+        >>> bmtrain.nn.Linear(4, 2, dtype=torch.bfloat16)(torch.ones(3, 4, dtype=torch.bfloat16)).shape
+        torch.Size([3, 2])
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, dtype: Any = None) -> None:

@@ -31,6 +31,13 @@ class VPEmbedding(DistributedModule):
 
     Raises:
         ValueError: if ``vocab_size`` does not divide.
+
+    Example:
+        >>> table = bmtrain.nn.VPEmbedding(10, 4, dtype=torch.float32)
+        >>> bmtrain.init_parameters(table)
+        >>> hidden = table(torch.tensor([[1, 2, 3]]))
+        >>> hidden.shape, table(hidden, projection=True).shape
+        (torch.Size([1, 3, 4]), torch.Size([1, 3, 10]))
     """
 
     def __init__(
@@ -104,6 +111,10 @@ class Projection(DistributedModule):
     """Logits ``x @ weight.T`` over a whole vocabulary.
 
     Args: as :class:`VPEmbedding`.
+
+    Example:
+        >>> bmtrain.nn.Projection(10, 4, dtype=torch.float32)(torch.ones(2, 3, 4)).shape
+        torch.Size([2, 3, 10])
     """
 
     def __init__(
@@ -140,6 +151,10 @@ class VPProjection(VPEmbedding):
     """Logits of this rank's part of the vocabulary, for hidden states that are equal on all tensor-parallel ranks.
 
     Args: as :class:`VPEmbedding`.
+
+    Example:
+        >>> bmtrain.nn.VPProjection(10, 4, dtype=torch.float32)(torch.ones(2, 3, 4)).shape  # 10 / tp_size logits
+        torch.Size([2, 3, 10])
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]

@@ -29,6 +29,9 @@ class RowParallelLinear(DistributedModule):
 
     Raises:
         ValueError: if ``in_features`` does not divide, or, in forward, dim 0 of an output to be scattered.
+
+    Example:
+        See :class:`ColumnParallelLinear`.
     """
 
     def __init__(

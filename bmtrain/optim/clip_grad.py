@@ -43,6 +43,12 @@ def clip_gradients(
         TypeError: something else is among the parameters.
         ValueError: ``max_norm``, ``scale``, ``norm_type`` or ``eps`` is out of range.
         RuntimeError: before ``init_distributed``.
+
+    Example:
+        >>> p = torch.nn.Parameter(torch.zeros(2))
+        >>> p.grad = torch.tensor([3.0, 4.0])
+        >>> clip_gradients([p], max_norm=1.0), p.grad
+        (tensor(5.), tensor([0.6000, 0.8000]))
     """
     if norm_type != "inf":
         require_number("norm_type", norm_type)

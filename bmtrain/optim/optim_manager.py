@@ -139,6 +139,11 @@ class OptimManager:
         Raises:
             TypeError: it is no optimizer, or the scheduler cannot step, or not without a number.
             ValueError: the optimizer is of a kind that computes over whole tensors, and has distributed parameters.
+
+        Example:
+            >>> optimizer = bmtrain.optim.AdamOptimizer(bmtrain.nn.Linear(2, 2).parameters())
+            >>> schedule = bmtrain.lr_scheduler.NoDecay(optimizer, start_lr=1e-3, warmup_iter=100, end_iter=-1)
+            >>> bmtrain.optim.OptimManager().add_optimizer(optimizer, schedule)
         """
         if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "step")):
             raise TypeError(
@@ -176,6 +181,12 @@ class OptimManager:
         Raises:
             TypeError: ``loss`` is no tensor.
             ValueError: it has several elements, or nothing that it depends on is trained.
+
+        Example:
+            >>> model = bmtrain.nn.Linear(2, 1, bias=False)
+            >>> bmtrain.optim.OptimManager(loss_scale=4).backward(model(torch.ones(3, 2)).mean())
+            >>> next(model.parameters()).grad.tolist()  # scaled; step() and clip_grad_norm() know it
+            [4.0, 4.0]
         """
         require_tensor("loss", loss)
         if loss.numel() != 1 or not loss.requires_grad:
@@ -237,6 +248,10 @@ class OptimManager:
         """Step every optimizer and then its schedule, or skip all if a gradient overflowed.
 
         Collective over the world with loss scaling.
+
+        Raises:
+            RuntimeError: in a loop over virtual shards, whose gradients are there when it ends; or, with a loss scale,
+                before :func:`bmtrain.init_distributed`.
         """
         if self._is_accumulating():
             return
@@ -289,6 +304,9 @@ class OptimManager:
         Args:
             gather_opt: gather the optimizers' sharded tensors to full ones, so that the state can be loaded
                 on another number of ranks; then collective. Otherwise the state is of this rank alone.
+
+        Returns:
+            ``optimizers``, ``lr_schedulers``, ``loss_scale``, ``loss_scale_enabled``, ``steps_since_last_scale``.
         """
         return {
             "optimizers": [optimizer_state(optimizer, gather_opt) for optimizer in self.optimizers],

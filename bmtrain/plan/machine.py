@@ -36,6 +36,11 @@ class Machine:
 
     Raises:
         ValueError: a number that makes no sense.
+
+    Example:
+        >>> from bmtrain.plan import MACHINES
+        >>> MACHINES["h100-80gb"].with_devices(64).num_nodes
+        8
     """
 
     name: str

@@ -34,6 +34,15 @@ def choose_policy(
 
     Returns:
         None if nothing fits, not even one sample with everything offloaded.
+
+    Raises:
+        ValueError: as :func:`estimate`.
+
+    Example:
+        >>> from bmtrain.plan import MACHINES, choose_policy, gpt2
+        >>> plan = choose_policy(gpt2(4, 256, 4), MACHINES["a100-80gb"].with_devices(2))
+        >>> plan.fits
+        True
     """
     base = TrainingPolicy() if base is None else base
     best: Plan | None = None
@@ -84,7 +93,18 @@ def _changes(policy: TrainingPolicy) -> Iterator[tuple[str, TrainingPolicy]]:
 
 
 def remedies(plan: Plan, *, ring_reduce: bool = False) -> list[str]:
-    """Single changes of the policy, or of the number of devices, each of which makes a plan fit; none if it does."""
+    """Single changes of the policy, or of the number of devices, each of which makes a plan fit; none if it does.
+
+    Args:
+        plan: by :func:`estimate`.
+        ring_reduce: as it was for :func:`estimate`.
+
+    Example:
+        >>> from bmtrain.plan import MACHINES, TrainingPolicy, estimate, gpt2, remedies
+        >>> plan = estimate(gpt2(40, 5120, 40), MACHINES["a100-80gb"].with_devices(2), TrainingPolicy())
+        >>> plan.fits, remedies(plan)[-1]
+        (False, '4 devices instead of 2')
+    """
     if plan.fits:
         return []
     found, kinds = [], set()

@@ -95,6 +95,13 @@ def save(
         OSError: on every rank, if one cannot write; nothing of the step is left then.
         TypeError: on every rank, if something cannot be stored.
         ValueError: for a negative ``step``, or a ``keep`` below 1.
+
+    Example:
+        >>> import tempfile
+        >>> from bmtrain.distributed import checkpoint
+        >>> handle = checkpoint.save(tempfile.mkdtemp(), 100, bmtrain.nn.Linear(3, 2), data={"epoch": 2}, keep=3)
+        >>> handle.path.name
+        'step-0000100'
     """
     require_path("folder", folder)
     schedulers = _check_parts(model, optim, schedulers)
@@ -134,6 +141,15 @@ def load(
         UnreadableFileError: on every rank, naming file and tensor, if something is damaged. Nothing is changed.
         RuntimeError: on every rank, if keys or shapes do not fit the model. Nothing is changed.
         ValueError: on every rank, if the optimizers do not fit. Nothing is changed.
+
+    Example:
+        >>> import tempfile
+        >>> from bmtrain.distributed import checkpoint
+        >>> folder, model = tempfile.mkdtemp(), bmtrain.nn.Linear(3, 2)
+        >>> _ = checkpoint.save(folder, 100, model, data={"epoch": 2})
+        >>> found = checkpoint.load(folder, model)
+        >>> found.step, found.data
+        (100, {'epoch': 2})
     """
     context("checkpoint.load")
     require_path("path", path)
@@ -209,6 +225,17 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The complete checkpoint in ``folder`` that was saved last, or None. Collective once initialised: rank 0's view.
 
     Its manifest is intact and all its files are there in full length; :func:`load` checks every byte.
+
+    Args:
+        folder: of checkpoints; it need not exist.
+
+    Raises:
+        TypeError: ``folder`` is no path.
+
+    Example:
+        >>> from bmtrain.distributed import checkpoint
+        >>> checkpoint.latest("no/such/folder") is None
+        True
     """
     from ..._context import current
 
@@ -225,9 +252,17 @@ def prune(folder: str | os.PathLike[str], keep: int) -> None:
 
     What interrupted saves left is removed as well. If no checkpoint is complete, nothing is removed.
 
+    Args:
+        folder: of checkpoints; it need not exist.
+        keep: how many stay, at least 1.
+
     Raises:
         ValueError: ``keep`` is below 1.
         OSError: on every rank, if rank 0 cannot remove something.
+
+    Example:
+        >>> from bmtrain.distributed import checkpoint
+        >>> checkpoint.prune("run", keep=3)
     """
     require_path("folder", folder)
     keep = require_integer("keep", keep, 1)
