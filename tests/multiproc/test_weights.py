@@ -141,7 +141,8 @@ def resident(field: str) -> int:
 def load_under_watch(family: str, files: str, options: dict[str, Any]) -> dict[str, int]:
     model = make_sharded(family, **options)
     bmt.weights.load(make_sharded(family), f"{files}-small")  # code that is loaded when it is first used
-    ctypes.CDLL(None).malloc_trim(0)  # what is free at the end of the heap would be used, and kept, by some ranks
+    # What is free at the end of the heap would be used, and kept, by some ranks.
+    ctypes.CDLL(None).malloc_trim(0)
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     bmt.weights.load(model, files)
