@@ -141,6 +141,7 @@ class DistributedParameter(torch.nn.Parameter):
 
     @property
     def group(self) -> str | None:
+        """The label that the parameter was made with; ``"tp"`` for a tensor-parallel one."""
         return self._group
 
     @property
@@ -197,6 +198,15 @@ class DistributedParameter(torch.nn.Parameter):
         """Lets ``hook`` see this rank's full gradient, before the sum over the ranks, and replace it.
 
         It does not see what reaches the shard directly, as in ``(param ** 2).sum()``.
+
+        Args:
+            hook: gets the gradient in the parameter's full shape; returns another one, or None.
+
+        Returns:
+            A handle with ``remove()``.
+
+        Raises:
+            RuntimeError: the parameter is frozen.
         """
         if not self.requires_grad:
             raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")

@@ -50,6 +50,10 @@ def sum_loss(loss: torch.Tensor, comm: Communicator | None = None) -> torch.Tens
 
     Raises:
         RuntimeError: before `init_distributed`.
+
+    Example:
+        >>> bmtrain.sum_loss(torch.tensor(2.0))
+        tensor(2.)
     """
     from .distributed import all_reduce
 
@@ -69,6 +73,10 @@ def gather_result(x: torch.Tensor) -> torch.Tensor:
 
     Raises:
         RuntimeError: before `init_distributed`.
+
+    Example:
+        >>> bmtrain.gather_result(torch.ones(3)).shape  # (3 * world_size,)
+        torch.Size([3])
     """
     from .distributed import all_gather
 

@@ -227,6 +227,12 @@ def tp_split_tensor(t: torch.Tensor, dim: int) -> torch.Tensor:
     Raises:
         ValueError: the dimension does not divide by ``tp_size``.
         RuntimeError: before `init_distributed`.
+
+    Example:
+        >>> import torch, bmtrain
+        >>> bmtrain.init_distributed()
+        >>> tp_split_tensor(torch.ones(4, 6), dim=1).shape  # (4, 6 / tp_size)
+        torch.Size([4, 6])
     """
     place = global_var.context("tp_split_tensor()").topology
     length = t.shape[dim]

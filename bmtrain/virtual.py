@@ -93,6 +93,11 @@ class VirtualShards:
 
         Raises:
             ValueError: not as many values as this rank has shards.
+
+        Example:
+            >>> bmtrain.init_distributed(virtual_shards=2)
+            >>> bmtrain.virtual_shards(step=0).mean([1.0, 3.0])  # of one rank, which has both
+            tensor(2.)
         """
         if not isinstance(values, Sequence):
             raise TypeError(

@@ -28,6 +28,7 @@ class InspectTensor:
 
     @property
     def summary(self) -> list[dict[str, Any]]:
+        """What was recorded, in forward order."""
         return self._summary
 
     def get_tensor(
@@ -35,8 +36,13 @@ class InspectTensor:
     ) -> torch.Tensor | None:
         """The recorded tensor of that group and name; with ``index`` that occurrence of it, else the first.
 
+        Args:
+            name: as given to :func:`record_tensor`.
+            group: the same.
+            index: 0 for the first time that this group and name were recorded, 1 for the second, ...
+
         Returns:
-            None if there is none.
+            This rank's tensor, part of the graph; None if there is none.
 
         Raises:
             TypeError: ``index`` is no integer.
@@ -143,6 +149,13 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None) -> None:
     Raises:
         RuntimeError: if ``x`` is a parameter.
         TypeError: if it is no tensor, or ``name`` no str.
+
+    Example:
+        >>> import torch
+        >>> with inspect_tensor() as inspector:
+        ...     record_tensor(torch.tensor([1.0, 3.0]), "hidden", group="encoder")
+        >>> [(row["name"], row["mean"]) for row in inspector.get_summary()]
+        [('encoder.0.hidden', 2.0)]
     """
     current = _context.current()
     call = running_call(current.engine) if current is not None else None

@@ -129,13 +129,19 @@ def allReduce(src: Buffer, dst: Buffer, op: str, comm: NCCLCommunicator) -> None
 
 
 def reduce(src: Buffer, dst: Buffer, op: str, root: int, comm: NCCLCommunicator) -> None:
-    """Combine the ranks' ``src`` into ``dst`` of rank ``root``; other ranks' ``dst`` is undefined. [collective]"""
+    """Combine the ranks' ``src`` into ``dst`` of rank ``root``; other ranks' ``dst`` is undefined. [collective]
+
+    Args and errors: as :func:`allReduce`; ``root`` is a rank of ``comm``.
+    """
     target = _copied("reduce", src, dst)
     _finish(_joined("reduce", comm).reduce(target, _reduction("reduce", op, src, dst), root, "nccl.reduce"))
 
 
 def broadcast(src: Buffer, dst: Buffer, root: int, comm: NCCLCommunicator) -> None:
-    """Copy ``src`` of rank ``root`` into every rank's ``dst``, which has the same size. [collective]"""
+    """Copy ``src`` of rank ``root`` into every rank's ``dst``, which has the same size. [collective]
+
+    Args and errors: as :func:`allReduce`; ``root`` is a rank of ``comm``.
+    """
     _check_comm("broadcast", comm)
     if comm.rank == root:
         target = _copied("broadcast", src, dst)
@@ -146,7 +152,16 @@ def broadcast(src: Buffer, dst: Buffer, root: int, comm: NCCLCommunicator) -> No
 
 
 def allGather(src: Buffer, dst: Buffer, comm: NCCLCommunicator) -> None:
-    """Put the ranks' ``src`` one after the other into ``dst``, ``commCount(comm)`` times as large. [collective]"""
+    """Put the ranks' ``src`` one after the other into ``dst``, ``commCount(comm)`` times as large. [collective]
+
+    Args and errors: as :func:`allReduce`.
+
+    Example:
+        >>> comm, out = bmtrain.config["comm"], torch.empty(bmtrain.world_size() * 2)
+        >>> allGather(torch.tensor([1.0, 2.0]), out, comm)
+        >>> out[:2]
+        tensor([1., 2.])
+    """
     _finish(
         _joined("allGather", comm).all_gather(
             *_sliced("allGather", ("dst", dst), ("src", src), comm), "nccl.allGather"
@@ -155,7 +170,10 @@ def allGather(src: Buffer, dst: Buffer, comm: NCCLCommunicator) -> None:
 
 
 def reduceScatter(src: Buffer, dst: Buffer, op: str, comm: NCCLCommunicator) -> None:
-    """Combine the ranks' ``src``, ``commCount(comm)`` times as large as ``dst``; rank r gets slice r. [collective]"""
+    """Combine the ranks' ``src``, ``commCount(comm)`` times as large as ``dst``; rank r gets slice r. [collective]
+
+    Args and errors: as :func:`allReduce`.
+    """
     _finish(
         _joined("reduceScatter", comm).reduce_scatter(
             *_sliced("reduceScatter", ("src", src), ("dst", dst), comm)[::-1],
@@ -166,7 +184,18 @@ def reduceScatter(src: Buffer, dst: Buffer, op: str, comm: NCCLCommunicator) -> 
 
 
 def send(src: Buffer, peer: int, comm: NCCLCommunicator) -> None:
-    """Send ``src`` to rank ``peer`` of ``comm``, which receives the same size."""
+    """Send ``src`` to rank ``peer`` of ``comm``, which receives the same size.
+
+    Two ranks that send to each other at once do so between :func:`groupStart` and :func:`groupEnd`.
+
+    Example::
+
+        peer = (comm.rank + 1) % comm.size
+        groupStart()
+        send(mine, peer, comm)
+        recv(theirs, (comm.rank - 1) % comm.size, comm)
+        groupEnd()  # both are done
+    """
     _finish(_joined("send", comm).send(_as_tensor("send", "src", src), peer, "nccl.send"))
 
 

@@ -57,6 +57,11 @@ def commInitRank(unique_id: bytes, world_size: int, rank: int) -> _C.Communicato
     Raises:
         ValueError: a malformed id, a rank outside the group, or an id that this rank has used before.
         CommunicationError: not all ranks arrived in time.
+
+    Example:
+        >>> comm = commInitRank(getUniqueId(), world_size=1, rank=0)
+        >>> comm.rank, comm.size
+        (0, 1)
     """
     host, port, token = _parse(unique_id)
     if world_size < 1 or not 0 <= rank < world_size:

@@ -231,10 +231,17 @@ class OptimManager:
     ) -> Tensor:
         """Clip gradients by their norm over all ranks, see :func:`~bmtrain.optim.clip_grad.clip_gradients`. Collective.
 
+        Args:
+            param_groups: ``optimizer.param_groups``, or parameters.
+            max_norm: largest norm that is left alone, of the mean gradient without loss scale.
+            norm_type: p of the p-norm, or ``"inf"``.
+            eps: added to the norm before dividing by it.
+
         Returns:
-            The unscaled norm before clipping, 0-dim, equal on all ranks.
+            The unscaled norm before clipping, 0-dim fp32, equal on all ranks.
 
         Raises:
+            ValueError: a number is out of range.
             RuntimeError: the manager was made with ``step_in_backward``.
         """
         if self._early is not None:
@@ -326,6 +333,11 @@ class OptimManager:
             TypeError: ``state_dict`` is no dict.
             ValueError: something is missing in it, or the number of optimizers or schedules, or the layout of a
                 state, does not fit.
+
+        Example:
+            >>> manager = bmtrain.optim.OptimManager(loss_scale=1024)
+            >>> manager.add_optimizer(bmtrain.optim.AdamOptimizer(bmtrain.nn.Linear(2, 2).parameters()))
+            >>> manager.load_state_dict(manager.state_dict(gather_opt=True))
         """
         require_keys(
             "state_dict", state_dict, ("optimizers", "lr_schedulers", "loss_scale", "loss_scale_enabled")

@@ -29,6 +29,11 @@ class TrainingPolicy:
 
     Raises:
         ValueError: a number out of its range.
+
+    Example:
+        >>> from bmtrain.plan import TrainingPolicy
+        >>> TrainingPolicy(micro_batch=4, level=2, recompute="selective").recomputes
+        True
     """
 
     micro_batch: int = 1
