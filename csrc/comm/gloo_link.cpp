@@ -264,6 +264,9 @@ void GlooLink::add_two_step(std::int64_t sequence, std::weak_ptr<GlooWork> work)
 }
 
 void GlooLink::carry_on_before(std::int64_t sequence) {
+  // One thread after the other: a second one would find what this one has taken gone, and post for a later
+  // operation before this one has posted for an earlier.
+  const std::lock_guard in_order(carrying_on_);
   while (true) {
     std::shared_ptr<GlooWork> work;
     {

@@ -88,7 +88,8 @@ class GlooLink {
   const std::string name_;
   const std::chrono::milliseconds timeout_;
 
-  std::mutex mutex_;  // protects everything below
+  std::mutex carrying_on_;  // held by whoever carries on operations; taken before mutex_
+  std::mutex mutex_;        // protects everything below
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
   c10::intrusive_ptr<c10d::Backend> backend_;
   bool closed_ = false;

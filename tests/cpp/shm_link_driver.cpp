@@ -1,18 +1,14 @@
 // Drives ShmLink from several threads, for ThreadSanitizer: see tests/unit/test_shm_races.py.
 //
-// The ranks are threads of one process that share each segment at one address (the wrapped mmap), so that the
-// sanitizer sees both sides of a ring: data that is read before it was published is a report.
+// The ranks are threads of one process that share each segment at one address (shared_mappings.cpp), so that
+// the sanitizer sees both sides of a ring: data that is read before it was published is a report.
 #include <ATen/Functions.h>
-#include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
@@ -20,53 +16,6 @@
 
 #include "comm/shm_link.h"
 #include "common/check.h"
-
-extern "C" {
-void* __real_mmap(void* address, std::size_t length, int protection, int flags, int file, off_t offset);
-int __real_munmap(void* address, std::size_t length);
-void* __wrap_mmap(void* address, std::size_t length, int protection, int flags, int file, off_t offset);
-int __wrap_munmap(void* address, std::size_t length);
-}
-
-namespace {
-
-struct Shared {
-  void* address;
-  int users;
-};
-std::mutex shared_mutex;
-std::map<std::pair<ino_t, off_t>, Shared> shared;  // by file and offset
-
-}  // namespace
-
-void* __wrap_mmap(void* address, std::size_t length, int protection, int flags, int file, off_t offset) {
-  struct stat status{};
-  if (address != nullptr || file < 0 || fstat(file, &status) != 0) {
-    return __real_mmap(address, length, protection, flags, file, offset);
-  }
-  const std::lock_guard lock(shared_mutex);
-  auto [entry, is_new] = shared.try_emplace({status.st_ino, offset}, Shared{nullptr, 0});
-  if (is_new) {  // a rank's private view too: the ranks write nothing into it
-    flags = (flags & ~MAP_PRIVATE) | MAP_SHARED;
-    entry->second.address = __real_mmap(address, length, protection, flags, file, offset);
-  }
-  ++entry->second.users;
-  return entry->second.address;
-}
-
-int __wrap_munmap(void* address, std::size_t length) {
-  const std::lock_guard lock(shared_mutex);
-  for (auto entry = shared.begin(); entry != shared.end(); ++entry) {
-    if (entry->second.address == address) {
-      if (--entry->second.users > 0) {
-        return 0;
-      }
-      shared.erase(entry);
-      break;
-    }
-  }
-  return __real_munmap(address, length);
-}
 
 namespace {
 

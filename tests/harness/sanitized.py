@@ -5,11 +5,14 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.cpp_extension import include_paths, library_paths
 
-__all__ = ["build_driver", "compile_or_skip", "compiler", "run_driver"]
+__all__ = ["build_driver", "build_with_torch", "run_driver", "torch_environment"]
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,6 +40,48 @@ def build_driver(folder: Path, sources: Sequence[str], sanitizers: str, options:
     files = [str(ROOT / source) for source in sources]
     compile_or_skip([compiler(), *flags, f"-I{ROOT / 'csrc'}", *files, *options, "-o", str(program)])
     return program
+
+
+def build_with_torch(
+    folder: Path, units: Mapping[str, Sequence[str]], sanitizers: str, wrapped: Sequence[str] = ()
+) -> Path:
+    """A program that uses torch's libraries as they are, which are not compiled with the sanitizer.
+
+    Args:
+        units: patterns of files, from the top of the tree, that are compiled in one go: torch's headers are most of
+            the work. Files of one unit must not define the same names.
+        sanitizers: as ``-fsanitize`` takes them.
+        wrapped: functions of which the sources define ``__wrap_NAME``.
+    """
+    folder.mkdir(exist_ok=True)
+    level = "-O1" if sanitizers == "thread" else "-O0"  # what compiles and runs in the shortest time
+    flags = ["-std=c++20", level, "-g1", "-pthread", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
+    flags += [
+        f"-I{ROOT / 'csrc'}",
+        f"-I{ROOT / 'tests/cpp'}",
+        *(f"-isystem{path}" for path in include_paths()),
+    ]
+    flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    program = compiler()
+
+    def compile_unit(name: str) -> str:
+        files = [file for pattern in units[name] for file in sorted(ROOT.glob(pattern))]
+        source, target = folder / f"{name}.cpp", folder / f"{name}.o"
+        source.write_text("".join(f'#include "{file}"\n' for file in files))
+        compile_or_skip([program, *flags, "-c", str(source), "-o", str(target)])
+        return str(target)
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        objects = list(pool.map(compile_unit, units))
+    libraries = [f"-L{path}" for path in library_paths()] + [f"-Wl,-rpath,{path}" for path in library_paths()]
+    libraries += ["-Wl,--no-as-needed", "-ltorch_cpu", "-lc10", *(f"-Wl,--wrap={name}" for name in wrapped)]
+    compile_or_skip([program, *flags, *objects, *libraries, "-o", str(folder / "driver")])
+    return folder / "driver"
+
+
+def torch_environment() -> dict[str, str]:
+    """For `run_driver`: torch's own libraries free nothing at their end, and start no threads."""
+    return {"ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin"}
 
 
 def run_driver(program: Path, environment: Mapping[str, str] | None = None) -> None:

@@ -1,0 +1,26 @@
+"""The communicators of several hosts and, below it, over Gloo under the sanitizers: no report, and every byte right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness.sanitized import build_with_torch, run_driver, torch_environment
+
+UNITS = {
+    "driver": [
+        "tests/cpp/shared_mappings.cpp",
+        "tests/cpp/thread_backend.cpp",
+        "tests/cpp/hosts_driver.cpp",
+        "csrc/comm/hosts_communicator.cpp",
+    ],
+    "gloo": ["csrc/comm/gloo_*.cpp", "csrc/comm/arguments.cpp", "csrc/comm/ordered_reduce.cpp"],
+    "link": ["csrc/comm/shm_link*.cpp", "csrc/comm/shm_ring.cpp", "csrc/comm/shm_segment.cpp"],
+    "heap": ["csrc/comm/shm_heap*.cpp"],
+    "shm": ["csrc/comm/shm_communicator.cpp", "csrc/comm/host_tensor.cpp", "csrc/common/tensor_dtype.cpp"],
+}
+
+
+@pytest.mark.slow
+def test_no_data_race(tmp_path: Path) -> None:
+    run_driver(build_with_torch(tmp_path, UNITS, "thread", ("mmap", "munmap")), torch_environment())
