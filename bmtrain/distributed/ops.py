@@ -231,6 +231,8 @@ def _resolve(name: str, x: Tensor, comm: _C.Communicator | None, argument: str =
         raise TypeError(
             f"{name}: {argument}: expected a dense tensor with memory, got {x.layout} on {x.device.type}"
         )
+    if x.is_quantized:  # the other ranks would read its integers without its scale
+        raise TypeError(f"{name}: {argument}: expected plain numbers, got a quantised tensor of {x.dtype}")
     if comm is None:
         return current.groups["zero"].comm
     if not isinstance(comm, _C.Communicator):

@@ -17,6 +17,8 @@ void check_tensor(const Communicator& comm, const char* op, const char* argument
   BMT_CHECK(TypeError, tensor.defined(), describe(comm, op), ": ", argument, " must be a tensor, got None");
   BMT_CHECK(TypeError, tensor.layout() == at::kStrided, describe(comm, op), ": ", argument,
             " must be a dense tensor, got layout ", tensor.layout());
+  BMT_CHECK(TypeError, !tensor.is_quantized(), describe(comm, op), ": ", argument,
+            " must not be quantised (its scale would stay behind), got ", tensor.scalar_type());
   BMT_CHECK(TypeError, tensor.device().is_cpu() || tensor.device().is_cuda(), describe(comm, op), ": ",
             argument, " must be on the CPU or a CUDA device, got ", tensor.device());
   BMT_CHECK(TypeError, tensor.is_contiguous(), describe(comm, op), ": ", argument,

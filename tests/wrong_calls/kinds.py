@@ -21,6 +21,7 @@ WRONG: dict[str, dict[str, Callable[[Any], Any]]] = {
         "a number": lambda _: 1.0,
         "sparse": lambda x: x.to_sparse(),
         "on meta": lambda x: x.to("meta"),
+        "quantised": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
     },
     "buffer": {
         "None": lambda _: None,
@@ -29,6 +30,7 @@ WRONG: dict[str, dict[str, Callable[[Any], Any]]] = {
         "another size": lambda x: torch.ones(x.numel() + 1),
         "another dtype": lambda x: x.to(torch.float16),
         "on meta": lambda x: x.to("meta"),
+        "quantised": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
     },
     "op": {"None": lambda _: None, "unknown": lambda _: "median", "a number": lambda _: 1},
     "rank": {
