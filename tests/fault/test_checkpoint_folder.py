@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from harness import run_ranks
@@ -89,13 +90,10 @@ def without_sync_of_folders(folder: str) -> None:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         known(handle)
 
-    os.fsync = fsync
-    try:
+    with mock.patch.object(os, "fsync", fsync):
         run = Run()
         run.train(1)
         run.save(folder)
-    finally:
-        os.fsync = known
     Run(seed=6).load(folder)
 
 
@@ -117,12 +115,11 @@ def disturbed_by_another_job(folder: str) -> None:
         checkpoint.layout.remove_unreferenced(Path(folder, f"step-{run.position:07d}"))
         return found
 
-    writer._merge = merge_late
-    try:
-        with pytest.raises(FileNotFoundError, match="does another job save into this folder"):
-            run.save(folder)
-    finally:
-        writer._merge = merge
+    with (
+        mock.patch.object(writer, "_merge", merge_late),
+        pytest.raises(FileNotFoundError, match="does another job save into this folder"),
+    ):
+        run.save(folder)
     other = Run(seed=6)
     other.load(folder)
     assert differences(saved, state_of(other)) == []
@@ -141,12 +138,9 @@ def rolled_back(folder: str) -> None:
     run.load(f"{folder}/step-0000002")
     for scheduler in run.manager.lr_schedulers:
         scheduler.start_lr = 0.5
-    known, time.time = time.time, lambda: 1.0
-    try:
+    with mock.patch.object(time, "time", lambda: 1.0):
         run.train(1)
         run.save(folder, keep=2)
-    finally:
-        time.time = known
     other = Run(seed=6)
     assert other.load(folder).step == 3  # what was saved last, not the highest
     assert differences(state_of(run), state_of(other)) == []
@@ -178,12 +172,9 @@ def pruned_while_loading(folder: str) -> None:
         remove()
         apply(self)
 
-    loading.Loading.apply = applied_late  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(loading.Loading, "apply", applied_late):
         checkpoint.load(old, other.model, other.manager)
-        assert differences(saved, state_of(other)) == []
-    finally:
-        loading.Loading.apply = apply  # type: ignore[method-assign]
+    assert differences(saved, state_of(other)) == []
     other = Run(seed=6)
     old = Path(folder, "step-0000002")
 
@@ -192,12 +183,11 @@ def pruned_while_loading(folder: str) -> None:
         remove()
         return found
 
-    checkpoint.open_manifest = opened_early  # type: ignore[assignment]
-    try:
-        with pytest.raises((FileNotFoundError, UnreadableFileError)) as caught:
-            checkpoint.load(old, other.model, other.manager)
-    finally:
-        checkpoint.open_manifest = open_manifest
+    with (
+        mock.patch.object(checkpoint, "open_manifest", opened_early),
+        pytest.raises((FileNotFoundError, UnreadableFileError)) as caught,
+    ):
+        checkpoint.load(old, other.model, other.manager)
     assert "step-0000002" in str(caught.value)
     assert differences(before, state_of(other)) == []
 
