@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ends import after_dead_peers, after_interrupts
 from harness import Status, rank_outcomes
 from test_faults import COLLECTIVES, caught, stop_for_good
 
@@ -138,6 +139,9 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=4, help="ranks")
     parser.add_argument("--repeats", type=int, default=50, help="kills for each rank and collective")
     parser.add_argument("--stops", type=int, default=0, help="stops for each rank and collective")
+    parser.add_argument(
+        "--ends", type=int, default=20, help="interrupts, and scripts that end with dead peers"
+    )
     parser.add_argument("--transports", default="shm,gloo", help="what connects the ranks")
     parser.add_argument("--operations", default=",".join(COLLECTIVES), help="what they are struck in")
     parser.add_argument("--timeout", type=float, default=5.0, help="of the library, in seconds")
@@ -150,6 +154,12 @@ def main() -> None:
     result["machine"] = f"{platform.machine()}, {os.cpu_count()} processors, torch {torch.__version__}"
     if options.recording:
         result["recording"] = cost_of_recording()
+    for transport in options.transports.split(",") if options.ends else ():
+        result[f"ends, {transport}"] = {
+            "Ctrl-C, seconds": after_interrupts(transport, options.ends),
+            "with dead peers, seconds": after_dead_peers(transport, options.ends),
+        }
+        options.out.write_text(_text_of(result))
     faults = {signal.SIGKILL: options.repeats, signal.SIGSTOP: options.stops}
     for transport, (fault, repeats) in itertools.product(options.transports.split(","), faults.items()):
         for op in options.operations.split(",") if repeats else ():
