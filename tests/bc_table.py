@@ -29,6 +29,8 @@ def tests_by_contract() -> dict[int, list[str]]:
     """Number of a contract -> its tests, as `path::name`, in the order of files and lines."""
     found: dict[int, list[str]] = {}
     for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        if file.name == "test_contracts.py":
+            continue  # the tests of this table have made-up marks
         for name, numbers in _marks(file.read_text()):
             for number in sorted(numbers):
                 found.setdefault(number, []).append(f"{file.relative_to(ROOT / 'tests').as_posix()}::{name}")
