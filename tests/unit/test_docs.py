@@ -203,6 +203,20 @@ def test_both_languages_have_the_same_code(page: str) -> None:
         assert [f.mark for f in ours if f.mark] == [f.mark for f in theirs if f.mark]
 
 
+@pytest.mark.parametrize("page", [page for page in TRANSLATED if not page.endswith("index.md")])
+def test_both_languages_have_the_same_parts(page: str) -> None:
+    """As many headings of each level, rows of tables, items of lists, and pictures."""
+    english = twin(page)
+    assert english is not None
+    assert parts(page) == parts(english)
+
+
+def parts(page: str) -> dict[str, list[str]]:
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+    patterns = {"headings": r"^#+ ", "rows": r"^\|", "items": r"^(?:-|\d+\.) ", "pictures": r"!\["}
+    return {name: re.findall(pattern, text, re.MULTILINE) for name, pattern in patterns.items()}
+
+
 def test_what_a_newcomer_needs_is_there_in_both_languages() -> None:
     there = {twin(page) for page in TRANSLATED}
     assert there >= NEEDED
