@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import _context
+from . import _C, _context
 from ._comm_nccl import read_registration, register_buffers
 from ._context import Context, Streams
 from ._deprecate import warn_once
@@ -395,7 +395,7 @@ def _share_processors(me: Peer, same_host: list[Peer]) -> None:
     A launcher that gives every rank its own processors has divided them already.
     """
     sharers = sum(peer.cpus == me.cpus for peer in same_host)
-    if sharers > 1 and not os.environ.get("OMP_NUM_THREADS"):
-        share = max(1, len(me.cpus.split(",")) // sharers)
-        if share < torch.get_num_threads():
-            torch.set_num_threads(share)
+    share = max(1, len(me.cpus.split(",")) // sharers)
+    _C.set_processor_share(share)
+    if sharers > 1 and not os.environ.get("OMP_NUM_THREADS") and share < torch.get_num_threads():
+        torch.set_num_threads(share)

@@ -4,14 +4,13 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <deque>
 #include <mutex>
 #include <thread>
-#include <vector>
 
 #include "common/delays.h"
 #include "common/float_environment.h"
+#include "common/latch.h"
 #include "common/per_process.h"
 
 namespace bmtrain {
@@ -19,11 +18,19 @@ namespace {
 
 thread_local bool inside_task = false;
 
+// Of this process, for all threads that have something to do.
+std::atomic<int> num_processors{static_cast<int>(std::thread::hardware_concurrency())};
+
 // One participant's contiguous share of the tasks, so that with a fixed number of threads the same thread
 // meets the same memory in every call (first touch, caches). Others help once their own share is done.
 struct alignas(128) Share {
   std::atomic<std::int64_t> next{0};
   std::int64_t end = 0;
+};
+
+// A pool thread, from the caller's side.
+struct alignas(128) Worker {
+  Latch called;  // by the caller, for one loop
 };
 
 class Pool {
@@ -34,48 +41,57 @@ class Pool {
     const std::unique_lock<std::mutex> user(user_mutex_, std::try_to_lock);
     if (!user.owns_lock()) return false;
     while (static_cast<int>(shares_.size()) < num_threads) shares_.emplace_back();
-    while (num_workers_ < num_threads - 1) start_worker();
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      for (int i = 0; i < num_threads; ++i) {
-        shares_[i].next.store(num_tasks * i / num_threads, std::memory_order_relaxed);
-        shares_[i].end = num_tasks * (i + 1) / num_threads;
-      }
-      task_ = task;
-      context_ = context;
-      num_threads_ = num_threads;
-      num_shares_of_each_ = sharing == Sharing::kHelp ? num_threads : 1;
-      num_busy_ = num_threads - 1;
-      environment_ = float_environment();
-      ++generation_;
+    while (static_cast<int>(workers_.size()) < num_threads - 1) start_worker();
+    for (int i = 0; i < num_threads; ++i) {
+      shares_[i].next.store(num_tasks * i / num_threads, std::memory_order_relaxed);
+      shares_[i].end = num_tasks * (i + 1) / num_threads;
     }
-    wake_.notify_all();
+    task_ = task;
+    context_ = context;
+    num_threads_ = num_threads;
+    num_shares_of_each_ = sharing == Sharing::kHelp ? num_threads : 1;
+    environment_ = float_environment();
+    waiting_ =
+        num_threads <= num_processors.load(std::memory_order_relaxed) ? Waiting::kWatch : Waiting::kSleep;
+    done_.reset(num_threads - 1);
+    for (int i = 0; i < num_threads - 1; ++i) workers_[i].called.count_down();
     work(0);
-    std::unique_lock<std::mutex> lock(mutex_);
-    done_.wait(lock, [this] { return num_busy_ == 0; });
+    if (sharing == Sharing::kHelp) excuse_the_late(num_threads - 1);
+    done_.wait(waiting_);
     return true;
   }
 
  private:
   void start_worker() {
-    const int index = ++num_workers_;
-    // Detached: the pool lives until the process ends, and exit must not wait for idle threads.
-    std::thread([this, index, seen = generation_] { worker_loop(index, seen); }).detach();
+    Worker& worker = workers_.emplace_back();
+    worker.called.reset(1);
+    try {
+      // Detached: the pool lives until the process ends, and exit must not wait for idle threads.
+      const auto index = static_cast<int>(workers_.size());
+      std::thread([this, &worker, index] { worker_loop(worker, index); }).detach();
+    } catch (...) {
+      workers_.pop_back();  // nobody would answer its calls
+      throw;
+    }
   }
 
-  void worker_loop(int index, std::uint64_t seen) {
+  void worker_loop(Worker& worker, int index) {
     inside_task = true;
-    std::unique_lock<std::mutex> lock(mutex_);
-    for (;;) {
-      wake_.wait(lock, [&] { return generation_ != seen; });
-      seen = generation_;
-      if (index >= num_threads_) continue;
+    for (Waiting waiting = Waiting::kSleep;;) {
+      worker.called.wait(waiting);
+      if (!worker.called.take()) continue;
+      waiting = waiting_;
       set_float_environment(environment_);
-      lock.unlock();
       work(index);
-      lock.lock();
-      if (--num_busy_ == 0) done_.notify_one();
+      done_.count_down();
     }
+  }
+
+  // All tasks have been taken: a worker that has not even begun, because others use its processor, is not
+  // waited for.
+  void excuse_the_late(int num_called) {
+    for (int i = 0; i < num_called; ++i)
+      if (workers_[i].called.take()) done_.count_down();
   }
 
   void work(int index) {
@@ -93,22 +109,22 @@ class Pool {
     inside_task = outer;
   }
 
-  std::mutex user_mutex_;  // held by the thread whose tasks run
-  std::mutex mutex_;       // protects everything below but the counters in shares_
-  std::condition_variable wake_;
-  std::condition_variable done_;
+  std::mutex user_mutex_;  // held by the thread whose tasks run: its own is everything below
+  std::deque<Worker> workers_;
   std::deque<Share> shares_;
-  int num_workers_ = 0;
+  // Of one loop: written before the workers are called, read by those that are until the loop is done.
   int num_threads_ = 0;
   int num_shares_of_each_ = 0;  // that a thread looks at, its own first
-  int num_busy_ = 0;
-  std::uint64_t generation_ = 0;
   unsigned environment_ = 0;
+  Waiting waiting_ = Waiting::kSleep;
   void (*task_)(void*, std::int64_t) = nullptr;
   void* context_ = nullptr;
+  Latch done_;
 };
 
 }  // namespace
+
+void set_processor_share(int count) { num_processors.store(count, std::memory_order_relaxed); }
 
 void parallel_for(std::int64_t num_tasks, void (*task)(void* context, std::int64_t index), void* context,
                   Sharing sharing) {

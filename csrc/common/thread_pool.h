@@ -28,4 +28,8 @@ void parallel_for(std::int64_t num_tasks, Task&& task, Sharing sharing = Sharing
       const_cast<void*>(static_cast<const void*>(&task)), sharing);
 }
 
+/// Says how many processors this process may count on; all that it may use, if never called. A loop of more
+/// threads sleeps wherever it waits: see [Note: Watching before sleeping].
+void set_processor_share(int count);
+
 }  // namespace bmtrain

@@ -7,6 +7,7 @@
 
 #include "common/check.h"
 #include "common/tensor_dtype.h"
+#include "common/thread_pool.h"
 #include "cpu/isa.h"
 #include "cpu/kernels.h"
 #include "ops.h"
@@ -156,6 +157,8 @@ void bind_optim(py::module_& module) {
   module.def(
       "highest_cpu_isa", [] { return std::string(cpu::name_of(cpu::highest_isa_level())); },
       "The highest level this machine can run.");
+  module.def("set_processor_share", &set_processor_share, py::arg("count"),
+             "Says how many processors this process may count on: loops of more threads never wait awake.");
   module.def("force_cpu_isa", &cpu::force_isa_level, py::arg("level"),
              "Changes the level of the whole process; for tests that compare levels.");
 }

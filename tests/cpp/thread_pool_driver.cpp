@@ -49,18 +49,28 @@ void every_share_by_its_owner(int num_tasks) {
   expect(owners.back() != owners.front(), "several owners");
 }
 
+// With as many processors as threads whoever waits watches first, with fewer it sleeps at once.
+constexpr int kFew = 1;
+constexpr int kEnough = 8;
+
 }  // namespace
 
 int main() {
   at::set_num_threads(4);
-  every_share_by_its_owner(3);
-  every_share_by_its_owner(29);
+  for (const int num_processors : {kFew, kEnough}) {
+    bmtrain::set_processor_share(num_processors);
+    every_share_by_its_owner(3);
+    every_share_by_its_owner(29);
+  }
   bmtrain::set_random_delays(1, 20);
   std::vector<std::thread> callers;  // one has the pool, the others work alone
   for (int c = 0; c < kCallers; ++c) {
     callers.emplace_back([c] {
       at::set_num_threads(2 + c);
-      for (int round = 0; round < kRounds; ++round) every_task_once(1 + round % 37);
+      for (int round = 0; round < kRounds; ++round) {
+        bmtrain::set_processor_share(round % 2 == 0 ? kFew : kEnough);
+        every_task_once(1 + round % 37);
+      }
     });
   }
   for (std::thread& caller : callers) caller.join();

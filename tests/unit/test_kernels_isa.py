@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from kernel_levels import LEVELS, level
 
-from bmtrain import _C, _ops
+from bmtrain import _C
 
 
 def run(isa: str, code: str) -> subprocess.CompletedProcess[str]:
@@ -66,31 +65,3 @@ def test_base_object_needs_no_wide_registers() -> None:
     assert "xmm" in listing
     assert "ymm" not in listing
     assert "zmm" not in listing
-
-
-def test_flushed_denormals_are_flushed_on_every_thread() -> None:
-    """Threads of the pool treat numbers as the calling thread does."""
-    x = torch.full((200_000,), 1e-40)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        assert _ops.squared_sum([x]).item() > 0
-        if torch.set_flush_denormal(True):
-            assert _ops.squared_sum([x]).item() == 0
-    finally:
-        torch.set_flush_denormal(False)
-        torch.set_num_threads(before)
-
-
-def test_pool_survives_a_fork() -> None:
-    x = torch.ones(200_000)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        assert _ops.squared_sum([x]).item() == 200_000
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if _ops.squared_sum([x]).item() == 200_000 else 1)
-        assert os.waitpid(child, 0)[1] == 0
-    finally:
-        torch.set_num_threads(before)

@@ -11,6 +11,7 @@ UNITS = {
     "driver": [
         "tests/cpp/thread_pool_driver.cpp",
         "csrc/common/thread_pool.cpp",
+        "csrc/common/latch.cpp",
         "csrc/common/delays.cpp",
         "csrc/common/float_environment.cpp",
     ]
