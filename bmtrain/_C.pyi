@@ -201,6 +201,7 @@ class ShardGroup:
         replica_comm: Communicator | None = None,
         compute_dtype: dtype | None = None,
         reduce_dtype: dtype | None = None,
+        gather_dtype: dtype | None = None,
     ) -> None: ...
     @property
     def layout(self) -> FlatLayout: ...

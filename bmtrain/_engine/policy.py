@@ -6,13 +6,15 @@ import enum
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from ..global_var import context
 
-__all__ = ["BlockMode", "BlockPolicy", "Recompute", "default_policy"]
+__all__ = ["BlockDtypes", "BlockMode", "BlockPolicy", "Recompute", "default_policy"]
+
+_NARROW = (torch.float16, torch.bfloat16)
 
 
 class Recompute(enum.Enum):
@@ -33,9 +35,19 @@ class BlockMode(enum.Enum):
     PIPE = "PIPE"  # the ranks of one pipeline stage
 
 
+class BlockDtypes(NamedTuple):
+    """Of a block's parameters, but for their shards: on the wire, in the forward, and of gradients on the wire."""
+
+    gather: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+
+
 @dataclass(frozen=True)
 class BlockPolicy:
-    """How one block is gathered and recomputed, and when its gradients travel. Results are those of any other policy.
+    """How one block is gathered and recomputed, and when its gradients travel.
+
+    Results are those of any other policy, but for what ``compute_dtype``, ``gather_dtype`` and ``reduce_dtype`` round.
 
     Args:
         level: ZeRO level. 3 frees the full parameters after forward and gathers them again for backward; 2 keeps
@@ -51,6 +63,10 @@ class BlockPolicy:
         compute_dtype: ``torch.float16`` or ``torch.bfloat16``: fp32 parameters are gathered in it (half the bytes), and
             the forward sees them and its floating-point arguments in it. Their shards, gradients and optimizer state
             stay fp32, and gradients are summed over the ranks in fp32. None: the parameters' own.
+        gather_dtype: ``torch.float16`` or ``torch.bfloat16``: fp32 parameters travel in it (half the bytes) and are
+            widened to fp32 when they have come. So the forward sees each rounded to it (to nearest, ties to even), on
+            every rank, those that it holds itself included, and on one rank alone. Shards, state dicts and the
+            optimizer keep the exact values. None: the dtype that the forward computes in.
         reduce_dtype: dtype in which gradients wait (in ``no_sync()``) and travel: ``torch.float16``, ``torch.bfloat16``
             or ``torch.float32``. None: the dtype that the forward computes in; at level 0, whose sums travel too, the
             parameters' own.
@@ -77,6 +93,7 @@ class BlockPolicy:
     keep_gathered: bool = False
     keep_gradients: bool = True
     compute_dtype: torch.dtype | None = None
+    gather_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     zero_size: int | None = None
     offload_activations: bool = False
@@ -89,20 +106,33 @@ class BlockPolicy:
         except ValueError:
             values = ", ".join(repr(known.value) for known in Recompute)
             raise ValueError(f"recompute: expected one of {values}, got {self.recompute!r}") from None
-        narrow = (torch.float16, torch.bfloat16)
-        if self.compute_dtype not in (None, *narrow):
-            raise ValueError(
-                f"compute_dtype: expected None, torch.float16 or torch.bfloat16, got {self.compute_dtype!r}"
-            )
-        if self.reduce_dtype not in (None, *narrow, torch.float32):
-            raise ValueError(
-                "reduce_dtype: expected None, torch.float16, torch.bfloat16 or torch.float32, got "
-                f"{self.reduce_dtype!r}"
-            )
+        self._check_dtypes()
         if self.zero_size is not None and (type(self.zero_size) is not int or self.zero_size < 2):
             raise ValueError(f"zero_size: expected at least 2 (1 is level 0), got {self.zero_size!r}")
         if self.zero_size is not None and self.level == 0:
             raise ValueError(f"zero_size: at level 0 nothing is sharded, got {self.zero_size}")
+
+    def _check_dtypes(self) -> None:
+        if self.compute_dtype not in (None, *_NARROW):
+            raise ValueError(
+                f"compute_dtype: expected None, torch.float16 or torch.bfloat16, got {self.compute_dtype!r}"
+            )
+        if self.gather_dtype not in (None, *_NARROW):
+            raise ValueError(
+                f"gather_dtype: expected None, torch.float16 or torch.bfloat16, got {self.gather_dtype!r}"
+            )
+        if self.gather_dtype is not None and self.compute_dtype not in (None, self.gather_dtype):
+            raise ValueError(
+                f"gather_dtype: expected None or the compute_dtype, {self.compute_dtype}, in which parameters travel "
+                f"then, got {self.gather_dtype}"
+            )
+        if self.gather_dtype is not None and self.level == 0:
+            raise ValueError(f"gather_dtype: at level 0 nothing is gathered, got {self.gather_dtype}")
+        if self.reduce_dtype not in (None, *_NARROW, torch.float32):
+            raise ValueError(
+                "reduce_dtype: expected None, torch.float16, torch.bfloat16 or torch.float32, got "
+                f"{self.reduce_dtype!r}"
+            )
 
     @property
     def recomputes(self) -> bool:
@@ -124,12 +154,15 @@ class BlockPolicy:
             )
         return self.zero_size
 
-    def dtypes_of(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """In which dtypes parameters of ``dtype`` are gathered, and their gradients travel."""
-        compute = self.compute_dtype if self.compute_dtype and dtype == torch.float32 else dtype
+    def dtypes_of(self, dtype: torch.dtype) -> BlockDtypes:
+        """In which dtypes parameters of ``dtype`` travel and are computed with, and their gradients travel."""
+        compute = gather = dtype
+        if dtype == torch.float32:
+            compute = self.compute_dtype or dtype
+            gather = self.gather_dtype or compute
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            return compute, dtype
-        return compute, self.reduce_dtype or (dtype if self.level == 0 else compute)
+            return BlockDtypes(gather, compute, dtype)
+        return BlockDtypes(gather, compute, self.reduce_dtype or (dtype if self.level == 0 else compute))
 
 
 @contextmanager

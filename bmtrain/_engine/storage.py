@@ -121,7 +121,7 @@ def build_storage(
         family = ctx.zero_group(tp_mode, mode is BlockMode.PIPE)
         group, replicas = ctx.parts_of(family.name, policy.num_sharing(family.size))
         params = [param for _, param in members]
-        compute_dtype, reduce_dtype = policy.dtypes_of(params[0].dtype)
+        dtypes = policy.dtypes_of(params[0].dtype)
         shards = _C.ShardGroup(
             label=label,
             parameters=list(params),
@@ -133,8 +133,9 @@ def build_storage(
             dtype=params[0].dtype,
             device=ctx.device,
             replica_comm=None if replicas is None else replicas.reduce_comm,
-            compute_dtype=compute_dtype,
-            reduce_dtype=reduce_dtype,
+            gather_dtype=dtypes.gather,
+            compute_dtype=dtypes.compute,
+            reduce_dtype=dtypes.reduce,
         )
         with torch.no_grad():
             for index, param in enumerate(params):

@@ -83,6 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compute-dtype", choices=("float16", "bfloat16"), help="in which blocks of fp32 parameters compute"
     )
     policy.add_argument(
+        "--gather-dtype", choices=("float16", "bfloat16"), help="in which their parameters travel"
+    )
+    policy.add_argument(
         "--offload", type=float, default=0.0, metavar="F", help="share of the optimizer on the host, 0 to 1"
     )
     policy.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches of a step")
@@ -139,6 +142,7 @@ def _run(arguments: argparse.Namespace) -> int:
         recompute="selective" if arguments.selective else not arguments.no_recompute,
         zero_size=arguments.zero_size,
         compute_dtype=getattr(torch, arguments.compute_dtype) if arguments.compute_dtype else None,
+        gather_dtype=getattr(torch, arguments.gather_dtype) if arguments.gather_dtype else None,
         offload=arguments.offload,
         accumulate=arguments.accumulate,
         tp_size=arguments.tp,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .._engine.policy import BlockPolicy
 from ..errors import DoesNotFitError
 from .machine import Machine
 from .model import ADAM_BYTES, ModelDescription
 from .network import NUM_OWN, Network
 from .policy import TrainingPolicy
+from .simulated_shards import Widths
 from .simulation import Rates, SimulatedStep, StepResult
 
 __all__ = ["MemoryEstimate", "Plan", "TimeEstimate", "estimate", "model_state_bytes"]
@@ -283,7 +285,7 @@ def estimate(
         model=model,
         machine=machine,
         policy=policy,
-        memory=_memory(result, machine, on_host, _wire_bytes(local, network, num_sharing, result)),
+        memory=_memory(result, machine, on_host, _wire_bytes(local, network, policy.block_policy(), result)),
         time=_time(result, machine, policy, states),
         traffic={
             name: (messages * policy.accumulate, nbytes * policy.accumulate)
@@ -293,12 +295,13 @@ def estimate(
     )
 
 
-def _wire_bytes(model: ModelDescription, network: Network, num_sharing: int, result: StepResult) -> float:
+def _wire_bytes(model: ModelDescription, network: Network, policy: BlockPolicy, result: StepResult) -> float:
     """What ranks that share memory have for communication beside the buffers of their blocks."""
     if not network.machine.shares_memory:
         return 0
+    num_sharing = policy.num_sharing(network.size)
     to_replicas = _replica_bytes(model, num_sharing, network.size // num_sharing)
-    return _shared_bytes(model, network.part(num_sharing), result) + to_replicas
+    return _shared_bytes(model, network.part(num_sharing), policy, result) + to_replicas
 
 
 def _replica_bytes(model: ModelDescription, num_sharing: int, replicas: int) -> float:
@@ -314,7 +317,9 @@ def _replica_bytes(model: ModelDescription, num_sharing: int, replicas: int) -> 
     return summed + (replicas - 1) / replicas * summed
 
 
-def _shared_bytes(model: ModelDescription, network: Network, result: StepResult) -> float:
+def _shared_bytes(
+    model: ModelDescription, network: Network, policy: BlockPolicy, result: StepResult
+) -> float:
     """This rank's share of what the ranks of a host map together.
 
     Buffers that are used in place: gathered parameters once for all ranks, full gradients of each rank. And rings,
@@ -324,14 +329,21 @@ def _shared_bytes(model: ModelDescription, network: Network, result: StepResult)
     ranks = network.size
     if ranks == 1:
         return 0
-    blocks = [
-        [buffer.partition(ranks) * buffer.element_size for buffer in block.buffers] for block in model.blocks
-    ]
-    in_place = {part for block in blocks for part in block if network.shares(ranks * part)}
-    through_rings = max((sum(p for p in block if p not in in_place) for block in blocks), default=0)
-    gradients = ranks * NUM_OWN * sum(in_place)
-    gathered = sum(part * made for part, made in result.common.made.items())
-    return (ranks + 2 * (ranks - 1)) * through_rings + gradients + gathered
+    own: set[int] = set()
+    through_rings = 0
+    for block in model.blocks:
+        gathered = reduced = 0
+        for buffer in block.buffers:
+            widths, partition = Widths.of(buffer, policy), buffer.partition(ranks)
+            if not network.shares(ranks * partition * widths.gather):
+                gathered += partition * widths.gather
+            if network.shares(ranks * partition * widths.reduce):
+                own.add(partition * widths.reduce)
+            else:
+                reduced += partition * widths.reduce
+        through_rings = max(through_rings, ranks * gathered + 2 * (ranks - 1) * reduced)
+    common = sum(part * made for part, made in result.common.made.items())
+    return through_rings + ranks * NUM_OWN * sum(own) + common
 
 
 def _memory(result: StepResult, machine: Machine, on_host: float, wire: float) -> MemoryEstimate:

@@ -26,6 +26,7 @@ class TrainingPolicy:
         pipe_size: pipeline stages.
         zero_size: ranks that share a block, as for :class:`bmtrain.BlockPolicy`.
         compute_dtype: in which blocks of fp32 parameters compute, as for :class:`bmtrain.BlockPolicy`.
+        gather_dtype: in which their parameters travel, as for :class:`bmtrain.BlockPolicy`.
 
     Raises:
         ValueError: a number out of its range.
@@ -45,6 +46,7 @@ class TrainingPolicy:
     pipe_size: int = 1
     zero_size: int | None = None
     compute_dtype: torch.dtype | None = None
+    gather_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "accumulate", "tp_size", "pipe_size"):
@@ -64,11 +66,18 @@ class TrainingPolicy:
         """The same choice as a Block takes it."""
         recompute: Any = self.recompute
         return BlockPolicy(
-            level=self.level, recompute=recompute, zero_size=self.zero_size, compute_dtype=self.compute_dtype
+            level=self.level,
+            recompute=recompute,
+            zero_size=self.zero_size,
+            compute_dtype=self.compute_dtype,
+            gather_dtype=self.gather_dtype,
         )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         recompute: Any = self.recompute
-        dtype = None if self.compute_dtype is None else str(self.compute_dtype).removeprefix("torch.")
-        return {**vars(self), "recompute": recompute.value, "compute_dtype": dtype}
+        dtypes = {
+            name: None if dtype is None else str(dtype).removeprefix("torch.")
+            for name, dtype in (("compute_dtype", self.compute_dtype), ("gather_dtype", self.gather_dtype))
+        }
+        return {**vars(self), "recompute": recompute.value, **dtypes}

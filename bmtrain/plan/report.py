@@ -80,6 +80,8 @@ def _policy(plan: Plan) -> str:
     parts.append(_RECOMPUTE[Recompute(policy.recompute)])
     if policy.compute_dtype is not None:
         parts.append(f"computed in {str(policy.compute_dtype).removeprefix('torch.')}")
+    if policy.gather_dtype not in (None, policy.compute_dtype):
+        parts.append(f"gathered in {str(policy.gather_dtype).removeprefix('torch.')}")
     parts += [f"offload {policy.offload:g}"] * bool(policy.offload)
     parts += [f"{policy.accumulate} micro-batches a step"] * (policy.accumulate > 1)
     parts += [f"tensor parallel {policy.tp_size}"] * (policy.tp_size > 1)

@@ -49,14 +49,20 @@ def choose_policy(
     for level in (0, 1, 2, 3):
         for recompute in (Recompute.OFF, Recompute.SELECTIVE, Recompute.WHOLE):
             for offload in _OFFLOADS:
-                zero_size = None if level == 0 else base.zero_size
-                policy = replace(base, level=level, recompute=recompute, offload=offload, zero_size=zero_size)
+                policy = replace(_at_level(base, level), recompute=recompute, offload=offload)
                 found = _largest_batch(model, machine, policy, ring_reduce)
                 if found is not None and (best is None or found.samples_per_second > best.samples_per_second):
                     best = found
                 if found is not None:
                     break  # a larger share on the host is slower
     return best
+
+
+def _at_level(policy: TrainingPolicy, level: int) -> TrainingPolicy:
+    """At level 0 without what says how blocks are shared and gathered."""
+    if level == 0:
+        return replace(policy, level=level, zero_size=None, gather_dtype=None)
+    return replace(policy, level=level)
 
 
 def _largest_batch(

@@ -13,7 +13,7 @@ from .._engine.policy import BlockPolicy
 from .model import FlatBuffer
 from .network import NUM_COMMON, Network, Transfer, Wire
 
-__all__ = ["CommonBuffers", "MemoryMeter", "SimulatedEvent", "SimulatedShards", "Simulation"]
+__all__ = ["CommonBuffers", "MemoryMeter", "SimulatedEvent", "SimulatedShards", "Simulation", "Widths"]
 
 #: Up to this many bytes an all-reduce is one step (csrc/comm/host_tensor.h).
 SMALL_ALL_REDUCE = 64 * 1024
@@ -112,19 +112,37 @@ class Simulation:
             self.events.append(SimulatedEvent("wait", transfer.name, begin, self.wire.now))
 
 
+class Widths(NamedTuple):
+    """Bytes of an element: of parameters, while they travel, once they are gathered, while their gradients travel."""
+
+    stored: int
+    gather: int
+    compute: int
+    reduce: int
+
+    @classmethod
+    def of(cls, buffer: FlatBuffer, policy: BlockPolicy) -> Widths:
+        """Those of a block's buffer."""
+        dtypes = policy.dtypes_of(_DTYPES[buffer.element_size])
+        return cls(buffer.element_size, *(dtype.itemsize for dtype in dtypes))
+
+
 class _Gathers:
     """The gathered buffer of a `ShardGroup`: when it is there, and what bringing it there takes."""
 
     def __init__(
-        self, simulation: Simulation, label: str, partition: int, network: Network, widths: _Widths
+        self, simulation: Simulation, label: str, partition: int, network: Network, widths: Widths
     ) -> None:
         self._simulation, self._label, self._network = simulation, label, network
-        self._part = partition * widths.compute
+        self._part = partition * widths.gather
         self._is_shared = network.shares(network.size * self._part)
         # Each rank's part in the dtype that travels; what ranks write together is elsewhere.
-        self._has_buffer = network.size > 1 or widths.compute != widths.stored
-        self._copies_in_place = widths.compute != widths.stored
+        self._has_buffer = network.size > 1 or widths.gather != widths.stored
+        self._copies_in_place = widths.gather != widths.stored
+        #: Bytes of the gathered parameters where they are not what has travelled.
+        self._widened = network.size * partition * widths.compute * (widths.gather != widths.compute)
         self._is_in_place = False
+        self._holds_wire = False
         self._transfer: Transfer | None = None
 
     def start(self, in_place: bool) -> None:
@@ -132,6 +150,7 @@ class _Gathers:
             return
         simulation, network = self._simulation, self._network
         self._is_in_place = in_place and self._is_shared
+        self._holds_wire = True
         if self._is_in_place:
             simulation.common.borrow(self._part)
             simulation.memory.add("gathered", self._part * self._copies_in_place)
@@ -143,19 +162,31 @@ class _Gathers:
             simulation.count("all_gather", (network.size - 1) * self._part)
             self._transfer = simulation.wire.start("gather", self._label, seconds)
 
-    def finish(self) -> None:
+    def await_arrival(self) -> None:
         if self._transfer is not None:
             self._simulation.wait("gather", self._transfer)
             self._transfer = None
             if self._is_in_place:
                 self._simulation.memory.add("gathered", -self._part * self._copies_in_place)
 
-    def release(self) -> None:
+    def finish(self) -> None:
+        self.await_arrival()
+        if self._widened:
+            self._simulation.memory.add("gathered", self._widened)
+            self._give_back_wire()
+
+    def _give_back_wire(self) -> None:
         if self._is_in_place:
             self._simulation.common.give_back(self._part)
-            self._is_in_place = False
-        elif self._has_buffer:
+        elif self._holds_wire:
             self._simulation.memory.add("gathered", -self._network.size * self._part)
+        self._is_in_place = self._holds_wire = False
+
+    def release(self, *, is_finished: bool) -> None:
+        self.await_arrival()
+        self._give_back_wire()
+        if is_finished:
+            self._simulation.memory.add("gathered", -self._widened)
 
 
 class _Reduction:
@@ -168,7 +199,7 @@ class _Reduction:
         partition: int,
         network: Network,
         replicas: Network,
-        widths: _Widths,
+        widths: Widths,
     ) -> None:
         self._simulation, self._label, self._network, self._replicas = simulation, label, network, replicas
         self._part = partition * widths.reduce
@@ -238,14 +269,6 @@ def _all_reduce_bytes(numel: int, width: int, ranks: int) -> int:
     return (numel - own + own * (ranks - 1)) * width
 
 
-class _Widths(NamedTuple):
-    """Bytes of an element: of parameters, while they are gathered, while their gradients travel."""
-
-    stored: int
-    compute: int
-    reduce: int
-
-
 class SimulatedShards:
     """Stands for a `ShardGroup`: the same states and the same buffers, without the bytes."""
 
@@ -253,8 +276,7 @@ class SimulatedShards:
         network = simulation.network
         num_sharing = policy.num_sharing(network.size)
         sharing, replicas = network.part(num_sharing), network.replicas(num_sharing)
-        dtypes = policy.dtypes_of(_DTYPES[buffer.element_size])
-        widths = _Widths(buffer.element_size, *(dtype.itemsize for dtype in dtypes))
+        widths = Widths.of(buffer, policy)
         partition = buffer.partition(num_sharing)
         self._gathers = _Gathers(simulation, label, partition, sharing, widths)
         self._reduction = _Reduction(simulation, label, partition, sharing, replicas, widths)
@@ -276,12 +298,12 @@ class SimulatedShards:
 
     def finish_gather(self) -> None:
         self.start_gather()
-        self._gathers.finish()
-        self.state = _State.GATHERED
+        if self.state == _State.GATHERING:
+            self._gathers.finish()
+            self.state = _State.GATHERED
 
     def release(self) -> None:
-        self.finish_gather()
-        self._gathers.release()
+        self._gathers.release(is_finished=self.state == _State.GATHERED)
         self.state = _State.SHARDED
 
     def bind(self) -> None:

@@ -66,11 +66,13 @@ std::shared_ptr<ShardGroup> make_group(
     std::vector<std::vector<std::int64_t>> shapes, std::shared_ptr<Communicator> gather_comm,
     std::shared_ptr<Communicator> reduce_comm, std::shared_ptr<BufferPool> pool, at::ScalarType dtype,
     const c10::Device& device, std::shared_ptr<Communicator> replica_comm,
-    std::optional<at::ScalarType> compute_dtype, std::optional<at::ScalarType> reduce_dtype) {
+    std::optional<at::ScalarType> compute_dtype, std::optional<at::ScalarType> reduce_dtype,
+    std::optional<at::ScalarType> gather_dtype) {
+  const at::ScalarType gathered = compute_dtype.value_or(dtype);
   return std::make_shared<ShardGroup>(ShardGroup::Options{
       std::move(label), std::move(parameters), std::move(names), std::move(shapes), std::move(gather_comm),
-      std::move(reduce_comm), std::move(replica_comm), std::move(pool), dtype, compute_dtype.value_or(dtype),
-      reduce_dtype.value_or(dtype), device});
+      std::move(reduce_comm), std::move(replica_comm), std::move(pool), dtype,
+      gather_dtype.value_or(gathered), gathered, reduce_dtype.value_or(dtype), device});
 }
 
 void bind_tree(py::module_& m) {
@@ -123,7 +125,8 @@ void bind_group(py::module_& m) {
       .def(py::init(&make_group), py::kw_only(), py::arg("label"), py::arg("parameters"), py::arg("names"),
            py::arg("shapes"), py::arg("gather_comm"), py::arg("reduce_comm"), py::arg("pool"),
            py::arg("dtype"), py::arg("device"), py::arg("replica_comm") = nullptr,
-           py::arg("compute_dtype") = py::none(), py::arg("reduce_dtype") = py::none())
+           py::arg("compute_dtype") = py::none(), py::arg("reduce_dtype") = py::none(),
+           py::arg("gather_dtype") = py::none())
       // A copy: a reference would keep the group alive, which keeps the parameters, which keep their layout.
       .def_property_readonly("layout", [](const ShardGroup& self) { return FlatLayout(self.layout()); })
       .def_property_readonly("state", &ShardGroup::state)

@@ -73,6 +73,9 @@ ShardGroup::ShardGroup(Options options)
   shard_ = view_of_storage(shard_storage, options_.dtype, 0, {layout_.partition()});
   const c10::Storage storage = has_own_buffer() ? empty_storage(options_.device) : shard_.storage();
   full_ = view_of_storage(storage, options_.compute_dtype, 0, {layout_.padded_total()});
+  wire_ = widens() ? view_of_storage(empty_storage(options_.device), options_.gather_dtype, 0,
+                                     {layout_.padded_total()})
+                   : full_;
   for (std::size_t i = 0; i < options_.shapes.size(); ++i) {
     full_views_.push_back(
         view_of_storage(storage, options_.compute_dtype, layout_.span(i).offset, options_.shapes[i]));
@@ -160,7 +163,11 @@ std::vector<bool> ShardGroup::requires_grad() const {
 }
 
 std::int64_t ShardGroup::gathered_bytes() const {
-  return has_own_buffer() ? static_cast<std::int64_t>(full_.storage().nbytes()) : 0;
+  if (!has_own_buffer()) {
+    return 0;
+  }
+  const std::size_t travelling = widens() ? wire_.storage().nbytes() : 0;
+  return static_cast<std::int64_t>(full_.storage().nbytes() + travelling);
 }
 
 std::int64_t ShardGroup::unreduced_bytes() const {
@@ -221,28 +228,30 @@ bool ShardGroup::adopt_data() {
 }
 
 bool ShardGroup::has_own_buffer() const {
-  return layout_.num_ranks() > 1 || options_.compute_dtype != options_.dtype;
+  return layout_.num_ranks() > 1 || options_.compute_dtype != options_.dtype || widens();
 }
+
+bool ShardGroup::widens() const { return options_.gather_dtype != options_.compute_dtype; }
 
 std::int64_t ShardGroup::full_bytes(at::ScalarType dtype) const {
   return layout_.padded_total() * static_cast<std::int64_t>(c10::elementSize(dtype));
 }
 
 at::Tensor ShardGroup::gather_input() const {
-  if (options_.compute_dtype == options_.dtype) {
+  if (options_.gather_dtype == options_.dtype && layout_.num_ranks() > 1) {
     return shard_;
   }
   const c10::AutoGradMode no_grad(false);
   const c10::InferenceMode normal_tensors(false);
   if (is_borrowed_) {  // in which the ranks' slices are put by the communicator
     const auto nbytes =
-        layout_.partition() * static_cast<std::int64_t>(c10::elementSize(options_.compute_dtype));
+        layout_.partition() * static_cast<std::int64_t>(c10::elementSize(options_.gather_dtype));
     const c10::Storage storage = empty_storage(options_.device);
     put_memory(storage, options_.pool->acquire(nbytes, options_.device), nbytes);
-    return view_of_storage(storage, options_.compute_dtype, 0, {layout_.partition()}).copy_(shard_);
+    return view_of_storage(storage, options_.gather_dtype, 0, {layout_.partition()}).copy_(shard_);
   }
   const std::int64_t begin = options_.gather_comm->rank() * layout_.partition();
-  return full_.narrow(0, begin, layout_.partition()).copy_(shard_);
+  return wire_.narrow(0, begin, layout_.partition()).copy_(shard_);
 }
 
 bool ShardGroup::is_worth_sharing(at::ScalarType dtype) const {
@@ -255,35 +264,59 @@ void ShardGroup::start_gather(bool in_place) {
   }
   check_data();
   if (has_own_buffer()) {
-    const std::int64_t nbytes = full_bytes(options_.compute_dtype);
+    const std::int64_t nbytes = full_bytes(options_.gather_dtype);
     c10::DataPtr memory;
-    if (in_place && is_worth_sharing(options_.compute_dtype)) {
+    if (in_place && is_worth_sharing(options_.gather_dtype)) {
       memory = options_.gather_comm->borrow_output(nbytes);
     }
     is_borrowed_ = static_cast<bool>(memory);
     if (!memory) {
       memory = options_.pool->acquire(nbytes, options_.device);
     }
-    put_memory(full_.storage(), std::move(memory), nbytes);
+    put_memory(wire_.storage(), std::move(memory), nbytes);
     try {
       const at::Tensor input = gather_input();
       if (layout_.num_ranks() > 1) {
-        gather_work_ = options_.gather_comm->all_gather(full_, input, options_.label);
+        gather_work_ = options_.gather_comm->all_gather(wire_, input, options_.label);
       }
     } catch (...) {
-      put_memory(full_.storage(), c10::DataPtr(nullptr, options_.device), 0);
+      put_memory(wire_.storage(), c10::DataPtr(nullptr, options_.device), 0);
       throw;
     }
   }
   state_ = State::kGathering;
 }
 
+void ShardGroup::await_gather() {
+  if (gather_work_) {
+    gather_work_->wait();
+    gather_work_.reset();
+  }
+}
+
+void ShardGroup::widen() {
+  const c10::AutoGradMode no_grad(false);
+  const c10::InferenceMode normal_tensors(false);
+  const std::int64_t nbytes = full_bytes(options_.compute_dtype);
+  put_memory(full_.storage(), options_.pool->acquire(nbytes, options_.device), nbytes);
+  full_.copy_(wire_);
+  give_back_wire();
+}
+
+void ShardGroup::give_back_wire() {
+  if (is_borrowed_) {
+    options_.gather_comm->give_back_output(wire_.storage().data(), full_bytes(options_.gather_dtype));
+    is_borrowed_ = false;
+  }
+  put_memory(wire_.storage(), c10::DataPtr(nullptr, options_.device), 0);
+}
+
 void ShardGroup::finish_gather() {
   start_gather();
   if (state_ == State::kGathering) {
-    if (gather_work_) {
-      gather_work_->wait();
-      gather_work_.reset();
+    await_gather();
+    if (widens()) {
+      widen();
     }
     state_ = State::kGathered;
   }
@@ -291,13 +324,10 @@ void ShardGroup::finish_gather() {
 
 void ShardGroup::release() {
   BMT_CHECK(StateError, !bound_, options_.label, ": the gathered parameters are still in use");
-  finish_gather();  // a gather under way writes into the memory; it must have
-                    // ended before the memory goes
-  if (is_borrowed_) {
-    options_.gather_comm->give_back_output(full_.storage().data(), full_bytes(options_.compute_dtype));
-    is_borrowed_ = false;
-  }
+  await_gather();  // a gather under way writes into the memory; it must have
+                   // ended before the memory goes
   if (has_own_buffer()) {
+    give_back_wire();
     put_memory(full_.storage(), c10::DataPtr(nullptr, options_.device), 0);
   }
   state_ = State::kSharded;

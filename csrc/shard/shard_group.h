@@ -42,8 +42,11 @@
 // [Note: Dtypes]
 // Shard, gradient shard and `.grad` have the parameters' dtype. Gathered parameters may have a narrower one,
 // in which they also travel: each rank converts its shard straight into its place in the gathered buffer.
-// Gradients arrive in the dtype of the gathered parameters, wait and travel in a third one, and are summed in
-// fp32 into the gradient shard, so that what is narrow on the wire is not narrow in the sum.
+// Or they travel in a narrower one and are widened when they have come: then the gather fills a buffer of its
+// own, which is given back at once. Every rank rounds its own slice too, and one rank alone all of it, so
+// that the values that a forward sees depend neither on the rank nor on how many there are. Gradients arrive
+// in the dtype of the gathered parameters, wait and travel in a third one, and are summed in fp32 into the
+// gradient shard, so that what is narrow on the wire is not narrow in the sum.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -78,7 +81,8 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
     std::shared_ptr<Communicator> replica_comm;  // of the ranks with the same shard; may be null
     std::shared_ptr<BufferPool> pool;
     at::ScalarType dtype;
-    at::ScalarType compute_dtype;  // of the gathered parameters, also on the wire
+    at::ScalarType gather_dtype;   // of parameters on the wire
+    at::ScalarType compute_dtype;  // of the gathered parameters
     at::ScalarType reduce_dtype;   // of gradients that are not reduced yet, also on the wire
     c10::Device device;
   };
@@ -102,7 +106,8 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   [[nodiscard]] at::Tensor local_view(std::size_t index) const;
   /// The flat gradient shard; undefined before its first need, and from a call on when no gradient uses it.
   [[nodiscard]] at::Tensor gradient_shard() const { return gradient_shard_; }
-  /// Memory of the full parameters, 0 while there is none but the shard; and of whole gradients and slices.
+  /// Memory of the full parameters, also on their way, 0 while there is none but the shard; and of whole
+  /// gradients and slices.
   [[nodiscard]] std::int64_t gathered_bytes() const;
   [[nodiscard]] std::int64_t unreduced_bytes() const;
   /// How many tensors this group knows of refer to the memory of its shard, and to that of its gradient
@@ -174,8 +179,13 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   void check_index(std::size_t index) const;
   // Whether the gathered buffer is another than the shard.
   [[nodiscard]] bool has_own_buffer() const;
+  // Whether parameters travel in another dtype than the gathered ones have, see [Note: Dtypes].
+  [[nodiscard]] bool widens() const;
+  void await_gather();
+  void widen();
+  void give_back_wire();
   [[nodiscard]] std::int64_t full_bytes(at::ScalarType dtype) const;
-  // This rank's part of what is gathered: the shard, or in another dtype its copy at its place in the buffer.
+  // This rank's part of what travels: the shard, or in another dtype its copy at its place in the buffer.
   [[nodiscard]] at::Tensor gather_input() const;
   void make_sinks();
   // Frees the gradient shard once no `.grad` uses it, so that it is not there while activations are.
@@ -208,7 +218,8 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   std::vector<at::Tensor> local_views_;
   at::Tensor full_;                     // flat, over the gathered storage
   std::vector<at::Tensor> full_views_;  // in full shape, over the gathered storage
-  bool is_borrowed_ = false;            // the gathered memory is one that the ranks share
+  at::Tensor wire_;                     // flat, what a gather fills: `full_` unless that is widened from it
+  bool is_borrowed_ = false;            // the memory of `wire_` is one that the ranks share
   WorkPtr gather_work_;
 
   std::vector<SinkPtr> sinks_;

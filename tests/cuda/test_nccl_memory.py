@@ -35,9 +35,10 @@ class Layer(bmt.DistributedModule):
         return result
 
 
-def train(num_steps: int = 3) -> list[torch.Tensor]:
+def train(num_steps: int = 3, **policy: Any) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    model = bmt.TransformerBlockList([bmt.Block(Layer()) for _ in range(4)])
+    with bmt.default_policy(bmt.BlockPolicy(**policy)):
+        model = bmt.TransformerBlockList([bmt.Block(Layer()) for _ in range(4)])
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2)
     x = torch.randn(3, 24)
     for _ in range(num_steps):
@@ -84,16 +85,19 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_no_bit_changes_and_nothing_is_allocated_in_a_steady_step(clean: ctypes.CDLL, lazy: bool) -> None:
-    expected = train()
+@pytest.mark.parametrize("policy", [{}, {"gather_dtype": torch.bfloat16}], ids=["fp32", "through bf16"])
+def test_no_bit_changes_and_nothing_is_allocated_in_a_steady_step(
+    clean: ctypes.CDLL, policy: dict[str, Any], lazy: bool
+) -> None:
+    expected = train(**policy)
     clean.fake_lazy(lazy)
     register()
-    found = train()
+    found = train(**policy)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
     assert clean.fake_calls(b"CommRegister") > 0
     before = clean.fake_calls(b"MemAlloc"), clean.fake_calls(b"CommRegister")
     clean.fake_journal()
-    train(5)
+    train(5, **policy)
     assert (clean.fake_calls(b"MemAlloc"), clean.fake_calls(b"CommRegister")) == before
     assert "synchronize" not in clean.fake_journal().decode()
 

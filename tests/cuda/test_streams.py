@@ -118,9 +118,13 @@ def positions(journal: list[str], line: str) -> list[int]:
     return [at for at, entry in enumerate(journal) if entry == line]
 
 
-@pytest.mark.parametrize("recomputes", [True, False])
-def test_operations_are_ordered_by_events(one_of_two: ctypes.CDLL, recomputes: bool) -> None:
-    journal = Run(one_of_two, use_checkpoint=recomputes, zero_level=3).journal()
+@pytest.mark.parametrize(
+    "policy",
+    [{}, {"recompute": "off"}, {"gather_dtype": torch.bfloat16}],
+    ids=["recomputed", "kept", "through bf16"],
+)
+def test_operations_are_ordered_by_events(one_of_two: ctypes.CDLL, policy: dict[str, Any]) -> None:
+    journal = Run(one_of_two, policy=bmt.BlockPolicy(**policy)).journal()
     found = operations(journal)
     gathers = [op for op in found if op[1] == "AllGather"]
     reductions = [op for op in found if op[1] == "Send"]

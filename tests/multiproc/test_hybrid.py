@@ -47,7 +47,10 @@ def trained(policy: dict[str, Any], accumulates: bool) -> dict[str, Any]:
     sharing, replicas = context().parts_of("zero", SHARING)
     for step in range(3):
         optimizer.zero_grad()
-        values = {n: p.gather().detach().requires_grad_() for n, p in model.named_parameters()}
+        dtype = policy.get("gather_dtype")
+        values = {n: p.gather().detach().to(dtype).float() for n, p in model.named_parameters()}
+        for value in values.values():
+            value.requires_grad_()
         for comm in (sharing.comm, sharing.reduce_comm, replicas.reduce_comm):
             comm.reset_traffic()
         for micro in range(MICROS):
@@ -95,6 +98,12 @@ CASES = {
     "3, accumulating": ({"recompute": "off"}, True, MICROS * (2 * LAYERS - 1), LAYERS),
     "2, selective": ({"level": 2, "recompute": "selective"}, False, MICROS * LAYERS, MICROS * LAYERS),
     "1": ({"level": 1}, True, LAYERS, LAYERS),
+    "3, through bf16": (
+        {"gather_dtype": torch.bfloat16},
+        False,
+        MICROS * (2 * LAYERS - 1),
+        MICROS * LAYERS,
+    ),
 }
 
 
@@ -105,7 +114,8 @@ def test_gradients_are_summed_over_sharing_ranks_then_over_replicas(case):
     for outcome in outcomes:
         assert outcome["is_shared_by"] == SHARING
         nbytes = 4 * outcome["partition"]
-        assert outcome["traffic"]["all_gather"] == (gathers, gathers * (SHARING - 1) * nbytes)
+        travelling = nbytes // 2 if "gather_dtype" in policy else nbytes
+        assert outcome["traffic"]["all_gather"] == (gathers, gathers * (SHARING - 1) * travelling)
         assert outcome["traffic"]["all_to_all"] == (reductions, reductions * (SHARING - 1) * nbytes)
         # Of two replicas: 2 (R - 1) / R is 1.
         assert outcome["traffic"]["all_reduce"] == (reductions, reductions * nbytes)

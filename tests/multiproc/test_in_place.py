@@ -93,12 +93,13 @@ def test_a_step_copies_its_own_slice_and_nothing_else(world: int, recompute: boo
         (bmt.BlockPolicy(level=2), 0),
         (bmt.BlockPolicy(level=1), 0),
         (bmt.BlockPolicy(level=3, keep_gathered=True), 2),
+        (bmt.BlockPolicy(level=1, gather_dtype=torch.bfloat16), 0),
     ],
-    ids=["level 2", "level 1", "kept"],
+    ids=["level 2", "level 1", "kept", "through bf16"],
 )
 def test_what_stays_gathered_is_copied_once(policy: bmt.BlockPolicy, accumulated: int) -> None:
     for gathers, _, partition in run_ranks(2, copied_in_a_step, {"policy": policy}, accumulated):
-        assert gathers == LAYERS * partition
+        assert gathers == LAYERS * partition * (policy.gather_dtype or torch.float32).itemsize // 4
 
 
 def step_without_communication() -> tuple[int, int, int]:
@@ -151,8 +152,19 @@ def training(options: dict[str, Any], accumulate: bool) -> list[Any]:
         (2, {"policy": bmt.BlockPolicy(level=1)}, True),
         (3, {"policy": bmt.BlockPolicy(level=3, keep_gathered=True)}, True),
         (2, {"policy": bmt.BlockPolicy(compute_dtype=torch.bfloat16)}, False),
+        (3, {"policy": bmt.BlockPolicy(gather_dtype=torch.bfloat16)}, False),
+        (2, {"policy": bmt.BlockPolicy(level=1, gather_dtype=torch.bfloat16)}, True),
     ],
-    ids=["recomputed", "accumulated", "level 2", "level 1", "kept", "computed in bf16"],
+    ids=[
+        "recomputed",
+        "accumulated",
+        "level 2",
+        "level 1",
+        "kept",
+        "computed in bf16",
+        "through bf16",
+        "through bf16, level 1",
+    ],
 )
 def test_same_bits_as_over_gloo(world: int, options: dict[str, Any], accumulate: bool) -> None:
     over_gloo, over_shm = (

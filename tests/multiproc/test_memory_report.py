@@ -72,6 +72,13 @@ CASES = {
         LAYERS * BLOCK // 2,
         None,
     ),
+    "1, through bf16": (
+        {"level": 1, "gather_dtype": torch.bfloat16},
+        LAYERS * BLOCK,
+        LAYERS * BLOCK,
+        LAYERS * BLOCK,
+        LAYERS * INPUT,
+    ),
 }
 
 

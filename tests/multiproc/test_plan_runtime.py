@@ -85,6 +85,7 @@ def predicted_and_counted(options: dict[str, Any], dtype: torch.dtype, dim: int)
 
 
 HALF = {"compute_dtype": torch.bfloat16}
+THROUGH_HALF = {"gather_dtype": torch.bfloat16}
 
 
 @pytest.mark.parametrize(
@@ -108,6 +109,9 @@ HALF = {"compute_dtype": torch.bfloat16}
         (4, {"zero_size": 2, "level": 2, **HALF}, torch.float32, DIM),
         (4, {"zero_size": 2, "level": 1}, torch.bfloat16, DIM),
         (2, HALF, torch.float32, DIM),
+        (2, THROUGH_HALF, torch.float32, DIM),
+        (2, {"level": 1, **THROUGH_HALF}, torch.float32, LARGE),
+        (4, {"zero_size": 2, "level": 2, **THROUGH_HALF}, torch.float32, DIM),
     ],
 )
 def test_prediction_is_what_is_counted(world, options, dtype, dim) -> None:

@@ -47,7 +47,11 @@ def counted_window(policy: dict[str, Any], accumulates: bool) -> tuple[Counts, i
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     pool, group = context().engine.pool, context().groups["zero"]
     for step in range(3):  # the order of blocks is learnt in the first
-        values = {n: p.gather().detach().requires_grad_() for n, p in model.named_parameters()}
+        values = {n: p.gather().detach() for n, p in model.named_parameters()}
+        for name, value in values.items():  # blocks see what has travelled
+            if name.startswith("layers") and "gather_dtype" in policy:
+                values[name] = value.to(policy["gather_dtype"]).float()
+            values[name].requires_grad_()
         optimizer.zero_grad()
         inputs, losses = batches(step), []
         group.comm.reset_traffic()
@@ -69,6 +73,8 @@ def counted_window(policy: dict[str, Any], accumulates: bool) -> tuple[Counts, i
     partition = model.layers[0]._storages[0].shards.layout.partition
     return counts, partition, sum(p._spec.part(0)[1] for p in model.head.parameters())
 
+
+THROUGH_BF16 = {"gather_dtype": torch.bfloat16}
 
 # policy, whether gradients accumulate: gathers and reductions of blocks, reductions of the head, buffers in use
 # between micro-batches and after the last.
@@ -119,6 +125,26 @@ TABLE = {
         2 * LAYERS,
         LAYERS,
     ),
+    "3, through bf16": (THROUGH_BF16, False, MICROS * (2 * LAYERS - 1), MICROS * LAYERS, MICROS, 0, 0),
+    "3, through bf16, kept gathered": (
+        {**THROUGH_BF16, "keep_gathered": True},
+        True,
+        LAYERS,
+        LAYERS,
+        1,
+        2 * LAYERS,
+        0,
+    ),
+    "2, through bf16": (
+        {**THROUGH_BF16, "level": 2},
+        True,
+        MICROS * LAYERS,
+        LAYERS,
+        1,
+        LAYERS,
+        0,
+    ),
+    "1, through bf16": ({**THROUGH_BF16, "level": 1}, True, LAYERS, LAYERS, 1, 2 * LAYERS, LAYERS),
 }
 
 
@@ -129,8 +155,9 @@ def test_policy_sends_and_keeps_what_the_table_says(case):
     for counts, partition, head in run_ranks(world, counted_window, policy, accumulates):
         # At level 0 a partition is the whole, and an all-reduce of it 2 (N - 1) / N times that: the same for two ranks.
         block, outside = 4 * (world - 1) * partition, 4 * (world - 1) * head
+        gathered = block // 2 if "gather_dtype" in policy else block
         assert counts == Counts(
-            gathers=(gathers + MICROS, gathers * block + MICROS * outside),
+            gathers=(gathers + MICROS, gathers * gathered + MICROS * outside),
             block_reductions=(reductions, reductions * block),
             head_reductions=(head_reductions, head_reductions * outside),
             buffers_between=between,
@@ -138,7 +165,7 @@ def test_policy_sends_and_keeps_what_the_table_says(case):
         )
 
 
-@pytest.mark.parametrize("case", ["3, kept gathered", "1, accumulating"])
+@pytest.mark.parametrize("case", ["3, kept gathered", "1, accumulating", "1, through bf16"])
 def test_policies_on_one_rank(case):
     policy, accumulates, *_ = TABLE[case]
     run_ranks(1, counted_window, policy, accumulates)

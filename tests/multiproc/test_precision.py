@@ -46,7 +46,11 @@ def trained(policy: dict[str, Any], accumulates: bool) -> dict[str, Any]:
     optimizer = bmt.optim.AdamOptimizer(layers.parameters(), lr=0.01)
     group = context().groups["zero"]
     for step in range(3):
-        values = {n: p.gather().detach().requires_grad_() for n, p in layers.named_parameters()}
+        # What a forward sees: on every rank, and on one alone, what has travelled.
+        exact = {name: param.gather().detach() for name, param in layers.named_parameters()}
+        values = {n: value.to(policy["gather_dtype"]).float() for n, value in exact.items()}
+        for value in values.values():
+            value.requires_grad_()
         optimizer.zero_grad()
         wanted = torch.zeros(())
         group.comm.reset_traffic()
@@ -76,7 +80,10 @@ def trained(policy: dict[str, Any], accumulates: bool) -> dict[str, Any]:
         with torch.no_grad():  # evaluation computes alike
             assert torch.equal(layers(x, pair, scale=scale).float().square().sum(), loss)
         optimizer.step()
-    assert all(value.dtype == torch.float32 for value in layers.state_dict().values())
+    for name, value in layers.state_dict().items():  # exact, whatever travels
+        assert value.dtype == torch.float32
+        assert not torch.equal(value.bfloat16().float(), value)
+        assert torch.equal(value, dict(layers.named_parameters())[name].gather())
     assert all(state["exp_avg"].dtype == torch.float32 for state in optimizer.state.values())
     assert [row["name"] for row in bmt.inspect.inspect_model(layers, "*weight")] == [
         f"{index}.weight" for index in range(LAYERS)
@@ -91,25 +98,30 @@ def trained(policy: dict[str, Any], accumulates: bool) -> dict[str, Any]:
     }
 
 
-# level, compute_dtype, reduce_dtype, recompute, accumulating: bytes of an element in gathers and in reductions.
+# level, dtypes of gather, compute and reduce, recompute, accumulating: bytes of an element in gathers, in reductions.
 CASES = {
-    "bf16": (3, "bf16", None, "whole", False, 2, 2),
-    "fp16, activations kept": (3, "fp16", None, "off", False, 2, 2),
-    "bf16, selective, level 2": (2, "bf16", None, "selective", False, 2, 2),
-    "bf16, accumulating": (3, "bf16", None, "whole", True, 2, 2),
-    "bf16, accumulating in fp32": (3, "bf16", "fp32", "whole", True, 2, 4),
-    "bf16, level 1": (1, "bf16", "fp32", "whole", False, 2, 4),
-    "bf16, level 0": (0, "bf16", None, "whole", False, 0, 4),
-    "fp32": (3, None, None, "whole", False, 4, 4),
+    "bf16": (3, None, "bf16", None, "whole", False, 2, 2),
+    "fp16, activations kept": (3, None, "fp16", None, "off", False, 2, 2),
+    "bf16, selective, level 2": (2, "bf16", "bf16", None, "selective", False, 2, 2),
+    "bf16, accumulating": (3, None, "bf16", None, "whole", True, 2, 2),
+    "bf16, accumulating in fp32": (3, None, "bf16", "fp32", "whole", True, 2, 4),
+    "bf16, level 1": (1, None, "bf16", "fp32", "whole", False, 2, 4),
+    "bf16, level 0": (0, None, "bf16", None, "whole", False, 0, 4),
+    "fp32": (3, None, None, None, "whole", False, 4, 4),
+    "fp32 through bf16": (3, "bf16", None, None, "whole", False, 2, 4),
+    "fp32 through fp16, activations kept": (3, "fp16", None, None, "off", True, 2, 4),
+    "fp32 through bf16, selective, level 2": (2, "bf16", None, None, "selective", False, 2, 4),
+    "fp32 through bf16, level 1": (1, "bf16", None, None, "whole", True, 2, 4),
 }
 
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_dtypes_on_the_wire_and_in_the_sum(case, world):
-    level, compute, reduce, recompute, accumulates, gather_bytes, reduce_bytes = CASES[case]
+    level, gather, compute, reduce, recompute, accumulates, gather_bytes, reduce_bytes = CASES[case]
     policy = {
         "level": level,
+        "gather_dtype": DTYPES.get(gather),
         "compute_dtype": DTYPES.get(compute),
         "reduce_dtype": DTYPES.get(reduce),
         "recompute": recompute,
@@ -117,7 +129,7 @@ def test_dtypes_on_the_wire_and_in_the_sum(case, world):
     for outcome in run_ranks(world, trained, policy, accumulates):
         dtype = DTYPES.get(compute, torch.float32)
         assert outcome["seen"] == {(dtype, dtype, dtype, torch.int64, dtype)}
-        assert outcome["in_use"] == (LAYERS if level == 1 and (world > 1 or compute) else 0)
+        assert outcome["in_use"] == (LAYERS if level == 1 and (world > 1 or compute or gather) else 0)
         if world > 1:
             messages, nbytes = outcome["gathered"]
             assert nbytes == messages * outcome["numel"] * gather_bytes
@@ -142,8 +154,66 @@ def test_what_waits_in_16_bits_is_rounded_and_what_waits_in_32_is_not():
     assert run_ranks(2, summed, torch.float32) == [514.0, 514.0]
 
 
+def what_a_forward_sees(dtype: torch.dtype) -> None:
+    """Ties go to even, what is not finite stays so, and what the dtype cannot hold becomes infinite."""
+    values = [
+        1.0,
+        1 + 2**-9,
+        1 + 3 * 2**-9,
+        -(2**-9) - 1,
+        1 + 2**-12,
+        1e-30,
+        7e4,
+        3.4e38,
+        float("inf"),
+        float("nan"),
+    ]
+    stored = torch.tensor(values).to(dtype)
+    seen = []
+
+    class Looks(bmt.DistributedModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = bmt.DistributedParameter(stored.clone())
+
+        def forward(self, x):
+            seen.append(self.weight.detach().clone())
+            return x * self.weight.sum()
+
+    for wire in (torch.bfloat16, torch.float16):
+        block = bmt.Block(Looks(), policy=bmt.BlockPolicy(gather_dtype=wire))
+        for _ in range(2):
+            seen.clear()
+            block(torch.ones(1, requires_grad=True)).sum().backward()
+            wanted = (
+                stored.to(wire).float() if dtype == torch.float32 else stored
+            )  # others travel as they are
+            assert len(seen) == 2  # the forward, and that of backward
+            for value in seen:
+                assert value.dtype == dtype
+                torch.testing.assert_close(value, wanted, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(block.weight.gather(), stored, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_what_travels_is_what_every_rank_sees(world):
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        run_ranks(world, what_a_forward_sees, dtype)
+
+
 def test_dtype_arguments():
     with pytest.raises(ValueError, match=r"compute_dtype: expected None, .*, got torch\.float32"):
         bmt.BlockPolicy(compute_dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"gather_dtype: expected None, .*, got torch\.float32"):
+        bmt.BlockPolicy(gather_dtype=torch.float32)
+    with pytest.raises(
+        ValueError,
+        match=r"gather_dtype: expected None or the compute_dtype, torch\.bfloat16, .*, got torch\.float16",
+    ):
+        bmt.BlockPolicy(gather_dtype=torch.float16, compute_dtype=torch.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"gather_dtype: at level 0 nothing is gathered, got torch\.bfloat16"
+    ):
+        bmt.BlockPolicy(level=0, gather_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"reduce_dtype: expected None, .*, got torch\.int8"):
         bmt.BlockPolicy(reduce_dtype=torch.int8)

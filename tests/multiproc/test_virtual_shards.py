@@ -98,9 +98,15 @@ def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
 
 
 def train(
-    dtype: str, steps: int, folder: str, save_at: int | None = None, loss_scale: float | None = None
+    dtype: str,
+    steps: int,
+    folder: str,
+    save_at: int | None = None,
+    loss_scale: float | None = None,
+    **policy: Any,
 ) -> tuple[Any, ...]:
-    run = Run(dtype, loss_scale)
+    with bmt.default_policy(bmt.BlockPolicy(**policy)):
+        run = Run(dtype, loss_scale)
     first = 0
     if save_at is None and checkpoint.latest(folder) is not None:
         first = checkpoint.load(folder, run.model, run.manager).step
@@ -133,6 +139,14 @@ def test_any_number_of_ranks_has_the_same_bits(dtype, steps, loss_scale, tmp_pat
     resumed = run_on(4, dtype, steps, str(tmp_path), loss_scale=loss_scale)
     assert resumed[0] == told[steps // 2 :]
     assert same_bits(resumed[1], state)
+
+
+def test_parameters_that_travel_in_16_bits_are_rounded_on_any_number_of_ranks(tmp_path):
+    policies = [{"gather_dtype": torch.bfloat16}, {}]
+    narrow, exact = (run_on(1, "float32", 3, str(tmp_path), **policy)[0] for policy in policies)
+    assert narrow != exact
+    for world in (2, 4):
+        assert run_on(world, "float32", 3, str(tmp_path), **policies[0])[0] == narrow
 
 
 def test_every_rank_count_skips_the_same_steps(tmp_path):

@@ -203,14 +203,38 @@ def test_command_prints_a_plan_and_writes_json(tmp_path: Path, capsys: pytest.Ca
     assert "fits: NO" in capsys.readouterr().out
 
 
-def test_command_describes_a_file_s_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "model.py"
+def write_model(folder: Path) -> Path:
+    """A file whose `build` makes a GPT of fp32."""
+    script = folder / "model.py"
     script.write_text(
         "import torch\nfrom bmtrain.benchmark._gpt import GPT\n"
         "def build():\n    with torch.device('meta'):\n"
         "        return GPT(4, 64, 4, 100, 16), torch.zeros(2, 17, dtype=torch.long)\n"
     )
-    assert main(["plan", "--module", f"{script}:build"]) == 0
+    return script
+
+
+def test_command_knows_parameters_that_travel_in_16_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = f"{write_model(tmp_path)}:build"
+    sent = []
+    for options in ([], ["--gather-dtype", "bfloat16"]):
+        file = tmp_path / "plan.json"
+        assert main(["plan", "--module", module, "--json", str(file), *options]) == 0
+        assert ("gathered in bfloat16" in capsys.readouterr().out) == bool(options)
+        content = json.loads(file.read_text())
+        sent.append({name: nbytes for name, (_, nbytes) in content["traffic"].items()})
+    assert sent[1]["all_to_all"] == sent[0]["all_to_all"]
+    assert 0.5 < sent[1]["all_gather"] / sent[0]["all_gather"] < 0.6  # parameters outside blocks as they are
+    assert content["policy"]["gather_dtype"] == "bfloat16"
+    assert main(["plan", "--module", module, "--gather-dtype", "float16", "--choose"]) == 0
+    assert main(["plan", "--module", module, "--gather-dtype", "float16", "--level", "0"]) == 2
+    assert "gather_dtype: at level 0 nothing is gathered" in capsys.readouterr().err
+
+
+def test_command_describes_a_file_s_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--module", f"{write_model(tmp_path)}:build"]) == 0
     assert "GPT: 0.000 billion" in capsys.readouterr().out
 
 

@@ -36,6 +36,7 @@ def _arguments(device: str = "cpu") -> dict[str, tuple[str, Any]]:
         "replica_comm": ("comm", None),
         "compute_dtype": ("optional dtype", DTYPE),
         "reduce_dtype": ("optional dtype", DTYPE),
+        "gather_dtype": ("optional dtype", DTYPE),
     }
 
 
