@@ -38,7 +38,7 @@ def require_between(name: str, value: Any, least: float = -math.inf, most: float
         raise ValueError(f"{name}: expected {'a number' if least == -math.inf else allowed}, got {value}")
 
 
-def require_integer(name: str, value: Any, least: int) -> int:
+def require_integer(name: str, value: Any, least: int | None = None) -> int:
     """Return ``value`` as an int.
 
     Raises:
@@ -49,7 +49,7 @@ def require_integer(name: str, value: Any, least: int) -> int:
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name}: expected an integer, got {value!r:.80} ({type(value).__name__})") from None
-    if number < least:
+    if least is not None and number < least:
         raise ValueError(f"{name}: expected at least {least}, got {number}")
     return number
 

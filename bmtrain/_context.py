@@ -13,7 +13,7 @@ from .topology import GroupKind, Topology
 
 if TYPE_CHECKING:
     from ._C import Communicator
-    from ._engine.runtime import Engine
+    from ._engine.engine import Engine
     from ._watchdog import Watch
 
 __all__ = ["Context", "Group", "Parts", "Streams", "current", "install", "uninstall"]
@@ -150,7 +150,7 @@ class Context:
     @cached_property
     def engine(self) -> Engine:
         """What all Blocks of this process share."""
-        from ._engine.runtime import Engine
+        from ._engine.engine import Engine
 
         return Engine(self.device)
 

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import logging
-import math
-import operator
 import os
 import socket
 import sys
 import warnings
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from . import _C, _context
+from ._arguments import require_integer
 from ._comm_nccl import read_registration, register_buffers
 from ._context import Context, Streams
 from ._deprecate import warn_once
 from ._generators import seed_generators
 from ._groups import connect_groups
+from ._init_options import InitOptions, check_loss_scale
 from ._launch import Launch, read_launch
 from ._rendezvous import Peer, Rendezvous
 from ._version import __version__
@@ -113,14 +112,14 @@ def init_distributed(
             "bmtrain is initialized already: init_distributed() may be called once per process"
         )
     if not isinstance(init_method, str):
-        seed = _integer("init_method", init_method)
+        seed = require_integer("init_method", init_method)
         init_method = "env://"
         warn_once(
             "init_distributed.int",
             "init_distributed(SEED) is deprecated: write init_distributed(seed=SEED)",
         )
-    options = _Options.check(seed, pipe_size, num_micro_batches, tp_size, zero_level, backend, timeout)
-    factor, steps = _loss_scale(loss_scale_factor, loss_scale_steps)
+    options = InitOptions.check(seed, pipe_size, num_micro_batches, tp_size, zero_level, backend, timeout)
+    factor, steps = check_loss_scale(loss_scale_factor, loss_scale_steps)
     launch = read_launch(init_method, os.environ, sys.argv)
     if plan is not None:
         plan.require_fit(launch.world_size)
@@ -147,116 +146,14 @@ def init_distributed(
     )
 
 
-@dataclass
-class _Options:
-    """The arguments of `init_distributed`, checked and brought to one form."""
-
-    seed: int
-    pipe_size: int
-    pipe_enabled: bool
-    micros: int
-    tp_size: int
-    zero_level: int
-    backend: str
-    timeout: float
-    virtual_shards: int = 0
-
-    @classmethod
-    def check(
-        cls,
-        seed: int,
-        pipe_size: int,
-        num_micro_batches: int | None,
-        tp_size: int,
-        zero_level: int | None,
-        backend: str | None,
-        timeout: float | timedelta,
-    ) -> _Options:
-        stages = _integer("pipe_size", pipe_size)
-        enabled = stages >= 1
-        micros = max(stages, 1)
-        if num_micro_batches is not None:
-            given = _integer("num_micro_batches", num_micro_batches)
-            if given < 1:
-                raise ValueError(f"num_micro_batches: expected at least 1, got {given}")
-            micros = given if enabled else 1
-        if zero_level is not None:
-            if zero_level not in (2, 3):
-                raise ValueError(f"zero_level: expected 2 or 3, got {zero_level!r}")
-            warn_once(
-                "init_distributed.zero_level",
-                "init_distributed(zero_level=...) is deprecated: write Block(module, zero_level=...)",
-                stacklevel=3,
-            )
-        return cls(
-            seed=_check_seed(seed),
-            pipe_size=max(stages, 1),
-            pipe_enabled=enabled,
-            micros=micros,
-            tp_size=max(_integer("tp_size", tp_size), 1),
-            zero_level=3 if zero_level is None else zero_level,
-            backend=_choose_backend(backend),
-            timeout=_seconds(timeout),
-        )
-
-
-def _integer(name: str, value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {value!r} ({type(value).__name__})") from None
-
-
-def _check_seed(seed: int) -> int:
-    seed = _integer("seed", seed)
-    if not -(2**63) <= seed < 2**64:  # what torch takes
-        raise ValueError(f"seed: expected a number of 64 bits, got {seed}")
-    return seed
-
-
-def _seconds(timeout: float | timedelta) -> float:
-    if isinstance(timeout, timedelta):
-        timeout = timeout.total_seconds()
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(
-            f"timeout: expected seconds or a timedelta, got {timeout!r} ({type(timeout).__name__})"
-        )
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout: expected a positive, finite number of seconds, got {timeout!r}")
-    return float(timeout)
-
-
-def _loss_scale(factor: float, steps: int) -> tuple[float, int]:
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)):
-        raise TypeError(f"loss_scale_factor: expected a number, got {factor!r} ({type(factor).__name__})")
-    if not 0 < factor < math.inf:
-        raise ValueError(f"loss_scale_factor: expected a positive, finite number, got {factor!r}")
-    steps = _integer("loss_scale_steps", steps)
-    if steps < 1:
-        raise ValueError(f"loss_scale_steps: expected at least 1, got {steps}")
-    return (1 / factor if factor < 1 else factor), steps
-
-
-def _choose_backend(backend: str | None) -> str:
-    name = "backend"
-    if backend is None and os.environ.get("BMTRAIN_BACKEND"):
-        name, backend = "environment variable BMTRAIN_BACKEND", os.environ["BMTRAIN_BACKEND"]
-    if backend not in (None, "nccl", "gloo"):
-        raise ValueError(f"{name}: expected 'nccl', 'gloo' or None, got {backend!r}")
-    has_gpu = torch.cuda.is_available() and torch.cuda.device_count() > 0
-    if backend == "nccl" and not has_gpu:
-        raise ValueError(f"{name}: 'nccl' needs a usable CUDA device, got none: use 'gloo'")
-    return backend or ("nccl" if has_gpu else "gloo")
-
-
-def _alone(launch: Launch, place: Topology, options: _Options) -> Context:
+def _alone(launch: Launch, place: Topology, options: InitOptions) -> Context:
     """The context of a single process: no store, no port, nobody to agree with."""
     local_rank = launch.local_rank or 0
     device = _select_device(options.backend, local_rank)
     return _build(launch, place, options, "single", device, (local_rank, 1), options.seed, None, None)
 
 
-def _join(launch: Launch, place: Topology, options: _Options) -> Context:
+def _join(launch: Launch, place: Topology, options: InitOptions) -> Context:
     """Meet the other ranks, see that all were started alike, and connect the groups."""
     registration = read_registration()
     meeting = Rendezvous(launch, options.timeout, next(_attempts))
@@ -318,7 +215,7 @@ def _join(launch: Launch, place: Topology, options: _Options) -> Context:
 def _build(
     launch: Launch,
     place: Topology,
-    options: _Options,
+    options: InitOptions,
     backend: str,
     device: torch.device,
     local: tuple[int, int],

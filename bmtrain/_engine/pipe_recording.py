@@ -16,7 +16,7 @@ from .stage import collect_batches
 
 if TYPE_CHECKING:
     from .._context import Group
-    from .runtime import Engine
+    from .engine import Engine
 
 __all__ = ["StageRecordings"]
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 if TYPE_CHECKING:
+    from .engine import Engine
     from .island import BlockCall
-    from .runtime import Engine
 
 __all__ = ["Recorder", "Recordings", "TotalGradient", "active_recorder", "place_outside", "running_call"]
 

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._engine.engine import Engine
 from .._engine.policy import Recompute
-from .._engine.runtime import BlockRuntime, Engine
+from .._engine.runtime import BlockRuntime
 from .._engine.schedule import Phase
 from .model import BlockDescription, ModelDescription, OutsideParameter, OutsideReads
 from .network import Network, Wire

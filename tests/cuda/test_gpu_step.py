@@ -20,7 +20,7 @@ import bmtrain as bmt
 from bmtrain import _C, _comm, _context
 from bmtrain._comm_nccl import find_candidates
 from bmtrain._context import Context, Group, Streams
-from bmtrain._engine.runtime import Engine
+from bmtrain._engine.engine import Engine
 from bmtrain.topology import GroupKind, Topology
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
