@@ -104,6 +104,7 @@ class ShmCommunicator(Communicator):
     ) -> None: ...
     @staticmethod
     def segment_bytes(size: int) -> int: ...
+    longest_wait: float
 
 class HostsCommunicator(GlooCommunicator):
     def __init__(

@@ -123,7 +123,8 @@ void bind_comm(py::module_& module) {
       .def(py::init<const std::vector<int>&, std::vector<int>, int, int, std::string, double>(),
            py::arg("files"), py::arg("watches"), py::arg("rank"), py::arg("size"), py::arg("name"),
            py::arg("timeout_seconds"), Released())
-      .def_static("segment_bytes", &ShmCommunicator::segment_bytes, py::arg("size"));
+      .def_static("segment_bytes", &ShmCommunicator::segment_bytes, py::arg("size"))
+      .def_property("longest_wait", &ShmCommunicator::longest_wait, &ShmCommunicator::set_longest_wait);
   py::class_<HostsCommunicator, GlooCommunicator, std::shared_ptr<HostsCommunicator>>(
       module, "HostsCommunicator", "Ranks of several hosts: Gloo between them, shared memory within.")
       .def(py::init<c10::intrusive_ptr<c10d::ProcessGroup>, int, int, std::string, double,

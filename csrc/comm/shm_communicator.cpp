@@ -2,6 +2,7 @@
 
 #include <ATen/ops/zeros.h>
 
+#include <chrono>
 #include <mutex>
 #include <string_view>
 #include <utility>
@@ -12,6 +13,8 @@
 
 namespace bmtrain {
 namespace {
+
+constexpr double kLongestSetting = 1e6;  // of longest_wait, in seconds
 
 std::uint64_t fingerprint(std::string_view op, std::int64_t bytes, int detail) {
   std::uint64_t hash = 1469598103934665603ULL;  // FNV-1a
@@ -58,6 +61,17 @@ ShmCommunicator::ShmCommunicator(const std::vector<int>& files, std::vector<int>
                                       timeout_seconds)) {}
 
 ShmCommunicator::~ShmCommunicator() { link_->close(); }
+
+double ShmCommunicator::longest_wait() const {
+  return std::chrono::duration<double>(link_->longest_wait()).count();
+}
+
+void ShmCommunicator::set_longest_wait(double seconds) {
+  BMT_CHECK(ValueError, seconds >= 0 && seconds <= kLongestSetting, "longest_wait: expected 0 to ",
+            kLongestSetting, " seconds, got ", seconds);
+  link_->set_longest_wait(
+      std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::duration<double>(seconds)));
+}
 
 ShmOperationPtr ShmCommunicator::begin(const char* op, const std::string& label, std::int64_t bytes,
                                        int detail) const {

@@ -48,6 +48,9 @@ class ShmCommunicator final : public Communicator {
     link_->give_back_common(data, nbytes);
   }
   [[nodiscard]] c10::DataPtr borrow_input(std::int64_t nbytes) override { return link_->borrow_own(nbytes); }
+  /// How long borrow_input() waits for peers to read what they have been given, in seconds.
+  [[nodiscard]] double longest_wait() const;
+  void set_longest_wait(double seconds);
   [[nodiscard]] WorkPtr all_to_all_in_place(at::Tensor input, std::shared_ptr<PeerSlices>& slices,
                                             const std::string& label) override;
   [[nodiscard]] std::int64_t bytes_copied() const override { return link_->bytes_copied(); }

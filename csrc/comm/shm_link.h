@@ -115,8 +115,11 @@ class ShmLink : public std::enable_shared_from_this<ShmLink> {
 
   // Buffers used in place; see ShmHeap.
 
-  /// Waits while only peers use what there is of `bytes`; see [Note: Waiting for readers].
+  /// Waits while only peers use what there is of `bytes`, for longest_wait() at most, after which there is
+  /// none; see [Note: Waiting for readers].
   [[nodiscard]] c10::DataPtr borrow_own(std::int64_t bytes);
+  [[nodiscard]] std::chrono::milliseconds longest_wait() const { return longest_wait_; }
+  void set_longest_wait(std::chrono::milliseconds wait) { longest_wait_ = wait; }
   [[nodiscard]] c10::DataPtr borrow_common(std::int64_t bytes);
   void give_back_common(const void* view, std::int64_t bytes);
   /// The slot of the own buffer that a tensor fills, about to be published; kNone if it is in none.
@@ -196,6 +199,7 @@ class ShmLink : public std::enable_shared_from_this<ShmLink> {
   const std::vector<int> watches_;
   const int process_;  // a forked child has the memory, but is not the rank
   std::atomic<std::int64_t> copied_ = 0;
+  std::atomic<std::chrono::milliseconds> longest_wait_{std::chrono::seconds{10}};
 
   std::mutex mutex_;  // protects everything below but stop_
   std::unique_ptr<ShmHeap> heap_;

@@ -13,9 +13,6 @@
 namespace bmtrain {
 namespace {
 
-// For peers to read a buffer, see [Note: Waiting for readers].
-constexpr std::chrono::milliseconds kLongestWait{10'000};
-
 // What was borrowed: it keeps the memory mapped.
 struct Lease {
   std::shared_ptr<ShmLink> link;
@@ -44,7 +41,7 @@ void ShmPeerSlices::release() {
 }
 
 c10::DataPtr ShmLink::borrow_own(std::int64_t bytes) {
-  const auto deadline = std::chrono::steady_clock::now() + std::min(timeout_, kLongestWait);
+  const auto deadline = std::chrono::steady_clock::now() + std::min(timeout_, longest_wait_.load());
   std::unique_lock lock(mutex_);
   int slot = ShmHeap::kNone;
   while (!aborted_ && !closed_) {

@@ -175,7 +175,7 @@ std::int64_t ShardGroup::unreduced_bytes() const {
     return tensor.defined() ? static_cast<std::int64_t>(tensor.storage().nbytes()) : 0;
   };
   const bool is_one = gradient_.defined() && received_.defined() && gradient_.is_alias_of(received_);
-  return bytes(gradient_) + (is_one ? 0 : bytes(received_));
+  return bytes(gradient_) + (is_one ? 0 : bytes(received_)) + bytes(sum_ahead_);
 }
 
 bool ShardGroup::owns_storage(const at::Tensor& tensor) const {

@@ -29,9 +29,10 @@
 // A reduction ends, as the program sees it, when the next block's backward is over. What came earlier is
 // summed earlier, whenever a gradient of that block lands: then the peers, who may be ahead, need not wait
 // for memory that this rank has yet to read. When that is depends on the ranks' speed, so nobody may see it:
-// the sum is made ahead only where it is written to a gradient shard that no `.grad` shows yet. `.grad` and
-// the hooks follow at the end; a `.grad` that somebody else (the read of a parameter outside its block) has
-// put there in between is added to, with the bits that it would have had.
+// the sum is made ahead where it is written to a gradient shard that no `.grad` shows yet, and otherwise in
+// memory of its own, in fp32. `.grad` and the hooks follow at the end; a `.grad` that was there, or that
+// somebody else (the read of a parameter outside its block) has put there in between, is added to, with the
+// bits that it would have had.
 //
 // [Note: Replicas]
 // The ranks that share the buffer may be a part of those that train it. Then each of them has a replica on
@@ -233,6 +234,7 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   WorkPtr reduce_work_;
   bool sums_replicas_ = false;  // reduce_work_ is the second of two sums
   bool is_summed_ = false;      // ahead of finish_reduce()
+  at::Tensor sum_ahead_;        // then, unless the gradient shard has it
   std::vector<std::weak_ptr<ShardGroup>> under_way_;
   at::Tensor gradient_shard_;
 };

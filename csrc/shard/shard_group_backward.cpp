@@ -134,7 +134,7 @@ void ShardGroup::await_reduce() {
 }
 
 bool ShardGroup::sum_if_arrived() {
-  if (!peer_slices_ || is_summed_ || num_replicas() > 1 || !writes_all_gradients()) {
+  if (!peer_slices_ || is_summed_ || num_replicas() > 1) {
     return true;
   }
   if (reduce_work_ && !reduce_work_->is_completed()) {
@@ -143,7 +143,13 @@ bool ShardGroup::sum_if_arrived() {
   const c10::AutoGradMode no_grad(false);
   const c10::InferenceMode normal_tensors(false);
   await_reduce();
-  sum_into_shard(received_slices());
+  if (writes_all_gradients()) {
+    sum_into_shard(received_slices());
+  } else {
+    const bool is_double = options_.dtype == at::kDouble;
+    sum_ahead_ = at::empty(shard_.sizes(), shard_.options().dtype(is_double ? at::kDouble : at::kFloat));
+    sum_slices(sum_ahead_, received_slices(), /*accumulate=*/false);
+  }
   is_summed_ = true;
   delay();
   peer_slices_->release();
@@ -183,7 +189,11 @@ void ShardGroup::finish_reduce(TreeSum* tree) {
   }
   if (std::exchange(is_summed_, false)) {
     BMT_CHECK(StateError, tree == nullptr, options_.label, ": the gradients were summed already");
-    add_to_strangers();
+    if (sum_ahead_.defined()) {
+      sum_into_shard({sum_ahead_});
+    } else {
+      add_to_strangers();
+    }
     end_reduction();
     publish_gradients();
     return;
@@ -224,6 +234,7 @@ void ShardGroup::end_reduction() noexcept {
   }
   received_ = at::Tensor();
   gradient_ = at::Tensor();
+  sum_ahead_ = at::Tensor();
 }
 
 void ShardGroup::add_gradient(const at::Tensor& sum) {

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Status, rank_outcomes, run_ranks
+from harness.large_blocks import DIM, LAYERS, Layer, Small, inputs, model_of
 
 import bmtrain as bmt
 from bmtrain import _C
@@ -19,29 +20,11 @@ from bmtrain.benchmark._silence import silence
 from bmtrain.errors import CommunicationError
 from bmtrain.global_var import context
 
-LAYERS, DIM = 5, 760  # a block has more than the 1 MiB from which memory is shared, in 16 bits too
-
-
-class Layer(bmt.DistributedModule):
-    """``delay(number of the call)``: seconds that a forward takes longer."""
-
-    def __init__(self, delay: Any = None) -> None:
-        super().__init__()
-        self.weight = bmt.DistributedParameter(torch.randn(DIM, DIM) / DIM**0.5)
-        self.bias = bmt.DistributedParameter(torch.zeros(DIM))
-        self.calls, self.delay = 0, delay
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.delay is not None:
-            time.sleep(self.delay(self.calls))
-        return x + torch.tanh(torch.nn.functional.linear(x, self.weight, self.bias))
-
 
 class InStep(Layer):
     """Lets no rank go on in backward before all have come to this layer.
 
-    A rank has three buffers for gradients. One that is so far ahead of another that this one still reads all of them
+    A rank has two buffers for gradients. One that is so far ahead of another that this one still reads both of them
     sends a copy, as it may wherever processors are few.
     """
 
@@ -49,17 +32,6 @@ class InStep(Layer):
         if x.requires_grad:
             x.register_hook(lambda gradient: bmt.synchronize())
         return super().forward(x)
-
-
-def model_of(
-    layers: int = LAYERS, delay: Any = None, kind: type[Layer] = Layer, **options: Any
-) -> bmt.TransformerBlockList:
-    torch.manual_seed(0)
-    return bmt.TransformerBlockList([bmt.Block(kind(delay), **options) for _ in range(layers)])
-
-
-def inputs(number: int = 0) -> torch.Tensor:
-    return torch.randn(3, DIM, generator=torch.Generator().manual_seed(10 * number + bmt.rank()))
 
 
 def copied_in_a_step(options: dict[str, Any], accumulated: int = 0) -> tuple[int, int, int]:
@@ -191,10 +163,10 @@ class Meddler(Layer):
             p.grad = torch.ones_like(p) if p.grad is None else p.grad.add_(1.0)
 
 
-def training_with_delays(seeds: int, options: dict[str, Any]) -> list[list[float]]:
+def training_with_delays(seeds: int, options: dict[str, Any], dtype: torch.dtype) -> list[list[float]]:
     """Gradients of some steps, at first without delays; what usually comes early comes late, and the reverse."""
     torch.manual_seed(0)
-    model = bmt.TransformerBlockList([bmt.Block(Meddler(), **options) for _ in range(5)])
+    model = bmt.TransformerBlockList([bmt.Block(Meddler().to(dtype), **options) for _ in range(5)])
     model[1].behind.append(model[2].weight)
     seen = []
     for seed in range(seeds):
@@ -202,16 +174,20 @@ def training_with_delays(seeds: int, options: dict[str, Any]) -> list[list[float
         seen.append([])
         for step in range(3):
             if step < 2:  # the last one adds to what is there
-                model.zero_grad(set_to_none=True)
-            model(inputs(step).requires_grad_()).square().sum().backward()
+                model.zero_grad(set_to_none=step == 0)
+            model(inputs(step).to(dtype).requires_grad_()).float().square().sum().backward()
             seen[-1] += [p.grad.double().sum().item() for p in model.parameters()]
     _C.set_random_delays(0, 0)
     return seen
 
 
-@pytest.mark.parametrize(("world", "recompute"), [(2, False), (3, True)])
-def test_random_delays_change_no_bit(world: int, recompute: bool) -> None:
-    for first, *others in run_ranks(world, training_with_delays, 6, {"use_checkpoint": recompute}):
+@pytest.mark.parametrize(
+    ("world", "recompute", "dtype"),
+    [(2, False, torch.float32), (3, True, torch.float32), (2, False, torch.bfloat16)],
+)
+def test_random_delays_change_no_bit(world: int, recompute: bool, dtype: torch.dtype) -> None:
+    options = {"use_checkpoint": recompute}
+    for first, *others in run_ranks(world, training_with_delays, 6, options, dtype):
         assert all(other == first for other in others)
     assert (
         first
@@ -219,50 +195,11 @@ def test_random_delays_change_no_bit(world: int, recompute: bool) -> None:
             world,
             training_with_delays,
             1,
-            {"use_checkpoint": recompute},
+            options,
+            dtype,
             environment={"BMTRAIN_CPU_TRANSPORT": "gloo"},
         )[-1][0]
     )
-
-
-def rank_that_is_late() -> tuple[int, list[int]]:
-    """Bytes of a block's gradients, and in place for gradients when one rank is far behind in each backward."""
-    model = model_of(delay=lambda call: 0.05 * bmt.rank() * (call % 2 == 0), use_checkpoint=True)
-    comm, sizes = context().groups["zero"].reduce_comm, []
-    for step in range(3):
-        model(inputs(step)).sum().backward()
-        sizes.append(comm.bytes_in_place)
-    return 4 * bmt.world_size() * model[0]._storages[0].shards.layout.partition, sizes
-
-
-def test_two_buffers_of_gradients_however_late_a_rank_is() -> None:
-    for block, sizes in run_ranks(2, rank_that_is_late, fresh=True):
-        assert sizes == [2 * block] * 3
-
-
-def gradients_of_a_model_that_is_gone() -> tuple[int, int, list[float]]:
-    """Bytes in place for gradients after a model's backward, and after many of another one."""
-    comm = context().groups["zero"].reduce_comm
-    model_of(3)(inputs()).sum().backward()
-    before = comm.bytes_in_place
-    other = bmt.Block(Small(), use_checkpoint=False)
-    seen = []
-    for step in range(4200):
-        other.zero_grad(set_to_none=True)
-        other(step % 8, trains=True).backward()
-        if step % 600 == 599:
-            seen.append(float(other.weight.grad.sum()))
-    after = comm.bytes_in_place
-    model_of(3)(inputs()).sum().backward()  # the memory is there anew
-    return before, after, seen
-
-
-def test_memory_for_gradients_of_a_model_that_is_gone_is_given_back() -> None:
-    block, small = 4 * (DIM * DIM + DIM), 4 * 520 * 520
-    for before, after, seen in run_ranks(2, gradients_of_a_model_that_is_gone, fresh=True):
-        assert before >= 2 * block
-        assert after <= 2 * small + 2 * 4096
-        assert len(set(seen)) == 1
 
 
 class Scribbler(Layer):
@@ -366,18 +303,6 @@ def memory_of_a_model_that_is_gone() -> tuple[int, int]:
     left = comm.bytes_in_place - before
     assert torch.equal(model_of(5, zero_level=2)(inputs()), first)  # in that memory, which is there anew
     return after, left
-
-
-class Small(bmt.DistributedModule):
-    """Just large enough for memory that is shared; reads one of its elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = bmt.DistributedParameter(torch.randn(520, 520))
-
-    def forward(self, index: int, *, trains: bool = False) -> Any:
-        element = self.weight[65 * index, index]
-        return element if trains else float(element)
 
 
 def test_memory_of_a_model_that_is_gone_is_given_back() -> None:

@@ -1,0 +1,193 @@
+"""The two buffers of gradients that a rank's peers read in place: how many there are, who waits for them, and what ends
+such a wait."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Status, rank_outcomes, run_ranks
+from harness.large_blocks import DIM, Layer, Small, inputs, model_of
+
+import bmtrain as bmt
+from bmtrain.errors import CommunicationError
+from bmtrain.global_var import context
+
+
+def rank_that_is_late() -> tuple[int, list[int]]:
+    """Bytes of a block's gradients, and in place for gradients when one rank is far behind in each backward."""
+    model = model_of(delay=lambda call: 0.05 * bmt.rank() * (call % 2 == 0), use_checkpoint=True)
+    comm, sizes = context().groups["zero"].reduce_comm, []
+    for step in range(3):
+        model(inputs(step)).sum().backward()
+        sizes.append(comm.bytes_in_place)
+    return 4 * bmt.world_size() * model[0]._storages[0].shards.layout.partition, sizes
+
+
+def test_two_buffers_of_gradients_however_late_a_rank_is() -> None:
+    for block, sizes in run_ranks(2, rank_that_is_late, fresh=True):
+        assert sizes == [2 * block] * 3
+
+
+def gradients_of_a_model_that_is_gone() -> tuple[int, int, list[float]]:
+    """Bytes in place for gradients after a model's backward, and after many of another one."""
+    comm = context().groups["zero"].reduce_comm
+    model_of(3)(inputs()).sum().backward()
+    before = comm.bytes_in_place
+    other = bmt.Block(Small(), use_checkpoint=False)
+    seen = []
+    for step in range(4200):
+        other.zero_grad(set_to_none=True)
+        other(step % 8, trains=True).backward()
+        if step % 600 == 599:
+            seen.append(float(other.weight.grad.sum()))
+    after = comm.bytes_in_place
+    model_of(3)(inputs()).sum().backward()  # the memory is there anew
+    return before, after, seen
+
+
+def test_memory_for_gradients_of_a_model_that_is_gone_is_given_back() -> None:
+    block, small = 4 * (DIM * DIM + DIM), 4 * 520 * 520
+    for before, after, seen in run_ranks(2, gradients_of_a_model_that_is_gone, fresh=True):
+        assert before >= 2 * block
+        assert after <= 2 * small + 2 * 4096
+        assert len(set(seen)) == 1
+
+
+class Told(Layer):
+    """Tells when its backward begins, with ``"begins"``, and when its input's gradient is there, with ``"ends"``."""
+
+    def __init__(self, delay: Any = None) -> None:
+        super().__init__(delay)
+        self.told: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = super().forward(x)
+        if self.told is not None:
+            result.register_hook(lambda gradient: self.told("begins"))
+            x.register_hook(lambda gradient: self.told("ends"))
+        return result
+
+
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + 40
+    while not file.exists():
+        assert time.monotonic() < deadline, f"rank 0 never wrote {file.name}"
+        time.sleep(0.01)
+
+
+def gradients(model: bmt.TransformerBlockList, set_to_none: bool = True) -> list[float]:
+    model.zero_grad(set_to_none=set_to_none)
+    model(inputs().requires_grad_()).square().sum().backward()
+    return [p.grad.double().sum().item() for p in model.parameters()]
+
+
+def goes_on_with_other_memory(folder: str) -> tuple[int, int]:
+    """Rank 1 reads the first gradients only after rank 0 has had memory for the third: no program does that, and the
+    ranks would wait for each other for ever."""
+    comm: Any = context().groups["zero"].reduce_comm.inner  # type: ignore[attr-defined]
+    model, file = model_of(kind=Told, use_checkpoint=False), Path(folder) / "went on"
+    expected = gradients(model)
+
+    def told(number: int, what: str) -> None:
+        if bmt.rank() == 1 and (number, what) == (3, "begins"):  # those of layer 4 were sent
+            wait_for(file)
+        if bmt.rank() == 0 and (number, what) == (2, "begins"):
+            comm.longest_wait = 40  # and no second time
+            file.touch()
+
+    for number, block in enumerate(model):
+        block._module.told = lambda what, number=number: told(number, what)
+    comm.longest_wait = 0.05
+    comm.reset_traffic()
+    bmt.synchronize()
+    assert gradients(model) == expected
+    copied = comm.bytes_copied
+    comm.reset_traffic()
+    for block in model:
+        block._module.told = None
+    assert gradients(model) == expected
+    assert comm.bytes_copied == 0  # again what peers read where it is
+    return copied, 4 * model[0]._storages[0].shards.layout.partition
+
+
+def test_after_its_longest_wait_a_rank_sends_gradients_in_other_memory(tmp_path: Path) -> None:
+    for copied, partition in run_ranks(2, goes_on_with_other_memory, str(tmp_path), fresh=True):
+        assert copied == partition  # of one block: what rank 0 sent and rank 1 received
+
+
+def sums_what_has_come(folder: str, set_to_none: bool) -> int:
+    """Rank 1 stays in a block until rank 0 has memory for its third gradients, which needs the first to be read."""
+    comm: Any = context().groups["zero"].reduce_comm.inner  # type: ignore[attr-defined]
+    comm.longest_wait = 40
+    model = model_of(kind=Told, use_checkpoint=False)
+    sent, went_on = (Path(folder) / name for name in ("sent", "went on"))
+    expected = gradients(model)
+
+    def told(number: int, what: str) -> None:
+        if bmt.rank() == 1 and (number, what) == (3, "begins"):
+            wait_for(sent)
+        if bmt.rank() == 1 and (number, what) == (3, "ends"):  # its own gradients have landed
+            wait_for(went_on)
+        if bmt.rank() == 0 and (number, what) == (3, "begins"):
+            sent.touch()
+        if bmt.rank() == 0 and (number, what) == (2, "begins"):
+            went_on.touch()
+
+    for number, block in enumerate(model):
+        block._module.told = lambda what, number=number: told(number, what)
+    comm.reset_traffic()
+    bmt.synchronize()
+    assert gradients(model, set_to_none) == expected
+    return comm.bytes_copied
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_what_has_come_is_summed_before_the_block_ends(tmp_path: Path, set_to_none: bool) -> None:
+    assert run_ranks(2, sums_what_has_come, str(tmp_path), set_to_none, fresh=True) == [0, 0]
+
+
+def dies_while_waited_for(folder: str) -> str:
+    comm: Any = context().groups["zero"].reduce_comm.inner  # type: ignore[attr-defined]
+    comm.longest_wait = 1000  # longer than the test may last
+    model, file = model_of(kind=Told, use_checkpoint=False), Path(folder) / "about to wait"
+
+    def told(number: int, what: str) -> None:
+        if bmt.rank() == 1 and (number, what) == (3, "begins"):
+            wait_for(file)
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if bmt.rank() == 0 and (number, what) == (3, "ends"):
+            file.touch()
+
+    for number, block in enumerate(model):
+        block._module.told = lambda what, number=number: told(number, what)
+    with pytest.raises(CommunicationError) as error:
+        gradients(model)
+    return str(error.value)
+
+
+def test_who_waits_for_a_buffer_learns_that_its_reader_died(tmp_path: Path) -> None:
+    outcomes = rank_outcomes(
+        2, dies_while_waited_for, str(tmp_path), fresh=True, init={"timeout": 600}, timeout=50
+    )
+    assert outcomes[1].status is Status.DIED
+    assert outcomes[0].status is Status.RETURNED, outcomes[0]
+    assert "rank 1 died" in outcomes[0].value
+
+
+def longest_wait() -> None:
+    comm: Any = context().groups["zero"].reduce_comm.inner  # type: ignore[attr-defined]
+    assert comm.longest_wait == 10
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="longest_wait: expected 0 to"):
+            comm.longest_wait = wrong
+
+
+def test_longest_wait_is_checked() -> None:
+    run_ranks(2, longest_wait, fresh=True)
