@@ -1,4 +1,24 @@
-"""Sharded (ZeRO) training: parameters, gradients and optimizer state spread over all ranks."""
+"""Sharded (ZeRO) training: parameters, gradients and optimizer state spread over all ranks.
+
+A training script, started once for each rank by ``torchrun``::
+
+    import bmtrain as bmt
+
+    bmt.init_distributed(seed=0)
+    model = bmt.BMTrainModelWrapper(model)  # any torch.nn.Module; layers of a ModuleList become Blocks
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-3)
+    manager = bmt.optim.OptimManager()  # OptimManager(loss_scale=2**15) for float16
+    manager.add_optimizer(optimizer)
+    for batch in batches:  # this rank's own, on bmt.config["device"]
+        manager.zero_grad()
+        manager.backward(loss_of(model, batch))
+        manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
+        manager.step()
+    bmt.save(model, "model.pt")  # torch.load reads it, with the names of the plain model
+
+To write models for it, see `Block`, `DistributedModule`, `DistributedParameter` and `TransformerBlockList`; to save a
+run and resume it, ``bmtrain.distributed.checkpoint``; tools are ``python -m bmtrain --help``.
+"""
 
 from __future__ import annotations
 
