@@ -52,26 +52,33 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self.lane = _C.StagingLane(device, SLOTS)
         self._pinned = device.type == "cuda"
-        self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(SLOTS)]
+        # Apart, since gradients of one update may arrive while the parameters of the one that had the slot before are
+        # still read.
+        self._gradients = [torch.empty(0, dtype=torch.uint8) for _ in range(SLOTS)]
+        self._parameters = [torch.empty(0, dtype=torch.uint8) for _ in range(SLOTS)]
         self._next = 0
 
     def place(self, updates: Sequence[Update]) -> Staged:
         """Space in the next slot."""
         slot, self._next = self._next, (self._next + 1) % SLOTS
-        wanted = [u.grad for u in updates] + [u.param for u in updates]
+        gradients = self._views(self._gradients, slot, [u.grad for u in updates])
+        return Staged(slot, gradients, self._views(self._parameters, slot, [u.param for u in updates]))
+
+    def _views(self, memories: list[Tensor], slot: int, like: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors in the memory of a slot, one after the other."""
         ends, end = [], 0
-        for tensor in wanted:
+        for tensor in like:
             end += _padded(tensor)
             ends.append(end)
-        if self._memory[slot].numel() < end:
-            self._memory[slot] = torch.empty(end, dtype=torch.uint8, pin_memory=self._pinned)
-        memory = self._memory[slot]
+        if memories[slot].numel() < end:
+            memories[slot] = torch.empty(end, dtype=torch.uint8, pin_memory=self._pinned)
         places = [
-            memory[end - _padded(tensor) :][: tensor.numel() * tensor.element_size()].view(tensor.dtype)
-            for end, tensor in zip(ends, wanted, strict=True)
+            memories[slot][end - _padded(tensor) :][: tensor.numel() * tensor.element_size()]
+            for end, tensor in zip(ends, like, strict=True)
         ]
-        views = [place.view(tensor.shape) for place, tensor in zip(places, wanted, strict=True)]
-        return Staged(slot, views[: len(updates)], views[len(updates) :])
+        return [
+            place.view(tensor.dtype).view(tensor.shape) for place, tensor in zip(places, like, strict=True)
+        ]
 
     def attach(self, update: _C.OffloadUpdate, updates: Sequence[Update], staged: Staged) -> None:
         """Lets ``update``, which computes in ``staged``, take gradients from the device and give parameters back."""

@@ -13,6 +13,7 @@ from harness.fake_nccl import build_fake
 
 from bmtrain import _C, _comm, _context
 from bmtrain._context import Context, Group
+from bmtrain.optim import _overlap
 from bmtrain.topology import GroupKind, Topology
 
 CPU = torch.device("cpu")
@@ -64,3 +65,11 @@ def one_of_two(fake: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
     _context.install(Context(place, CPU, "nccl", 0, 2, 60.0, 0, groups))
     yield fake
     _context.uninstall()
+
+
+@pytest.fixture
+def staged(one_of_two: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
+    """Parameters of the fake device, which the CPU's workers are not to reach but by copies."""
+    monkeypatch.setattr(_overlap, "needs_staging", lambda device: True)
+    yield one_of_two
+    _C.disturb_updates(0)

@@ -4,44 +4,19 @@ events allow change no bit, host memory is bounded, and gradients travel while a
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from harness.offloaded import LAYERS, Model, values_of
 
 import bmtrain as bmt
 from bmtrain import _C
 from bmtrain._engine.observer import Observer
 from bmtrain.global_var import context
-from bmtrain.optim import _overlap
 from bmtrain.optim._staging import SLOTS
-
-LAYERS = 5
-
-
-class Layer(bmt.DistributedModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = bmt.DistributedParameter(torch.randn(40, 40) / 8)
-        self.bias = bmt.DistributedParameter(torch.zeros(40))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = x + torch.nn.functional.linear(x, self.weight, self.bias).tanh()
-        return result
-
-
-class Model(bmt.DistributedModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = bmt.DistributedParameter(torch.randn(40, 40))
-        self.layers = bmt.TransformerBlockList([bmt.Block(Layer()) for _ in range(LAYERS)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.layers(x @ self.first)
-        return result
 
 
 class Run:
@@ -77,20 +52,7 @@ class Run:
     def steps(self, count: int) -> list[torch.Tensor]:
         for number in range(count):
             self.step(number)
-        states = self.optimizer.state_dict()["state"].values()
-        return [
-            torch.tensor(self.losses),
-            *(p.detach().clone() for p in self.model.parameters()),
-            *(value.clone() for state in states for value in state.values() if torch.is_tensor(value)),
-        ]
-
-
-@pytest.fixture
-def staged(one_of_two: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
-    """Parameters of the fake device, which the CPU's workers are not to reach but by copies."""
-    monkeypatch.setattr(_overlap, "needs_staging", lambda device: True)
-    yield one_of_two
-    _C.disturb_updates(0)
+        return [torch.tensor(self.losses), *values_of(self.model, [self.optimizer])]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -103,9 +65,28 @@ def test_no_bit_changes(staged: ctypes.CDLL, dtype: torch.dtype, lazy: bool) -> 
     found = run.steps(9)
     for x, y in zip(found, expected, strict=True):
         assert torch.equal(x, y)
-    assert (
-        len({memory.data_ptr() for memory in run.optimizer._overlap._stagings.popitem()[1]._memory}) == SLOTS
-    )
+    staging = run.optimizer._overlap._stagings.popitem()[1]
+    assert len({memory.data_ptr() for memory in (*staging._gradients, *staging._parameters)}) == 2 * SLOTS
+
+
+@pytest.mark.parametrize("number", range(LAYERS))
+def test_a_block_can_be_needed_before_what_had_its_slot(staged: ctypes.CDLL, number: int) -> None:
+    """Updates differ in size: the gradients of one come while the parameters of the one before leave."""
+    results = []
+    for overlap in (False, True):
+        run = Run(torch.bfloat16, overlap=overlap)
+        for _ in range(4):
+            staged.fake_lazy(overlap)
+            _C.disturb_updates(100)
+            run.manager.zero_grad()
+            assert run.model.layers[number].weight.shape == (768,)  # waits, after the first step
+            run.manager.backward(run.model(run.x).float().square().mean())
+            for p in run.model.parameters():
+                assert p.grad is not None  # so that the step copies all of them
+            run.manager.step()
+        results.append(values_of(run.model, [run.optimizer]))
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -126,6 +107,7 @@ def test_copies_of_one_block_go_on_while_another_is_computed(staged: ctypes.CDLL
         run.step(number)
     run.manager.zero_grad()
     run.manager.backward(run.model(run.x).float().square().mean())
+    assert all(p.grad is not None for p in run.model.parameters())  # who reads them has them copied again
     staged.fake_journal()
     run.manager.step()
     queued = staged.fake_journal().decode().splitlines()
@@ -157,7 +139,7 @@ class Waits(Observer):
 
 def test_the_host_waits_for_an_update_once_the_block_before_is_launched(staged: ctypes.CDLL) -> None:
     run = Run(torch.bfloat16)
-    for number in range(3):
+    for number in range(4):  # the last one leaves every update under way
         run.step(number)
     labels = [block._runtime.label for block in run.model.layers]
     engine = context().engine
