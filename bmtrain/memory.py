@@ -34,6 +34,8 @@ class MemoryReport:
         activations: what recomputed Blocks keep for backwards to come: inputs, and with ``"selective"`` results. None
             if a Block that keeps all its activations waits for its backward: autograd does not tell how much that is.
         offloaded: activations that wait on the host (:attr:`BlockPolicy.offload_activations`).
+        staging: host memory, page-locked, through which gradients and parameters of offloaded updates pass between a
+            GPU and the host.
         idle_buffers: freed buffers that are kept for the next Block.
         peak_buffers: the most that ``gathered`` and ``unreduced`` were together since peaks were reset, but for what
             lies in buffers that are used in place.
@@ -50,6 +52,7 @@ class MemoryReport:
     unreduced: int
     activations: int | None
     offloaded: int
+    staging: int
     idle_buffers: int
     peak_buffers: int
     in_place: int
@@ -108,6 +111,7 @@ def memory_report(
         offloaded=sum(
             call.host.nbytes for call in _open_calls(current.engine.runtimes) if call.host is not None
         ),
+        staging=sum(_staging_bytes(optim)),
         idle_buffers=pool["bytes_idle"],
         peak_buffers=pool["peak_bytes_in_use"],
         in_place=sum(comm.bytes_in_place for comm in current.communicators()),
@@ -148,6 +152,14 @@ def _parameters(model: torch.nn.Module | None) -> Iterator[torch.nn.Parameter]:
 
 def _is_in_block(param: torch.Tensor) -> bool:
     return isinstance(param, DistributedParameter) and param._in_block
+
+
+def _staging_bytes(optim: Any) -> Iterator[int]:
+    """Of optimizers that offload."""
+    from .distributed.checkpoint.snapshot import optimizers_of
+
+    for optimizer in optimizers_of(optim):
+        yield getattr(optimizer, "staging_bytes", 0)
 
 
 def _states(optim: Any) -> Iterator[torch.Tensor]:

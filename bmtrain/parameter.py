@@ -25,6 +25,7 @@ __all__ = [
     "ParameterInitializer",
     "full_value",
     "gather_flat",
+    "gradient_of",
     "load_full_value",
     "shard_of",
 ]
@@ -71,6 +72,8 @@ class DistributedParameter(torch.nn.Parameter):
     _block: BlockRef | None
     _gradient_hooks: OrderedDict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None
     _accumulated_hooks: OrderedDict[int, Callable[[torch.Tensor], None]] | None
+    #: A copy of the gradient that is no longer right once somebody may have changed it; see `optim/_ahead.py`.
+    _sent: Any = None
 
     def __new__(
         cls,
@@ -127,17 +130,21 @@ class DistributedParameter(torch.nn.Parameter):
         """This rank's shard of the gradient, or None. See [Note: Who may read a shard's gradient]."""
         reader = _getframe(1)
         gradient = _get_grad(self)
+        if self._sent is not None:
+            self._sent.drop()
         if reader.f_code.co_filename in FILES_TO_ASK and not is_shown(self, gradient, reader):
             return None
         return gradient
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        if self._sent is not None:
+            self._sent.drop()
         _torch_grad.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
-        _torch_grad.__set__(self, None)
+        self.grad = None
 
     @property
     def group(self) -> str | None:
@@ -277,7 +284,12 @@ _TRAINED = (
     torch.bfloat16,
     torch.float64,
 )  # gradients that can be summed over ranks
-_NOT_COPIED = ("_block", "_gradient_hooks", "_accumulated_hooks")
+_NOT_COPIED = ("_block", "_gradient_hooks", "_accumulated_hooks", "_sent")
+
+
+def gradient_of(param: torch.Tensor) -> torch.Tensor | None:
+    """``param.grad`` for who changes nothing through it: a copy that is under way stays right."""
+    return _get_grad(param)
 
 
 def _note_accumulated(param: torch.Tensor) -> None:

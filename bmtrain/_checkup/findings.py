@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .. import _build
+from .._host_memory import available_bytes
 
 __all__ = ["Check", "Surroundings"]
 
@@ -31,19 +31,6 @@ class Check:
     @property
     def is_problem(self) -> bool:
         return bool(self.remedy)
-
-
-def _available_memory() -> int:
-    """Bytes that a new process could use: of the machine, or of the control group that limits this one."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    with contextlib.suppress(OSError, ValueError):  # "max" means no limit
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        available = min(available, limit - used)
-    return available
 
 
 def _own_processors() -> set[int]:
@@ -72,6 +59,6 @@ class Surroundings:
     shared_memory: Path = Path("/dev/shm")
     nodes: Path = Path("/sys/devices/system/node")
     processors: Callable[[], set[int]] = _own_processors
-    available_memory: Callable[[], int] = _available_memory
+    available_memory: Callable[[], int] = available_bytes
     clock: Callable[[], float] = time.time
     timeout: float = 10.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,8 @@ from .schedule import Schedule
 from .virtual_sum import VirtualSum
 
 if TYPE_CHECKING:
+    from ..optim._ahead import SentAhead
+    from ..optim._early import EarlySteps
     from ..parameter import DistributedParameter
     from .island import BlockCall
     from .policy import BlockPolicy
@@ -55,8 +57,8 @@ class Engine:
         self.accumulation = Accumulation()
         self.virtual = VirtualSum()
         self._reductions: list[tuple[BlockRuntime, Sequence[_C.ShardGroup]]] = []
-        #: Called when the gradients of a block have reached their shards. See [Note: Stepping in backward].
-        self.after_reduction: Callable[[BlockRuntime], None] | None = None
+        #: Told when the gradients of a block have reached their shards.
+        self.after_reduction: weakref.WeakSet[EarlySteps | SentAhead] = weakref.WeakSet()
         #: Steps whose updates the CPU goes on computing while the device runs. See `Schedule`.
         self.lagging_steps = 0
         self._callback_task = -1
@@ -162,5 +164,5 @@ class Engine:
             self.observer.reduced(groups)
             for group in groups:
                 self.virtual.finish_reduce(group)
-            if self.after_reduction is not None:
-                self.after_reduction(runtime)
+            for user in tuple(self.after_reduction):
+                user.reduced(runtime)

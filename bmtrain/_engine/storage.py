@@ -48,6 +48,9 @@ class BlockStorage:
         for name, member in zip(self.names, self.parameters, strict=True):
             member.require_data(name)
         param = torch.nn.Parameter(self.shards.shard, requires_grad=self.requires_grad)
+        for member in self.parameters:
+            if member._sent is not None:
+                member._sent.drop()  # this is another way to change its gradient
         param.grad = self.shards.gradient_shard
         return param
 

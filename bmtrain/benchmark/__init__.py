@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -13,6 +11,7 @@ import torch
 from .. import _C
 from .._comm import wire_device
 from .._context import Context
+from .._host_memory import available_bytes
 from ..global_var import context
 from ..utils import print_rank
 
@@ -133,14 +132,7 @@ def _free_bytes(current: Context) -> int:
     """Memory this rank may still use: of its device, or its share of the host's."""
     if current.device.type == "cuda":
         return int(torch.cuda.mem_get_info(current.device)[0])
-    limits = []
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        limits.append(int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024)
-    with suppress(OSError, ValueError):  # "max" where there is no limit
-        cgroup = Path("/sys/fs/cgroup")
-        limits.append(int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text()))
-    return min(limits, default=2**30) // current.local_size
+    return available_bytes() // current.local_size
 
 
 def _wait_for_device(current: Context) -> None:

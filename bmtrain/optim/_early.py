@@ -56,18 +56,19 @@ class EarlySteps:
             for group in optimizer.param_groups
             for p in group["params"]
         }
-        engine.after_reduction = self._step_block
+        engine.after_reduction.add(self)
         try:
             yield
         finally:
-            engine.after_reduction = None
+            engine.after_reduction.discard(self)
             self._owners = {}
 
     def finish(self) -> None:
         """A step has completed what this backward left."""
         self._is_spent = False
 
-    def _step_block(self, runtime: BlockRuntime) -> None:
+    def reduced(self, runtime: BlockRuntime) -> None:
+        """The gradients of a block have reached its shards."""
         parameters: list[Any] = [p for group in runtime.groups for p in group.parameters if p.requires_grad]
         if runtime.open_calls or any(p._accumulated_hooks for p in parameters):
             return

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._arguments import require_number
 from ..global_var import num_losses
+from ..parameter import gradient_of
 from ._arrays import MASTER, allocate, gathered_state, layout_of, read_state, take_changed_value
 from ._grad_stats import check_overflow, forget_unsent
 from ._torch_base import TorchOptimizer
@@ -203,7 +204,7 @@ class ElementwiseOptimizer(TorchOptimizer):
             kind = wide if p.dtype is torch.float32 else low
             kind.append(Update(p, grad, self._prepare(p), is_fresh))
         # Also empty shards: all ranks see the same parameters change.
-        changed = [p for p in members if p.grad is not None and p.requires_grad]
+        changed = [p for p in members if gradient_of(p) is not None and p.requires_grad]
         for updates in (low, wide):
             if updates:
                 self._apply(updates, names, self._options_of(group, is_low=updates is low, scale=scale))
@@ -354,7 +355,7 @@ def _with_gradients(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]
     """The parameters that a step updates, with their gradients."""
     pairs = []
     for p in parameters:
-        grad = p.grad
+        grad = gradient_of(p)
         if grad is None or not p.requires_grad or not p.numel():
             continue
         if grad.layout != torch.strided:

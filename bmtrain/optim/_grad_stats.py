@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import _C, _context, _ops
 from ..global_var import context
-from ..parameter import DistributedParameter
+from ..parameter import DistributedParameter, gradient_of
 from ._exact_norm import exact_norm
 
 __all__ = [
@@ -57,7 +57,7 @@ def parameters_of(param_groups: Iterable[Any]) -> Iterator[Tensor]:
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     gradients = []
     for p in parameters:
-        grad = p.grad
+        grad = gradient_of(p)
         if grad is not None and grad.numel():
             gradients.append(grad.detach())
     return gradients
@@ -207,13 +207,33 @@ def multiply_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
         parameters: those whose gradients are multiplied.
         factor: one number, fp32 or fp64, on any device.
     """
+    parameters = list(parameters)
     taken, others = _split(_gradients(parameters), "scale_")
+    sent = [] if others else _sent_with_all_of(parameters)
+    numbers: dict[int, _C.SentNumber] = {}
+    for copy in sent:
+        copy.multiply_by(factor, numbers)
     for grads in taken:
         _ops.scale_(grads, factor)
+    for copy in sent:
+        copy.note_change()
     if others:
         number = factor.item()  # the host waits, where there is no kernel
         for grad in others if number != 1 else ():
             grad.mul_(number)
+
+
+def _sent_with_all_of(parameters: Sequence[Tensor]) -> list[Any]:
+    """Copies of gradients on the host, see `_ahead`, of nothing but gradients of ``parameters``."""
+    copies = {id(copy): copy for p in parameters if (copy := getattr(p, "_sent", None)) is not None}
+    if not copies:
+        return []
+    members = set(map(id, parameters))
+    return [
+        copy
+        for copy in copies.values()
+        if copy.is_current() and all(id(p) in members for p in copy.parameters)
+    ]
 
 
 def grad_rescale(param_groups: Iterable[Any], scale: float) -> None:

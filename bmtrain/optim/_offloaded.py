@@ -110,6 +110,11 @@ class Offloaded(ElementwiseOptimizer):
 
     # ---- overlap
 
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory, page-locked, through which gradients and parameters of a GPU pass; 0 on CPU ranks."""
+        return self._overlap.host_bytes
+
     def _start_overlap(self) -> None:
         self._overlap = Overlap()
         self._parts: list[Part] = []  # of the step that runs now
@@ -133,6 +138,7 @@ class Offloaded(ElementwiseOptimizer):
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Fill all gradients with zeros, or set them to None. Those in use are zeroed once they have been used."""
+        self._overlap.forget_sent()
         pending = [update for update in self._overlap.pending if not update.is_finished]
         if not pending:
             super().zero_grad(set_to_none)
@@ -179,7 +185,8 @@ class Offloaded(ElementwiseOptimizer):
         if self._overlaps and current is not None and _overlap.needs_staging(current.device):
             current.engine.lagging_steps += 1
         if parts:
-            for part in self._overlap.post(parts, self._states, self._add_to):
+            is_early = bool(self._early)
+            for part in self._overlap.post(parts, self._states, self._add_to, is_early=is_early):
                 self._compute_part(part)
 
     def _compute_part(self, part: Part) -> None:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _C
+from .. import _C, _context
 from .._engine.pending import PendingUpdate, PendingUpdates
 from ..parameter import DistributedParameter
+from ._ahead import SentAhead, SentBlock
 from ._host_step import Ranges, host_ranges
 from ._references import ArenaReferences, is_unwatched
 from ._staging import Staging
@@ -73,14 +74,28 @@ class Overlap:
         self.pending = PendingUpdates()
         self.arenas = ArenaReferences()
         self._stagings: dict[torch.device, Staging] = {}
+        self._ahead: dict[torch.device, SentAhead] = {}
 
-    def post(self, parts: Sequence[Part], states: dict[Tensor, dict[str, Any]], add_to: AddTo) -> list[Part]:
+    @property
+    def host_bytes(self) -> int:
+        """Of memory through which gradients and parameters pass."""
+        return sum(way.nbytes for ways in (self._stagings, self._ahead) for way in ways.values())
+
+    def forget_sent(self) -> None:
+        """Gradients are zeroed."""
+        for ahead in self._ahead.values():
+            ahead.forget()
+
+    def post(
+        self, parts: Sequence[Part], states: dict[Tensor, dict[str, Any]], add_to: AddTo, *, is_early: bool
+    ) -> list[Part]:
         """Posts what can be in the background.
 
         Args:
             parts: a whole step, in forward order within each part.
             states: of all parameters of the optimizer.
             add_to: the formula's.
+            is_early: a part of a step, inside backward: more is to come.
 
         Returns:
             What has to be computed at once.
@@ -88,17 +103,44 @@ class Overlap:
         units, at_once = _units_of(parts)
         posted = []
         for unit in units:
-            if not is_unwatched(unit.updates(), unit.runtime, states, self.arenas):
+            sent = self._take(unit)
+            of_sent = () if sent is None else sent.storages
+            if not is_unwatched(unit.updates(), unit.runtime, states, self.arenas, of_sent):
+                if sent is not None:
+                    sent.copy.drop()
                 at_once += unit.parts
                 continue
-            posted.append(self._prepare(unit, add_to))
+            if not is_early:
+                self._learn(unit)
+            posted.append(self._prepare(unit, add_to, sent))
         _C.OffloadUpdate.post([update.update for update in posted])
         self.pending.add(posted)
+        if not is_early:
+            for ahead in self._ahead.values():
+                ahead.end_step()
         return at_once
 
-    def _prepare(self, unit: _Unit, add_to: AddTo) -> PendingUpdate:
+    def _take(self, unit: _Unit) -> SentBlock | None:
+        ahead = self._ahead.get(unit.device)
+        return None if ahead is None or unit.runtime is None else ahead.take(unit.runtime, unit.updates())
+
+    def _learn(self, unit: _Unit) -> None:
+        """Lets the gradients of the next step's backward be sent ahead."""
+        current = _context.current()
+        if unit.runtime is None or current is None or not needs_staging(unit.device):
+            return
+        if unit.device not in self._ahead:
+            self._ahead[unit.device] = SentAhead(self._staging(unit.device))
+        self._ahead[unit.device].learn(unit.runtime, unit.updates(), current.local_size)
+
+    def _staging(self, device: torch.device) -> Staging:
+        if device not in self._stagings:
+            self._stagings[device] = Staging(device)
+        return self._stagings[device]
+
+    def _prepare(self, unit: _Unit, add_to: AddTo, sent: SentBlock | None) -> PendingUpdate:
         update = _C.OffloadUpdate(unit.label)
-        kept = self._add_staged(update, unit, add_to) if needs_staging(unit.device) else []
+        kept = self._add_staged(update, unit, add_to, sent) if needs_staging(unit.device) else []
         for part in unit.parts if not kept else ():
             with host_ranges(part.updates, part.names) as ranges:
                 add_to(update, ranges, part.options)
@@ -107,11 +149,11 @@ class Overlap:
         _C.OffloadUpdate.guard_gradients(update, parameters)
         return PendingUpdate(update, parameters, kept, unit.runtime)
 
-    def _add_staged(self, update: _C.OffloadUpdate, unit: _Unit, add_to: AddTo) -> list[Any]:
-        if unit.device not in self._stagings:
-            self._stagings[unit.device] = Staging(unit.device)
-        staging, updates = self._stagings[unit.device], unit.updates()
-        staged = staging.place(updates)
+    def _add_staged(
+        self, update: _C.OffloadUpdate, unit: _Unit, add_to: AddTo, sent: SentBlock | None
+    ) -> list[Any]:
+        staging, updates = self._staging(unit.device), unit.updates()
+        staged = staging.place(updates, sent)
         kept: list[Any] = [updates, staged]
         first = 0
         for part in unit.parts:

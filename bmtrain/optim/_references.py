@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..parameter import gradient_of
 from ._arrays import MASTER
 
 if TYPE_CHECKING:
     from .._engine.runtime import BlockRuntime
     from ._elementwise import Update
 
-__all__ = ["ArenaReferences", "is_unwatched"]
+__all__ = ["ArenaReferences", "gradients_are_unheld", "is_unwatched"]
 
 
 class ArenaReferences:
@@ -59,6 +60,7 @@ def is_unwatched(
     runtime: BlockRuntime | None,
     states: dict[Tensor, dict[str, Any]],
     arenas: ArenaReferences,
+    sent: Sequence[int] = (),
 ) -> bool:
     """Whether only the library refers to parameters, gradients and states of ``updates``.
 
@@ -67,8 +69,9 @@ def is_unwatched(
         runtime: the block's.
         states: the optimizer's, by parameter.
         arenas: of that state.
+        sent: the memory that copies of the gradients to the host refer to, once for each reference.
     """
-    expected: Counter[int] = Counter()  # references, by the address of the storage
+    expected = Counter(sent)  # references, by the address of the storage
     tensors: dict[int, Tensor] = {}
     if runtime is not None:
         for group in runtime.groups:
@@ -82,6 +85,7 @@ def is_unwatched(
             expected[_address(shard)] += sum(
                 _shares_memory(states[p], p) for p in group.parameters if p in states
             )
+        expected.update(_sent(runtime))
     for update in updates:  # not unpacked: that would be one more reference to its state
         param, grad = update.param, update.grad
         if _address(param) not in tensors:
@@ -94,6 +98,38 @@ def is_unwatched(
         if not (_are_unheld(param, states) and arenas.are_as_noted(param, states[param])):
             return False
     return all(expected[address] == _num_references(tensor) for address, tensor in tensors.items())
+
+
+def gradients_are_unheld(parameters: Sequence[Tensor], runtime: BlockRuntime) -> bool:
+    """Whether only the library refers to the gradients of some of a block's parameters."""
+    expected: Counter[int] = Counter(_sent(runtime))
+    tensors: dict[int, Tensor] = {}
+    for group in runtime.groups:
+        gradient = group.gradient_shard
+        if gradient is not None:
+            expected[_address(gradient)] += group.num_references()[1]
+            tensors[_address(gradient)] = gradient
+    base = _baseline().gradient
+    for p in parameters:
+        if sys.getrefcount(gradient_of(p)) != base:
+            return False
+        gradient = gradient_of(p)
+        assert gradient is not None
+        if _address(gradient) not in tensors:
+            tensors[_address(gradient)] = gradient
+            expected[_address(gradient)] += 1
+    return all(expected[address] == _num_references(tensor) for address, tensor in tensors.items())
+
+
+def _sent(runtime: BlockRuntime) -> list[int]:
+    """The memory that copies of the block's gradients to the host refer to, once for each reference."""
+    copies = {id(p._sent): p._sent for group in runtime.groups for p in _parameters(group)}
+    return [address for copy in copies.values() if copy is not None for address in copy.storages]
+
+
+def _parameters(group: Any) -> Sequence[Any]:
+    parameters: Sequence[Any] = group.parameters
+    return parameters
 
 
 def _shares_memory(state: dict[str, Any], param: Tensor) -> bool:

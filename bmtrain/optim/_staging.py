@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
+from ._ahead import SentBlock
 from ._arrays import MASTER
 from ._elementwise import Update
 from ._host_step import Ranges, ranges_of
@@ -29,6 +30,7 @@ class Staged(NamedTuple):
     slot: int
     gradients: list[Tensor]
     parameters: list[Tensor]
+    sent: _C.SentGradients | None
 
     def ranges(self, updates: Sequence[Update], names: Sequence[str], first: int) -> Ranges:
         """What is to be computed of ``updates``, which are number ``first`` and those after it here."""
@@ -58,11 +60,28 @@ class Staging:
         self._parameters = [torch.empty(0, dtype=torch.uint8) for _ in range(SLOTS)]
         self._next = 0
 
-    def place(self, updates: Sequence[Update]) -> Staged:
-        """Space in the next slot."""
+    @property
+    def nbytes(self) -> int:
+        """Of the slots."""
+        return sum(memory.numel() for memory in (*self._gradients, *self._parameters))
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Host memory that the device reaches, of bytes."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def send_number(self, number: Tensor) -> _C.SentNumber:
+        """Lets a number of the device come to the host."""
+        wide = number.detach().to(torch.float64).reshape(())
+        return _C.SentNumber(self.lane, wide, self.allocate(wide.element_size()).view(torch.float64).view(()))
+
+    def place(self, updates: Sequence[Update], sent: SentBlock | None) -> Staged:
+        """Space in the next slot, for what is not ``sent`` already."""
         slot, self._next = self._next, (self._next + 1) % SLOTS
-        gradients = self._views(self._gradients, slot, [u.grad for u in updates])
-        return Staged(slot, gradients, self._views(self._parameters, slot, [u.param for u in updates]))
+        gradients = (
+            self._views(self._gradients, slot, [u.grad for u in updates]) if sent is None else sent.on_host
+        )
+        parameters = self._views(self._parameters, slot, [u.param for u in updates])
+        return Staged(slot, gradients, parameters, None if sent is None else sent.copy)
 
     def _views(self, memories: list[Tensor], slot: int, like: Sequence[Tensor]) -> list[Tensor]:
         """Tensors in the memory of a slot, one after the other."""
@@ -71,7 +90,7 @@ class Staging:
             end += _padded(tensor)
             ends.append(end)
         if memories[slot].numel() < end:
-            memories[slot] = torch.empty(end, dtype=torch.uint8, pin_memory=self._pinned)
+            memories[slot] = self.allocate(end)
         places = [
             memories[slot][end - _padded(tensor) :][: tensor.numel() * tensor.element_size()]
             for end, tensor in zip(ends, like, strict=True)
@@ -91,6 +110,7 @@ class Staging:
             staged.parameters,
             # Of fp32 parameters it is the master itself that goes back.
             [u.state[MASTER] if u.param.dtype == torch.float32 else None for u in updates],
+            staged.sent,
         )
 
 

@@ -20,8 +20,8 @@ class AdamOffloadOptimizer(AdamBase, Offloaded):
     """Adam as `AdamOptimizer`, with moments and masters in host memory, to rounding.
 
     Gradients are read from, and parameters written to, the run device; what takes 12 bytes per parameter stays on
-    the host, but for the ``fraction`` of blocks for which the device has room. Between a GPU and the host gradients
-    and parameters pass through page-locked memory of a few blocks' size.
+    the host, but for the ``fraction`` of blocks for which the device has room. From a GPU gradients go to the host
+    inside backward, into page-locked memory of up to a quarter of what the host has free.
 
     `step` returns before the parameters are updated: workers go through them in the order of
     ``params``, and whoever needs one waits for it. A block waits for its own parameters when it is next called, and

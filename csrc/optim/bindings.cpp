@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <optional>
+#include <utility>
 
 #include "common/check.h"
 #include "common/tensor_dtype.h"
@@ -77,17 +78,30 @@ void lion_step(const Tensors& weights, const Tensors& rounded, const Tensors& gr
 
 void stage(OffloadUpdate& self, const std::shared_ptr<StagingLane>& lane, int slot, const Tensors& gradients,
            const Tensors& host_gradients, const Tensors& parameters, const Tensors& host_parameters,
-           const std::vector<std::optional<at::Tensor>>& sources) {
+           const std::vector<std::optional<at::Tensor>>& sources,
+           const std::shared_ptr<SentGradients>& sent) {
   Tensors defined;
   for (const std::optional<at::Tensor>& source : sources) defined.push_back(source.value_or(at::Tensor()));
   self.stage(std::make_shared<StagedCopies>(lane, slot, StagedTensors{gradients, host_gradients},
-                                            StagedTensors{parameters, host_parameters}, std::move(defined)));
+                                            StagedTensors{parameters, host_parameters}, defined, sent));
 }
 
 void bind_offload_update(py::module_& module) {
   py::class_<StagingLane, std::shared_ptr<StagingLane>>(
       module, "StagingLane", "The streams and slots by which updates reach parameters of a device.")
       .def(py::init<c10::Device, int>(), py::arg("device"), py::arg("num_slots"));
+  py::class_<SentNumber, std::shared_ptr<SentNumber>>(module, "SentNumber",
+                                                      "A number of the device on its way to the host.")
+      .def(py::init<std::shared_ptr<StagingLane>, at::Tensor, at::Tensor>(), py::arg("lane"),
+           py::arg("number"), py::arg("on_host"));
+  py::class_<SentGradients, std::shared_ptr<SentGradients>>(
+      module, "SentGradients", "Gradients that go to the host before there is an update to use them.")
+      .def(py::init([](std::shared_ptr<StagingLane> lane, const Tensors& on_device, const Tensors& on_host) {
+             return std::make_shared<SentGradients>(std::move(lane), StagedTensors{on_device, on_host});
+           }),
+           py::arg("lane"), py::arg("on_device"), py::arg("on_host"))
+      .def("scale", &SentGradients::scale, py::arg("factor"))
+      .def("drop", &SentGradients::drop);
   py::class_<OffloadUpdate, std::shared_ptr<OffloadUpdate>> update(module, "OffloadUpdate");
   py::enum_<Update::State>(update, "State")
       .value("READY", Update::State::kReady)
@@ -106,7 +120,7 @@ void bind_offload_update(py::module_& module) {
            py::arg("momenta"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
            py::arg("weight_decay"), py::arg("scale"), py::arg("maximize"))
       .def("stage", &stage, py::arg("lane"), py::arg("slot"), py::arg("gradients"), py::arg("host_gradients"),
-           py::arg("parameters"), py::arg("host_parameters"), py::arg("sources"))
+           py::arg("parameters"), py::arg("host_parameters"), py::arg("sources"), py::arg("sent") = nullptr)
       .def_static("post", &OffloadUpdate::post, py::arg("updates"))
       .def_static("guard_gradients", &OffloadUpdate::guard_gradients, py::arg("update"),
                   py::arg("parameters"))

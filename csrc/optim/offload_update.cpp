@@ -1,6 +1,9 @@
 #include "optim/offload_update.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -19,6 +22,7 @@
 #include "common/per_process.h"
 #include "common/thread_pool.h"
 #include "cpu/isa.h"
+#include "ops.h"
 
 namespace bmtrain {
 namespace {
@@ -83,6 +87,28 @@ void compute_piece(const Slice& slice, std::int64_t offset, std::int64_t numel) 
   }
 }
 
+at::ScalarType torch_dtype(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return at::kHalf;
+    case DType::kBFloat16:
+      return at::kBFloat16;
+    default:
+      return at::kFloat;
+  }
+}
+
+// Multiplies a piece's gradient as clipping would, with its rounding; the memory is the update's own.
+void scale_piece(const cpu::StepSlice& slice, std::int64_t offset, std::int64_t numel,
+                 const std::vector<double>& factors) {
+  const at::NoGradGuard no_grad;
+  auto* const grad = static_cast<char*>(const_cast<void*>(slice.grad)) + offset * size_of(slice.grad_dtype);
+  const at::Tensor piece = at::from_blob(grad, {numel}, torch_dtype(slice.grad_dtype));
+  for (const double factor : factors) {
+    ops::scale({piece}, at::scalar_tensor(factor, at::kDouble));
+  }
+}
+
 }  // namespace
 
 // What is to be computed, shared with the workers.
@@ -102,6 +128,7 @@ struct OffloadUpdate::Plan {
   std::mutex mutex;  // protects `copies` of several waiters
   std::shared_ptr<StagedCopies> copies;
   std::once_flag arrived;
+  std::vector<double> factors;  // of the gradients, once they have arrived
   std::atomic<std::size_t> num_computed = 0;
 
   void cut();
@@ -159,7 +186,7 @@ void OffloadUpdate::Plan::cut() {
 
 void OffloadUpdate::Plan::compute(std::int64_t chunk, bool zero_gradients) {
   if (is_disturbed.load(std::memory_order_relaxed)) disturb(label);
-  if (copies) std::call_once(arrived, [this] { copies->arrive(); });
+  if (copies) std::call_once(arrived, [this] { factors = copies->arrive(); });
   compute_pieces(static_cast<std::size_t>(chunk), zero_gradients);
   if (copies && num_computed.fetch_add(1) + 1 == chunk_ends.size()) copies->give_back();
 }
@@ -167,6 +194,7 @@ void OffloadUpdate::Plan::compute(std::int64_t chunk, bool zero_gradients) {
 void OffloadUpdate::Plan::compute_pieces(std::size_t number, bool zero_gradients) const {
   for (std::size_t i = number == 0 ? 0 : chunk_ends[number - 1]; i < chunk_ends[number]; ++i) {
     const Piece& piece = pieces[i];
+    if (!factors.empty()) scale_piece(arrays_of(slices[piece.slice]), piece.offset, piece.numel, factors);
     compute_piece(slices[piece.slice], piece.offset, piece.numel);
     if (zero_gradients) {
       const cpu::StepSlice& slice = arrays_of(slices[piece.slice]);

@@ -2,69 +2,21 @@
 
 #include <ATen/core/grad_mode.h>
 
-#include <chrono>
-#include <exception>
-#include <thread>
 #include <utility>
 
 #include "common/check.h"
 
 namespace bmtrain {
-namespace {
 
-constexpr std::chrono::microseconds kPause{20};
-
-void wait_on_host(DeviceEvent& event) {
-  while (!event.is_complete()) {
-    std::this_thread::sleep_for(kPause);
-  }
-}
-
-// The same memory without the tensors' Python objects, which only a holder of the interpreter may drop, and
-// with version counters of its own: the step has counted the change of the parameters already.
-std::vector<at::Tensor> plain(const std::vector<at::Tensor>& tensors) {
-  std::vector<at::Tensor> aliases;
-  aliases.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) {
-    aliases.push_back(tensor.defined() ? tensor.variable_data() : tensor);
-  }
-  return aliases;
-}
-
-StagedTensors plain(const StagedTensors& tensors) {
-  return {plain(tensors.on_device), plain(tensors.on_host)};
-}
-
-void check_pairs(const StagedTensors& tensors, const char* what) {
-  BMT_CHECK(ValueError, tensors.on_device.size() == tensors.on_host.size(), what,
-            ": expected host memory for each of ", tensors.on_device.size(), " tensors, got ",
-            tensors.on_host.size());
-  for (std::size_t i = 0; i < tensors.on_device.size(); ++i) {
-    const at::Tensor &device = tensors.on_device[i], &host = tensors.on_host[i];
-    BMT_CHECK(ValueError,
-              host.is_cpu() && host.numel() == device.numel() && host.scalar_type() == device.scalar_type(),
-              what, "[", i, "]: expected ", device.numel(), " elements of ", device.scalar_type(),
-              " in host memory, got ", host.numel(), " of ", host.scalar_type(), " on ", host.device());
-  }
-}
-
-}  // namespace
-
-StagingLane::StagingLane(c10::Device device, int num_slots)
-    : runtime_(device_runtime(device)),
-      to_host_(runtime_->make_stream()),
-      to_device_(runtime_->make_stream()),
-      slots_(static_cast<std::size_t>(num_slots > 0 ? num_slots : 0)) {
-  BMT_CHECK(ValueError, num_slots > 0, "num_slots: expected at least 1, got ", num_slots);
-}
-
-StagedCopies::StagedCopies(std::shared_ptr<StagingLane> lane, int slot, StagedTensors gradients,
-                           StagedTensors parameters, std::vector<at::Tensor> sources)
+StagedCopies::StagedCopies(std::shared_ptr<StagingLane> lane, int slot, const StagedTensors& gradients,
+                           const StagedTensors& parameters, const std::vector<at::Tensor>& sources,
+                           std::shared_ptr<SentGradients> sent)
     : lane_(std::move(lane)),
       slot_(static_cast<std::size_t>(slot)),
       gradients_(plain(gradients)),
       parameters_(plain(parameters)),
-      sources_(plain(sources)) {
+      sources_(plain(sources)),
+      sent_(std::move(sent)) {
   BMT_CHECK(ValueError, slot >= 0 && slot_ < lane_->slots_.size(), "slot: expected less than ",
             lane_->slots_.size(), ", got ", slot);
   check_pairs(gradients_, "gradients");
@@ -100,7 +52,21 @@ void StagedCopies::begin() {
     const std::lock_guard slots_lock(lane_->mutex_);
     slot_read_ = slot().returned;
   }
-  submitted_->block(lane_->to_host_);
+  submitted_->block(
+      lane_->to_host_);  // what is sent already may be multiplied still, before it is zeroed here
+  if (sent_ != nullptr) {
+    arrived_ = sent_->arrived();
+  } else {
+    copy_gradients();
+  }
+  if (wants_zero_) {
+    zero();
+  }
+  predecessor_ = nullptr;
+  has_begun_ = true;  // only now: what has thrown is tried again by the next thread that needs it
+}
+
+void StagedCopies::copy_gradients() {
   lane_->runtime_->run_on(lane_->to_host_, [this] {
     const at::NoGradGuard no_grad;
     for (std::size_t i = 0; i < gradients_.on_host.size(); ++i) {
@@ -109,11 +75,6 @@ void StagedCopies::begin() {
   });
   arrived_ = lane_->runtime_->make_event();
   arrived_->record(lane_->to_host_);
-  if (wants_zero_) {
-    zero();
-  }
-  predecessor_ = nullptr;
-  has_begun_ = true;  // only now: what has thrown is tried again by the next thread that needs it
 }
 
 void StagedCopies::zero() {
@@ -134,7 +95,7 @@ void StagedCopies::zero_gradients() {
   }
 }
 
-void StagedCopies::arrive() {
+std::vector<double> StagedCopies::arrive() {
   std::shared_ptr<Update> predecessor;
   std::shared_ptr<StagedCopies> next;
   {
@@ -161,6 +122,7 @@ void StagedCopies::arrive() {
   if (slot_read != nullptr) {
     wait_on_host(*slot_read);
   }
+  return sent_ == nullptr ? std::vector<double>() : sent_->factors();
 }
 
 void StagedCopies::give_back() {

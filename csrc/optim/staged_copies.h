@@ -16,7 +16,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Device.h>
 
 #include <cstdint>
 #include <memory>
@@ -24,40 +23,20 @@
 #include <vector>
 
 #include "common/device_runtime.h"
+#include "optim/sent_gradients.h"
+#include "optim/staging_lane.h"
 #include "optim/update_queue.h"
 
 namespace bmtrain {
 
-/// The streams and slots of one device, which outlive the updates.
-class StagingLane {
- public:
-  /// ValueError without slots; StateError if there is no such device.
-  StagingLane(c10::Device device, int num_slots);
-
- private:
-  friend class StagedCopies;
-  struct Slot {
-    std::shared_ptr<Update> latest;         // that uses its memory
-    std::shared_ptr<DeviceEvent> returned;  // when its memory for parameters has been read; may be null
-  };
-
-  const std::shared_ptr<DeviceRuntime> runtime_;
-  const std::int64_t to_host_, to_device_;
-  std::mutex mutex_;  // protects the slots
-  std::vector<Slot> slots_;
-};
-
-/// Host memory for tensors of a device.
-struct StagedTensors {
-  std::vector<at::Tensor> on_device, on_host;
-};
-
 class StagedCopies {
  public:
   /// `parameters` are copied from `sources` to the device where these are defined, by way of their host
-  /// memory, else from there. ValueError for a slot that there is not, or lists that do not fit.
-  StagedCopies(std::shared_ptr<StagingLane> lane, int slot, StagedTensors gradients, StagedTensors parameters,
-               std::vector<at::Tensor> sources);
+  /// memory, else from there. `sent`: the gradients' copies, if they have been made already; else null.
+  /// ValueError for a slot that there is not, or lists that do not fit.
+  StagedCopies(std::shared_ptr<StagingLane> lane, int slot, const StagedTensors& gradients,
+               const StagedTensors& parameters, const std::vector<at::Tensor>& sources,
+               std::shared_ptr<SentGradients> sent = nullptr);
 
   /// Takes the slot for `update`, after which `next` comes (may be null).
   void submit(std::shared_ptr<Update> update);
@@ -65,8 +44,8 @@ class StagedCopies {
   /// Starts the copies to the host if the slot is free.
   void begin_if_free();
   /// Blocks until gradients have arrived and parameters may be written. From any thread; the copies of the
-  /// next update start too.
-  void arrive();
+  /// next update start too. Returns what the gradients are to be multiplied by first, one after the other.
+  [[nodiscard]] std::vector<double> arrive();
   /// Starts the copies to the device; everything has been computed.
   void give_back();
   /// The streams of the caller, and of whoever submitted, wait for all copies. The update must be over.
@@ -75,14 +54,16 @@ class StagedCopies {
   void zero_gradients();
 
  private:
-  void begin();  // mutex_ is held
-  void zero();   // mutex_ is held
+  void begin();           // mutex_ is held
+  void copy_gradients();  // mutex_ is held
+  void zero();            // mutex_ is held
   [[nodiscard]] StagingLane::Slot& slot() { return lane_->slots_[slot_]; }
 
   const std::shared_ptr<StagingLane> lane_;
   const std::size_t slot_;
-  StagedTensors gradients_, parameters_;
-  std::vector<at::Tensor> sources_;
+  const StagedTensors gradients_, parameters_;
+  const std::vector<at::Tensor> sources_;
+  const std::shared_ptr<SentGradients> sent_;  // may be null
 
   std::mutex mutex_;  // protects what follows
   std::int64_t caller_stream_ = 0;

@@ -1,5 +1,5 @@
-// Drives OffloadUpdate with StagedCopies, and the queue of updates, from several threads: see
-// tests/unit/test_staged_copies_races.py.
+// Drives OffloadUpdate with StagedCopies and SentGradients, and the queue of updates, from several threads:
+// see tests/unit/test_staged_copies_races.py.
 //
 // The device is host memory, and each of its streams a thread that does what was queued, late and in order:
 // memory that is read before an event says so is a report, on whichever side. Torch's own copies, which the
@@ -27,6 +27,7 @@
 #include "common/check.h"
 #include "common/device_runtime.h"
 #include "cpu/isa.h"
+#include "ops.h"
 #include "optim/offload_update.h"
 
 namespace {
@@ -34,6 +35,8 @@ namespace {
 using bmtrain::DeviceEvent;
 using bmtrain::DeviceRuntime;
 using bmtrain::OffloadUpdate;
+using bmtrain::SentGradients;
+using bmtrain::SentNumber;
 using bmtrain::StagedCopies;
 using bmtrain::StagingLane;
 
@@ -184,6 +187,15 @@ std::vector<cpu::AdamSlice> adam_slices(const AdamTensors& /*tensors*/, const Ad
   std::abort();  // the blocks are updated by SGD
 }
 
+void ops::scale(at::TensorList tensors, const at::Tensor& factor) {
+  for (const at::Tensor& tensor : tensors) {
+    auto* const data = tensor.mutable_data_ptr<float>();
+    for (std::int64_t i = 0; i < tensor.numel(); ++i) {
+      data[i] *= static_cast<float>(*factor.const_data_ptr<double>());
+    }
+  }
+}
+
 const cpu::KernelTable& cpu::kernel_table() {
   static const KernelTable table = [] {
     KernelTable made{};
@@ -220,9 +232,14 @@ void queue_check(std::int64_t stream, const at::Tensor& tensor, float value, con
   });
 }
 
+// What becomes of gradients before there is an update.
+enum class Ahead : std::uint8_t { kNothing, kSent, kDropped };
+
 struct Block {
   at::Tensor gradient, parameter;  // on the device
   at::Tensor master;
+  at::Tensor sent;            // host memory
+  at::Tensor factor, number;  // of the device and the host
   std::shared_ptr<OffloadUpdate> update;
 };
 
@@ -231,9 +248,27 @@ class Training {
   Training() : lane_(std::make_shared<StagingLane>(at::kCPU, kSlots)) {
     for (int i = 0; i < kBlocks; ++i) {
       const std::int64_t numel = i % 3 == 2 ? 100 : kLargest - i;
-      blocks_.push_back({memory(numel), memory(numel), memory(numel), nullptr});
+      blocks_.push_back({memory(numel), memory(numel), memory(numel), memory(numel),
+                         at::empty({}, at::kDouble), at::empty({}, at::kDouble), nullptr});
     }
     for (int i = 0; i < kSlots; ++i) slots_.push_back({memory(kLargest), memory(kLargest)});
+  }
+
+  // What the device computes: a gradient that is sent twice as large, and then multiplied by a half. The
+  // copies, if they can be used.
+  std::shared_ptr<SentGradients> compute(const Block& block, float gradient, Ahead ahead) {
+    queue_fill(kMain, block.gradient, ahead == Ahead::kNothing ? gradient : 2 * gradient);
+    if (ahead == Ahead::kNothing) return nullptr;
+    auto sent =
+        std::make_shared<SentGradients>(lane_, bmtrain::StagedTensors{{block.gradient}, {block.sent}});
+    if (ahead == Ahead::kSent) {
+      stream_of(kMain).queue([data = block.factor.mutable_data_ptr<double>()] { *data = 0.5; });
+      sent->scale(std::make_shared<SentNumber>(lane_, block.factor, block.number));
+    } else {
+      sent->drop();
+    }
+    queue_fill(kMain, block.gradient, gradient);
+    return ahead == Ahead::kSent ? sent : nullptr;
   }
 
   // What the device computes, and the updates of all blocks.
@@ -241,10 +276,12 @@ class Training {
     std::vector<std::shared_ptr<OffloadUpdate>> updates;
     for (std::size_t i = 0; i < blocks_.size(); ++i) {
       Block& block = blocks_[i];
-      queue_fill(kMain, block.gradient, gradient);
+      const auto ahead = static_cast<Ahead>((i + num_steps_) % 3);
+      const std::shared_ptr<SentGradients> sent = compute(block, gradient, ahead);
       const Slot& slot = slots_[i % kSlots];
       const std::vector<at::Tensor> masters{block.master};
-      const std::vector<at::Tensor> gradients{slot.gradients.narrow(0, 0, block.gradient.numel())};
+      const std::vector<at::Tensor> gradients{
+          sent != nullptr ? block.sent : slot.gradients.narrow(0, 0, block.gradient.numel())};
       const std::vector<at::Tensor> parameters{slot.parameters.narrow(0, 0, block.parameter.numel())};
       bmtrain::SgdOptions options;
       options.lr = 1;
@@ -252,10 +289,11 @@ class Training {
       block.update->add_sgd({{masters, {}, gradients}, {}, {}}, options);
       block.update->stage(std::make_shared<StagedCopies>(
           lane_, static_cast<int>(i % kSlots), bmtrain::StagedTensors{{block.gradient}, gradients},
-          bmtrain::StagedTensors{{block.parameter}, parameters}, masters));
+          bmtrain::StagedTensors{{block.parameter}, parameters}, masters, sent));
       updates.push_back(block.update);
     }
     OffloadUpdate::post(updates);
+    ++num_steps_;
   }
 
   // Each thread waits for blocks of its own and goes on in a stream of its own.
@@ -320,6 +358,7 @@ class Training {
   const std::shared_ptr<StagingLane> lane_;
   std::vector<Block> blocks_;
   std::vector<Slot> slots_;
+  std::size_t num_steps_ = 0;
 };
 
 }  // namespace

@@ -11,7 +11,10 @@ UNITS = {
     "driver": ["tests/cpp/staged_copies_driver.cpp"],
     "update": ["csrc/optim/offload_update.cpp"],
     "copies": [
-        *(f"csrc/optim/{name}.cpp" for name in ("staged_copies", "update_queue", "step_tensors")),
+        *(
+            f"csrc/optim/{name}.cpp"
+            for name in ("staged_copies", "sent_gradients", "staging_lane", "update_queue", "step_tensors")
+        ),
         *(
             f"csrc/common/{name}.cpp"
             for name in ("thread_pool", "float_environment", "tensor_dtype", "delays")

@@ -1,0 +1,296 @@
+"""Gradients of offloaded updates that go to the host inside backward.
+
+How they travel says csrc/optim/sent_gradients.h, [Note: Gradients sent ahead].
+
+[Note: Who may have changed a sent gradient]
+A step uses the copy of a gradient if the gradient is what it was when it was sent. In between it could be changed by
+
+- the engine, in another reduction of the block: it tells of each (`Engine.after_reduction`);
+- whoever reads ``.grad``: that is the tensor itself, whose memory can be written unseen (``p.grad.data``). The
+  attribute is ours (`DistributedParameter.grad`); reading it drops the copy, and so does setting it. Only functions of
+  the library that change nothing look without (`gradient_of`);
+- whoever has the tensor, or another one of its memory, from before: references are counted, and then nothing is sent;
+- autograd, through a graph that leads to the shard itself, or an operation in place: the version counter tells.
+
+Clipping multiplies gradients by a number of the device; that number is sent after them (`_grad_stats`). A copy that was
+dropped costs time alone: the step copies again, as it copies what was never sent. Each rank decides for itself; no
+message and no bit depends on it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _C
+from .._host_memory import available_bytes
+from ..parameter import gradient_of
+from ._references import gradients_are_unheld
+
+if TYPE_CHECKING:
+    from .._engine.runtime import BlockRuntime
+    from ._elementwise import Update
+    from ._staging import Staging
+
+__all__ = ["SentAhead", "SentBlock"]
+
+#: Of the host memory that is free at the first step, what page-locked copies of gradients take at most.
+_SHARE_OF_HOST = 0.25
+#: Bytes between gradients that are rather copied with them than around.
+_GAP = 1 << 15
+_ALIGNMENT = 512  # bytes
+
+
+class SentBlock(NamedTuple):
+    """Gradients of one block in host memory, or on their way there, in the order of the updates.
+
+    Attributes:
+        copy: the copies.
+        on_host: where the gradients are, or will be.
+        storages: the memory of the device that the copies refer to, once for each reference.
+    """
+
+    copy: _C.SentGradients
+    on_host: list[Tensor]
+    storages: list[int]
+
+
+class SentAhead:
+    """What one optimizer sends ahead from one device.
+
+    The first steps teach it which blocks there are, and how many reductions each has between two steps: it sends after
+    the last. Memory on the host is for as many blocks, from the first on, as a quarter of what is free there holds.
+
+    Args:
+        staging: the way to the host.
+    """
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+        self._shares: weakref.WeakKeyDictionary[BlockRuntime, _Share] = weakref.WeakKeyDictionary()
+        self._left: int | None = None  # bytes that more blocks may take
+
+    @property
+    def nbytes(self) -> int:
+        """Of host memory."""
+        return sum(share.nbytes for share in self._shares.values())
+
+    def reduced(self, runtime: BlockRuntime) -> None:
+        """The gradients of a block have reached its shards: of one backward, perhaps of several to come."""
+        share = self._shares.get(runtime)
+        if share is None:
+            return
+        share.drop()
+        share.num_reductions += 1
+        if share.num_reductions >= share.num_expected and share.may_send(runtime):
+            share.send(runtime)
+
+    def take(self, runtime: BlockRuntime, updates: Sequence[Update]) -> SentBlock | None:
+        """The copies of the gradients of ``updates``, if they are what the gradients are."""
+        share = self._shares.get(runtime)
+        return None if share is None else share.take(updates)
+
+    def learn(self, runtime: BlockRuntime, updates: Sequence[Update], local_size: int) -> None:
+        """Makes room for the gradients of a block, of the sizes that they have in this step."""
+        known = self._shares.get(runtime)
+        if known is not None and known.fits(updates):
+            return
+        if self._left is None:
+            self._left = int(_SHARE_OF_HOST * available_bytes()) // local_size
+        if known is not None:
+            self._left += known.nbytes
+            del self._shares[runtime]
+        share = _Share(self._staging, updates)
+        if share.nbytes <= self._left:
+            self._left -= share.nbytes
+            share.allocate()
+            self._shares[runtime] = share
+            runtime.engine.after_reduction.add(self)
+
+    def end_step(self) -> None:
+        """The next backward is one of another step."""
+        for share in self._shares.values():
+            share.drop()
+            share.num_expected = max(share.num_reductions, 1)
+            share.num_reductions = 0
+
+    def forget(self) -> None:
+        """Gradients are zeroed, and added up from the beginning."""
+        for share in self._shares.values():
+            share.drop()
+            share.num_reductions = 0
+
+
+class _Share:
+    """The parameters of one block that the optimizer updates, and host memory for their gradients.
+
+    Gradients that are neighbours on the device are neighbours here, so that few copies move them.
+    """
+
+    def __init__(self, staging: Staging, updates: Sequence[Update]) -> None:
+        self.staging = staging
+        self.parameters: tuple[Any, ...] = tuple(u.param for u in updates)
+        self.num_reductions = 0  # since the last step
+        self.num_expected = 1
+        #: Memory on the device that a copy under way refers to.
+        self.storages: list[int] = []
+        self._shapes = [(u.grad.shape, u.grad.dtype) for u in updates]
+        self._offsets, self._end = _offsets([u.grad for u in updates])
+        self._memory: Tensor | None = None
+        self._on_host: list[Tensor] = []
+        self._copy: _C.SentGradients | None = None
+        self._marks: list[tuple[int, int]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """As torch allocates page-locked memory: the next power of two."""
+        return 1 << max(self._end - 1, 1).bit_length()
+
+    def fits(self, updates: Sequence[Update]) -> bool:
+        return len(updates) == len(self.parameters) and all(
+            u.param is p and (u.grad.shape, u.grad.dtype) == kind
+            for u, p, kind in zip(updates, self.parameters, self._shapes, strict=True)
+        )
+
+    def allocate(self) -> None:
+        self._memory = self.staging.allocate(self._end)
+        self._on_host = [
+            self._memory[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+            for begin, (shape, dtype) in zip(self._offsets, self._shapes, strict=True)
+        ]
+
+    # ---- sending
+
+    def may_send(self, runtime: BlockRuntime) -> bool:
+        """Whether the gradients are complete, and likely to stay as they are."""
+        return not (
+            runtime.open_calls
+            or runtime.pending
+            or runtime.engine.virtual.is_open
+            or any(p._accumulated_hooks for p in self.parameters)
+            or _C.lead_graphs_to(list(self.parameters))
+        )
+
+    @torch.no_grad()
+    def send(self, runtime: BlockRuntime) -> None:
+        """Starts the copies, unless somebody else has hold of a gradient."""
+        gradients = [gradient_of(p) for p in self.parameters]
+        for gradient, (shape, dtype) in zip(gradients, self._shapes, strict=True):
+            if gradient is None or gradient.shape != shape or gradient.dtype != dtype:
+                return
+            if not gradient.is_contiguous() or gradient.device != self.parameters[0].device:
+                return
+        runs = self._runs(gradients)
+        del gradients, gradient  # else we were the ones who hold them
+        if not gradients_are_unheld(self.parameters, runtime):
+            return
+        on_device, on_host = [], []
+        for first, begin, nbytes in runs:
+            gradient = gradient_of(self.parameters[first])
+            assert gradient is not None
+            assert self._memory is not None
+            size = nbytes // gradient.element_size()
+            on_device.append(gradient.as_strided((size,), (1,), gradient.storage_offset()))
+            on_host.append(self._memory[begin : begin + nbytes].view(gradient.dtype))
+        self.storages = [tensor.untyped_storage()._cdata for tensor in on_device]
+        self._copy = _C.SentGradients(self.staging.lane, on_device, on_host)
+        self._marks = self._present_marks()
+        for p in self.parameters:
+            p._sent = self
+
+    def _runs(self, gradients: Sequence[Any]) -> list[tuple[int, int, int]]:
+        """What one copy moves: the number of its first gradient, its place in host memory, its bytes."""
+        runs: list[tuple[int, int, int]] = []
+        last_storage, last_shift = None, 0
+        for number, (gradient, begin) in enumerate(zip(gradients, self._offsets, strict=True)):
+            end = begin + gradient.numel() * gradient.element_size()
+            storage = gradient.untyped_storage()._cdata
+            shift = gradient.storage_offset() * gradient.element_size() - begin
+            if runs and (storage, shift) == (last_storage, last_shift):
+                first, run_begin, nbytes = runs[-1]
+                if 0 <= begin - (run_begin + nbytes) <= _GAP:
+                    runs[-1] = first, run_begin, end - run_begin
+                    continue
+            runs.append((number, begin, end - begin))
+            last_storage, last_shift = storage, shift
+        return runs
+
+    def _present_marks(self) -> list[tuple[int, int]]:
+        return [_mark(gradient_of(p)) for p in self.parameters]
+
+    # ---- what becomes of it
+
+    def is_current(self) -> bool:
+        """Whether something was sent, and nobody has changed a gradient since."""
+        return self._copy is not None and self._present_marks() == self._marks
+
+    def multiply_by(self, factor: Tensor, numbers: dict[int, _C.SentNumber]) -> None:
+        """Gradients are about to be multiplied; then `note_change` is called.
+
+        Args:
+            factor: one number on the device.
+            numbers: those that were sent for this factor already, by the way that they go.
+        """
+        assert self._copy is not None
+        key = id(self.staging)
+        if key not in numbers:
+            numbers[key] = self.staging.send_number(factor)
+        self._copy.scale(numbers[key])
+
+    def note_change(self) -> None:
+        """The gradients have been multiplied."""
+        self._marks = self._present_marks()
+
+    def take(self, updates: Sequence[Update]) -> SentBlock | None:
+        copy = self._copy
+        if copy is None:
+            return None
+        if not self.fits(updates) or [_mark(u.grad) for u in updates] != self._marks:
+            self.drop()
+            return None
+        sent = SentBlock(copy, self._on_host, self.storages)
+        self._forget()
+        return sent
+
+    def drop(self) -> None:
+        """The copy will not be used."""
+        if self._copy is not None:
+            self._copy.drop()
+            self._forget()
+
+    def _forget(self) -> None:
+        self._copy = None
+        self.storages = []
+        for p in self.parameters:
+            if p._sent is self:
+                p._sent = None
+
+
+def _mark(gradient: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if gradient is None else (gradient.data_ptr(), gradient._version)
+
+
+def _offsets(gradients: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Where gradients lie in host memory, in bytes, and where the last ends."""
+    offsets: list[int] = []
+    before: Tensor | None = None
+    end = 0
+    for gradient in gradients:
+        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+        if before is not None and _address(before) == _address(gradient):
+            gap = gradient.data_ptr() - before.data_ptr() - before.numel() * before.element_size()
+            if 0 <= gap <= _GAP:
+                begin = end + gap
+        offsets.append(begin)
+        end = begin + gradient.numel() * gradient.element_size()
+        before = gradient
+    return offsets, end
+
+
+def _address(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
