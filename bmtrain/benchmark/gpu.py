@@ -1,9 +1,10 @@
 """What a GPU's kernels and training step reach, against the card's own copy bandwidth and against torch.
 
 Everything runs in turn in one process on one card: Adam over 16-bit gradients, the norm of gradients, cross-entropy
-over a large vocabulary, and the step of a GPT. Times are medians between events of the device. A ratio "of copy" says
-how much of the bandwidth, measured just before, at which torch copies memory on this card a pass reached, by the bytes
-that it cannot avoid.
+over a large vocabulary, and the step of a GPT, with its optimizer on the card and on the host. Times are medians
+between events of the device. A ratio "of copy" says how much of the bandwidth, measured just before, at which torch
+copies memory on this card a pass reached, by the bytes that it cannot avoid; "of bound" how long a step with its
+optimizer on the host takes in terms of the least that the card, its bus and the host's memory allow.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from ..init import is_initialized
 from ..loss import FusedCrossEntropy
 from ..optim._arrays import allocate
 from ._gpt import GPT
+from ._offload_gpu import Shape, measure_offload, print_offload
 from ._variants import VARIANTS
 
 __all__ = ["add_arguments", "measure_adam", "measure_cross_entropy", "measure_norm", "measure_step", "run"]
 
 _ADAM_BYTES = 28  # of an element: the gradient, fp32 weight and moments read and written, the 16-bit weight
 _GIB = 1 << 30
-_PARTS = ("adam", "norm", "cross-entropy", "step")
+_PARTS = ("adam", "norm", "cross-entropy", "step", "offload")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=int, default=16, help="(default: %(default)s)")
     parser.add_argument("--seq", type=int, default=1024, help="(default: %(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="(default: %(default)s)")
+    parser.add_argument(
+        "--tokens", default="4096,16384,65536", help="of a step with offload (default: %(default)s)"
+    )
     parser.add_argument("--repeat", type=int, default=20, help="measurements (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
 
@@ -72,6 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
             arguments.rows, arguments.vocab, copy, arguments.repeat
         ),
         "step": lambda: measure_step(arguments),
+        "offload": lambda: _measure_offload(arguments),
     }
     for part in parts:
         try:
@@ -79,7 +85,11 @@ def run(arguments: argparse.Namespace) -> None:
         except (RuntimeError, ImportError) as error:  # the other parts are worth having
             results[part] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
         torch.cuda.empty_cache()
-        _print(part, results[part])
+        if part == "offload" and "error" not in results[part]:
+            print(f"\n{part}")
+            print_offload(results[part])
+        else:
+            _print(part, results[part])
         if arguments.json is not None:  # after each part: a run that is stopped leaves what it has
             arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 
@@ -239,6 +249,16 @@ def measure_step(arguments: argparse.Namespace) -> dict[str, Any]:
     results["bmtrain / alone"] = results["bmtrain-3, ms"] / results["alone, ms"]
     results["bmtrain / fsdp2"] = results["bmtrain-3, ms"] / results["fsdp2, ms"]
     return results
+
+
+def _measure_offload(arguments: argparse.Namespace) -> dict[str, Any]:
+    if not is_initialized():
+        init_distributed(seed=0)
+    tokens = tuple(map(int, arguments.tokens.split(",")))
+    repeat = max(3, arguments.repeat // 6)
+    return measure_offload(
+        Shape(arguments.layers, arguments.dim, arguments.heads, arguments.seq, tokens, repeat)
+    )
 
 
 def _print(title: str, values: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # On a machine with a GPU: build with CUDA, run the tests that need one, measure. Less than ten minutes.
 #     bash tests/cuda/run.sh [FOLDER]
-# Results go to FOLDER (default: docs/results/gpu), to be committed: environment.txt, tests.txt, doctor.txt, bench.json.
+# Results go to FOLDER (default: docs/results/gpu), to be committed: environment.txt, tests.txt, doctor.txt, bench.json, offload.json.
 # Uses the interpreter BMTRAIN_PYTHON (default: python3), which has torch with CUDA, pytest and ninja; installs nothing.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -33,7 +33,8 @@ part 300 build.txt "$python" setup.py --quiet build_ext --inplace || exit 1
 # The tests first that need little time, so that a run that is cut short has them.
 part 240 tests.txt "$python" -m pytest -q --maxfail=20 --durations=10 tests/cuda -m "not slow" -p no:cacheprovider
 part 60 doctor.txt "$python" -m bmtrain doctor --gpus
-part 200 bench.txt "$python" -m bmtrain bench gpu --json "$folder/bench.json"
+part 200 bench.txt "$python" -m bmtrain bench gpu --parts adam,norm,cross-entropy,step --json "$folder/bench.json"
+part 240 offload.txt "$python" -m bmtrain bench gpu --parts offload --json "$folder/offload.json"
 if command -v compute-sanitizer >/dev/null; then
     part 120 sanitizer.txt compute-sanitizer --error-exitcode 9 "$python" -m pytest -q -p no:cacheprovider \
         tests/cuda/test_gpu_kernels.py -k "(test_cast and 255) or (test_adam_has and 3.0) or (test_cross_entropy and shape1)"
