@@ -9,9 +9,9 @@
 //
 // [Note: Tags]
 // Gloo matches messages of one pair by tag. A tag holds a kind, a sequence number and a fingerprint of
-// operation and size: a receive never meets a message of another size, which Gloo would answer by terminating
-// the process. Ranks that disagree wait until one of them reaches its time-out; its notice (see Link) says
-// so.
+// operation, label and size: a receive never meets a message of another size, which Gloo would answer by
+// terminating the process, nor the parameters of another block. Ranks that disagree wait until one of them
+// reaches its time-out; its notice (see Link) says so.
 #pragma once
 
 #include <cstdint>

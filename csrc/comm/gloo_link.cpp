@@ -21,11 +21,13 @@ constexpr int kFingerprintBits = 12;
 constexpr std::int64_t kSequenceMask = (std::int64_t{1} << 18) - 1;
 constexpr int kDisconnectTag = 0x7fffffff;
 
-int fingerprint(std::string_view op, std::int64_t bytes, int detail) {
+int fingerprint(std::string_view op, std::string_view label, std::int64_t bytes, int detail) {
   std::uint64_t hash = 1469598103934665603ULL;  // FNV-1a
   const auto mix = [&hash](std::uint64_t value) { hash = (hash ^ value) * 1099511628211ULL; };
-  for (const char c : op) {
-    mix(static_cast<unsigned char>(c));
+  for (const std::string_view text : {op, label}) {
+    for (const char c : text) {
+      mix(static_cast<unsigned char>(c));
+    }
   }
   mix(static_cast<std::uint64_t>(bytes));
   mix(static_cast<std::uint64_t>(detail));
@@ -84,7 +86,7 @@ GlooOperation GlooLink::begin(const char* op, const std::string& label, std::int
     operation.sequence = sequence_;
     sequence_ += aborted_ || closed_ ? 0 : 1;
   }
-  operation.tag = make_tag(0, operation.sequence, fingerprint(op, bytes, detail));
+  operation.tag = make_tag(0, operation.sequence, fingerprint(op, label, bytes, detail));
   static_cast<void>(usable(operation));
   return operation;
 }
@@ -97,7 +99,7 @@ GlooOperation GlooLink::begin_message(bool is_send, int peer, const std::string&
     operation.sequence = count;
     count += aborted_ || closed_ ? 0 : 1;
   }
-  operation.tag = make_tag(kMessageBit, operation.sequence, fingerprint("message", bytes, 0));
+  operation.tag = make_tag(kMessageBit, operation.sequence, fingerprint("message", "", bytes, 0));
   static_cast<void>(usable(operation));
   return operation;
 }

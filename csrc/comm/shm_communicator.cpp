@@ -16,11 +16,13 @@ namespace {
 
 constexpr double kLongestSetting = 1e6;  // of longest_wait, in seconds
 
-std::uint64_t fingerprint(std::string_view op, std::int64_t bytes, int detail) {
+std::uint64_t fingerprint(std::string_view op, std::string_view label, std::int64_t bytes, int detail) {
   std::uint64_t hash = 1469598103934665603ULL;  // FNV-1a
   const auto mix = [&hash](std::uint64_t value) { hash = (hash ^ value) * 1099511628211ULL; };
-  for (const char c : op) {
-    mix(static_cast<unsigned char>(c));
+  for (const std::string_view text : {op, label}) {
+    for (const char c : text) {
+      mix(static_cast<unsigned char>(c));
+    }
   }
   mix(static_cast<std::uint64_t>(bytes));
   mix(static_cast<std::uint64_t>(detail));
@@ -79,7 +81,7 @@ ShmOperationPtr ShmCommunicator::begin(const char* op, const std::string& label,
   operation->op = op;
   operation->label = label;
   operation->bytes = bytes;
-  operation->fingerprint = fingerprint(op, bytes, detail);
+  operation->fingerprint = fingerprint(op, label, bytes, detail);
   return operation;
 }
 
@@ -312,7 +314,7 @@ WorkPtr ShmCommunicator::send(at::Tensor tensor, int peer, const std::string& la
   const std::int64_t bytes = bytes_of(tensor);
   const at::Tensor host = staged(tensor);
   const ShmOperationPtr operation = begin("send", label, bytes, 0);
-  operation->fingerprint = fingerprint("message", bytes, 0);
+  operation->fingerprint = fingerprint("message", "", bytes, 0);
   operation->message_peer = peer;
   operation->tensors = {host};
   return start(operation, {{data_of(host), bytes, peer}}, {}, bytes);
@@ -325,7 +327,7 @@ WorkPtr ShmCommunicator::recv(at::Tensor tensor, int peer, const std::string& la
   const std::int64_t bytes = bytes_of(tensor);
   const at::Tensor host = staged_empty(tensor);
   const ShmOperationPtr operation = begin("recv", label, bytes, 0);
-  operation->fingerprint = fingerprint("message", bytes, 0);
+  operation->fingerprint = fingerprint("message", "", bytes, 0);
   operation->message_peer = peer;
   operation->tensors = {tensor, host};
   return start(operation, {}, {{data_of(host), bytes, peer}}, 0, publisher(host, tensor));

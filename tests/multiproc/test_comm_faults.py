@@ -91,6 +91,8 @@ def disagree(kind: str) -> str:
         elif kind == "size":
             numel = 8 if odd else 4
             comm.all_gather(torch.empty(numel * size), torch.ones(numel), "block 1").wait()
+        elif kind == "block":
+            comm.all_gather(torch.empty(4 * size), torch.ones(4), f"block {comm.rank}").wait()
         elif odd:  # a message of another size than the receiver expects
             comm.send(torch.ones(100), 0, "loss").wait()
             comm.barrier()  # a message is sent when it lies in shared memory, read or not
@@ -99,7 +101,7 @@ def disagree(kind: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("kind", ["operation", "size", "message"])
+@pytest.mark.parametrize("kind", ["operation", "size", "block", "message"])
 def test_ranks_that_disagree(kind: str, transport: str) -> None:
     for rank, message in enumerate(
         run_ranks(2, disagree, kind, init=SHORT, fresh=True, environment=over(transport))
