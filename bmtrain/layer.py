@@ -11,7 +11,7 @@ from . import _context
 from ._engine.meta import Placeholder, make_moved_shards
 from ._engine.opaque import opaque, untraced_by_itself
 from ._engine.state_dict import give_full_values, install_hooks_below, loading_local_parts
-from .global_var import context
+from .global_var import context, world_size
 from .parameter import DistributedParameter
 
 __all__ = ["DistributedModule", "DistributedParameter"]
@@ -19,6 +19,7 @@ __all__ = ["DistributedModule", "DistributedParameter"]
 # In a module's __dict__: BlockRef of the Block that the module was in when it was built; and whether it got parameters
 # after that, which no Block gathers.
 _OWNER, _GREW = "_owner_block", "_got_parameters_since"
+_ASKED_BY_DDP = "_ddp_params_and_buffers_to_ignore"  # before anything is sent, and by nobody else
 
 
 class DistributedModule(torch.nn.Module):
@@ -55,6 +56,11 @@ class DistributedModule(torch.nn.Module):
             if torch.compiler.is_compiling() and _OWNER in self.__dict__ and _GREW not in self.__dict__:
                 return param  # compiled code runs in the Block, and the compiler cannot look at its state
             return _read(self, param, name) if isinstance(param, DistributedParameter) else param
+        if name == _ASKED_BY_DDP and world_size() > 1:
+            raise RuntimeError(
+                f"DistributedDataParallel around {type(self).__name__}, which is distributed already: it would give "
+                "every rank the shards of rank 0; leave it out, backward() sums the gradients over the ranks"
+            )
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -262,7 +262,11 @@ class DistributedParameter(torch.nn.Parameter):
         return self._spec.slice_of(self.data.reshape(-1)) if self._is_full() else self.data
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"DistributedParameter(shape={tuple(self._original_shape)}, local={super().__repr__()})"
+        local = repr(self.detach())
+        return (
+            f"DistributedParameter(shape={tuple(self._original_shape)}, local={local}, "
+            f"requires_grad={self.requires_grad})"
+        )
 
 
 def _check_can_train(dtype: torch.dtype) -> None:

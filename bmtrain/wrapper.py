@@ -139,6 +139,7 @@ class _Conversion:
         for key, value in param.__dict__.items():
             made.__dict__.setdefault(key, value)
         self._parameters[id(param)] = weakref.ref(param), made  # weakly: full parameters go as shards come
+        context().engine.replaced.add(param)
         return made
 
     def put_blocks_everywhere(self, model: torch.nn.Module) -> None:

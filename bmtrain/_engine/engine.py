@@ -15,6 +15,7 @@ from .accumulation import Accumulation
 from .host_activations import CudaMover, HostStack, Mover
 from .observer import Observer
 from .reads import Reads
+from .replaced import ReplacedParameters
 from .schedule import Schedule
 from .virtual_sum import VirtualSum
 
@@ -51,6 +52,7 @@ class Engine:
         self.pool = _C.BufferPool(SLOTS_PER_CLASS, bool(int(os.environ.get("BMTRAIN_POISON_BUFFERS", "0"))))
         self.schedule = Schedule()
         self.reads = Reads()
+        self.replaced = ReplacedParameters()
         #: Of activations, on devices that are not the host.
         self.mover: Mover | None = CudaMover(device) if device.type == "cuda" else None
         self.host_stack = HostStack()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from operator import methodcaller
 from typing import TYPE_CHECKING
 
 import torch
 
 from .. import _C
+from ..errors import CommunicationError
 from .recompute import left_behind
 from .schedule import Event, Phase
 
@@ -137,9 +139,10 @@ class BlockRuntime:
 
     def abandon(self) -> None:
         """After an error or Ctrl-C: whatever had begun, the parameters are shards and nothing is gathered."""
-        self._end_call(keep=False)
-        self.drop_gathered()
-        self.engine.schedule.drop_ahead()
+        with suppress(CommunicationError):  # of a gather under way: the caller raises what matters
+            self._end_call(keep=False)
+            self.drop_gathered()
+            self.engine.schedule.drop_ahead()
 
     def keeps_for_backward(self) -> bool:
         """Whether the gathered parameters should stay until backward."""

@@ -14,11 +14,11 @@ from .._arguments import require_integer, require_keys, require_number, require_
 from .._deprecate import warn_once
 from ..accumulate import no_sync
 from ..global_var import config, context, num_losses, rank
-from ..parameter import DistributedParameter
 from ..virtual import check_no_loop
 from ._early import EarlySteps
 from ._grad_stats import check_overflow, first_overflow, forget_unsent, grad_rescale, parameters_of
 from ._state import load_optimizer_state, optimizer_state
+from ._suitability import refuse_whole_tensor_optimizer, warn_of_likely_mistakes
 from .clip_grad import clip_gradients
 
 __all__ = ["OptimManager", "check_overflow", "grad_rescale"]
@@ -158,13 +158,14 @@ class OptimManager:
                 "lr_scheduler: ReduceLROnPlateau.step() needs a number, which step() of the manager does not have; "
                 "leave it out, and step it yourself with the same number on all ranks, such as sum_loss() gives"
             )
-        _refuse_whole_tensor_optimizer(optimizer)
+        refuse_whole_tensor_optimizer(optimizer)
         if getattr(optimizer, "_owned_scale", None) is not None:
             warn_once(
                 "OptimManager.owned_scale",
                 "the optimizer was made with scale=, but the manager's loss scale is used: leave scale= out",
                 category=UserWarning,
             )
+        warn_of_likely_mistakes(optimizer)
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)
 
@@ -366,21 +367,6 @@ def _refuse_early_steps(with_loss_scale: bool) -> None:
         )
     if config.get("pipe_enabled", False):
         raise ValueError("step_in_backward: expected no pipeline, whose stages send their gradients at once")
-
-
-#: What optimizers are called that use norms or factors of whole tensors, for which shards are no substitute.
-_WHOLE_TENSOR_KINDS = ("adafactor", "lamb", "larc", "lars", "muon", "shampoo")
-
-
-def _refuse_whole_tensor_optimizer(optimizer: Any) -> None:
-    name = type(optimizer).__name__
-    if not any(kind in name.lower() for kind in _WHOLE_TENSOR_KINDS):
-        return
-    if any(isinstance(p, DistributedParameter) for p in parameters_of(optimizer.param_groups)):
-        raise ValueError(
-            f"optimizer: {name} computes over whole tensors and would see this rank's shards, flat; use "
-            "bmtrain.optim.AdamOptimizer, or an optimizer that works element by element"
-        )
 
 
 def _parameter_name(groups: list[dict[str, Any]], index: int) -> str:

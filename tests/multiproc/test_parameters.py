@@ -35,6 +35,7 @@ def shards(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
     chunk = -(-numel // bmt.world_size())
     begin = min(bmt.rank() * chunk, numel)
     assert (p._start_partition, p._end_partition) == (begin, min(begin + chunk, numel))
+    assert repr(p).startswith(f"DistributedParameter(shape={tuple(shape)}, local=tensor(")
     assert p._original_shape == torch.Size(shape) and not p._in_block and p.group is None
     for read in (p.gather, p.gather_all):
         assert torch.equal(read(), full)

@@ -1,0 +1,119 @@
+"""What programs that come from plain torch or DistributedDataParallel do wrong without noticing: it is said."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from harness import Status, rank_outcomes, run_ranks
+
+import bmtrain as bmt
+from bmtrain import _deprecate
+from bmtrain.errors import CommunicationError
+
+OPTIMIZERS = [torch.optim.SGD, bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer]
+
+
+def train(model: torch.nn.Module, step: Callable[[], object]) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+    step()
+
+
+def optimizers_made_too_early() -> None:
+    for kind in OPTIMIZERS:
+        for is_managed in (False, True):
+            model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+            optimizer = kind(model.parameters(), lr=0.1)
+            manager = bmt.optim.OptimManager()
+            manager.add_optimizer(optimizer)
+            model = bmt.BMTrainModelWrapper(model)
+            with pytest.raises(
+                RuntimeError, match=r"4 of its 4 parameters.*after the model has been wrapped"
+            ):
+                train(model, manager.step if is_managed else optimizer.step)
+            train(model, kind(model.parameters(), lr=0.1).step)
+
+
+def optimizer_of_what_is_still_plain() -> None:
+    """A plain module that shares a parameter with the wrapped one goes on training it."""
+    wrapped, plain = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    plain.weight = wrapped.weight
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    bmt.BMTrainModelWrapper(wrapped)
+    before = plain.weight.detach().clone()
+    train(plain, optimizer.step)
+    assert not torch.equal(plain.weight, before)
+
+
+@pytest.mark.parametrize("check", [optimizers_made_too_early, optimizer_of_what_is_still_plain])
+def test_an_optimizer_of_replaced_parameters_does_not_step_in_silence(check: Callable[[], None]) -> None:
+    run_ranks(1, check)
+
+
+def warned_of(*groups: list[torch.nn.Parameter]) -> list[str]:
+    """What adding an optimizer of these groups says, at the line that adds it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = torch.optim.SGD([{"params": group} for group in groups], lr=0.1)
+        bmt.optim.OptimManager().add_optimizer(optimizer)
+    assert all(w.filename == __file__ for w in caught)
+    return [str(w.message) for w in caught]
+
+
+def plain_and_empty() -> list[list[str]]:
+    _deprecate._seen.difference_update({"OptimManager.plain_parameters", "OptimManager.empty_group"})
+    shards = list(bmt.BMTrainModelWrapper(torch.nn.Linear(4, 4)).parameters())
+    plain = list(torch.nn.Linear(4, 4).parameters())
+    matrices = [p for p in shards if p.dim() >= 2]
+    return [warned_of(*groups) for groups in ([shards], [plain], [plain], [matrices, shards])]
+
+
+def test_what_an_optimizer_is_given_by_mistake_is_told_once() -> None:
+    [alone] = run_ranks(1, plain_and_empty)
+    first, second = run_ranks(2, plain_and_empty)
+    assert list(map(len, alone)) == [0, 0, 0, 1] and list(map(len, first)) == [0, 1, 0, 1]
+    assert "2 of its 2 parameters are plain" in first[1][0]
+    assert "group 0 is empty" in alone[3][0] and alone[3] == first[3]
+    assert second == [[], [], [], []]
+
+
+def replicated() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ModuleList([torch.nn.Linear(4, 4)]))
+    model = bmt.BMTrainModelWrapper(model)
+    for part in (model, model[1][0]):
+        with pytest.raises(RuntimeError, match="leave it out"):
+            torch.nn.parallel.DistributedDataParallel(part)
+
+
+def test_data_parallel_around_shards_is_refused() -> None:
+    run_ranks(2, replicated, fresh=True)
+
+
+def lost_peer() -> None:
+    block = bmt.Block(bmt.BMTrainModelWrapper(torch.nn.Linear(4, 4)))
+    block(torch.ones(2, 4))
+    if bmt.rank() == 1:
+        os._exit(1)
+    with pytest.raises(CommunicationError, match="rank 1") as error:
+        block(torch.ones(2, 4))
+    assert error.value.__context__ is None  # one traceback, not another of what was cleaned up
+
+
+def test_a_block_whose_peer_is_lost_raises_one_error() -> None:
+    survivor, _ = rank_outcomes(2, lost_peer, fresh=True, timeout=60)
+    assert survivor.status is Status.RETURNED, survivor
+
+
+def routed_apart() -> None:
+    """A mixture of experts whose ranks call different ones, of the same size."""
+    experts = bmt.BMTrainModelWrapper(torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(2)]))
+    with pytest.raises(CommunicationError, match=r"DistributedLinear#\d"):
+        experts[bmt.rank()](torch.ones(2, 4))
+
+
+def test_ranks_that_call_different_blocks_do_not_compute_in_silence() -> None:
+    run_ranks(2, routed_apart, fresh=True)
