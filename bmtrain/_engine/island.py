@@ -292,6 +292,8 @@ class BlockCall:
         islands.enter()
         try:
             with NoAutocastCache():
+                if self.host is None:
+                    _C.write_products_in_place(outputs)
                 Variable._execution_engine.run_backward(
                     outputs, gradients, keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
                 )

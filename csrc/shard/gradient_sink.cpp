@@ -1,5 +1,7 @@
 #include "shard/gradient_sink.h"
 
+#include <ATen/ops/mm.h>
+#include <c10/core/GradMode.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "common/check.h"
@@ -52,12 +54,39 @@ GradientSink::GradientSink(at::Tensor parameter, const at::Tensor& full_view, st
 torch::autograd::variable_list GradientSink::apply(torch::autograd::variable_list&& gradients) {
   const at::Tensor& gradient = gradients.at(0);
   if (gradient.defined()) {
-    const std::shared_ptr<ShardGroup> group = group_.lock();
-    BMT_CHECK(StateError, group != nullptr,
-              "a gradient arrived for a parameter whose Block no longer exists");
-    group->accumulate(index_, gradient);
+    group()->accumulate(index_, gradient);
   }
   return {};
+}
+
+bool GradientSink::takes_products() const {
+  const torch::autograd::InputMetadata& expected = input_metadata(0);
+  const auto shape = expected.shape_as_dim_vector();
+  // With a dimension of 1 the layout does not say which of two ways autograd takes.
+  return expected.device().is_cpu() && shape.size() == 2 && shape[0] > 1 && shape[1] > 1;
+}
+
+void GradientSink::take_product(const at::Tensor& left, const at::Tensor& right) {
+  const c10::AutoGradMode no_grad(false);
+  at::Tensor place;
+  if (hooks_.empty()) {
+    place = group()->take_place(index_, left.scalar_type());
+  }
+  if (place.defined()) {
+    at::mm_out(place, left, right);
+    return;
+  }
+  torch::autograd::variable_list gradients{at::mm(left, right)};
+  for (const auto& hook : hooks_) {
+    gradients = (*hook)(gradients);
+  }
+  apply(std::move(gradients));
+}
+
+std::shared_ptr<ShardGroup> GradientSink::group() const {
+  std::shared_ptr<ShardGroup> group = group_.lock();
+  BMT_CHECK(StateError, group != nullptr, "a gradient arrived for a parameter whose Block no longer exists");
+  return group;
 }
 
 void GradientSink::set_hooks(PyObject* hooks) {

@@ -25,6 +25,11 @@ class GradientSink final : public torch::autograd::Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   std::string name() const override { return "bmtrain::GradientSink"; }
 
+  /// Whether the gradient may come as two factors: that of a matrix, on the CPU.
+  [[nodiscard]] bool takes_products() const;
+  /// As apply() with the product of two matrices, which is made where it belongs if nothing is there yet.
+  void take_product(const at::Tensor& left, const at::Tensor& right);
+
   // Hooks that users register on the parameter see the full gradient, before the reduction. They are not
   // autograd's own hooks of the parameter, because those also run on what arrives at the shard.
   std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>>& tensor_pre_hooks() noexcept override {
@@ -34,6 +39,9 @@ class GradientSink final : public torch::autograd::Node {
   void set_hooks(PyObject* hooks);
 
  private:
+  // Raises if the parameter's Block is gone.
+  [[nodiscard]] std::shared_ptr<ShardGroup> group() const;
+
   at::Tensor parameter_;
   std::weak_ptr<ShardGroup> group_;
   std::size_t index_;

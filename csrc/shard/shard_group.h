@@ -150,6 +150,9 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   void begin_backward(std::vector<bool> trains,
                       const std::vector<std::shared_ptr<ShardGroup>>& under_way = {});
   void accumulate(std::size_t index, const at::Tensor& gradient);
+  /// The place of a gradient for the caller to write, in full shape; undefined if something is there already,
+  /// if it has another dtype, and outside of a backward.
+  [[nodiscard]] at::Tensor take_place(std::size_t index, at::ScalarType dtype);
   /// Starts sending each rank its slice of the received gradient.
   void start_reduce();
   /// Ends the sum over the ranks that share the buffer and starts the one over replicas, see [Note:
@@ -193,6 +196,8 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   void drop_unused_gradient();
   void make_gradient_shard();
   [[nodiscard]] bool is_attached(std::size_t index) const;
+  // Sums what has arrived of the groups that are under way.
+  void sum_what_has_arrived();
   void zero_untouched();
   [[nodiscard]] bool is_reducing() const { return received_.defined() || peer_slices_; }
   // What each rank sent in rank order, or their sum.

@@ -46,10 +46,7 @@ void ShardGroup::accumulate(std::size_t index, const at::Tensor& gradient) {
       StateError, gradient_.defined(), options_.label,
       ": a gradient reached a parameter of the Block outside of the Block's own backward, through a tensor "
       "that its forward made and did not return; return it as a further result");
-  std::erase_if(under_way_, [](const std::weak_ptr<ShardGroup>& other) {
-    const std::shared_ptr<ShardGroup> group = other.lock();
-    return group == nullptr || group->sum_if_arrived();
-  });
+  sum_what_has_arrived();
   const c10::AutoGradMode no_grad(false);
   const at::Tensor dense = gradient.is_sparse() ? gradient.to_dense() : gradient;
   if (touched_.at(index)) {
@@ -58,6 +55,22 @@ void ShardGroup::accumulate(std::size_t index, const at::Tensor& gradient) {
     gradient_views_[index].copy_(dense);
     touched_[index] = true;
   }
+}
+
+at::Tensor ShardGroup::take_place(std::size_t index, at::ScalarType dtype) {
+  if (!gradient_.defined() || touched_.at(index) || dtype != options_.reduce_dtype) {
+    return {};
+  }
+  sum_what_has_arrived();
+  touched_[index] = true;
+  return gradient_views_[index];
+}
+
+void ShardGroup::sum_what_has_arrived() {
+  std::erase_if(under_way_, [](const std::weak_ptr<ShardGroup>& other) {
+    const std::shared_ptr<ShardGroup> group = other.lock();
+    return group == nullptr || group->sum_if_arrived();
+  });
 }
 
 void ShardGroup::start_reduce() {

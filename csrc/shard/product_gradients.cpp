@@ -1,0 +1,148 @@
+#include "shard/product_gradients.h"
+
+#include <ATen/autocast_mode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+
+#include <memory>
+#include <unordered_map>
+#include <utility>
+
+#include "shard/gradient_sink.h"
+
+namespace bmtrain {
+namespace {
+
+using torch::autograd::AnomalyMode;
+using torch::autograd::Edge;
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+using torch::autograd::generated::AddmmBackward0;
+using torch::autograd::generated::MmBackward0;
+using torch::autograd::generated::TBackward0;
+
+/// A product that was taken with a parameter: its node, and what is needed for the parameter's gradient.
+struct Product {
+  Node* node;
+  const SavedVariable* other;  // what the parameter was multiplied with, from the left
+  std::size_t input;           // which of the node's inputs the parameter is
+};
+
+/// Products without a factor only: node == nullptr is none.
+Product product_of(Node* node) {
+  if (auto* addmm = dynamic_cast<AddmmBackward0*>(node);
+      addmm != nullptr && addmm->mat1_layout == at::kStrided && addmm->alpha.equal(1)) {
+    return {addmm, &addmm->mat1_, 2};
+  }
+  if (auto* mm = dynamic_cast<MmBackward0*>(node); mm != nullptr && mm->self_layout == at::kStrided) {
+    return {mm, &mm->self_, 1};
+  }
+  return {nullptr, nullptr, 0};
+}
+
+/// The nodes that `outputs` lead to, with how many edges lead to each.
+std::unordered_map<Node*, int> edges_into(const std::vector<at::Tensor>& outputs) {
+  std::unordered_map<Node*, int> counts;
+  std::vector<Node*> pending;
+  for (const at::Tensor& output : outputs) {
+    if (Node* node = output.grad_fn().get(); node != nullptr && counts.emplace(node, 0).second) {
+      pending.push_back(node);
+    }
+  }
+  while (!pending.empty()) {
+    const Node* node = pending.back();
+    pending.pop_back();
+    for (const Edge& edge : node->next_edges()) {
+      if (edge.is_valid() && ++counts[edge.function.get()] == 1) {
+        pending.push_back(edge.function.get());
+      }
+    }
+  }
+  return counts;
+}
+
+bool has_hooks(Node& node) {
+  return !(node.tensor_pre_hooks().empty() && node.pre_hooks().empty() && node.post_hooks().empty() &&
+           node.retains_grad_hooks().empty());
+}
+
+/// Makes the gradient of a parameter, when that of the product has come.
+class MakeGradient final : public torch::autograd::FunctionPreHook {
+ public:
+  MakeGradient(const NodePtr& node, const SavedVariable* other, NodePtr sink, bool is_transposed)
+      : node_(node), other_(other), sink_(std::move(sink)), is_transposed_(is_transposed) {}
+
+  variable_list operator()(const variable_list& gradients) override {
+    const at::Tensor& gradient = gradients.at(0);
+    if (gradient.defined()) {
+      const at::Tensor other = other_->unpack(node_.lock());
+      // The two forms that the gradient of mm() has, by the layout of what was multiplied with.
+      const at::Tensor left = is_transposed_ ? gradient.t() : other.t();
+      const at::Tensor& right = is_transposed_ ? other : gradient;
+      static_cast<GradientSink&>(*sink_).take_product(left, right);
+    }
+    return gradients;
+  }
+
+ private:
+  NodeTraits<NodePtr>::Weak node_;  // owns this hook
+  const SavedVariable* other_;
+  NodePtr sink_;
+  bool is_transposed_;
+};
+
+/// Where the gradient of a product's parameter goes.
+struct Way {
+  NodePtr sink;  // null: not to a sink alone
+  bool is_transposed = false;
+};
+
+Way way_to_sink(const Edge& first, const std::unordered_map<Node*, int>& edges) {
+  Way way{first.function};
+  if (auto* transpose = dynamic_cast<TBackward0*>(first.function.get()); transpose != nullptr) {
+    if (edges.at(transpose) > 1 || has_hooks(*transpose)) {
+      return {};
+    }
+    way = {transpose->next_edge(0).function, true};
+  }
+  auto* sink = dynamic_cast<GradientSink*>(way.sink.get());
+  if (sink == nullptr || edges.at(sink) > 1 || !sink->takes_products()) {
+    return {};
+  }
+  return way;
+}
+
+}  // namespace
+
+std::int64_t write_products_in_place(const std::vector<at::Tensor>& outputs) {
+  // Who watches single operations sees those that autograd makes.
+  if (AnomalyMode::is_enabled() || at::autocast::is_autocast_enabled(at::kCPU) ||
+      c10::impl::TorchDispatchModeTLS::any_modes_set()) {
+    return 0;
+  }
+  const std::unordered_map<Node*, int> edges = edges_into(outputs);
+  std::vector<Product> products;  // first all: transposes end with the edges to them
+  for (const auto& [node, count] : edges) {
+    const Product product = product_of(node);
+    if (product.node != nullptr && !product.other->has_hooks() && !has_hooks(*node)) {
+      products.push_back(product);
+    }
+  }
+  std::int64_t found = 0;
+  for (const Product& product : products) {
+    Edge& edge = product.node->next_edges()[product.input];
+    const Way way = edge.is_valid() ? way_to_sink(edge, edges) : Way{};
+    if (way.sink != nullptr) {
+      product.node->add_pre_hook(
+          std::make_unique<MakeGradient>(product.node->getptr(), product.other, way.sink, way.is_transposed));
+      edge = Edge();
+      ++found;
+    }
+  }
+  return found;
+}
+
+}  // namespace bmtrain

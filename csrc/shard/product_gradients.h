@@ -1,0 +1,25 @@
+// Gradients of weights of linear layers, written where they are reduced from.
+//
+// [Note: Products in place]
+// The gradient of a weight that a product was taken with is a product itself. Autograd gives it memory of its
+// own, from which the sink copies it to its place in the flat buffer: for a transformer nearly all gradients
+// are moved once more than need be. So before the backward of a block runs, the products in its graph that
+// lead to a sink and nowhere else are found. The edge to the sink is taken away, so that autograd's node
+// leaves the product out, and a hook of the node makes it instead, with the same call on the same operands
+// and so with the same bits, in the flat buffer. What the graph does otherwise is left to autograd: tensors
+// that saved-tensor hooks have packed (recomputation, activations on the host), weights used twice, results
+// in another dtype, nodes with hooks of their own, detect_anomaly().
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace bmtrain {
+
+/// Lets the products in the graph of `outputs` write in place, see [Note: Products in place]. On the CPU.
+/// Returns how many it found that did not yet.
+std::int64_t write_products_in_place(const std::vector<at::Tensor>& outputs);
+
+}  // namespace bmtrain
