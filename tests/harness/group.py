@@ -74,7 +74,7 @@ class _Server:
 
     def close(self) -> None:
         self.control.close()
-        self.process.wait(10)
+        self.process.wait(60)
 
 
 _running: list[_Server] = []  # none or one
