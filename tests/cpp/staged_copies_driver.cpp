@@ -313,12 +313,12 @@ class Training {
     other.join();
   }
 
-  // Both wait for all of them, from both ends, while gradients are asked to be zeroed.
+  // Both wait for all of them, from both ends; gradients are asked to be zeroed while they are under way.
   void wait_together(float weight) {
+    for (Block& block : blocks_) expect(block.update->zero_gradients_afterwards(), "zeros afterwards");
     std::thread other([&] {
       for (auto block = blocks_.rbegin(); block != blocks_.rend(); ++block) block->update->wait();
     });
-    for (Block& block : blocks_) expect(block.update->zero_gradients_afterwards(), "zeros afterwards");
     for (Block& block : blocks_) {
       block.update->wait();
       queue_check(kMain, block.parameter, weight, "the weight");
