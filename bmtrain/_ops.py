@@ -302,7 +302,7 @@ def lion_(
 def adam_move_(ranges: AdamRanges) -> None:
     """Move the bytes of an :func:`adam_` with 16-bit gradients and rounded weights, computing nothing.
 
-    The ceiling of a step, for benchmarks: the arrays hold each other's values afterwards.
+    The ceiling of a step, for benchmarks: rounded weights then hold the gradients, all else is as it was.
     """
     _ops.adam_move_(*ranges[:5])
 

@@ -18,7 +18,7 @@ from ..optim import (
     SGDOffloadOptimizer,
     SGDOptimizer,
 )
-from ..optim._arrays import allocate
+from ..optim._arrays import MASTER, MOMENTS
 
 __all__ = ["FORMULAS", "Formula", "Size"]
 
@@ -59,8 +59,9 @@ class Formula(NamedTuple):
 
 def _adam(size: Size) -> dict[str, Callable[[], Any]]:
     grads = _gradients(size)
-    candidates = {_MOVER: _mover(size.numel), _COPIER: _copier(28 * size.numel)}
-    candidates |= _own("Adam", AdamOptimizer, AdamOffloadOptimizer, size, grads)
+    own = _own("Adam", AdamOptimizer, AdamOffloadOptimizer, size, grads)
+    candidates = {_MOVER: _mover(own["16-bit: AdamOffload"]), _COPIER: _copier(28 * size.numel)}
+    candidates |= _steppers(own)
     params = _parameters(size, torch.bfloat16, grads)
     halved = AdamOffloadOptimizer(params, overlap=False, state_dtype=torch.bfloat16)
     candidates["16-bit: AdamOffload, bf16 moments"] = _stepper(halved)
@@ -74,7 +75,7 @@ def _adam(size: Size) -> dict[str, Callable[[], Any]]:
 def _sgd(size: Size) -> dict[str, Callable[[], Any]]:
     grads = _gradients(size)
     candidates = {_COPIER: _copier(20 * size.numel)}
-    candidates |= _own("SGD", SGDOptimizer, SGDOffloadOptimizer, size, grads, momentum=0.9)
+    candidates |= _steppers(_own("SGD", SGDOptimizer, SGDOffloadOptimizer, size, grads, momentum=0.9))
     for kind in ("fused", "foreach"):
         candidates |= _peer(f"torch SGD {kind}", size, grads, torch.optim.SGD, momentum=0.9, **{kind: True})
     return candidates
@@ -82,7 +83,8 @@ def _sgd(size: Size) -> dict[str, Callable[[], Any]]:
 
 def _lion(size: Size) -> dict[str, Callable[[], Any]]:
     candidates = {_COPIER: _copier(20 * size.numel)}
-    return candidates | _own("Lion", LionOptimizer, LionOffloadOptimizer, size, _gradients(size))
+    own = _own("Lion", LionOptimizer, LionOffloadOptimizer, size, _gradients(size))
+    return candidates | _steppers(own)
 
 
 def _titles(name: str, *more: str) -> tuple[str, ...]:
@@ -103,15 +105,15 @@ FORMULAS = {
 
 def _own(
     name: str, on_device: Any, offloaded: Any, size: Size, grads: list[Tensor], **options: Any
-) -> dict[str, Callable[[], Any]]:
+) -> dict[str, Any]:
     """Both forms of an optimizer of this library, for both kinds of parameters."""
-    candidates = {}
+    optimizers = {}
     for dtype, title in ((torch.bfloat16, "16-bit"), (torch.float32, "fp32")):
         params = _parameters(size, dtype, grads)
-        candidates[f"{title}: {name}Optimizer"] = _stepper(on_device(params, **options))
+        optimizers[f"{title}: {name}Optimizer"] = on_device(params, **options)
         params = _parameters(size, dtype, grads)
-        candidates[f"{title}: {name}Offload"] = _stepper(offloaded(params, overlap=False, **options))
-    return candidates
+        optimizers[f"{title}: {name}Offload"] = offloaded(params, overlap=False, **options)
+    return optimizers
 
 
 def _peer(
@@ -135,6 +137,10 @@ def _parameters(size: Size, dtype: torch.dtype, grads: list[Tensor]) -> list[nn.
     for p, grad in zip(params, grads, strict=True):
         p.grad = grad.to(dtype, copy=True)
     return params
+
+
+def _steppers(optimizers: dict[str, Any]) -> dict[str, Callable[[], Any]]:
+    return {name: _stepper(optimizer) for name, optimizer in optimizers.items()}
 
 
 def _stepper(optimizer: Any) -> Callable[[], Any]:
@@ -163,11 +169,15 @@ def _by_casts(params: list[nn.Parameter], grads: list[Tensor], optimizer: Any) -
     return step
 
 
-def _mover(numel: int) -> Callable[[], Any]:
-    """The loads and stores of a 16-bit step, in one pass."""
-    weight, exp_avg, exp_avg_sq = allocate([torch.Size([numel])], [torch.float32] * 3, torch.device("cpu"))
-    grads, rounded = [torch.ones(numel).bfloat16()], [torch.ones(numel).bfloat16()]
-    ranges = _ops.AdamRanges(weight, rounded, grads, exp_avg, exp_avg_sq, [1])
+def _mover(optimizer: Any) -> Callable[[], Any]:
+    """The loads and stores of an optimizer's 16-bit step, over the same memory, in one pass."""
+    optimizer.step(scale=_SCALE)  # so that there is a state
+    params = optimizer.param_groups[0]["params"]
+    weights, exp_avgs, exp_avg_sqs = (
+        [optimizer.state[p][name] for p in params] for name in (MASTER, *MOMENTS)
+    )
+    rounded, grads = [p.detach() for p in params], [p.grad for p in params]
+    ranges = _ops.AdamRanges(weights, rounded, grads, exp_avgs, exp_avg_sqs, [1] * len(params))
     return lambda: _ops.adam_move_(ranges)
 
 

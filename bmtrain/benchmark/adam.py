@@ -2,10 +2,11 @@
 
 A step touches 28 bytes per element. In 16 bits: the gradient (2), fp32 weight, first and second moment (4 each, read
 and written), and the 16-bit parameter (2); in fp32: gradient (4), weight and moments. Two ceilings run along: one pass
-that has the loads and stores of a 16-bit step and computes nothing, and a copy of as many bytes. With bf16 moments a
-step touches 20. All candidates take turns, so that a busy machine disturbs them alike; the table shows the median and
-the fastest turn. A turn is one step that brings the candidate's memory into the caches as far as it fits, and then
-steps over 2^24 elements in all, whose mean counts.
+that has the loads and stores of a 16-bit step and computes nothing, over the memory of the 16-bit offloaded step
+(where memory lies makes a few hundredths), and a copy of as many bytes. With bf16 moments a step touches 20. All
+candidates take turns, so that a busy machine disturbs them alike; the table shows the median and the fastest turn, and
+the median of what a candidate reaches of the ceiling in the same turn. A turn is one step that brings the candidate's
+memory into the caches as far as it fits, and then steps over 2^24 elements in all, whose mean counts.
 
 With ``--formula sgd`` (with momentum) or ``lion`` a step touches 20 bytes, and the ceiling is the copy.
 """
@@ -101,15 +102,25 @@ def _print_table(formula: Formula, size: Size, threads: int, times: dict[str, li
     rows = []
     for name, median in seconds.items():
         fastest, speed = min(times[name]), size.numel * formula.num_bytes / median / 1e9
-        share = seconds[formula.ceiling] / median
+        share = _speed(times, name, formula.ceiling)
         rows.append([name, f"{median * 1e3:.3f}", f"{fastest * 1e3:.3f}", f"{speed:.1f}", f"{share:.2f}"])
     print_table(["", "ms", "fastest", "GB/s", "of ceiling"], rows)
     for title in ("16-bit", "fp32"):
         peers = [name for name in seconds if name.startswith(title) and name not in formula.ours]
         for best in sorted(peers, key=lambda name: seconds[name])[:1]:
             ours = f"{title}: {formula.name}Offload"
-            ratio = seconds[best] / seconds[ours]
-            print(fold(f"{ours} is {ratio:.2f} x as fast as {best.removeprefix(title + ': ')}", 4, columns()))
+            print(
+                fold(
+                    f"{ours} is {_speed(times, ours, best):.2f} x as fast as {best.removeprefix(title + ': ')}",
+                    4,
+                    columns(),
+                )
+            )
+
+
+def _speed(times: dict[str, list[float]], name: str, other: str) -> float:
+    """How many times as fast as another a candidate is: the median over turns, of which some are slow for all."""
+    return statistics.median(theirs / own for own, theirs in zip(times[name], times[other], strict=True))
 
 
 def _chart(formula: Formula, result: dict[str, Any]) -> Chart:

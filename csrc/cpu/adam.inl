@@ -214,8 +214,8 @@ static void adam_from(const AdamSlice& slice, std::int64_t begin, std::int64_t e
   return adam_rounded_to<Grad, Half>(slice, begin, end, sums);
 }
 
-// The loads and stores of a 16-bit step and nothing else: its ceiling. The values change places, so that no
-// store can be left out.
+// The loads and stores of a 16-bit step and nothing else: its ceiling. It leaves weights and moments as they
+// are.
 static void adam_move(const AdamSlice& slice, std::int64_t offset, std::int64_t n) {
   constexpr std::int64_t kAhead = 512;  // as above
   const Bf16* const grad = static_cast<const Bf16*>(slice.grad);
@@ -233,18 +233,13 @@ static void adam_move(const AdamSlice& slice, std::int64_t offset, std::int64_t 
     const F32x16 w = load(weight + i);
     const F32x16 m = load(exp_avg + i);
     const F32x16 v = load(exp_avg_sq + i);
-    store(weight + i, m);
-    store(exp_avg + i, v);
-    store(exp_avg_sq + i, w);
+    __asm__ volatile("" ::: "memory");  // might have written there: no store can be left out
+    store(weight + i, w);
+    store(exp_avg + i, m);
+    store(exp_avg_sq + i, v);
     __builtin_memcpy(rounded + i, grad + i, 16 * sizeof(Bf16));
   }
-  for (; i < offset + n; ++i) {
-    const float w = weight[i];
-    weight[i] = exp_avg[i];
-    exp_avg[i] = exp_avg_sq[i];
-    exp_avg_sq[i] = w;
-    rounded[i] = grad[i];
-  }
+  for (; i < offset + n; ++i) rounded[i] = grad[i];
 }
 
 static void adam(const AdamSlice& slice, std::int64_t offset, std::int64_t n, DeltaSums* sums) {

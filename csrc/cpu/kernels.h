@@ -167,7 +167,7 @@ void momentum(const MomentumSlice* slices, std::int64_t num_slices);
 void adam(const AdamSlice* slices, std::int64_t num_slices, DeltaSums* sums);
 
 /// Moves the bytes of a step with 16-bit gradients and rounded weights without computing: what `bench adam`
-/// compares with. The arrays then hold each other's values.
+/// compares with. Weights and moments stay as they are; rounded weights receive the gradients.
 void adam_move(const AdamSlice* slices, std::int64_t num_slices);
 
 }  // namespace bmtrain::cpu
