@@ -185,8 +185,9 @@ void OffloadUpdate::Plan::cut() {
 }
 
 void OffloadUpdate::Plan::compute(std::int64_t chunk, bool zero_gradients) {
-  if (is_disturbed.load(std::memory_order_relaxed)) disturb(label);
+  // First of all: an update that has failed has waited for the one before it in its slot too.
   if (copies) std::call_once(arrived, [this] { factors = copies->arrive(); });
+  if (is_disturbed.load(std::memory_order_relaxed)) disturb(label);
   compute_pieces(static_cast<std::size_t>(chunk), zero_gradients);
   if (copies && num_computed.fetch_add(1) + 1 == chunk_ends.size()) copies->give_back();
 }
