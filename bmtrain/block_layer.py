@@ -320,6 +320,8 @@ class TransformerBlockList(torch.nn.Module):
             )
         if num_hidden < 1:
             raise ValueError(f"num_hidden: expected at least 1, got {num_hidden}")
+        if not isinstance(modules, Iterable):
+            raise TypeError(f"modules: expected several, such as a list, got {type(modules).__name__}")
         self.num_hidden = num_hidden
         blocks: dict[int, Block] = {}  # by the identity of what was given
         previous: Block | None = None

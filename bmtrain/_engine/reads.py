@@ -135,10 +135,14 @@ def _is_small(param: DistributedParameter) -> bool:
 
 
 class _Bundle:
-    """Parameters that travel in one message: in each rank's slot, its part of each, padded to the longest."""
+    """Parameters that travel in one message: in each rank's slot, its part of each, padded to the longest.
 
-    def __init__(self, params: Sequence[DistributedParameter]) -> None:
+    ``label`` names them in errors and records, and has to be the same on all ranks.
+    """
+
+    def __init__(self, params: Sequence[DistributedParameter], label: str = "parameters") -> None:
         self.params = params
+        self.label = label
         self.group: Group = params[0]._spec.group
 
     def _chunks(self) -> list[int]:
@@ -154,7 +158,7 @@ class _Bundle:
             param._spec.check_local(param)
             part[: param.numel()] = param.detach()
         with context().engine.observer.waiting("outside blocks", "gather"):
-            self.group.comm.all_gather(slots.view(-1), own, "parameters").wait()
+            self.group.comm.all_gather(slots.view(-1), own, self.label).wait()
         fulls = []
         for columns, param in zip(slots.split(chunks, dim=1), self.params, strict=True):
             full = like.new_empty(param._original_shape)
@@ -172,7 +176,7 @@ class _Bundle:
             columns.copy_(flat.view_as(columns))
         own = slots.new_empty(sum(chunks))
         with context().engine.observer.waiting("outside blocks", "reduce"):
-            self.group.reduce_comm.reduce_scatter(own, slots.view(-1), _C.ReduceOp.SUM, "parameters").wait()
+            self.group.reduce_comm.reduce_scatter(own, slots.view(-1), _C.ReduceOp.SUM, self.label).wait()
         return [  # copies: each becomes a parameter's gradient, whose memory is nobody else's
             part[: param._spec.local_part[1]].clone()
             for part, param in zip(own.split(chunks), self.params, strict=True)
@@ -211,10 +215,17 @@ class _GatherTogether(torch.autograd.Function):
             if accumulation.is_open:
                 context().engine.call_at_end_of_backward()
             trained = [(index, accumulation.with_unsent(ctx.params[index], g)) for index, g in trained]
-            bundle = _Bundle([ctx.params[index] for index, _ in trained])
+            bundle = _Bundle([ctx.params[index] for index, _ in trained], _label_of(trained, len(gradients)))
             for (index, _), part in zip(trained, bundle.reduced([g for _, g in trained]), strict=True):
                 out[index] = part
         return None, *out
+
+
+def _label_of(trained: Sequence[tuple[int, torch.Tensor]], total: int) -> str:
+    """Tells gradients of some parameters from those of others of the same sizes, which another rank may have."""
+    if len(trained) == total:
+        return "parameters"
+    return f"parameters {', '.join(str(index) for index, _ in trained)} of {total}"
 
 
 def _gather_together(params: Sequence[DistributedParameter]) -> tuple[torch.Tensor, ...]:

@@ -138,7 +138,8 @@ class OptimManager:
 
         Raises:
             TypeError: it is no optimizer, or the scheduler cannot step, or not without a number.
-            ValueError: the optimizer is of a kind that computes over whole tensors, and has distributed parameters.
+            ValueError: the optimizer is of a kind that computes over whole tensors, and has distributed parameters;
+                or it has been added before.
 
         Example:
             >>> optimizer = bmtrain.optim.AdamOptimizer(bmtrain.nn.Linear(2, 2).parameters())
@@ -158,6 +159,8 @@ class OptimManager:
                 "lr_scheduler: ReduceLROnPlateau.step() needs a number, which step() of the manager does not have; "
                 "leave it out, and step it yourself with the same number on all ranks, such as sum_loss() gives"
             )
+        if any(optimizer is known for known in self.optimizers):
+            raise ValueError("optimizer: this one has been added before, and would step twice in each step()")
         refuse_whole_tensor_optimizer(optimizer)
         if getattr(optimizer, "_owned_scale", None) is not None:
             warn_once(

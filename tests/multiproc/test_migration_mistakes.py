@@ -117,3 +117,23 @@ def routed_apart() -> None:
 
 def test_ranks_that_call_different_blocks_do_not_compute_in_silence() -> None:
     run_ranks(2, routed_apart, fresh=True)
+
+
+class Choice(bmt.DistributedModule):
+    """Small parameters outside Blocks, which are gathered together; each rank trains another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (bmt.DistributedParameter(torch.ones(6)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (self.first if bmt.rank() == 0 else self.second)
+
+
+def train_apart() -> None:
+    with pytest.raises(CommunicationError, match="parameters [01] of 2"):
+        Choice()(torch.ones(6)).sum().backward()
+
+
+def test_ranks_that_train_different_parameters_do_not_sum_in_silence() -> None:
+    run_ranks(2, train_apart, fresh=True)

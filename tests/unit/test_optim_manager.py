@@ -92,6 +92,13 @@ def test_a_scheduler_that_needs_a_number_is_refused() -> None:
         OptimManager().add_optimizer(optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
 
 
+def test_an_optimizer_is_added_once() -> None:
+    optimizer, manager = torch.optim.SGD(parameters(), lr=0.1), OptimManager()
+    manager.add_optimizer(optimizer)
+    with pytest.raises(ValueError, match="optimizer: this one has been added before"):
+        manager.add_optimizer(optimizer)
+
+
 def test_an_owned_scale_gives_way_and_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bmt._deprecate, "_seen", set())
     optimizer = torch.optim.SGD(parameters(), lr=0.1)
