@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness import run_ranks
 from harness.checkpoint_run import Run, differences, state_of
+from harness.peaks import GIVE_BACK, peak_of
 
 import bmtrain as bmt
 from bmtrain.distributed import checkpoint
@@ -186,6 +187,34 @@ def count_bytes(folder: str) -> int:
     finally:
         checkpoint.Reader = original
     return readers[0].bytes_verified
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_peak_memory_of_loading_is_one_shard(world, tmp_path):
+    run_ranks(2, save_layers, str(tmp_path / "large"), 8)
+    run_ranks(2, save_layers, str(tmp_path / "small"), 1)
+    tensor = LAYER.numel() * 4
+    shard = 8 * tensor // min(world, 2)  # the rank's or a file's, the larger one
+    for peak in run_ranks(world, load_under_watch, str(tmp_path), environment=GIVE_BACK, fresh=True):
+        assert peak <= shard + tensor // world + (8 << 20)
+
+
+LAYER = torch.Size([1024, 2048])  # 8 MiB
+
+
+def layers(number: int) -> torch.nn.Module:
+    return bmt.BMTrainModelWrapper(torch.nn.Sequential(*(torch.nn.Linear(*LAYER) for _ in range(number))))
+
+
+def save_layers(folder: str, number: int) -> None:
+    checkpoint.save(folder, 0, layers(number))
+
+
+def load_under_watch(folder: str) -> int:
+    model = layers(8)
+    checkpoint.load(f"{folder}/small", layers(1))
+    return peak_of(lambda: checkpoint.load(f"{folder}/large", model))
 
 
 def test_only_as_many_are_kept_as_wanted(tmp_path):

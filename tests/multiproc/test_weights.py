@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import json
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
+from harness.peaks import GIVE_BACK, peak_of
 
 import bmtrain as bmt
 
@@ -133,21 +133,13 @@ def test_each_rank_reads_its_shards_alone(family: str, world: int, tmp_path: Pat
     assert max(rank["read"] for rank in found) <= found[0]["whole"] / world + 64 * found[0]["parameters"]
 
 
-def resident(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
-
-
 def load_under_watch(family: str, files: str, options: dict[str, Any]) -> dict[str, int]:
     model = make_sharded(family, **options)
     bmt.weights.load(make_sharded(family), f"{files}-small")  # code that is loaded when it is first used
     # What is free at the end of the heap would be used, and kept, by some ranks.
-    ctypes.CDLL(None).malloc_trim(0)
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    bmt.weights.load(model, files)
+    peak = peak_of(lambda: bmt.weights.load(model, files))
     sizes = [p._original_shape.numel() * 4 for p in model.parameters()]
-    return {"peak": resident("VmHWM") - before, "whole": sum(sizes), "largest": max(sizes)}
+    return {"peak": peak, "whole": sum(sizes), "largest": max(sizes)}
 
 
 LARGE = {
@@ -163,9 +155,8 @@ def test_peak_memory_is_the_shards_and_one_tensor(family: str, world: int, tmp_p
     files = tmp_path / "start"
     make_plain(family, **options).save_pretrained(files)
     make_plain(family).save_pretrained(f"{files}-small")
-    environment = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     watched = run_ranks(
-        world, load_under_watch, family, str(files), options, environment=environment, fresh=True
+        world, load_under_watch, family, str(files), options, environment=GIVE_BACK, fresh=True
     )
     for found in watched:
         assert found["whole"] > 150 << 20
