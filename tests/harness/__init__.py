@@ -36,7 +36,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .group import TIMEOUT, Group, close_server, free_port
+from .group import TIMEOUT, Group, close_servers, free_port
 from .outcome import Outcome, RankError, Status
 from .worker import Call
 
@@ -134,10 +134,10 @@ _problems: list[str] = []  # of ranks that did not end well when their group was
 
 
 def close_groups() -> list[str]:
-    """End all ranks and the server. Returns what went wrong at their exit, one text for each group."""
+    """End all ranks and the servers. Returns what went wrong at their exit, one text for each group."""
     while _groups:
         _problems.append(_groups.popitem()[1].close())
-    close_server()
+    close_servers()
     told = [problem for problem in _problems if problem]
     _problems.clear()
     return told

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 from .outcome import Outcome, Status
 from .worker import Call, Raised, Returned, Setup
 
-__all__ = ["TIMEOUT", "Group", "close_server", "free_port"]
+__all__ = ["TIMEOUT", "Group", "close_servers", "free_port"]
 
 TIMEOUT = 60.0  # seconds that a call may take, unless it says otherwise
 _GRACE = 3.0  # seconds for the other ranks, once one has failed to initialise
@@ -30,9 +30,9 @@ _STOP_TIMEOUT = 15.0  # of ranks that are told to end
 
 
 class _Server:
-    """The process from which ranks are forked."""
+    """A process from which ranks are forked; ``allocator``: variables that the C library reads when it starts."""
 
-    def __init__(self) -> None:
+    def __init__(self, allocator: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         here = str(Path(__file__).parent.parent)
@@ -41,7 +41,12 @@ class _Server:
             [sys.executable, "-c", command, str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **limits, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env={
+                **os.environ,
+                **limits,
+                **allocator,
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            },
         )
         theirs.close()
         self.control = ours
@@ -77,19 +82,21 @@ class _Server:
         self.process.wait(60)
 
 
-_running: list[_Server] = []  # none or one
+_running: dict[frozenset[tuple[str, str]], _Server] = {}  # by what the allocator was told
 
 
-def _server() -> _Server:
-    if not _running:
-        _running.append(_Server())
-    return _running[0]
+def _server_for(environment: Mapping[str, str]) -> _Server:
+    allocator = {name: value for name, value in environment.items() if name.startswith("MALLOC_")}
+    key = frozenset(allocator.items())
+    if key not in _running:
+        _running[key] = _Server(allocator)
+    return _running[key]
 
 
-def close_server() -> None:
-    """End the fork server; all groups have been closed."""
+def close_servers() -> None:
+    """End the fork servers; all groups have been closed."""
     while _running:
-        _running.pop().close()
+        _running.popitem()[1].close()
 
 
 def _encode(request: dict[str, Any]) -> bytes:
@@ -129,7 +136,8 @@ class Group:
         self._stacks = [os.path.join(self._directory.name, f"stacks{rank}") for rank in range(world)]
         self._read = [0] * world
         self._codes: list[int | None] = [None] * world
-        self.pids, self._connections = _server().fork(self._logs, self._stacks)
+        self._server = _server_for(environment)
+        self.pids, self._connections = self._server.fork(self._logs, self._stacks)
         self.usable = True
         self.outcomes: list[Outcome] = []
         port = free_port()
@@ -199,7 +207,7 @@ class Group:
         unknown = [rank for rank in ranks if self._codes[rank] is None]
         if unknown:
             for rank, code in zip(
-                unknown, _server().reap([self.pids[rank] for rank in unknown]), strict=True
+                unknown, self._server.reap([self.pids[rank] for rank in unknown]), strict=True
             ):
                 self._codes[rank] = code
         return all(self._codes[rank] is not None for rank in ranks)
