@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +246,19 @@ def faults_by_thread() -> dict[str, int]:
     return {task.parent.name: int(task.read_text().rpartition(")")[2].split()[7]) for task in tasks}
 
 
+PR_SET_THP_DISABLE = 41  # linux/prctl.h
+
+
+@pytest.fixture
+def small_pages() -> Iterator[None]:
+    """A fault is a page of 4 KiB each time: whether the kernel has a huge one at hand is chance."""
+    library = ctypes.CDLL(None)
+    assert library.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0
+    yield
+    assert library.prctl(PR_SET_THP_DISABLE, 0, 0, 0, 0) == 0
+
+
+@pytest.mark.usefixtures("small_pages")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts page faults of threads")
 def test_new_state_is_touched_by_the_threads_that_will_update_it() -> None:
     """Each of two threads half of every array: with fewer pages than that, one of them would have helped."""
