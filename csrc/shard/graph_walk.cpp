@@ -1,39 +1,49 @@
 #include "shard/graph_walk.h"
 
 #include <ATen/SequenceNumber.h>
-#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <unordered_set>
 
 namespace bmtrain {
 
+using torch::autograd::Node;
+
 std::uint64_t next_node_number() { return at::sequence_number::peek(); }
 
-std::string find_older_node(const std::vector<at::Tensor>& outputs, std::uint64_t first) {
-  using torch::autograd::Node;
+void visit_graph(const std::vector<at::Tensor>& outputs, const std::function<bool(Node&)>& visit) {
   std::vector<Node*> pending;
   std::unordered_set<Node*> seen;
-  const auto visit = [&](Node* node) {
+  const auto meet = [&](Node* node) {
     if (node != nullptr && seen.insert(node).second) {
       pending.push_back(node);
     }
   };
   for (const at::Tensor& output : outputs) {
-    visit(output.grad_fn().get());
+    meet(output.grad_fn().get());
   }
   while (!pending.empty()) {
-    Node* node = pending.back();
+    Node& node = *pending.back();
     pending.pop_back();
-    // Accumulators (and our gradient sinks) carry the highest number of all.
-    if (node->sequence_nr() < first) {
-      return node->name();
+    if (!visit(node)) {
+      return;
     }
-    for (const auto& edge : node->next_edges()) {
-      visit(edge.function.get());
+    for (const auto& edge : node.next_edges()) {
+      meet(edge.function.get());
     }
   }
-  return "";
+}
+
+std::string find_older_node(const std::vector<at::Tensor>& outputs, std::uint64_t first) {
+  std::string found;
+  visit_graph(outputs, [&](const Node& node) {
+    // Accumulators (and our gradient sinks) carry the highest number of all.
+    if (node.sequence_nr() < first) {
+      found = node.name();
+    }
+    return found.empty();
+  });
+  return found;
 }
 
 }  // namespace bmtrain

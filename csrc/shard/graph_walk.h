@@ -2,12 +2,18 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
 namespace bmtrain {
+
+/// Calls `visit` with each node that `outputs` lead to, once, until it returns false.
+void visit_graph(const std::vector<at::Tensor>& outputs,
+                 const std::function<bool(torch::autograd::Node&)>& visit);
 
 /// The sequence number that the next autograd node of this thread will get.
 [[nodiscard]] std::uint64_t next_node_number();

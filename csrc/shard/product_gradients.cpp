@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "shard/gradient_sink.h"
+#include "shard/graph_walk.h"
 
 namespace bmtrain {
 namespace {
@@ -46,21 +47,15 @@ Product product_of(Node* node) {
 /// The nodes that `outputs` lead to, with how many edges lead to each.
 std::unordered_map<Node*, int> edges_into(const std::vector<at::Tensor>& outputs) {
   std::unordered_map<Node*, int> counts;
-  std::vector<Node*> pending;
-  for (const at::Tensor& output : outputs) {
-    if (Node* node = output.grad_fn().get(); node != nullptr && counts.emplace(node, 0).second) {
-      pending.push_back(node);
-    }
-  }
-  while (!pending.empty()) {
-    const Node* node = pending.back();
-    pending.pop_back();
-    for (const Edge& edge : node->next_edges()) {
-      if (edge.is_valid() && ++counts[edge.function.get()] == 1) {
-        pending.push_back(edge.function.get());
+  visit_graph(outputs, [&counts](Node& node) {
+    counts.try_emplace(&node, 0);
+    for (const Edge& edge : node.next_edges()) {
+      if (edge.is_valid()) {
+        ++counts[edge.function.get()];
       }
     }
-  }
+    return true;
+  });
   return counts;
 }
 

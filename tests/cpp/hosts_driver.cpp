@@ -23,6 +23,7 @@
 #include "comm/hosts_communicator.h"
 #include "common/check.h"
 #include "cpu/kernels.h"
+#include "expect.h"
 #include "thread_backend.h"
 
 namespace bmtrain::cpu {
@@ -43,13 +44,6 @@ constexpr int kRanks = kHosts * kLocal;
 constexpr int kRounds = 60;
 constexpr int kMessages = 200;
 constexpr double kTimeout = 60.0;
-
-void expect(bool condition, const char* what) {
-  if (!condition) {
-    std::fprintf(stderr, "expected: %s\n", what);
-    std::_Exit(1);
-  }
-}
 
 // What every rank sends in a round, told apart by `kind`.
 std::int32_t mark(int rank, int round, int kind) { return 1000 * round + 10 * kind + rank; }

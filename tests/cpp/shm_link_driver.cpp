@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <cstdio>
-#include <cstdlib>
 #include <memory>
 #include <string>
 #include <thread>
@@ -16,6 +15,7 @@
 
 #include "comm/shm_link.h"
 #include "common/check.h"
+#include "expect.h"
 
 namespace {
 
@@ -27,13 +27,6 @@ using bmtrain::ShmPlace;
 
 constexpr int kRanks = 3;
 constexpr int kRounds = 40;
-
-void expect(bool condition, const char* what) {
-  if (!condition) {
-    std::fprintf(stderr, "expected: %s\n", what);
-    std::exit(1);
-  }
-}
 
 char mark(int rank, int round) { return static_cast<char>(1 + rank + 7 * round); }
 

@@ -27,6 +27,7 @@
 #include "common/check.h"
 #include "common/device_runtime.h"
 #include "cpu/isa.h"
+#include "expect.h"
 #include "ops.h"
 #include "optim/offload_update.h"
 
@@ -44,13 +45,6 @@ constexpr int kBlocks = 6;
 constexpr int kSlots = 2;
 constexpr int kSteps = 60;
 constexpr std::int64_t kLargest = 70'000;  // elements: three chunks
-
-void expect(bool condition, const char* what) {
-  if (!condition) {
-    std::fprintf(stderr, "expected: %s\n", what);
-    std::_Exit(1);
-  }
-}
 
 // Work in the order in which it was queued, by a thread that now and then is late.
 class Stream {

@@ -3,23 +3,17 @@
 
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <thread>
 #include <vector>
 
 #include "common/delays.h"
 #include "common/thread_pool.h"
+#include "expect.h"
 
 namespace {
 
 constexpr int kCallers = 3;
 constexpr int kRounds = 300;
-
-void expect(bool condition, const char* what) {
-  if (condition) return;
-  std::fprintf(stderr, "expected: %s\n", what);
-  std::exit(1);
-}
 
 // Plain memory: written by whichever thread runs a task, read by the caller afterwards.
 void every_task_once(int num_tasks) {

@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "expect.h"
 #include "optim/update_queue.h"
 
 namespace {
@@ -16,12 +17,6 @@ using bmtrain::UpdateQueue;
 
 constexpr int kChunks = 32;
 constexpr int kRounds = 200;
-
-void expect(bool condition, const char* what) {
-  if (condition) return;
-  std::fprintf(stderr, "expected: %s\n", what);
-  std::exit(1);
-}
 
 // Plain memory, written by whoever computes a chunk and read by whoever has waited.
 struct Block {

@@ -11,6 +11,7 @@
 
 #include "comm/flight_recorder.h"
 #include "comm/watchdog.h"
+#include "expect.h"
 
 namespace {
 
@@ -23,12 +24,6 @@ using bmtrain::Watchdog;
 constexpr int kThreads = 4;
 constexpr int kOperations = 2000;
 constexpr int kRounds = 50;
-
-void expect(bool condition, const char* what) {
-  if (condition) return;
-  std::fprintf(stderr, "expected: %s\n", what);
-  std::exit(1);
-}
 
 OpRecord operation(const std::string& label, int peer = -1) {
   OpRecord record;
