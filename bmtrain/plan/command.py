@@ -52,6 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--seq", type=int, metavar="N", help="tokens of a sample (default: 1024)")
     model.add_argument("--config", type=Path, metavar="FILE", help="a Hugging Face config.json instead")
     model.add_argument("--module", metavar="FILE:FUNCTION", help="a module instead, see below")
+    model.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        help="of the parameters (default: a module's own; else float32 with --compute-dtype or --gather-dtype, "
+        "bfloat16 without)",
+    )
     machine = parser.add_argument_group("machine")
     machine.add_argument(
         "--machine", default="a100-80gb", metavar="NAME", help=f"{', '.join(MACHINES)} (default: %(default)s)"
@@ -141,14 +147,15 @@ def _run(arguments: argparse.Namespace) -> int:
         level=arguments.level,
         recompute="selective" if arguments.selective else not arguments.no_recompute,
         zero_size=arguments.zero_size,
-        compute_dtype=getattr(torch, arguments.compute_dtype) if arguments.compute_dtype else None,
-        gather_dtype=getattr(torch, arguments.gather_dtype) if arguments.gather_dtype else None,
+        compute_dtype=_dtype(arguments.compute_dtype),
+        gather_dtype=_dtype(arguments.gather_dtype),
         offload=arguments.offload,
         accumulate=arguments.accumulate,
         tp_size=arguments.tp,
         pipe_size=arguments.pipe,
     )
-    machine = _machine(arguments, _computes_in(model, policy))
+    _require_wide(model, policy)
+    machine = _machine(arguments, policy.compute_dtype or _stored_in(model, arguments))
     plan = None
     if arguments.choose:
         plan = choose_policy(model, machine, policy, ring_reduce=arguments.ring_reduce)
@@ -179,11 +186,25 @@ def _write(path: Path | None, content: dict[str, Any]) -> None:
         path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _computes_in(model: ModelDescription, policy: TrainingPolicy) -> torch.dtype:
-    if policy.compute_dtype is not None:
-        return policy.compute_dtype
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+def _stored_in(model: ModelDescription, arguments: argparse.Namespace) -> torch.dtype:
+    """The dtype of the parameters of blocks. Of a module only their width is known: 16 bits are taken for bf16."""
     sizes = [buffer.element_size for block in model.blocks for buffer in block.buffers]
-    return torch.bfloat16 if sizes[:1] == [2] else torch.float32
+    return _dtype(arguments.dtype) or (torch.bfloat16 if sizes[:1] == [2] else torch.float32)
+
+
+def _require_wide(model: ModelDescription, policy: TrainingPolicy) -> None:
+    """Refuses dtypes that would change nothing, and be printed all the same."""
+    if any(buffer.element_size == 4 for block in model.blocks for buffer in block.buffers):
+        return
+    for option, dtype in (("--compute-dtype", policy.compute_dtype), ("--gather-dtype", policy.gather_dtype)):
+        if dtype is not None:
+            raise ValueError(
+                f"{option}: acts on blocks of fp32 parameters, and {model.name} has none (--dtype)"
+            )
 
 
 def _machine(arguments: argparse.Namespace, dtype: torch.dtype | None = None) -> Machine:
@@ -206,13 +227,17 @@ def _machine(arguments: argparse.Namespace, dtype: torch.dtype | None = None) ->
 
 
 def _model(arguments: argparse.Namespace) -> ModelDescription:
+    narrows = arguments.compute_dtype or arguments.gather_dtype
+    dtype = _dtype(arguments.dtype) or (torch.float32 if narrows else torch.bfloat16)
     if arguments.config is not None:
         try:
             config = json.loads(arguments.config.read_text())
         except json.JSONDecodeError as error:
             raise ValueError(f"--config: {arguments.config} is not JSON ({error})") from None
-        return describe_config(config, seq_len=arguments.seq)
+        return describe_config(config, seq_len=arguments.seq, dtype=dtype)
     if arguments.module is not None:
+        if arguments.dtype is not None:
+            raise ValueError("--dtype: a module has its parameters' own, convert it in its function")
         model, *inputs = _build(arguments.module)
         return describe_module(model, *inputs)
     return gpt2(
@@ -222,6 +247,7 @@ def _model(arguments: argparse.Namespace) -> ModelDescription:
         dim_head=arguments.dim_head,
         vocab_size=arguments.vocab,
         seq_len=arguments.seq or 1024,
+        dtype=dtype,
     )
 
 

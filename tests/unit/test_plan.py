@@ -203,6 +203,16 @@ def test_command_prints_a_plan_and_writes_json(tmp_path: Path, capsys: pytest.Ca
     assert "fits: NO" in capsys.readouterr().out
 
 
+CONFIG = {
+    "model_type": "gpt2",
+    "n_layer": 2,
+    "n_embd": 64,
+    "n_head": 4,
+    "vocab_size": 100,
+    "n_positions": 64,
+}
+
+
 def write_model(folder: Path) -> Path:
     """A file whose `build` makes a GPT of fp32."""
     script = folder / "model.py"
@@ -233,6 +243,35 @@ def test_command_knows_parameters_that_travel_in_16_bits(
     assert "gather_dtype: at level 0 nothing is gathered" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("by_config", [False, True])
+def test_command_counts_the_dtypes_that_it_prints(
+    by_config: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of models by numbers: parameters of fp32 that blocks compute with, or send, in 16 bits."""
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(CONFIG))
+    model = ["--config", "config.json"] if by_config else ["--layers", "2", "--dim", "64"]
+
+    def plan(*options: str) -> tuple[dict[str, float], dict[str, list[int]]]:
+        assert main(["plan", *model, *options, "--json", "plan.json"]) == 0
+        content = json.loads(Path("plan.json").read_text())
+        return content["memory"], content["traffic"]
+
+    half, _ = plan()
+    single, whole = plan("--dtype", "float32")
+    computed, narrow = plan("--compute-dtype", "bfloat16")
+    gathered, sent = plan("--gather-dtype", "bfloat16")
+    assert single["weights"] == computed["weights"] == gathered["weights"]
+    assert single["weights"] == pytest.approx(2 * half["weights"], rel=0.02)  # but for what aligns the shards
+    assert computed["activations"] < single["activations"] == gathered["activations"]
+    assert narrow["all_to_all"][1] == whole["all_to_all"][1] / 2
+    assert sent["all_to_all"][1] == whole["all_to_all"][1]  # gradients travel as they are computed
+    assert narrow["all_gather"][1] == sent["all_gather"][1] < whole["all_gather"][1]
+    capsys.readouterr()
+    assert main(["plan", *model, "--dtype", "bfloat16", "--compute-dtype", "bfloat16"]) == 2
+    assert "--compute-dtype: acts on blocks of fp32 parameters" in capsys.readouterr().err
+
+
 def test_command_describes_a_file_s_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--module", f"{write_model(tmp_path)}:build"]) == 0
     assert "GPT: 0.000 billion" in capsys.readouterr().out
@@ -242,6 +281,7 @@ def test_command_describes_a_file_s_module(tmp_path: Path, capsys: pytest.Captur
     ("options", "dtype"),
     [
         ([], torch.bfloat16),  # of a GPT-2 by numbers
+        (["--dtype", "float16"], torch.float16),
         (["--config", "config.json", "--compute-dtype", "float16"], torch.float16),
     ],
 )
@@ -255,15 +295,7 @@ def test_this_machine_is_measured_in_what_blocks_compute_in(
         return MACHINES["a100-80gb"]
 
     monkeypatch.chdir(tmp_path)
-    config = {
-        "model_type": "gpt2",
-        "n_layer": 2,
-        "n_embd": 64,
-        "n_head": 4,
-        "vocab_size": 100,
-        "n_positions": 64,
-    }
-    Path("config.json").write_text(json.dumps(config))
+    Path("config.json").write_text(json.dumps(CONFIG))
     monkeypatch.setattr("bmtrain.plan.command.measure_machine", measure)
     main(["plan", "--here", "--devices", "4", "--layers", "2", "--dim", "64", *options])
     assert asked == [(4, dtype)]
