@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from .._arguments import require_integer
@@ -42,7 +40,7 @@ class ColumnParallelLinear(DistributedModule):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        dtype: Any = None,
+        dtype: torch.dtype | None = None,
         gather_output: bool = False,
         gather_input: bool = True,
         async_gather_chunks: int = 2,

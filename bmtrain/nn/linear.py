@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..layer import DistributedModule
@@ -41,7 +39,9 @@ class Linear(DistributedModule):
         torch.Size([3, 2])
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, dtype: Any = None) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         check_layer(dtype, in_features=in_features, out_features=out_features)
         self.in_features = in_features

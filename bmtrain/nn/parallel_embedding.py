@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,14 +43,12 @@ class VPEmbedding(DistributedModule):
         self,
         vocab_size: int,
         embedding_size: int,
-        dtype: Any = torch.half,
+        dtype: torch.dtype | None = torch.half,
         init_mean: float = 0.0,
         init_std: float = 1,
     ) -> None:
         super().__init__()
-        check_layer(dtype, vocab_size=vocab_size, embedding_size=embedding_size)
-        require_between("init_mean", init_mean, -_LARGEST, _LARGEST)
-        require_between("init_std", init_std, 0)
+        _check_table(vocab_size, embedding_size, dtype, init_mean, init_std)
         self.vocab_size = vocab_size
         self.embedding_size = embedding_size
         rows = divided("vocab_size", vocab_size)
@@ -97,6 +94,14 @@ class VPEmbedding(DistributedModule):
         return scatter_rows(found).view(*ids.shape, weight.shape[1])
 
 
+def _check_table(
+    vocab_size: int, embedding_size: int, dtype: torch.dtype | None, init_mean: float, init_std: float
+) -> None:
+    check_layer(dtype, vocab_size=vocab_size, embedding_size=embedding_size)
+    require_between("init_mean", init_mean, -_LARGEST, _LARGEST)
+    require_between("init_std", init_std, 0)
+
+
 def _check_ids(ids: torch.Tensor, vocab_size: int) -> None:
     """Before anything is sent. On a GPU the values are not looked at, which would stop the host."""
     if ids.dtype not in (torch.int32, torch.int64):
@@ -121,14 +126,12 @@ class Projection(DistributedModule):
         self,
         vocab_size: int,
         embedding_size: int,
-        dtype: Any = torch.half,
+        dtype: torch.dtype | None = torch.half,
         init_mean: float = 0.0,
         init_std: float = 1,
     ) -> None:
         super().__init__()
-        check_layer(dtype, vocab_size=vocab_size, embedding_size=embedding_size)
-        require_between("init_mean", init_mean, -_LARGEST, _LARGEST)
-        require_between("init_std", init_std, 0)
+        _check_table(vocab_size, embedding_size, dtype, init_mean, init_std)
         self.vocab_size = vocab_size
         self.embedding_size = embedding_size
         self.weight = DistributedParameter(

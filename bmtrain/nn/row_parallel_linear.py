@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from .._arguments import require_integer
@@ -39,7 +37,7 @@ class RowParallelLinear(DistributedModule):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        dtype: Any = None,
+        dtype: torch.dtype | None = None,
         split_input: bool = False,
         all_reduce_output: bool = False,
         async_chunks: int = 2,

@@ -1,0 +1,48 @@
+"""The operators of the C++ core (``torch.ops.bmtrain.*``): typed wrappers, and what they do to fake tensors.
+
+They take CPU tensors; in a build with CUDA `has_kernels` says which of them take tensors of a GPU too.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from . import fakes  # noqa: F401 - registers them
+from .cross_entropy import CrossEntropySums, cross_entropy_gradient_, cross_entropy_sums
+from .tensors import abs_max, abs_power_sum, cast_, has_inf_nan, ordered_sum_, scale_, squared_sum
+from .updates import AdamRanges, DeltaSums, MomentumRanges, adam_, adam_move_, lion_, sgd_
+
+__all__ = [
+    "AdamRanges",
+    "CrossEntropySums",
+    "DeltaSums",
+    "MomentumRanges",
+    "abs_max",
+    "abs_power_sum",
+    "adam_",
+    "adam_move_",
+    "cast_",
+    "cross_entropy_gradient_",
+    "cross_entropy_sums",
+    "has_inf_nan",
+    "has_kernels",
+    "lion_",
+    "ordered_sum_",
+    "scale_",
+    "sgd_",
+    "squared_sum",
+]
+
+
+@cache
+def has_kernels(op: str, device: str) -> bool:
+    """Whether the core was built with kernels of an operator for a type of device.
+
+    Example:
+        >>> has_kernels("squared_sum", "cpu"), has_kernels("squared_sum", "meta")
+        (True, False)
+    """
+    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device)
+    return key is not None and bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"bmtrain::{op}", key))

@@ -1,0 +1,58 @@
+"""What the operators give for tensors without data (torch.compile, FakeTensorMode). Importing it registers that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .. import _C  # noqa: F401 - loading it registers the operators
+
+__all__ = ["FAKES"]
+
+
+def _writes_only(*tensors: object, **options: object) -> None:
+    """Fake of an operator that returns nothing."""
+
+
+def _number(dtype: torch.dtype) -> Callable[..., Tensor]:
+    """Fake of a reduction to one number."""
+
+    def fake(tensors: list[Tensor], p: float = 2.0) -> Tensor:
+        return tensors[0].new_empty((), dtype=dtype)
+
+    return fake
+
+
+def _fake_adam(*ranges: object, **options: object) -> tuple[float, float]:
+    return 0.0, 0.0
+
+
+def _fake_cross_entropy_sums(
+    logits: Tensor, target: Tensor, weight: Tensor | None, *, smooth: bool, divided: bool
+) -> tuple[Tensor, ...]:
+    rows = logits.shape[0]
+    return tuple(
+        logits.new_empty(size, dtype=torch.float32) for size in (rows, rows, rows, rows if smooth else 0)
+    )
+
+
+#: By the name of the operator.
+FAKES: dict[str, Callable[..., object]] = {
+    "cast_": _writes_only,
+    "ordered_sum_": _writes_only,
+    "scale_": _writes_only,
+    "squared_sum": _number(torch.float64),
+    "abs_max": _number(torch.float32),
+    "abs_power_sum": _number(torch.float64),
+    "has_inf_nan": _number(torch.bool),
+    "adam_": _fake_adam,
+    "sgd_": _writes_only,
+    "lion_": _writes_only,
+    "adam_move_": _writes_only,
+    "cross_entropy_sums": _fake_cross_entropy_sums,
+    "cross_entropy_gradient_": _writes_only,
+}
+for _name, _fake in FAKES.items():
+    torch.library.register_fake(f"bmtrain::{_name}", _fake)

@@ -1,0 +1,89 @@
+"""Casts, sums and reductions of tensors.
+
+Reductions take a list of tensors of any shapes, fp32, fp16 and bf16 mixed, and give the same bits at every number
+of threads and every instruction set level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import _C  # noqa: F401 - loading it registers the operators
+
+__all__ = ["abs_max", "abs_power_sum", "cast_", "has_inf_nan", "ordered_sum_", "scale_", "squared_sum"]
+
+_ops = torch.ops.bmtrain
+
+
+def cast_(out: Tensor, source: Tensor) -> Tensor:
+    """Copy ``source`` into ``out``, rounded to nearest even. Contiguous, with equally many elements.
+
+    Example:
+        >>> cast_(torch.empty(2, dtype=torch.bfloat16), torch.tensor([1.0, 1.00390625]))
+        tensor([1., 1.], dtype=torch.bfloat16)
+    """
+    _ops.cast_(out, source)
+    return out
+
+
+def ordered_sum_(
+    out: Tensor, sources: Sequence[Tensor], *, accumulate: bool = False, factor: float = 1.0
+) -> Tensor:
+    """Add ``sources`` in their order and write ``factor`` times the sum, plus the old ``out`` if ``accumulate``.
+
+    All contiguous and of one dtype (fp64 included); 16-bit values are added in fp32 and rounded once.
+
+    Example:
+        >>> ordered_sum_(torch.ones(2), [torch.ones(2), torch.ones(2)], accumulate=True, factor=0.5)
+        tensor([2., 2.])
+    """
+    _ops.ordered_sum_(out, list(sources), accumulate, factor)
+    return out
+
+
+def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply tensors of any float dtypes in place by one number, in fp32 or wider, rounded once.
+
+    Args:
+        tensors: of one device; on a GPU fp32, fp16 or bf16 and contiguous.
+        factor: one element, fp32 or fp64; read on the device, so that the host does not wait for it.
+
+    Example:
+        >>> x = torch.ones(2)
+        >>> scale_([x], torch.tensor(0.5)); x
+        tensor([0.5000, 0.5000])
+    """
+    if tensors:
+        _ops.scale_(list(tensors), factor)
+        torch.autograd.graph.increment_version(list(tensors))
+
+
+def squared_sum(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the squares of all elements, a 0-dim fp64 tensor; finite if and only if every element is."""
+    return _tensor(_ops.squared_sum(list(tensors)) if tensors else torch.zeros((), dtype=torch.float64))
+
+
+def abs_max(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the largest magnitude, a 0-dim fp32 tensor: NaN if there is one, 0 without elements."""
+    return _tensor(_ops.abs_max(list(tensors)) if tensors else torch.zeros(()))
+
+
+def abs_power_sum(tensors: Sequence[Tensor], p: float) -> Tensor:
+    """Return the sum of ``|x| ** p`` for a finite p > 0, a 0-dim fp64 tensor. For p = 2 squared_sum is far faster."""
+    return _tensor(_ops.abs_power_sum(list(tensors), p) if tensors else torch.zeros((), dtype=torch.float64))
+
+
+def has_inf_nan(tensors: Sequence[Tensor]) -> bool:
+    """Tell whether any element is infinite or NaN. Tensors of other devices are checked there, by torch."""
+    on_cpu = [t for t in tensors if t.device.type == "cpu"]
+    elsewhere = [t for t in tensors if t.device.type != "cpu"]
+    if on_cpu and _ops.has_inf_nan(on_cpu).item():
+        return True
+    return bool(elsewhere) and not torch.stack([t.isfinite().all() for t in elsewhere]).all().item()
+
+
+def _tensor(result: Tensor) -> Tensor:  # torch.ops are untyped
+    return result

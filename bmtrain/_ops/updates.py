@@ -1,0 +1,198 @@
+"""One step of an optimizer over many tensors, in one pass over memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _C  # noqa: F401 - loading it registers the operators
+
+__all__ = ["AdamRanges", "DeltaSums", "MomentumRanges", "adam_", "adam_move_", "lion_", "sgd_"]
+
+_ops = torch.ops.bmtrain
+
+
+class AdamRanges(NamedTuple):
+    """What one call of :func:`adam_` updates: parallel lists of contiguous tensors of one device.
+
+    Neighbours in memory (in every list, with equal ``steps``) are updated as one range.
+
+    Attributes:
+        weights: fp32 parameters, or fp32 masters of 16-bit ones; updated.
+        rounded: 16-bit parameters that receive the rounded weights; empty if there are none.
+        grads: fp32, fp16 or bf16.
+        exp_avgs: first moments, fp32 or bf16; updated.
+        exp_avg_sqs: second moments, of the same dtype; updated.
+        steps: the number of each tensor's update, 1 for the first.
+    """
+
+    weights: list[Tensor]
+    rounded: list[Tensor]
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    steps: list[int]
+
+
+class MomentumRanges(NamedTuple):
+    """What one call of :func:`sgd_` or :func:`lion_` updates: parallel lists of contiguous tensors of one device.
+
+    Neighbours in memory (in every list) are updated as one range.
+
+    Attributes:
+        weights: fp32 parameters, or fp32 masters of 16-bit ones; updated.
+        rounded: 16-bit parameters that receive the rounded weights; empty if there are none.
+        grads: fp32, fp16 or bf16.
+        momenta: fp32; updated. Empty for SGD without momentum.
+        fresh: whether the momentum of SGD begins with this step, which then writes the gradient to it; Lion's is zeros.
+    """
+
+    weights: list[Tensor]
+    rounded: list[Tensor]
+    grads: list[Tensor]
+    momenta: list[Tensor]
+    fresh: list[bool]
+
+
+class DeltaSums(NamedTuple):
+    """Sums over all updated elements of ``u + weight_decay * w`` and of its square (zeros if not asked for)."""
+
+    total: float
+    squares: float
+
+
+def adam_(
+    ranges: AdamRanges,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    scale: float = 1.0,
+    decoupled: bool = False,
+    maximize: bool = False,
+    hold_steps: int = 0,
+    torch_sqrt: bool = False,
+    with_delta: bool = False,
+) -> DeltaSums:
+    """Update ranges by one Adam step, in one pass, in the operation order of ``torch.optim.Adam``.
+
+    Args:
+        ranges: what to update.
+        lr: learning rate.
+        betas: decay of the first and of the second moment.
+        eps: added to the denominator after bias correction.
+        weight_decay: strength of the weight decay.
+        scale: gradients are divided by it.
+        decoupled: weight decay as in AdamW; otherwise it is added to the gradient (L2).
+        maximize: follow the gradient upwards.
+        hold_steps: number of first updates of a tensor with learning rate 0.
+        torch_sqrt: take the bits of torch's square root, which MKL does not always round correctly; fp32 only.
+        with_delta: compute the sums that are returned.
+
+    Raises:
+        TypeError: a tensor's dtype, device or layout does not fit; nothing has been written.
+        ValueError: the lists or sizes do not fit; nothing has been written.
+    """
+    if not ranges.weights:
+        return DeltaSums(0.0, 0.0)
+    sums = _ops.adam_(
+        *ranges,
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        eps=eps,
+        weight_decay=weight_decay,
+        scale=scale,
+        decoupled=decoupled,
+        maximize=maximize,
+        hold_steps=hold_steps,
+        torch_sqrt=torch_sqrt,
+        with_delta=with_delta,
+    )
+    return DeltaSums(*sums)
+
+
+def sgd_(
+    ranges: MomentumRanges,
+    *,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    scale: float = 1.0,
+    nesterov: bool = False,
+    maximize: bool = False,
+) -> None:
+    """Update ranges by one step of SGD, in one pass, in the operation order of ``torch.optim.SGD``.
+
+    Args:
+        ranges: what to update.
+        lr: learning rate.
+        momentum: what the momentum is multiplied by.
+        dampening: ``1 - dampening`` times the gradient is added to it.
+        weight_decay: times the weight is added to the gradient.
+        scale: gradients are divided by it.
+        nesterov: step along the gradient and ``momentum`` times the momentum.
+        maximize: follow the gradient upwards.
+
+    Raises:
+        TypeError: a tensor's dtype, device or layout does not fit; nothing has been written.
+        ValueError: the lists or sizes do not fit; nothing has been written.
+    """
+    if ranges.weights:
+        _ops.sgd_(
+            *ranges,
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            scale=scale,
+            nesterov=nesterov,
+            maximize=maximize,
+        )
+
+
+def lion_(
+    ranges: MomentumRanges,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float = 0.0,
+    scale: float = 1.0,
+    maximize: bool = False,
+) -> None:
+    """Update ranges by one step of Lion, in one pass.
+
+    Args:
+        ranges: what to update.
+        lr: learning rate, by which every weight moves.
+        betas: the share of the momentum in the direction, and its decay.
+        weight_decay: strength of the decoupled weight decay.
+        scale: gradients are divided by it.
+        maximize: follow the gradient upwards.
+
+    Raises:
+        TypeError: a tensor's dtype, device or layout does not fit; nothing has been written.
+        ValueError: the lists or sizes do not fit; nothing has been written.
+    """
+    if ranges.weights:
+        _ops.lion_(
+            *ranges[:4],
+            lr=lr,
+            beta1=betas[0],
+            beta2=betas[1],
+            weight_decay=weight_decay,
+            scale=scale,
+            maximize=maximize,
+        )
+
+
+def adam_move_(ranges: AdamRanges) -> None:
+    """Move the bytes of an :func:`adam_` with 16-bit gradients and rounded weights, computing nothing.
+
+    The ceiling of a step, for benchmarks: rounded weights then hold the gradients, all else is as it was.
+    """
+    _ops.adam_move_(*ranges[:5])
