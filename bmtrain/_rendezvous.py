@@ -43,7 +43,7 @@ class Peer:
         pid: its process, for messages.
         local_rank: its number on the machine; None if its launcher did not say.
         cpus: the processors it may run on.
-        num_gpus: cards it can use.
+        cards: names of the cards it can use, in their order, by which ranks of a host know that one is the same.
         seed: the seed that it was given.
     """
 
@@ -52,7 +52,7 @@ class Peer:
     pid: int
     local_rank: int | None
     cpus: str
-    num_gpus: int
+    cards: list[str]
     seed: int
 
 

@@ -16,6 +16,7 @@ import torch
 
 from . import _C, _context
 from ._arguments import require_integer
+from ._cards import choose_cards, use_card, visible_cards
 from ._comm_nccl import read_registration, register_buffers
 from ._context import Context, Streams
 from ._deprecate import warn_once
@@ -149,7 +150,7 @@ def init_distributed(
 def _alone(launch: Launch, place: Topology, options: InitOptions) -> Context:
     """The context of a single process: no store, no port, nobody to agree with."""
     local_rank = launch.local_rank or 0
-    device = _select_device(options.backend, local_rank)
+    device = use_card(_own_card(launch.local_rank, options.backend))
     return _build(launch, place, options, "single", device, (local_rank, 1), options.seed, None, None)
 
 
@@ -164,7 +165,7 @@ def _join(launch: Launch, place: Topology, options: InitOptions) -> Context:
             pid=os.getpid(),
             local_rank=launch.local_rank,
             cpus=_usable_cpus(),
-            num_gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+            cards=visible_cards(),
             seed=options.seed,
         ),
         {
@@ -180,8 +181,7 @@ def _join(launch: Launch, place: Topology, options: InitOptions) -> Context:
         },
     )
     locals_ = [_local_rank(peer, peers) for peer in peers]
-    if options.backend == "nccl":
-        _check_cards(peers, locals_)
+    card = choose_cards(peers, locals_, options.backend)[launch.rank]
     local_rank = locals_[launch.rank]
     same_host = [peer for peer in peers if peer.host == peers[launch.rank].host]
     local_size = launch.local_size or len(same_host)
@@ -192,7 +192,7 @@ def _join(launch: Launch, place: Topology, options: InitOptions) -> Context:
             stacklevel=3,
         )
     _share_processors(peers[launch.rank], same_host)
-    device = _select_device(options.backend, local_rank)
+    device = use_card(card)
     host = launch.meeting.host if launch.meeting.scheme == "tcp" else peers[0].host.split()[0]
     hosts = [peer.host for peer in peers]
     watch = Watch.join(meeting.store, launch.rank, timeout=options.timeout, host=host, hosts=hosts)
@@ -241,27 +241,18 @@ def _build(
     )
 
 
-def _select_device(backend: str, local_rank: int) -> torch.device:
-    if not torch.cuda.is_available() or torch.cuda.device_count() == 0:
-        return torch.device("cpu")
-    num_cards = torch.cuda.device_count()
+def _own_card(local_rank: int | None, backend: str) -> int:
+    """Of a single process: what its launcher says; without one, the card that the program has chosen."""
+    num_cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_cards == 0:
+        return 0
+    if local_rank is None:
+        return torch.cuda.current_device()
     if backend == "nccl" and local_rank >= num_cards:
         raise ValueError(
             f"local rank: expected less than the {num_cards} cards of this host, got {local_rank}"
         )
-    device = torch.device("cuda", local_rank % num_cards)
-    torch.cuda.set_device(device)
-    return device
-
-
-def _check_cards(peers: list[Peer], locals_: list[int]) -> None:
-    """Every rank checks all ranks, so that all raise where one would have to."""
-    for peer, local_rank in zip(peers, locals_, strict=True):
-        if local_rank >= peer.num_gpus:
-            raise ValueError(
-                f"backend 'nccl': expected at most one rank per card, got local rank {local_rank} on a host "
-                f"with {peer.num_gpus} cards (rank {peer.rank}): start fewer there, or use backend='gloo'"
-            )
+    return local_rank % num_cards
 
 
 def _local_rank(peer: Peer, peers: list[Peer]) -> int:

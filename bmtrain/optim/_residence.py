@@ -75,5 +75,8 @@ def spare_bytes(device: torch.device) -> int:
     others = total - free - torch.cuda.memory_reserved(device)
     spare = int(_FULL * total) - others - torch.cuda.max_memory_allocated(device)
     current = _context.current()
-    sharers = 1 if current is None else -(-current.local_size // torch.cuda.device_count())
+    # Over NCCL a rank has its card to itself, and may see no other.
+    sharers = 1
+    if current is not None and current.backend == "gloo":
+        sharers = -(-current.local_size // torch.cuda.device_count())
     return max(spare, 0) // sharers
