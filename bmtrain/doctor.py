@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from . import _context
 from ._checkup import Check, Surroundings, check_up
 from ._checkup.gpus import prove, run_on_all_gpus
@@ -174,6 +176,9 @@ MODULES = [
 #: Paths that can be imported as modules, beyond those in which the objects above were found.
 IMPORTABLE = ("nccl.enums", "hook_func")
 
+#: Seconds in which ranks have to meet, by default. GPUs' have to load their libraries and to connect by NCCL, too.
+_TIMEOUT, _TIMEOUT_OF_GPUS = 10.0, 90.0
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -241,7 +246,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus", action="store_true", help="prove that training works on all GPUs together instead"
     )
     parser.add_argument(
-        "--timeout", type=float, default=10.0, metavar="SECONDS", help="for the ranks to meet (default: 10)"
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help=f"for the ranks to meet (default: {_TIMEOUT:.0f}, with GPUs {_TIMEOUT_OF_GPUS:.0f})",
     )
 
 
@@ -249,12 +257,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the report. Returns 1 if there is a problem, else 0."""
     if arguments.api:
         return _run_api()
-    here = Surroundings(timeout=arguments.timeout)
+    timeout = arguments.timeout
+    if timeout is None:
+        timeout = _TIMEOUT_OF_GPUS if torch.cuda.is_available() else _TIMEOUT
+    here = Surroundings(timeout=timeout)
     if not arguments.gpus:
         return run_checks(here)
     if "WORLD_SIZE" in here.environ or "BMTRAIN_DOCTOR_RANK" in here.environ:
         return run_proof(here)
-    return run_on_all_gpus(arguments.timeout)
+    return run_on_all_gpus(timeout)
 
 
 def run_proof(here: Surroundings) -> int:

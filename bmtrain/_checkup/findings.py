@@ -46,6 +46,7 @@ class Surroundings:
         build: as :func:`bmtrain.build_info` gives it.
         sources: of the core.
         shared_memory: the folder that is shared memory.
+        driver: what is there where the NVIDIA driver is.
         nodes: the folder that lists the machine's memories and the processors near each.
         processors: numbers of those that this process may run on.
         available_memory: bytes that are left.
@@ -57,6 +58,7 @@ class Surroundings:
     build: Mapping[str, object] = field(default_factory=_build.build_info)
     sources: Path = Path(__file__).parents[2] / "csrc"
     shared_memory: Path = Path("/dev/shm")
+    driver: Path = Path("/proc/driver/nvidia/version")
     nodes: Path = Path("/sys/devices/system/node")
     processors: Callable[[], set[int]] = _own_processors
     available_memory: Callable[[], int] = available_bytes

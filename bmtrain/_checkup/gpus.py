@@ -17,7 +17,6 @@ from torch import Tensor
 
 from .. import _C, _ops
 from .._context import Context
-from ..errors import BMTrainError
 from .findings import Check
 from .ranks import meet
 
@@ -48,8 +47,8 @@ def prove(timeout: float) -> Iterator[Check]:
     """Let the ranks meet and try everything. Collective; every rank makes the same checks."""
     try:
         context = meet(timeout)
-    except (BMTrainError, ValueError) as error:
-        yield Check("ranks", str(error).splitlines()[0], "run python -m bmtrain doctor for what is wrong")
+    except Exception as error:  # of the library, or of torch about the device
+        yield Check("ranks", _described(error), "run python -m bmtrain doctor for what is wrong")
         return
     world = context.groups["zero"].size
     yield Check("ranks", f"rank {context.topology.rank} of {world}, {context.backend}, {context.device}")
@@ -59,17 +58,36 @@ def prove(timeout: float) -> Iterator[Check]:
         ("training", _training),
     ]
     for name, check in checks:
-        try:
-            found, problem = check(context), ""
-        except (RuntimeError, AssertionError) as error:
-            found, problem = f"{type(error).__name__}: {str(error).splitlines()[0]}", _REPORT
-        failed = torch.tensor([bool(problem)], dtype=torch.uint8, device=context.device)
-        context.groups["zero"].comm.all_reduce(failed, _C.ReduceOp.MAX, "doctor").wait()
-        if failed.item() and not problem:
-            found, problem = f"{found}, but it failed on another rank", "look at what the others report"
-        yield Check(name, found, problem)
-        if problem:
+        result = _shared(context, _tried(name, check, context))
+        yield result
+        if result.is_problem:
             return  # what comes next would hang, or fail for the same reason
+
+
+def _tried(name: str, check: Callable[[Context], str], context: Context) -> Check:
+    try:
+        return Check(name, check(context))
+    except Exception as error:  # whatever it is: it is what the user has to see
+        return Check(name, _described(error), _REPORT)
+
+
+def _shared(context: Context, own: Check) -> Check:
+    """The same, or that another rank has found a problem. After an error of the device even asking can fail."""
+    try:
+        failed = torch.tensor([own.is_problem], dtype=torch.uint8, device=context.device)
+        context.groups["zero"].comm.all_reduce(failed, _C.ReduceOp.MAX, "doctor").wait()
+        if failed.item() and not own.is_problem:
+            return Check(
+                own.name, f"{own.found}, but it failed on another rank", "look at what the others report"
+            )
+    except Exception as error:
+        if not own.is_problem:
+            return Check(own.name, f"{own.found}, then {_described(error)}", _REPORT)
+    return own
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _require(problems: list[str]) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 
 from .. import _C, _comm
+from .._cards import check_card
+from ..errors import BMTrainError
 from .findings import Check, Surroundings
 
 __all__ = [
@@ -118,7 +120,7 @@ def _numbers_in(text: str) -> set[int]:
 def check_cuda(here: Surroundings) -> Check:
     """What devices there are; none is not a problem."""
     if not torch.cuda.is_available():
-        return Check("devices", "no usable GPU: ranks compute on the CPU")
+        return _check_why_none(here)
     count, built = torch.cuda.device_count(), here.build.get("cuda")
     found = f"{count} x {torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}"
     if built is None:
@@ -127,7 +129,39 @@ def check_cuda(here: Surroundings) -> Check:
             f"{found}, but the core was built without CUDA",
             f"install nvcc {torch.version.cuda}, then {_BUILD}",
         )
+    for number in range(count):
+        try:
+            check_card(number)
+        except BMTrainError as error:
+            what, _, remedy = str(error).partition(": ")
+            return Check("devices", f"{found}: {what}", remedy)
     return Check("devices", found)
+
+
+def _check_why_none(here: Surroundings) -> Check:
+    """No GPU is fine; one that torch cannot use is not."""
+    found = "no usable GPU: ranks compute on the CPU"
+    if not here.driver.exists():
+        return Check("devices", found)
+    if here.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
+        return Check("devices", f"{found}, as CUDA_VISIBLE_DEVICES hides the GPUs")
+    if torch.version.cuda is None:
+        return Check(
+            "devices",
+            f"there is an NVIDIA driver, but torch {torch.__version__} was built without CUDA",
+            f"install a torch with CUDA (https://pytorch.org/get-started/locally), then {_BUILD}",
+        )
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+    else:
+        reason = "torch.cuda.is_available() is False"
+    return Check(
+        "devices",
+        f"there is an NVIDIA driver, but torch cannot use it: {reason}",
+        f"install a driver for CUDA {torch.version.cuda}, or a torch for the CUDA that nvidia-smi shows",
+    )
 
 
 def check_nccl(here: Surroundings) -> Check:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from harness import free_port, run_process, run_ranks
 
 import bmtrain
@@ -88,6 +89,34 @@ def wrong_torch(folder: Path, stack: ExitStack) -> Check:
     return machine.check_torch(here(build={**bmtrain.build_info(), "torch": "2.1.0+cpu"}))
 
 
+def unused_gpu(folder: Path, stack: ExitStack) -> Check:
+    patch = stack.enter_context(pytest.MonkeyPatch.context())
+    patch.setattr(torch.cuda, "is_available", lambda: False)
+    hidden = machine.check_cuda(here(driver=folder, environ={"CUDA_VISIBLE_DEVICES": ""}))
+    assert not hidden.is_problem and "hides the GPUs" in hidden.found
+    patch.setattr(torch.version, "cuda", None)
+    without = machine.check_cuda(here(driver=folder, environ={}))
+    assert "was built without CUDA" in without.found and "install a torch with CUDA" in without.remedy
+    patch.setattr(torch.version, "cuda", "13.0")
+
+    def refuse() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020)\nmore")
+
+    patch.setattr(torch.cuda, "init", refuse)
+    return machine.check_cuda(here(driver=folder, environ={}))
+
+
+def card_without_kernels(folder: Path, stack: ExitStack) -> Check:
+    patch = stack.enter_context(pytest.MonkeyPatch.context())
+    for name, answer in {"is_available": True, "device_count": 1}.items():
+        patch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    patch.setattr(torch.cuda, "get_device_name", lambda number: "Tesla T4")
+    patch.setattr(torch.cuda, "get_device_capability", lambda number: (7, 5))
+    build = {**bmtrain.build_info(), "cuda": "13.0", "cuda_arch_list": "9.0"}
+    patch.setattr("bmtrain._build.build_info", lambda: build)
+    return machine.check_cuda(here(build=build))
+
+
 def little_memory(folder: Path, stack: ExitStack) -> Check:
     return machine.check_memory(here(available_memory=lambda: 100 << 20))
 
@@ -119,6 +148,16 @@ def missing_rank(folder: Path, stack: ExitStack) -> Check:
         (no_compiler, "no C++ compiler", "apt-get install g++"),
         (stale_core, "older than kernels.cpp", "pip install -e"),
         (old_nccl, "NCCL 2.18.5", "pip install nvidia-nccl"),
+        (
+            unused_gpu,
+            "cannot use it: The NVIDIA driver on your system is too old",
+            "install a driver for CUDA 13.0",
+        ),
+        (
+            card_without_kernels,
+            "built for compute capability 9.0, and Tesla T4 has 7.5",
+            "TORCH_CUDA_ARCH_LIST=7.5",
+        ),
         (port_taken, "cannot be served", "set MASTER_PORT to a free port"),
         (missing_rank, "1", "start every rank"),
         (unwritable_shared_memory, "cannot be written to", "--shm-size"),
