@@ -13,6 +13,7 @@ import argparse
 import gc
 import json
 import statistics
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ __all__ = ["add_arguments", "measure_adam", "measure_cross_entropy", "measure_no
 
 _ADAM_BYTES = 28  # of an element: the gradient, fp32 weight and moments read and written, the 16-bit weight
 _GIB = 1 << 30
+_VOCAB = 50304  # of the GPT
 _PARTS = ("adam", "norm", "cross-entropy", "step", "offload")
 
 
@@ -80,18 +82,28 @@ def run(arguments: argparse.Namespace) -> None:
         "offload": lambda: _measure_offload(arguments),
     }
     for part in parts:
-        try:
-            results[part] = measures[part]()
-        except (RuntimeError, ImportError) as error:  # the other parts are worth having
-            results[part] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
-        torch.cuda.empty_cache()
+        results[part] = _measured(measures[part])
+        if arguments.json is not None:  # after each part: a run that is stopped leaves what it has
+            arguments.json.write_text(json.dumps(results, indent=1) + "\n")
         if part == "offload" and "error" not in results[part]:
             print(f"\n{part}")
             print_offload(results[part])
         else:
             _print(part, results[part])
-        if arguments.json is not None:  # after each part: a run that is stopped leaves what it has
-            arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    if any("error" in results[part] for part in parts):
+        raise SystemExit(1)
+
+
+def _measured(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What it returns, or its error: the other parts are worth having."""
+    try:
+        found = measure()
+        gc.collect()  # models are in cycles, and the next part needs the memory
+        torch.cuda.empty_cache()
+        return found
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
 
 
 def _card() -> dict[str, Any]:
@@ -233,10 +245,10 @@ def measure_step(arguments: argparse.Namespace) -> dict[str, Any]:
 
     def build() -> torch.nn.Module:
         with torch.device("cuda"):
-            return GPT(arguments.layers, arguments.dim, arguments.heads, 50304, arguments.seq)
+            return GPT(arguments.layers, arguments.dim, arguments.heads, _VOCAB, arguments.seq)
 
     results: dict[str, Any] = {"parameters": sum(p.numel() for p in build().parameters())}
-    batch = torch.randint(50304, (arguments.batch, arguments.seq + 1), device="cuda")
+    batch = torch.randint(_VOCAB, (arguments.batch, arguments.seq + 1), device="cuda")
     repeat = max(3, arguments.repeat // 4)
     for kind in ("alone", "fsdp2", "bmtrain-3"):
         gc.collect()  # models are in cycles, and the next one needs the memory
@@ -257,7 +269,7 @@ def _measure_offload(arguments: argparse.Namespace) -> dict[str, Any]:
     tokens = tuple(map(int, arguments.tokens.split(",")))
     repeat = max(3, arguments.repeat // 6)
     return measure_offload(
-        Shape(arguments.layers, arguments.dim, arguments.heads, arguments.seq, tokens, repeat)
+        Shape(arguments.layers, arguments.dim, arguments.heads, arguments.seq, tokens, repeat, _VOCAB)
     )
 
 
