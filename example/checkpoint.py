@@ -1,27 +1,25 @@
-"""Checkpoints of a run: a folder for each, complete or absent.
+"""Checkpoints of a run: what bmtrain.distributed.checkpoint writes, and what the run was.
 
-``OUT/checkpoints/step-0000100/`` holds ``model.pt`` (the whole model, readable by plain torch), a
-``rank-R-of-W.pt`` of each rank (its shards of the optimizer's state, the scheduler, its random number
-generators) and ``run.json`` (what model and run were). It is written under another name and renamed when
-complete.
+``OUT/checkpoints/step-0000100/`` holds the model, the optimizer's state, the scheduler, the loss scale and the random
+number generators, one file a rank, and loads on any number of ranks. The position in the text is the step alone
+(`data.py`).
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from agree import UserError, together
+from agree import UserError
 
 import bmtrain as bmt
+from bmtrain.distributed import checkpoint
 
-__all__ = ["last_checkpoint", "load_checkpoint", "save_checkpoint"]
+__all__ = ["load_checkpoint", "read_run", "save_checkpoint"]
 
+T = TypeVar("T")
 _KEEP = 2
 
 
@@ -37,119 +35,63 @@ def save_checkpoint(
     Args:
         folder: of this run's checkpoints, on a file system that every rank sees.
         step: number of finished steps.
-        run: what :func:`load_checkpoint` compares and ``generate.py`` builds the model from; JSON.
+        run: what :func:`read_run` returns.
 
     Raises:
-        UserError: it cannot be written; nothing is left under the final name.
+        UserError: it cannot be written; the checkpoints before it are as they were.
     """
-    target = folder / f"step-{step:07d}"
-    unfinished = folder / f".{target.name}.unfinished"
-    _on_rank_0(lambda: _make_empty(unfinished))
-    bmt.save(model, str(unfinished / "model.pt"))
-    state = {"manager": optim_manager.state_dict(), "random": _random_state()}
-    together(lambda: _write_state(state, unfinished / _rank_file()), "checkpoint")
-    _on_rank_0(lambda: _finish(unfinished, target, {**run, "step": step, "world_size": bmt.world_size()}))
-    return target
+    saved = _of_the_user(
+        lambda: checkpoint.save(folder, step, model, optim_manager, extra=run, keep=_KEEP), "checkpoint"
+    )
+    return saved.path
 
 
-def last_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest step, or None. Rank 0's view counts. Collective."""
-    step = -1
-    if bmt.rank() == 0:
-        step = max((int(path.parent.name[5:]) for path in folder.glob("step-*/run.json")), default=-1)
-    found = torch.tensor([step], device=bmt.config["device"])
-    step = int(bmt.distributed.broadcast(found, 0))
-    return None if step < 0 else folder / f"step-{step:07d}"
+def read_run(path: Path, option: str) -> dict[str, Any]:
+    """What the run of the checkpoint ``path`` was: ``model``, ``options`` and ``text``. Collective.
+
+    Raises:
+        UserError: naming ``option``; it is no checkpoint, or damaged.
+    """
+    extra = _of_the_user(lambda: checkpoint.load(path, random=False), option).extra
+    if not isinstance(extra, dict) or not {"model", "options", "text"} <= extra.keys():
+        raise UserError(f"{option}: expected a checkpoint of train.py, but {path} is another program's")
+    return extra
 
 
 def load_checkpoint(
     path: Path, model: torch.nn.Module, optim_manager: bmt.optim.OptimManager, run: dict[str, Any]
 ) -> int:
-    """Restore a run from ``path``. Collective.
+    """Restore a run from ``path``, which any number of ranks may have written. Collective.
 
     Returns:
         The number of finished steps.
 
     Raises:
-        UserError: the checkpoint is of another run or another number of ranks, or cannot be read.
+        UserError: the checkpoint is of another run, or cannot be read.
     """
-    written = together(lambda: _read_run(path, run), "--resume")
-    bmt.load(model, str(path / "model.pt"))
-    state = together(
-        lambda: torch.load(path / _rank_file(), map_location="cpu", weights_only=True), "--resume"
-    )
-    optim_manager.load_state_dict(state["manager"])
-    _set_random_state(state["random"])
-    return int(written["step"])
+    then, now = read_run(path, "--resume"), run
+    _compare("the text", then["text"], now["text"], path)
+    for name, value in now["options"].items():
+        _compare("--" + name.replace("_", "-"), then["options"].get(name), value, path)
+    step = _of_the_user(lambda: checkpoint.load(path, model, optim_manager), "--resume").step
+    return int(step or 0)
 
 
-def _read_run(path: Path, run: dict[str, Any]) -> dict[str, Any]:
-    written = json.loads((path / "run.json").read_text())
-    then = {"the number of ranks": written["world_size"], "the text": written["text"]}
-    now = {"the number of ranks": bmt.world_size(), "the text": run["text"]}
-    for name, value in run["options"].items():
-        option = "--" + name.replace("_", "-")
-        then[option], now[option] = written["options"].get(name), value
-    for name, value in now.items():
-        if then[name] != value:
-            raise UserError(
-                f"--resume: {name} was {then[name]} when {path} was written and is {value} now; give the "
-                "same, or start anew without --resume"
-            )
-    return written
+def _compare(name: str, then: Any, now: Any, path: Path) -> None:
+    if then != now:
+        raise UserError(
+            f"--resume: {name} was {then} when {path} was written and is {now} now; give the same, or start anew "
+            "without --resume"
+        )
 
 
-def _rank_file() -> str:
-    return f"rank-{bmt.rank()}-of-{bmt.world_size()}.pt"
-
-
-def _on_rank_0(action: Callable[[], object]) -> None:
-    together(action if bmt.rank() == 0 else lambda: None, "checkpoint")
-
-
-def _make_empty(folder: Path) -> None:
-    for old in folder.parent.glob(".step-*.unfinished"):  # what an interrupted save left
-        shutil.rmtree(old)
-    folder.mkdir(parents=True)
-
-
-def _write_state(state: dict[str, Any], path: Path) -> None:
-    with path.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _finish(unfinished: Path, target: Path, run: dict[str, Any]) -> None:
-    with (unfinished / "run.json").open("w") as file:
-        json.dump(run, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(unfinished)
-    if target.exists():
-        shutil.rmtree(target)
-    unfinished.rename(target)
-    _sync_folder(target.parent)
-    for old in sorted(target.parent.glob("step-*"))[:-_KEEP]:
-        shutil.rmtree(old)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _of_the_user(action: Callable[[], T], what: str) -> T:
+    """What the library raises on every rank alike, as a UserError; not the loss of a rank."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _random_state() -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if bmt.config["device"].type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(bmt.config["device"])
-    return state
-
-
-def _set_random_state(state: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and bmt.config["device"].type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], bmt.config["device"])
+        return action()
+    except bmt.errors.CommunicationError:
+        raise
+    except OSError as error:
+        raise UserError(f"{what}: {error.filename}: {error.strerror or error}") from None
+    except (ValueError, RuntimeError) as error:  # damaged, or of another model
+        raise UserError(f"{what}: {error}") from None

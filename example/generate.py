@@ -6,17 +6,17 @@ python example/generate.py --out out/gpt2 --prompt "def "
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
-from agree import UserError, exit_together, together
-from checkpoint import last_checkpoint
+from agree import UserError, exit_together
+from checkpoint import read_run
 from data import END_OF_FILE
 from models import GPT
 from options import DTYPES
 
 import bmtrain as bmt
+from bmtrain.distributed import checkpoint
 
 
 def main() -> None:
@@ -46,12 +46,12 @@ def main() -> None:
 def load_model(options: argparse.Namespace) -> GPT:
     """The model of a checkpoint. Collective."""
     out = Path(options.out) / "checkpoints"
-    folder = Path(options.checkpoint) if options.checkpoint else last_checkpoint(out)
+    folder = Path(options.checkpoint) if options.checkpoint else checkpoint.latest(out)
     if folder is None:
         raise UserError(f"--out: expected a checkpoint in {out}, found none; train.py writes one")
-    config = together(lambda: json.loads((folder / "run.json").read_text())["model"], "--checkpoint")
+    config = read_run(folder, "--checkpoint")["model"]
     model = GPT(**{**config, "dtype": DTYPES[config["dtype"]]})
-    bmt.load(model, str(folder / "model.pt"))
+    checkpoint.load(folder, model, random=False)
     return model.eval()
 
 

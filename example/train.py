@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from agree import UserError, exit_together, together
-from checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
+from checkpoint import load_checkpoint, save_checkpoint
 from data import Batch, Sampler, load_corpus, validation_batches
 from exposure import Exposure
 from logbook import Logbook, percent, prepare
@@ -24,6 +24,7 @@ from models import GPT
 from options import DTYPES, model_options, parse_options, run_options
 
 import bmtrain as bmt
+from bmtrain.distributed import checkpoint
 
 
 def main() -> None:
@@ -65,7 +66,7 @@ def train(options: argparse.Namespace) -> None:
         logbook.validation(0, evaluate(model, loss_func, held_out))
 
     # Part 4: the training loop.
-    checkpoint, seconds = None, 0.0
+    saved, seconds = None, 0.0
     exposure = Exposure(steps=10)
     for step in range(first_step, options.steps):
         started = time.perf_counter()
@@ -93,12 +94,13 @@ def train(options: argparse.Namespace) -> None:
         numbers["tokens_per_second"] = options.batch_size * options.seq_len / elapsed
         logbook.step(step + 1, **numbers, exposed_communication=exposure.last())
         if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
-            checkpoint = save_checkpoint(out / "checkpoints", step + 1, model, optim_manager, run)
+            saved = save_checkpoint(out / "checkpoints", step + 1, model, optim_manager, run)
 
     exposure.close()
     final_loss = evaluate(model, loss_func, held_out)
     logbook.validation(options.steps, final_loss)
     logbook.close()
+    bmt.save(model, out / "model.pt")  # plain PyTorch reads it
     num_tokens = (options.steps - first_step) * options.batch_size * options.seq_len
     report(
         logbook,
@@ -107,7 +109,8 @@ def train(options: argparse.Namespace) -> None:
             "tokens a second": f"{num_tokens / seconds if seconds else math.nan:,.0f}",
             "communication": f"{percent(exposure.mean())} of rank 0's time is spent waiting for it",
             "peak memory a rank": ", ".join(f"{peak:,.0f} MiB" for peak in peak_memory()),
-            "checkpoint": checkpoint or "none: there was no step left to do",
+            "checkpoint": saved or "none: there was no step left to do",
+            "weights": out / "model.pt",
         },
     )
 
@@ -179,13 +182,13 @@ def resume_or_start(
         bmt.print_rank(f"moved the former run in {out} to {moved} (--resume would have continued it)")
     if not options.resume:
         return 0
-    checkpoint = last_checkpoint(out / "checkpoints")
-    if checkpoint is None:
+    last = checkpoint.latest(out / "checkpoints")
+    if last is None:
         raise UserError(f"--resume: expected a checkpoint in {out / 'checkpoints'}, found none")
-    step = load_checkpoint(checkpoint, model, optim_manager, run)
+    step = load_checkpoint(last, model, optim_manager, run)
     if step > options.steps:
-        raise UserError(f"--steps: expected at least {step}, the step of {checkpoint}, got {options.steps}")
-    bmt.print_rank(f"resumed from {checkpoint}")
+        raise UserError(f"--steps: expected at least {step}, the step of {last}, got {options.steps}")
+    bmt.print_rank(f"resumed from {last}")
     return step
 
 

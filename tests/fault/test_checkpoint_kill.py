@@ -11,6 +11,7 @@ import random
 import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -171,7 +172,10 @@ bmt.init_distributed(timeout=60)
 run = Run()
 if checkpoint.latest(folder):
     run.load(folder)
-kill = kills[int(os.environ["TORCHELASTIC_RESTART_COUNT"])].split(":")
+restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+with open(folder / f"restarts{bmt.rank()}", "a") as file:
+    file.write(f"{restart}\\n")
+kill = kills[restart].split(":")
 while run.position < steps:
     [loss] = run.train(1)
     if [str(run.position), str(bmt.rank())] == kill:
@@ -186,24 +190,38 @@ def losses_of(steps: int) -> list[str]:
     return [loss.hex() for loss in Run().train(steps)]
 
 
-@pytest.mark.slow
-def test_killed_and_restarted_by_torchrun(tmp_path: Path) -> None:
-    """Three kills at random steps of random ranks; every loss, of repeated steps too, as without them."""
-    generator = random.Random(11)
-    kills = [f"{step}:{generator.randrange(WORLD)}" for step in sorted(generator.sample(range(2, STEPS), 3))]
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    folder = tmp_path / "run"
+def train_under_torchrun(folder: Path, kills: list[str]) -> dict[int, list[tuple[int, str]]]:
+    """What each rank saw: step and loss, those of repeated steps too."""
     folder.mkdir()
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
     root = Path(bmt.__file__).parents[1]
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}", "--max-restarts=3"]
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}", "--max-restarts=2"]
     run_process(
         [sys.executable, *launch, str(script), str(folder), str(STEPS), ",".join([*kills, "0:0"])],
         environment={"PYTHONPATH": f"{root}:{root / 'tests'}"},
         timeout=240,
     )
-    for rank, expected in enumerate(run_ranks(WORLD, losses_of, STEPS, fresh=True)):
-        lines = (folder / f"losses{rank}").read_text().splitlines()
-        seen = [(int(line.split()[0]), line.split()[1]) for line in lines]
-        assert {step for step, _ in seen} == set(range(1, STEPS + 1))
-        assert all(loss == expected[step - 1] for step, loss in seen)
+    seen = {}
+    for rank in range(WORLD):
+        lines = [line.split() for line in (folder / f"losses{rank}").read_text().splitlines()]
+        seen[rank] = [(int(step), loss) for step, loss in lines]
+    return seen
+
+
+@pytest.mark.slow
+def test_killed_and_restarted_by_torchrun(tmp_path: Path) -> None:
+    """Kills at three random steps of random ranks, one in one run and two in another; every loss as without them."""
+    generator = random.Random(11)
+    kills = [f"{step}:{generator.randrange(WORLD)}" for step in generator.sample(range(2, STEPS), 3)]
+    once, twice = kills[:1], sorted(kills[1:], key=lambda kill: int(kill.split(":")[0]))
+    expected = run_ranks(WORLD, losses_of, STEPS, fresh=True)
+    folders = [tmp_path / "once", tmp_path / "twice"]
+    with ThreadPoolExecutor() as launchers:  # at the same time: each waits a lot
+        runs = list(launchers.map(train_under_torchrun, folders, [once, twice]))
+    for folder, chosen, run in zip(folders, [once, twice], runs, strict=True):
+        for rank, seen in run.items():
+            assert {step for step, _ in seen} == set(range(1, STEPS + 1))
+            assert all(loss == expected[rank][step - 1] for step, loss in seen)
+            restarts = (folder / f"restarts{rank}").read_text().split()
+            assert restarts == [str(number) for number in range(len(chosen) + 1)]
