@@ -1,19 +1,32 @@
-"""``python -m bmtrain ...``: the tools that come with the library."""
+"""The tools that come with the library: ``python -m bmtrain COMMAND``."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
 
-from . import _blame, convert, cpu_run, doctor, soak
+from . import _flights, convert, cpu_run, doctor, soak
 from ._terminal import CommandParser
 from .plan import command as plan
 from .timeline import command as timeline
 
 __all__ = ["main"]
 
+# Name of a command -> its module, with add_arguments and run, and what it is for.
+_COMMANDS = {
+    "doctor": (doctor, "check this installation"),
+    "plan": (plan, "predict memory, time and traffic of a run"),
+    "timeline": (timeline, "show what recorded steps spent their time on"),
+    "blame": (_flights, "name the rank by which a job failed"),
+    "convert": (convert, "convert files of weights"),
+    "run": (cpu_run, "run a GPU training script on the CPU"),
+    "soak": (soak, "train a toy for long and see what adds up"),
+}
 # Name of a benchmark -> what it measures. Each is a module of bmtrain.benchmark with add_arguments and run.
 _BENCHMARKS = {
     "plan": "planner and timeline against runs on this machine",
@@ -36,44 +49,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    parser = CommandParser(prog="python -m bmtrain", description=f"{__doc__} COMMAND --help tells more.")
-    tools = parser.add_subparsers(dest="tool", metavar="COMMAND", required=True)
-    checks = tools.add_parser("doctor", help="check this installation", description=doctor.__doc__)
-    doctor.add_arguments(checks)
-    checks.set_defaults(run=doctor.run)
-    conversion = tools.add_parser("convert", help="convert files of weights", description=convert.__doc__)
-    convert.add_arguments(conversion)
-    conversion.set_defaults(run=convert.run)
-    planner = tools.add_parser("plan", help="predict memory, time and traffic", description=plan.__doc__)
-    plan.add_arguments(planner)
-    planner.set_defaults(run=plan.run)
-    recordings = tools.add_parser(
-        "timeline", help="what recorded steps spent their time on", description=timeline.__doc__
+    parser = CommandParser(
+        prog="python -m bmtrain",
+        description="The tools that come with bmtrain.",
+        epilog="python -m bmtrain COMMAND --help says more about each.",
     )
-    timeline.add_arguments(recordings)
-    recordings.set_defaults(run=timeline.run)
-    records = tools.add_parser(
-        "blame", help="name the rank that a job failed by", description=_blame.run.__doc__
-    )
-    _blame.add_arguments(records)
-    records.set_defaults(run=_blame.run)
-    endurance = tools.add_parser(
-        "soak", help="train a toy for long and see what adds up", description=soak.__doc__
-    )
-    soak.add_arguments(endurance)
-    endurance.set_defaults(run=soak.run)
+    tools = parser.add_subparsers(dest="tool", metavar="COMMAND", title="commands")
+    for name, (module, purpose) in _COMMANDS.items():
+        _add(tools, name, module, purpose)
     benchmarks = tools.add_parser("bench", help="measure, always against peers in the same run")
-    names = benchmarks.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
+    names = benchmarks.add_subparsers(
+        dest="benchmark", metavar="BENCHMARK", title="benchmarks", required=True
+    )
     for name, purpose in _BENCHMARKS.items():
-        module = importlib.import_module(f"bmtrain.benchmark.{name}")
-        command = names.add_parser(name, help=purpose, description=module.__doc__)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
-    script = tools.add_parser("run", help="run a GPU training script on the CPU", description=cpu_run.__doc__)
-    cpu_run.add_arguments(script)
-    script.set_defaults(run=cpu_run.run)
+        _add(names, name, importlib.import_module(f"bmtrain.benchmark.{name}"), purpose)
     chosen = parser.parse_args(arguments)
+    if chosen.tool is None:
+        parser.print_help(sys.stderr)
+        return 2
     return chosen.run(chosen) or 0
+
+
+def _add(commands: Any, name: str, module: ModuleType, purpose: str) -> None:
+    """A command that is described by its module's docstring, without the name that its usage shows already."""
+    text = re.sub(r"^``python -m bmtrain [^`]*``: (\w)", lambda found: found[1].upper(), module.__doc__ or "")
+    parser = commands.add_parser(name, help=purpose, description=text)
+    module.add_arguments(parser)
+    parser.set_defaults(run=module.run)
 
 
 if __name__ == "__main__":

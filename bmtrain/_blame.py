@@ -1,4 +1,4 @@
-"""Who is to blame: from what each rank was doing to one sentence, and ``python -m bmtrain blame``.
+"""Who is to blame: from what each rank was doing to one sentence.
 
 [Note: Whom to blame]
 The rank that raises first is often a victim. In this order: a rank that said itself what happened to it (an
@@ -10,26 +10,18 @@ in operations that do not fit together.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from ._terminal import columns, fold
 
 __all__ = [
     "Verdict",
-    "add_arguments",
     "is_stuck",
     "judge",
     "mismatch",
     "ranks_text",
-    "run",
+    "read_flights",
     "table",
-    "write_flight",
 ]
 
 _ABSENCES = {
@@ -250,42 +242,6 @@ def ranks_text(ranks: Iterable[int]) -> str:
             spans.append([rank, rank])
     text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
     return f"rank {text}" if len(spans) == 1 and spans[0][0] == spans[0][1] else f"ranks {text}"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command line of ``python -m bmtrain blame``."""
-    parser.add_argument("folder", type=Path, help="what BMTRAIN_FLIGHT_DIR was, of all hosts in one place")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Read the ranks' flight records and print who is to blame."""
-    files = sorted(options.folder.glob("flight-rank*.json"))
-    if not files:
-        print(f"blame: expected files flight-rank*.json in {options.folder}, found none", file=sys.stderr)
-        return 2
-    flights = {}
-    for file in files:
-        try:
-            flight = json.loads(file.read_text())
-            flights[int(flight["rank"])] = flight
-        except (ValueError, KeyError, TypeError) as error:
-            print(f"blame: {file.name} is no flight record: {error}", file=sys.stderr)
-            return 2
-    verdict, lines = read_flights(flights)
-    for line, indent in [(verdict.text, 0), *((f"  {line}", 4) for line in lines)]:
-        print(fold(line, indent, columns()))
-    return 0
-
-
-def write_flight(folder: Path, flight: Mapping[str, Any]) -> str:
-    """Write what one rank knows for :func:`run` to read. Returns where, or why not."""
-    file = folder / f"flight-rank{flight['rank']}.json"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(flight, indent=1) + "\n")
-    except OSError as error:
-        return f"not written ({error})"
-    return str(file)
 
 
 def read_flights(flights: Mapping[int, Mapping[str, Any]]) -> tuple[Verdict, list[str]]:

@@ -56,13 +56,23 @@ def load_extension() -> ModuleType:
         if error.name != "bmtrain._C":
             raise
         raise ImportError(
-            "bmtrain's compiled core is not built for this Python: in its source tree, run `pip install .`, "
-            "or for a development tree `pip install -e . --no-build-isolation`."
+            f"bmtrain's compiled core is not built for this Python: {_where_to_build()}"
         ) from None
     except ImportError as error:  # the dynamic linker: a symbol or a library that is not there
         raise ImportError(
             f"bmtrain's compiled core does not load with torch {torch.__version__}: {error}. {_REMEDY}"
         ) from error
+
+
+def _where_to_build() -> str:
+    """What to do without a core. Python looks into the current folder first: in a clone it finds the bare sources."""
+    sources = Path(__file__).parents[1]
+    if not (sources / "setup.py").is_file():
+        return "in its source tree, run `pip install .`."
+    return (
+        f"these are its sources, in {sources}. If bmtrain is installed, start Python in another folder; else run "
+        "`pip install -e . --no-build-isolation` here."
+    )
 
 
 def _read_config() -> dict[str, str | None]:

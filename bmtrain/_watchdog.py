@@ -32,7 +32,7 @@ from pathlib import Path
 
 from torch.distributed import Store
 
-from . import _C, _blame, _position
+from . import _C, _blame, _flights, _position
 from ._last_words import LastWords
 from ._suspicion import Suspicion
 from ._watch_hub import Hub
@@ -352,7 +352,7 @@ class Watch:
             "position": self._words.raised_at or _position.of_main_thread(),
             "groups": self._seen,
         }
-        return _blame.write_flight(folder, flight)
+        return _flights.write_flight(folder, flight)
 
     # The interpreter's hooks.
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .. import _C, _comm, _shm_meeting
 from ._launch import answer, launch
+from ._options import add_names
 
 __all__ = ["PRIMITIVES", "Result", "add_arguments", "run"]
 
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sizes", default="4,64,1024,32768", help="KiB of the larger tensor (default: %(default)s)"
     )
-    parser.add_argument("--primitives", default=",".join(PRIMITIVES), help="(default: %(default)s)")
+    add_names(parser, "--primitives", PRIMITIVES)
     parser.add_argument("--repeat", type=int, default=15, help="of each variant (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
     parser.add_argument("--plot", type=Path, help="draw them into this file (needs matplotlib)")
@@ -71,14 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Start the ranks, once for each number of them; in a rank: measure, and on rank 0 print the table."""
-    primitives = arguments.primitives.split(",")
-    unknown = set(primitives) - set(PRIMITIVES)
-    if unknown:
-        raise SystemExit(
-            f"--primitives: expected some of {', '.join(PRIMITIVES)}, got {', '.join(sorted(unknown))}"
-        )
     if "RANK" in os.environ:
-        _run_rank(arguments, primitives)
+        _run_rank(arguments, arguments.primitives)
         return
     results: list[Result] = []
     for ranks in map(int, arguments.ranks.split(",")):

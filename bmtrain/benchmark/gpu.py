@@ -29,6 +29,7 @@ from ..loss import FusedCrossEntropy
 from ..optim._arrays import allocate
 from ._gpt import GPT
 from ._offload_gpu import Shape, measure_offload, print_offload
+from ._options import add_names
 from ._variants import VARIANTS
 
 __all__ = ["add_arguments", "measure_adam", "measure_cross_entropy", "measure_norm", "measure_step", "run"]
@@ -41,7 +42,7 @@ _PARTS = ("adam", "norm", "cross-entropy", "step", "offload")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the options of ``bench gpu``."""
-    parser.add_argument("--parts", default=",".join(_PARTS), help="(default: %(default)s)")
+    add_names(parser, "--parts", _PARTS)
     parser.add_argument(
         "--exponent", type=int, default=28, help="elements of Adam and norm (default: 2^%(default)s)"
     )
@@ -65,9 +66,6 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure, print a table, and write JSON if asked to."""
     if not torch.cuda.is_available():
         raise SystemExit("bench gpu: expected a usable CUDA device, got none")
-    parts = arguments.parts.split(",")
-    if unknown := sorted(set(parts) - set(_PARTS)):
-        raise SystemExit(f"--parts: expected some of {', '.join(_PARTS)}, got {', '.join(unknown)}")
     copy = measure_copy(arguments.repeat)
     results: dict[str, Any] = {"card": _card(), "copy GB/s": copy / 1e9}
     _print("card", results["card"])
@@ -81,7 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
         "step": lambda: measure_step(arguments),
         "offload": lambda: _measure_offload(arguments),
     }
-    for part in parts:
+    for part in arguments.parts:
         results[part] = _measured(measures[part])
         if arguments.json is not None:  # after each part: a run that is stopped leaves what it has
             arguments.json.write_text(json.dumps(results, indent=1) + "\n")
@@ -90,7 +88,7 @@ def run(arguments: argparse.Namespace) -> None:
             print_offload(results[part])
         else:
             _print(part, results[part])
-    if any("error" in results[part] for part in parts):
+    if any("error" in results[part] for part in arguments.parts):
         raise SystemExit(1)
 
 

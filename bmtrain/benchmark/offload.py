@@ -2,7 +2,7 @@
 
 The same GPT is trained three times by the same ranks: without any update, with updates that are computed inside
 ``step()`` (``overlap=False``), and with updates that go on while the next forward runs. What a variant takes longer
-than the first is the *exposed* part of its optimizer. The variants take turns of several steps; the overlap's last
+than the first is the exposed part of its optimizer. The variants take turns of several steps; the overlap's last
 updates of a turn are waited for after the clock has stopped, as its first ones began before the clock did.
 """
 

@@ -2,7 +2,7 @@
 
 A GPT whose layers are Blocks (level 3, recomputed) is trained with more and more layers on --ranks-of-blocks ranks, to
 show whether a step is linear in them, and with --layers layers on more and more ranks, to show what each rank keeps
-between steps. The host's cost is that of Blocks around a module that does next to nothing (``_host.py``).
+between steps. The host's cost is that of Blocks around a module that does next to nothing.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
 All variants live in the same ranks and run in turn, so that a busy machine disturbs them alike. The table shows
 medians and their ratio to the step without communication that does the same work: the same ranks, each training a whole
 model alone, with the same recomputation and precision. What a step takes longer than that is communication that
-computing does not hide, and what managing the shards costs. *silent* is a variant of ours with communicators that move
-nothing, its shards and buffers as ever: what a step takes longer than that is communication alone. The processor time
+computing does not hide, and what managing the shards costs. The silent variants are ours with communicators that move
+nothing, their shards and buffers as ever: what a step takes longer than that is communication alone. The processor time
 of rank 0 tells waiting from working.
+
 With --memory each variant runs in processes of its own instead, told to give freed memory back, and the peaks of all
 ranks are shown.
 """
@@ -31,6 +32,7 @@ from ..synchronize import synchronize
 from ._gpt import GPT
 from ._launch import answer, launch
 from ._memory import peak_bytes, shared_bytes
+from ._options import add_names
 from ._table import print_table
 from ._variants import VARIANTS, Step, reference_of
 
@@ -80,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank (default: %(default)s)")
     parser.add_argument("--seq", type=int, default=256, help="tokens of a sequence (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=7, help="steps of each variant (default: %(default)s)")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="(default: %(default)s)")
+    add_names(parser, "--variants", VARIANTS)
     parser.add_argument(
         "--memory", action="store_true", help="measure peak memory, each variant in processes of its own"
     )
@@ -90,24 +92,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Start the ranks, show what they measured; in a rank: measure."""
-    names = arguments.variants.split(",")
-    unknown = set(names) - set(VARIANTS)
-    if unknown:
-        raise SystemExit(
-            f"--variants: expected some of {', '.join(VARIANTS)}, got {', '.join(sorted(unknown))}"
-        )
+    names = arguments.variants
     if "RANK" in os.environ:
         _run_rank(arguments, names)
         return
     environment = {"OMP_NUM_THREADS": "1", **(_GIVE_BACK if arguments.memory else {})}
     results = [
         Result(**row)
-        for group in (names if arguments.memory else [arguments.variants])
-        for row in launch(arguments.ranks, environment, ["--variants", group])
+        for group in ([[name] for name in names] if arguments.memory else [names])
+        for row in launch(arguments.ranks, environment, ["--variants", ",".join(group)])
     ]
     _print_table(results, arguments)
     if arguments.json is not None:
-        settings = {key: value for key, value in vars(arguments).items() if isinstance(value, (int, str))}
+        settings = {
+            key: value for key, value in vars(arguments).items() if isinstance(value, (int, str, list))
+        }
         rows = [asdict(result) for result in results]
         arguments.json.write_text(json.dumps({"settings": settings, "results": rows}, indent=1))
     if arguments.plot is not None:

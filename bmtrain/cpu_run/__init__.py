@@ -1,8 +1,10 @@
-"""Run an unmodified GPU training script on CPU ranks: ``python -m bmtrain run --cpu script.py ...``.
+"""Run an unmodified GPU training script on CPU ranks.
 
 Everything that asks for ``cuda`` gets the CPU instead, in this process alone: devices, ``.cuda()``, streams, events,
-memory statistics, autocast, pinned memory, nccl process groups. Under a launcher every rank does so:
-``torchrun --nproc_per_node 2 -m bmtrain run --cpu script.py ...``. At the end rank 0 says what was redirected.
+memory statistics, autocast, pinned memory, nccl process groups. At the end rank 0 says what was redirected. Under a
+launcher every rank does so:
+
+  torchrun --nproc_per_node 2 -m bmtrain run --cpu script.py --lr 0.1
 """
 
 from __future__ import annotations

@@ -92,7 +92,6 @@ def test_no_line_is_wider_than_the_terminal(name: str, width: int, screens: Scre
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "COMMAND"),
         (["nothing"], "invalid choice: 'nothing'"),
         (["plan", "--nothing"], "unrecognized arguments: --nothing"),
         (["plan", "--layers", "x"], "--layers: invalid int value"),
@@ -127,6 +126,13 @@ def test_what_is_wrong_is_said_in_a_sentence(
     told = capsys.readouterr().err.strip() or str(status)
     assert status not in (0, None)
     assert said in told and "\n" not in told
+
+
+def test_no_command_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert all(f"    {name} " in told.err for name in ("doctor", "plan", "bench", "run"))
 
 
 def test_a_pipe_gets_whole_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
