@@ -50,8 +50,7 @@ class GPT(bmt.DistributedModule):
         dim_ff: width of the feed-forward layers.
         max_distance: number of positions, the longest sequence.
         bias: whether linear maps and norms have a bias.
-        dtype: dtype of parameters and activations: float32, bfloat16 or float16. On a CPU prefer bfloat16 to
-            float16, whose matrix products can be 60 times slower than float32 there.
+        dtype: dtype of parameters and activations: float32, bfloat16 or float16.
         tied: use the token embedding as the output head too, as GPT-2 does; False: a weight of its own.
         use_checkpoint: recompute a layer's activations in backward instead of keeping them.
         zero_level: 3 frees a layer's gathered parameters after forward, 2 keeps them until its backward.
