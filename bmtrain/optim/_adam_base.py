@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from ._host_step import Ranges
 from ._options import check_betas, check_not_negative
 
 __all__ = ["AdamBase"]
+
+_BATCH = 1 << 26  # elements that torch's multi-tensor Adam updates together, if there are several parameters
 
 
 class AdamBase(ElementwiseOptimizer):
@@ -82,10 +84,7 @@ class AdamBase(ElementwiseOptimizer):
 
     def _compute_by_torch(self, updates: Sequence[Update], options: dict[str, Any]) -> None:
         scale = options["scale"]
-        for held in (True, False):
-            now = [u for u in updates if (u.state["step"] <= self._hold_steps) == held]
-            if not now:
-                continue
+        for now in _batches(updates, self._hold_steps):
             torch_adam(
                 [u.state.get(MASTER, u.param) for u in now],
                 [u.grad.float() if scale == 1 else u.grad.float() / scale for u in now],
@@ -93,10 +92,12 @@ class AdamBase(ElementwiseOptimizer):
                 [u.state["exp_avg_sq"] for u in now],
                 [],
                 [torch.tensor(float(u.state["step"] - 1)) for u in now],
+                # As torch.optim.Adam decides for plain parameters; it does not know ours.
+                foreach=now[0].param.is_cuda or None,
                 amsgrad=False,
                 beta1=options["beta1"],
                 beta2=options["beta2"],
-                lr=0.0 if held else options["lr"],
+                lr=0.0 if now[0].state["step"] <= self._hold_steps else options["lr"],
                 weight_decay=options["weight_decay"],
                 eps=options["eps"],
                 maximize=options["maximize"],
@@ -105,6 +106,23 @@ class AdamBase(ElementwiseOptimizer):
 
     def _own_attributes(self) -> tuple[str, ...]:
         return (*super()._own_attributes(), "_decoupled", "_hold_steps")
+
+
+def _batches(updates: Sequence[Update], hold_steps: int) -> Iterator[list[Update]]:
+    """Those that are held and the others, each in parts, since torch's multi-tensor Adam makes temporaries."""
+    for held in (True, False):
+        part: list[Update] = []
+        numel = 0
+        for update in updates:
+            if (update.state["step"] <= hold_steps) != held:
+                continue
+            if part and numel + update.param.numel() > _BATCH:
+                yield part
+                part, numel = [], 0
+            part.append(update)
+            numel += update.param.numel()
+        if part:
+            yield part
 
 
 def _adam_ranges(ranges: Ranges) -> _ops.AdamRanges:
