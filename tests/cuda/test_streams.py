@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import bmtrain as bmt
 
@@ -165,3 +166,67 @@ def test_the_host_waits_for_nothing(one_of_two: ctypes.CDLL, monkeypatch: pytest
     with HostWaits() as waits:
         run.step()
     assert waits.seen == []
+
+
+#: Operators whose result the host reads, whoever calls them: a Python function, autograd, or the core.
+READ_BY_THE_HOST = (
+    "_local_scalar_dense",
+    "is_nonzero",
+    "item",
+    "nonzero",
+    "masked_select",
+    "equal",
+    "unique_dim",
+)
+
+
+class HostReads(TorchDispatchMode):
+    """Notes operators for which the host would wait if tensors were on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in READ_BY_THE_HOST:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "loss_scale", "norm_type", "reads"),
+    [
+        (torch.float32, None, 2, 0),
+        (torch.bfloat16, None, 2, 0),
+        (torch.bfloat16, None, "inf", 0),
+        (torch.bfloat16, None, None, 0),
+        # Whether a gradient overflowed decides about the step and the next scale.
+        (torch.float16, 1024.0, 2, 1),
+        (torch.float16, 1024.0, None, 1),
+    ],
+)
+def test_what_the_host_reads_in_a_step(
+    one_of_two: ctypes.CDLL, dtype: torch.dtype, loss_scale: float | None, norm_type: Any, reads: int
+) -> None:
+    torch.manual_seed(0)
+    model = bmt.TransformerBlockList([bmt.Block(Layer(number, one_of_two)) for number in range(LAYERS)])
+    model.to(dtype)
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-3)
+    schedule = bmt.lr_scheduler.Cosine(optimizer, start_lr=1e-3, warmup_iter=2, end_iter=100)
+    manager = bmt.optim.OptimManager(loss_scale=loss_scale)
+    manager.add_optimizer(optimizer, schedule)
+    x = torch.randn(3, 16, dtype=dtype)
+
+    def step() -> None:
+        manager.zero_grad()
+        manager.backward(model(x).float().square().mean())
+        if norm_type is not None:
+            manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0, norm_type=norm_type)
+        manager.step()
+
+    for _ in range(3):
+        step()
+    with HostReads() as found:
+        step()
+    assert len(found.seen) == reads, found.seen
