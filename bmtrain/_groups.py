@@ -71,8 +71,8 @@ def _connecting(
     """What connects the two communicators of a group.
 
     It is given a key of the group's own, a name, this rank, the members, and a number that no other group made in the
-    same call of all ranks has. NCCL splits the groups off those of ``world``, the communicators of all ranks: they
-    share its connections, and nobody has to meet anew.
+    same call of all ranks has. NCCL splits the groups off those of ``world``, the communicators of all ranks, so
+    that nobody has to meet anew.
     """
     from . import _comm
 

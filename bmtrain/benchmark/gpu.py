@@ -64,8 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print a table, and write JSON if asked to."""
-    if not torch.cuda.is_available():
-        raise SystemExit("bench gpu: expected a usable CUDA device, got none")
+    _require_card()
     copy = measure_copy(arguments.repeat)
     results: dict[str, Any] = {"card": _card(), "copy GB/s": copy / 1e9}
     _print("card", results["card"])
@@ -90,6 +89,11 @@ def run(arguments: argparse.Namespace) -> None:
             _print(part, results[part])
     if any("error" in results[part] for part in arguments.parts):
         raise SystemExit(1)
+
+
+def _require_card() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("bench gpu: expected a usable CUDA device, got none")
 
 
 def _measured(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -29,10 +29,8 @@ SMALL = (
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(gpu, "_GIB", 1 << 10)
     monkeypatch.setattr(gpu, "_VOCAB", 64)
-    with Redirection() as redirection:
-        # The benchmark asks as a script does, but is of the library, which is told the truth.
-        redirection.replace(torch.cuda, "is_available", lambda: True)
-        redirection.replace(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(gpu, "_require_card", lambda: None)
+    with Redirection():
         yield
     _context.uninstall()
     if dist.is_initialized():
@@ -45,6 +43,7 @@ def arguments(*more: str) -> argparse.Namespace:
     return parser.parse_args([*SMALL.split(), *more])
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/cuda/run.sh runs it on the GPU")
 def test_every_part_of_the_benchmark_runs_and_reports(
     card: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,10 +92,11 @@ def wrong_torch(folder: Path, stack: ExitStack) -> Check:
 def unused_gpu(folder: Path, stack: ExitStack) -> Check:
     patch = stack.enter_context(pytest.MonkeyPatch.context())
     patch.setattr(torch.cuda, "is_available", lambda: False)
+    surroundings = here(driver=folder, environ={})
     hidden = machine.check_cuda(here(driver=folder, environ={"CUDA_VISIBLE_DEVICES": ""}))
     assert not hidden.is_problem and "hides the GPUs" in hidden.found
     patch.setattr(torch.version, "cuda", None)
-    without = machine.check_cuda(here(driver=folder, environ={}))
+    without = machine.check_cuda(surroundings)
     assert "was built without CUDA" in without.found and "install a torch with CUDA" in without.remedy
     patch.setattr(torch.version, "cuda", "13.0")
 
@@ -103,7 +104,7 @@ def unused_gpu(folder: Path, stack: ExitStack) -> Check:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020)\nmore")
 
     patch.setattr(torch.cuda, "init", refuse)
-    return machine.check_cuda(here(driver=folder, environ={}))
+    return machine.check_cuda(surroundings)
 
 
 def card_without_kernels(folder: Path, stack: ExitStack) -> Check:
