@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from docutils import nodes
+from sphinx.search import SearchEnglish, languages
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the reference is made from the docstrings of this tree
@@ -39,6 +40,29 @@ def join_lines(app, doctree):
         before = text.parent[index - 1].astext()[-1:] if index else ""
         joined = re.sub(f"(?<={_CHINESE})\n(?={_CHINESE})", "", before + text.astext() + after)
         text.parent.replace(text, nodes.Text(joined[len(before) : len(joined) - len(after)]))
+
+
+class SearchBoth(SearchEnglish):
+    """Finds Chinese words too, which nothing separates: any two neighbouring characters are a word."""
+
+    js_splitter_code = r"""
+var splitQuery = (query) => query
+  .split(/[^\p{Letter}\p{Number}_]+|(?<=[\u4e00-\u9fff])(?![\u4e00-\u9fff])|(?<![\u4e00-\u9fff])(?=[\u4e00-\u9fff])/u)
+  .filter((word) => word)
+  .flatMap((word) => /[\u4e00-\u9fff]{2}/.test(word)
+    ? Array.from({length: word.length - 1}, (_, i) => word.slice(i, i + 2)) : [word]);
+"""
+
+    def split(self, input):
+        words = []
+        for word in super().split(input):
+            for part in re.findall("[\u4e00-\u9fff]+|[^\u4e00-\u9fff]+", word):
+                is_chinese = "\u4e00" <= part[0] <= "\u9fff" and len(part) > 1
+                words += [part[i : i + 2] for i in range(len(part) - 1)] if is_chinese else [part]
+        return words
+
+
+languages["en"] = SearchBoth
 
 
 def setup(app):

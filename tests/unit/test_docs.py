@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import os
 import re
@@ -17,6 +18,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
+from urllib.parse import quote
 
 import pytest
 from harness import run_process, run_ranks
@@ -81,6 +83,24 @@ def twin(page: str) -> str | None:
 #: Chinese pages have the programs of their twins, which a test compares.
 PROGRAMS = [page for page in pages() if program(page) and twin(page) is None]
 TRANSLATED = [page for page in pages() if twin(page) is not None]
+#: Modules whose names are for users.
+PUBLIC = [
+    "bmtrain",
+    "bmtrain.benchmark",
+    "bmtrain.debug",
+    "bmtrain.distributed",
+    "bmtrain.distributed.checkpoint",
+    "bmtrain.errors",
+    "bmtrain.inspect",
+    "bmtrain.loss",
+    "bmtrain.lr_scheduler",
+    "bmtrain.nn",
+    "bmtrain.optim",
+    "bmtrain.plan",
+    "bmtrain.timeline",
+    "bmtrain.virtual",
+    "bmtrain.weights",
+]
 #: What a newcomer reads.
 NEEDED = {
     *(f"docs/tutorial/{name}.md" for name in ("install", "quickstart", "own", "example", "distributed")),
@@ -159,8 +179,33 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_pages_build_without_warnings(html: Path) -> None:
-    assert "init_distributed" in (html / "reference" / "api.html").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_is_in_the_reference(name: str, html: Path) -> None:
+    module = importlib.import_module(name)
+    page = (html / "reference" / "api.html").read_text(encoding="utf-8")
+    told = {anchor.rpartition(".")[2] for anchor in re.findall(r'id="(bmtrain\.[\w.]+)"', page)}
+    told |= set(re.findall(r'<span class="pre">(?:bmtrain\.)?(\w+)</span>', page))
+    names = {member for member in module.__all__ if not isinstance(getattr(module, member), ModuleType)}
+    assert names - told - {"__version__"} == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("clip_grad_norm", "howto/whole-tensors.html"),
+        ("分片", "zh/explanation/sharding.html"),
+        ("重计算 策略", "zh/explanation/policies.html"),
+    ],
+)
+def test_pages_are_found(words: str, page: str, html: Path) -> None:
+    screenshots = script("screenshots")
+    browser = screenshots.find_browser()
+    if browser is None:
+        pytest.skip("no browser: docs/screenshots.py takes chromium")
+    address = f"{(html / 'search.html').as_uri()}?q={quote(words)}"
+    result = screenshots.browse(browser, "--virtual-time-budget=20000", "--dump-dom", address)
+    assert f'href="{page}' in result.split('class="search"', 1)[-1]
 
 
 @pytest.mark.slow
