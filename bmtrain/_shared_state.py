@@ -153,7 +153,7 @@ class DistributedStateDictWrapper(Mapping[str, Any]):
         if is_source:
             try:
                 entries = [(key, _entry(key, value, nested)) for key, value in _items(state_dict)]
-                metadata = _encode(getattr(state_dict, "_metadata", None), nested)
+                metadata = encode(getattr(state_dict, "_metadata", None), nested)
             except Exception as problem:
                 error = problem
         raise_together(error, _LABEL)
@@ -167,8 +167,8 @@ class DistributedStateDictWrapper(Mapping[str, Any]):
                 source = state_dict[key] if is_source else None
                 self._values[key] = source if _is_handle(source) else _handle(told, source)
             else:
-                self._values[key] = _decode(told, extras)
-        self._metadata = _decode(metadata, extras)
+                self._values[key] = decode(told, extras)
+        self._metadata = decode(metadata, extras)
 
     def __getitem__(self, key: str) -> Any:
         return self._values[key]
@@ -203,7 +203,7 @@ def _entry(key: str, value: Any, nested: list[torch.Tensor]) -> tuple[str, Any]:
             raise TypeError(f"state_dict[{key!r}]: expected a dense tensor, got layout {value.layout}")
         return "tensor", _spec(value)
     try:
-        return "value", _encode(value, nested)
+        return "value", encode(value, nested)
     except TypeError as error:
         raise TypeError(f"state_dict[{key!r}]: {error}") from None
 
@@ -222,7 +222,7 @@ def _zip_specs(specs: list[Any], tensors: list[torch.Tensor]) -> Iterator[tuple[
         yield spec, tensors[index] if tensors else None
 
 
-def _encode(value: Any, tensors: list[torch.Tensor]) -> Any:
+def encode(value: Any, tensors: list[torch.Tensor]) -> Any:
     """A value as JSON; the tensors in it are put into ``tensors`` and referred to."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -231,24 +231,24 @@ def _encode(value: Any, tensors: list[torch.Tensor]) -> Any:
         return {"tensor": len(tensors) - 1}
     if isinstance(value, Mapping):
         kind = "ordered" if isinstance(value, OrderedDict) else "dict"
-        return {kind: [[_encode(key, tensors), _encode(item, tensors)] for key, item in value.items()]}
+        return {kind: [[encode(key, tensors), encode(item, tensors)] for key, item in value.items()]}
     if isinstance(value, (list, tuple)):
-        return {type(value).__name__: [_encode(item, tensors) for item in value]}
+        return {type(value).__name__: [encode(item, tensors) for item in value]}
     raise TypeError(
         f"expected tensors, numbers, strings, None, lists, tuples and dicts, got {type(value).__name__}"
     )
 
 
-def _decode(told: Any, tensors: list[torch.Tensor]) -> Any:
+def decode(told: Any, tensors: list[torch.Tensor]) -> Any:
     if not isinstance(told, dict):
         return told
     ((kind, content),) = told.items()
     if kind == "tensor":
         return tensors[content]
     if kind in ("ordered", "dict"):
-        pairs = [(_decode(key, tensors), _decode(item, tensors)) for key, item in content]
+        pairs = [(decode(key, tensors), decode(item, tensors)) for key, item in content]
         return OrderedDict(pairs) if kind == "ordered" else dict(pairs)
-    items = [_decode(item, tensors) for item in content]
+    items = [decode(item, tensors) for item in content]
     return items if kind == "list" else tuple(items)
 
 

@@ -326,7 +326,7 @@ class TransformerBlockList(torch.nn.Module):
         blocks: dict[int, Block] = {}  # by the identity of what was given
         previous: Block | None = None
         for index, module in enumerate(modules):
-            block = _as_block(module, blocks.get(id(module)), index)
+            block = as_block(module, blocks.get(id(module)), index)
             blocks.setdefault(id(module), block)
             block.set_pre_module(previous)
             previous = block
@@ -373,7 +373,7 @@ class TransformerBlockList(torch.nn.Module):
         return hidden[0] if count == 1 else hidden
 
 
-def _as_block(module: torch.nn.Module, earlier: Block | None, index: int) -> Block:
+def as_block(module: torch.nn.Module, earlier: Block | None, index: int) -> Block:
     """The Block for one item of a list; ``earlier`` is the Block of the same item at an earlier place."""
     if type(module) is Block:
         if earlier is not None:

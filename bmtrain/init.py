@@ -151,7 +151,7 @@ def _alone(launch: Launch, place: Topology, options: InitOptions) -> Context:
     """The context of a single process: no store, no port, nobody to agree with."""
     local_rank = launch.local_rank or 0
     device = use_card(_own_card(launch.local_rank, options.backend))
-    return _build(launch, place, options, "single", device, (local_rank, 1), options.seed, None, None)
+    return _build(place, options, "single", device, (local_rank, 1), options.seed, None, None)
 
 
 def _join(launch: Launch, place: Topology, options: InitOptions) -> Context:
@@ -198,9 +198,7 @@ def _join(launch: Launch, place: Topology, options: InitOptions) -> Context:
     watch = Watch.join(meeting.store, launch.rank, timeout=options.timeout, host=host, hosts=hosts)
     try:
         local = (local_rank, local_size)
-        context = _build(
-            launch, place, options, options.backend, device, local, peers[0].seed, meeting, watch
-        )
+        context = _build(place, options, options.backend, device, local, peers[0].seed, meeting, watch)
         context.groups["zero"].comm.barrier("init_distributed")
         if options.backend == "nccl" and registration != "0":
             register_buffers(context, registration)
@@ -213,7 +211,6 @@ def _join(launch: Launch, place: Topology, options: InitOptions) -> Context:
 
 
 def _build(
-    launch: Launch,
     place: Topology,
     options: InitOptions,
     backend: str,

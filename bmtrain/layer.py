@@ -18,7 +18,7 @@ __all__ = ["DistributedModule", "DistributedParameter"]
 
 # In a module's __dict__: BlockRef of the Block that the module was in when it was built; and whether it got parameters
 # after that, which no Block gathers.
-_OWNER, _GREW = "_owner_block", "_got_parameters_since"
+OWNER, GREW = "_owner_block", "_got_parameters_since"
 _ASKED_BY_DDP = "_ddp_params_and_buffers_to_ignore"  # before anything is sent, and by nobody else
 
 
@@ -53,7 +53,7 @@ class DistributedModule(torch.nn.Module):
         parameters = self.__dict__.get("_parameters")
         if parameters is not None and name in parameters:
             param = parameters[name]
-            if torch.compiler.is_compiling() and _OWNER in self.__dict__ and _GREW not in self.__dict__:
+            if torch.compiler.is_compiling() and OWNER in self.__dict__ and GREW not in self.__dict__:
                 return param  # compiled code runs in the Block, and the compiler cannot look at its state
             return _read(self, param, name) if isinstance(param, DistributedParameter) else param
         if name == _ASKED_BY_DDP and world_size() > 1:
@@ -78,13 +78,13 @@ class DistributedModule(torch.nn.Module):
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         super().register_parameter(name, param)
-        if _OWNER in self.__dict__:
-            self.__dict__[_GREW] = True
+        if OWNER in self.__dict__:
+            self.__dict__[GREW] = True
 
     def __getstate__(self) -> dict[str, Any]:
         inherited = getattr(super(), "__getstate__", None)
         state = dict(self.__dict__ if inherited is None else inherited())
-        for name in (_OWNER, _GREW):
+        for name in (OWNER, GREW):
             state.pop(name, None)  # what is copied or pickled has a Block of its own, or none
         return state
 
@@ -130,7 +130,7 @@ class DistributedModule(torch.nn.Module):
 def _read(module: torch.nn.Module, param: DistributedParameter, name: str) -> torch.Tensor:
     owner = param._block
     if owner is not None and (
-        owner.is_bound or param._is_full() or (owner() is not None and module.__dict__.get(_OWNER) is owner)
+        owner.is_bound or param._is_full() or (owner() is not None and module.__dict__.get(OWNER) is owner)
     ):
         return param
     if param.is_meta:

@@ -16,7 +16,7 @@ from ._engine.gather import OpAllGather
 from ._engine.grad_readers import FILES_TO_ASK, is_shown
 from ._engine.initializer import ParameterInitializer
 from ._engine.meta import make_shard, no_values
-from ._engine.sharding import ShardSpec
+from ._engine.sharding import ShardSpec, merge_slices, merged_shape
 from .global_var import context
 
 __all__ = [
@@ -110,7 +110,7 @@ class DistributedParameter(torch.nn.Parameter):
             self._spec = ShardSpec(self._original_shape, context().zero_group(self._tp_mode, False))
         elif name == "_tp_original_shape":
             tp_size = context().groups["tp"].size
-            self._tp_original_shape = _merged_shape(self._original_shape, self._tp_split_dim, tp_size)
+            self._tp_original_shape = merged_shape(self._original_shape, self._tp_split_dim, tp_size)
         else:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return self.__dict__[name]
@@ -183,7 +183,7 @@ class DistributedParameter(torch.nn.Parameter):
 
     def tp_gather(self) -> torch.Tensor:
         """The concatenation over the tensor-parallel group of the full tensors. Collective over the tp group."""
-        return _tp_merge(self.gather(), self._tp_split_dim)
+        return merge_slices(self.gather(), self._tp_split_dim)
 
     def gather_all(self) -> torch.Tensor:
         """The full tensor with its tensor-parallel slices merged along ``tp_split_dim``. Collective."""
@@ -327,21 +327,6 @@ def _copy_of_part(data: torch.Tensor, tp_mode: bool) -> torch.Tensor:
         return torch.empty(part.numel(), dtype=data.dtype, device=ctx.device).copy_(part)
 
 
-def _merged_shape(shape: torch.Size, dim: int, tp_size: int) -> torch.Size:
-    if dim < 0:
-        return shape
-    return torch.Size([size * tp_size if i == dim else size for i, size in enumerate(shape)])
-
-
-def _tp_merge(value: torch.Tensor, dim: int) -> torch.Tensor:
-    group = context().groups["tp"]
-    if group.size == 1:
-        return value
-    from .distributed import all_gather
-
-    return torch.cat(list(all_gather(value, group.comm).unbind(0)), dim=max(dim, 0))
-
-
 def gather_flat(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Puts a tensor that is sharded like ``param`` together.
 
@@ -358,7 +343,7 @@ def gather_flat(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     device = local.device
     flat = param._spec.gather(local.to(context().device))
     if param._tp_split_dim >= 0:
-        flat = _tp_merge(flat.view(param._original_shape), param._tp_split_dim).reshape(-1)
+        flat = merge_slices(flat.view(param._original_shape), param._tp_split_dim).reshape(-1)
     return flat.to(device)
 
 

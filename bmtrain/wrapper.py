@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .block_layer import Block, TransformerBlockList, _as_block
+from .block_layer import Block, TransformerBlockList, as_block
 from .global_var import context
 from .layer import DistributedModule
 from .parameter import DistributedParameter
@@ -100,7 +100,7 @@ class _Conversion:
             return self.tree(module)
         if type(module).forward is torch.nn.Module.forward:  # a container itself
             return self.tree(module, in_block)
-        block = _as_block(self.tree(module, in_block=True), self._blocks.get(id(module)), 0)
+        block = as_block(self.tree(module, in_block=True), self._blocks.get(id(module)), 0)
         self._blocks.setdefault(id(module), block)
         return block
 
@@ -165,12 +165,6 @@ def _chain(modules: torch.nn.Module) -> None:
         if type(block) is Block:
             block.set_pre_module(previous)
             previous = block
-
-
-def _is_of_its_user(module: torch.nn.Module) -> bool:
-    """Whether its class was written as a distributed one."""
-    kind = type(module)  # a Block says that it is of its module's class
-    return issubclass(kind, DistributedModule) and not issubclass(kind, _Converted)
 
 
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..global_var import context
-from ..layer import _GREW, _OWNER
+from ..layer import GREW, OWNER
 from ..parameter import DistributedParameter
 from .block_ref import BlockRef
 from .runtime import BlockRuntime
@@ -63,8 +63,8 @@ def adopt_parameters(
             )
         named[id(param)] = (name, param)
     for child in module.modules():
-        child.__dict__[_OWNER] = reference
-        child.__dict__.pop(_GREW, None)
+        child.__dict__[OWNER] = reference
+        child.__dict__.pop(GREW, None)
     install_hooks_below(module)
     return list(named.values())
 

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..global_var import context
+
 if TYPE_CHECKING:
     from .. import _C
     from .._context import Context, Group
 
-__all__ = ["ShardSpec"]
+__all__ = ["ShardSpec", "merge_slices", "merged_shape"]
 
 
 @dataclass(frozen=True)
@@ -162,3 +164,20 @@ def _padded(local: torch.Tensor, length: int) -> torch.Tensor:
     padded = local.new_zeros(length)
     padded[: local.numel()] = local.detach()
     return padded
+
+
+def merged_shape(shape: torch.Size, dim: int, tp_size: int) -> torch.Size:
+    """The shape of ``tp_size`` tensor-parallel slices side by side along ``dim``; -1: each slice is the whole."""
+    if dim < 0:
+        return shape
+    return torch.Size([size * tp_size if i == dim else size for i, size in enumerate(shape)])
+
+
+def merge_slices(value: torch.Tensor, dim: int) -> torch.Tensor:
+    """The slices of the tensor-parallel ranks side by side along ``dim``, differentiable. Collective over them."""
+    group = context().groups["tp"]
+    if group.size == 1:
+        return value
+    from ..distributed import all_gather  # imports this
+
+    return torch.cat(list(all_gather(value, group.comm).unbind(0)), dim=max(dim, 0))

@@ -8,7 +8,6 @@ programs rely on it. Only `broadcast` and `reduce_scatter` communicate in backwa
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from ..nccl import broadcast as ncclBroadcast
 from ..nccl import recv as ncclRecv
 from ..nccl import reduceScatter as ncclReduceScatter
 from ..nccl import send as ncclSend
+from ._operands import check_root, fresh_copy, resolve_comm
 
 __all__ = [
     "all_gather",
@@ -68,7 +68,7 @@ def all_reduce(x: Tensor, op: str = "sum", comm: _C.Communicator | None = None) 
         >>> all_reduce(torch.tensor([1.0, 2.0]), "avg")
         tensor([1., 2.])
     """
-    comm = _resolve("all_reduce", x, comm)
+    comm = resolve_comm("all_reduce", x, comm)
     reduce_op(op)
     if op in ("max", "min"):
         return _Extremum.apply(x, op, comm)  # type: ignore[no-any-return]
@@ -97,7 +97,7 @@ def all_gather(x: Tensor, comm: _C.Communicator | None = None) -> Tensor:
         >>> all_gather(torch.tensor([1.0, 2.0])).shape
         torch.Size([1, 2])
     """
-    return _AllGather.apply(x, _resolve("all_gather", x, comm))  # type: ignore[no-any-return]
+    return _AllGather.apply(x, resolve_comm("all_gather", x, comm))  # type: ignore[no-any-return]
 
 
 @opaque
@@ -121,8 +121,8 @@ def broadcast(src: Tensor, root: int, comm: _C.Communicator | None = None) -> Te
         >>> bmtrain.distributed.broadcast(torch.tensor([1.0, 2.0]), 0)
         tensor([1., 2.])
     """
-    comm = _resolve("broadcast", src, comm, "src")
-    _check_root(root, comm)
+    comm = resolve_comm("broadcast", src, comm, "src")
+    check_root(root, comm)
     return _Broadcast.apply(src, root, comm)  # type: ignore[no-any-return]
 
 
@@ -148,7 +148,7 @@ def reduce_scatter(x: Tensor, op: str = "sum", comm: _C.Communicator | None = No
         >>> bmtrain.distributed.reduce_scatter(torch.ones(bmtrain.world_size(), 2))
         tensor([[1., 1.]])
     """
-    comm = _resolve("reduce_scatter", x, comm)
+    comm = resolve_comm("reduce_scatter", x, comm)
     reduce_op(op)
     if x.dim() == 0 or x.shape[0] % comm.size != 0:
         raise UnevenSplitError(
@@ -187,7 +187,7 @@ def send_activations(x: Tensor, next_rank: int, comm: _C.Communicator) -> None:
         RuntimeError: before `init_distributed`.
         ValueError: a dtype or shape that cannot be sent.
     """
-    comm = _resolve("send_activations", x, comm)
+    comm = resolve_comm("send_activations", x, comm)
     if x.dtype not in _DTYPES or x.dim() > _MAX_DIMS:
         raise ValueError(
             f"send_activations: expected at most {_MAX_DIMS} dimensions and a dtype of {', '.join(map(str, _DTYPES))}, "
@@ -222,38 +222,6 @@ def recv_activations(prev_rank: int, comm: _C.Communicator) -> Tensor:
     return x
 
 
-def _resolve(name: str, x: Tensor, comm: _C.Communicator | None, argument: str = "x") -> _C.Communicator:
-    """Check what all collectives check; the world's communicator for None."""
-    current = context(f"{name}()")
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: {argument}: expected a tensor, got {type(x).__name__}")
-    if x.layout != torch.strided or x.device.type == "meta":
-        raise TypeError(
-            f"{name}: {argument}: expected a dense tensor with memory, got {x.layout} on {x.device.type}"
-        )
-    if x.is_quantized:  # the other ranks would read its integers without its scale
-        raise TypeError(f"{name}: {argument}: expected plain numbers, got a quantised tensor of {x.dtype}")
-    if comm is None:
-        return current.groups["zero"].comm
-    if not isinstance(comm, _C.Communicator):
-        raise TypeError(f"{name}: comm: expected a communicator, got {type(comm).__name__}")
-    return comm
-
-
-def _check_root(root: int, comm: _C.Communicator) -> None:
-    try:
-        operator.index(root)
-    except TypeError:
-        raise TypeError(f"root: expected an integer, got {type(root).__name__}") from None
-    if not 0 <= root < comm.size:
-        raise ValueError(f"root: expected a rank of the group, 0 to {comm.size - 1}, got {root}")
-
-
-def _copy(x: Tensor) -> Tensor:
-    """A fresh contiguous copy, whatever the strides of ``x``."""
-    return x.detach().clone(memory_format=torch.contiguous_format)
-
-
 def _gathered(x: Tensor, comm: _C.Communicator) -> Tensor:
     result = torch.empty((comm.size, *x.shape), dtype=x.dtype, device=x.device)
     comm.all_gather(result, x.detach().contiguous(), "all_gather").wait()
@@ -266,7 +234,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, op: str, comm: _C.Communicator) -> Tensor:
         ctx.divisor = comm.size if op == "avg" else 1
-        result = _copy(x)
+        result = fresh_copy(x)
         comm.all_reduce(result, reduce_op(op), "all_reduce").wait()
         return result
 
@@ -280,7 +248,7 @@ class _Extremum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, op: str, comm: _C.Communicator) -> Tensor:
-        result = _copy(x)
+        result = fresh_copy(x)
         comm.all_reduce(result, reduce_op(op), "all_reduce").wait()
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(x.detach() == result)
@@ -338,7 +306,7 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, src: Tensor, root: int, comm: _C.Communicator) -> Tensor:
         ctx.comm = comm
-        result = _copy(src)
+        result = fresh_copy(src)
         comm.broadcast(result, root, "broadcast").wait()
         return result
 

@@ -17,7 +17,8 @@ from .._comm import reduce_op
 from .._engine.opaque import opaque
 from ..errors import UnevenSplitError
 from ..global_var import context
-from .ops import _check_root, _copy, _resolve, recv_activations, send_activations
+from ._operands import check_root, fresh_copy, resolve_comm
+from .ops import recv_activations, send_activations
 
 __all__ = ["gather", "recv", "reduce", "scatter", "send"]
 
@@ -44,7 +45,7 @@ def send(x: Tensor, dst: int, comm: _C.Communicator | None = None) -> None:
         elif bmt.rank() == 1:
             x = bmt.distributed.recv(src=0)  # its shape and dtype come with it
     """
-    comm = _resolve("send", x, comm)
+    comm = resolve_comm("send", x, comm)
     send_activations(x, _peer("send", "dst", dst, comm), comm)
 
 
@@ -64,7 +65,7 @@ def recv(src: int, comm: _C.Communicator | None = None) -> Tensor:
         See `send`.
     """
     device = context("recv()").device
-    comm = _resolve("recv", torch.empty(0, device=device), comm)
+    comm = resolve_comm("recv", torch.empty(0, device=device), comm)
     return recv_activations(_peer("recv", "src", src, comm), comm)
 
 
@@ -92,8 +93,8 @@ def scatter(src: Tensor, root: int, comm: _C.Communicator | None = None) -> Tens
         >>> bmtrain.distributed.scatter(torch.tensor([[1.0, 2.0]]), 0)
         tensor([1., 2.])
     """
-    comm = _resolve("scatter", src, comm, "src")
-    _check_root(root, comm)
+    comm = resolve_comm("scatter", src, comm, "src")
+    check_root(root, comm)
     if src.dim() == 0 or src.shape[0] != comm.size:
         raise UnevenSplitError(
             f"scatter: expected a first dimension of {comm.size}, one row for each rank of group {comm.name!r}, "
@@ -126,8 +127,8 @@ def gather(x: Tensor, root: int, comm: _C.Communicator | None = None) -> Tensor:
         >>> bmtrain.distributed.gather(torch.tensor([1.0, 2.0]), 0)
         tensor([[1., 2.]])
     """
-    comm = _resolve("gather", x, comm)
-    _check_root(root, comm)
+    comm = resolve_comm("gather", x, comm)
+    check_root(root, comm)
     return _Gather.apply(x, root, comm)  # type: ignore[no-any-return]
 
 
@@ -160,9 +161,9 @@ def reduce(x: Tensor, root: int, op: str = "sum", comm: _C.Communicator | None =
         >>> bmtrain.distributed.reduce(torch.tensor([1.0, 2.0]), 0)
         tensor([1., 2.])
     """
-    comm = _resolve("reduce", x, comm)
+    comm = resolve_comm("reduce", x, comm)
     reduce_op(op)
-    _check_root(root, comm)
+    check_root(root, comm)
     return _Reduce.apply(x, root, op, comm)  # type: ignore[no-any-return]
 
 
@@ -188,7 +189,7 @@ def _scattered(rows: Tensor | None, like: Tensor, root: int, comm: _C.Communicat
         works = [comm.send(rows[peer], peer, label) for peer in range(comm.size) if peer != root]
         for work in works:
             work.wait()
-    return _copy(rows[root])
+    return fresh_copy(rows[root])
 
 
 def _gathered_on(x: Tensor, root: int, comm: _C.Communicator) -> Tensor:
@@ -238,7 +239,7 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, root: int, op: str, comm: _C.Communicator) -> Tensor:
         ctx.root, ctx.op, ctx.comm, ctx.shape = root, op, comm, x.shape
-        result = _copy(x)
+        result = fresh_copy(x)
         comm.reduce(result, reduce_op(op), root, "reduce").wait()
         return result if comm.rank == root else x.new_empty((0, *x.shape))
 
@@ -248,6 +249,6 @@ class _Reduce(torch.autograd.Function):
             raise NotImplementedError(
                 f"reduce: backward of op {ctx.op!r} is not defined, only of sum and avg"
             )
-        whole = _copy(grad) if ctx.comm.rank == ctx.root else grad.new_empty(ctx.shape)
+        whole = fresh_copy(grad) if ctx.comm.rank == ctx.root else grad.new_empty(ctx.shape)
         ctx.comm.broadcast(whole, ctx.root, "reduce backward").wait()
         return (whole / ctx.comm.size if ctx.op == "avg" else whole), None, None, None

@@ -13,7 +13,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -40,10 +40,19 @@ EPILOG = """examples:
 inputs: (model, input, ...)."""
 
 
+_Group: TypeAlias = "argparse._ArgumentGroup"  # argparse has no other name for it
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the options of ``plan``."""
     parser.epilog = EPILOG
-    model = parser.add_argument_group("model (a GPT-2 by numbers unless --config or --module is given)")
+    _add_model(parser.add_argument_group("model (a GPT-2 by numbers unless --config or --module is given)"))
+    _add_machine(parser.add_argument_group("machine"))
+    _add_policy(parser.add_argument_group("policy"))
+    _add_output(parser.add_argument_group("output"))
+
+
+def _add_model(model: _Group) -> None:
     model.add_argument("--layers", type=int, default=24, metavar="N", help="(default: %(default)s)")
     model.add_argument("--dim", type=int, default=2048, metavar="N", help="width (default: %(default)s)")
     model.add_argument("--heads", type=int, default=16, metavar="N", help="(default: %(default)s)")
@@ -58,7 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the parameters (default: a module's own; else float32 with --compute-dtype or --gather-dtype, "
         "bfloat16 without)",
     )
-    machine = parser.add_argument_group("machine")
+
+
+def _add_machine(machine: _Group) -> None:
     machine.add_argument(
         "--machine", default="a100-80gb", metavar="NAME", help=f"{', '.join(MACHINES)} (default: %(default)s)"
     )
@@ -74,7 +85,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FIELD=NUMBER",
         help="replace a number of the preset, e.g. network_bandwidth=25e9; may be repeated",
     )
-    policy = parser.add_argument_group("policy")
+
+
+def _add_policy(policy: _Group) -> None:
     policy.add_argument("--micro-batch", type=int, default=1, metavar="N", help="samples of one device")
     policy.add_argument("--level", type=int, default=3, choices=(0, 1, 2, 3), help="ZeRO level")
     policy.add_argument(
@@ -105,7 +118,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     policy.add_argument(
         "--choose", action="store_true", help="find the fastest level, recomputation, offload and micro-batch"
     )
-    output = parser.add_argument_group("output")
+
+
+def _add_output(output: _Group) -> None:
     output.add_argument("--json", type=Path, metavar="FILE", help="write the plan to this file as well")
     output.add_argument(
         "--published", action="store_true", help="compare with the published 13B table instead"

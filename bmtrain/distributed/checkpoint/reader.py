@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..._shared_state import DistributedTensorWrapper, _decode
+from ..._shared_state import DistributedTensorWrapper, decode
 from ...errors import UnreadableFileError
 from ...global_var import context
 from ...parameter import DistributedParameter
@@ -181,7 +181,7 @@ class Reader:
 
     def value(self, told: Any) -> Any:
         """A value that :meth:`Snapshot.add_value` described."""
-        return _decode(told["is"], [self.read_whole(name) for name in told["tensors"]])
+        return decode(told["is"], [self.read_whole(name) for name in told["tensors"]])
 
     def own_or_shared(self, name: str, same_world: bool) -> str:
         """The name of this rank's own value of a replica, if it had one and the ranks are as many; else of rank 0's."""

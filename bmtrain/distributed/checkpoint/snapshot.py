@@ -14,7 +14,7 @@ import torch
 from ..._agree import broadcast_json
 from ..._engine.outline import outline_of
 from ..._engine.stage import StagedShardSpec
-from ..._shared_state import _encode
+from ..._shared_state import encode
 from ...global_var import context
 from ...optim.optim_manager import OptimManager
 from ...parameter import DistributedParameter
@@ -86,7 +86,7 @@ class Snapshot:
         """A value as JSON; the tensors in it become runs, of rank 0 alone unless they are the rank's ``own``."""
         tensors: list[torch.Tensor] = []
         try:
-            encoded = _encode(value, tensors)
+            encoded = encode(value, tensors)
         except TypeError as error:
             raise TypeError(f"{name}: {error}") from None
         if own or context().topology.rank == 0:
