@@ -10,6 +10,7 @@ in operations that do not fit together.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,8 @@ _FIELDS = {
     "detail": "root or reduction",
     "label": "order (what it serves)",
 }
+
+_OPERATION = re.compile(r'\w+ #\d+.*? on group "[^"]*", rank \d+ of \d+: (the communicator was aborted: )?')
 
 # What a rank tells of itself: {"position": where its main thread is, "groups": what _C.Watchdog.groups returns}.
 State = Mapping[str, Any]
@@ -79,7 +82,16 @@ def judge(failure: Mapping[str, Any], states: Mapping[int, State], absent: Mappi
             concerned = concerned or found
         if concerned:
             return Verdict(words.format(ranks_text(concerned)) + _after(failure), tuple(concerned))
-    return _follow(failure, states) or Verdict(f"rank {reporter}: {what}", (reporter,))
+    return _follow(failure, states) or Verdict(f"rank {reporter}: {_plain(what)}", (reporter,))
+
+
+def _plain(what: str) -> str:
+    """What a transport says, without the operation, group and rank that each error begins with anyway.
+
+    >>> _plain('barrier #2 (0 bytes) on group "zero", rank 1 of 2: the connection to rank 0 was lost')
+    'the connection to rank 0 was lost'
+    """
+    return _OPERATION.sub("", what)
 
 
 def is_stuck(failure: Mapping[str, Any], states: Mapping[int, State]) -> bool:

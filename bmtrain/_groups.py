@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from ._aside import Aside
 from ._context import Group, Parts
 from ._watchdog import Watch, transport_timeout
+from .errors import CommunicationError
 from .topology import GroupKind, Topology
 
 if TYPE_CHECKING:
@@ -61,6 +65,7 @@ def connect_groups(
 
 
 _LABEL = "groups of ranks"
+_LOOK_SECONDS = 0.2  # how often to see whether a rank is gone
 
 _Connect = Callable[[str, str, int, tuple[int, ...], int], tuple[Any, Any]]
 
@@ -85,13 +90,24 @@ def _connecting(
         for (purpose, label), parent in zip(purposes, parents, strict=True):
             own = f"{key}/{purpose}"
             if parent is None:
-                comm = create(store, own, rank, len(members), transport_timeout(timeout), label)
+                make = partial(create, store, own, rank, len(members), transport_timeout(timeout), label)
+                # NCCL's has to be made by the thread that has chosen the device.
+                comm = make() if backend == "nccl" else _while_all_are_there(watch, make, label)
             else:
                 comm = _comm.split_nccl(parent, number, rank, len(members), label)
             both.append(watch.guard(comm, own, members))
         return both[0], both[1]
 
     return connect
+
+
+def _while_all_are_there(watch: Watch, make: Callable[[], Any], name: str) -> Any:
+    """A communicator; raises on all ranks, no later than the time-out, if one does not come or is gone."""
+    aside, started = Aside(make, "bmtrain-connect"), time.monotonic()
+    while not aside.wait(_LOOK_SECONDS):
+        if why := watch.why_unconnected(time.monotonic() - started):
+            raise CommunicationError(f"group {name!r}: cannot connect the ranks: {why}")
+    return aside.result()
 
 
 def connect_parts(context: Context, family: str, num_sharing: int) -> Parts:

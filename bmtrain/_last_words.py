@@ -92,7 +92,19 @@ class LastWords:
             sys.stderr.flush()
         finally:
             if os.getpid() == self._pid:
-                line = str(error).strip().splitlines()
                 interrupted = issubclass(kind, KeyboardInterrupt)
-                what = kind.__name__ + (f": {line[0]}" if line else "")
+                what = kind.__name__ + _summary(str(error))
                 self._tell("interrupted" if interrupted else "exception", what)
+
+
+def _summary(text: str) -> str:
+    """The first line of an exception's text, and the last one where it holds another process's traceback.
+
+    >>> _summary("a bad sample\\nand more"), _summary("")
+    (': a bad sample', '')
+    >>> _summary("Caught ValueError in worker 0.\\nOriginal Traceback (most recent call last):\\nValueError: no 7")
+    ': Caught ValueError in worker 0. ValueError: no 7'
+    """
+    lines = text.strip().splitlines()
+    shown = [lines[0], lines[-1]] if "Traceback (most recent call last)" in text else lines[:1]
+    return f": {' '.join(shown)}" if shown else ""

@@ -7,7 +7,6 @@ import errno
 import ipaddress
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -16,6 +15,7 @@ from typing import TypeVar
 
 from torch.distributed import FileStore, Store, TCPStore
 
+from ._aside import Aside
 from ._launch import Launch, Meeting
 from .errors import BMTrainError, CommunicationError
 
@@ -174,26 +174,12 @@ _T = TypeVar("_T")
 def _within(seconds: float, call: Callable[[], _T]) -> _T:
     """Run ``call`` and return its result; TimeoutError if it takes longer.
 
-    The store's constructor waits without limit for a server that accepts connections and never answers. It
-    runs in a daemon thread, which then stays behind, asleep.
+    The store's constructor waits without limit for a server that accepts connections and never answers.
     """
-    result: list[_T] = []
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            result.append(call())
-        except BaseException as error:  # handed to the caller below
-            failure.append(error)
-
-    thread = threading.Thread(target=run, name="bmtrain-rendezvous", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if failure:
-        raise failure[0]
-    if not result:
+    aside = Aside(call, "bmtrain-rendezvous")
+    if not aside.wait(seconds):
         raise TimeoutError(f"no answer within {seconds:.0f} s")
-    return result[0]
+    return aside.result()
 
 
 def _listen_on(host: str, port: int) -> socket.socket:

@@ -9,6 +9,7 @@ forked child inherited outlives its process.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import secrets
@@ -25,6 +26,7 @@ __all__ = ["connect", "place", "why_not"]
 
 # All ranks have just met: one that does not come now has failed.
 _MEETING_SECONDS = 60.0
+_HUNG_UP = "another rank hung up while segments were exchanged"
 _RANK = struct.Struct("i")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
@@ -76,7 +78,9 @@ def connect(
     reason = ""
     try:
         made = _exchange(store, rank, size, timeout, name)
-    except (OSError, EOFError, RuntimeError, struct.error) as error:
+    except (EOFError, ConnectionError, TimeoutError, struct.error):
+        reason = f"rank {rank}: {_HUNG_UP}"
+    except (OSError, RuntimeError) as error:
         reason = f"rank {rank}: {error}"
     store.set(f"outcome/{rank}", reason or "ok")
     keys = [f"outcome/{other}" for other in range(size)]
@@ -87,7 +91,7 @@ def connect(
         return made, ""
     if made is not None:
         made.close()
-    return None, failed[0]
+    return None, min(failed, key=lambda outcome: outcome.endswith(_HUNG_UP))  # rather why it did
 
 
 def _create_file(size: int) -> int:
@@ -112,9 +116,11 @@ def _exchange(store: dist.Store, rank: int, size: int, timeout: float, name: str
         for peer in peers.values():
             socket.send_fds(peer, [_RANK.pack(rank)], [files[rank]])
         for other, peer in peers.items():
-            message, received, _, _ = socket.recv_fds(peer, _RANK.size, 1)
+            message, received, flags, _ = socket.recv_fds(peer, _RANK.size, 1)
+            if flags & socket.MSG_CTRUNC:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             if len(message) != _RANK.size or len(received) != 1:
-                raise EOFError(f"rank {other} hung up while segments were exchanged")
+                raise EOFError
             files[other] = received[0]
             watches[2 * other + 1] = _watch_process(peer)
             watches[2 * other] = peer.detach()

@@ -32,6 +32,10 @@ class Suspicion:
         """A rank is gone."""
         self._gone[rank] = time.monotonic()
 
+    def ranks(self) -> list[int]:
+        """Those that are gone."""
+        return sorted(self._gone)
+
     def dismiss(self) -> None:
         """What was found is in order, for now."""
         self._gone = dict.fromkeys(self._gone, time.monotonic() + _AGAIN_SECONDS)

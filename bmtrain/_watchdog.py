@@ -64,6 +64,7 @@ class Watch:
 
     def __init__(self, rank: int, timeout: float, hosts: Sequence[str]) -> None:
         self.core = _C.Watchdog(timeout)
+        self._timeout = timeout
         self._rank = rank
         self._world = len(hosts)
         self._hosts = hosts
@@ -118,6 +119,14 @@ class Watch:
         """
         check = os.environ.get("BMTRAIN_CHECK", "") not in ("", "0")
         return _C.GuardedCommunicator(inner, self.core, key, list(members), check)
+
+    def why_unconnected(self, seconds: float) -> str:
+        """Why ranks that have tried to connect for so long never will, which all are told; empty while they may."""
+        if self._suspicion.ranks():
+            self._tell("failed", "the connection to a rank was lost")
+        elif seconds > self._timeout:
+            self._tell("late", f"timed out after {self._timeout:g} s")
+        return self.core.verdict
 
     def host_of_rank_0(self) -> str:
         """Where this rank reaches rank 0; on rank 0 itself, this host."""

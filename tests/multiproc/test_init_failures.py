@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import resource
+import signal
 import socket
 import threading
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 from harness import Status, free_port, rank_outcomes, run_ranks
 
 import bmtrain
-from bmtrain import _context
+from bmtrain import _comm, _context, _shm_meeting
 
 
 def attempt(**arguments: Any) -> str:
@@ -205,3 +207,45 @@ def test_the_server_dies_while_others_wait() -> None:
     first, second = rank_outcomes(2, wait_for_a_server_that_dies, init=False, fresh=True)
     assert (first.status, first.exitcode) == (Status.DIED, 9)
     assert second.value.startswith("CommunicationError: rank 1 of 3: lost the rendezvous at 127.0.0.1")
+
+
+def killed_while_connecting(transport: str) -> str:
+    """Rank 1 is killed where the others already wait for it."""
+    function = "connect_gloo" if transport == "gloo" else "_meet"
+    if os.environ["RANK"] == "1":
+        setattr(_comm, function, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    return attempt(timeout=300)
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_rank_is_killed_while_the_ranks_connect(transport: str) -> None:
+    """Long before the time-out."""
+    variables = {"BMTRAIN_CPU_TRANSPORT": transport}
+    outcomes = rank_outcomes(
+        3, killed_while_connecting, transport, init=False, environment=variables, fresh=True
+    )
+    assert outcomes[1].status is Status.DIED
+    for rank in (0, 2):
+        assert "cannot connect the ranks: rank 1 died" in outcomes[rank].value, outcomes[rank]
+
+
+def with_few_descriptors() -> str:
+    if os.environ["RANK"] == "1":
+        meet = _shm_meeting._meet
+
+        def meet_and_run_out(*arguments: Any) -> Any:
+            peers = meet(*arguments)
+            highest = max(map(int, os.listdir("/proc/self/fd")))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (highest, highest))
+            return peers
+
+        _shm_meeting._meet = meet_and_run_out
+    return attempt()
+
+
+def test_too_many_open_files() -> None:
+    """All ranks name it and the rank, not that somebody hung up."""
+    variables = {"BMTRAIN_CPU_TRANSPORT": "shm"}
+    for message in run_ranks(3, with_few_descriptors, init=False, environment=variables, fresh=True):
+        assert message.startswith("CommunicationError")
+        assert "rank 1: [Errno 24] Too many open files" in message

@@ -104,6 +104,17 @@ def test_judge(
     assert verdict.text.startswith(words)
 
 
+def test_the_operation_is_named_once() -> None:
+    """What the transport told, and what its peer had told it: the error that is raised begins with it anyway."""
+    inner = 'all_gather #3 for "block: 1" (40 bytes) on group "zero", rank {} of 2: the connection to rank {} was lost'
+    failed = failure("failed", what=f"{inner.format(0, 1)} (see its output): {inner.format(1, 0)}")
+    text = _blame.judge(failed, {0: WAITS}, {}).text
+    assert (
+        text
+        == "rank 0: the connection to rank 1 was lost (see its output): the connection to rank 0 was lost"
+    )
+
+
 def test_the_chain_of_waits_is_followed() -> None:
     """Rank 0 waits for rank 1, which waits in another group for rank 2, which computes."""
     one = state(3)
