@@ -3,6 +3,7 @@
 Run by ``bash tests/fault/run.sh --long``. What it found of an operation goes into the file at once, in place of what
 the file says of that operation; ``--operations`` chooses some. A time is from the moment just before SIGKILL (or
 SIGSTOP) to the moment at which a survivor has its CommunicationError, on the clock that all processes of a host share.
+The exit status is 1 if anything took longer than it may, or did not raise.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ends import after_dead_peers, after_interrupts
 from harness import Status, rank_outcomes
+from harness.ends import after_dead_peers, after_interrupts, broken_promises
 from test_faults import COLLECTIVES, caught, stop_for_good
 
 import bmtrain
 from bmtrain import _C
+
+# The time-out counts from the start of an operation, which may be a little before the signal.
+_EARLY_SECONDS = 0.1
 
 
 def strike(op: str, victim: int, number: int, delay: float, folder: str) -> tuple[str, float]:
@@ -109,6 +113,19 @@ def summary(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def broken_by(fault: signal.Signals, found: Mapping[str, Any]) -> list[str]:
+    """What one operation's survivors did that they should not, one sentence each."""
+    seconds, timeout = found["seconds"], found["time-out, seconds"]
+    broken = [f"{found[name]} {name}" for name in ("did not raise", "named another rank") if found[name]]
+    if seconds and seconds[-1] > timeout + 2:
+        broken.append(f"expected an error {timeout + 2:g} s after the fault, got one after {seconds[-1]:g} s")
+    if seconds and fault is signal.SIGKILL and statistics.median(seconds) >= 1:
+        broken.append(f"expected a median below 1 s, got {statistics.median(seconds):g} s")
+    if seconds and fault is signal.SIGSTOP and seconds[0] < timeout - _EARLY_SECONDS:
+        broken.append(f"expected no error before the time-out, got one after {seconds[0]:g} s")
+    return broken
+
+
 def _text_of(result: dict[str, Any]) -> str:
     """JSON with each list of numbers on a line of its own."""
     text = json.dumps(result, indent=1)
@@ -154,12 +171,19 @@ def main() -> None:
     result["machine"] = f"{platform.machine()}, {os.cpu_count()} processors, torch {torch.__version__}"
     if options.recording:
         result["recording"] = cost_of_recording()
+    broken: list[str] = []
     for transport in options.transports.split(",") if options.ends else ():
-        result[f"ends, {transport}"] = {
+        whole, processor = after_dead_peers(transport, options.ends)
+        ends = {
             "Ctrl-C, seconds": after_interrupts(transport, options.ends),
-            "with dead peers, seconds": after_dead_peers(transport, options.ends),
+            "with dead peers, seconds": whole,
+            "with dead peers, seconds of a processor": processor,
         }
+        result[f"ends, {transport}"] = ends
         options.out.write_text(_text_of(result))
+        for name, seconds in ends.items():
+            print(f"{transport}, {name}: median {statistics.median(seconds):.3f}, most {max(seconds):.3f}")
+        broken += [f"{transport}, {sentence}" for sentence in broken_promises(ends)]
     faults = {signal.SIGKILL: options.repeats, signal.SIGSTOP: options.stops}
     for transport, (fault, repeats) in itertools.product(options.transports.split(","), faults.items()):
         for op in options.operations.split(",") if repeats else ():
@@ -171,4 +195,7 @@ def main() -> None:
             print(
                 f"{fault.name}, {transport}, {op}: {told}, median {statistics.median(entry[op]['seconds']):.3f} s"
             )
+            broken += [f"{fault.name}, {transport}, {op}: {what}" for what in broken_by(fault, entry[op])]
     print(json.dumps({name: found["all"] for name, found in result.items() if "SIG" in name}, indent=1))
+    if broken:
+        raise SystemExit("\n".join(["run.sh: not as promised:", *broken]))
