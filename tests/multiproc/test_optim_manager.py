@@ -6,107 +6,29 @@ import contextlib
 import copy
 import io
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import run_ranks
-from torch import Tensor
+from harness.managed_model import (
+    Model,
+    assert_gradients,
+    assert_weights,
+    batch,
+    loss_of,
+    make_manager,
+    of_all_ranks,
+    own_loss,
+    whole,
+)
 
 import bmtrain as bmt
 from bmtrain.lr_scheduler import Noam
-from bmtrain.optim import OptimManager, clip_grad_norm
+from bmtrain.optim import clip_grad_norm
 from bmtrain.optim.optim_manager import check_overflow
-from bmtrain.parameter import gather_flat
 
 WORLDS = [1, 2, 4]
-WIDTH, BATCH = 6, 8
-
-
-def _layer_class(base: type[torch.nn.Module]) -> Any:
-    class Layer(base):  # type: ignore[misc, valid-type]
-        def __init__(self, make: Any) -> None:
-            super().__init__()
-            self.weight = make(torch.randn(WIDTH, WIDTH) / 3)
-            self.bias = make(torch.randn(WIDTH) / 3)
-            self.gain = make(torch.tensor(1.5))  # empty on all ranks but the first
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + torch.tanh(torch.nn.functional.linear(x, self.weight, self.bias)) * self.gain
-
-    return Layer
-
-
-ShardedLayer, PlainLayer = _layer_class(bmt.DistributedModule), _layer_class(torch.nn.Module)
-
-
-class Model(torch.nn.Module):
-    """A layer outside blocks, two blocks, and a parameter that no loss uses."""
-
-    def __init__(self, sharded: bool, seed: int = 7) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        layer = ShardedLayer if sharded else PlainLayer
-        make = bmt.DistributedParameter if sharded else torch.nn.Parameter
-        self.first = layer(make)
-        self.blocks = torch.nn.ModuleList(
-            [bmt.Block(layer(make)) if sharded else layer(make) for _ in range(2)]
-        )
-        self.unused = make(torch.ones(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def batch(step: int = 0) -> Tensor:
-    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(100 + step))
-
-
-def loss_of(model: Model, x: Tensor) -> Tensor:
-    return ((model(x) - x.flip(1)) ** 2).mean()
-
-
-def own_loss(model: Model, step: int = 0) -> Tensor:
-    """This rank's loss over its part of the batch."""
-    return loss_of(model, batch(step).chunk(bmt.world_size())[bmt.rank()])
-
-
-def of_all_ranks(value: float) -> list[float]:
-    gathered = torch.empty(bmt.world_size(), dtype=torch.float64)
-    bmt.config["comm"].all_gather(gathered, torch.tensor([value], dtype=torch.float64)).wait()
-    return gathered.tolist()
-
-
-def whole(p: Tensor, local: Tensor | None) -> Tensor | None:
-    return None if local is None else gather_flat(p, local.detach())
-
-
-def assert_gradients(model: Model, reference: Model, factor: float = 1.0) -> None:
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        grad = whole(p, p.grad)
-        assert (grad is None) == (q.grad is None), name
-        if grad is not None:
-            expected = q.grad.reshape(-1)
-            torch.testing.assert_close(
-                grad * factor, expected, rtol=0, atol=1e-6 * float(expected.abs().max())
-            )
-
-
-def assert_weights(model: Model, reference: Model, **tolerance: float) -> None:
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(
-            whole(p, p), q.detach().reshape(-1), msg=lambda m, name=name: f"{name}: {m}", **tolerance
-        )
-
-
-def make_manager(optimizer: Any, scheduler: Any = None, **options: Any) -> OptimManager:
-    manager = OptimManager(**options)
-    manager.add_optimizer(optimizer, scheduler)
-    return manager
 
 
 # --- gradients, steps, clipping
@@ -360,144 +282,3 @@ def two_managers_and_a_teacher() -> None:  # BC-52
 @pytest.mark.parametrize("world", WORLDS)
 def test_two_managers_and_a_teacher(world: int) -> None:
     run_ranks(world, two_managers_and_a_teacher)
-
-
-# --- state
-
-
-def build_optimizer(name: str, model: Model, lr: float) -> Any:
-    groups = [
-        {"params": list(model.first.parameters()), "weight_decay": 0.1},
-        {"params": [*model.blocks.parameters(), model.unused]},
-    ]
-    if name == "Adam":
-        return torch.optim.Adam(groups, lr=lr)
-    if name == "SGD":
-        return torch.optim.SGD(groups, lr=lr, momentum=0.9)
-    return getattr(bmt.optim, name)(groups, lr=lr)
-
-
-def build(name: str, lr: float, **options: Any) -> tuple[Model, OptimManager]:
-    model = Model(True)
-    optimizer = build_optimizer(name, model, lr)
-    return model, make_manager(optimizer, Noam(optimizer, lr, 2, None), **options)
-
-
-def train(model: Model, manager: OptimManager, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        manager.zero_grad()
-        loss = own_loss(model, step)
-        manager.backward(loss)
-        manager.step()
-        losses.append(sum(of_all_ranks(loss.item())) / bmt.world_size())
-    return losses
-
-
-def weights(model: Model) -> list[Tensor]:
-    return [gather_flat(p, p.detach()) for p in model.parameters()]
-
-
-def load_weights(model: Model, values: list[Tensor]) -> None:
-    for p, value in zip(model.parameters(), values, strict=True):
-        bmt.parameter.load_full_value(p, value.reshape(p._tp_original_shape))
-
-
-def save_in_the_middle(name: str, folder: Path, gather: bool) -> tuple[list[float], list[Tensor]]:
-    model, manager = build(name, 0.05, loss_scale=64.0, loss_scale_steps=4)
-    train(model, manager, range(3))
-    values = weights(model)
-    torch.save(
-        {"manager": manager.state_dict(gather_opt=gather), "weights": values}, folder / f"{bmt.rank()}.pt"
-    )
-    losses = train(model, manager, range(3, 7))
-    assert manager.loss_scale == 128.0
-    return losses, weights(model)
-
-
-def resume(name: str, folder: Path, rank: int | None = None) -> tuple[list[float], list[Tensor]]:
-    saved = torch.load(folder / f"{bmt.rank() if rank is None else rank}.pt", weights_only=True)
-    untouched = copy.deepcopy(saved)
-    model, manager = build(name, 0.9)
-    manager.loss_scale_steps = 4
-    load_weights(model, saved["weights"])
-    manager.load_state_dict(saved["manager"])
-    losses = train(model, manager, range(3, 7))
-    assert manager.loss_scale == 128.0
-    torch.testing.assert_close(saved, untouched, rtol=0, atol=0)
-    return losses, weights(model)
-
-
-OPTIMIZERS = ["Adam", "SGD", "AdamOptimizer", "AdamOffloadOptimizer"]
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("gather", [False, True])
-def test_resume_is_exact(world: int, name: str, gather: bool, tmp_path: Path) -> None:  # BC-53
-    uninterrupted = run_ranks(world, save_in_the_middle, name, tmp_path, gather)
-    resumed = run_ranks(world, resume, name, tmp_path)
-    for (losses, values), (other_losses, other_values) in zip(uninterrupted, resumed, strict=True):
-        assert losses == other_losses
-        torch.testing.assert_close(values, other_values, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_gathered_state_moves_to_other_worlds(name: str, tmp_path: Path) -> None:  # BC-54
-    losses, values = run_ranks(4, save_in_the_middle, name, tmp_path, True)[0]
-    for world in (1, 2):
-        for other_losses, other_values in run_ranks(world, resume, name, tmp_path, rank=3):
-            assert other_losses == pytest.approx(losses, rel=1e-6)
-            torch.testing.assert_close(other_values, values, rtol=1e-5, atol=2e-6)
-
-
-def load_at_another_layout(name: str, folder: Path) -> None:
-    saved = torch.load(folder / "0.pt", weights_only=True)
-    _, manager = build(name, 0.1)
-    with pytest.raises(ValueError, match="layout"):
-        manager.load_state_dict(saved["manager"])
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_of_one_rank_fits_no_other_layout(name: str, tmp_path: Path) -> None:  # D-22
-    run_ranks(2, save_in_the_middle, name, tmp_path, False)
-    run_ranks(1, load_at_another_layout, name, tmp_path)
-
-
-# --- the API of 0.1.x
-
-
-def legacy_loop(name: str, manager_loop: bool) -> list[Tensor]:  # BC-55
-    bmt.config["loss_scale_factor"], bmt.config["loss_scale_steps"] = 2, 3
-    model = Model(True)
-    scale = 2.0**20
-    if manager_loop:
-        optimizer = getattr(bmt.optim, name)(model.parameters(), lr=0.01)
-        manager = make_manager(optimizer, Noam(optimizer, 0.1, 2, None), loss_scale=scale, loss_scale_steps=3)
-    else:
-        optimizer = getattr(bmt.optim, name)(model.parameters(), lr=0.01, scale=scale)
-        scheduler = Noam(optimizer, 0.1, 2, None)
-    for step in range(7):
-        loss = own_loss(model, step)
-        if step == 3:
-            loss = loss * math.inf if bmt.rank() == bmt.world_size() - 1 else loss
-        if manager_loop:
-            manager.zero_grad()
-            manager.backward(loss)
-            manager.clip_grad_norm(optimizer.param_groups, 0.1)
-            manager.step()
-        else:
-            optimizer.zero_grad()
-            optimizer.loss_scale(loss).backward()
-            bmt.optim.clip_grad_norm(optimizer.param_groups, 0.1, scale=optimizer.scale)
-            bmt.optim_step(optimizer, scheduler)
-    assert (manager.loss_scale if manager_loop else optimizer.scale) == 2.0**21
-    return weights(model)
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", ["AdamOptimizer", "AdamOffloadOptimizer"])
-def test_legacy_loop(world: int, name: str) -> None:
-    old = run_ranks(world, legacy_loop, name, False)
-    new = run_ranks(world, legacy_loop, name, True)
-    torch.testing.assert_close(old, new, rtol=0, atol=0)

@@ -1,0 +1,176 @@
+"""What a block is given and gives back: structures of tensors, objects that come twice, caches."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from harness.twins import Layer, batches, check_gradients, distribute, twins
+
+import bmtrain as bmt
+
+
+class Cache:
+    """A key-value cache as generation libraries have it: an object that forwards fill."""
+
+    def __init__(self) -> None:
+        self.keys: list[torch.Tensor] = []
+        self.owner = self  # objects may refer to each other
+
+
+class Caching(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
+        key = self.linear(x)
+        if isinstance(cache, Cache):
+            cache.keys.append(key)
+            keys = cache.keys
+        elif isinstance(cache, dict):
+            cache[len(cache)] = key
+            keys = list(cache.values())
+        else:
+            cache.append((key, None))
+            keys = [item[0] for item in cache]
+        return x + torch.stack(keys).sum(0)
+
+
+def caches(use_checkpoint: bool) -> None:
+    for make in (Cache, dict, list):
+        plain, _ = twins(Caching)
+        block = bmt.Block(distribute(copy.deepcopy(plain)), use_checkpoint=use_checkpoint)
+        inputs = batches(2, 6)
+        outcomes = []
+        for module in (plain, block):
+            ranks = range(bmt.world_size()) if module is plain else [bmt.rank()]
+            for rank in ranks:
+                cache = make()
+                x = inputs[rank].clone().requires_grad_()
+                hidden = module(module(x, cache), cache)  # the second call reads what the first put there
+                items = cache.keys if make is Cache else list(cache.values()) if make is dict else cache
+                assert len(items) == 2
+                tensors = [item[0] if isinstance(item, tuple) else item for item in items]
+                loss = hidden.square().sum() + tensors[0].sin().sum() + tensors[1].sum()
+                loss.backward()
+                assert len(items) == 2
+                if rank == bmt.rank():
+                    outcomes.append((loss.item(), x.grad))
+        assert outcomes[0][0] == pytest.approx(outcomes[1][0], rel=1e-6)
+        torch.testing.assert_close(outcomes[0][1], outcomes[1][1])
+        check_gradients(plain, block)
+
+
+class Writing(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
+        cache.keys[0] += 1  # in place, in a tensor that a copy of the cache shares
+        out: torch.Tensor = self.linear(x) * cache.keys[0]
+        return out
+
+
+def in_place_cache() -> None:
+    block = bmt.Block(distribute(Writing()))
+    cache = Cache()
+    cache.keys.append(torch.zeros(6))
+    loss = block(torch.ones(2, 6), cache).sum()
+    with pytest.raises(RuntimeError, match="modified in place"):
+        loss.backward()
+    with pytest.raises(TypeError, match="generator"):
+        bmt.Block(distribute(Layer()))(torch.ones(2, 6), (t for t in ()))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+def test_caches_are_filled_once(world: int, use_checkpoint: bool) -> None:
+    run_ranks(world, caches, use_checkpoint)
+
+
+def test_cache_written_in_place_raises() -> None:
+    run_ranks(1, in_place_cache)
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclass
+class Output:
+    hidden: Any
+    extra: Any = None
+
+
+@dataclass(slots=True)
+class Slotted:
+    hidden: Any
+
+
+class Bag(OrderedDict):  # type: ignore[type-arg]
+    """A mapping with attributes, as model libraries return."""
+
+
+class Structured(torch.nn.Module):
+    def forward(self, form: str, x: Any) -> Any:
+        y = {"inner": x["x"] * 2, "list": [x["x"] + 1, "text"]} if isinstance(x, dict) else x * 2
+        bag = Bag(hidden=y)
+        return {
+            "dict": {"y": y, "n": 3},
+            "pair": Pair(y, None),
+            "dataclass": Output(y, extra=[y]),
+            "slots": Slotted(y),
+            "bag": bag,
+            "none": None,
+            "number": 4.5,
+        }[form]
+
+
+def structures() -> None:
+    for recompute in (True, False):
+        block = bmt.Block(Structured(), use_checkpoint=recompute)
+        for form, kind, get in (
+            ("dict", dict, lambda r: r["y"]),
+            ("pair", Pair, lambda r: r.first),
+            ("dataclass", Output, lambda r: r.hidden),
+            ("slots", Slotted, lambda r: r.hidden),
+            ("bag", Bag, lambda r: r["hidden"]),
+        ):
+            x = torch.ones(2, requires_grad=True)
+            result = block(form, x)
+            assert type(result) is kind
+            get(result).sum().backward()
+            assert x.grad.tolist() == [2.0, 2.0]  # type: ignore[union-attr]
+            if form == "dataclass":
+                assert result.extra[0] is result.hidden
+            x.grad = None
+            given = {"x": x}
+            inner = get(block(form, x=given))
+            assert given == {"x": x} and given["x"] is x
+            (inner["inner"].sum() + inner["list"][0].sum()).backward()
+            assert x.grad.tolist() == [3.0, 3.0] and inner["list"][1] == "text"  # type: ignore[union-attr]
+        assert block("none", x) is None and block("number", x) == 4.5
+
+
+class SameObject(torch.nn.Module):
+    def forward(self, a: Any, b: Any, c: Any = None) -> Any:
+        assert a is b and (c is None or c["a"] is a)
+        return a * b
+
+
+def one_object_twice() -> None:
+    x = torch.full((2,), 3.0, requires_grad=True)
+    z = x * 1
+    bmt.Block(SameObject())(z, z, c={"a": z}).sum().backward()
+    assert x.grad.tolist() == [6.0, 6.0]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("body", [structures, one_object_twice])
+def test_structures_of_arguments_and_results(body: Any) -> None:
+    run_ranks(1, body)

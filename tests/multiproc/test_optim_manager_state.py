@@ -1,0 +1,161 @@
+"""What managers on several ranks save, and who can load it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from harness.managed_model import (
+    Model,
+    make_manager,
+    of_all_ranks,
+    own_loss,
+)
+from torch import Tensor
+
+import bmtrain as bmt
+from bmtrain.lr_scheduler import Noam
+from bmtrain.optim import OptimManager
+from bmtrain.parameter import gather_flat
+
+WORLDS = [1, 2, 4]
+
+
+def build_optimizer(name: str, model: Model, lr: float) -> Any:
+    groups = [
+        {"params": list(model.first.parameters()), "weight_decay": 0.1},
+        {"params": [*model.blocks.parameters(), model.unused]},
+    ]
+    if name == "Adam":
+        return torch.optim.Adam(groups, lr=lr)
+    if name == "SGD":
+        return torch.optim.SGD(groups, lr=lr, momentum=0.9)
+    return getattr(bmt.optim, name)(groups, lr=lr)
+
+
+def build(name: str, lr: float, **options: Any) -> tuple[Model, OptimManager]:
+    model = Model(True)
+    optimizer = build_optimizer(name, model, lr)
+    return model, make_manager(optimizer, Noam(optimizer, lr, 2, None), **options)
+
+
+def train(model: Model, manager: OptimManager, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        manager.zero_grad()
+        loss = own_loss(model, step)
+        manager.backward(loss)
+        manager.step()
+        losses.append(sum(of_all_ranks(loss.item())) / bmt.world_size())
+    return losses
+
+
+def weights(model: Model) -> list[Tensor]:
+    return [gather_flat(p, p.detach()) for p in model.parameters()]
+
+
+def load_weights(model: Model, values: list[Tensor]) -> None:
+    for p, value in zip(model.parameters(), values, strict=True):
+        bmt.parameter.load_full_value(p, value.reshape(p._tp_original_shape))
+
+
+def save_in_the_middle(name: str, folder: Path, gather: bool) -> tuple[list[float], list[Tensor]]:
+    model, manager = build(name, 0.05, loss_scale=64.0, loss_scale_steps=4)
+    train(model, manager, range(3))
+    values = weights(model)
+    torch.save(
+        {"manager": manager.state_dict(gather_opt=gather), "weights": values}, folder / f"{bmt.rank()}.pt"
+    )
+    losses = train(model, manager, range(3, 7))
+    assert manager.loss_scale == 128.0
+    return losses, weights(model)
+
+
+def resume(name: str, folder: Path, rank: int | None = None) -> tuple[list[float], list[Tensor]]:
+    saved = torch.load(folder / f"{bmt.rank() if rank is None else rank}.pt", weights_only=True)
+    untouched = copy.deepcopy(saved)
+    model, manager = build(name, 0.9)
+    manager.loss_scale_steps = 4
+    load_weights(model, saved["weights"])
+    manager.load_state_dict(saved["manager"])
+    losses = train(model, manager, range(3, 7))
+    assert manager.loss_scale == 128.0
+    torch.testing.assert_close(saved, untouched, rtol=0, atol=0)
+    return losses, weights(model)
+
+
+OPTIMIZERS = ["Adam", "SGD", "AdamOptimizer", "AdamOffloadOptimizer"]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("gather", [False, True])
+def test_resume_is_exact(world: int, name: str, gather: bool, tmp_path: Path) -> None:  # BC-53
+    uninterrupted = run_ranks(world, save_in_the_middle, name, tmp_path, gather)
+    resumed = run_ranks(world, resume, name, tmp_path)
+    for (losses, values), (other_losses, other_values) in zip(uninterrupted, resumed, strict=True):
+        assert losses == other_losses
+        torch.testing.assert_close(values, other_values, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_gathered_state_moves_to_other_worlds(name: str, tmp_path: Path) -> None:  # BC-54
+    losses, values = run_ranks(4, save_in_the_middle, name, tmp_path, True)[0]
+    for world in (1, 2):
+        for other_losses, other_values in run_ranks(world, resume, name, tmp_path, rank=3):
+            assert other_losses == pytest.approx(losses, rel=1e-6)
+            torch.testing.assert_close(other_values, values, rtol=1e-5, atol=2e-6)
+
+
+def load_at_another_layout(name: str, folder: Path) -> None:
+    saved = torch.load(folder / "0.pt", weights_only=True)
+    _, manager = build(name, 0.1)
+    with pytest.raises(ValueError, match="layout"):
+        manager.load_state_dict(saved["manager"])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_of_one_rank_fits_no_other_layout(name: str, tmp_path: Path) -> None:  # D-22
+    run_ranks(2, save_in_the_middle, name, tmp_path, False)
+    run_ranks(1, load_at_another_layout, name, tmp_path)
+
+
+def legacy_loop(name: str, manager_loop: bool) -> list[Tensor]:  # BC-55
+    bmt.config["loss_scale_factor"], bmt.config["loss_scale_steps"] = 2, 3
+    model = Model(True)
+    scale = 2.0**20
+    if manager_loop:
+        optimizer = getattr(bmt.optim, name)(model.parameters(), lr=0.01)
+        manager = make_manager(optimizer, Noam(optimizer, 0.1, 2, None), loss_scale=scale, loss_scale_steps=3)
+    else:
+        optimizer = getattr(bmt.optim, name)(model.parameters(), lr=0.01, scale=scale)
+        scheduler = Noam(optimizer, 0.1, 2, None)
+    for step in range(7):
+        loss = own_loss(model, step)
+        if step == 3:
+            loss = loss * math.inf if bmt.rank() == bmt.world_size() - 1 else loss
+        if manager_loop:
+            manager.zero_grad()
+            manager.backward(loss)
+            manager.clip_grad_norm(optimizer.param_groups, 0.1)
+            manager.step()
+        else:
+            optimizer.zero_grad()
+            optimizer.loss_scale(loss).backward()
+            bmt.optim.clip_grad_norm(optimizer.param_groups, 0.1, scale=optimizer.scale)
+            bmt.optim_step(optimizer, scheduler)
+    assert (manager.loss_scale if manager_loop else optimizer.scale) == 2.0**21
+    return weights(model)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", ["AdamOptimizer", "AdamOffloadOptimizer"])
+def test_legacy_loop(world: int, name: str) -> None:
+    old = run_ranks(world, legacy_loop, name, False)
+    new = run_ranks(world, legacy_loop, name, True)
+    torch.testing.assert_close(old, new, rtol=0, atol=0)
