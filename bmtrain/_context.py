@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from ._engine.engine import Engine
     from ._watchdog import Watch
 
-__all__ = ["Context", "Group", "Parts", "Streams", "current", "install", "uninstall"]
+__all__ = ["Context", "Group", "Parts", "Streams", "current", "install", "refuse_child", "uninstall"]
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,30 @@ class Context:
 
 
 _current: Context | None = None
+#: The rank whose child this process is.
+forked_from: int | None = None
+
+
+def _note_fork() -> None:
+    global forked_from
+    if _current is not None and _current.groups["zero"].size > 1:
+        forked_from = _current.topology.rank
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def refuse_child(what: str) -> None:
+    """Called before ``what`` exchanges something with the other ranks.
+
+    Raises:
+        RuntimeError: this process was forked from a rank, and shares connections with it that only the rank may use.
+    """
+    if forked_from is not None:
+        raise RuntimeError(
+            f"{what}: this process was forked from rank {forked_from} after init_distributed() (a worker of a "
+            "DataLoader, os.fork, multiprocessing) and is no rank itself; do this in the rank"
+        )
 
 
 def current() -> Context | None:

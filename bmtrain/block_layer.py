@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from sys import _getframe
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from ._deprecate import warn_once
 from ._engine.block_build import adopt_parameters, dissolve_inner_blocks
 from ._engine.block_ref import BlockRef
+from ._engine.foreign import refuse_replicas
 from ._engine.island import run_block
 from ._engine.layers import run_layers, stacked
 from ._engine.meta import make_moved_shards
@@ -173,6 +175,10 @@ class Block(StandIn):
 
     def _replaced_forward(self, function: Any) -> Any:
         return _ReplacedForward(self, function)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        refuse_replicas(self._label, _getframe(1))
+        return super().named_parameters(*args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Block:
         make_moved_shards(self, fn)

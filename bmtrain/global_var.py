@@ -18,12 +18,14 @@ def context(needed_by: str | None = None) -> Context:
         needed_by: what asks for it, for the message of the error.
 
     Raises:
-        RuntimeError: before `init_distributed`.
+        RuntimeError: before `init_distributed`, or in a process forked from a rank.
     """
     current = _context.current()
     if current is None:
         needs = f" before using {needed_by}" if needed_by else " first"
         raise RuntimeError(f"bmtrain is not initialized: call bmtrain.init_distributed(){needs}")
+    if _context.forked_from is not None:
+        _context.refuse_child(needed_by or "bmtrain")
     return current
 
 

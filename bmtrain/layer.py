@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from sys import _getframe
 from typing import Any
 
 import torch
 
 from . import _context
+from ._engine.foreign import check_substitute, refuse_replicas
 from ._engine.meta import Placeholder, make_moved_shards
 from ._engine.opaque import opaque, untraced_by_itself
 from ._engine.state_dict import give_full_values, install_hooks_below, loading_local_parts
-from .global_var import context, world_size
+from .global_var import context
 from .parameter import DistributedParameter
 
 __all__ = ["DistributedModule", "DistributedParameter"]
@@ -19,7 +22,7 @@ __all__ = ["DistributedModule", "DistributedParameter"]
 # In a module's __dict__: BlockRef of the Block that the module was in when it was built; and whether it got parameters
 # after that, which no Block gathers.
 OWNER, GREW = "_owner_block", "_got_parameters_since"
-_ASKED_BY_DDP = "_ddp_params_and_buffers_to_ignore"  # before anything is sent, and by nobody else
+_SHAPES = "_full_shapes"  # of its distributed parameters, by name
 
 
 class DistributedModule(torch.nn.Module):
@@ -55,12 +58,11 @@ class DistributedModule(torch.nn.Module):
             param = parameters[name]
             if torch.compiler.is_compiling() and OWNER in self.__dict__ and GREW not in self.__dict__:
                 return param  # compiled code runs in the Block, and the compiler cannot look at its state
-            return _read(self, param, name) if isinstance(param, DistributedParameter) else param
-        if name == _ASKED_BY_DDP and world_size() > 1:
-            raise RuntimeError(
-                f"DistributedDataParallel around {type(self).__name__}, which is distributed already: it would give "
-                "every rank the shards of rank 0; leave it out, backward() sums the gradients over the ranks"
-            )
+            if isinstance(param, DistributedParameter):
+                return _read(self, param, name)
+            if type(param) is torch.Tensor:
+                check_substitute(type(self).__name__, name, param, self.__dict__.get(_SHAPES, {}))
+            return param
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -76,8 +78,14 @@ class DistributedModule(torch.nn.Module):
                 value = source()
         super().__setattr__(name, value)
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        refuse_replicas(type(self).__name__, _getframe(1))
+        return super().named_parameters(*args, **kwargs)
+
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         super().register_parameter(name, param)
+        if isinstance(param, DistributedParameter):
+            note_full_shape(self, name, param)
         if OWNER in self.__dict__:
             self.__dict__[GREW] = True
 
@@ -124,6 +132,11 @@ class DistributedModule(torch.nn.Module):
                 unexpected_keys,
                 error_msgs,
             )
+
+
+def note_full_shape(module: torch.nn.Module, name: str, param: DistributedParameter) -> None:
+    """Remembers what may take the place of ``module.name`` for a while."""
+    module.__dict__.setdefault(_SHAPES, {})[name] = param._original_shape
 
 
 @opaque

@@ -12,6 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ._engine.block_ref import BlockRef
+from ._engine.foreign import refuse_fsdp, require_gathering
 from ._engine.gather import OpAllGather
 from ._engine.grad_readers import FILES_TO_ASK, is_shown
 from ._engine.initializer import ParameterInitializer
@@ -112,6 +113,7 @@ class DistributedParameter(torch.nn.Parameter):
             tp_size = context().groups["tp"].size
             self._tp_original_shape = merged_shape(self._original_shape, self._tp_split_dim, tp_size)
         else:
+            refuse_fsdp(name)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return self.__dict__[name]
 
@@ -178,6 +180,7 @@ class DistributedParameter(torch.nn.Parameter):
         self.require_data()
         if self._is_full():
             return self.view_as(self)
+        require_gathering("gather()")
         full: torch.Tensor = OpAllGather.apply(self)
         return full
 

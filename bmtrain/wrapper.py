@@ -12,7 +12,7 @@ import torch
 
 from .block_layer import Block, TransformerBlockList, as_block
 from .global_var import context
-from .layer import DistributedModule
+from .layer import DistributedModule, note_full_shape
 from .parameter import DistributedParameter
 from .pipe_layer import PipelineTransformerBlockList
 
@@ -112,7 +112,9 @@ class _Conversion:
             raise TypeError(f"model: a scripted module ({module.original_name}) cannot be made distributed")
         for name, param in module._parameters.items():
             if param is not None:
-                module._parameters[name] = self.parameter(param, f"{type(module).__name__}.{name}")
+                made = self.parameter(param, f"{type(module).__name__}.{name}")
+                module._parameters[name] = made
+                note_full_shape(module, name, made)
         if getattr(module, "max_norm", None) is not None and isinstance(module, _EMBEDDINGS):
             raise ValueError(
                 f"{type(module).__name__}: max_norm={module.max_norm} writes to the weight in every forward, which a "

@@ -16,10 +16,13 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
-from .. import _C
+from .. import _C, _context
+from .foreign import require_gathering
+from .hooked import HookedResults, without_history
 from .host_activations import HostActivations, Mover, entrance
 from .modes import NoAutocastCache
 from .precision import computing_in
@@ -46,6 +49,8 @@ def run_block(
     Returns:
         The result of ``forward``, a list as a tuple, attached to the caller's graph.
     """
+    if _context.forked_from is not None or peek_interpreter_stack() is not None:
+        require_gathering("a Block")
     if runtime.policy.compute_dtype is not None:
         forward = computing_in(runtime.policy.compute_dtype, forward)
     if torch.is_grad_enabled():
@@ -86,6 +91,7 @@ class BlockCall:
         self.is_spent = False
         self.replay: Replay | None = None  # of a forward that is to run again
         self.host: HostActivations | None = None  # has what backward needs
+        self._hooked = HookedResults(runtime) if modules.has_own_forward_hooks() else None
 
     # ---- forward
 
@@ -151,7 +157,7 @@ class BlockCall:
         self._refuse_changed_arguments()  # by the forward itself
         if self.replay is not None:
             self.replay.put_away(host, self.inner, self.leaves)
-        self.outputs = [get_gradient_edge(output) for output in self.outputs]
+        self.outputs = _edges(self.outputs)
         self.inputs, self.inner = [], []
         self.runtime.engine.host_stack.push(host)
 
@@ -163,7 +169,8 @@ class BlockCall:
             self._parameter_version = runtime.version()
             result = self._first_run(args, kwargs, has_state)
             self._has_state = has_state
-            self.outputs = self._outputs_among(result, args, kwargs, self.inner, self.recordings.tensors)
+            wanted = self.recordings.tensors + (self._hooked.kept() if self._hooked else [])
+            self.outputs = self._outputs_among(result, args, kwargs, self.inner, wanted)
         except BaseException:
             runtime.abandon()
             raise
@@ -182,16 +189,20 @@ class BlockCall:
                 self.replay = Replay(runtime, self.modules, args, kwargs, has_state)
                 result = self.replay.first_run(self._run_inner, args, kwargs)
             else:
-                with nullcontext() if self.host is None else self.host.saving():
+                with self._saving() if self.host or self._hooked else nullcontext():
                     result = self._run_inner(args, kwargs)
             return _kept_alive(runtime, result)
 
+    def _saving(self) -> Any:
+        return self.host.saving() if self.host is not None else without_history(self.runtime.label)
+
     def _run_inner(self, args: Any, kwargs: dict[str, Any]) -> Any:
         engine = self.runtime.engine
+        forward = self._hooked.watched(self.forward) if self._hooked else self.forward
         engine.calls.append(self)
         try:
             with engine.reads.scope(self.modules.root):
-                return self.forward(*args, **kwargs)
+                return forward(*args, **kwargs)
         finally:
             engine.calls.pop()
 
@@ -235,7 +246,11 @@ class BlockCall:
         # autograd lets the end of a backward wait for the streams of the leaves that it has reached.
         inputs = self.inputs or [torch.empty(0, requires_grad=True, device=self.runtime.engine.device)]
         self.runtime.open_calls.add(self)
-        attached = [output.detach() for output in self.outputs]
+        if self._hooked:
+            outputs, self.outputs = self.outputs, _edges(self.outputs)
+            attached = self._hooked.taken_out(outputs, [*self.inner, *self.recordings.tensors])
+        else:
+            attached = [output.detach() for output in self.outputs]
         _C.attach_island(attached, inputs, self.backward)
         return attached
 
@@ -292,7 +307,7 @@ class BlockCall:
         islands.enter()
         try:
             with NoAutocastCache():
-                if self.host is None:
+                if self.host is None and self._hooked is None:
                     _C.write_products_in_place(outputs)
                 Variable._execution_engine.run_backward(
                     outputs, gradients, keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
@@ -338,7 +353,8 @@ class BlockCall:
         args, kwargs, result = replay.second_run(self._run_inner, self.trains, fresh)
         if replay.is_complete:
             return self.outputs, self.leaves
-        outputs = self._outputs_among(result, args, kwargs, leaves, self.recordings.again)
+        wanted = self.recordings.again + (self._hooked.kept_again() if self._hooked else [])
+        outputs = self._outputs_among(result, args, kwargs, leaves, wanted)
         if len(outputs) != len(self.outputs):
             raise RuntimeError(
                 f"{self.runtime.label}: the forward took another path when it was run again: {len(outputs)} results "
@@ -363,6 +379,10 @@ class BlockCall:
         self.replay, self._versions = None, []
         if self.host is not None:
             self.runtime.engine.host_stack.pop(self.host)
+
+
+def _edges(outputs: list[Any]) -> list[Any]:
+    return [get_gradient_edge(x) if isinstance(x, torch.Tensor) else x for x in outputs]
 
 
 def _distinct(tensors: Iterator[torch.Tensor]) -> list[torch.Tensor]:

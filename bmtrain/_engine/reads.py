@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import _C
 from ..global_var import context
+from .foreign import require_gathering
 from .gather import changed_by_hooks
 
 if TYPE_CHECKING:
@@ -250,4 +251,5 @@ class Reads:
 
     def read(self, param: DistributedParameter) -> torch.Tensor:
         """The full tensor of a parameter that has values. Collective."""
+        require_gathering("reading a DistributedParameter")
         return self._scopes[-1].read(param) if self._scopes else param.gather()

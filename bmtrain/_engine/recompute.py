@@ -196,7 +196,9 @@ class ModuleState:
         self._large: set[tuple[int, str]] | None = None  # known to be updated; None before the first forward
 
     def _walk(self) -> list[torch.nn.Module]:
-        children = [child for module in self._modules for child in module._modules.values()]
+        children: list[torch.nn.Module | None] = []
+        for module in self._modules:
+            children += module._modules.values()  # a comprehension costs a call of its own before Python 3.12
         if children != self._children:
             self._modules = list(self.root.modules())
             self._children = [child for module in self._modules for child in module._modules.values()]
@@ -208,6 +210,13 @@ class ModuleState:
         return bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks) or any(
             module._forward_hooks or module._forward_pre_hooks for module in self._walk()
         )
+
+    def has_own_forward_hooks(self) -> bool:
+        """Whether somebody wants to see the result of one of the modules."""
+        for module in self._walk():  # noqa: SIM110 (a generator costs as much again, for each module)
+            if module._forward_hooks:
+                return True
+        return False
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """All of the modules."""

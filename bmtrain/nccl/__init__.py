@@ -17,6 +17,7 @@ from torch.storage import TypedStorage, UntypedStorage
 from .. import _C
 from .._C import Communicator as NCCLCommunicator
 from .._comm import reduce_op
+from .._context import refuse_child
 from ._unique_id import commInitRank, getUniqueId
 from .enums import (
     dtype2nccl,
@@ -243,6 +244,7 @@ def commDestroy(comm: NCCLCommunicator) -> None:
 
 
 def _check_comm(call: str, comm: NCCLCommunicator) -> None:
+    refuse_child(f"nccl.{call}")
     if not isinstance(comm, NCCLCommunicator):
         raise TypeError(f"nccl.{call}: comm: expected a communicator, got {type(comm).__name__}")
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .. import _C, _context
+from .._arguments import require_keys
 from .._comm import wire_device
 from ..parameter import DistributedParameter, gather_flat, shard_of
 
@@ -143,8 +144,15 @@ def read_state(
         The new group dicts, and by parameter ``step`` and the tensors found, in the shape of the parameter.
 
     Raises:
-        ValueError: other groups, another layout, or a tensor of the wrong size.
+        TypeError: ``state_dict`` is no dict.
+        ValueError: not the state of an optimizer, other groups, another layout, or a tensor of the wrong size.
     """
+    if isinstance(state_dict, Mapping) and "optimizers" in state_dict:
+        raise ValueError(
+            "state_dict: expected the state of an optimizer, got that of an OptimManager; give it to "
+            "OptimManager.load_state_dict(), or the optimizer one of its ['optimizers']"
+        )
+    require_keys("state_dict", state_dict, ("state", "param_groups"))
     whole = bool(state_dict.get("is_whole", False))
     groups = _read_groups(optimizer, state_dict["param_groups"])
     saved_layout, layout = state_dict.get("layout"), layout_of(optimizer)

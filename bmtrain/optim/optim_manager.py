@@ -343,6 +343,11 @@ class OptimManager:
             >>> manager.add_optimizer(bmtrain.optim.AdamOptimizer(bmtrain.nn.Linear(2, 2).parameters()))
             >>> manager.load_state_dict(manager.state_dict(gather_opt=True))
         """
+        if isinstance(state_dict, dict) and "param_groups" in state_dict:
+            raise ValueError(
+                "state_dict: expected the state of an OptimManager, got that of an optimizer; give it to "
+                "load_state_dict() of the optimizer"
+            )
         require_keys(
             "state_dict", state_dict, ("optimizers", "lr_schedulers", "loss_scale", "loss_scale_enabled")
         )

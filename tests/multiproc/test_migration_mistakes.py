@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Callable
@@ -84,13 +85,119 @@ def replicated() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ModuleList([torch.nn.Linear(4, 4)]))
     model = bmt.BMTrainModelWrapper(model)
-    for part in (model, model[1][0]):
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 4), model[1][0])
+    for part in (model, model[1][0], plain, torch.nn.ModuleList([model[0]])):
         with pytest.raises(RuntimeError, match="leave it out"):
             torch.nn.parallel.DistributedDataParallel(part)
 
 
 def test_data_parallel_around_shards_is_refused() -> None:
     run_ranks(2, replicated, fresh=True)
+
+
+def sharded_twice() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    model = bmt.BMTrainModelWrapper(torch.nn.Linear(4, 4))
+    for part in (model, torch.nn.Sequential(torch.nn.Linear(4, 4), bmt.Block(model))):
+        with pytest.raises(RuntimeError, match="use one or the other"):
+            fully_shard(part)
+
+
+def test_shards_are_not_sharded_again() -> None:
+    run_ranks(2, sharded_twice, fresh=True)
+
+
+def transformed() -> None:
+    plain, x = torch.nn.Linear(4, 2), torch.ones(3, 4)
+    model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
+    block = bmt.Block(copy.deepcopy(model))
+
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).sum()
+
+    shards = dict(model.named_parameters())
+    full = {name: value.detach() for name, value in plain.named_parameters()}
+    assert torch.equal(loss(shards), loss(full))
+    assert torch.equal(torch.func.grad(loss)(full)["weight"], x.sum(0).expand(2, 4))
+    with pytest.raises(ValueError, match=r"full tensor of shape \(2, 4\).*weight"):
+        torch.func.grad(loss)(shards)
+    with pytest.raises(ValueError, match="state_dict"):
+        loss({name: value.detach() for name, value in shards.items()})
+    for part in (model, block):
+        for call in (torch.func.grad(lambda x, part=part: part(x).sum()), torch.vmap(part)):
+            with pytest.raises(RuntimeError, match=r"transform of torch.func"):
+                call(x)
+
+
+def test_functional_calls_take_full_tensors_and_no_shards() -> None:
+    for world in (1, 2):
+        run_ranks(world, transformed)
+
+
+def states_mixed_up() -> None:
+    for kind in OPTIMIZERS[1:]:
+        optimizer, manager = kind([torch.nn.Parameter(torch.ones(2))]), bmt.optim.OptimManager()
+        manager.add_optimizer(optimizer)
+        with pytest.raises(ValueError, match="OptimManager.load_state_dict"):
+            optimizer.load_state_dict(manager.state_dict())
+        with pytest.raises(ValueError, match="of the optimizer"):
+            manager.load_state_dict(optimizer.state_dict())
+        with pytest.raises(ValueError, match="param_groups"):
+            optimizer.load_state_dict({"state": {}})
+        with pytest.raises(TypeError, match="dict"):
+            optimizer.load_state_dict(None)
+
+
+def test_the_state_of_a_manager_is_not_taken_for_that_of_an_optimizer() -> None:
+    run_ranks(1, states_mixed_up)
+
+
+def in_a_child(call: Callable[[], object]) -> str:
+    """What a forked child says about a call."""
+    mine, childs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            call()
+            told = "it returned"
+        except BaseException as error:
+            told = f"{type(error).__name__}: {error}"
+        os.write(childs, told.encode())
+        os._exit(0)
+    os.close(childs)
+    with os.fdopen(mine) as pipe:
+        told = pipe.read()
+    os.waitpid(child, 0)
+    return told
+
+
+def forked() -> None:
+    block = bmt.Block(bmt.BMTrainModelWrapper(torch.nn.Linear(4, 4)))
+    outside = bmt.BMTrainModelWrapper(torch.nn.Linear(4, 4))
+    x, comm = torch.ones(4), bmt.config["comm"]
+    calls = [
+        lambda: block(x),
+        lambda: outside(x),
+        block.state_dict,
+        bmt.synchronize,
+        lambda: bmt.sum_loss(x),
+        lambda: bmt.nccl.allReduce(x, x, "sum", comm),
+    ]
+    for call in calls:
+        told = in_a_child(call)
+        if bmt.world_size() == 1:
+            assert told == "it returned"
+        else:
+            assert told.startswith("RuntimeError") and f"forked from rank {bmt.rank()}" in told, told
+    assert in_a_child(lambda: (bmt.rank(), bmt.world_size(), bmt.config["device"])) == "it returned"
+    block(x).sum().backward()
+
+
+def test_a_forked_process_is_no_rank() -> None:
+    for world in (1, 2):
+        run_ranks(world, forked, fresh=True)
 
 
 def lost_peer() -> None:

@@ -76,6 +76,27 @@ def check_family(family: str) -> None:
         assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
 
 
+@pytest.mark.slow
+def test_router_logits_reach_the_loss():
+    run_ranks(2, check_router, timeout=200)
+
+
+def check_router() -> None:
+    """The loss of a mixture holds router logits, which transformers collects by hooks of modules in the Blocks."""
+    import transformers
+
+    config = transformers.MixtralConfig(
+        **SMALL, **SIZES["llama"], num_key_value_heads=1, num_local_experts=4, output_router_logits=True
+    )
+    plain = transformers.MixtralForCausalLM(config).train()
+    model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
+    ids = torch.randint(1, 50, (2, 8), generator=torch.Generator().manual_seed(bmt.rank()))
+    expected, actual = (m(input_ids=ids, labels=ids) for m in (plain, model))
+    torch.testing.assert_close(actual.aux_loss, expected.aux_loss, rtol=1e-5, atol=0)
+    expected.loss.backward(), actual.loss.backward()
+    compare_gradients(plain, model)
+
+
 def compare_gradients(plain: torch.nn.Module, model: torch.nn.Module) -> None:
     """Makes the plain gradients those of the sum over ranks, as sharded parameters have them, and compares."""
     named = list(zip(plain.named_parameters(), model.parameters(), strict=True))

@@ -1,0 +1,81 @@
+"""Parts of torch that would shard shards again, or compute with them as if they were whole: they are refused."""
+
+from __future__ import annotations
+
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.nn.parallel import distributed as ddp
+
+from .. import _context
+from ..global_var import world_size
+
+__all__ = ["check_substitute", "refuse_fsdp", "refuse_replicas", "require_gathering"]
+
+#: Attributes that torch.distributed.fsdp looks for in every parameter that it is about to take.
+_ASKED_BY_FSDP = frozenset({"_fsdp_orig_uid", "_fsdp_flattened"})
+
+
+def refuse_fsdp(name: str) -> None:
+    """Told which missing attribute of a distributed parameter is read.
+
+    Raises:
+        RuntimeError: FSDP reads it.
+    """
+    if name in _ASKED_BY_FSDP:
+        raise RuntimeError(
+            "FSDP (fully_shard, FullyShardedDataParallel) of a model with DistributedParameters, which are shards "
+            "already: use one or the other"
+        )
+
+
+def refuse_replicas(owner: str, reader: FrameType | None) -> None:
+    """Told who lists the parameters of a distributed module.
+
+    Raises:
+        RuntimeError: DistributedDataParallel, which lists those of each module before it sends anything.
+    """
+    if world_size() == 1:
+        return
+    while reader is not None and reader.f_code.co_name.startswith("<"):  # a comprehension before Python 3.12
+        reader = reader.f_back
+    if reader is not None and reader.f_code.co_filename == ddp.__file__:
+        raise RuntimeError(
+            f"DistributedDataParallel around {owner}, which is distributed already: it would give every rank the "
+            "shards of rank 0; leave it out, backward() sums the gradients over the ranks"
+        )
+
+
+def require_gathering(what: str) -> None:
+    """Called before ``what`` gathers parameters.
+
+    Raises:
+        RuntimeError: a transform of torch.func is running, or this process was forked from a rank.
+    """
+    if _context.forked_from is not None:
+        _context.refuse_child(what)
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            f"{what} inside a transform of torch.func (grad, vmap, jvp, jacrev, ...): parameters that are gathered "
+            "over the ranks cannot be transformed; use backward(), or torch.func.functional_call with the full "
+            "tensors of model.state_dict() on a model without Blocks"
+        )
+
+
+def check_substitute(owner: str, name: str, value: torch.Tensor, shapes: dict[str, Any]) -> None:
+    """Looks at a tensor that ``torch.func.functional_call`` has put in the place of a distributed parameter.
+
+    Args:
+        owner: the class of the module.
+        shapes: of the module's distributed parameters, whole.
+
+    Raises:
+        ValueError: it is a shard.
+    """
+    shape = shapes.get(name)
+    if shape is not None and value.dim() == 1 and value.shape != shape:
+        raise ValueError(
+            f"functional_call: expected a full tensor of shape {tuple(shape)} for {owner}.{name}, got a shard of "
+            f"shape {tuple(value.shape)}; parameters() gives shards, state_dict() full tensors"
+        )

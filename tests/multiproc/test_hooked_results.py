@@ -1,0 +1,109 @@
+"""Tensors that forward hooks of modules inside Blocks keep, used outside: attentions, router logits, features."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+
+import bmtrain as bmt
+
+
+class Layer(torch.nn.Module):
+    """A hook on ``score`` sees a tensor that is neither the layer's argument nor its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score, self.up, self.drop = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.up(torch.tanh(x) * self.score(x)).tanh())
+
+
+def collect(
+    layers: list[torch.nn.Module], name: str, take: Callable[[Any], Any] = lambda output: output
+) -> list:
+    """What the hooks of all layers' modules of that name have been shown; cleared before each forward."""
+    kept: list = []
+    for layer in layers:
+        module = dict(layer.named_modules())[name]
+        module.register_forward_hook(lambda _module, _args, output: kept.append(take(output)))
+    return kept
+
+
+def step(layers: list[torch.nn.Module], kept: list, x: torch.Tensor, with_result: bool) -> torch.Tensor:
+    torch.manual_seed(3)
+    kept.clear()
+    hidden = x
+    for layer in layers:
+        hidden = layer(hidden)
+    loss = sum(tensor.square().mean() for tensor in kept) + (hidden.square().mean() if with_result else 0)
+    kept.clear()
+    loss.backward()
+    return loss.detach()
+
+
+def both_ways(name: str, with_result: bool, **options: Any) -> None:
+    torch.manual_seed(1)
+    plain = [Layer() for _ in range(2)]
+    blocks = [bmt.Block(bmt.BMTrainModelWrapper(copy.deepcopy(layer)), **options) for layer in plain]
+    x = torch.randn(2, 4, requires_grad=True)
+    twin = x.detach().clone().requires_grad_()
+    kept, kept_of_blocks = collect(plain, name), collect([block._module for block in blocks], name)
+    for _ in range(2):
+        expected = step(plain, kept, x, with_result)
+        assert torch.equal(step(blocks, kept_of_blocks, twin, with_result), expected)
+    torch.testing.assert_close(twin.grad, x.grad, rtol=1e-5, atol=1e-7)
+    for layer, block in zip(plain, blocks, strict=True):
+        for param, shard in zip(layer.parameters(), block.parameters(), strict=True):
+            full = param.grad if param.grad is not None else torch.zeros_like(param)
+            part = (full * bmt.world_size()).flatten()[shard._start_partition : shard._end_partition]
+            torch.testing.assert_close(shard.grad, part, rtol=1e-5, atol=1e-7)
+
+
+RECOMPUTES = {"recomputes": {}, "keeps": {"use_checkpoint": False}, "level 2": {"zero_level": 2}}
+
+
+@pytest.mark.parametrize("options", RECOMPUTES.values(), ids=RECOMPUTES)
+@pytest.mark.parametrize("with_result", (True, False))
+@pytest.mark.parametrize("name", ("score", "drop", ""))
+def test_a_loss_over_what_hooks_keep_trains_as_in_plain_torch(
+    name: str, with_result: bool, options: dict[str, Any]
+) -> None:
+    run_ranks(2, both_ways, name, with_result, **options)
+
+
+def what_cannot_be_given() -> None:
+    block = bmt.Block(bmt.BMTrainModelWrapper(Layer()), use_checkpoint=False)
+    for take in (lambda output: output.square(), lambda output: output.view(-1)):
+        kept = collect([block._module], "score", take)
+        result = block(torch.ones(2, 4))
+        with pytest.raises(RuntimeError, match="return it as a further result"):
+            (kept[0].mean() + result.mean()).backward()
+
+
+def test_what_a_hook_computes_is_refused_with_a_way_out() -> None:
+    run_ranks(1, what_cannot_be_given)
+
+
+def nothing_stays(**options: Any) -> None:
+    block = bmt.Block(bmt.BMTrainModelWrapper(Layer()), **options)
+    kept = collect([block._module], "score")
+    block(torch.ones(2, 4))
+    [tensor] = kept
+    gone = weakref.ref(tensor.untyped_storage())
+    kept.clear()
+    del tensor
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("use_checkpoint", (True, False))
+def test_a_forward_without_backward_keeps_nothing(use_checkpoint: bool) -> None:
+    run_ranks(1, nothing_stays, use_checkpoint=use_checkpoint)
