@@ -33,8 +33,8 @@ class Suspicion:
         self._gone[rank] = time.monotonic()
 
     def ranks(self) -> list[int]:
-        """Those that are gone."""
-        return sorted(self._gone)
+        """Those that are gone. Any thread may ask."""
+        return sorted(list(self._gone))  # noqa: C414 - copied in one step, while the watchdog may add one
 
     def dismiss(self) -> None:
         """What was found is in order, for now."""

@@ -60,6 +60,7 @@ class Watch:
 
     Attributes:
         core: what communicators are guarded with.
+        suspicion: which ranks are gone.
     """
 
     def __init__(self, rank: int, timeout: float, hosts: Sequence[str]) -> None:
@@ -82,7 +83,7 @@ class Watch:
         self._stopping = False
         self._pid = os.getpid()
         self._interrupted = 0.0
-        self._suspicion = Suspicion()
+        self.suspicion = Suspicion()
         self._thread = threading.Thread(target=self._run, name="bmtrain-watchdog", daemon=True)
         self._words = LastWords(self._tell)
 
@@ -122,7 +123,7 @@ class Watch:
 
     def why_unconnected(self, seconds: float) -> str:
         """Why ranks that have tried to connect for so long never will, which all are told; empty while they may."""
-        if self._suspicion.ranks():
+        if self.suspicion.ranks():
             self._tell("failed", "the connection to a rank was lost")
         elif seconds > self._timeout:
             self._tell("late", f"timed out after {self._timeout:g} s")
@@ -219,7 +220,7 @@ class Watch:
         if self._failure is None:
             self._hand_in(self.core.overdue())
             alone = self._hub is None and self._line is None
-            self._hand_in(self._suspicion.find(self.core.groups, alone))
+            self._hand_in(self.suspicion.find(self.core.groups, alone))
             self._inquire()
             if self._interrupted and time.monotonic() > self._interrupted:
                 self._interrupted = 0.0
@@ -307,7 +308,7 @@ class Watch:
             self._line.close()
         self._line, self._hub_absent = None, absence
         if absence == "gone":
-            self._suspicion.add(0)
+            self.suspicion.add(0)
         self.core.end_checks()  # nobody compares fingerprints any more
 
     def _handle(self, message: Message) -> None:
@@ -320,10 +321,10 @@ class Watch:
         elif message["do"] == "closing":
             self._lose_hub("left")
         elif message["do"] == "gone":
-            self._suspicion.add(message["rank"])
+            self.suspicion.add(message["rank"])
         elif message["do"] == "dismissed":
             self._failure = None
-            self._suspicion.dismiss()
+            self.suspicion.dismiss()
 
     def _state(self) -> Message:
         self._seen = self.core.groups(whole=True)

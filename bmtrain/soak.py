@@ -3,7 +3,8 @@
 Each run starts from `init_distributed`, trains from one seed, and ends with all communicators closed. During a run
 memory, open files and threads are watched; after it the weights are hashed on every rank. What is promised: open files
 and threads stay what they are, from step to step and from run to run; every rank computes the same bits; and so does
-every run. Memory that grows by more than a percent after the warm-up is reported as a broken promise too.
+every run. Memory that grows by more than a percent after the warm-up, in a run or from run to run, is reported as a
+broken promise too.
 
 With ``--schedules N`` it trains a few steps N times instead, each time with other random pauses in front of every
 exchange, background update and buffer given back, with buffers that hold NaN until somebody writes to them, and at
@@ -37,9 +38,19 @@ from .optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from .store import allgather_objects
 from .wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 
-__all__ = ["Finding", "add_arguments", "broken_promises", "odd_schedules", "run", "train_once"]
+__all__ = [
+    "BATCH",
+    "SEQ",
+    "Finding",
+    "add_arguments",
+    "broken_promises",
+    "odd_schedules",
+    "run",
+    "toy",
+    "train_once",
+]
 
-_VOCAB, _SEQ, _BATCH = 64, 16, 2
+_VOCAB, SEQ, BATCH = 64, 16, 2
 _RECOMPUTE = (Recompute.OFF, Recompute.WHOLE)
 _SAMPLES = 20  # looks at memory, files and threads in a run
 _GROWTH = 0.01  # of memory, from the first fifth of a run to its last
@@ -66,9 +77,13 @@ class Finding:
     @property
     def growth(self) -> float:
         """Of memory, from the second fifth to the last, as a share."""
-        fifth = len(self.memory) // 5
-        first, last = self.memory[fifth : 2 * fifth], self.memory[-fifth:]
-        return statistics.median(last) / statistics.median(first) - 1 if fifth else 0.0
+        return _growth(self.memory)
+
+
+def _growth(memory: list[int]) -> float:
+    fifth = len(memory) // 5
+    first, last = memory[fifth : 2 * fifth], memory[-fifth:]
+    return statistics.median(last) / statistics.median(first) - 1 if fifth else 0.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,12 +124,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def train_once(steps: int) -> Finding:
     """Train the toy for ``steps`` steps on every rank. Collective."""
-    model, manager = _toy(AdamOptimizer)
+    model, manager = toy(AdamOptimizer)
     generator = torch.Generator().manual_seed(rank())
     samples: list[tuple[int, int, int]] = []
     loss = torch.zeros(())
     for step in range(steps):
-        ids = torch.randint(0, _VOCAB, (_BATCH, _SEQ + 1), generator=generator)
+        ids = torch.randint(0, _VOCAB, (BATCH, SEQ + 1), generator=generator)
         loss = model(ids)
         manager.zero_grad()
         manager.backward(loss)
@@ -154,13 +169,13 @@ def odd_schedules(count: int, steps: int = 3, most_microseconds: int = 300) -> l
 def _short_run(steps: int, policy: BlockPolicy, *, overlap: bool) -> str:
     """A hash of the weights and the optimizer's state."""
     with default_policy(policy):
-        model, manager = _toy(
+        model, manager = toy(
             lambda parameters, lr: AdamOffloadOptimizer(parameters, lr=lr, overlap=overlap, fraction=0)
         )
     generator = torch.Generator().manual_seed(rank())
     for _ in range(steps):
         manager.zero_grad()
-        manager.backward(model(torch.randint(0, _VOCAB, (_BATCH, _SEQ + 1), generator=generator)))
+        manager.backward(model(torch.randint(0, _VOCAB, (BATCH, SEQ + 1), generator=generator)))
         manager.step()
     tensors = dict(model.state_dict())
     for index, entry in manager.optimizers[0].state_dict()["state"].items():
@@ -208,12 +223,17 @@ def broken_promises(runs: list[list[Finding]]) -> list[str]:
                     broken.append(f"{where}: {what} went from {counts[0]} to {counts[-1]}")
             if found.growth > _GROWTH:
                 broken.append(f"{where}: memory grew by {found.growth:.1%}")
+    for index, ends in enumerate(zip(*runs, strict=True)):
+        growth = _growth([found.memory[-1] for found in ends])
+        if growth > _GROWTH:
+            broken.append(f"rank {index}: memory grew by {growth:.1%} from run to run")
     return broken
 
 
-def _toy(make_optimizer: Callable[..., torch.optim.Optimizer]) -> tuple[Any, OptimManager]:
+def toy(make_optimizer: Callable[..., torch.optim.Optimizer]) -> tuple[Any, OptimManager]:
+    """A model of ids, ``(BATCH, SEQ + 1)``, that returns its loss, and the manager of its optimizer."""
     torch.manual_seed(0)
-    model: Any = GPT(2, 32, num_heads=2, vocab=_VOCAB, seq=_SEQ)
+    model: Any = GPT(2, 32, num_heads=2, vocab=_VOCAB, seq=SEQ)
     model.layers = torch.nn.ModuleList([Block(model_wrapper_dispatch(layer)) for layer in model.layers])
     wrapped = BMTrainModelWrapper(model)
     manager = OptimManager(loss_scale=1024.0)

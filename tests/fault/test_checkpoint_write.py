@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import sys
 from pathlib import Path
 
 import pytest
-from harness import run_ranks
+from harness import Status, rank_outcomes, run_process, run_ranks
 from harness.checkpoint_run import Run, differences, state_of
 
 import bmtrain as bmt
 from bmtrain.distributed import checkpoint
-from bmtrain.distributed.checkpoint import writer
+from bmtrain.distributed.checkpoint import loading, writer
+from bmtrain.errors import CommunicationError
 
 FAULTS = {
     "disk full": (errno.ENOSPC, "_Checksummed"),
@@ -38,7 +41,10 @@ def check_failing_rank(folder: str, non_blocking: bool) -> None:
             run.train(1)
             with Fault(fault, bmt.rank() == culprit), pytest.raises(OSError, match="the shard") as caught:
                 run.save(folder, non_blocking=non_blocking)
-                checkpoint.prune(folder, keep=5)  # a save in the background tells here
+                if culprit == 0:  # a save in the background tells here
+                    checkpoint.prune(folder, keep=5)
+                else:
+                    run.save(folder)
             assert caught.value.errno == FAULTS[fault][0]
             bmt.synchronize()
             assert sorted(path.name for path in Path(folder).iterdir()) == ["latest", "step-0000001"]
@@ -93,3 +99,72 @@ def check_no_folder(path: str) -> None:
         Run().save(path)
     with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
         checkpoint.load(Path(path).parent / "nothing", Run().model)
+
+
+def test_a_killed_rank_ends_a_save_in_the_background(tmp_path):
+    """Long before the time-out: nobody waits for what a dead rank would have written."""
+    options = {"init": {"timeout": 300}, "fresh": True}
+    outcomes = rank_outcomes(2, save_with_a_killed_rank, str(tmp_path), **options)
+    assert outcomes[1].status is Status.DIED
+    assert "step-0000001: not finished: rank 1 died" in outcomes[0].value, outcomes[0]
+    assert checkpoint.latest(tmp_path) is None
+
+
+def save_with_a_killed_rank(folder: str) -> str:
+    run = Run()
+    run.train(1)
+    if bmt.rank() == 1:
+        writer.Saving.write_shard = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CommunicationError) as error:
+        run.save(folder, non_blocking=True).wait()
+    return str(error.value)
+
+
+FAILING_AT_THE_END = """
+import sys
+from harness.checkpoint_run import Run
+import bmtrain as bmt
+from bmtrain.distributed.checkpoint import writer
+
+def fail(*_):
+    raise OSError(28, "No space left on device")
+
+bmt.init_distributed()
+writer.sync_folder = writer._write_runs = fail
+Run().save(sys.argv[1], non_blocking=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_failure_in_the_background_at_the_end_makes_the_program_fail(tmp_path):
+    root = Path(bmt.__file__).parents[1]
+    paths = {"PYTHONPATH": f"{root}:{root / 'tests'}"}
+    command = [sys.executable, "-c", FAILING_AT_THE_END, tmp_path]
+    done = run_process(command, environment=paths, check=False)
+    assert done.returncode == 1
+    assert "No space left on device" in done.stdout
+
+
+def test_a_file_that_one_rank_does_not_see(tmp_path):
+    run_ranks(2, check_unseen, str(tmp_path))
+
+
+def check_unseen(folder: str) -> None:
+    run, other = Run(), Run(seed=6)
+    run.train(1)
+    run.save(folder)
+    before = state_of(other)
+    sizes = loading.check_sizes
+    if bmt.rank() == 1:  # as where a folder is not the same on all hosts
+
+        def elsewhere(path: Path, manifest: object) -> None:
+            sizes(Path("elsewhere", path.name), manifest)
+
+        loading.check_sizes = elsewhere
+    try:
+        with pytest.raises(FileNotFoundError, match="elsewhere/step-0000001/shard-"):
+            other.load(folder)
+    finally:
+        loading.check_sizes = sizes
+    assert differences(before, state_of(other)) == []
+    other.load(folder)

@@ -187,6 +187,7 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
         assert 'rank 1 did not come to all_gather #2 for "block 7"' in message
         assert "in skip_one" in message
     assert "gives up: rank 1 did not come" in outcomes[1].output
+    assert [outcome.output.count("gives up") for outcome in outcomes] == [1] * WORLD  # one report each
     flights = {rank: json.loads((tmp_path / f"flight-rank{rank}.json").read_text()) for rank in range(WORLD)}
     verdict, lines = _blame.read_flights(flights)
     assert verdict.culprits == (1,)

@@ -54,3 +54,9 @@ def test_a_broken_promise_is_named(changes: dict[str, object], words: str) -> No
     [text] = broken_promises([[GOOD, GOOD], [GOOD, dataclasses.replace(GOOD, **changes)]])
     assert text.startswith("run 1: rank 1")
     assert words in text
+
+
+def test_memory_that_grows_from_run_to_run_is_named() -> None:
+    runs = [[GOOD, dataclasses.replace(GOOD, memory=[1000 + run] * 20)] for run in range(50)]
+    [text] = broken_promises(runs)
+    assert text == "rank 1: memory grew by 3.0% from run to run"

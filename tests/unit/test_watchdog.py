@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from bmtrain import _watch_hub, _watchdog
 from bmtrain._watch_hub import Hub
-from bmtrain._watch_lines import HubLine, Lines, Patience
+from bmtrain._watch_lines import HubLine, Lines, Patience, listen
 from bmtrain._watchdog import Watch
 from bmtrain.errors import CommunicationError
 
@@ -283,3 +283,29 @@ def test_messages_are_put_together() -> None:
     left.close()
     assert lines.receive() is None
     lines.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "several_hosts", "interface"),
+    [
+        ("127.0.0.1", False, "127.0.0.1"),
+        ("127.0.0.1", True, "0.0.0.0"),  # leads here on this host only
+        ("no.such.host.invalid", True, "0.0.0.0"),
+    ],
+)
+def test_the_hub_is_served_where_the_launcher_says(host: str, several_hosts: bool, interface: str) -> None:
+    listener, _ = listen(host, several_hosts)
+    with listener:
+        assert listener.getsockname()[0] == interface
+
+
+def test_the_hub_is_not_served_on_all_interfaces_of_a_host_with_an_address() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this host has no address but 127.0.0.1")
+        own = probe.getsockname()[0]
+    listener, told = listen(own, True)
+    with listener:
+        assert listener.getsockname()[0] == told == own

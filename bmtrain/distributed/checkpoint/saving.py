@@ -97,7 +97,8 @@ def start_saving(
     raise_together(problem, _LABEL)
     snapshot.keep_what_differs()
     save = broadcast_json(os.urandom(5).hex(), label=_LABEL)
-    saving = Saving(target, save, step, current.topology, keep, current.timeout)
+    gone = list if current.watch is None else current.watch.suspicion.ranks
+    saving = Saving(target, save, step, current.topology, keep, current.timeout, gone)
     try:
         on_rank_0(saving.prepare, _LABEL)
         if not non_blocking:

@@ -7,14 +7,15 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from threading import Event
 from typing import Any, BinaryIO
 
 from ..._agree import describe_error, rebuild_error
 from ..._atomic_file import AtomicFile, sync_folder
-from ...errors import UnreadableFileError
+from ..._blame import ranks_text
+from ...errors import CommunicationError, UnreadableFileError
 from ...topology import Topology
 from ._memory import bytes_of
 from .layout import MANIFEST, check_sizes, part_name, point_to, remove_old, remove_unreferenced, shard_name
@@ -38,10 +39,18 @@ class Saving:
         topology: of this rank.
         keep: how many checkpoints remain; None for all.
         timeout: seconds that rank 0 waits for the others' parts.
+        gone: tells which ranks have died, for whose parts nobody need wait.
     """
 
     def __init__(
-        self, checkpoint: Path, save: str, step: int, topology: Topology, keep: int | None, timeout: float
+        self,
+        checkpoint: Path,
+        save: str,
+        step: int,
+        topology: Topology,
+        keep: int | None,
+        timeout: float,
+        gone: Callable[[], list[int]] = list,
     ) -> None:
         self.checkpoint = checkpoint
         self.step = step
@@ -50,6 +59,7 @@ class Saving:
         self._topology = topology
         self._keep = keep
         self._timeout = timeout
+        self._gone = gone
 
     @property
     def _shard(self) -> Path:
@@ -103,6 +113,7 @@ class Saving:
 
         Raises:
             TimeoutError: parts of other ranks did not appear.
+            CommunicationError: nor will they.
             FileNotFoundError: a file of this save is gone, which only another job removes.
             Exception: what another rank's part failed with.
         """
@@ -128,12 +139,17 @@ class Saving:
         parts: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + self._timeout
         while len(parts) < self._topology.world_size:
+            gone = self._gone()  # before the look for what they may have left
             for rank in range(self._topology.world_size):
                 if rank not in parts and self._part(rank).exists():
                     parts[rank] = json.loads(self._part(rank).read_bytes())
                     if "error" in parts[rank]:
                         raise rebuild_error(parts[rank]["error"])
             missing = [rank for rank in range(self._topology.world_size) if rank not in parts]
+            if lost := [rank for rank in missing if rank in gone]:
+                raise CommunicationError(
+                    f"{self.checkpoint}: not finished: {ranks_text(lost)} died in the middle of it"
+                )
             if missing and (self.abandoned.wait(_POLL) or time.monotonic() > deadline):
                 raise TimeoutError(
                     f"{self.checkpoint}: no part of rank {', '.join(map(str, missing))} appeared"
