@@ -151,6 +151,17 @@ def find_sources(cuda: bool) -> list[str]:
     return found
 
 
+def architectures() -> str:
+    """What to compile kernels for: Ampere to Hopper, what comes after by PTX, and older cards that this torch knows."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    cards = {torch.cuda.get_device_capability(n) for n in range(count)}
+    known = torch.cuda.get_arch_list() if cards else []
+    older = [f"{x}.{y}" for x, y in sorted(cards) if x < 8 and f"sm_{x}{y}" in known]
+    return ";".join([*older, "8.0", "9.0+PTX"])
+
+
 def make_extension(cuda: bool) -> Extension:
     """The one extension. torch's headers are system headers, so that warnings are about our own files."""
     from torch.utils import cpp_extension as torch_build
@@ -180,7 +191,7 @@ def make_extension(cuda: bool) -> Extension:
         "-fno-wrapv",
     ]
     checks = checks if sanitizers else []
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", architectures())
     return Extension(
         "bmtrain._C",
         find_sources(cuda),

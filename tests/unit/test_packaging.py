@@ -140,6 +140,27 @@ def test_cuda_sources_are_for_cuda_builds(setup_script: types.ModuleType, tmp_pa
     assert set(setup_script.find_sources(cuda=True)) == everything
 
 
+@pytest.mark.parametrize(
+    ("cards", "expected"),
+    [
+        ([], "8.0;9.0+PTX"),
+        ([(9, 0)] * 8, "8.0;9.0+PTX"),
+        ([(8, 9), (7, 5), (7, 5), (6, 1)], "7.5;8.0;9.0+PTX"),
+    ],
+)
+def test_kernels_are_built_for_the_cards_of_this_machine(
+    cards: list[tuple[int, int]],
+    expected: str,
+    setup_script: types.ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(cards))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", cards.__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90"])
+    assert setup_script.architectures() == expected
+
+
 def test_cuda_on_request_fails_loudly(
     setup_script: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
