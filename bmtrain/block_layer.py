@@ -15,6 +15,7 @@ from ._engine.block_build import adopt_parameters, dissolve_inner_blocks
 from ._engine.block_ref import BlockRef
 from ._engine.foreign import refuse_replicas
 from ._engine.island import run_block
+from ._engine.layer_sequence import LayerSequence
 from ._engine.layers import run_layers, stacked
 from ._engine.meta import make_moved_shards
 from ._engine.opaque import opaque
@@ -294,7 +295,7 @@ def storage_type_cuda(storage_type: type) -> type:
     return storage_type
 
 
-class TransformerBlockList(torch.nn.Module):
+class TransformerBlockList(LayerSequence):
     """Blocks that run one after the other, each on the hidden states of the one before.
 
     Args:
@@ -330,32 +331,15 @@ class TransformerBlockList(torch.nn.Module):
             raise TypeError(f"modules: expected several, such as a list, got {type(modules).__name__}")
         self.num_hidden = num_hidden
         blocks: dict[int, Block] = {}  # by the identity of what was given
-        previous: Block | None = None
         for index, module in enumerate(modules):
             block = as_block(module, blocks.get(id(module)), index)
             blocks.setdefault(id(module), block)
-            block.set_pre_module(previous)
-            previous = block
             self.add_module(str(index), block)
+        chain_blocks(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        previous: Block | None = None
-        for block in self._modules.values():
-            if type(block) is Block:
-                block.set_pre_module(previous)
-                previous = block
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._modules.values())
-
-    def __getitem__(self, index: int | str | slice) -> Any:
-        if isinstance(index, str):
-            return self._modules[index]
-        return list(self._modules.values())[index]
+        chain_blocks(self)
 
     def forward(self, *args: Any, return_hidden_states: bool = False, **kwargs: Any) -> Any:
         """Runs all Blocks.
@@ -377,6 +361,15 @@ class TransformerBlockList(torch.nn.Module):
         if inputs is not None:
             return (*hidden, *(stacked([state[j] for state in inputs]) for j in range(count)))
         return hidden[0] if count == 1 else hidden
+
+
+def chain_blocks(layers: torch.nn.Module) -> None:
+    """Tells each Block among the children which one runs before it."""
+    previous: Block | None = None
+    for block in layers._modules.values():
+        if type(block) is Block:
+            block.set_pre_module(previous)
+            previous = block
 
 
 def as_block(module: torch.nn.Module, earlier: Block | None, index: int) -> Block:

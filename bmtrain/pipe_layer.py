@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from ._deprecate import warn_once
 from ._engine.block_build import leave_to_stage
+from ._engine.layer_sequence import LayerSequence
 from ._engine.layers import run_layers
 from ._engine.opaque import opaque
 from ._engine.pipe_arguments import PipeArguments
@@ -21,7 +22,7 @@ from .global_var import config, context
 __all__ = ["PipelineTransformerBlockList"]
 
 
-class PipelineTransformerBlockList(torch.nn.Module):
+class PipelineTransformerBlockList(LayerSequence):
     """A :class:`bmtrain.TransformerBlockList` whose layers are divided over the stages of a pipeline.
 
     Every rank passes its own batch and gets its own outputs; inside, the batches of a pipe group run together, cut into
@@ -70,17 +71,6 @@ class PipelineTransformerBlockList(torch.nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._pipe = context().groups["pipe"]
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._modules.values())
-
-    def __getitem__(self, index: int | str | slice) -> Any:
-        if isinstance(index, str):
-            return self._modules[index]
-        return list(self._modules.values())[index]
 
     def get_part_len_by_stage_id(self, stage_id: int) -> int:
         """Number of layers of a stage."""

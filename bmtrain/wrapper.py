@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .block_layer import Block, TransformerBlockList, as_block
+from .block_layer import Block, TransformerBlockList, as_block, chain_blocks
 from .global_var import context
 from .layer import DistributedModule, note_full_shape
 from .parameter import DistributedParameter
@@ -91,7 +91,7 @@ class _Conversion:
                 module._modules[name] = convert(child, in_block)
         self.node(module)
         if makes_blocks:
-            _chain(module)
+            chain_blocks(module)
         return module
 
     def element(self, module: torch.nn.Module, in_block: bool) -> torch.nn.Module:
@@ -159,14 +159,6 @@ class _Conversion:
                     if block is not None:
                         module._modules[name] = block
                     pending.append(child if block is None else block)
-
-
-def _chain(modules: torch.nn.Module) -> None:
-    previous = None
-    for block in modules._modules.values():
-        if type(block) is Block:
-            block.set_pre_module(previous)
-            previous = block
 
 
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)

@@ -8,7 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["ReferenceGPT"]
+__all__ = ["SMALL_SHAPE", "ReferenceGPT"]
+
+#: Of a model that trains in moments; ``max_distance`` is missing.
+SMALL_SHAPE = {
+    "num_layers": 3,
+    "vocab_size": 61,
+    "dim_model": 32,
+    "dim_head": 8,
+    "num_heads": 4,
+    "dim_ff": 80,
+}
 
 
 class _Linear(nn.Module):

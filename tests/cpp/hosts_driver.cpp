@@ -4,7 +4,6 @@
 // The ranks are threads of one process. Those of a host share memory at one address (shared_mappings.cpp),
 // and hosts are connected by a stand-in for Gloo (thread_backend.h).
 #include <ATen/ATen.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -24,6 +23,7 @@
 #include "common/check.h"
 #include "cpu/kernels.h"
 #include "expect.h"
+#include "ranks.h"
 #include "thread_backend.h"
 
 namespace bmtrain::cpu {
@@ -203,25 +203,19 @@ void run_ranks(void (*work)(HostsCommunicator&)) {
   Network network;  // outlives all ranks
   std::vector<std::vector<int>> files(kHosts);
   for (int rank = 0; rank < kRanks; ++rank) {
-    const int file = memfd_create("bmtrain", MFD_CLOEXEC);
-    const auto bytes = static_cast<off_t>(bmtrain::ShmCommunicator::segment_bytes(kLocal));
-    expect(file >= 0 && ftruncate(file, bytes) == 0, "a memory file");
-    files[static_cast<std::size_t>(rank / kLocal)].push_back(file);
+    files[static_cast<std::size_t>(rank / kLocal)].push_back(
+        memory_file(bmtrain::ShmCommunicator::segment_bytes(kLocal)));
   }
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < kRanks; ++rank) {
-    ranks.emplace_back([&, rank] {
-      auto group = c10::make_intrusive<c10d::ProcessGroup>(rank, kRanks);
-      group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM,
-                        c10::make_intrusive<ThreadBackend>(network, rank, kRanks));
-      const auto local = std::make_shared<bmtrain::ShmCommunicator>(
-          files[static_cast<std::size_t>(rank / kLocal)], std::vector<int>(2 * kLocal, -1), rank % kLocal,
-          kLocal, "test", kTimeout);
-      HostsCommunicator comm(std::move(group), rank, kRanks, "test", kTimeout, local);
-      work(comm);
-    });
-  }
-  for (std::thread& rank : ranks) rank.join();
+  run_in_threads(kRanks, [&](int rank) {
+    auto group = c10::make_intrusive<c10d::ProcessGroup>(rank, kRanks);
+    group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM,
+                      c10::make_intrusive<ThreadBackend>(network, rank, kRanks));
+    const auto local = std::make_shared<bmtrain::ShmCommunicator>(
+        files[static_cast<std::size_t>(rank / kLocal)], std::vector<int>(2 * kLocal, -1), rank % kLocal,
+        kLocal, "test", kTimeout);
+    HostsCommunicator comm(std::move(group), rank, kRanks, "test", kTimeout, local);
+    work(comm);
+  });
   for (const auto& host : files) {
     for (const int file : host) ::close(file);
   }

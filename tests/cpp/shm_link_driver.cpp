@@ -3,7 +3,6 @@
 // The ranks are threads of one process that share each segment at one address (shared_mappings.cpp), so that
 // the sanitizer sees both sides of a ring: data that is read before it was published is a report.
 #include <ATen/Functions.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -16,6 +15,7 @@
 #include "comm/shm_link.h"
 #include "common/check.h"
 #include "expect.h"
+#include "ranks.h"
 
 namespace {
 
@@ -216,21 +216,12 @@ void abort_one(ShmLink& link) {
 
 void run_ranks(void (*work)(ShmLink&)) {
   std::vector<int> files;
-  for (int r = 0; r < kRanks; ++r) {
-    files.push_back(memfd_create("bmtrain", MFD_CLOEXEC));
-    expect(
-        files.back() >= 0 && ftruncate(files.back(), static_cast<off_t>(ShmLink::segment_bytes(kRanks))) == 0,
-        "a memory file");
-  }
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < kRanks; ++rank) {
-    ranks.emplace_back([&files, rank, work] {
-      const auto link =
-          std::make_shared<ShmLink>(files, std::vector<int>(2 * kRanks, -1), rank, kRanks, "test", 60.0);
-      work(*link);
-    });
-  }
-  for (std::thread& rank : ranks) rank.join();
+  for (int r = 0; r < kRanks; ++r) files.push_back(memory_file(ShmLink::segment_bytes(kRanks)));
+  run_in_threads(kRanks, [&files, work](int rank) {
+    const auto link =
+        std::make_shared<ShmLink>(files, std::vector<int>(2 * kRanks, -1), rank, kRanks, "test", 60.0);
+    work(*link);
+  });
   for (const int file : files) ::close(file);
 }
 

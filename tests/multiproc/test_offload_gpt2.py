@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
+from reference_gpt import SMALL_SHAPE
 
 import bmtrain as bmt
 from bmtrain import _C
@@ -23,15 +24,7 @@ from bmtrain.parameter import full_value
 
 EXAMPLE = str(Path(__file__).parents[2] / "example")
 BATCH, SEQ_LEN = 4, 16
-SHAPE = {
-    "num_layers": 3,
-    "vocab_size": 61,
-    "dim_model": 32,
-    "dim_head": 8,
-    "num_heads": 4,
-    "dim_ff": 80,
-    "max_distance": SEQ_LEN,
-}
+SHAPE = {**SMALL_SHAPE, "max_distance": SEQ_LEN}
 
 
 def make_model(dtype: torch.dtype) -> torch.nn.Module:

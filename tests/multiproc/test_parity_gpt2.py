@@ -15,22 +15,14 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
-from reference_gpt import ReferenceGPT
+from reference_gpt import SMALL_SHAPE, ReferenceGPT
 
 import bmtrain as bmt
 
 EXAMPLE = str(Path(__file__).parents[2] / "example")
 STEPS = 20
 BATCH, SEQ_LEN = 8, 16
-SHAPE = {
-    "num_layers": 3,
-    "vocab_size": 61,
-    "dim_model": 32,
-    "dim_head": 8,
-    "num_heads": 4,
-    "dim_ff": 80,
-    "max_distance": SEQ_LEN,
-}
+SHAPE = {**SMALL_SHAPE, "max_distance": SEQ_LEN}
 
 
 @dataclass

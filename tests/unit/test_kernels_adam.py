@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_levels import LEVELS, level, same_bits
+from kernel_levels import LEVELS, Arrays, level, odd, same_bits
 
 from bmtrain import _ops
 
@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass
-class Problem:
+class Problem(Arrays):
     """Arrays of one range, each at an odd address."""
 
     weight: torch.Tensor
@@ -29,12 +29,6 @@ class Problem:
     def step(self, number: int = 3, **options: Any) -> _ops.DeltaSums:
         return _ops.adam_(ranges_of([self], number), **options)
 
-    def copy(self) -> Problem:
-        return Problem(*(t if t is None else t.clone() for t in vars(self).values()))
-
-    def arrays(self) -> list[torch.Tensor]:
-        return [t for t in vars(self).values() if t is not None]
-
 
 def ranges_of(problems: list[Problem], number: int) -> _ops.AdamRanges:
     return _ops.AdamRanges(
@@ -45,12 +39,6 @@ def ranges_of(problems: list[Problem], number: int) -> _ops.AdamRanges:
         [p.exp_avg_sq for p in problems],
         [number] * len(problems),
     )
-
-
-def odd(values: torch.Tensor) -> torch.Tensor:
-    memory = torch.empty(values.numel() + 1, dtype=values.dtype)
-    memory[1:] = values
-    return memory[1:]
 
 
 def problem(size: int, grad: torch.dtype = torch.float32, rounded: torch.dtype | None = None) -> Problem:

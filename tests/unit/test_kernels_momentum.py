@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_levels import LEVELS, level, same_bits
+from kernel_levels import LEVELS, Arrays, level, odd, same_bits
 
 from bmtrain import _ops
 
@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass
-class Problem:
+class Problem(Arrays):
     """Arrays of one range, each at an odd address."""
 
     weight: torch.Tensor
@@ -29,18 +29,6 @@ class Problem:
         momenta = [self.momentum] if with_momentum else []
         rounded = [] if self.rounded is None else [self.rounded]
         return _ops.MomentumRanges([self.weight], rounded, [self.grad], momenta, [fresh])
-
-    def copy(self) -> Problem:
-        return Problem(*(t if t is None else t.clone() for t in vars(self).values()))
-
-    def arrays(self) -> list[torch.Tensor]:
-        return [t for t in vars(self).values() if t is not None]
-
-
-def odd(values: torch.Tensor) -> torch.Tensor:
-    memory = torch.empty(values.numel() + 1, dtype=values.dtype)
-    memory[1:] = values
-    return memory[1:]
 
 
 def problem(size: int, grad: torch.dtype = torch.float32, rounded: torch.dtype | None = None) -> Problem:

@@ -19,6 +19,7 @@
 
 #include "comm/nccl_api.h"
 #include "common/device_runtime.h"
+#include "type_sizes.h"
 
 #ifndef FAKE_VERSION
 #define FAKE_VERSION 22809
@@ -212,23 +213,6 @@ int depth = 0;
 std::vector<Comm> grouped;
 
 std::vector<Comm> all_comms;
-
-std::size_t size_of(Type type) {
-  switch (type) {
-    case Type::kInt8:
-    case Type::kUint8:
-      return 1;
-    case Type::kFloat16:
-    case Type::kBfloat16:
-      return 2;
-    case Type::kInt32:
-    case Type::kUint32:
-    case Type::kFloat32:
-      return 4;
-    default:
-      return 8;
-  }
-}
 
 double combined(double a, double b, Op op) {
   switch (op) {

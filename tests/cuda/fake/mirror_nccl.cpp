@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "comm/nccl_api.h"
+#include "type_sizes.h"
 
 using bmtrain::nccl::Config;
 using bmtrain::nccl::Op;
@@ -40,23 +41,6 @@ std::mt19937 generator;      // NOLINT: the same delays in every run
 unsigned longest_delay = 0;  // in microseconds
 std::vector<Message> sends, receives;
 Stream stream_of_group = nullptr;
-
-std::size_t size_of(Type type) {
-  switch (type) {
-    case Type::kInt8:
-    case Type::kUint8:
-      return 1;
-    case Type::kFloat16:
-    case Type::kBfloat16:
-      return 2;
-    case Type::kInt32:
-    case Type::kUint32:
-    case Type::kFloat32:
-      return 4;
-    default:
-      return 8;
-  }
-}
 
 cudaStream_t native(Stream stream) { return static_cast<cudaStream_t>(stream); }
 
