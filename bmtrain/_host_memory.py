@@ -1,12 +1,13 @@
-"""How much memory of the host is free."""
+"""How much memory of the host is free, and how much of it is this process's."""
 
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["available_bytes"]
+__all__ = ["available_bytes", "resident_bytes"]
 
 
 def available_bytes() -> int:
@@ -20,3 +21,16 @@ def available_bytes() -> int:
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
         available = min(available, limit - used)
     return max(available, 0)
+
+
+def resident_bytes() -> tuple[int, int]:
+    """Resident memory of this process now and at its peak."""
+    import resource  # not on Windows
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    try:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * resource.getpagesize(), peak
+    except OSError:
+        return peak, peak

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import utils
+from ._host_memory import resident_bytes
 from .global_var import context
 from .parameter import DistributedParameter
 
@@ -188,7 +188,7 @@ def _open_calls(runtimes: Iterable[BlockRuntime]) -> list[BlockCall]:
 def _process_bytes(device: torch.device) -> tuple[int, int]:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-    resident, peak = utils._resident_bytes()
+    resident, peak = resident_bytes()
     return resident, max(resident, peak)  # the kernel counts the peak a little later
 
 

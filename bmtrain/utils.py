@@ -11,6 +11,7 @@ from typing import Any, TextIO
 import torch
 
 from . import _context, global_var
+from ._host_memory import resident_bytes
 
 __all__ = [
     "AverageRecorder",
@@ -105,7 +106,7 @@ def _memory_report(detail: bool) -> str:
     current = _context.current()
     device = torch.device("cpu") if current is None else current.device
     if device.type == "cpu":
-        resident, peak = _resident_bytes()
+        resident, peak = resident_bytes()
         return f"resident memory: {resident / 2**30:.3f} GB, peak: {peak / 2**30:.3f} GB"
     if detail:
         report = torch.cuda.memory_summary(device)
@@ -114,19 +115,6 @@ def _memory_report(detail: bool) -> str:
         report = f"allocated memory: {used / 2**30:.3f} GB, peak: {peak / 2**30:.3f} GB"
     torch.cuda.reset_peak_memory_stats(device)
     return report
-
-
-def _resident_bytes() -> tuple[int, int]:
-    """Resident memory of this process now and at its peak."""
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    try:
-        with open("/proc/self/statm") as statm:
-            return int(statm.read().split()[1]) * resource.getpagesize(), peak
-    except OSError:
-        return peak, peak
 
 
 def load_nccl_pypi() -> None:
@@ -138,25 +126,23 @@ def load_nccl_pypi() -> None:
         ImportError: no NCCL library was found.
     """
     import ctypes
-    import importlib.util
-    from pathlib import Path
 
-    candidates = ["libnccl.so.2"]
-    try:
-        spec = importlib.util.find_spec("nvidia.nccl")
-    except ImportError:
-        spec = None
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        candidates += [str(path) for path in sorted(Path(folder, "lib").glob("libnccl.so*"))]
-    for candidate in candidates:
+    from ._comm_nccl import find_candidates
+
+    for candidate in ("libnccl.so.2", *find_candidates()):
         try:
             ctypes.CDLL(candidate, mode=ctypes.RTLD_GLOBAL)
             return
         except OSError:
             continue
     raise ImportError(
-        "no NCCL library found (libnccl.so.2): run `pip install nvidia-nccl-cu12`, or install NCCL"
+        f"no NCCL library found (libnccl.so.2): run `pip install nvidia-nccl-cu{_cuda_major()}`, or install NCCL"
     )
+
+
+def _cuda_major() -> str:
+    """The CUDA that the running torch was built with; without one, the newest that torch is built with."""
+    return (torch.version.cuda or "13").partition(".")[0]
 
 
 class AverageRecorder:

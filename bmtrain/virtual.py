@@ -186,7 +186,10 @@ def check_count(count: int | None, place: Topology) -> int:
             f"virtual_shards: expected a multiple of the number of ranks ({place.world_size}), got {number}"
         )
     if place.pipe_size > 1 or place.tp_size > 1:
-        raise ValueError("virtual_shards: cannot be had with pipe_size or tp_size")
+        raise ValueError(
+            f"virtual_shards: expected no pipeline and no tensor parallelism, got pipe_size {place.pipe_size} and "
+            f"tp_size {place.tp_size}"
+        )
     return number
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import resource
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from .._host_memory import resident_bytes
 from .redirect import Redirection, called_by_library, is_cuda, on_cpu
 
 __all__ = ["Event", "Stream", "install"]
@@ -89,17 +89,15 @@ class _Guard(contextlib.nullcontext[None]):
 
 
 def _resident_bytes(*args: object) -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
+    return resident_bytes()[0]
 
 
 def _peak_bytes(*args: object) -> int:
-    # Both are estimates of the kernel; the peak must not be below what is there now.
-    return max(_resident_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return max(resident_bytes())  # both are estimates of the kernel
 
 
 def _host_bytes() -> tuple[int, int]:
-    page = resource.getpagesize()
+    page = os.sysconf("SC_PAGE_SIZE")
     return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
 

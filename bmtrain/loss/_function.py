@@ -263,15 +263,15 @@ def has_inf_nan(x: Tensor, out: Tensor) -> None:
     """
     for name, value in (("x", x), ("out", out)):
         if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+            raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise TypeError(f"x must be float16, bfloat16 or float32, got {x.dtype}")
+        raise TypeError(f"x: expected float16, bfloat16 or float32, got {x.dtype}")
     if out.dtype != torch.uint8:
-        raise TypeError(f"out must be uint8, got {out.dtype}")
+        raise TypeError(f"out: expected uint8, got {out.dtype}")
     if out.numel() != 1:
-        raise ValueError(f"out must have one element, got shape {tuple(out.shape)}")
+        raise ValueError(f"out: expected one element, got shape {tuple(out.shape)}")
     if out.device != x.device:
-        raise ValueError(f"out must be on the device of x ({x.device}), got {out.device}")
+        raise ValueError(f"out: expected it on the device of x ({x.device}), got {out.device}")
     if x.numel() == 0:
         return
     with torch.no_grad():

@@ -66,14 +66,14 @@ class FusedCrossEntropy(torch.nn.Module):
     ) -> None:
         super().__init__()
         if reduction not in ("mean", "sum", "none"):
-            raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+            raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
         require_between("label_smoothing", label_smoothing, 0.0, 1.0)
         ignore_index = require_integer("ignore_index", ignore_index, -sys.maxsize)
         if weight is not None:
             require_tensor("weight", weight)
         if weight is not None and (not weight.is_floating_point() or weight.dim() != 1):
             raise ValueError(
-                f"weight must be 1-D of a float dtype, got shape {tuple(weight.shape)} of {weight.dtype}"
+                f"weight: expected 1-D of a float dtype, got shape {tuple(weight.shape)} of {weight.dtype}"
             )
         if inplace is not None:
             unless = " unless backward is to take the memory of the logits" if inplace else ""
@@ -125,9 +125,9 @@ def _check_dtypes(input: Tensor, target: Tensor) -> None:
     require_tensor("input", input)
     require_tensor("target", target)
     if not input.is_floating_point():
-        raise TypeError(f"input must be float16, bfloat16, float32 or float64, got {input.dtype}")
+        raise TypeError(f"input: expected float16, bfloat16, float32 or float64, got {input.dtype}")
     if target.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"target must hold class indices of dtype int32 or int64, got {target.dtype}")
+        raise TypeError(f"target: expected class indices of dtype int32 or int64, got {target.dtype}")
 
 
 def _as_rows(input: Tensor, target: Tensor) -> Tensor:

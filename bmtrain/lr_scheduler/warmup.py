@@ -102,7 +102,7 @@ class WarmupLRScheduler:
             num_iter = self.num_iter + 1
         require_number("num_iter", num_iter)
         if not num_iter >= 0:
-            raise ValueError(f"num_iter must be >= 0, got {num_iter}")
+            raise ValueError(f"num_iter: expected at least 0, got {num_iter}")
         self.num_iter = num_iter
         lr = self.get_lr()
         self.current_lr = lr

@@ -57,13 +57,13 @@ def clip_gradients(
     require_number("eps", eps)
     p = float(norm_type)
     if not p > 0:
-        raise ValueError(f"norm_type must be > 0 or 'inf', got {norm_type!r}")
+        raise ValueError(f"norm_type: expected more than 0 or 'inf', got {norm_type!r}")
     if not max_norm >= 0:
-        raise ValueError(f"max_norm must be >= 0, got {max_norm}")
+        raise ValueError(f"max_norm: expected at least 0, got {max_norm}")
     if not scale > 0:
-        raise ValueError(f"scale must be > 0, got {scale}")
+        raise ValueError(f"scale: expected more than 0, got {scale}")
     if not eps >= 0:
-        raise ValueError(f"eps must be >= 0, got {eps}")
+        raise ValueError(f"eps: expected at least 0, got {eps}")
     check_no_loop("clip_grad_norm")
     parameters = _parameters_of(param_groups)
     norm = global_norm(parameters, p)

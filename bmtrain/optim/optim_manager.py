@@ -77,7 +77,7 @@ class OptimManager:
             if value is not None:
                 require_number(name, value)
                 if not value > 0:
-                    raise ValueError(f"{name} must be > 0 or None, got {value}")
+                    raise ValueError(f"{name}: expected more than 0 or None, got {value}")
         accumulate = require_integer("accumulate", accumulate, 1)
         for name, value in (
             ("min_loss_scale", min_loss_scale),
@@ -114,7 +114,7 @@ class OptimManager:
     def loss_scale_factor(self, factor: float) -> None:
         require_number("loss_scale_factor", factor)
         if not factor > 0:
-            raise ValueError(f"loss_scale_factor must be > 0, got {factor}")
+            raise ValueError(f"loss_scale_factor: expected more than 0, got {factor}")
         self._loss_scale_factor = 1 / factor if factor < 1 else factor
 
     @property
