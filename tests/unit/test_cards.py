@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 import torch
 
@@ -9,6 +12,9 @@ from bmtrain import _build, _cards
 from bmtrain._cards import check_card, choose_cards
 from bmtrain._rendezvous import Peer
 from bmtrain.errors import BMTrainError
+from bmtrain.optim import _residence
+
+init = sys.modules["bmtrain.init"]
 
 FOUR = ["A", "B", "C", "D"]
 
@@ -51,6 +57,33 @@ def test_ranks_share_a_card_over_gloo_only() -> None:
     assert choose_cards(peers([], []), [0, 1], "gloo") == [0, 0]
     with pytest.raises(ValueError, match="got ranks 0 and 1 on A: let both see all cards"):
         choose_cards(peers(["A", "B"], ["A"]), [0, 1], "nccl")
+
+
+def test_a_single_process_keeps_the_card_that_it_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, answer in {"is_available": True, "device_count": 2, "current_device": 1}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    assert init._own_card(None, "nccl") == 1
+    assert [init._own_card(local_rank, "nccl") for local_rank in (0, 1)] == [0, 1]
+    assert init._own_card(3, "gloo") == 1
+    with pytest.raises(ValueError, match="expected less than the 2 cards of this host, got 3"):
+        init._own_card(3, "nccl")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert init._own_card(3, "gloo") == 0
+
+
+@pytest.mark.parametrize(("backend", "share"), [("nccl", 1), ("single", 1), ("gloo", 4)])
+def test_state_on_the_card_leaves_room_for_ranks_that_share_it(
+    backend: str, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that is shown one card of eight has it to itself."""
+    numbers = {"memory_reserved": 0, "max_memory_allocated": 0}
+    for name, answer in numbers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 1000))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    context = types.SimpleNamespace(backend=backend, local_size=4)
+    monkeypatch.setattr(_residence._context, "current", lambda: context)
+    assert _residence.spare_bytes(torch.device("cuda", 0)) == 850 // share
 
 
 def test_a_card_without_kernels_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
