@@ -16,6 +16,7 @@ __all__ = [
     "require_dtype",
     "require_integer",
     "require_keys",
+    "require_module",
     "require_number",
     "require_path",
     "require_tensor",
@@ -58,6 +59,12 @@ def require_tensor(name: str, value: Any) -> None:
     """Raise TypeError unless ``value`` is a tensor."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor, got {value!r:.80} ({type(value).__name__})")
+
+
+def require_module(name: str, value: Any) -> None:
+    """Raise TypeError unless ``value`` is a module."""
+    if not isinstance(value, torch.nn.Module):
+        raise TypeError(f"{name}: expected a torch.nn.Module, got {value!r:.80} ({type(value).__name__})")
 
 
 def require_text(name: str, value: Any) -> None:

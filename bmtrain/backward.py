@@ -24,6 +24,9 @@ def optim_step(optim: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
         optim: any optimizer.
         lr_scheduler: anything with ``step()``, or None.
     """
+    for name, value in (("optim", optim), ("lr_scheduler", lr_scheduler)):
+        if not callable(getattr(value, "step", None)) and (value is not None or name == "optim"):
+            raise TypeError(f"{name}: expected something with step(), got {value!r:.80}")
     warn_once("optim_step", "optim_step() is deprecated: step through bmtrain.optim.OptimManager")
     if not _owns_scale(optim):
         optim.step()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ._arguments import require_integer, require_module
 from ._deprecate import warn_once
 from ._engine.block_build import adopt_parameters, dissolve_inner_blocks
 from ._engine.block_ref import BlockRef
@@ -325,11 +326,9 @@ class TransformerBlockList(LayerSequence):
             warn_once(
                 "TransformerBlockList.sqrt", "sqrt= has no effect any more and can be left out", stacklevel=3
             )
-        if num_hidden < 1:
-            raise ValueError(f"num_hidden: expected at least 1, got {num_hidden}")
         if not isinstance(modules, Iterable):
             raise TypeError(f"modules: expected several, such as a list, got {type(modules).__name__}")
-        self.num_hidden = num_hidden
+        self.num_hidden = require_integer("num_hidden", num_hidden, 1)
         blocks: dict[int, Block] = {}  # by the identity of what was given
         for index, module in enumerate(modules):
             block = as_block(module, blocks.get(id(module)), index)
@@ -374,6 +373,7 @@ def chain_blocks(layers: torch.nn.Module) -> None:
 
 def as_block(module: torch.nn.Module, earlier: Block | None, index: int) -> Block:
     """The Block for one item of a list; ``earlier`` is the Block of the same item at an earlier place."""
+    require_module(f"modules[{index}]", module)
     if type(module) is Block:
         if earlier is not None:
             raise RepeatedBlockError(

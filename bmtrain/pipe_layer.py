@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ._arguments import require_module
 from ._deprecate import warn_once
 from ._engine.block_build import leave_to_stage
 from ._engine.layer_sequence import LayerSequence
@@ -48,6 +49,8 @@ class PipelineTransformerBlockList(LayerSequence):
         super().__init__()
         if num_hidden != 1:
             raise NotImplementedError(f"num_hidden: a pipeline passes one hidden state, got {num_hidden}")
+        if not isinstance(modules, Iterable):
+            raise TypeError(f"modules: expected several, such as a list, got {type(modules).__name__}")
         ctx = context()
         self._pipe = ctx.groups["pipe"]
         self.stages = self._pipe.size
@@ -133,6 +136,7 @@ class PipelineTransformerBlockList(LayerSequence):
 
 
 def _as_pipe_block(module: torch.nn.Module, index: int) -> Block:
+    require_module(f"modules[{index}]", module)
     if type(module) is not Block:
         return Block(module, mode="PIPE")
     if module._mode is BlockMode.PIPE:

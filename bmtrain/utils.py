@@ -11,6 +11,7 @@ from typing import Any, TextIO
 import torch
 
 from . import _context, global_var
+from ._arguments import require_integer, require_number, require_tensor
 from ._host_memory import resident_bytes
 
 __all__ = [
@@ -34,7 +35,12 @@ def round_up(x: int, d: int) -> int:
     Example:
         >>> round_up(0, 8), round_up(8, 8), round_up(9, 8)
         (0, 8, 16)
+
+    Raises:
+        TypeError: one is no integer.
+        ValueError: ``d`` is below 1.
     """
+    x, d = require_integer("x", x), require_integer("d", d, 1)
     return (x + d - 1) // d * d
 
 
@@ -164,6 +170,8 @@ class AverageRecorder:
     """
 
     def __init__(self, alpha: float = 0.9, start_value: float = 0) -> None:
+        require_number("alpha", alpha)
+        require_number("start_value", start_value)
         if not 0 <= alpha < 1:
             raise ValueError(f"alpha: expected 0 <= alpha < 1, got {alpha!r}")
         self.alpha = alpha
@@ -173,6 +181,7 @@ class AverageRecorder:
 
     def record(self, v: float | torch.Tensor) -> None:
         """Take one more value: a number or a tensor of one element."""
+        require_number("v", v)
         self._count += 1
         self._sum = self.alpha * self._sum + (1 - self.alpha) * float(v)
 
@@ -211,6 +220,8 @@ def tp_split_tensor(t: torch.Tensor, dim: int) -> torch.Tensor:
         dim: dimension that is split into ``tp_size`` equal parts.
 
     Raises:
+        IndexError: there is no such dimension.
+        TypeError: ``t`` is no tensor, or ``dim`` no integer.
         ValueError: the dimension does not divide by ``tp_size``.
         RuntimeError: before `init_distributed`.
 
@@ -221,6 +232,10 @@ def tp_split_tensor(t: torch.Tensor, dim: int) -> torch.Tensor:
         torch.Size([4, 6])
     """
     place = global_var.context("tp_split_tensor()").topology
+    require_tensor("t", t)
+    dim = require_integer("dim", dim)
+    if not -t.dim() <= dim < t.dim():
+        raise IndexError(f"dim: expected one of {t.dim()} dimensions, got {dim}")
     length = t.shape[dim]
     if length % place.tp_size:
         raise ValueError(

@@ -174,11 +174,14 @@ def default_policy(policy: BlockPolicy) -> Iterator[None]:
 
     Raises:
         RuntimeError: before :func:`bmtrain.init_distributed`.
+        TypeError: ``policy`` is none.
 
     Example:
         >>> with bmtrain.default_policy(bmtrain.BlockPolicy(level=2)):
         ...     model = bmtrain.BMTrainModelWrapper(torch.nn.ModuleList([torch.nn.Linear(2, 2)]))
     """
+    if not isinstance(policy, BlockPolicy):
+        raise TypeError(f"policy: expected a BlockPolicy, got {policy!r:.80} ({type(policy).__name__})")
     engine = context().engine
     before, engine.default_policy = engine.default_policy, policy
     try:

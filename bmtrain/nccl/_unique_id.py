@@ -11,6 +11,7 @@ import threading
 import torch.distributed as dist
 
 from .. import _C, _context
+from .._arguments import require_integer
 from .._comm import create_gloo, create_single
 from .._watchdog import transport_timeout
 from ..errors import CommunicationError
@@ -64,6 +65,7 @@ def commInitRank(unique_id: bytes, world_size: int, rank: int) -> _C.Communicato
         (0, 1)
     """
     host, port, token = _parse(unique_id)
+    world_size, rank = require_integer("world_size", world_size), require_integer("rank", rank)
     if world_size < 1 or not 0 <= rank < world_size:
         raise ValueError(
             f"nccl.commInitRank: expected 0 <= rank < world_size, got rank {rank} of {world_size}"

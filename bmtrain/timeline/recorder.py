@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 )
 
 from .. import _C
+from .._arguments import require_integer, require_path
 from .._context import current
 from .._engine.observer import Observer
 from ..global_var import context
@@ -98,11 +99,10 @@ class Timeline(Observer):
     def __init__(
         self, steps: int | None = None, *, skip: int = 0, directory: str | os.PathLike[str] | None = None
     ) -> None:
-        if steps is not None and steps < 1:
-            raise ValueError(f"steps: expected at least 1, or None, got {steps}")
-        if skip < 0:
-            raise ValueError(f"skip: expected 0 or more, got {skip}")
-        self._steps, self._skip = steps, skip
+        self._steps = None if steps is None else require_integer("steps", steps, 1)
+        self._skip = require_integer("skip", skip, 0)
+        if directory is not None:
+            require_path("directory", directory)
         self._directory = None if directory is None else Path(directory)
         self.spans: list[Span] = []
         self.is_running = False

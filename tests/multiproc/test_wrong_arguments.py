@@ -6,15 +6,24 @@ kind does not admit. The same under ``python -O``, where assertions are gone.
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 from harness import run_process, run_ranks
-from wrong_calls import TABLES, WRONG
+from wrong_calls import LEFT_OUT, TABLES, WRONG
+
+import bmtrain
+from bmtrain import debug, inspect, loss, lr_scheduler, memory, nccl, nn, optim, timeline, utils, weights
+from bmtrain.distributed import checkpoint
 
 # torch's dispatcher, not the core, refuses what is no tensor; it raises RuntimeError and names the argument.
 DISPATCHED = ("operators", "updates")
+MODULES = (
+    *(bmtrain, bmtrain.distributed, checkpoint, debug, inspect, loss, lr_scheduler, memory, nccl, nn, optim),
+    *(timeline, utils, weights),
+)
 
 
 def num_pairs(name: str) -> int:
@@ -52,6 +61,26 @@ def check_all(name: str) -> list[str]:
 def test_wrong_arguments_are_named(name: str) -> None:
     [bad] = run_ranks(1, check_all, name)
     assert bad == [], "\n".join(bad)
+
+
+def public_names() -> set[str]:
+    """Functions and classes of all public modules; the aliases that `bmtrain.torch` programs know count once."""
+    found = set()
+    for module in MODULES:
+        for name in module.__all__:
+            if callable(getattr(module, name)):
+                found.add(name)
+    return found
+
+
+def test_every_public_name_is_in_a_table_or_left_out_for_a_reason() -> None:
+    [names] = run_ranks(1, names_in_tables)
+    covered = {word for name in names for word in re.findall(r"\w+", name)}
+    assert public_names() - covered == set(LEFT_OUT)
+
+
+def names_in_tables() -> list[str]:
+    return [name for table in TABLES.values() for name in table()]
 
 
 @pytest.mark.slow

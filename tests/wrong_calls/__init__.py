@@ -7,13 +7,15 @@ from collections.abc import Callable
 from .core import classes, operators, updates
 from .exchange import collectives
 from .files import checkpoints, model_files
+from .helpers import helpers
 from .inspecting import inspection
 from .kinds import WRONG, Calls
+from .left_out import LEFT_OUT
 from .models import layers, losses, wrappers
 from .storage import storage
 from .training import managers, momentum_optimizers, optimizers, schedules
 
-__all__ = ["TABLES", "WRONG", "Calls"]
+__all__ = ["LEFT_OUT", "TABLES", "WRONG", "Calls"]
 
 TABLES: dict[str, Callable[[], Calls]] = {
     table.__name__: table
@@ -33,5 +35,6 @@ TABLES: dict[str, Callable[[], Calls]] = {
         classes,
         storage,
         inspection,
+        helpers,
     )
 }

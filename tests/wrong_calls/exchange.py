@@ -22,9 +22,31 @@ def collectives() -> Calls:
         "all_gather": (d.all_gather, {"x": ("tensor", X), "comm": any_comm}),
         "broadcast": (d.broadcast, {"src": ("tensor", X), "root": ("rank", 0), "comm": any_comm}),
         "reduce_scatter": (d.reduce_scatter, {"x": ("tensor", X), "op": ("op", "sum"), "comm": any_comm}),
+        "gather": (d.gather, {"x": ("tensor", X), "root": ("rank", 0), "comm": any_comm}),
+        "scatter": (d.scatter, {"src": ("tensor", X[None]), "root": ("rank", 0), "comm": any_comm}),
+        "reduce": (
+            d.reduce,
+            {"x": ("tensor", X), "root": ("rank", 0), "op": ("op", "sum"), "comm": any_comm},
+        ),
+        "nccl.reduce": (
+            n.reduce,
+            {
+                "src": ("buffer", X),
+                "dst": ("buffer", X.clone()),
+                "op": ("op", "sum"),
+                "root": ("rank", 0),
+                "comm": any_comm,
+            },
+        ),
         "nccl.allReduce": (
             n.allReduce,
             {"src": ("buffer", X), "dst": ("buffer", X.clone()), "op": ("op", "sum"), "comm": any_comm},
+        ),
+        "nccl.commCount": (n.commCount, {"comm": any_comm}),
+        "nccl.commRank": (n.commRank, {"comm": any_comm}),
+        "nccl.commInitRank": (
+            lambda world_size, rank: n.commInitRank(n.getUniqueId(), world_size, rank),
+            {"world_size": ("positive count", 1), "rank": ("rank", 0)},
         ),
         "nccl.broadcast": (
             n.broadcast,

@@ -307,6 +307,22 @@ WRONG: dict[str, dict[str, Callable[[Any], Any]]] = {
     },
     "some tensors": {"None": lambda _: None, "numbers": lambda _: [1.0]},
     "optional index": {"a string": lambda _: "0", "a fraction": lambda _: 0.5},
+    "positive count": {
+        "None": lambda _: None,
+        "a string": lambda _: "1",
+        "a fraction": lambda _: 1.5,
+        "zero": lambda _: 0,
+        "negative": lambda _: -1,
+    },
+    "dimension": {"None": lambda _: None, "a string": lambda _: "0", "too large": lambda _: 9},
+    "stepped": {"None": lambda _: None, "a string": lambda _: "adam", "a module": lambda _: torch.nn.ReLU()},
+    "policy": {"None": lambda _: None, "a level": lambda _: 3, "a dict": lambda _: {"level": 3}},
+    "nccl dtype": {
+        "None": lambda _: None,
+        "a string": lambda _: "fp16",
+        "unknown": lambda _: torch.complex64,
+    },
+    "optional path": {"a number": lambda _: 3, "a list": lambda _: ["a"]},
     "lines": {
         "None": lambda _: None,
         "a line": lambda x: x[0],
