@@ -54,11 +54,19 @@ static inline F32x16 delta_of(const AdamFactors& f, F32x16 m, F32x16 d, F32x16 w
 using U32x16 [[gnu::vector_size(64)]] = std::uint32_t;
 using U16x16 [[gnu::vector_size(32)]] = std::uint16_t;
 
+// The bits of numbers, every NaN with those of one: which an operation gives it is up to the compiler. (Such
+// vectors cannot be returned at every level.)
+static inline void take_bits(U32x16& bits, const F32x16& x) {
+  bits = __builtin_bit_cast(U32x16, x);
+  const U32x16 nan = U32x16{} + 0x7fc00000u;
+  bits = (bits & 0x7fffffffu) > 0x7f800000u ? nan : bits;
+}
+
 // Rounds to one of the two neighbours in bf16: up if the part that is cut off and `noise`, below 2^16, carry.
 static inline void store_dithered(Bf16* p, const F32x16& x, const U32x16& noise) {
-  const U32x16 bits = __builtin_bit_cast(U32x16, x);
-  const U32x16 nan = U32x16{} + 0x7fc0u;
-  const U32x16 upper = (bits & 0x7fffffffu) > 0x7f800000u ? nan : (bits + noise) >> 16;
+  U32x16 bits;
+  take_bits(bits, x);
+  const U32x16 upper = (bits + noise) >> 16;
   const U16x16 narrow = __builtin_convertvector(upper, U16x16);
   __builtin_memcpy(p, &narrow, sizeof narrow);
 }
@@ -76,8 +84,12 @@ static inline void store_moments(const AdamFactors& f, const F32x16& w, const Mo
       store_part(exp_avg_sq, moments.exp_avg_sq, count);
     }
   } else {
-    U32x16 hash = __builtin_bit_cast(U32x16, w) + f.dither_seed;
-    hash = (hash ^ (hash >> 15)) * 0x9e3779b1u + __builtin_bit_cast(U32x16, moments.exp_avg);
+    U32x16 hash;
+    U32x16 exp_avg_bits;
+    take_bits(hash, w);
+    take_bits(exp_avg_bits, moments.exp_avg);
+    hash += f.dither_seed;
+    hash = (hash ^ (hash >> 15)) * 0x9e3779b1u + exp_avg_bits;
     hash = (hash ^ (hash >> 13)) * 0x85ebca77u;
     hash ^= hash >> 16;
     Bf16 m[16];

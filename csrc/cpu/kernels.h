@@ -108,7 +108,8 @@ struct AdamFactors {
 /// in bf16, so that rounding to nearest would never let it shrink. Instead a moment goes to the neighbour
 /// above with the probability of its distance from the one below, so that it is right on the average. The
 /// random number is a hash of the weight, the first moment and the step: the same for every number of ranks
-/// and threads. The weight is updated from the moments before they are rounded.
+/// and threads; a NaN counts as one, whatever its bits. The weight is updated from the moments before they
+/// are rounded.
 struct AdamSlice : StepSlice {
   float* exp_avg = nullptr;
   float* exp_avg_sq = nullptr;

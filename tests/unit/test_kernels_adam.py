@@ -311,6 +311,19 @@ def test_bf16_moments_have_the_same_bits_at_every_level_and_for_every_partition(
             assert all(same_bits(a, b) for a, b in zip(results[0].arrays(), other.arrays(), strict=True))
 
 
+@pytest.mark.parametrize("array", ("weight", "exp_avg"))
+def test_bf16_moments_take_one_nan_for_another(array: str) -> None:
+    """Which bits a NaN has that an operation gives is up to the compiler."""
+    results = []
+    for bits in (0x7FC0, 0x7FD5, 0xFFC0 - 0x10000):
+        p = moments_in_bf16(problem(1_000))
+        numbers = getattr(p, array)
+        numbers.copy_(torch.full((1_000,), bits, dtype=torch.int16).view(torch.bfloat16))
+        p.step(1, **DEFAULTS)
+        results.append(p.exp_avg_sq)
+    assert all(same_bits(results[0], other) for other in results[1:])
+
+
 def test_bf16_moments_go_to_a_neighbour_and_are_right_on_the_average() -> None:
     p = problem(100_003)
     p.grad.zero_()
