@@ -8,13 +8,18 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 from . import _position
+from .errors import CommunicationError
 
 __all__ = ["LastWords"]
+
+# How much later than its cause a rank ends that only lost others: launchers take the first that ends for the cause.
+_VICTIM_SECONDS = 1.0
 
 
 class LastWords:
@@ -95,6 +100,8 @@ class LastWords:
                 interrupted = issubclass(kind, KeyboardInterrupt)
                 what = kind.__name__ + _summary(str(error))
                 self._tell("interrupted" if interrupted else "exception", what)
+                if issubclass(kind, CommunicationError):
+                    time.sleep(_VICTIM_SECONDS)
 
 
 def _summary(text: str) -> str:

@@ -334,3 +334,4 @@ def test_under_torchrun_the_first_traceback_is_seen(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "ValueError: a bad sample" in done.stdout
     assert "gives up: rank 1 raised ValueError: a bad sample" in done.stdout
+    assert "rank      : 1 " in done.stdout.partition("Root Cause")[2]
