@@ -6,6 +6,7 @@
 #include <cstring>
 #include <deque>
 #include <exception>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -67,8 +68,9 @@ std::shared_ptr<NcclLink> NcclLink::split(int color, int key, Options options) {
   const std::string what = describe("splitting");
   const std::unique_lock lock(handle_->mutex);
   check_usable("splitting");
+  // Whether it shared this one's connections, the configuration of this one would say: then they could not
+  // overlap.
   nccl::Config config;
-  config.split_share = 1;  // both are aborted together anyway, and share what costs memory
   nccl::Comm& comm = link->handle_->comm;
   check(call().CommSplit(handle_->comm, color, key, &comm, &config), what);
   settle(what, handle_->comm);
@@ -324,7 +326,15 @@ void NcclLink::take_down(bool gracefully) {
   }
   std::promise<void> promise;
   ended_ = promise.get_future().share();
-  std::thread([handle = handle_, gracefully, promise = std::move(promise)]() mutable {
+  const c10::Device device = options_.device;
+  std::thread([handle = handle_, device, gracefully, promise = std::move(promise)]() mutable {
+    // See [Note: Threads of our own] in common/device_runtime.cpp.
+    std::optional<c10::DeviceGuard> guard;
+    try {
+      guard.emplace(device);
+    } catch (const std::exception&) {
+      // The device has failed: NCCL will find that too.
+    }
     handle->end(gracefully);
     promise.set_value();
   }).detach();

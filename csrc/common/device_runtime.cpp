@@ -1,12 +1,15 @@
 #include "common/device_runtime.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 
+#include <exception>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include "common/check.h"
@@ -18,17 +21,38 @@ c10::Stream stream_of(c10::Device device, std::int64_t id) {
   return c10::Stream(c10::Stream::UNSAFE, device, id);
 }
 
+// [Note: Threads of our own]
+// A thread that has chosen no device is on device 0. torch's events change to their own and then back, and
+// going back by setDevice makes CUDA open device 0 in this process: half a GiB of it, for each rank of the
+// host. A DeviceGuard around them goes back without that.
+
 // An event in torch's streams.
 class TorchEvent final : public DeviceEvent {
  public:
-  explicit TorchEvent(c10::Device device) : device_(device), event_(device.type()) {}
-  void record(std::int64_t stream) override { event_.record(stream_of(device_, stream)); }
-  void block(std::int64_t stream) override { event_.block(stream_of(device_, stream)); }
-  [[nodiscard]] bool is_complete() override { return event_.query(); }
+  explicit TorchEvent(c10::Device device) : device_(device), event_(std::in_place, device.type()) {}
+  ~TorchEvent() override {
+    try {
+      const c10::DeviceGuard guard(device_);
+      event_.reset();
+    } catch (const std::exception&) {
+      // The process ends, and the device has gone before.
+    }
+  }
+  TorchEvent(const TorchEvent&) = delete;
+  TorchEvent& operator=(const TorchEvent&) = delete;
+  void record(std::int64_t stream) override {
+    const c10::DeviceGuard guard(device_);
+    event_->record(stream_of(device_, stream));
+  }
+  void block(std::int64_t stream) override {
+    const c10::DeviceGuard guard(device_);
+    event_->block(stream_of(device_, stream));
+  }
+  [[nodiscard]] bool is_complete() override { return event_->query(); }
 
  private:
   c10::Device device_;
-  c10::Event event_;
+  std::optional<c10::Event> event_;
 };
 
 // Streams of torch's pool, so that the caching allocator and torch.cuda.Stream know them.
@@ -46,7 +70,10 @@ class TorchRuntime final : public DeviceRuntime {
   [[nodiscard]] std::unique_ptr<DeviceEvent> make_event() override {
     return std::make_unique<TorchEvent>(device_);
   }
-  void synchronize() override { guard_.synchronizeDevice(device_.index()); }
+  void synchronize() override {
+    const c10::DeviceGuard guard(device_);
+    guard_.synchronizeDevice(device_.index());
+  }
   void run_on(std::int64_t stream, std::function<void()> work) override {
     const c10::StreamGuard guard(stream_of(device_, stream));
     work();

@@ -1,0 +1,78 @@
+// A guard for CUDA devices that has none: it notes on which of them this process would have a context. It
+// changes devices where torch's own does (c10/cuda/impl/CUDAGuardImpl.h), and a change opens a device, as
+// cudaSetDevice does.
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <atomic>
+#include <cstdint>
+#include <new>
+
+namespace {
+
+thread_local c10::DeviceIndex current = 0;
+std::atomic<int> opened = 0;  // bit d: device d
+std::atomic<int> num_events = 0;
+
+c10::Device card(c10::DeviceIndex index) { return c10::Device(c10::DeviceType::CUDA, index); }
+
+class Guard final : public c10::impl::DeviceGuardImplInterface {
+ public:
+  explicit Guard(c10::DeviceType /*type*/ = c10::DeviceType::CUDA) {}
+  c10::DeviceType type() const override { return c10::DeviceType::CUDA; }
+  c10::Device getDevice() const override { return card(current); }
+  void setDevice(c10::Device device) const override {
+    if (device.index() != current) opened |= 1 << device.index();
+    current = device.index();
+  }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const c10::Device before = getDevice();
+    setDevice(device);
+    return before;
+  }
+  // Opens nothing: a device without a context is chosen when it is needed.
+  void uncheckedSetDevice(c10::Device device) const noexcept override { current = device.index(); }
+  c10::DeviceIndex deviceCount() const noexcept override { return 2; }
+
+  c10::Stream getStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::DEFAULT, device);
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool /*isHighPriority*/) const override {
+    return c10::Stream(c10::Stream::UNSAFE, device, 3);
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override { return getStream(stream.device()); }
+
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex /*index*/,
+              c10::EventFlag /*flag*/) const override {
+    const c10::Device before = getDevice();
+    setDevice(stream.device());
+    if (*event == nullptr) {
+      *event = ::operator new(1);
+      num_events += 1;
+    }
+    setDevice(before);
+  }
+  void block(void* /*event*/, const c10::Stream& stream) const override {
+    const c10::Device before = getDevice();
+    setDevice(stream.device());
+    setDevice(before);
+  }
+  bool queryEvent(void* /*event*/) const override { return true; }
+  void destroyEvent(void* event, c10::DeviceIndex index) const noexcept override {
+    if (event == nullptr) return;
+    const c10::Device before = getDevice();
+    setDevice(card(index));
+    ::operator delete(event);
+    num_events -= 1;
+    setDevice(before);
+  }
+};
+
+C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+
+}  // namespace
+
+extern "C" {
+void cards_use(int device) { Guard().setDevice(card(static_cast<c10::DeviceIndex>(device))); }
+int cards_opened() { return opened; }
+int cards_num_events() { return num_events; }
+}

@@ -1,0 +1,50 @@
+"""Threads of the core never open another card than the rank's: each would take memory there for a context."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from harness import run_process
+from harness.fake_nccl import ROOT
+from torch.utils.cpp_extension import include_paths
+
+SCRIPT = """
+import ctypes, sys, threading
+import torch
+from bmtrain import _C
+
+cards = ctypes.CDLL(sys.argv[1])
+cards.cards_use(1)
+lane = _C.StagingLane(torch.device("cuda", 1), 2)
+
+def send():
+    numbers = [torch.full((), 7.0, dtype=torch.float64) for _ in range(2)]
+    sent = _C.SentNumber(lane, *numbers)
+    copies = _C.SentGradients(lane, [torch.ones(4)], [torch.zeros(4)])
+    copies.scale(sent)
+    copies.drop()
+
+thread = threading.Thread(target=send)
+thread.start()
+thread.join()
+print("opened", cards.cards_opened(), "events", cards.cards_num_events())
+"""
+
+
+def test_a_thread_without_a_card_opens_none_but_the_ranks(tmp_path: Path) -> None:
+    library = tmp_path / "libcards.so"
+    torch_folder = Path(torch.__file__).parent
+    command = [os.environ.get("CXX", "c++"), "-std=c++20", "-O0", "-fPIC", "-shared"]
+    command += [f"-isystem{path}" for path in include_paths("cpu")]
+    command += ["tests/cuda/fake/two_cards.cpp", "-o", str(library), f"-L{torch_folder / 'lib'}", "-lc10"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    environment = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = run_process(
+        [sys.executable, "-c", SCRIPT, str(library)], environment=environment, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["opened", str(1 << 1), "events", "0"]
