@@ -139,6 +139,7 @@ class Block(StandIn):
         else:
             self.__dict__["_runtime"] = BlockRuntime(context().engine, self._label, groups, self._policy)
         reference.runtime = weakref.ref(self._runtime)
+        self._runtime.reference = reference
 
     def _set_hooks(self, param: DistributedParameter) -> None:
         for storage in self._storages:
@@ -184,12 +185,16 @@ class Block(StandIn):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Block:
         make_moved_shards(self, fn)
+        shards = [param for storage in self._storages for param in storage.parameters if not param._is_full()]
         self._module._apply(fn, recurse)
         if any(
             param.dtype != storage.shards.shard.dtype
             for storage in self._storages
             for param in storage.parameters
         ):
+            for param in shards:
+                if param._block is not None:
+                    param._block.homes += (param.untyped_storage()._cdata,)
             self._build()
         return self
 

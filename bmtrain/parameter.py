@@ -197,7 +197,10 @@ class DistributedParameter(torch.nn.Parameter):
         block = self._block
         if block is None or self.is_meta or self.shape != self._original_shape:
             return False
-        return block.is_bound or self.untyped_storage()._cdata not in block.homes
+        if block.is_bound or self.untyped_storage()._cdata in block.homes:
+            return block.is_bound
+        # The whole of a small parameter is the shard of one rank, and the other ranks know it as a shard.
+        return self.dim() != 1 or self._spec.local_part[1] != self.numel() or not block.has_shards
 
     def require_data(self, name: str = "") -> None:
         """Raises if the parameter is on the meta device still; ``name`` is what the error calls it."""

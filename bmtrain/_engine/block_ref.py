@@ -6,6 +6,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .._C import ShardGroup
+    from ..parameter import DistributedParameter
     from .runtime import BlockRuntime
 
 __all__ = ["BlockRef"]
@@ -16,10 +18,12 @@ class BlockRef(weakref.ref[Any]):
 
     Attributes:
         homes: the storages of the Block's shards, by address.
+        members: the parameters in the Block.
         runtime: the Block's runtime, which a backward to come keeps alive longer than the Block.
     """
 
     homes: tuple[int, ...] = ()
+    members: tuple[weakref.ref[DistributedParameter], ...] = ()
     runtime: weakref.ref[BlockRuntime] | None = None
 
     @property
@@ -27,6 +31,18 @@ class BlockRef(weakref.ref[Any]):
         """Whether the Block runs now, so that its parameters are full."""
         runtime = None if self.runtime is None else self.runtime()
         return runtime is not None and runtime.is_bound
+
+    def add_home(self, shards: ShardGroup) -> None:
+        """Notes where shards lie now."""
+        home = shards.shard.untyped_storage()._cdata
+        if home not in self.homes:
+            self.homes += (home,)
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether some parameter is a shard by its shape, so that no user has put full tensors in their place."""
+        members = (reference() for reference in self.members)
+        return any(param is not None and param.shape != param._original_shape for param in members)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None

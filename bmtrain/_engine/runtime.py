@@ -16,6 +16,7 @@ from .recompute import left_behind
 from .schedule import Event, Phase
 
 if TYPE_CHECKING:
+    from .block_ref import BlockRef
     from .engine import Engine
     from .island import BlockCall
     from .pending import PendingUpdate
@@ -48,6 +49,8 @@ class BlockRuntime:
         #: Of its calls.
         self.shore = _C.IslandShore(engine.islands, left_behind(label))
         self.is_bound = False
+        #: How its parameters refer to the Block.
+        self.reference: BlockRef | None = None
         #: Optimizer steps of the block's parameters that are still being computed.
         self.pending: list[PendingUpdate] = []
         #: Forwards whose backward is still to come, or has failed or kept its graph.
@@ -112,7 +115,10 @@ class BlockRuntime:
         """Takes over what users put in place of shards (``param.data = tensor``); whether there was anything."""
         adopted = False
         for group in self.groups:
-            adopted |= group.adopt_data()
+            if group.adopt_data():
+                adopted = True
+                if self.reference is not None:
+                    self.reference.add_home(group)
         return adopted
 
     def close(self, *, keep: bool) -> None:

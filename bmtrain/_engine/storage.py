@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -149,7 +150,8 @@ def build_storage(
             param._block = owner
             if param.grad is not None:
                 param.grad = param.__dict__.pop("_moved_grad")
-        owner.homes += (shards.shard.untyped_storage()._cdata,)
+        owner.members += tuple(map(weakref.ref, params))
+        owner.add_home(shards)
         for index, param in enumerate(params):
             if param._gradient_hooks is not None:
                 shards.set_hooks(index, param._gradient_hooks)

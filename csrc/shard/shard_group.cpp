@@ -68,28 +68,43 @@ ShardGroup::ShardGroup(Options options)
       layout_(numels_of(options_.shapes), static_cast<std::int64_t>(c10::elementSize(options_.dtype)),
               options_.gather_comm->size()) {
   const c10::InferenceMode normal_tensors(false);
-  const c10::Storage shard_storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, options_.device),
-                                   c10::GetAllocator(options_.device.type()), /*resizable=*/true);
-  shard_ = view_of_storage(shard_storage, options_.dtype, 0, {layout_.partition()});
-  const c10::Storage storage = has_own_buffer() ? empty_storage(options_.device) : shard_.storage();
-  full_ = view_of_storage(storage, options_.compute_dtype, 0, {layout_.padded_total()});
-  wire_ = widens() ? view_of_storage(empty_storage(options_.device), options_.gather_dtype, 0,
-                                     {layout_.padded_total()})
-                   : full_;
   for (std::size_t i = 0; i < options_.shapes.size(); ++i) {
-    full_views_.push_back(
-        view_of_storage(storage, options_.compute_dtype, layout_.span(i).offset, options_.shapes[i]));
-    const LocalPart part = layout_.local_part(i, options_.gather_comm->rank());
-    local_parts_.push_back(part);
-    local_views_.push_back(
-        view_of_storage(shard_.storage(), options_.dtype, part.shard_offset, {part.numel}));
-    if (!options_.parameters[i].is_meta()) {
+    local_parts_.push_back(layout_.local_part(i, options_.gather_comm->rank()));
+  }
+  make_shard_memory();
+  for (const at::Tensor& parameter : options_.parameters) {
+    if (!parameter.is_meta()) {
       allocate();
     }
   }
 }
 
 ShardGroup::~ShardGroup() = default;
+
+void ShardGroup::make_shard_memory() {
+  const c10::Storage shard_storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, options_.device),
+                                   c10::GetAllocator(options_.device.type()), /*resizable=*/true);
+  shard_ = view_of_storage(shard_storage, options_.dtype, 0, {layout_.partition()});
+  local_views_.clear();
+  for (const LocalPart& part : local_parts_) {
+    local_views_.push_back(view_of_storage(shard_storage, options_.dtype, part.shard_offset, {part.numel}));
+  }
+  if (!full_.defined() || !has_own_buffer()) {
+    make_gathered_views(has_own_buffer() ? empty_storage(options_.device) : shard_storage);
+  }
+}
+
+void ShardGroup::make_gathered_views(const c10::Storage& storage) {
+  full_ = view_of_storage(storage, options_.compute_dtype, 0, {layout_.padded_total()});
+  wire_ = widens() ? view_of_storage(empty_storage(options_.device), options_.gather_dtype, 0,
+                                     {layout_.padded_total()})
+                   : full_;
+  full_views_.clear();
+  for (std::size_t i = 0; i < options_.shapes.size(); ++i) {
+    full_views_.push_back(
+        view_of_storage(storage, options_.compute_dtype, layout_.span(i).offset, options_.shapes[i]));
+  }
+}
 
 void ShardGroup::allocate() {
   const c10::Storage& storage = shard_.storage();
@@ -198,6 +213,26 @@ bool ShardGroup::is_attached(std::size_t index) const {
          parameter.storage().unsafeGetStorageImpl() == shard_.storage().unsafeGetStorageImpl();
 }
 
+void ShardGroup::leave_memory_to_others() {
+  const at::Tensor old = shard_;
+  if (old.storage().nbytes() == 0 || static_cast<std::int64_t>(old.storage().use_count()) <=
+                                         num_references().first + 1) {  // and `old` itself
+    return;
+  }
+  std::vector<bool> attached;
+  for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
+    attached.push_back(!options_.parameters[i].is_meta() && is_attached(i));
+  }
+  make_shard_memory();
+  allocate();
+  shard_.copy_(old);
+  for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
+    if (attached[i]) {
+      options_.parameters[i].set_data(local_views_[i]);
+    }
+  }
+}
+
 bool ShardGroup::adopt_data() {
   bool adopted = false;
   for (std::size_t i = 0; !bound_ && i < options_.parameters.size(); ++i) {
@@ -219,6 +254,9 @@ bool ShardGroup::adopt_data() {
               part.numel, " elements");
     const c10::AutoGradMode no_grad(false);
     const c10::InferenceMode normal_tensors(false);
+    if (!adopted) {
+      leave_memory_to_others();
+    }
     const at::Tensor flat = parameter.detach().reshape({-1});
     local_views_[i].copy_(is_full ? flat.narrow(0, part.param_begin, part.numel) : flat);
     parameter.set_data(local_views_[i]);

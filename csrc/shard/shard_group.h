@@ -205,6 +205,11 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   void start_sum_over_replicas();
   void sum_into_shard(const std::vector<at::Tensor>& slices);
   void end_reduction() noexcept;
+  // Memory for the shard, without bytes yet, and views of it; where nothing is gathered also the full ones.
+  void make_shard_memory();
+  void make_gathered_views(const c10::Storage& storage);
+  // Goes on with a copy if users hold views of the shard, which is about to be written to.
+  void leave_memory_to_others();
   // Whether to use memory that the ranks share, if there is any.
   [[nodiscard]] bool is_worth_sharing(at::ScalarType dtype) const;
   [[nodiscard]] GradientMode gradient_mode(std::size_t index) const;

@@ -1,0 +1,100 @@
+"""Users that put other data in the place of a Block's shards, and shards so small that they are the whole."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from harness import run_ranks
+
+import bmtrain as bmt
+
+
+def models() -> list[torch.nn.Module]:
+    torch.manual_seed(0)
+    mixed = [torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3), torch.nn.PReLU()]
+    return [torch.nn.Sequential(*mixed), torch.nn.LayerNorm(8)]
+
+
+def converted() -> None:
+    for plain in models():
+        block = bmt.Block(bmt.BMTrainModelWrapper(copy.deepcopy(plain)))
+        block(torch.ones(2, 8)).sum().backward()
+        for dtype in (torch.float16, torch.float64, torch.float32, torch.bfloat16):
+            block.to(dtype), plain.to(dtype)
+            expected, actual = plain.state_dict(), block.state_dict()
+            assert all(torch.equal(actual[key], expected[key]) for key in expected)
+            x = torch.randn(2, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+            assert torch.equal(block(x), plain(x))
+
+
+def test_a_block_is_converted_wherever_its_parameters_lie() -> None:
+    for world in (1, 2, 3, 4):
+        run_ranks(world, converted)
+
+
+def swapped() -> None:
+    plain = models()[0]
+    block = bmt.Block(bmt.BMTrainModelWrapper(copy.deepcopy(plain)))
+    averages = [param.detach() * 2 for param in block.parameters()]
+    own = [param.data for param in block.parameters()]  # as many keep them while they evaluate the averages
+    for factor, values in ((2, averages), (1, own)):
+        for param, value in zip(block.parameters(), values, strict=True):
+            param.data = value
+        for param, whole in zip(block.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(param.gather(), whole * factor)
+        assert torch.equal(block.state_dict()["1.weight"], plain[1].weight * factor)
+        block(torch.ones(2, 8)).sum().backward()
+
+
+def test_averages_of_shards_in_their_place_are_shards() -> None:
+    for world in (1, 2, 3, 4):
+        run_ranks(world, swapped)
+
+
+def trained_between(kind: type[torch.optim.Optimizer], zero_level: int) -> None:
+    """The twin never swaps anything."""
+    blocks = [bmt.Block(bmt.BMTrainModelWrapper(models()[0]), zero_level=zero_level) for _ in range(2)]
+    optimizers = [kind(block.parameters(), lr=0.1) for block in blocks]
+    x = torch.ones(2, 8)
+    for _ in range(3):
+        for block, optimizer in zip(blocks, optimizers, strict=True):
+            optimizer.zero_grad()
+            block(x).square().sum().backward()
+            optimizer.step()
+        swapping = list(blocks[0].parameters())
+        own = [param.data for param in swapping]
+        kept = [values.clone() for values in own]
+        for param in swapping:
+            param.data = torch.zeros_like(param)
+        assert not blocks[0](x).any()
+        for param, values in zip(swapping, own, strict=True):
+            param.data = values
+        assert all(map(torch.equal, own, kept))
+        assert torch.equal(*(block(x) for block in blocks))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer])
+@pytest.mark.parametrize("zero_level", (2, 3))
+def test_what_users_keep_of_the_shards_stays_as_it_is(
+    kind: type[torch.optim.Optimizer], zero_level: int
+) -> None:
+    for world in (1, 2):
+        run_ranks(world, trained_between, kind, zero_level)
+
+
+def resident() -> None:
+    plain = models()[0]
+    block = bmt.Block(bmt.BMTrainModelWrapper(copy.deepcopy(plain)))
+    for param, whole in zip(block.parameters(), plain.parameters(), strict=True):
+        param.data = whole.detach().clone()
+    inner = block._module
+    del block
+    if bmt.rank() == 0:  # nothing is gathered
+        assert torch.equal(inner(torch.ones(2, 8)), plain(torch.ones(2, 8)))
+
+
+def test_full_tensors_in_the_place_of_all_shards_are_full() -> None:
+    for world in (1, 2, 3):
+        run_ranks(world, resident)
