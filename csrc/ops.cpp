@@ -1,4 +1,4 @@
-// Every operator of torch.ops.bmtrain. Python calls them through bmtrain/_ops.py, which also says what they
+// Every operator of torch.ops.bmtrain. Python calls them through bmtrain/_ops, which also says what they
 // do to fake tensors; C++ calls cpu/kernels.h and optim/adam.h.
 #include "ops.h"
 

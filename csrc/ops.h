@@ -1,4 +1,4 @@
-// The CPU implementations of the operators in ops.cpp. What each one computes is said in bmtrain/_ops.py.
+// The CPU implementations of the operators in ops.cpp. What each one computes is said in bmtrain/_ops.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,5 +1,5 @@
 // The operators that other parts of the core call on CUDA tensors. What each one computes is said in
-// bmtrain/_ops.py.
+// bmtrain/_ops.
 #pragma once
 
 #include <ATen/core/Tensor.h>
