@@ -69,6 +69,27 @@ class StandIn(torch.nn.Module):
         else:
             delattr(self._module, name)
 
+    # Of a Sequential or another container; asked of the class, which __getattr__ does not see.
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        inner: Any = self._module
+        return len(inner)
+
+    def __getitem__(self, key: Any) -> Any:
+        inner: Any = self._module
+        return inner[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        inner: Any = self._module
+        inner[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        inner: Any = self._module
+        del inner[key]
+
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self._module)})
 

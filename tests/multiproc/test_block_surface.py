@@ -370,3 +370,21 @@ def a_saved_model_is_plain() -> None:
 
 def test_state_dict_is_that_of_the_inner_module() -> None:
     run_ranks(2, a_saved_model_is_plain)
+
+
+def a_container() -> None:
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    block = bmt.Block(bmt.BMTrainModelWrapper(copy.deepcopy(plain)))
+    assert len(block) == 3 and block and block[0] is block._module[0] and list(block[1:]) == list(block)[1:]
+    block[1], plain[1] = torch.nn.ReLU(), torch.nn.ReLU()
+    del block[2], plain[2]
+    assert torch.equal(block(torch.ones(2, 4)), plain(torch.ones(2, 4)))
+    alone = bmt.Block(bmt.BMTrainModelWrapper(torch.nn.Linear(4, 4)))
+    assert alone
+    for use in (lambda: alone[0], lambda: len(alone), lambda: list(alone)):
+        with pytest.raises(TypeError, match="Linear"):
+            use()
+
+
+def test_a_block_around_a_container_is_one() -> None:
+    run_ranks(1, a_container)
