@@ -40,8 +40,11 @@ def check_failing_rank(folder: str, non_blocking: bool) -> None:
         for fault in FAULTS:
             run.train(1)
             with Fault(fault, bmt.rank() == culprit), pytest.raises(OSError, match="the shard") as caught:
-                run.save(folder, non_blocking=non_blocking)
-                if culprit == 0:  # a save in the background tells here
+                handle = run.save(folder, non_blocking=non_blocking)
+                if bmt.rank() in (0, culprit):  # a save in the background tells those who wait for it
+                    with pytest.raises(OSError, match="the shard"):
+                        handle.wait()
+                if culprit == 0:  # and all of them here
                     checkpoint.prune(folder, keep=5)
                 else:
                     run.save(folder)

@@ -88,8 +88,9 @@ def save(
         non_blocking: return once the values are copied, and write in the background.
 
     Returns:
-        A handle with ``path``; with ``non_blocking``, ``wait()`` returns when the checkpoint is complete. An error in
-        the background is raised by the next save, load or prune on all ranks, or makes the program fail at its end.
+        A handle with ``path``; with ``non_blocking``, ``wait()`` returns when this rank's part is on disk, and on rank
+        0 when the checkpoint is complete. What went wrong in the background is raised by ``wait()`` on that rank and
+        on rank 0, and by the next save, load or prune on all ranks; or the program fails at its end.
 
     Raises:
         OSError: on every rank, if one cannot write; nothing of the step is left then.

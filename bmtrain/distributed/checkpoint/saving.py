@@ -35,6 +35,7 @@ class CheckpointHandle(SaveHandle):
         self._snapshot = snapshot
         self._part_written = threading.Event()  # set by the thread, for the other ranks' sake
         self._part_error: Exception | None = None
+        self._commit_error: Exception | None = None
 
     def _save(self) -> None:
         """The thread's work. It overlaps with training and touches no communicator: ranks meet in the folder."""
@@ -52,12 +53,13 @@ class CheckpointHandle(SaveHandle):
         if context().topology.rank == 0:
             try:
                 saving.commit()
-            except BaseException:
+            except Exception as error:
+                self._commit_error = error
                 saving.clean_up()
                 raise
 
     def finish(self) -> None:
-        """Waits for all ranks; what went wrong on one is raised by all. Collective."""
+        """Waits for all ranks; all raise what went wrong on one, even if `wait` has told it there. Collective."""
         if self._saving is None:
             return
         try:
@@ -67,12 +69,17 @@ class CheckpointHandle(SaveHandle):
             self.join_quietly()
             self._saving.clean_up()
             raise
-        on_all_ranks(self.wait, _LABEL)
+        on_all_ranks(self._wait_whole, _LABEL)
 
     def _wait_part(self) -> None:
         self._part_written.wait()
-        if self._part_error is not None and self._error is not None:
+        if self._part_error is not None:
             raise self._part_error
+
+    def _wait_whole(self) -> None:
+        self.join_quietly()
+        if self._commit_error is not None:
+            raise self._commit_error
 
 
 def start_saving(
