@@ -18,6 +18,7 @@ from ._engine.grad_readers import FILES_TO_ASK, is_shown
 from ._engine.initializer import ParameterInitializer
 from ._engine.meta import make_shard, no_values
 from ._engine.sharding import ShardSpec, merge_slices, merged_shape
+from ._unseen import TORCH_DATA, TORCH_GRAD, data_of, gradient_of
 from .global_var import context
 
 __all__ = [
@@ -26,14 +27,9 @@ __all__ = [
     "ParameterInitializer",
     "full_value",
     "gather_flat",
-    "gradient_of",
     "load_full_value",
     "shard_of",
 ]
-
-
-_torch_grad: Any = torch.Tensor.grad  # torch's own attribute, a descriptor
-_get_grad: Callable[[torch.Tensor], torch.Tensor | None] = _torch_grad.__get__
 
 
 class DistributedParameter(torch.nn.Parameter):
@@ -68,7 +64,8 @@ class DistributedParameter(torch.nn.Parameter):
     _group: str | None
     _tp_mode: bool
     _tp_split_dim: int
-    _load_count: int
+    #: Grows when somebody may have written values in a way that no version tells: a load, or through ``data``.
+    _unversioned_writes: int = 0
     _is_reread: bool  # some forward read it more than once
     _block: BlockRef | None
     _gradient_hooks: OrderedDict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None
@@ -120,7 +117,6 @@ class DistributedParameter(torch.nn.Parameter):
     @classmethod
     def _from_local(cls, local: torch.Tensor, requires_grad: bool) -> DistributedParameter:
         param = torch.Tensor._make_subclass(cls, local, requires_grad)
-        param._load_count = 0
         param._is_reread = False
         param._block = None
         param._gradient_hooks = None
@@ -131,7 +127,7 @@ class DistributedParameter(torch.nn.Parameter):
     def grad(self) -> torch.Tensor | None:
         """This rank's shard of the gradient, or None. See [Note: Who may read a shard's gradient]."""
         reader = _getframe(1)
-        gradient = _get_grad(self)
+        gradient = gradient_of(self)
         if self._sent is not None:
             self._sent.drop()
         if reader.f_code.co_filename in FILES_TO_ASK and not is_shown(self, gradient, reader):
@@ -142,11 +138,22 @@ class DistributedParameter(torch.nn.Parameter):
     def grad(self, value: torch.Tensor | None) -> None:
         if self._sent is not None:
             self._sent.drop()
-        _torch_grad.__set__(self, value)
+        TORCH_GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    @property
+    def data(self) -> torch.Tensor:
+        """This rank's shard, without autograd. Who takes it may write to it, which optimizers then look for."""
+        self._unversioned_writes += 1
+        return data_of(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self._unversioned_writes += 1
+        TORCH_DATA.__set__(self, value)
 
     @property
     def group(self) -> str | None:
@@ -265,7 +272,7 @@ class DistributedParameter(torch.nn.Parameter):
         return _rebuild, (type(self), self._own_part().clone(), self.requires_grad, spec, attributes)
 
     def _own_part(self) -> torch.Tensor:
-        return self._spec.slice_of(self.data.reshape(-1)) if self._is_full() else self.data
+        return self._spec.slice_of(data_of(self).reshape(-1)) if self._is_full() else data_of(self)
 
     def __repr__(self) -> str:  # type: ignore[override]
         local = repr(self.detach())
@@ -295,11 +302,6 @@ _TRAINED = (
     torch.float64,
 )  # gradients that can be summed over ranks
 _NOT_COPIED = ("_block", "_gradient_hooks", "_accumulated_hooks", "_sent")
-
-
-def gradient_of(param: torch.Tensor) -> torch.Tensor | None:
-    """``param.grad`` for who changes nothing through it: a copy that is under way stays right."""
-    return _get_grad(param)
 
 
 def _note_accumulated(param: torch.Tensor) -> None:
@@ -395,4 +397,4 @@ def load_full_value(param: torch.Tensor, full: torch.Tensor) -> None:
         raise ValueError(f"full: expected shape {tuple(param._tp_original_shape)}, got {tuple(full.shape)}")
     make_shard(param)
     param.copy_(shard_of(param, full))
-    param._load_count += 1
+    param._unversioned_writes += 1

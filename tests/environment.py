@@ -105,7 +105,7 @@ def main(extras: Sequence[str]) -> None:
         pip_install("installing what the build needs", *BUILD_TOOLS)
     if not development_install_is_current(extras):
         target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
-        reason = "installing bmtrain from this tree (compiles its core: a minute or two)"
+        reason = "installing bmtrain from this tree (compiles its core: a few minutes)"
         pip_install(reason, "--no-build-isolation", "-e", target)
     elif core_is_stale(installed("torch")):
         run("building the core", "setup.py", "--quiet", "build_ext", "--inplace")

@@ -120,7 +120,7 @@ def take_local_parts(
             state_dict[key] = shard_of(param, value.detach())
         else:
             state_dict[key] = value.part_of(param)
-        param._load_count += 1
+        param._unversioned_writes += 1
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta and prefix + name in state_dict:
             module._buffers[name] = torch.empty_like(buffer, device=context().device)

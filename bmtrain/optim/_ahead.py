@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .. import _C
 from .._host_memory import available_bytes
-from ..parameter import gradient_of
+from .._unseen import gradient_of
 from ._references import gradients_are_unheld
 
 if TYPE_CHECKING:

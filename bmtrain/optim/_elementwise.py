@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .._arguments import require_number
+from .._unseen import gradient_of
 from ..global_var import num_losses
-from ..parameter import gradient_of
 from ._arrays import MASTER, allocate, gathered_state, layout_of, read_state, take_changed_value
 from ._grad_stats import check_overflow, forget_unsent
 from ._torch_base import TorchOptimizer
@@ -343,8 +343,8 @@ class ElementwiseOptimizer(TorchOptimizer):
 
 
 def _value_mark(p: Tensor) -> tuple[int, int]:
-    """Changes when somebody but us writes the parameter: a load, or any in-place operation."""
-    return getattr(p, "_load_count", 0), p._version
+    """Changes when somebody but us may have written the parameter: in place, by a load, or through ``data``."""
+    return getattr(p, "_unversioned_writes", 0), p._version
 
 
 def _without(parameters: Sequence[Tensor], ids: set[int]) -> Sequence[Tensor]:

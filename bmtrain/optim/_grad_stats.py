@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from .. import _C, _context, _ops
+from .._unseen import gradient_of
 from ..global_var import context
-from ..parameter import DistributedParameter, gradient_of
+from ..parameter import DistributedParameter
 from ._exact_norm import exact_norm
 
 __all__ = [

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._unseen import data_of
 from ._arrays import MASTER
 from ._elementwise import Update
 
@@ -96,7 +97,7 @@ def host_ranges(updates: Sequence[Update], names: Sequence[str]) -> Iterator[Ran
     yield ranges
     for param, value, is_free in written:
         # Through an alias with a version counter of its own: the step counts the change, once.
-        param.data.copy_(value, non_blocking=is_free)
+        data_of(param).copy_(value, non_blocking=is_free)
 
 
 def _is_on_host(tensor: Tensor) -> bool:

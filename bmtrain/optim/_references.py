@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..parameter import gradient_of
+from .._unseen import gradient_of
 from ._arrays import MASTER
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
+from .._unseen import data_of
 from ._ahead import SentBlock
 from ._arrays import MASTER
 from ._elementwise import Update
@@ -106,7 +107,7 @@ class Staging:
             staged.slot,
             [u.grad for u in updates],
             staged.gradients,
-            [u.param.data for u in updates],
+            [data_of(u.param) for u in updates],
             staged.parameters,
             # Of fp32 parameters it is the master itself that goes back.
             [u.state[MASTER] if u.param.dtype == torch.float32 else None for u in updates],

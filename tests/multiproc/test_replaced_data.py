@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -82,6 +84,65 @@ def test_what_users_keep_of_the_shards_stays_as_it_is(
 ) -> None:
     for world in (1, 2):
         run_ranks(world, trained_between, kind, zero_level)
+
+
+def filled(param: torch.nn.Parameter) -> None:
+    param.data.fill_(0.5)
+
+
+def replaced(param: torch.nn.Parameter) -> None:
+    param.data = torch.full_like(param, 0.5)
+
+
+def clamped(param: torch.nn.Parameter) -> None:
+    param.data.clamp_(-0.125, 0.125)
+
+
+WRITES = (filled, replaced, clamped)
+SIXTEEN_BITS = (
+    bmt.optim.AdamOptimizer,
+    bmt.optim.SGDOptimizer,
+    bmt.optim.LionOptimizer,
+    partial(bmt.optim.AdamOffloadOptimizer, overlap=False),
+    bmt.optim.AdamOffloadOptimizer,
+)
+
+
+def written_between_steps(dtype: torch.dtype) -> None:
+    """Masters have more digits than what is written, which they keep where nothing was."""
+    for make, write, in_block in itertools.product(SIXTEEN_BITS, WRITES, (False, True)):
+        model: torch.nn.Module = bmt.BMTrainModelWrapper(models()[0].to(dtype))
+        model = bmt.Block(model) if in_block else model
+        optimizer = make(model.parameters(), lr=0.01)
+        x = torch.ones(2, 8, dtype=dtype)
+        for _ in range(2):
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model(x).sum().backward()  # and its updates have ended
+        before = [
+            optimizer.state[p]["_param_fp32"].clone() for p in model.parameters() if p in optimizer.state
+        ]
+        for param in model.parameters():
+            write(param)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        wanted = [param.detach().clone() for param in model.parameters()]
+        optimizer.step()
+        model(x)
+        assert all(map(torch.equal, model.parameters(), wanted)), (make, write, in_block)
+        if write is clamped:
+            after = [optimizer.state[p]["_param_fp32"] for p in model.parameters() if p in optimizer.state]
+            kept = [a[b.abs() < 0.12] for a, b in zip(after, before, strict=True)]
+            expected = [b[b.abs() < 0.12] for b in before]
+            assert all(map(torch.equal, kept, expected))
+            assert any((values.to(dtype).float() != values).any() for values in kept) or bmt.world_size() > 1
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_what_is_written_to_data_counts_where_there_are_masters(dtype: torch.dtype) -> None:
+    for world in (1, 2):
+        run_ranks(world, written_between_steps, dtype)
 
 
 def resident() -> None:

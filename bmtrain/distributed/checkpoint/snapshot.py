@@ -15,6 +15,7 @@ from ..._agree import broadcast_json
 from ..._engine.outline import outline_of
 from ..._engine.stage import StagedShardSpec
 from ..._shared_state import encode
+from ..._unseen import data_of
 from ...global_var import context
 from ...optim.optim_manager import OptimManager
 from ...parameter import DistributedParameter
@@ -192,7 +193,7 @@ def _add_model(snapshot: Snapshot, model: torch.nn.Module) -> dict[str, Any]:
             continue
         if isinstance(value, DistributedParameter):
             value.require_data(key)
-            snapshot.add_shard(name, value, value.data)
+            snapshot.add_shard(name, value, data_of(value))
         else:
             snapshot.replicas.append(_whole(name, value))
     return {"keys": keys, "metadata": snapshot.add_value("metadata", outline.metadata)}
