@@ -31,7 +31,7 @@ from .recording import Recordings
 from .replay import Replay
 from .runtime import BlockRuntime
 from .schedule import Phase
-from .tree import has_containers, replace_arguments, replace_tensors, tensors_of
+from .tree import distinct, has_containers, replace_arguments, replace_tensors, tensors_of
 
 __all__ = ["BlockCall", "run_block"]
 
@@ -214,13 +214,13 @@ class BlockCall:
         leaves: list[torch.Tensor],
         recorded: list[torch.Tensor],
     ) -> list[torch.Tensor]:
-        outputs = _distinct(tensor for tensor in tensors_of(result) if tensor.requires_grad)
+        outputs = distinct(tensor for tensor in tensors_of(result) if tensor.requires_grad)
         if recorded:
             known = {id(tensor) for tensor in (*outputs, *leaves)}
-            outputs += _distinct(tensor for tensor in recorded if id(tensor) not in known)
+            outputs += distinct(tensor for tensor in recorded if id(tensor) not in known)
         if self._has_state:
             known = {id(tensor) for tensor in (*outputs, *leaves)}
-            outputs += _distinct(
+            outputs += distinct(
                 tensor
                 for tensor in tensors_of((args, kwargs))
                 if tensor.requires_grad and id(tensor) not in known
@@ -383,10 +383,6 @@ class BlockCall:
 
 def _edges(outputs: list[Any]) -> list[Any]:
     return [get_gradient_edge(x) if isinstance(x, torch.Tensor) else x for x in outputs]
-
-
-def _distinct(tensors: Iterator[torch.Tensor]) -> list[torch.Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _as_tuple(result: Any) -> Any:

@@ -9,13 +9,13 @@ functions and types are leaves.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
 from operator import is_
 from typing import Any
 
 import torch
 
-__all__ = ["has_containers", "replace_arguments", "replace_tensors", "snapshot", "tensors_of"]
+__all__ = ["distinct", "has_containers", "replace_arguments", "replace_tensors", "snapshot", "tensors_of"]
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.device, torch.dtype, torch.Size)
 _OPAQUE = (torch.nn.Module, torch.optim.Optimizer, type)
@@ -155,3 +155,8 @@ def snapshot(value: Any, _seen: dict[int, Any] | None = None) -> Any:
         for name, item in _attributes(clone):
             object.__setattr__(clone, name, snapshot(item, seen))
     return clone
+
+
+def distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Every tensor once, in order."""
+    return list({id(tensor): tensor for tensor in tensors}.values())
