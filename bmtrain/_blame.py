@@ -3,8 +3,9 @@
 [Note: Whom to blame]
 The rank that raises first is often a victim. In this order: a rank that said itself what happened to it (an
 exception, Ctrl-C); one that is gone without a word; one that does not answer; one that ended while others wait for
-it. Where all are alive, the waits are followed from the rank that gave up: a rank waits for those that have not come
-to its operation. Whoever is reached and waits for nobody is to blame; where the waits only lead back, the ranks are
+it. Where all are alive and the transport raised, the ranks have come with different operations, or its own words tell.
+After a time-out the waits are followed from the rank that gave up: a rank waits for those that have not come to its
+operation. Whoever is reached and waits for nobody is to blame; where the waits only lead back, the ranks are
 in operations that do not fit together.
 """
 
@@ -82,7 +83,8 @@ def judge(failure: Mapping[str, Any], states: Mapping[int, State], absent: Mappi
             concerned = concerned or found
         if concerned:
             return Verdict(words.format(ranks_text(concerned)) + _after(failure), tuple(concerned))
-    return _follow(failure, states) or Verdict(f"rank {reporter}: {_plain(what)}", (reporter,))
+    verdict = _difference(failure, states) if kind == "failed" else _follow(failure, states)
+    return verdict or Verdict(f"rank {reporter}: {_plain(what)}", (reporter,))
 
 
 def _plain(what: str) -> str:
@@ -142,7 +144,7 @@ def _follow(failure: Mapping[str, Any], states: Mapping[int, State]) -> Verdict 
             f"{_after(failure)} ({doing})",
             tuple(sorted(idle)),
         )
-    return _disagreement(failure, waiting, states)
+    return _difference(failure, states) or _circle(waiting)
 
 
 def _awaited(group: str, record: Mapping[str, Any], states: Mapping[int, State]) -> list[int]:
@@ -160,12 +162,10 @@ def _awaited(group: str, record: Mapping[str, Any], states: Mapping[int, State])
     return found
 
 
-def _disagreement(
-    failure: Mapping[str, Any],
-    waiting: Mapping[int, tuple[str, Mapping[str, Any]]],
-    states: Mapping[int, State],
-) -> Verdict | None:
-    """Ranks that came to the same point of a group with different operations, or wait in a circle."""
+def _difference(failure: Mapping[str, Any], states: Mapping[int, State]) -> Verdict | None:
+    """Ranks that came to the same point of a group with different operations."""
+    if failure["record"] is None or failure["record"]["peer"] is not None:
+        return None
     here = {}
     sequence, group = failure["record"]["sequence"], failure["group"]
     for rank, state in states.items():
@@ -173,17 +173,16 @@ def _disagreement(
             for record in own["blocked"]:
                 if record["sequence"] == sequence and record["peer"] is None:
                     here[rank] = record
-    if failure["record"]["peer"] is None:
-        here.setdefault(failure["rank"], failure["record"])
-        verdict = mismatch(here, _name(group, states))
-        if verdict is not None:
-            return verdict
-    if len(waiting) > 1:
-        each = "; ".join(
-            f"rank {rank} in {record['text']}" for rank, (_, record) in sorted(waiting.items())[:4]
-        )
-        return Verdict(f"{ranks_text(sorted(waiting))} wait for each other: {each}", tuple(sorted(waiting)))
-    return None
+    here.setdefault(failure["rank"], failure["record"])
+    return mismatch(here, _name(group, states))
+
+
+def _circle(waiting: Mapping[int, tuple[str, Mapping[str, Any]]]) -> Verdict | None:
+    """Ranks of which each waits for another one."""
+    if len(waiting) == 1:
+        return None
+    each = "; ".join(f"rank {rank} in {record['text']}" for rank, (_, record) in sorted(waiting.items())[:4])
+    return Verdict(f"{ranks_text(sorted(waiting))} wait for each other: {each}", tuple(sorted(waiting)))
 
 
 def mismatch(records: Mapping[int, Mapping[str, Any]], group: str) -> Verdict | None:

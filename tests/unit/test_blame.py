@@ -88,7 +88,22 @@ WAITS = state(4, record())
             (2,),
             'operation differs on group "zero": ranks 0-1, 3 called all_gather #3 for "block 1" (10 x Float), rank 2',
         ),
-        # the transport raised, and nothing tells why
+        # the transport raised and says what it met, whatever the others do meanwhile
+        (
+            failure("failed", what="rank 1 is in another operation", record=record("recv", peer=1)),
+            {0: WAITS, 1: state(3), 2: WAITS, 3: WAITS},
+            {},
+            (0,),
+            "rank 0: rank 1 is in another operation",
+        ),
+        (
+            failure("failed", what="rank 2 is in another operation"),
+            {0: WAITS, 1: state(3), 2: state(4, record("broadcast")), 3: WAITS},
+            {},
+            (2,),
+            'operation differs on group "zero": ranks 0, 3 called all_gather #3',
+        ),
+        # the transport raised, and nothing else tells why
         (failure("failed", 2, what="lost rank 1"), {}, {}, (2,), "rank 2: lost rank 1"),
     ],
 )
