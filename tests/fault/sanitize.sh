@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole core under AddressSanitizer and UBSanitizer, with the CPU tests: prints every report, and fails if there is one.
-#     bash tests/fault/sanitize.sh                      all parts below (an hour, and the build the first time)
+#     bash tests/fault/sanitize.sh                      all parts below (a quarter of an hour, and the build the first time)
 #     bash tests/fault/sanitize.sh core blocks          these parts
 #     bash tests/fault/sanitize.sh tests/unit -x        these tests, with arguments of pytest
 # It builds a copy of the checkout in build/sanitized, whose core is not the one that you use. Needs g++.
