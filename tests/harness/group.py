@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -104,12 +105,24 @@ def _encode(request: dict[str, Any]) -> bytes:
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on, outside the range from which the system gives ports to clients."""
+    """A TCP port nobody listens on, outside the range from which the system gives ports to clients.
+
+    It is this process's until 64 others were asked for: another run of tests on this machine does not get it meanwhile.
+    """
     while True:
         port = random.SystemRandom().randrange(20000, 32000)
+        mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         with socket.socket() as probe, contextlib.suppress(OSError):
+            mark.bind(f"\0bmtrain-tests-port-{port}")
             probe.bind(("", port))
+            _marks.append(mark)
+            if len(_marks) > 64:
+                _marks.popleft().close()
             return port
+        mark.close()
+
+
+_marks: deque[socket.socket] = deque()
 
 
 def _rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
