@@ -194,7 +194,7 @@ class Block(StandIn):
         ):
             for param in shards:
                 if param._block is not None:
-                    param._block.homes += (param.untyped_storage()._cdata,)
+                    param._block.add_home(param)
             self._build()
         return self
 

@@ -6,7 +6,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .._C import ShardGroup
+    import torch
+
     from ..parameter import DistributedParameter
     from .runtime import BlockRuntime
 
@@ -32,9 +33,9 @@ class BlockRef(weakref.ref[Any]):
         runtime = None if self.runtime is None else self.runtime()
         return runtime is not None and runtime.is_bound
 
-    def add_home(self, shards: ShardGroup) -> None:
+    def add_home(self, shard: torch.Tensor) -> None:
         """Notes where shards lie now."""
-        home = shards.shard.untyped_storage()._cdata
+        home = shard.untyped_storage()._cdata
         if home not in self.homes:
             self.homes += (home,)
 

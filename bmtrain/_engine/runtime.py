@@ -118,7 +118,7 @@ class BlockRuntime:
             if group.adopt_data():
                 adopted = True
                 if self.reference is not None:
-                    self.reference.add_home(group)
+                    self.reference.add_home(group.shard)
         return adopted
 
     def close(self, *, keep: bool) -> None:

@@ -151,7 +151,7 @@ def build_storage(
             if param.grad is not None:
                 param.grad = param.__dict__.pop("_moved_grad")
         owner.members += tuple(map(weakref.ref, params))
-        owner.add_home(shards)
+        owner.add_home(shards.shard)
         for index, param in enumerate(params):
             if param._gradient_hooks is not None:
                 shards.set_hooks(index, param._gradient_hooks)

@@ -23,8 +23,8 @@ c10::Stream stream_of(c10::Device device, std::int64_t id) {
 
 // [Note: Threads of our own]
 // A thread that has chosen no device is on device 0. torch's events change to their own and then back, and
-// going back by setDevice makes CUDA open device 0 in this process: half a GiB of it, for each rank of the
-// host. A DeviceGuard around them goes back without that.
+// going back by setDevice makes CUDA open device 0 in this process, which takes memory of that device for
+// each rank of the host. A DeviceGuard around them goes back without that.
 
 // An event in torch's streams.
 class TorchEvent final : public DeviceEvent {
