@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from torch.multiprocessing.reductions import StorageWeakRef
+
 if TYPE_CHECKING:
     import torch
 
@@ -18,14 +20,20 @@ class BlockRef(weakref.ref[Any]):
     """How a parameter and its module refer to the Block that they are in. A copy refers to no Block.
 
     Attributes:
-        homes: the storages of the Block's shards, by address.
+        homes: the storages of the Block's shards, by address: those of now, and of before as long as users hold them.
+            No other storage can have such an address: a weak reference keeps it, though not the memory.
         members: the parameters in the Block.
         runtime: the Block's runtime, which a backward to come keeps alive longer than the Block.
     """
 
-    homes: tuple[int, ...] = ()
+    homes: dict[int, StorageWeakRef]
     members: tuple[weakref.ref[DistributedParameter], ...] = ()
     runtime: weakref.ref[BlockRuntime] | None = None
+
+    def __new__(cls, block: Any) -> BlockRef:
+        reference = super().__new__(cls, block)
+        reference.homes = {}
+        return reference
 
     @property
     def is_bound(self) -> bool:
@@ -35,9 +43,9 @@ class BlockRef(weakref.ref[Any]):
 
     def add_home(self, shard: torch.Tensor) -> None:
         """Notes where shards lie now."""
-        home = shard.untyped_storage()._cdata
-        if home not in self.homes:
-            self.homes += (home,)
+        home = StorageWeakRef(shard.untyped_storage())
+        self.homes = {place: known for place, known in self.homes.items() if not known.expired()}
+        self.homes[home.cdata] = home
 
     @property
     def has_shards(self) -> bool:

@@ -159,3 +159,30 @@ def resident() -> None:
 def test_full_tensors_in_the_place_of_all_shards_are_full() -> None:
     for world in (1, 2, 3):
         run_ranks(world, resident)
+
+
+def swapped_often() -> None:
+    block = bmt.Block(bmt.BMTrainModelWrapper(torch.nn.LayerNorm(8)))
+    params = list(block.parameters())
+    sizes = [param.numel() for param in params]
+    x = torch.ones(2, 8)
+    for _ in range(50):  # each leaves memory behind that nothing refers to any more
+        own = [param.data for param in params]
+        for values in ([torch.zeros_like(value) for value in own], own):
+            for param, value in zip(params, values, strict=True):
+                param.data = value
+            block(x)
+        del own, values, value
+    others: list[torch.Tensor] = []
+    for _ in range(100):
+        whole = [torch.arange(8.0), torch.arange(8.0)]
+        for param, value in zip(params, whole, strict=True):
+            param.data = value
+        # A copy is a shard, of whatever it was made.
+        assert [copy.deepcopy(param).numel() for param in params] == sizes
+        others.extend(whole)  # so that the next ones have another place
+
+
+def test_whole_tensors_where_shards_of_before_have_been_are_whole() -> None:
+    for world in (2, 3):
+        run_ranks(world, swapped_often)
