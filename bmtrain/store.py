@@ -277,7 +277,8 @@ class SaveHandle:
 
     def __init__(self, write: Callable[[], None] | None) -> None:
         self._write = write
-        self._error: Exception | None = None
+        self._error: Exception | None = None  # for as long as the handle lives
+        self._is_told = False  # whether somebody has been told it
         self._thread = threading.Thread(target=self._run, name="bmtrain-save") if write is not None else None
 
     def start(self) -> None:
@@ -306,9 +307,9 @@ class SaveHandle:
         if self._thread is not None:
             self._thread.join()
             atexit.unregister(self._at_exit)
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        if self._error is not None and not self._is_told:
+            self._is_told = True
+            raise self._error
 
     join = wait
 
@@ -317,7 +318,7 @@ class SaveHandle:
         if self._thread is not None:
             self._thread.join()
             atexit.unregister(self._at_exit)
-        self._error = None
+        self._is_told = True
 
     def finish(self) -> None:
         """Waits; the error is raised by all ranks. Collective."""

@@ -33,9 +33,13 @@ class CheckpointHandle(SaveHandle):
         self.path = path
         self._saving = saving
         self._snapshot = snapshot
-        self._part_written = threading.Event()  # set by the thread, for the other ranks' sake
-        self._part_error: Exception | None = None
-        self._commit_error: Exception | None = None
+        self._part_settled = threading.Event()  # set by the thread: this rank's part is written, or has failed
+
+    def _run(self) -> None:
+        try:
+            super()._run()
+        finally:
+            self._part_settled.set()
 
     def _save(self) -> None:
         """The thread's work. It overlaps with training and touches no communicator: ranks meet in the folder."""
@@ -43,18 +47,12 @@ class CheckpointHandle(SaveHandle):
         self._snapshot = None
         if saving is None or snapshot is None:
             return
-        try:
-            saving.write_shard(snapshot)
-        except Exception as error:
-            self._part_error = error
-            raise
-        finally:
-            self._part_written.set()
+        saving.write_shard(snapshot)
+        self._part_settled.set()
         if context().topology.rank == 0:
             try:
                 saving.commit()
-            except Exception as error:
-                self._commit_error = error
+            except Exception:
                 saving.clean_up()
                 raise
 
@@ -72,14 +70,16 @@ class CheckpointHandle(SaveHandle):
         on_all_ranks(self._wait_whole, _LABEL)
 
     def _wait_part(self) -> None:
-        self._part_written.wait()
-        if self._part_error is not None:
-            raise self._part_error
+        self._part_settled.wait()
+        self._raise_again()
 
     def _wait_whole(self) -> None:
         self.join_quietly()
-        if self._commit_error is not None:
-            raise self._commit_error
+        self._raise_again()
+
+    def _raise_again(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
 def start_saving(
