@@ -24,6 +24,10 @@ FAULTS = {
     "read-only": (errno.EROFS, "open"),
     "folder not written": (errno.EIO, "sync_folder"),
 }
+FAULTS_AFTER_THE_MANIFEST = {
+    "latest not written": (errno.ENOSPC, "point_to"),
+    "others' checkpoints": (errno.EACCES, "remove_old"),
+}
 
 
 @pytest.mark.parametrize("non_blocking", [False, True])
@@ -63,7 +67,7 @@ class Fault:
     """While it lasts, what the writer does to the disk fails, if this rank is the culprit."""
 
     def __init__(self, fault: str, is_here: bool) -> None:
-        number, self.name = FAULTS[fault]
+        number, self.name = (FAULTS | FAULTS_AFTER_THE_MANIFEST)[fault]
         self.is_here = is_here
         error = OSError(number, os.strerror(number), "the shard")
 
@@ -88,6 +92,23 @@ class Fault:
             delattr(writer, self.name)
         elif self.is_here:
             setattr(writer, self.name, self.known)
+
+
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_what_fails_after_the_manifest_leaves_a_whole_checkpoint(non_blocking, tmp_path):
+    run_ranks(2, check_failing_end, str(tmp_path), non_blocking)
+
+
+def check_failing_end(folder: str, non_blocking: bool) -> None:
+    run, other = Run(), Run(seed=6)
+    for fault in FAULTS_AFTER_THE_MANIFEST:
+        run.train(1)
+        with Fault(fault, bmt.rank() == 0), pytest.raises(OSError, match="the shard"):
+            run.save(folder, keep=1, non_blocking=non_blocking)
+            checkpoint.prune(folder, keep=5)
+        bmt.synchronize()
+        other.load(Path(folder) / f"step-{run.position:07d}")
+        assert differences(state_of(run), state_of(other)) == []
 
 
 def test_a_file_where_the_folder_should_be(tmp_path):

@@ -93,7 +93,8 @@ def save(
         on rank 0, and by the next save, load or prune on all ranks; or the program fails at its end.
 
     Raises:
-        OSError: on every rank, if one cannot write; nothing of the step is left then.
+        OSError: on every rank, if one cannot write; nothing of the step is left then, unless it was complete and only
+            ``latest`` could not be written, or an old checkpoint not be removed.
         TypeError: on every rank, if something cannot be stored.
         ValueError: for a negative ``step``, or a ``keep`` below 1.
 

@@ -18,7 +18,16 @@ from ..._blame import ranks_text
 from ...errors import CommunicationError, UnreadableFileError
 from ...topology import Topology
 from ._memory import bytes_of
-from .layout import MANIFEST, check_sizes, part_name, point_to, remove_old, remove_unreferenced, shard_name
+from .layout import (
+    MANIFEST,
+    check_sizes,
+    part_name,
+    point_to,
+    read_manifest,
+    remove_old,
+    remove_unreferenced,
+    shard_name,
+)
 from .manifest import CHUNK, Manifest, Piece, ShardFile, StoredTensorInfo, dtype_name
 from .snapshot import Run, Snapshot
 
@@ -157,7 +166,13 @@ class Saving:
         return [parts[rank] for rank in sorted(parts)]
 
     def clean_up(self) -> None:
-        """Removes this rank's files of a save that failed; on rank 0 the folder, if it has become empty."""
+        """Removes this rank's files of a save that failed; on rank 0 the folder, if it has become empty.
+
+        Where the manifest is written they stay: what failed came after it, and the checkpoint is complete.
+        """
+        with contextlib.suppress(OSError, UnreadableFileError):
+            if read_manifest(self.checkpoint).save == self._save:
+                return
         for path in (self._shard, self._part(self._topology.rank)):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
