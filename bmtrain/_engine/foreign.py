@@ -6,6 +6,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 from torch.nn.parallel import distributed as ddp
 
 from .. import _context
@@ -53,14 +54,14 @@ def require_gathering(what: str) -> None:
     Raises:
         RuntimeError: a transform of torch.func is running, or this process was forked from a rank.
     """
-    if _context.forked_from is not None:
-        _context.refuse_child(what)
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise RuntimeError(
-            f"{what} inside a transform of torch.func (grad, vmap, jvp, jacrev, ...): parameters that are gathered "
-            "over the ranks cannot be transformed; use backward(), or torch.func.functional_call with the full "
-            "tensors of model.state_dict() on a model without Blocks"
-        )
+    if _context.forked_from is None and peek_interpreter_stack() is None:
+        return
+    _context.refuse_child(what)
+    raise RuntimeError(
+        f"{what} inside a transform of torch.func (grad, vmap, jvp, jacrev, ...): parameters that are gathered "
+        "over the ranks cannot be transformed; use backward(), or torch.func.functional_call with the full "
+        "tensors of model.state_dict() on a model without Blocks"
+    )
 
 
 def check_substitute(owner: str, name: str, value: torch.Tensor, shapes: dict[str, Any]) -> None:

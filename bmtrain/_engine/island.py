@@ -16,11 +16,10 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
-from .. import _C, _context
+from .. import _C
 from .foreign import require_gathering
 from .hooked import HookedResults, without_history
 from .host_activations import HostActivations, Mover, entrance
@@ -49,8 +48,7 @@ def run_block(
     Returns:
         The result of ``forward``, a list as a tuple, attached to the caller's graph.
     """
-    if _context.forked_from is not None or peek_interpreter_stack() is not None:
-        require_gathering("a Block")
+    require_gathering("a Block")
     if runtime.policy.compute_dtype is not None:
         forward = computing_in(runtime.policy.compute_dtype, forward)
     if torch.is_grad_enabled():
