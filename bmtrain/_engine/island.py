@@ -11,7 +11,6 @@ autograd is legal inside the island.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -186,9 +185,11 @@ class BlockCall:
                 ]
                 self.replay = Replay(runtime, self.modules, args, kwargs, has_state)
                 result = self.replay.first_run(self._run_inner, args, kwargs)
-            else:
-                with self._saving() if self.host or self._hooked else nullcontext():
+            elif self.host is not None or self._hooked is not None:
+                with self._saving():
                     result = self._run_inner(args, kwargs)
+            else:
+                result = self._run_inner(args, kwargs)
             return _kept_alive(runtime, result)
 
     def _saving(self) -> Any:

@@ -33,7 +33,7 @@ class CheckpointHandle(SaveHandle):
         self.path = path
         self._saving = saving
         self._snapshot = snapshot
-        self._part_settled = threading.Event()  # set by the thread: this rank's part is written, or has failed
+        self._part_settled = threading.Event()  # this rank's part is written, or has failed
 
     def _run(self) -> None:
         try:
