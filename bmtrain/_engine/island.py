@@ -307,7 +307,7 @@ class BlockCall:
         try:
             with NoAutocastCache():
                 if self.host is None and self._hooked is None:
-                    _C.write_products_in_place(outputs)
+                    _C.write_products_in_place(outputs, packed=self.replay is not None)
                 Variable._execution_engine.run_backward(
                     outputs, gradients, keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
                 )

@@ -112,7 +112,7 @@ Way way_to_sink(const Edge& first, const std::unordered_map<Node*, int>& edges) 
 
 }  // namespace
 
-std::int64_t write_products_in_place(const std::vector<at::Tensor>& outputs) {
+std::int64_t write_products_in_place(const std::vector<at::Tensor>& outputs, bool packed) {
   // Who watches single operations sees those that autograd makes.
   if (AnomalyMode::is_enabled() || at::autocast::is_autocast_enabled(at::kCPU) ||
       c10::impl::TorchDispatchModeTLS::any_modes_set()) {
@@ -122,7 +122,7 @@ std::int64_t write_products_in_place(const std::vector<at::Tensor>& outputs) {
   std::vector<Product> products;  // first all: transposes end with the edges to them
   for (const auto& [node, count] : edges) {
     const Product product = product_of(node);
-    if (product.node != nullptr && !product.other->has_hooks() && !has_hooks(*node)) {
+    if (product.node != nullptr && (packed || !product.other->has_hooks()) && !has_hooks(*node)) {
       products.push_back(product);
     }
   }

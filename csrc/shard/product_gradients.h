@@ -6,9 +6,10 @@
 // are moved once more than need be. So before the backward of a block runs, the products in its graph that
 // lead to a sink and nowhere else are found. The edge to the sink is taken away, so that autograd's node
 // leaves the product out, and a hook of the node makes it instead, with the same call on the same operands
-// and so with the same bits, in the flat buffer. What the graph does otherwise is left to autograd: tensors
-// that saved-tensor hooks have packed (recomputation, activations on the host), weights used twice, results
-// in another dtype, nodes with hooks of their own, detect_anomaly().
+// and so with the same bits, in the flat buffer. What the graph does otherwise is left to autograd: weights
+// used twice, results in another dtype, nodes with hooks of their own, detect_anomaly(). A tensor that
+// saved-tensor hooks have packed is unpacked twice, here and by autograd's node: for those of a block that
+// recomputes, a look into a list; one that waits on the host is left to autograd.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,8 +19,8 @@
 
 namespace bmtrain {
 
-/// Lets the products in the graph of `outputs` write in place, see [Note: Products in place]. On the CPU.
-/// Returns how many it found that did not yet.
-std::int64_t write_products_in_place(const std::vector<at::Tensor>& outputs);
+/// Lets the products in the graph of `outputs` write in place, see [Note: Products in place]; with `packed`
+/// also those that have to unpack for it what they were taken with. On the CPU. Returns how many did not yet.
+std::int64_t write_products_in_place(const std::vector<at::Tensor>& outputs, bool packed);
 
 }  // namespace bmtrain

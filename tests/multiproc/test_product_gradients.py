@@ -102,7 +102,12 @@ CASES = {
     "tensors packed by hooks": Case(saved, 0),
     "result with a hook": Case(hooked, 0),
     "under autocast": Case(autocast, 0),
-    "recomputed": Case(linear, 0, policy={"recompute": "whole"}),
+    "recomputed": Case(linear, 1, policy={"recompute": "whole"}),
+    "recomputed selectively": Case(linear, 1, policy={"recompute": "selective"}),
+    "recomputed, packed by hooks": Case(saved, 1, policy={"recompute": "whole"}),
+    "recomputed, backward twice": Case(linear, 1, train_twice, policy={"recompute": "whole"}),
+    "recomputed, parameter with a hook": Case(linear, 1, train_hooked, policy={"recompute": "whole"}),
+    "recomputed, result with a hook": Case(hooked, 0, policy={"recompute": "whole"}),
     "backward twice": Case(linear, 1, train_twice),
     "parameter with a hook": Case(linear, 1, train_hooked),
     "operations watched": Case(linear, 0, train_watched),
@@ -115,8 +120,8 @@ def gradients(model: torch.nn.Module, case: Case, dtype: torch.dtype) -> dict[st
     found: list[int] = []
     original = _C.write_products_in_place
 
-    def counting(outputs: Any) -> int:
-        found.append(original(outputs))
+    def counting(outputs: Any, packed: bool) -> int:
+        found.append(original(outputs, packed))
         return found[-1]
 
     _C.write_products_in_place = counting
