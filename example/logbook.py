@@ -187,10 +187,11 @@ class Logbook:
         if self.active:
             self.note(_fit_table(summary, self.display.width))
 
-    def first_validation_loss(self) -> float:
-        """The earliest validation loss that is noted; NaN on ranks other than 0."""
-        losses = [r["validation_loss"] for r in self.records if "validation_loss" in r] if self.active else []
-        return losses[0] if losses else math.nan
+    def validation_losses(self) -> tuple[float, float]:
+        """The earliest and the latest that are noted; NaN on ranks other than 0."""
+        noted = [r["validation_loss"] for r in self.records if "validation_loss" in r] if self.active else []
+        losses = [math.nan if loss is None else loss for loss in noted] or [math.nan]
+        return losses[0], losses[-1]
 
     def close(self) -> None:
         """Draw ``loss.png`` and close all files."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import math
 import resource
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ import torch
 from agree import UserError, exit_together, together
 from checkpoint import load_checkpoint, save_checkpoint
 from data import Batch, Sampler, load_corpus, validation_batches
-from exposure import Exposure
 from logbook import Logbook, percent, prepare
 from models import GPT
 from options import DTYPES, model_options, parse_options, run_options
+from pace import Pace
 
 import bmtrain as bmt
 from bmtrain.distributed import checkpoint
@@ -55,6 +54,7 @@ def train(options: argparse.Namespace) -> None:
     optim_manager = bmt.optim.OptimManager(loss_scale=options.loss_scale if options.dtype == "fp16" else None)
     optim_manager.add_optimizer(optimizer, lr_scheduler)
 
+    # Part 4: where this run begins.
     out = Path(options.out)
     run = {"model": model_options(options), "options": run_options(options), "text": corpus.digest}
     first_step = resume_or_start(options, out, model, optim_manager, run)
@@ -65,11 +65,11 @@ def train(options: argparse.Namespace) -> None:
     if first_step == 0:
         logbook.validation(0, evaluate(model, loss_func, held_out))
 
-    # Part 4: the training loop.
-    saved, seconds = None, 0.0
-    exposure = Exposure(steps=10)
+    # Part 5: the training loop.
+    saved = None
+    pace = Pace(tokens=options.batch_size * options.seq_len)
     for step in range(first_step, options.steps):
-        started = time.perf_counter()
+        pace.begin_step()
         batch = sampler.batch(step)
         lr = lr_scheduler.current_lr
 
@@ -88,31 +88,16 @@ def train(options: argparse.Namespace) -> None:
             "loss_scale": loss_scale,
             "grad_norm": grad_norm.item(),
         }
-        elapsed = time.perf_counter() - started
-        seconds += elapsed
-        exposure.after_step()
-        numbers["tokens_per_second"] = options.batch_size * options.seq_len / elapsed
-        logbook.step(step + 1, **numbers, exposed_communication=exposure.last())
+        logbook.step(step + 1, **numbers, **pace.end_step())
         if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
             saved = save_checkpoint(out / "checkpoints", step + 1, model, optim_manager, run)
+    pace.close()
 
-    exposure.close()
-    final_loss = evaluate(model, loss_func, held_out)
-    logbook.validation(options.steps, final_loss)
+    # Part 6: the result.
+    logbook.validation(options.steps, evaluate(model, loss_func, held_out))
     logbook.close()
     bmt.save(model, out / "model.pt")  # plain PyTorch reads it
-    num_tokens = (options.steps - first_step) * options.batch_size * options.seq_len
-    report(
-        logbook,
-        {
-            "validation loss": f"{logbook.first_validation_loss():.4f} before, {final_loss:.4f} after",
-            "tokens a second": f"{num_tokens / seconds if seconds else math.nan:,.0f}",
-            "communication": f"{percent(exposure.mean())} of rank 0's time is spent waiting for it",
-            "peak memory a rank": ", ".join(f"{peak:,.0f} MiB" for peak in peak_memory()),
-            "checkpoint": saved or "none: there was no step left to do",
-            "weights": out / "model.pt",
-        },
-    )
+    report(logbook, pace, saved, out / "model.pt")
 
 
 def make_model(options: argparse.Namespace) -> GPT:
@@ -210,8 +195,17 @@ def peak_memory() -> list[float]:
     return bmt.distributed.all_gather(peaks).tolist()
 
 
-def report(logbook: Logbook, results: dict[str, Any]) -> None:
-    """Print what came out, and where to find it."""
+def report(logbook: Logbook, pace: Pace, saved: Path | None, weights: Path) -> None:
+    """Print what came out, and where to find it. Collective."""
+    before, after = logbook.validation_losses()
+    results = {
+        "validation loss": f"{before:.4f} before, {after:.4f} after",
+        "tokens a second": f"{pace.tokens_per_second():,.0f}",
+        "communication": f"{percent(pace.exposed_communication())} of rank 0's time is spent waiting for it",
+        "peak memory a rank": ", ".join(f"{peak:,.0f} MiB" for peak in peak_memory()),
+        "checkpoint": saved or "none: there was no step left to do",
+        "weights": weights,
+    }
     for name, value in results.items():
         bmt.print_rank(f"{name + ':':<20}{value}")
     for i, path in enumerate(logbook.written()):
