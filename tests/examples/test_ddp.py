@@ -69,8 +69,8 @@ def check_lines(output: list[str]) -> None:
         assert own == [LINES[1 + rank], LINES[5 + rank]]
 
 
-def check_weights(ddp: Path, bmt: Path) -> None:
-    expected, found = (torch.load(file, weights_only=True) for file in (ddp, bmt))
+def check_weights(expected_in: Path, found_in: Path) -> None:
+    expected, found = (torch.load(file, weights_only=True) for file in (expected_in, found_in))
     assert expected.keys() == found.keys()
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-6)
@@ -91,19 +91,29 @@ def test_twins_print_the_lines_of_the_notes_and_end_at_equal_parameters(
 
 
 CASES = [
-    ([], "mp", "--max_epochs=2"),
-    (TORCHRUN, "torchrun", "--max_epoch=2"),
-    (LAUNCH, "torchrun", "--max_epoch=2"),
+    (TORCHRUN, "bmt_torchrun.py", "--max_epoch=2"),
+    (LAUNCH, "bmt_torchrun.py", "--max_epoch=2"),
+    ([], "bmt_mp.py", "--max_epochs=2"),
+    ([], "ddp_mp.py", "--max_epochs=2"),
 ]
 
 
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Those that all programs end at."""
+    file = tmp_path_factory.mktemp("ddp") / "weights.pt"
+    options = ("--max_epoch=2", "--batch_size=32", f"--save={file}")
+    run_ranks(4, run_script, "ddp_torchrun.py", *options, init=False, fresh=True, timeout=200)
+    return file
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "name", "epochs"), CASES, ids=["mp", "torchrun", "launch"])
-def test_all_three_launchers(tmp_path: Path, command: list[str], name: str, epochs: str) -> None:
-    files = {kind: tmp_path / f"{kind}.pt" for kind in ("ddp", "bmt")}
-    for kind, file in files.items():
-        check_lines(run(command, f"{kind}_{name}.py", epochs, "--batch_size=32", f"--save={file}"))
-    check_weights(files["ddp"], files["bmt"])
+@pytest.mark.parametrize(
+    ("command", "script", "epochs"), CASES, ids=["torchrun", "launch", "mp", "mp without bmtrain"]
+)
+def test_each_launcher(tmp_path: Path, weights: Path, command: list[str], script: str, epochs: str) -> None:
+    check_lines(run(command, script, epochs, "--batch_size=32", f"--save={tmp_path / 'weights.pt'}"))
+    check_weights(weights, tmp_path / "weights.pt")
 
 
 @pytest.mark.parametrize("name", ["communication_intro", "communication"])
