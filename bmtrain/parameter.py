@@ -12,7 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ._engine.block_ref import BlockRef
-from ._engine.foreign import refuse_fsdp, require_gathering
+from ._engine.foreign import refuse_fsdp, refuse_replicated, require_gathering
 from ._engine.gather import OpAllGather
 from ._engine.grad_readers import FILES_TO_ASK, is_shown
 from ._engine.initializer import ParameterInitializer
@@ -182,12 +182,13 @@ class DistributedParameter(torch.nn.Parameter):
             a tensor of the shape of ``data`` as it was given (for a tensor-parallel parameter, its slice).
 
         Raises:
-            RuntimeError: the parameter is on the meta device.
+            RuntimeError: the parameter is on the meta device, or DistributedDataParallel has replicated the shard.
         """
         self.require_data()
         if self._is_full():
             return self.view_as(self)
         require_gathering("gather()")
+        refuse_replicated(self)
         full: torch.Tensor = OpAllGather.apply(self)
         return full
 
@@ -295,12 +296,8 @@ def _check_can_train(dtype: torch.dtype) -> None:
         )
 
 
-_TRAINED = (
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float64,
-)  # gradients that can be summed over ranks
+#: Dtypes of gradients that can be summed over ranks.
+_TRAINED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _NOT_COPIED = ("_block", "_gradient_hooks", "_accumulated_hooks", "_sent")
 
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import distributed as ddp
 from .. import _context
 from ..global_var import world_size
 
-__all__ = ["check_substitute", "refuse_fsdp", "refuse_replicas", "require_gathering"]
+__all__ = ["check_substitute", "refuse_fsdp", "refuse_replicas", "refuse_replicated", "require_gathering"]
 
 #: Attributes that torch.distributed.fsdp looks for in every parameter that it is about to take.
 _ASKED_BY_FSDP = frozenset({"_fsdp_orig_uid", "_fsdp_flattened"})
@@ -42,10 +42,26 @@ def refuse_replicas(owner: str, reader: FrameType | None) -> None:
     while reader is not None and reader.f_code.co_name.startswith("<"):  # a comprehension before Python 3.12
         reader = reader.f_back
     if reader is not None and reader.f_code.co_filename == ddp.__file__:
-        raise RuntimeError(
-            f"DistributedDataParallel around {owner}, which is distributed already: it would give every rank the "
-            "shards of rank 0; leave it out, backward() sums the gradients over the ranks"
-        )
+        raise _replicated(owner)
+
+
+def refuse_replicated(param: torch.Tensor) -> None:
+    """Called before ``param``, which is outside of Blocks, is gathered.
+
+    Raises:
+        RuntimeError: the forward that runs is that of a DistributedDataParallel which has taken the parameter, as it
+            can where a plain module holds it.
+    """
+    model = ddp.DistributedDataParallel._active_ddp_module
+    if model is not None and world_size() > 1 and any(param is member for member in model._module_parameters):
+        raise _replicated(f"a DistributedParameter of a {type(model.module).__name__}")
+
+
+def _replicated(owner: str) -> RuntimeError:
+    return RuntimeError(
+        f"DistributedDataParallel around {owner}, which is distributed already: it gives every rank the shards of "
+        "rank 0; leave it out, backward() sums the gradients over the ranks"
+    )
 
 
 def require_gathering(what: str) -> None:

@@ -81,6 +81,17 @@ def test_what_an_optimizer_is_given_by_mistake_is_told_once() -> None:
     assert second == [[], [], [], []]
 
 
+class Holder(torch.nn.Module):
+    """A plain module, which nobody asks before its parameters are taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = bmt.DistributedParameter(torch.eye(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.gather()
+
+
 def replicated() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ModuleList([torch.nn.Linear(4, 4)]))
@@ -89,6 +100,13 @@ def replicated() -> None:
     for part in (model, model[1][0], plain, torch.nn.ModuleList([model[0]])):
         with pytest.raises(RuntimeError, match="leave it out"):
             torch.nn.parallel.DistributedDataParallel(part)
+    holder = Holder()
+    with pytest.raises(RuntimeError, match="DistributedParameter of a Holder.*leave it out"):
+        torch.nn.parallel.DistributedDataParallel(holder)(torch.ones(4))
+    around = torch.nn.Linear(4, 4)
+    around.register_forward_pre_hook(lambda _, args: holder(*args))  # a model that is not replicated
+    around(torch.ones(4)).sum().backward()
+    torch.nn.parallel.DistributedDataParallel(around)(torch.ones(4)).sum().backward()
 
 
 def test_data_parallel_around_shards_is_refused() -> None:
