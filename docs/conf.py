@@ -5,6 +5,9 @@ import sys
 from pathlib import Path
 
 from docutils import nodes
+from furo.navigation import get_navigation_tree
+from sphinx import addnodes
+from sphinx.environment.adapters.toctree import TocTree
 from sphinx.search import SearchEnglish, languages
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,5 +68,37 @@ var splitQuery = (query) => query
 languages["en"] = SearchBoth
 
 
+_WORDS_OF_THE_THEME = {
+    "Back to top": "回到顶部",
+    "Home": "首页",
+    "Next": "下一页",
+    "On this page": "本页内容",
+    "Previous": "上一页",
+    "Search": "搜索",
+    "Skip to content": "跳到正文",
+    "View this page": "查看本页源文件",
+}
+
+
+def speak_chinese(app, pagename, templatename, context, doctree):
+    """What stands around a Chinese page is Chinese: the sidebar lists the pages of ``zh/index`` alone."""
+    if not pagename.startswith("zh/"):
+        return
+    translate = _WORDS_OF_THE_THEME.get
+    context["_"] = context["gettext"] = lambda text: translate(" ".join(text.split()), text)
+    context["language"] = "zh-CN"
+    context["master_doc"] = "zh/index"  # where the title leads
+    resolve = TocTree(app.env).resolve
+    context["furo_navigation_tree"] = get_navigation_tree(
+        "".join(
+            app.builder.render_partial(
+                resolve(pagename, app.builder, tree, titles_only=True, includehidden=True)
+            )["fragment"]
+            for tree in app.env.get_doctree("zh/index").findall(addnodes.toctree)
+        )
+    )
+
+
 def setup(app):
     app.connect("doctree-read", join_lines)
+    app.connect("html-page-context", speak_chinese, priority=600)  # after the theme

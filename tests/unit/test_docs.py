@@ -218,6 +218,18 @@ def test_pages_fit_into_a_phone_and_a_screen(html: Path) -> None:
     assert screenshots.measure(browser, html, list(screenshots.PAGES), [390, 1280]) == []
 
 
+@pytest.mark.slow
+def test_what_stands_around_a_page_has_its_language(html: Path) -> None:
+    folders = {"howto": ("Running a job", "Next"), "zh/howto": ("运行作业", "下一页")}
+    for folder, words in folders.items():
+        page = (html / folder / "launch.html").read_text(encoding="utf-8")
+        sidebar = page.partition('<div class="sidebar-tree">')[2].partition("</aside>")[0]
+        assert words[0] in sidebar and words[1] in page
+        others = (word for other, told in folders.items() if other != folder for word in told)
+        assert not any(word in page for word in others)
+        assert 'href="doctor.html"' in sidebar
+
+
 def test_links_inside_lead_somewhere() -> None:
     broken = []
     for page in pages():
