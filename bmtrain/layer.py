@@ -8,9 +8,10 @@ from sys import _getframe
 from typing import Any
 
 import torch
+from torch.nn.utils.parametrize import ParametrizationList
 
 from . import _context
-from ._engine.foreign import check_substitute, refuse_replicas
+from ._engine.foreign import check_substitute, refuse_reparametrizing, refuse_replicas
 from ._engine.meta import Placeholder, make_moved_shards
 from ._engine.opaque import opaque, untraced_by_itself
 from ._engine.state_dict import give_full_values, install_hooks_below, loading_local_parts
@@ -63,14 +64,11 @@ class DistributedModule(torch.nn.Module):
             if type(param) is torch.Tensor:
                 check_substitute(type(self).__name__, name, param, self.__dict__.get(_SHAPES, {}))
             return param
+        if name == "parametrizations" and not torch.compiler.is_compiling():
+            refuse_reparametrizing(type(self).__name__, _getframe(1))
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "parametrizations" and isinstance(value, torch.nn.ModuleDict):
-            raise RuntimeError(
-                f"{type(self).__name__}: a parametrization of a distributed module would replace its parameter by a "
-                "gathered copy that no optimizer knows; register it before BMTrainModelWrapper"
-            )
         # A tensor that came from reading a parameter stands for that parameter (tied weights).
         if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
             source = value.__dict__.get("_bmtrain_source")
@@ -83,6 +81,7 @@ class DistributedModule(torch.nn.Module):
         return super().named_parameters(*args, **kwargs)
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        refuse_reparametrizing(type(self).__name__, _getframe(1))
         super().register_parameter(name, param)
         if isinstance(param, DistributedParameter):
             note_full_shape(self, name, param)
@@ -139,11 +138,18 @@ def note_full_shape(module: torch.nn.Module, name: str, param: DistributedParame
     module.__dict__.setdefault(_SHAPES, {})[name] = param._original_shape
 
 
+def _takes_whole(module: torch.nn.Module) -> bool:
+    """Whether reading ``module`` outside of its Block's forward computes something that a shard would be wrong for."""
+    return isinstance(module, ParametrizationList)
+
+
 @opaque
 def _read(module: torch.nn.Module, param: DistributedParameter, name: str) -> torch.Tensor:
     owner = param._block
     if owner is not None and (
-        owner.is_bound or param._is_full() or (owner() is not None and module.__dict__.get(OWNER) is owner)
+        owner.is_bound
+        or param._is_full()
+        or (owner() is not None and module.__dict__.get(OWNER) is owner and not _takes_whole(module))
     ):
         return param
     if param.is_meta:

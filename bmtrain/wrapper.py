@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ._engine.foreign import keep_reparametrized
 from .block_layer import Block, TransformerBlockList, as_block, chain_blocks
 from .global_var import context
 from .layer import DistributedModule, note_full_shape
@@ -120,6 +121,7 @@ class _Conversion:
                 f"{type(module).__name__}: max_norm={module.max_norm} writes to the weight in every forward, which a "
                 "gathered weight would forget; without max_norm, scale the rows that are read instead"
             )
+        keep_reparametrized(module)
         device = context().device
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:

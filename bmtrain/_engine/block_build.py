@@ -52,14 +52,16 @@ def adopt_parameters(
     named: dict[int, tuple[str, DistributedParameter]] = {}
     for name, param in module.named_parameters():
         if not isinstance(param, DistributedParameter):
+            shape = "unknown" if isinstance(param, torch.nn.UninitializedParameter) else tuple(param.shape)
             raise ValueError(
-                f"{block._label}: parameter {name!r} of shape {tuple(param.shape)} is a {type(param).__name__}; a "
+                f"{block._label}: parameter {name!r} of shape {shape} is a {type(param).__name__}; a "
                 "Block needs bmtrain.DistributedParameter (or wrap the model with bmtrain.BMTrainModelWrapper)"
             )
         owner = param._block() if param._block is not None else None
         if owner is not None and owner is not block:
             raise ValueError(
-                f"parameter {name!r} of {block._label} belongs to another Block already: {owner._label}"
+                f"parameter {name!r} of {block._label} belongs to another Block already: {owner._label}; put what "
+                "uses it in one Block, or hold the module that owns it outside of Blocks and pass the tensor"
             )
         named[id(param)] = (name, param)
     for child in module.modules():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
@@ -12,7 +13,15 @@ from torch.nn.parallel import distributed as ddp
 from .. import _context
 from ..global_var import world_size
 
-__all__ = ["check_substitute", "refuse_fsdp", "refuse_replicas", "refuse_replicated", "require_gathering"]
+__all__ = [
+    "check_substitute",
+    "keep_reparametrized",
+    "refuse_fsdp",
+    "refuse_reparametrizing",
+    "refuse_replicas",
+    "refuse_replicated",
+    "require_gathering",
+]
 
 #: Attributes that torch.distributed.fsdp looks for in every parameter that it is about to take.
 _ASKED_BY_FSDP = frozenset({"_fsdp_orig_uid", "_fsdp_flattened"})
@@ -61,6 +70,44 @@ def _replicated(owner: str) -> RuntimeError:
     return RuntimeError(
         f"DistributedDataParallel around {owner}, which is distributed already: it gives every rank the shards of "
         "rank 0; leave it out, backward() sums the gradients over the ranks"
+    )
+
+
+#: Modules of torch that put something computed from a parameter in the parameter's place.
+_REPARAMETRIZING = frozenset(f"torch.nn.utils.{name}" for name in ("prune", "spectral_norm", "weight_norm"))
+_OF_PARAMETRIZE = {"register_parametrization": "registering", "remove_parametrizations": "removing"}
+
+
+def refuse_reparametrizing(owner: str, reader: FrameType | None) -> None:
+    """Told who registers a parameter of a distributed module, or asks for its parametrizations.
+
+    Raises:
+        RuntimeError: a part of torch that takes what it reads for the whole parameter, and leaves a plain one, which
+            no other rank knows.
+    """
+    if reader is None:
+        return
+    tool = reader.f_globals.get("__name__")
+    if tool in _REPARAMETRIZING:
+        _refuse_change(f"applying {tool}", owner)
+    asker = reader.f_back if reader.f_code.co_name == "is_parametrized" else None
+    if asker is not None and asker.f_code.co_name in _OF_PARAMETRIZE:
+        _refuse_change(f"{_OF_PARAMETRIZE[asker.f_code.co_name]} a parametrization", owner)
+
+
+def keep_reparametrized(module: torch.nn.Module) -> None:
+    """What is there when a module is wrapped stays: it works on the gathered parameters, but cannot be taken back."""
+    for hook in module._forward_pre_hooks.values():
+        for base in type(hook).__mro__:
+            if base.__module__ in _REPARAMETRIZING:
+                what = f"removing {base.__module__}"
+                vars(hook)["remove"] = functools.partial(_refuse_change, what, type(module).__name__)
+
+
+def _refuse_change(what: str, owner: str, *_: object) -> NoReturn:
+    raise RuntimeError(
+        f"{owner}: {what} after BMTrainModelWrapper, when parameters are shards: do it before, or load state_dict() "
+        "into the model without the wrapper and do it there"
     )
 
 
