@@ -30,6 +30,7 @@ from .replay import Replay
 from .runtime import BlockRuntime
 from .schedule import Phase
 from .tree import distinct, has_containers, replace_arguments, replace_tensors, tensors_of
+from .unchanged import Unchanged
 
 __all__ = ["BlockCall", "run_block"]
 
@@ -80,11 +81,10 @@ class BlockCall:
         self.leaves: list[torch.Tensor] = []  # the same, detached: where the island begins
         self.inner = self.leaves  # what stands for the inputs in the forward
         self.outputs: list[Any] = []  # that require grad, each once: where the island ends
+        self._roots: _C.GraphRoots | None = None  # the same, if some of them leave their graph
         self.trains: list[list[bool]] = []  # per group: which parameters required grad
         self.recordings = Recordings()
-        self._versions: list[
-            tuple[torch.Tensor, int]
-        ] = []  # of arguments that must not change until backward
+        self._unchanged = Unchanged(runtime.label)  # arguments that must not change until backward
         self.is_spent = False
         self.replay: Replay | None = None  # of a forward that is to run again
         self.host: HostActivations | None = None  # has what backward needs
@@ -136,7 +136,7 @@ class BlockCall:
             leaf, inner = entrance(tensor)
             self.leaves.append(leaf)
             self.inner.append(inner)
-            self._versions.append((leaf, leaf._version))
+            self._unchanged.note(leaf)
         self.runtime.shore.guard(self.leaves[-1])
         return self.inner[-1]
 
@@ -151,7 +151,7 @@ class BlockCall:
 
     def _put_away(self, host: HostActivations) -> None:
         """Refers to nothing on the device any more that is not needed there."""
-        self._refuse_changed_arguments()  # by the forward itself
+        self._unchanged.check()  # the forward itself may have written to them
         if self.replay is not None:
             self.replay.put_away(host, self.inner, self.leaves)
         self.outputs = _edges(self.outputs)
@@ -178,11 +178,9 @@ class BlockCall:
         runtime = self.runtime
         with NoAutocastCache():
             if runtime.policy.recomputes:
-                self._versions += [
-                    (tensor, tensor._version)
-                    for tensor in tensors_of((args, kwargs))
-                    if not (tensor.is_inference() or (self.host is not None and tensor.requires_grad))
-                ]
+                for tensor in tensors_of((args, kwargs)):
+                    if self.host is None or not tensor.requires_grad:
+                        self._unchanged.note(tensor)
                 self.replay = Replay(runtime, self.modules, args, kwargs, has_state)
                 result = self.replay.first_run(self._run_inner, args, kwargs)
             elif self.host is not None or self._hooked is not None:
@@ -247,6 +245,7 @@ class BlockCall:
         self.runtime.open_calls.add(self)
         if self._hooked:
             outputs, self.outputs = self.outputs, _edges(self.outputs)
+            self._roots = _C.GraphRoots(outputs)
             attached = self._hooked.taken_out(outputs, [*self.inner, *self.recordings.tensors])
         else:
             attached = [output.detach() for output in self.outputs]
@@ -306,8 +305,12 @@ class BlockCall:
         islands.enter()
         try:
             with NoAutocastCache():
-                if self.host is None and self._hooked is None:
-                    _C.write_products_in_place(outputs, packed=self.replay is not None)
+                if self.host is None:
+                    roots = None if isinstance(outputs[0], torch.Tensor) else self._roots
+                    _C.write_products_in_place(
+                        roots or _C.GraphRoots(outputs),
+                        packed=self.replay is not None or self._hooked is not None,
+                    )
                 Variable._execution_engine.run_backward(
                     outputs, gradients, keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
                 )
@@ -335,16 +338,7 @@ class BlockCall:
                 "a load?)"
             )
         if self.replay is not None:
-            self._refuse_changed_arguments()
-
-    def _refuse_changed_arguments(self) -> None:
-        for number, (tensor, version) in enumerate(self._versions):
-            if tensor._version != version:
-                raise RuntimeError(
-                    f"{self.runtime.label}: tensor argument {number} (shape {tuple(tensor.shape)}) was modified in "
-                    f"place after the block's forward started (version {tensor._version}, expected {version}), "
-                    "so its forward cannot be run again; pass a copy"
-                )
+            self._unchanged.check()
 
     def _second_run(self, replay: Replay) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         leaves = replay.leaves_of_second_run(self.leaves, self.host)
@@ -374,8 +368,10 @@ class BlockCall:
         self.is_spent = True
         self.runtime.open_calls.discard(self)
         self.outputs, self.inputs, self.leaves, self.inner = [], [], [], []
+        self._roots = None
         self.recordings = Recordings()
-        self.replay, self._versions = None, []
+        self.replay = None
+        self._unchanged.drop()
         if self.host is not None:
             self.runtime.engine.host_stack.pop(self.host)
 

@@ -181,7 +181,8 @@ void bind_shard(py::module_& m) {
   bind_island(m);
   m.def("materialize", &materialize, py::arg("parameter"), py::arg("data"));
   m.def("next_node_number", &next_node_number);
-  m.def("write_products_in_place", &write_products_in_place, py::arg("outputs"), py::arg("packed"));
+  py::class_<GraphRoots>(m, "GraphRoots").def(py::init<const std::vector<at::Tensor>&>(), py::arg("outputs"));
+  m.def("write_products_in_place", &write_products_in_place, py::arg("roots"), py::arg("packed"));
   m.def("find_older_node", &find_older_node, py::arg("outputs"), py::arg("first"));
 }
 

@@ -11,7 +11,13 @@ using torch::autograd::Node;
 
 std::uint64_t next_node_number() { return at::sequence_number::peek(); }
 
-void visit_graph(const std::vector<at::Tensor>& outputs, const std::function<bool(Node&)>& visit) {
+GraphRoots::GraphRoots(const std::vector<at::Tensor>& outputs) {
+  for (const at::Tensor& output : outputs) {
+    nodes.push_back(output.grad_fn());
+  }
+}
+
+void visit_graph(const GraphRoots& roots, const std::function<bool(Node&)>& visit) {
   std::vector<Node*> pending;
   std::unordered_set<Node*> seen;
   const auto meet = [&](Node* node) {
@@ -19,8 +25,8 @@ void visit_graph(const std::vector<at::Tensor>& outputs, const std::function<boo
       pending.push_back(node);
     }
   };
-  for (const at::Tensor& output : outputs) {
-    meet(output.grad_fn().get());
+  for (const NodePtr& root : roots.nodes) {
+    meet(root.get());
   }
   while (!pending.empty()) {
     Node& node = *pending.back();
@@ -36,7 +42,7 @@ void visit_graph(const std::vector<at::Tensor>& outputs, const std::function<boo
 
 std::string find_older_node(const std::vector<at::Tensor>& outputs, std::uint64_t first) {
   std::string found;
-  visit_graph(outputs, [&](const Node& node) {
+  visit_graph(GraphRoots(outputs), [&](const Node& node) {
     // Accumulators (and our gradient sinks) carry the highest number of all.
     if (node.sequence_nr() < first) {
       found = node.name();

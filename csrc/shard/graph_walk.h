@@ -9,11 +9,19 @@
 #include <string>
 #include <vector>
 
+#include "shard/node_pointer.h"
+
 namespace bmtrain {
 
-/// Calls `visit` with each node that `outputs` lead to, once, until it returns false.
-void visit_graph(const std::vector<at::Tensor>& outputs,
-                 const std::function<bool(torch::autograd::Node&)>& visit);
+/// The nodes that made `outputs`, also when these have left the graph since.
+struct GraphRoots {
+  explicit GraphRoots(const std::vector<at::Tensor>& outputs);
+
+  std::vector<NodePtr> nodes;
+};
+
+/// Calls `visit` with each node that `roots` lead to, once, until it returns false.
+void visit_graph(const GraphRoots& roots, const std::function<bool(torch::autograd::Node&)>& visit);
 
 /// The sequence number that the next autograd node of this thread will get.
 [[nodiscard]] std::uint64_t next_node_number();

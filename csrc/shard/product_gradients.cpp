@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "shard/gradient_sink.h"
-#include "shard/graph_walk.h"
 
 namespace bmtrain {
 namespace {
@@ -44,10 +43,10 @@ Product product_of(Node* node) {
   return {nullptr, nullptr, 0};
 }
 
-/// The nodes that `outputs` lead to, with how many edges lead to each.
-std::unordered_map<Node*, int> edges_into(const std::vector<at::Tensor>& outputs) {
+/// The nodes that `roots` lead to, with how many edges lead to each.
+std::unordered_map<Node*, int> edges_into(const GraphRoots& roots) {
   std::unordered_map<Node*, int> counts;
-  visit_graph(outputs, [&counts](Node& node) {
+  visit_graph(roots, [&counts](Node& node) {
     counts.try_emplace(&node, 0);
     for (const Edge& edge : node.next_edges()) {
       if (edge.is_valid()) {
@@ -59,9 +58,11 @@ std::unordered_map<Node*, int> edges_into(const std::vector<at::Tensor>& outputs
   return counts;
 }
 
+/// Whether somebody sees what comes into the node or what it makes. Hooks of a tensor come before both.
+bool is_watched(Node& node) { return !(node.pre_hooks().empty() && node.post_hooks().empty()); }
+
 bool has_hooks(Node& node) {
-  return !(node.tensor_pre_hooks().empty() && node.pre_hooks().empty() && node.post_hooks().empty() &&
-           node.retains_grad_hooks().empty());
+  return is_watched(node) || !(node.tensor_pre_hooks().empty() && node.retains_grad_hooks().empty());
 }
 
 /// Makes the gradient of a parameter, when that of the product has come.
@@ -112,17 +113,17 @@ Way way_to_sink(const Edge& first, const std::unordered_map<Node*, int>& edges) 
 
 }  // namespace
 
-std::int64_t write_products_in_place(const std::vector<at::Tensor>& outputs, bool packed) {
+std::int64_t write_products_in_place(const GraphRoots& roots, bool packed) {
   // Who watches single operations sees those that autograd makes.
   if (AnomalyMode::is_enabled() || at::autocast::is_autocast_enabled(at::kCPU) ||
       c10::impl::TorchDispatchModeTLS::any_modes_set()) {
     return 0;
   }
-  const std::unordered_map<Node*, int> edges = edges_into(outputs);
+  const std::unordered_map<Node*, int> edges = edges_into(roots);
   std::vector<Product> products;  // first all: transposes end with the edges to them
   for (const auto& [node, count] : edges) {
     const Product product = product_of(node);
-    if (product.node != nullptr && (packed || !product.other->has_hooks()) && !has_hooks(*node)) {
+    if (product.node != nullptr && (packed || !product.other->has_hooks()) && !is_watched(*node)) {
       products.push_back(product);
     }
   }

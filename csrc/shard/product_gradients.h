@@ -7,20 +7,19 @@
 // lead to a sink and nowhere else are found. The edge to the sink is taken away, so that autograd's node
 // leaves the product out, and a hook of the node makes it instead, with the same call on the same operands
 // and so with the same bits, in the flat buffer. What the graph does otherwise is left to autograd: weights
-// used twice, results in another dtype, nodes with hooks of their own, detect_anomaly(). A tensor that
-// saved-tensor hooks have packed is unpacked twice, here and by autograd's node: for those of a block that
-// recomputes, a look into a list; one that waits on the host is left to autograd.
+// used twice, results in another dtype, nodes that somebody watches, detect_anomaly(). A tensor that
+// saved-tensor hooks have packed is unpacked twice, here and by autograd's node: for those of a block itself
+// a look into a list; one that waits on the host is left to autograd.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
-#include <vector>
+
+#include "shard/graph_walk.h"
 
 namespace bmtrain {
 
-/// Lets the products in the graph of `outputs` write in place, see [Note: Products in place]; with `packed`
+/// Lets the products in the graph of `roots` write in place, see [Note: Products in place]; with `packed`
 /// also those that have to unpack for it what they were taken with. On the CPU. Returns how many did not yet.
-std::int64_t write_products_in_place(const std::vector<at::Tensor>& outputs, bool packed);
+std::int64_t write_products_in_place(const GraphRoots& roots, bool packed);
 
 }  // namespace bmtrain

@@ -20,6 +20,11 @@ from bmtrain.wrapper import model_wrapper_dispatch
 SIZE = 24
 
 
+class Product(torch.nn.Module):
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, weight)
+
+
 class Weights(torch.nn.Module):
     """A square matrix, a row, and a bias; ``function(module, x)`` is its forward."""
 
@@ -28,6 +33,7 @@ class Weights(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.randn(SIZE, SIZE))
         self.row = torch.nn.Parameter(torch.randn(1, SIZE))
         self.bias = torch.nn.Parameter(torch.randn(SIZE))
+        self.inner = Product()
         self.function = function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -66,6 +72,33 @@ def hooked(module: Weights, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def watched(module: Weights, x: torch.Tensor) -> torch.Tensor:
+    y = F.linear(x, module.weight)
+    y.grad_fn.register_prehook(lambda grads: (2 * grads[0],))
+    return y
+
+
+def inside(module: Weights, x: torch.Tensor) -> torch.Tensor:
+    return module.inner(x, module.weight)
+
+
+def look(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+    assert output.shape
+
+
+kept: list[torch.Tensor] = []
+
+
+def keep(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+    kept.append(output)
+
+
+def train_with_kept(model: torch.nn.Module, loss: torch.Tensor) -> None:
+    loss = loss + kept.pop().square().sum()
+    loss.backward()
+    kept.clear()
+
+
 def autocast(module: Weights, x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", torch.float16):
         return F.linear(x, module.weight).float()
@@ -73,13 +106,14 @@ def autocast(module: Weights, x: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """``products``: how many are written in place, in one backward."""
+    """``products``: how many are written in place, in one backward; ``hook``: of the inner module's forward."""
 
     forward: Callable[[Any, torch.Tensor], torch.Tensor]
     products: int
     train: Callable[[torch.nn.Module, torch.Tensor], None] = lambda model, loss: loss.backward()
     dims: tuple[int, ...] = (6, SIZE)
     policy: dict[str, Any] = dataclasses.field(default_factory=dict)
+    hook: Callable[[torch.nn.Module, Any, torch.Tensor], None] | None = None
 
 
 def linear(module: Weights, x: torch.Tensor) -> torch.Tensor:
@@ -100,14 +134,21 @@ CASES = {
     "transposed once, used twice": Case(lambda m, x: (lambda t: x @ t + x.tanh() @ t)(m.weight.t()), 0),
     "weight in a sum too": Case(lambda m, x: F.linear(x, m.weight) + m.weight.sum(), 0),
     "tensors packed by hooks": Case(saved, 0),
-    "result with a hook": Case(hooked, 0),
+    "result with a hook": Case(hooked, 1),
+    "node with a hook": Case(watched, 0),
     "under autocast": Case(autocast, 0),
     "recomputed": Case(linear, 1, policy={"recompute": "whole"}),
     "recomputed selectively": Case(linear, 1, policy={"recompute": "selective"}),
     "recomputed, packed by hooks": Case(saved, 1, policy={"recompute": "whole"}),
     "recomputed, backward twice": Case(linear, 1, train_twice, policy={"recompute": "whole"}),
     "recomputed, parameter with a hook": Case(linear, 1, train_hooked, policy={"recompute": "whole"}),
-    "recomputed, result with a hook": Case(hooked, 0, policy={"recompute": "whole"}),
+    "recomputed, result with a hook": Case(hooked, 1, policy={"recompute": "whole"}),
+    "module with a hook": Case(inside, 1, hook=look),
+    "recomputed, module with a hook": Case(inside, 1, policy={"recompute": "whole"}, hook=look),
+    "module with a hook that keeps": Case(inside, 1, train_with_kept, hook=keep),
+    "recomputed, module with a hook that keeps": Case(
+        inside, 1, train_with_kept, policy={"recompute": "whole"}, hook=keep
+    ),
     "backward twice": Case(linear, 1, train_twice),
     "parameter with a hook": Case(linear, 1, train_hooked),
     "operations watched": Case(linear, 0, train_watched),
@@ -120,8 +161,8 @@ def gradients(model: torch.nn.Module, case: Case, dtype: torch.dtype) -> dict[st
     found: list[int] = []
     original = _C.write_products_in_place
 
-    def counting(outputs: Any, packed: bool) -> int:
-        found.append(original(outputs, packed))
+    def counting(roots: Any, packed: bool) -> int:
+        found.append(original(roots, packed))
         return found[-1]
 
     _C.write_products_in_place = counting
@@ -145,6 +186,9 @@ def compare(name: str, dtype: torch.dtype) -> None:
         model_wrapper_dispatch(Weights(case.forward).to(dtype)),
         policy=bmt.BlockPolicy(**{"recompute": "off", **case.policy}),
     )
+    if case.hook is not None:
+        for model in (plain, block):
+            model.inner.register_forward_hook(case.hook)
     expected, found = gradients(plain, case, dtype), gradients(block, case, dtype)
     assert expected.pop("products") == 0
     assert found.pop("products") == case.products
