@@ -27,8 +27,8 @@ using torch::autograd::generated::TBackward0;
 /// A product that was taken with a parameter: its node, and what is needed for the parameter's gradient.
 struct Product {
   Node* node;
-  const SavedVariable* other;  // what the parameter was multiplied with, from the left
-  std::size_t input;           // which of the node's inputs the parameter is
+  SavedVariable* other;  // what the parameter was multiplied with, from the left
+  std::size_t input;     // which of the node's inputs the parameter is
 };
 
 /// Products without a factor only: node == nullptr is none.
@@ -68,13 +68,16 @@ bool has_hooks(Node& node) {
 /// Makes the gradient of a parameter, when that of the product has come.
 class MakeGradient final : public torch::autograd::FunctionPreHook {
  public:
-  MakeGradient(const NodePtr& node, const SavedVariable* other, NodePtr sink, bool is_transposed)
+  MakeGradient(const NodePtr& node, SavedVariable* other, NodePtr sink, bool is_transposed)
       : node_(node), other_(other), sink_(std::move(sink)), is_transposed_(is_transposed) {}
 
   variable_list operator()(const variable_list& gradients) override {
     const at::Tensor& gradient = gradients.at(0);
     if (gradient.defined()) {
       const at::Tensor other = other_->unpack(node_.lock());
+      if (other_->has_hooks()) {
+        *other_ = SavedVariable(other, false);  // the node unpacks it too, and some hooks can do so only once
+      }
       // The two forms that the gradient of mm() has, by the layout of what was multiplied with.
       const at::Tensor left = is_transposed_ ? gradient.t() : other.t();
       const at::Tensor& right = is_transposed_ ? other : gradient;
@@ -85,7 +88,7 @@ class MakeGradient final : public torch::autograd::FunctionPreHook {
 
  private:
   NodeTraits<NodePtr>::Weak node_;  // owns this hook
-  const SavedVariable* other_;
+  SavedVariable* other_;
   NodePtr sink_;
   bool is_transposed_;
 };

@@ -8,8 +8,8 @@
 // leaves the product out, and a hook of the node makes it instead, with the same call on the same operands
 // and so with the same bits, in the flat buffer. What the graph does otherwise is left to autograd: weights
 // used twice, results in another dtype, nodes that somebody watches, detect_anomaly(). A tensor that
-// saved-tensor hooks have packed is unpacked twice, here and by autograd's node: for those of a block itself
-// a look into a list; one that waits on the host is left to autograd.
+// saved-tensor hooks have packed is unpacked here, and autograd's node finds it unpacked: hooks like those of
+// torch.utils.checkpoint refuse a second time. One that waits on the host is left to autograd.
 #pragma once
 
 #include <cstdint>

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import run_ranks
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import bmtrain as bmt
@@ -64,6 +65,10 @@ def train_for_anomalies(model: torch.nn.Module, loss: torch.Tensor) -> None:
 def saved(module: Weights, x: torch.Tensor) -> torch.Tensor:
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
         return F.linear(x, module.weight)
+
+
+def checkpointed(module: Weights, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(lambda x: F.linear(x, module.weight), x, use_reentrant=False)
 
 
 def hooked(module: Weights, x: torch.Tensor) -> torch.Tensor:
@@ -140,6 +145,8 @@ CASES = {
     "recomputed": Case(linear, 1, policy={"recompute": "whole"}),
     "recomputed selectively": Case(linear, 1, policy={"recompute": "selective"}),
     "recomputed, packed by hooks": Case(saved, 1, policy={"recompute": "whole"}),
+    "recomputed, recomputed within": Case(checkpointed, 1, policy={"recompute": "whole"}),
+    "recomputed within": Case(checkpointed, 0),
     "recomputed, backward twice": Case(linear, 1, train_twice, policy={"recompute": "whole"}),
     "recomputed, parameter with a hook": Case(linear, 1, train_hooked, policy={"recompute": "whole"}),
     "recomputed, result with a hook": Case(hooked, 1, policy={"recompute": "whole"}),
