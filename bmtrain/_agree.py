@@ -6,7 +6,8 @@ import builtins
 import ctypes
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -15,7 +16,14 @@ from . import _C, errors
 from ._comm import wire_device
 from .global_var import context
 
-__all__ = ["broadcast_json", "describe_error", "on_all_ranks", "on_rank_0", "raise_together", "rebuild_error"]
+__all__ = [
+    "broadcast_json",
+    "describe_error",
+    "failing_together",
+    "on_all_ranks",
+    "on_rank_0",
+    "rebuild_error",
+]
 
 T = TypeVar("T")
 
@@ -48,7 +56,7 @@ def broadcast_json(value: T, root: int = 0, label: str = "", comm: _C.Communicat
     return received
 
 
-def raise_together(error: Exception | None, label: str = "") -> None:
+def _raise_together(error: Exception | None, label: str = "") -> None:
     """Raises on every rank if one rank has an error: that of the lowest such rank, class and text alike. Collective.
 
     Follows every step that a single rank can fail, before the next collective.
@@ -67,6 +75,17 @@ def raise_together(error: Exception | None, label: str = "") -> None:
             raise rebuild_error(told) from error  # type: ignore[arg-type]
     if error is not None:
         raise error
+
+
+@contextmanager
+def failing_together(label: str) -> Iterator[None]:
+    """Around what any rank may fail at alone, whatever the error: at its end all raise it. Collective."""
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    _raise_together(problem, label)
 
 
 def on_rank_0(function: Callable[[], T], label: str = "") -> T | None:
@@ -89,7 +108,7 @@ def on_rank_0(function: Callable[[], T], label: str = "") -> T | None:
             job.join(pulse)
             running.fill_(job.is_alive())
         comm.broadcast(running, 0, label).wait()  # a sign of life: no wait is longer than the group's timeout
-    raise_together(None if job is None else job.error, label)
+    _raise_together(None if job is None else job.error, label)
     return None if job is None else job.result
 
 
@@ -112,7 +131,7 @@ def on_all_ranks(function: Callable[[], T], label: str = "") -> T:
         job.join(pulse)
         running.fill_(job.is_alive())
         comm.all_reduce(running, _C.ReduceOp.MAX, label).wait()
-    raise_together(job.error, label)
+    _raise_together(job.error, label)
     return job.result  # type: ignore[return-value]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from ._agree import broadcast_json, raise_together
+from ._agree import broadcast_json, failing_together
 from ._comm import wire_device
 from .global_var import context
 from .parameter import DistributedParameter, shard_of
@@ -149,14 +149,10 @@ class DistributedStateDictWrapper(Mapping[str, Any]):
         entries: list[Any] = []
         metadata: Any = None
         nested: list[torch.Tensor] = []  # inside values that are no tensors themselves
-        error: Exception | None = None
-        if is_source:
-            try:
+        with failing_together(_LABEL):
+            if is_source:
                 entries = [(key, _entry(key, value, nested)) for key, value in _items(state_dict)]
                 metadata = encode(getattr(state_dict, "_metadata", None), nested)
-            except Exception as problem:
-                error = problem
-        raise_together(error, _LABEL)
         entries, metadata, nested_specs = broadcast_json(
             (entries, metadata, [_spec(tensor) for tensor in nested]), label=_LABEL
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ._agree import on_rank_0, raise_together
+from ._agree import failing_together, on_rank_0
 from ._archive import read_archive
 from ._atomic_file import AtomicFile
 from ._engine.outline import outline_of
@@ -113,13 +113,9 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike[str], strict: bool
     state = on_rank_0(lambda: read_archive(os.fspath(file_name)), "load")
     install_hooks_below(model)
     wrapper = DistributedStateDictWrapper(state or {})
-    problem: Exception | None = None
-    try:
+    with failing_together("load"):
         if not loads_by_itself(model):
             check_model_state(model, outline_of(model).entries, wrapper, strict)
-    except Exception as error:
-        problem = error
-    raise_together(problem, "load")
     return model.load_state_dict(wrapper, strict=strict)
 
 
@@ -135,10 +131,9 @@ def _check_arguments(model: object, file_name: object) -> None:
 
 def _full_state(model: torch.nn.Module, copy: bool) -> dict[str, Any]:
     """The model's state on rank 0, on the CPU; empty elsewhere. With ``copy``, nothing in it changes with the model."""
-    error: Exception | None = None
     state: dict[str, Any] = {}
     install_hooks_below(model)
-    try:
+    with failing_together("save"):
         with collecting(keeps=context("save").topology.rank == 0) as collection:
             state = model.state_dict()
         if collection.keeps:
@@ -146,9 +141,6 @@ def _full_state(model: torch.nn.Module, copy: bool) -> dict[str, Any]:
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and not collection.holds(value):
                     state[key] = _on_cpu(value, copy, copies)
-    except Exception as problem:
-        error = problem
-    raise_together(error, "save")
     return state
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._agree import on_all_ranks, raise_together
+from ._agree import failing_together, on_all_ranks
 from ._engine.outline import outline_of
 from ._model_check import check_model_state
 from ._safetensors import SafetensorsFile, locate_tensors, write_folder, write_safetensors
@@ -70,17 +70,13 @@ def load(
     finish_background_save()
     files = on_all_ranks(lambda: locate_tensors(path), "weights.load")
     given: dict[str, _Stored] = {}
-    problem: Exception | None = None
     buffers: list[_MetaBuffer] = []
-    try:
+    with failing_together("weights.load"):
         given = {key: _Stored(files[name], name) for name, key in _renamed(files, rename, "load")}
         own = outline_of(model).entries
         _add_ties(given, own)
         check_model_state(model, own, given, strict)
         buffers = _make_buffers(model)
-    except Exception as error:
-        problem = error
-    raise_together(problem, "weights.load")
     result = model.load_state_dict(given, strict=strict)
     empty = [str(buffer) for buffer in buffers if not buffer.is_filled()]
     if empty:
@@ -231,14 +227,12 @@ def save(
         raise TypeError(f"weights.save: expected tensors alone, got other values in {', '.join(others)}")
     named = {id(value): key for key, value in reversed(own.items())}  # the first of several names
     gathering = _Gathering({key: own[key] for key in own if named[id(own[key])] == key})
-    problem: Exception | None = None
-    if context().topology.rank == 0:
+    with failing_together("weights.save"):
         try:
-            gathering.write(Path(path), max_shard_size)
-        except Exception as error:
-            problem = error
-    gathering.read_rest()
-    raise_together(problem, "weights.save")
+            if context().topology.rank == 0:
+                gathering.write(Path(path), max_shard_size)
+        finally:
+            gathering.read_rest()
 
 
 class _Gathering:

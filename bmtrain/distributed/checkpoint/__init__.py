@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ..._agree import broadcast_json, on_rank_0, raise_together
+from ..._agree import broadcast_json, failing_together, on_rank_0
 from ..._arguments import require_integer, require_path
 from ...global_var import context
 from ...store import finish_background_save
@@ -163,7 +163,8 @@ def load(
         return _load_file(found, model, optim, strict)
     manifest = open_manifest(found)
     with Reader(found, manifest) as reader:
-        loading = _prepare(reader, model, optim, schedulers, strict, random)
+        with failing_together("checkpoint.load"):
+            loading = Loading(reader, model, optim, schedulers, strict, random)
         loading.check()
         loading.apply()
         data = loading.data()
@@ -191,18 +192,6 @@ def _check_parts(model: Any, optim: Any, schedulers: Iterable[Any]) -> list[Any]
         if not (scheduler is None or callable(getattr(scheduler, "state_dict", None))):
             raise TypeError(f"schedulers: expected ones with state_dict(), got {scheduler!r:.80}")
     return found
-
-
-def _prepare(reader: Reader, *arguments: Any) -> Loading:
-    problem: Exception | None = None
-    loading: Any = None
-    try:
-        loading = Loading(reader, *arguments)
-    except Exception as error:
-        problem = error
-    raise_together(problem, "checkpoint.load")
-    ready: Loading = loading
-    return ready
 
 
 def _load_file(path: Path, model: torch.nn.Module | None, optim: Any, strict: bool) -> Checkpoint:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..._agree import broadcast_json, on_all_ranks, on_rank_0, raise_together
+from ..._agree import broadcast_json, failing_together, on_all_ranks, on_rank_0
 from ..._engine.outline import outline_of
 from ..._model_check import check_model_state
 from ...global_var import context
@@ -81,12 +81,8 @@ class Loading:
             RuntimeError: keys or shapes of the model differ.
             ValueError: the optimizers differ.
         """
-        problem: Exception | None = None
-        try:
+        with failing_together(_LABEL):
             self._request_all()
-        except Exception as error:
-            problem = error
-        raise_together(problem, _LABEL)
         on_all_ranks(self._reader.verify, _LABEL)
 
     def _request_all(self) -> None:
@@ -163,8 +159,7 @@ class Loading:
 
     def apply(self) -> None:
         """Loads. Collective."""
-        problem: Exception | None = None
-        try:
+        with failing_together(_LABEL):
             if self._model is not None and self._state is not None:
                 self._model.load_state_dict(self._state, strict=self._strict)
             if isinstance(self._optim, OptimManager):
@@ -179,9 +174,6 @@ class Loading:
                         scheduler.load_state_dict(state)
             if self._random and self._random_state is not None:
                 set_random_state(self._reader.value(self._random_state))
-        except Exception as error:
-            problem = error
-        raise_together(problem, _LABEL)
 
     def extra(self) -> Any:
         """What the user added."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..._agree import broadcast_json, on_all_ranks, on_rank_0, raise_together
+from ..._agree import broadcast_json, failing_together, on_all_ranks, on_rank_0
 from ...global_var import context
 from ...store import SaveHandle
 from .snapshot import Snapshot, take_snapshot
@@ -95,13 +95,8 @@ def start_saving(
 ) -> CheckpointHandle:
     """See :func:`bmtrain.distributed.checkpoint.save`. Collective."""
     current = context(_LABEL)
-    problem: Exception | None = None
-    snapshot = Snapshot()
-    try:
+    with failing_together(_LABEL):
         snapshot = take_snapshot(model, optim, schedulers, data, extra)
-    except Exception as error:
-        problem = error
-    raise_together(problem, _LABEL)
     snapshot.keep_what_differs()
     save = broadcast_json(os.urandom(5).hex(), label=_LABEL)
     gone = list if current.watch is None else current.watch.suspicion.ranks
