@@ -88,9 +88,8 @@ class DistributedTensorWrapper:
         current = context()
         group = param._spec.group
         comm = current.groups["zero"].comm
-        if (
-            group.size != comm.size
-        ):  # tensor-parallel or a pipeline stage: the parts depend on more than the rank
+        # Tensor-parallel or a pipeline stage: the parts depend on more than the rank.
+        if group.size != comm.size:
             return shard_of(param, self.broadcast()).to(param.dtype, copy=True)
         if self._tensor is not None:
             flat = self._tensor.detach().reshape(-1)

@@ -197,7 +197,6 @@ def _reset_peaks(current: Any) -> None:
     if current.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(current.device)
     else:
-        with contextlib.suppress(
-            OSError
-        ):  # where there is no such file, the peak is that of the whole process
+        # Where there is no such file, the peak is that of the whole process.
+        with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")

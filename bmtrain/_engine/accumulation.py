@@ -34,9 +34,8 @@ class Accumulation:
         self._depth = 0
         self._blocks: dict[int, BlockRuntime] = {}  # by number: with gradients that have not been sent
         self._gathered: dict[int, BlockRuntime] = {}  # that stay gathered in this window
-        self._outside: dict[
-            int, tuple[DistributedParameter, torch.Tensor]
-        ] = {}  # by the parameter's identity
+        # By the identity of the parameter.
+        self._outside: dict[int, tuple[DistributedParameter, torch.Tensor]] = {}
 
     @property
     def is_on(self) -> bool:

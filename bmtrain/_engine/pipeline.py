@@ -61,9 +61,8 @@ class PipelineCall:
         self.returns_states = returns_states
         self.is_first = pipe.rank == 0
         self.is_last = pipe.rank == pipe.size - 1
-        self.states: list[
-            list[torch.Tensor]
-        ] = []  # per micro-batch: each layer's input, then the stage's output
+        # Per micro-batch: each layer's input, then the stage's output.
+        self.states: list[list[torch.Tensor]] = []
         self.is_spent = False
         recorder = active_recorder.get()
         self.recordings = None if recorder is None else StageRecordings(pipe, recorder)

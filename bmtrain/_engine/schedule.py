@@ -55,9 +55,8 @@ class Schedule:
         self._followers: dict[tuple[Event | None, Event], _Follower] = {}
         self._follower: _Follower | None = None  # of the last two
         self._ahead: BlockRuntime | None = None
-        self._late: BlockRuntime | None = (
-            None  # to be gathered ahead once the present block has been launched
-        )
+        # To be gathered ahead once the present block has been launched.
+        self._late: BlockRuntime | None = None
         #: The number that the next block gets, in order of construction.
         self.next_number = 0
 

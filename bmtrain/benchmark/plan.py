@@ -152,9 +152,8 @@ class _Training:
 
 
 def _measure_time(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    torch.set_flush_denormal(
-        True
-    )  # what communicators that move nothing leave in memory is not made slow by them
+    # What communicators that move nothing leave in memory is not made slow by them.
+    torch.set_flush_denormal(True)
     pairs = []
     machines = []
     for policy in arguments.policies:

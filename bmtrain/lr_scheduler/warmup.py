@@ -107,9 +107,8 @@ class WarmupLRScheduler:
         lr = self.get_lr()
         self.current_lr = lr
         for group in self.optimizer.param_groups:
-            if isinstance(
-                group.get("lr"), torch.Tensor
-            ):  # a captured optimizer reads the tensor it was given
+            # A captured optimizer reads the tensor it was given.
+            if isinstance(group.get("lr"), torch.Tensor):
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr

@@ -44,9 +44,8 @@ def parameters_of(param_groups: Iterable[Any]) -> Iterator[Tensor]:
     seen: set[int] = set()
     for group in (param_groups,) if isinstance(param_groups, (Tensor, Mapping)) else param_groups:
         for p in group["params"] if isinstance(group, Mapping) else (group,):
-            if not isinstance(
-                p, Tensor
-            ):  # on every rank alike: a rank that fails alone leaves the others waiting
+            # On every rank alike: a rank that fails alone leaves the others waiting.
+            if not isinstance(p, Tensor):
                 raise TypeError(
                     f"param_groups: expected parameters or dicts of them, got {p!r:.80} ({type(p).__name__})"
                 )

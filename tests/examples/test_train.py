@@ -191,9 +191,8 @@ def test_resumed_equals_uninterrupted(tmp_path: Path, text: Path, dtype: str) ->
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     succeed(2, "train.py", *options, "--out", whole)
     shutil.copytree(whole, cut)
-    shutil.rmtree(
-        cut / "checkpoints" / "step-0000009"
-    )  # as if it had ended after step 6, its log going on a bit
+    # As if it had ended after step 6, its log going on a bit.
+    shutil.rmtree(cut / "checkpoints" / "step-0000009")
     output = succeed(2, "train.py", *options, "--out", cut, "--resume")
     assert "resumed from" in output
     assert metrics(cut) == metrics(whole)

@@ -14,9 +14,8 @@ class Status(Enum):
     RETURNED = "returned"
     RAISED = "raised"
     DIED = "died"  # the process ended during the call
-    HUNG = (
-        "hung"  # still running at the limit, or when the grace period after another rank's failure was over
-    )
+    # Still running at the limit, or when the grace period after another rank's failure was over.
+    HUNG = "hung"
 
 
 @dataclass

@@ -17,9 +17,8 @@ def peak_of(function: Callable[[], object]) -> int:
 
     Call it once before, on something small, so that code which is loaded at first use is there.
     """
-    ctypes.CDLL(None).malloc_trim(
-        0
-    )  # what is free at the end of the heap would be used, and kept, by some ranks
+    # What is free at the end of the heap would be used, and kept, by some ranks.
+    ctypes.CDLL(None).malloc_trim(0)
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     function()

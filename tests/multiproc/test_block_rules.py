@@ -254,9 +254,8 @@ def left_behind() -> None:
             y = block(x).sum()
             y.backward(retain_graph=True)
             before = [p.grad.clone() for p in block.parameters()]
-            clear = (
-                "return it as a further result" if recompute or of_input else None
-            )  # else a kernel's own words
+            # Else a kernel's own words.
+            clear = "return it as a further result" if recompute or of_input else None
             with pytest.raises(RuntimeError, match=clear):
                 block.left.backward()
             assert are_shards(block) and all(map(torch.equal, before, (p.grad for p in block.parameters())))
@@ -328,9 +327,8 @@ def momentum() -> None:
     blocks = [bmt.Block(layer) for layer in model]
     x = torch.randn(2, 6)
 
-    def step(
-        layers: Any,
-    ) -> torch.Tensor:  # the target follows between the two forwards, as in momentum contrast
+    def step(layers: Any) -> torch.Tensor:
+        # The target follows between the two forwards, as in momentum contrast.
         query = layers[1](layers[0](x))
         with torch.no_grad():
             for source, target in zip(layers[:2], layers[2:], strict=True):

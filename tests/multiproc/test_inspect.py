@@ -95,9 +95,8 @@ def assert_close(actual: torch.Tensor | None, expected: torch.Tensor | None, wha
 @pytest.mark.parametrize("loss_of", ["inside", "middle", "both", "twice"])
 @pytest.mark.parametrize("world", (1, 2))
 def test_bc68_recorded_tensors_are_part_of_the_graph(world, loss_of):
-    run_ranks(
-        world, check_recorded, loss_of, fresh=True
-    )  # passes without backward would show in counts of buffers
+    # Passes without backward would show in counts of buffers.
+    run_ranks(world, check_recorded, loss_of, fresh=True)
 
 
 def check_recorded(loss_of: str) -> None:

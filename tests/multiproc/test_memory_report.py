@@ -95,9 +95,8 @@ def test_report_says_what_each_phase_holds(case):
         assert built.parameters == backward.parameters == share + outside
         assert (built.gradients, built.optimizer, built.activations) == (0, 0, 0)
         assert backward.gradients == share + outside
-        assert (
-            2 * (share + outside) <= backward.optimizer <= 2 * (share + outside) + 64 * 1024
-        )  # ranges start apart
+        # Ranges start apart.
+        assert 2 * (share + outside) <= backward.optimizer <= 2 * (share + outside) + 64 * 1024
         assert forward.gathered == after_forward
         assert waiting.gathered == between
         assert (forward.unreduced, waiting.unreduced, backward.unreduced) == (0, unreduced, 0)

@@ -241,9 +241,8 @@ def test_16_bit_equals_plain_pytorch(dtype: torch.dtype, loss_scale: float | Non
     ours = sharded_run(world, dtype=dtype, loss_scale=loss_scale)
     assert ours.scales == whole.scales
     assert ours.losses[-1] < ours.losses[0]
-    if (
-        loss_scale is not None
-    ):  # chosen so that the first steps overflow, on every rank, and later ones do not
+    # Chosen so that the first steps overflow, on every rank, and later ones do not.
+    if loss_scale is not None:
         assert whole.scales[0] > whole.scales[2] > whole.scales[-1] == whole.scales[-8]
     if world == 1:
         assert ours.losses == whole.losses

@@ -185,9 +185,8 @@ def what_a_forward_sees(dtype: torch.dtype) -> None:
         for _ in range(2):
             seen.clear()
             block(torch.ones(1, requires_grad=True)).sum().backward()
-            wanted = (
-                stored.to(wire).float() if dtype == torch.float32 else stored
-            )  # others travel as they are
+            # Others travel as they are.
+            wanted = stored.to(wire).float() if dtype == torch.float32 else stored
             assert len(seen) == 2  # the forward, and that of backward
             for value in seen:
                 assert value.dtype == dtype

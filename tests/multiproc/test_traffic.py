@@ -196,18 +196,16 @@ def gradients_come_and_go() -> None:
         manager.backward(loss)
         seen.append([group.gradient_shard.clone() for group in groups if group.gradient_shard is not None])
         of_parameters = sum(float(p.grad.abs().sum()) for p in model.parameters() if p.grad is not None)
-        assert sum(float(flat.abs().sum()) for flat in seen[-1]) == pytest.approx(
-            of_parameters
-        )  # gaps are zero
+        # Gaps are zero.
+        assert sum(float(flat.abs().sum()) for flat in seen[-1]) == pytest.approx(of_parameters)
     assert seen[0]
     for later in seen[1:]:
         assert all(torch.equal(one, other) for one, other in zip(seen[0], later, strict=True))
     kept = [p.grad for p in model.parameters()]
     manager.zero_grad()
     manager.backward(model(x).sum())
-    assert all(
-        p.grad is grad for p, grad in zip(model.parameters(), kept, strict=True)
-    )  # filled, not dropped
+    # Filled, not dropped.
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), kept, strict=True))
 
 
 @pytest.mark.parametrize("world", [1, 2])

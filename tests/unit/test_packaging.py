@@ -77,9 +77,8 @@ def test_missing_core_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> N
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     monkeypatch.setattr(importlib, "import_module", find_nothing)
-    with pytest.raises(
-        ImportError, match="another folder; else run `pip install -e"
-    ):  # as somebody does in a clone
+    # As somebody does in a clone.
+    with pytest.raises(ImportError, match="another folder; else run `pip install -e"):
         _build.load_extension()
     monkeypatch.setattr(_build, "__file__", "/usr/lib/python3/site-packages/bmtrain/_build.py")
     with pytest.raises(

@@ -128,9 +128,8 @@ def remove_old(folder: Path, keep: int) -> None:
     for path in _steps(folder):
         if path in kept:
             remove_unreferenced(path)
-        elif (
-            kept
-        ):  # never the last ones: if none is known to be good, nobody knows what somebody may still rescue
+        elif kept:
+            # Never the last ones: if none is known to be good, nobody knows what somebody may still rescue.
             remove_checkpoint(path)
 
 
