@@ -70,7 +70,7 @@ class SafetensorsFile:
         """Elements of a flattened tensor, 1-D, in memory of its own; by default all."""
         place = self.places[name]
         count = math.prod(place.shape) - begin if count is None else count
-        values = torch.empty(count, dtype=place.dtype)
+        values = torch.empty(count, dtype=place.dtype, device="cpu")
         if count:
             out = bytes_of(values)
             with open(self.path, "rb", buffering=0) as file:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import io
 import re
 import shutil
 import sys
 import textwrap
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
-__all__ = ["CommandParser", "columns", "fold"]
+__all__ = ["CommandParser", "columns", "fold", "print_whole"]
 
 
 def columns(stream: IO[str] | None = None) -> int | None:
@@ -34,6 +35,25 @@ def fold(line: str, indent: int, width: int | None) -> str:
             line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
         )
     )
+
+
+def print_whole(*values: Any, **options: Any) -> None:
+    """`print`, in one call of ``write``.
+
+    torchrun starts ranks with ``python -u``, where `print` writes each piece by itself and lines of several ranks mix.
+
+    Example:
+        >>> print_whole("rank", 0, sep=" ")
+        rank 0
+    """
+    file = options.pop("file", None) or sys.stdout
+    flush = options.pop("flush", False)
+    text = io.StringIO()
+    print(*values, file=text, **options)
+    if file is not None:
+        file.write(text.getvalue())
+        if flush:
+            file.flush()
 
 
 class _HelpFormatter(argparse.HelpFormatter):

@@ -22,7 +22,7 @@ import torch
 from . import _context
 from ._checkup import Check, Surroundings, check_up
 from ._checkup.gpus import prove, run_on_all_gpus
-from ._terminal import columns, fold
+from ._terminal import columns, fold, print_whole
 
 __all__ = ["API", "MODULES", "Finding", "add_arguments", "check_api", "run", "run_checks", "run_proof"]
 
@@ -274,7 +274,7 @@ def run_proof(here: Surroundings) -> int:
     context = _context.current()
     if context is not None and context.topology.rank == 0:
         devices = f"{context.topology.world_size} x {context.device.type}, {context.backend}"
-        print(f"VERDICT: {'NOT proven' if problems else 'proven'} on {devices}", flush=True)
+        print_whole(f"VERDICT: {'NOT proven' if problems else 'proven'} on {devices}", flush=True)
     return 1 if problems else 0
 
 
@@ -294,8 +294,8 @@ def _report(here: Surroundings, checks: Iterable[Check]) -> int:
         if check.is_problem:
             lines.append(f"{mark}{'':<8}{'remedy:':<15}{check.remedy}")
         for line in lines:
-            print(fold(line, len(mark) + 23, columns()), flush=True)
-    print(f"{mark}{problems} problem{'' if problems == 1 else 's'}", flush=True)
+            print_whole(fold(line, len(mark) + 23, columns()), flush=True)
+    print_whole(f"{mark}{problems} problem{'' if problems == 1 else 's'}", flush=True)
     return problems
 
 

@@ -13,6 +13,7 @@ import torch
 from . import _context, global_var
 from ._arguments import require_integer, require_number, require_tensor
 from ._host_memory import resident_bytes
+from ._terminal import print_whole
 
 __all__ = [
     "AverageRecorder",
@@ -56,7 +57,7 @@ def print_rank(*args: Any, rank: int = 0, **kwargs: Any) -> None:
         >>> print_rank("nobody is rank 7", rank=7)
     """
     if global_var.rank() == rank:
-        print(*args, **kwargs)
+        print_whole(*args, **kwargs)
 
 
 def print_block(title: str, content: str | None = None, file: TextIO | None = None) -> None:

@@ -131,7 +131,11 @@ class _Stored(DistributedTensorWrapper):
         self._read_into = param
         runs = list(spread_of(param).to_whole(*local_run(param)))
         parts = [self._file.read(self._name, begin, count) for begin, count in runs]
-        part = parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, dtype=self.dtype), *parts])
+        part = (
+            parts[0]
+            if len(parts) == 1
+            else torch.cat([torch.empty(0, dtype=self.dtype, device="cpu"), *parts])
+        )
         return part.to(context().device, param.dtype)
 
 

@@ -53,7 +53,7 @@ class CudaMover:
         self._stream = torch.cuda.Stream(device)
 
     def to_host(self, memory: torch.Tensor) -> torch.Tensor:
-        host = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)
+        host = torch.empty(memory.shape, dtype=memory.dtype, device="cpu", pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             host.copy_(memory, non_blocking=True)

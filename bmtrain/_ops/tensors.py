@@ -57,23 +57,29 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
         tensor([0.5000, 0.5000])
     """
     if tensors:
-        _ops.scale_(list(tensors), factor)
+        _ops.scale_(list(tensors), factor.to(tensors[0].device))
         torch.autograd.graph.increment_version(list(tensors))
 
 
 def squared_sum(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of the squares of all elements, a 0-dim fp64 tensor; finite if and only if every element is."""
-    return _tensor(_ops.squared_sum(list(tensors)) if tensors else torch.zeros((), dtype=torch.float64))
+    return _tensor(
+        _ops.squared_sum(list(tensors)) if tensors else torch.zeros((), dtype=torch.float64, device="cpu")
+    )
 
 
 def abs_max(tensors: Sequence[Tensor]) -> Tensor:
     """Return the largest magnitude, a 0-dim fp32 tensor: NaN if there is one, 0 without elements."""
-    return _tensor(_ops.abs_max(list(tensors)) if tensors else torch.zeros(()))
+    return _tensor(_ops.abs_max(list(tensors)) if tensors else torch.zeros((), device="cpu"))
 
 
 def abs_power_sum(tensors: Sequence[Tensor], p: float) -> Tensor:
     """Return the sum of ``|x| ** p`` for a finite p > 0, a 0-dim fp64 tensor. For p = 2 squared_sum is far faster."""
-    return _tensor(_ops.abs_power_sum(list(tensors), p) if tensors else torch.zeros((), dtype=torch.float64))
+    return _tensor(
+        _ops.abs_power_sum(list(tensors), p)
+        if tensors
+        else torch.zeros((), dtype=torch.float64, device="cpu")
+    )
 
 
 def has_inf_nan(tensors: Sequence[Tensor]) -> bool:

@@ -78,7 +78,7 @@ class Relaid(Source):
         if len(pieces) == 1:
             return self._read(pieces[0])
         dtype, shape = self.table[name]
-        value = torch.empty(shape, dtype=dtype)
+        value = torch.empty(shape, dtype=dtype, device="cpu")
         row = 0
         for piece in pieces:
             value[row : row + piece.shape[0]] = self._read(piece)

@@ -91,7 +91,7 @@ class AdamBase(ElementwiseOptimizer):
                 [u.state["exp_avg"] for u in now],
                 [u.state["exp_avg_sq"] for u in now],
                 [],
-                [torch.tensor(float(u.state["step"] - 1)) for u in now],
+                [torch.tensor(float(u.state["step"] - 1), device="cpu") for u in now],
                 # As torch.optim.Adam decides for plain parameters; it does not know ours.
                 foreach=now[0].param.is_cuda or None,
                 amsgrad=False,

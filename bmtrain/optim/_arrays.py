@@ -111,7 +111,7 @@ def gathered_state(optimizer: ElementwiseOptimizer) -> dict[int, dict[str, Any]]
         own = optimizer.state.get(p, {})
         entry: dict[str, Any] = {"step": step}
         for name in (*names, *([MASTER] if optimizer.has_master(p) else [])):
-            local = own[name] if name in own else torch.zeros(p.numel())
+            local = own[name] if name in own else torch.zeros(p.numel(), device="cpu")
             entry[name] = gather_flat(p, local.detach().reshape(-1).to("cpu", torch.float32, copy=True))
         gathered[index] = entry
     return gathered

@@ -109,8 +109,8 @@ def _on_host(tensor: Tensor, empty: bool = False) -> Tensor:
     if _is_on_host(tensor):
         return tensor
     if empty and not tensor.is_cuda:
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     if not tensor.is_cuda:
         return tensor.detach().to("cpu").contiguous()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return host if empty else host.copy_(tensor.detach(), non_blocking=True)

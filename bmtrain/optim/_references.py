@@ -171,12 +171,12 @@ class _Baseline:
     """What the counts are where there is nobody else: it depends on the versions of Python and torch."""
 
     def __init__(self) -> None:
-        sample = torch.nn.Parameter(torch.zeros(1))
-        sample.grad = torch.zeros(1)
+        sample = torch.nn.Parameter(torch.zeros(1, device="cpu"))
+        sample.grad = torch.zeros(1, device="cpu")
         self.gradient = sys.getrefcount(sample.grad)
         self.gradient = sys.getrefcount(sample.grad)  # from the second look on the object is kept
-        self.item = _item_references({"item": torch.zeros(1)}, "item")
-        self.storage = _raw_references(torch.zeros(1)) - 1
+        self.item = _item_references({"item": torch.zeros(1, device="cpu")}, "item")
+        self.storage = _raw_references(torch.zeros(1, device="cpu")) - 1
 
 
 @cache

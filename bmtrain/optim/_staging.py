@@ -57,8 +57,8 @@ class Staging:
         self._pinned = device.type == "cuda"
         # Apart, since gradients of one update may arrive while the parameters of the one that had the slot before are
         # still read.
-        self._gradients = [torch.empty(0, dtype=torch.uint8) for _ in range(SLOTS)]
-        self._parameters = [torch.empty(0, dtype=torch.uint8) for _ in range(SLOTS)]
+        self._gradients = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(SLOTS)]
+        self._parameters = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(SLOTS)]
         self._next = 0
 
     @property
@@ -68,7 +68,7 @@ class Staging:
 
     def allocate(self, nbytes: int) -> Tensor:
         """Host memory that the device reaches, of bytes."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
 
     def send_number(self, number: Tensor) -> _C.SentNumber:
         """Lets a number of the device come to the host."""

@@ -134,7 +134,7 @@ def _whole(p: Tensor, own: Any, description: dict[str, Any]) -> Any:
     if own is not None or description["kind"] == "local":
         return own
     if description["kind"] == "scalar":
-        return torch.tensor(description["value"], dtype=getattr(torch, description["dtype"]))
+        return torch.tensor(description["value"], dtype=getattr(torch, description["dtype"]), device="cpu")
     return description["value"]
 
 

@@ -83,7 +83,11 @@ def _blocks_of(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _fake(value: Any) -> Any:
-    return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+    return (
+        torch.zeros(value.shape, dtype=value.dtype, device="cpu")
+        if isinstance(value, torch.Tensor)
+        else value
+    )
 
 
 def _shape(param: torch.Tensor) -> torch.Size:

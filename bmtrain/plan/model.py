@@ -354,6 +354,6 @@ def gpt2(
         num_positions=max_distance or seq_len,
         bias=bias,
         tied=tied,
-        element_size=torch.empty((), dtype=dtype).element_size(),
+        element_size=dtype.itemsize,
         scores=attention == "whole",
     )

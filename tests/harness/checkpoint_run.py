@@ -79,7 +79,7 @@ class Run:
     def train(self, steps: int) -> list[float]:
         losses = []
         for _ in range(steps):
-            ids = torch.randint(0, 7, (4, 5)) + 0 * random.randrange(3)
+            ids = torch.randint(0, 7, (4, 5), device=bmt.config["device"]) + 0 * random.randrange(3)
             loss = self.model(ids).float().square().mean()
             self.manager.zero_grad()
             self.manager.backward(loss)
@@ -90,7 +90,7 @@ class Run:
 
     def save(self, folder: str | Path, **options: Any) -> checkpoint.CheckpointHandle:
         data = {"position": self.position, "rank": bmt.rank()}
-        extra = {"note": ("a", None), "table": torch.arange(3)}
+        extra = {"note": ("a", None), "table": torch.arange(3, device="cpu")}
         return checkpoint.save(
             folder, self.position, self.model, self.manager, data=data, extra=extra, **options
         )

@@ -197,7 +197,7 @@ class Loading:
             return self._reader.read(described["shard"], spread_of(p), *local_run(p))
         if "scalar" in described:
             dtype, value = described["scalar"]
-            return torch.tensor(value, dtype=DTYPES[dtype])
+            return torch.tensor(value, dtype=DTYPES[dtype], device="cpu")
         if "replica" in described:
             return self._reader.read_whole(self._reader.own_or_shared(described["replica"], self.same_layout))
         return self._reader.value(described["value"])

@@ -124,7 +124,7 @@ class Reader:
     def read(self, name: str, spread: Spread, part: int, begin: int, count: int) -> torch.Tensor:
         """Elements of a slice under ``spread``, 1-D, on the host. All have been requested and verified."""
         dtype = DTYPES[self.info(name).dtype]
-        values = torch.empty(count, dtype=dtype)
+        values = torch.empty(count, dtype=dtype, device="cpu")
         if not count:
             return values
         out = bytes_of(values)

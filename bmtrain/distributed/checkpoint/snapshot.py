@@ -246,7 +246,7 @@ def random_state() -> dict[str, Any]:
     version, internal, spare = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "python": {"version": version, "state": torch.tensor(internal), "spare": spare},
+        "python": {"version": version, "state": torch.tensor(internal, device="cpu"), "spare": spare},
     }
     device = context().device
     if device.type == "cuda":
@@ -255,7 +255,7 @@ def random_state() -> dict[str, Any]:
     if numpy is not None:
         kind, keys, position, has_gauss, gauss = numpy.random.get_state()
         if kind == "MT19937":
-            words = torch.tensor(keys.astype("int64"))
+            words = torch.tensor(keys.astype("int64"), device="cpu")
             state["numpy"] = {
                 "state": words,
                 "position": int(position),
