@@ -79,7 +79,7 @@ def test_kernels(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_toolkit
-@pytest.mark.parametrize("source", GLUE)
+@pytest.mark.parametrize("source", [*GLUE, "tests/cuda/simulated/operators.cpp"])
 def test_glue(source: str, tmp_path: Path) -> None:
     assert TOOLKIT is not None
     # Not in a torch built without CUDA. (Of torch's CUDA headers the sources take c10/cuda alone: ATen/cuda

@@ -52,6 +52,9 @@ __all__ = [
 ]
 
 _GRACE = 3.0  # seconds for the other ranks, once one has failed
+CUDA = (
+    os.environ.get("BMTRAIN_TEST_CUDA") == "1"
+)  # whether ranks see the host's GPUs, for tests that do not say
 _MAX_RANKS = 16  # idle groups beyond this many processes are closed, longest unused first
 _groups: dict[tuple[Any, ...], Group] = {}  # idle groups, the one used last at the end
 
@@ -90,7 +93,7 @@ def rank_outcomes(
     grace: float | None = None,
     init: Mapping[str, Any] | bool = True,
     environment: Mapping[str, str] | None = None,
-    cuda: bool = False,
+    cuda: bool = CUDA,
     fresh: bool = False,
     **kwargs: Any,
 ) -> list[Outcome]:

@@ -134,10 +134,17 @@ def _reset(environment: dict[str, str], directory: str) -> None:
         sys.modules["numpy"].random.seed(0)
 
 
+def _on_host(value: Any) -> Any:
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(torch.Tensor, torch.Tensor.cpu, value) if torch.cuda.is_initialized() else value
+
+
 def _attempt(function: Callable[[], Any]) -> Returned | Raised:
     started = time.monotonic()
     try:
-        value = pickle.dumps(function())
+        value = pickle.dumps(_on_host(function()))
         return Returned(value, time.monotonic() - started)
     except BaseException as error:
         seconds = time.monotonic() - started
@@ -153,6 +160,10 @@ def _initialize(setup: Setup) -> None:
         import bmtrain
 
         bmtrain.init_distributed(**setup.init)
+        if torch.cuda.is_available():
+            from .on_device import MadeOn
+
+            MadeOn(bmtrain.config["device"]).__enter__()
 
 
 def _run_rank(connection: Connection) -> None:

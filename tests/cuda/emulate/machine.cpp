@@ -161,6 +161,10 @@ void fail(const std::string& what) {
   __builtin_unreachable();
 }
 
+[[gnu::weak]] bool start(const Launch& what) { return run(what); }
+
+const char* failure() { return failure_text.c_str(); }
+
 bool run(const Launch& what) {
   launch = &what;
   failure_text.clear();
@@ -199,7 +203,7 @@ std::uint64_t exchange(unsigned mask, std::uint64_t value, unsigned source_lane)
 extern "C" {
 
 /// Empty if the last launch went well.
-const char* emulate_failure() { return emulate::failure_text.c_str(); }
+const char* emulate_failure() { return emulate::failure(); }
 
 /// Another order of blocks and threads.
 void emulate_seed(std::uint64_t seed) { emulate::order.seed(seed); }

@@ -30,10 +30,16 @@ extern Position position;  // of the thread that runs
 struct Launch {
   unsigned grid, block;
   void (*body)(void*);
-  void* argument;
+  void* argument;  // the launch's own: it may be copied, byte by byte
+  std::size_t argument_size;
+  void* stream;
 };
+/// What a launch does: run(), unless a program that links this has streams (tests/cuda/simulated).
+[[nodiscard]] bool start(const Launch& launch);
 /// Whether all threads came to their end; otherwise failure() says why not.
 [[nodiscard]] bool run(const Launch& launch);
+/// Why the last run failed.
+[[nodiscard]] const char* failure();
 
 // What a thread calls.
 void wait_for_block();

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 
 #include "machine.h"
@@ -78,7 +79,10 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   const bool is_valid = grid.x > 0 && grid.y == 1 && grid.z == 1 && grid.x <= 0x7fffffffu && block.x > 0 &&
                         block.y == 1 && block.z == 1 && block.x <= 1024;
   if (!is_valid) return cudaErrorInvalidValue;
-  return emulate::run({grid.x, block.x, &Call::run, &call}) ? cudaSuccess : cudaErrorLaunchFailure;
+  static_assert(std::is_trivially_destructible_v<Call>);
+  return emulate::start({grid.x, block.x, &Call::run, &call, sizeof(call), config->stream})
+             ? cudaSuccess
+             : cudaErrorLaunchFailure;
 }
 
 inline void __syncthreads() { emulate::wait_for_block(); }

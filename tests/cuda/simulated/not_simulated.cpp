@@ -1,0 +1,33 @@
+// What torch's libraries name of the runtime and nobody here calls. Without the runtime's header, which would
+// want their parameters.
+#include <cstdio>
+
+#define NOT_SIMULATED(name)                                               \
+  extern "C" int name() {                                                 \
+    std::fprintf(stderr, "simulated CUDA: " #name " is not simulated\n"); \
+    return 801; /* cudaErrorNotSupported */                               \
+  }
+
+NOT_SIMULATED(cudaDeviceGetDefaultMemPool)
+NOT_SIMULATED(cudaFreeAsync)
+NOT_SIMULATED(cudaGetSymbolAddress)
+NOT_SIMULATED(cudaGraphDebugDotPrint)
+NOT_SIMULATED(cudaGraphDestroy)
+NOT_SIMULATED(cudaGraphExecDestroy)
+NOT_SIMULATED(cudaGraphGetNodes)
+NOT_SIMULATED(cudaGraphInstantiateWithFlags)
+NOT_SIMULATED(cudaGraphLaunch)
+NOT_SIMULATED(cudaGraphNodeGetDependencies)
+NOT_SIMULATED(cudaIpcCloseMemHandle)
+NOT_SIMULATED(cudaIpcGetEventHandle)
+NOT_SIMULATED(cudaIpcGetMemHandle)
+NOT_SIMULATED(cudaIpcOpenEventHandle)
+NOT_SIMULATED(cudaIpcOpenMemHandle)
+NOT_SIMULATED(cudaMallocAsync)
+NOT_SIMULATED(cudaMemPoolGetAttribute)
+NOT_SIMULATED(cudaMemPoolSetAccess)
+NOT_SIMULATED(cudaMemPoolSetAttribute)
+NOT_SIMULATED(cudaMemPoolTrimTo)
+NOT_SIMULATED(cudaMemcpyToSymbol)
+NOT_SIMULATED(cudaStreamBeginCapture)
+NOT_SIMULATED(cudaStreamEndCapture)
