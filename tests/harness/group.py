@@ -95,9 +95,11 @@ def _server_for(environment: Mapping[str, str]) -> _Server:
 
 
 def close_servers() -> None:
-    """End the fork servers; all groups have been closed."""
+    """End the fork servers; all groups have been closed, and nobody asks for a port any more."""
     while _running:
         _running.popitem()[1].close()
+    while _marks:
+        _marks.popleft().close()
 
 
 def _encode(request: dict[str, Any]) -> bytes:
