@@ -8,9 +8,9 @@ from sys import _getframe
 from typing import Any
 
 import torch
-from torch.nn.utils.parametrize import ParametrizationList
 
 from . import _context
+from ._engine.block_ref import OWNER, BlockRef
 from ._engine.foreign import check_substitute, refuse_reparametrizing, refuse_replicas
 from ._engine.meta import Placeholder, make_moved_shards
 from ._engine.opaque import opaque, untraced_by_itself
@@ -20,9 +20,8 @@ from .parameter import DistributedParameter
 
 __all__ = ["DistributedModule", "DistributedParameter"]
 
-# In a module's __dict__: BlockRef of the Block that the module was in when it was built; and whether it got parameters
-# after that, which no Block gathers.
-OWNER, GREW = "_owner_block", "_got_parameters_since"
+# In a module's __dict__: whether it got parameters after it got an OWNER, which no Block gathers.
+GREW = "_got_parameters_since"
 _SHAPES = "_full_shapes"  # of its distributed parameters, by name
 
 
@@ -31,7 +30,8 @@ class DistributedModule(torch.nn.Module):
 
     Reading an attribute that is a :class:`bmtrain.DistributedParameter` gathers it from all ranks: the result has the
     full shape, takes part in autograd, and its gradient is summed into the shards. Inside a Block the Block has done
-    that already, and reading returns the parameter itself. ``parameters()`` always gives the shards.
+    that already, and reading returns the parameter itself, which is a shard while neither the Block runs nor the module
+    is called by itself. ``parameters()`` always gives the shards.
 
     Example:
         >>> class Scale(bmtrain.DistributedModule):
@@ -47,8 +47,13 @@ class DistributedModule(torch.nn.Module):
     @untraced_by_itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current = _context.current()
-        if current is None or current.engine.reads.is_open:
+        if current is None:
             return super().__call__(*args, **kwargs)
+        caller = current.engine.reads.innermost
+        if caller is not None:
+            owner = self.__dict__.get(OWNER)
+            if owner is None or caller.owner is owner or torch.compiler.is_compiling():
+                return super().__call__(*args, **kwargs)
         with current.engine.reads.scope(self):
             return super().__call__(*args, **kwargs)
 
@@ -138,19 +143,19 @@ def note_full_shape(module: torch.nn.Module, name: str, param: DistributedParame
     module.__dict__.setdefault(_SHAPES, {})[name] = param._original_shape
 
 
-def _takes_whole(module: torch.nn.Module) -> bool:
-    """Whether reading ``module`` outside of its Block's forward computes something that a shard would be wrong for."""
-    return isinstance(module, ParametrizationList)
+def _is_shard_in(owner: BlockRef, module: torch.nn.Module) -> bool:
+    """Whether ``module``, which is in a Block that does not run, reads shards: not while somebody calls it alone."""
+    return (
+        owner() is not None
+        and module.__dict__.get(OWNER) is owner
+        and not context().engine.reads.belong_to(owner)
+    )
 
 
 @opaque
 def _read(module: torch.nn.Module, param: DistributedParameter, name: str) -> torch.Tensor:
     owner = param._block
-    if owner is not None and (
-        owner.is_bound
-        or param._is_full()
-        or (owner() is not None and module.__dict__.get(OWNER) is owner and not _takes_whole(module))
-    ):
+    if owner is not None and (owner.is_bound or param._is_full() or _is_shard_in(owner, module)):
         return param
     if param.is_meta:
         full: torch.Tensor = Placeholder.of(param, f"{type(module).__name__}.{name}", param.clone())

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..global_var import context
-from ..layer import GREW, OWNER
+from ..layer import GREW
 from ..parameter import DistributedParameter
-from .block_ref import BlockRef
+from .block_ref import OWNER, BlockRef
 from .runtime import BlockRuntime
 from .stage import StagedShardSpec
 from .state_dict import install_hooks_below

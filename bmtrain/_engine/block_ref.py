@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from ..parameter import DistributedParameter
     from .runtime import BlockRuntime
 
-__all__ = ["BlockRef"]
+__all__ = ["OWNER", "BlockRef"]
+
+OWNER = "_owner_block"  # in a module's __dict__: BlockRef of the Block that it was in when that was built
 
 
 class BlockRef(weakref.ref[Any]):

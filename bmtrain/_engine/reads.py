@@ -8,7 +8,8 @@ read again in the same scope is the same tensor, so its gradients add before the
 the modules alone, never on what a rank does with them, so all ranks send the same messages. Large parameters are
 gathered one by one when they are read; those that are read more than once (tied weights) stay until the scope's end.
 
-A block's run is a scope of its own because its nodes must lie inside its island, and in backward it runs again.
+A block's run is a scope of its own because its nodes must lie inside its island, and in backward it runs again. So is a
+call of a module that is in a block, while the block does not run: there its parameters are gathered one by one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import _C
 from ..global_var import context
+from .block_ref import OWNER, BlockRef
 from .foreign import require_gathering
 from .gather import changed_by_hooks
 
@@ -59,24 +61,26 @@ def _version(tensor: torch.Tensor) -> int:
 class _Scope:
     """The reads of one forward of ``root``, while it runs.
 
-    Args:
-        open_scopes: those that are open, the innermost last.
+    Attributes:
+        owner: the Block that ``root`` is in.
     """
 
-    __slots__ = ("_known", "_modes", "_open_scopes", "_root", "_times")
+    __slots__ = ("_known", "_modes", "_outer", "_reads", "_root", "_times", "owner")
 
-    def __init__(self, root: torch.nn.Module, open_scopes: list[_Scope]) -> None:
+    def __init__(self, root: torch.nn.Module, reads: Reads) -> None:
         self._root = root
-        self._open_scopes = open_scopes
+        self._reads = reads
+        self._outer: _Scope | None = None
+        self.owner: BlockRef | None = root.__dict__.get(OWNER)
         self._known: dict[tuple[int, _Mode], _Known] = {}
         self._modes: set[_Mode] = set()
         self._times: dict[int, int] = {}
 
     def __enter__(self) -> None:
-        self._open_scopes.append(self)
+        self._outer, self._reads.innermost = self._reads.innermost, self
 
     def __exit__(self, *_: object) -> None:
-        self._open_scopes.pop()
+        self._reads.innermost, self._outer = self._outer, None
 
     def read(self, param: DistributedParameter) -> torch.Tensor:
         mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -235,21 +239,24 @@ def _gather_together(params: Sequence[DistributedParameter]) -> tuple[torch.Tens
 
 
 class Reads:
-    """The scopes that are open now, the innermost last."""
+    """The scopes that are open now.
+
+    Attributes:
+        innermost: what the innermost forward that runs reads.
+    """
 
     def __init__(self) -> None:
-        self._scopes: list[_Scope] = []
+        self.innermost: _Scope | None = None
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a forward runs."""
-        return len(self._scopes) > 0  # not bool(): the compiler of torch 2.11 does not know that of a list
+    def belong_to(self, owner: BlockRef) -> bool:
+        """Whether the innermost forward is that of a Block, or of a module in it."""
+        return self.innermost is not None and self.innermost.owner is owner
 
     def scope(self, root: torch.nn.Module) -> AbstractContextManager[None]:
         """While a forward of ``root`` runs."""
-        return _Scope(root, self._scopes)
+        return _Scope(root, self)
 
     def read(self, param: DistributedParameter) -> torch.Tensor:
         """The full tensor of a parameter that has values. Collective."""
         require_gathering("reading a DistributedParameter")
-        return self._scopes[-1].read(param) if self._scopes else param.gather()
+        return self.innermost.read(param) if self.innermost is not None else param.gather()

@@ -201,7 +201,7 @@ def all_kinds_of_forwards() -> list[float]:
     with pytest.raises(ZeroDivisionError):
         model(x)
     del model.links[2].forward
-    assert not context().engine.reads.is_open
+    assert context().engine.reads.innermost is None
     # A step changes what the next forward reads, also within one forward.
     torch.optim.SGD(model.parameters(), lr=0.5).step()
     results.append(model(x).sum().item())
@@ -261,3 +261,70 @@ def mixed_kinds() -> tuple[int, int]:
 
 def test_each_dtype_travels_by_itself():
     assert run_ranks(2, mixed_kinds) == [(3, 2)] * 2
+
+
+class Layer(bmt.DistributedModule):
+    """A layer that is a Block, and whose parts are called by others too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Linear(), Linear()
+        self.scale = whole(torch.tensor([2.0]))
+
+    def forward(self, x, other=None):
+        return (self.second(self.first(x).tanh()) if other is None else other(x)) * self.scale
+
+    def encode(self, x):
+        return self.first(x)
+
+
+class Shares(bmt.DistributedModule):
+    """Calls what is in its Blocks while these do not run, and lets one Block use a part of another."""
+
+    def __init__(self, make) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([make(Layer()) for _ in range(2)])
+
+    def forward(self, x):
+        x = x + self.layers[0].encode(x)
+        x = self.layers[1](self.layers[0](x), self.layers[0].second)
+        return self.layers[1].first(x)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_what_is_in_a_block_may_be_called_by_itself(world, recompute):
+    run_ranks(world, check_called_alone, recompute)
+
+
+def check_called_alone(recompute: bool) -> None:
+    models = []
+    for make in (lambda layer: bmt.Block(layer, use_checkpoint=recompute), lambda layer: layer):
+        torch.manual_seed(4)
+        models.append(Shares(make))  # without Blocks each parameter is gathered where it is read
+    x = torch.randn(3, DIM, generator=torch.Generator().manual_seed(bmt.rank()))
+    forwards = (
+        lambda model: model(x),
+        lambda model: getattr(model.layers[0], "_module", model.layers[0])(x),
+        lambda model: model.layers[1].second(x) + model(x),
+    )
+    for forward in forwards:
+        results = [forward(model) for model in models]
+        torch.testing.assert_close(results[0], results[1])
+        for result in results:
+            result.square().sum().backward()
+        for ours, reference in zip(*(model.parameters() for model in models), strict=True):
+            if reference.grad is not None:
+                torch.testing.assert_close(
+                    full_gradient(ours), full_gradient(reference), rtol=1e-4, atol=1e-5
+                )
+    scale = models[0].layers[0].scale  # read, not called: the shard
+    assert scale is models[0].layers[0]._module._parameters["scale"]
+    with torch.no_grad():
+        torch.testing.assert_close(models[0](x), models[1](x))
+
+
+def full_gradient(param: bmt.DistributedParameter) -> torch.Tensor:
+    """Put together from the ranks' shards, which Blocks cut otherwise."""
+    shards = bmt.store.allgather_objects((param._start_partition, param.grad.detach()))
+    return torch.cat([shard for _, shard in sorted(shards, key=lambda pair: pair[0]) if shard.numel()])
