@@ -106,7 +106,7 @@ class ElementwiseOptimizer(TorchOptimizer):
     def _note_new_state(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
         """These parameters have got these entries of their state, in pieces of memory that nobody has seen."""
 
-    # ---- loss scale -----------------------------------------------------------------------------------------
+    # ---- loss scale
 
     @property
     def scale(self) -> float:
@@ -135,7 +135,7 @@ class ElementwiseOptimizer(TorchOptimizer):
         states: dict[Tensor, dict[str, Any]] = self.__dict__["state"]
         return states
 
-    # ---- the step -------------------------------------------------------------------------------------------
+    # ---- the step
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, scale: float = _UNSET) -> Any:
@@ -243,7 +243,7 @@ class ElementwiseOptimizer(TorchOptimizer):
         forget_unsent()
         super().zero_grad(set_to_none=set_to_none)
 
-    # ---- state ----------------------------------------------------------------------------------------------
+    # ---- state
 
     def has_master(self, p: Tensor) -> bool:
         """Whether the state of ``p`` has an fp32 copy of its value."""

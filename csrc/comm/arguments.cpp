@@ -77,8 +77,7 @@ void check_reducible(const Communicator& comm, const char* op, const at::Tensor&
     default:
       BMT_CHECK(TypeError, false, describe(comm, op),
                 ": expected a dtype of bool, uint8, int8, int16, int32, int64, float16, bfloat16, float32 or "
-                "float64 "
-                "for a reduction, got ",
+                "float64 for a reduction, got ",
                 tensor.scalar_type());
   }
 }
@@ -88,11 +87,6 @@ void TrafficCounter::add(const char* op, std::int64_t bytes) {
   Traffic& count = counts_[op];
   count.messages += 1;
   count.bytes += bytes;
-}
-
-void TrafficCounter::add_bytes(const char* op, std::int64_t bytes) {
-  const std::lock_guard lock(mutex_);
-  counts_[op].bytes += bytes;
 }
 
 std::vector<std::pair<std::string, Traffic>> TrafficCounter::snapshot() const {

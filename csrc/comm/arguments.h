@@ -38,8 +38,6 @@ void check_reducible(const Communicator& comm, const char* op, const at::Tensor&
 class TrafficCounter {
  public:
   void add(const char* op, std::int64_t bytes);
-  /// More bytes of an operation that was counted already.
-  void add_bytes(const char* op, std::int64_t bytes);
   [[nodiscard]] std::vector<std::pair<std::string, Traffic>> snapshot() const;
   void reset();
 
