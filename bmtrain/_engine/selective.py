@@ -7,13 +7,15 @@ norms, dropout, residual sums) is computed again. Results that autograd needs fo
 tensor, are dropped when the first run ends, as the second run stops there.
 
 A result is given out only for the same operator on operands of the same kind (parameters: of the same place in the
-block), and only if nothing has written to it since; otherwise the operator runs. So whatever a forward does, kept
-results can make the second run cheaper, never different. An operator that draws random numbers always runs, because the
-numbers after it depend on it.
+block), and only if nothing has written to it since; otherwise the operator runs. That is told by the operators that
+write, and not by versions alone: `.data` and `unsafe_chunk`, which GRUs use, give tensors with versions of their own.
+So whatever a forward does, kept results can make the second run cheaper, never different. An operator that draws random
+numbers always runs, because the numbers after it depend on it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -61,6 +63,7 @@ class KeptResults:
     def __init__(self, is_parameter: Callable[[torch.Tensor], bool]) -> None:
         self._is_parameter = is_parameter
         self._kept: list[_Kept | None] = []  # None: to be computed again
+        self._places: dict[int, int] = {}  # of what is kept, by storage
         self._host: HostActivations | None = None  # has them between the runs
         self._num_needed = 0
         self._next = 0
@@ -78,7 +81,15 @@ class KeptResults:
     def keep(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Takes the result of the next operator that is worth it."""
         result = _shared(result)
+        for storage in _storages_of(result):
+            self._places[storage] = len(self._kept)
         self._kept.append(_Kept(self._signature(func, args), result, _version_of(result)))
+
+    def note_write(self, target: Any) -> None:
+        """An operator writes to ``target``: what lies there has to be computed again."""
+        for storage in _storages_of(target) if self._places else ():
+            if storage in self._places:
+                self._kept[self._places[storage]] = None
 
     def take(self, func: Any, args: tuple[Any, ...]) -> Any:
         """The result of the next operator, or None if it has to run."""
@@ -103,6 +114,7 @@ class KeptResults:
             kept if kept is not None and kept.is_unchanged() else None
             for kept in self._kept[: self._num_needed]
         ]
+        self._places.clear()
 
     def put_away(self, host: HostActivations) -> None:
         """Leaves what is kept to ``host`` until the second run."""
@@ -137,6 +149,8 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        for index, name in _written_by(func):
+            self._results.note_write(args[index] if index < len(args) else kwargs.get(name))
         if is_dear(func, args, kwargs):
             self._results.keep(func, args, result)
         return result
@@ -156,6 +170,8 @@ class _GivingOut(TorchDispatchMode):
 def is_dear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether to keep rather than compute again."""
     packet = getattr(func, "overloadpacket", None)
+    if _written_by(func):
+        return False
     if packet in _PRODUCTS:
         return True
     if packet in _BATCHED:
@@ -163,6 +179,17 @@ def is_dear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         # The scores of attention over long sequences are larger than what they are computed from.
         return bool(one.shape[0] * one.shape[1] * other.shape[2] <= one.numel() + other.numel())
     return packet in _ATTENTION and not _dropout_of(func, args, kwargs)
+
+
+@functools.cache
+def _written_by(func: Any) -> tuple[tuple[int, str], ...]:
+    """Which arguments an operator writes to."""
+    schema = getattr(func, "_schema", None)
+    return tuple(
+        (index, argument.name)
+        for index, argument in enumerate(() if schema is None else schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 def _dropout_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
@@ -178,6 +205,14 @@ def _shared(result: Any) -> Any:
     # Below autograd a view shares the version only if it is told to.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+
+
+def _storages_of(tensors: Any) -> list[int]:
+    return [
+        leaf.untyped_storage()._cdata
+        for leaf in tree_leaves(tensors)
+        if isinstance(leaf, torch.Tensor) and torch._C._has_storage(leaf)
+    ]
 
 
 def _version_of(result: Any) -> int:

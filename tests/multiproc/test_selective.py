@@ -163,6 +163,54 @@ def test_another_path_in_the_second_run_uses_nothing_of_the_first():
     run_ranks(2, other_path)
 
 
+def chunks_written_to(x):
+    first, second = x.unsafe_chunk(2, -1)
+    return first.sigmoid_() * second.tanh()
+
+
+def data_written_to(x):
+    x.data.mul_(3)
+    return torch.tanh(x)
+
+
+WRITES = {
+    "GRU": lambda: torch.nn.GRU(DIM, DIM),
+    "unsafe_chunk": lambda: chunks_written_to,
+    "data": lambda: data_written_to,
+}
+
+
+class Writes(torch.nn.Module):
+    """Writes to a product through tensors that have a version of their own."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(DIM, DIM)
+        self.function = WRITES[name]()
+
+    def forward(self, x):
+        return self.function(self.linear(x))
+
+
+def writes_past_versions(name: str) -> None:
+    gradients = []
+    for recompute in ("off", "selective"):
+        torch.manual_seed(0)
+        model = bmt.BMTrainModelWrapper(Writes(name))
+        block = bmt.Block(model, policy=bmt.BlockPolicy(recompute=recompute))
+        x = torch.linspace(-1, 1, 4 * DIM).reshape(4, DIM).requires_grad_()
+        result = block(x)
+        (result[0] if isinstance(result, tuple) else result).square().sum().backward()
+        gradients.append([x.grad, *(param.grad.clone() for param in block.parameters())])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_was_written_to_unseen_is_computed_again(name):
+    run_ranks(2, writes_past_versions, name)
+
+
 def test_attention_that_draws_random_numbers_runs_again():
     # On the CPU attention with dropout is made of products; on GPUs it is one operator.
     operator = torch.ops.aten._scaled_dot_product_flash_attention.default
