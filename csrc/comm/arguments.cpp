@@ -82,6 +82,19 @@ void check_reducible(const Communicator& comm, const char* op, const at::Tensor&
   }
 }
 
+std::uint64_t fingerprint(std::string_view op, std::string_view label, std::int64_t bytes, int detail) {
+  std::uint64_t hash = 1469598103934665603ULL;  // FNV-1a
+  const auto mix = [&hash](std::uint64_t value) { hash = (hash ^ value) * 1099511628211ULL; };
+  for (const std::string_view text : {op, label}) {
+    for (const char c : text) {
+      mix(static_cast<unsigned char>(c));
+    }
+  }
+  mix(static_cast<std::uint64_t>(bytes));
+  mix(static_cast<std::uint64_t>(detail));
+  return hash;
+}
+
 void TrafficCounter::add(const char* op, std::int64_t bytes) {
   const std::lock_guard lock(mutex_);
   Traffic& count = counts_[op];

@@ -3,9 +3,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <map>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -33,6 +35,11 @@ void check_rank(const Communicator& comm, const char* op, const char* argument, 
 
 /// TypeError or ValueError unless ordered_reduce can combine values of the tensor's dtype.
 void check_reducible(const Communicator& comm, const char* op, const at::Tensor& tensor, ReduceOp reduce_op);
+
+/// A number that differs, most likely, where ranks call different operations: of other bytes, of another
+/// block, or with another `detail` (a root, a reduction).
+[[nodiscard]] std::uint64_t fingerprint(std::string_view op, std::string_view label, std::int64_t bytes,
+                                        int detail);
 
 /// Thread-safe counters behind Communicator::traffic.
 class TrafficCounter {

@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <exception>
 #include <functional>
-#include <string_view>
 #include <utility>
 
+#include "comm/arguments.h"
 #include "comm/gloo_work.h"
 #include "common/check.h"
 
@@ -21,22 +21,10 @@ constexpr int kFingerprintBits = 12;
 constexpr std::int64_t kSequenceMask = (std::int64_t{1} << 18) - 1;
 constexpr int kDisconnectTag = 0x7fffffff;
 
-int fingerprint(std::string_view op, std::string_view label, std::int64_t bytes, int detail) {
-  std::uint64_t hash = 1469598103934665603ULL;  // FNV-1a
-  const auto mix = [&hash](std::uint64_t value) { hash = (hash ^ value) * 1099511628211ULL; };
-  for (const std::string_view text : {op, label}) {
-    for (const char c : text) {
-      mix(static_cast<unsigned char>(c));
-    }
-  }
-  mix(static_cast<std::uint64_t>(bytes));
-  mix(static_cast<std::uint64_t>(detail));
-  hash ^= hash >> 32;
-  return static_cast<int>((hash ^ (hash >> 16)) & ((1U << kFingerprintBits) - 1));
-}
-
-int make_tag(int kind, std::int64_t sequence, int print) {
-  return kind | (static_cast<int>(sequence & kSequenceMask) << kFingerprintBits) | print;
+int make_tag(int kind, std::int64_t sequence, std::uint64_t print) {
+  print ^= print >> 32;
+  const auto folded = static_cast<int>((print ^ (print >> 16)) & ((1U << kFingerprintBits) - 1));
+  return kind | (static_cast<int>(sequence & kSequenceMask) << kFingerprintBits) | folded;
 }
 
 at::Tensor as_bytes(const void* data, std::int64_t bytes) {

@@ -4,7 +4,6 @@
 
 #include <chrono>
 #include <mutex>
-#include <string_view>
 #include <utility>
 
 #include "comm/host_tensor.h"
@@ -15,19 +14,6 @@ namespace bmtrain {
 namespace {
 
 constexpr double kLongestSetting = 1e6;  // of longest_wait, in seconds
-
-std::uint64_t fingerprint(std::string_view op, std::string_view label, std::int64_t bytes, int detail) {
-  std::uint64_t hash = 1469598103934665603ULL;  // FNV-1a
-  const auto mix = [&hash](std::uint64_t value) { hash = (hash ^ value) * 1099511628211ULL; };
-  for (const std::string_view text : {op, label}) {
-    for (const char c : text) {
-      mix(static_cast<unsigned char>(c));
-    }
-  }
-  mix(static_cast<std::uint64_t>(bytes));
-  mix(static_cast<std::uint64_t>(detail));
-  return hash;
-}
 
 class ShmWork final : public Work {
  public:
