@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .. import _C
 from .sharding import ShardSpec
 
 if TYPE_CHECKING:
@@ -50,6 +51,12 @@ class StagedShardSpec(ShardSpec):
             flat = flat.contiguous()
             self.pipe.comm.broadcast(flat, self.owner, "pipe.parameter").wait()
         return flat
+
+    def reduce_scatter(self, flat: torch.Tensor) -> torch.Tensor:
+        if self.pipe is not None and self.pipe.size > 1:
+            flat = flat.clone()
+            self.pipe.reduce_comm.reduce(flat, _C.ReduceOp.SUM, self.owner, "pipe.parameter").wait()
+        return super().reduce_scatter(flat) if self.is_here else flat.new_empty(0)
 
 
 def share_shape(

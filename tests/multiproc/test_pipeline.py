@@ -145,6 +145,31 @@ def test_stages_of_other_policies(world, policy):
         assert (in_use > 0) == (policy.get("level") == 1)  # which keeps what it gathered
 
 
+def use_outside() -> None:
+    """Every rank uses the layers of all stages, each with a batch of its own: the gradients of all add."""
+    torch.manual_seed(1)
+    pipeline = bmt.PipelineTransformerBlockList([bmt.Block(Layer(), mode="PIPE") for _ in range(LAYERS)])
+    bmt.init_parameters(pipeline)
+    plain = torch.nn.ModuleList([PlainLayer() for _ in range(LAYERS)])
+    plain.load_state_dict(pipeline.state_dict())
+    x_all, shared = torch.randn(bmt.world_size(), BATCH, DIM), torch.zeros(2 * DIM)
+
+    def loss_of(layers, x, value_of):
+        return sum(layer(x, None, shared).sum() + value_of(layer.up).square().sum() for layer in layers)
+
+    loss_of([block._module for block in pipeline], x_all[bmt.rank()], lambda param: param.gather()).backward()
+    sum(loss_of(plain, x, lambda param: param) for x in x_all).backward()
+    for index, block in enumerate(pipeline):
+        if pipeline.get_stage_by_layer_id(index) == pipeline.stage_id:
+            for param, reference in zip(block.parameters(), plain[index].parameters(), strict=True):
+                check(stage_gradient(param), reference.grad)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_gradients_of_parameters_gathered_on_all_stages_add(world):
+    run_ranks(world, use_outside, init={"pipe_size": 2})
+
+
 def evaluation() -> None:
     pipeline = bmt.PipelineTransformerBlockList([Layer() for _ in range(LAYERS)])
     bmt.init_parameters(pipeline)
