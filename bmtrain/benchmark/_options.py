@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
-__all__ = ["add_names"]
+__all__ = ["add_names", "add_run"]
 
 
 def add_names(parser: argparse.ArgumentParser, option: str, known: Iterable[str]) -> None:
@@ -28,3 +28,12 @@ def add_names(parser: argparse.ArgumentParser, option: str, known: Iterable[str]
     parser.add_argument(
         option, type=parse, default=names, metavar="NAME,...", help=f"of {', '.join(names)} (default: all)"
     )
+
+
+def add_run(parser: argparse.ArgumentParser, *, ranks: int = 2, seq: int = 256) -> None:
+    """The options of the ranks of a benchmark and of the GPT that they train, with these defaults."""
+    parser.add_argument("--ranks", type=int, default=ranks, help="number of ranks (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=8, help="(default: %(default)s)")
+    parser.add_argument("--dim", type=int, default=512, help="(default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=2, help="sequences per rank (default: %(default)s)")
+    parser.add_argument("--seq", type=int, default=seq, help="tokens of a sequence (default: %(default)s)")

@@ -29,6 +29,7 @@ from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 from ._bars import Bar, Chart, picture
 from ._gpt import GPT
 from ._launch import launch
+from ._options import add_run
 
 __all__ = ["add_arguments", "run"]
 
@@ -38,12 +39,8 @@ _NONE, _INSIDE, _OVERLAPPED = "no update", "overlap=False", "overlap=True"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the options of ``bench offload``."""
-    parser.add_argument("--ranks", type=int, default=1, help="number of ranks (default: %(default)s)")
+    add_run(parser, ranks=1, seq=128)
     parser.add_argument("--threads", type=int, default=1, help="threads of a rank (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=8, help="(default: %(default)s)")
-    parser.add_argument("--dim", type=int, default=512, help="(default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=2, help="sequences per rank (default: %(default)s)")
-    parser.add_argument("--seq", type=int, default=128, help="tokens of a sequence (default: %(default)s)")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="(default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=7, help="turns of each variant (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the results to this file as well")

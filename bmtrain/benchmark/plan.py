@@ -30,6 +30,7 @@ from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 from ._gpt import GPT
 from ._launch import answer, launch
 from ._memory import forget_peak, peak_bytes, resident_bytes
+from ._options import add_run
 from ._silence import silence
 from ._table import print_table
 
@@ -64,11 +65,7 @@ class _Row(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the options of ``bench plan``."""
-    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=8, help="(default: %(default)s)")
-    parser.add_argument("--dim", type=int, default=512, help="(default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=2, help="sequences per rank (default: %(default)s)")
-    parser.add_argument("--seq", type=int, default=256, help="tokens of a sequence (default: %(default)s)")
+    add_run(parser)
     parser.add_argument("--repeat", type=int, default=7, help="steps of each kind (default: %(default)s)")
     parser.add_argument("--memory", action="store_true", help="compare peak memory instead")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file as well")

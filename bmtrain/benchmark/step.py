@@ -32,7 +32,7 @@ from ..synchronize import synchronize
 from ._gpt import GPT
 from ._launch import answer, launch
 from ._memory import peak_bytes, shared_bytes
-from ._options import add_names
+from ._options import add_names, add_run
 from ._table import print_table
 from ._variants import VARIANTS, Step, reference_of
 
@@ -76,11 +76,7 @@ class Result:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the options of ``bench step``."""
-    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=8, help="(default: %(default)s)")
-    parser.add_argument("--dim", type=int, default=512, help="(default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=2, help="sequences per rank (default: %(default)s)")
-    parser.add_argument("--seq", type=int, default=256, help="tokens of a sequence (default: %(default)s)")
+    add_run(parser)
     parser.add_argument("--repeat", type=int, default=7, help="steps of each variant (default: %(default)s)")
     add_names(parser, "--variants", VARIANTS)
     parser.add_argument(
