@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import _C  # noqa: F401 - loading it registers the operators
+from .._arguments import require_tensor
 
 __all__ = ["abs_max", "abs_power_sum", "cast_", "has_inf_nan", "ordered_sum_", "scale_", "squared_sum"]
 
@@ -56,6 +57,7 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
         >>> scale_([x], torch.tensor(0.5)); x
         tensor([0.5000, 0.5000])
     """
+    require_tensor("factor", factor)
     if tensors:
         _ops.scale_(list(tensors), factor.to(tensors[0].device))
         torch.autograd.graph.increment_version(list(tensors))
