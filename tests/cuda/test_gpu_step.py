@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import free_port, run_process
+from harness import free_port, run_process, run_ranks
 from harness.fake_nccl import ROOT
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from bmtrain import _C, _comm, _context
 from bmtrain._comm_nccl import find_candidates
 from bmtrain._context import Context, Group, Streams
 from bmtrain._engine.engine import Engine
+from bmtrain._engine.host_activations import CudaMover
 from bmtrain.topology import GroupKind, Topology
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -59,6 +60,38 @@ def test_offload_changes_no_bit(num_ranks: int) -> None:
     expected = losses(num_ranks, True, "bfloat16")
     for fraction in ("0", "0.5", "1"):
         assert losses(num_ranks, True, "bfloat16", fraction) == expected
+
+
+def trained(offload: bool, recompute: str) -> tuple[list[Tensor], int]:
+    """Weights after a few steps with dropout, and the bytes of activations on the host between forward and backward."""
+    torch.manual_seed(3)
+    CudaMover.least_bytes = 1
+    policy = bmt.BlockPolicy(offload_activations=offload, recompute=recompute)
+    with bmt.default_policy(policy):
+        model = bmt.TransformerBlockList([bmt.Block(Layer()) for _ in range(3)])
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    generator = torch.Generator().manual_seed(bmt.rank())
+    device, most = bmt.config["device"], 0
+    for _ in range(4):
+        manager.zero_grad()
+        loss = model(torch.randn(16, 64, generator=generator).to(device)).square().mean()
+        most = max(most, bmt.memory_report().offloaded)
+        manager.backward(loss)
+        manager.step()
+    return [x.cpu() for x in model.state_dict().values()], most
+
+
+@pytest.mark.parametrize("recompute", ["whole", "selective", "off"])
+def test_activations_on_the_host_change_no_bit(recompute: str) -> None:
+    where = {"cuda": True, "environment": {"BMTRAIN_BACKEND": "gloo"}}
+    expected = run_ranks(2, trained, False, "off", **where)
+    for (values, most), (others, _) in zip(
+        run_ranks(2, trained, True, recompute, **where), expected, strict=True
+    ):
+        assert most >= 2 * 16 * 64 * 4  # the batch stays, as nothing is computed from its gradient
+        assert all(map(torch.equal, values, others))
 
 
 @pytest.fixture
@@ -100,7 +133,8 @@ class Layer(bmt.DistributedModule):
         self.weight = bmt.DistributedParameter(torch.randn(64, 64) / 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.gelu(torch.nn.functional.linear(x, self.weight))
+        hidden = torch.nn.functional.gelu(torch.nn.functional.linear(x, self.weight))
+        return torch.nn.functional.dropout(hidden, 0.1 if x.dtype == torch.float32 else 0.0)
 
 
 @pytest.fixture

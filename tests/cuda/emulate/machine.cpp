@@ -36,10 +36,11 @@ struct Fiber {
 };
 
 std::mt19937_64 order(0);
-std::vector<unsigned> only_blocks;
-std::string failure_text;
+// Never destroyed: a launch may go on while the process ends (tests/cuda/simulated).
+std::vector<unsigned>& only_blocks = *new std::vector<unsigned>();
+std::string& failure_text = *new std::string();
+std::vector<Fiber>& fibers = *new std::vector<Fiber>();
 
-std::vector<Fiber> fibers;
 char* stacks = nullptr;
 ucontext_t scheduler;
 const Launch* launch = nullptr;

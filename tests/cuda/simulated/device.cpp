@@ -86,6 +86,13 @@ void protect_all(int access) {
   lasting<OnDevice>().for_each([&](void* address, std::size_t size) { mprotect(address, size, access); });
 }
 
+// What work refers to is about to be destroyed. Some of it may wait for ranks that have gone.
+void leave_in_order() {
+  for (int device = 0; device < num_devices(); ++device) {
+    for_each_stream(device, [](Stream& stream) { stream.wait_for(std::chrono::seconds(1)); });
+  }
+}
+
 std::size_t whole_pages(std::size_t size) { return (size + kPage - 1) / kPage * kPage; }
 
 }  // namespace
@@ -130,6 +137,7 @@ double Event::time() {
 Stream::Stream(int device) : device_(device) {
   auto& streams = lasting<Streams>();
   const std::lock_guard lock(streams.mutex);
+  if (streams.all.empty()) std::atexit(leave_in_order);
   streams.all.push_back(this);
 }
 
@@ -161,6 +169,11 @@ void Stream::wait() {
   std::unique_lock lock(mutex_);
   const std::uint64_t all = given_;
   changed_.wait(lock, [&] { return done_ >= all; });
+}
+
+void Stream::wait_for(std::chrono::milliseconds longest) {
+  std::unique_lock lock(mutex_);
+  changed_.wait_for(lock, longest, [&] { return done_ == given_; });
 }
 
 bool Stream::is_idle() {

@@ -10,6 +10,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -52,6 +53,7 @@ class Stream {
   void enqueue(std::function<void()> work);
   /// Blocks the caller until everything given so far is done.
   void wait();
+  void wait_for(std::chrono::milliseconds longest);
   bool is_idle();
   [[nodiscard]] int device() const { return device_; }
 

@@ -12,8 +12,10 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/ops/copy_native.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/mul.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
@@ -56,69 +58,69 @@ IValue replaced(const IValue& value, const std::function<at::Tensor(const at::Te
     return tensors;
   }
   if (value.isDevice() && value.toDevice().is_cuda()) return device;
-  if (value.isGenerator()) return {};  // see Seeded
+  if (value.isGenerator()) return {};  // see generator_for
   return value;
 }
 
-/// The host's view of the memory of a tensor, which it does not keep alive.
+at::Tensor keep_flags(const at::Tensor& of, at::Tensor in) {
+  if (of.is_conj()) in._set_conj(true);
+  if (of.is_neg()) in._set_neg(true);
+  if (of.unsafeGetTensorImpl()->is_wrapped_number()) in.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return in;
+}
+
+/// The host's view of the memory of a tensor, which it does not keep alive. A number that is on the host
+/// already is read now, as a launch does; and work that held Python's own tensor would need its lock to drop
+/// it.
 at::Tensor on_host(const at::Tensor& tensor) {
-  if (!tensor.is_cuda()) return tensor;
+  if (!tensor.is_cuda()) return keep_flags(tensor, tensor.detach().clone());
   const auto options = at::TensorOptions(tensor.scalar_type()).device(at::kCPU);
   at::Tensor alias = at::from_blob(tensor.unsafeGetTensorImpl()->mutable_data(), tensor.sizes(),
                                    tensor.strides(), nullptr, options, at::kCPU);
-  if (tensor.is_conj()) alias._set_conj(true);
-  if (tensor.is_neg()) alias._set_neg(true);
-  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
-    alias.unsafeGetTensorImpl()->set_wrapped_number(true);
-  }
-  return alias;
+  return keep_flags(tensor, alias);
 }
 
 at::Tensor without_data(const at::Tensor& tensor) {
   if (!tensor.is_cuda()) return tensor;
   at::Tensor meta = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
-  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
-    meta.unsafeGetTensorImpl()->set_wrapped_number(true);
-  }
-  return meta;
+  return keep_flags(tensor, meta);
 }
 
 at::Tensor on_device(const at::Tensor& like) {
   return at::empty_strided(like.sizes(), like.strides(), like.options().device(at::kCUDA));
 }
 
-/// Random operators draw from the device's generator: its seed and offset seed the host's for the time that
-/// one of them takes.
-class Seeded {
- public:
-  explicit Seeded(const OperatorHandle& op, const Stack& arguments) {
-    if (!op.hasTag(at::Tag::nondeterministic_seeded)) return;
-    at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator();
-    for (const IValue& argument : arguments) {
-      if (argument.isGenerator()) generator = argument.toGenerator();
-    }
-    TORCH_CHECK(generator.device().type() == at::kCUDA, "expected a CUDA generator");
-    auto* const cuda = at::check_generator<at::CUDAGeneratorImpl>(generator);
-    const std::lock_guard lock(cuda->mutex_);
-    const auto [seed, offset] = cuda->philox_engine_inputs(4);
-    seed_ = seed * 0x9e3779b97f4a7c15u + offset;
-    is_wanted_ = true;
+/// Random operators draw from the device's generator: its seed and offset seed one of the host's.
+at::Generator generator_for(const OperatorHandle& op, const Stack& arguments) {
+  if (!op.hasTag(at::Tag::nondeterministic_seeded)) return {};
+  at::Generator given = at::cuda::detail::getDefaultCUDAGenerator();
+  for (const IValue& argument : arguments) {
+    if (argument.isGenerator()) given = argument.toGenerator();
   }
-  void run(const std::function<void()>& work) const {
-    if (!is_wanted_) return work();
-    static std::mutex one_at_a_time;
-    const std::lock_guard lock(one_at_a_time);
-    at::Generator host = at::detail::getDefaultCPUGenerator();
-    const at::Tensor state = host.get_state();
-    host.set_current_seed(seed_);
-    work();
-    host.set_state(state);
-  }
+  TORCH_CHECK(given.device().type() == at::kCUDA, "expected a CUDA generator, got one of ", given.device());
+  auto* const cuda = at::check_generator<at::CUDAGeneratorImpl>(given);
+  const std::lock_guard lock(cuda->mutex_);
+  const auto [seed, offset] = cuda->philox_engine_inputs(4);
+  return at::detail::createCPUGenerator(seed * 0x9e3779b97f4a7c15u + offset);
+}
 
- private:
-  bool is_wanted_ = false;
-  std::uint64_t seed_ = 0;
-};
+void put_generator(const OperatorHandle& op, const at::Generator& generator, Stack& stack) {
+  const auto& arguments = op.schema().arguments();
+  for (std::size_t index = 0; generator.defined() && index < arguments.size(); ++index) {
+    if (arguments[index].name() == "generator") stack[index] = generator;
+  }
+}
+
+/// Dropout takes no generator.
+void drop_out(const at::Generator& generator, Stack& stack) {
+  const at::Tensor input = stack[0].toTensor();
+  const double kept = stack[2].isNone() || stack[2].toBool() ? 1 - stack[1].toDouble() : 1;
+  const at::Tensor mask =
+      at::empty(input.sizes(), input.options().dtype(at::kBool)).bernoulli_(kept, generator);
+  at::Tensor out = at::mul(input, mask);
+  if (kept > 0) out.mul_(1 / kept);
+  stack = {out, mask};
+}
 
 /// Means that CUDA kernels keep in fp32, and the host's in the dtype of the input.
 void narrow_saved_means(const OperatorHandle& op, Stack& stack) {
@@ -131,10 +133,13 @@ void narrow_saved_means(const OperatorHandle& op, Stack& stack) {
   }
 }
 
-void run_on_host(const OperatorHandle& op, Stack& stack) {
+void run_on_host(const OperatorHandle& op, Stack& stack, const at::Generator& generator = {}) {
   const c10::impl::ExcludeDispatchKeyGuard below_autograd(c10::autograd_dispatch_keyset);
   const c10::impl::ExcludeDispatchKeyGuard below_views(c10::DispatchKey::ADInplaceOrView);
   const c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
+  put_generator(op, generator, stack);
+  if (generator.defined() && op.operator_name().name == "aten::native_dropout")
+    return drop_out(generator, stack);
   op.callBoxed(&stack);
 }
 
@@ -229,10 +234,10 @@ bool find_shapes(const OperatorHandle& op, const Stack& arguments, Stack& meta_a
 
 void wait_and_run(const OperatorHandle& op, Stack* stack, const Stack& arguments) {
   const c10::FunctionSchema& schema = op.schema();
-  const Seeded seeded(op, arguments);
+  const at::Generator generator = generator_for(op, arguments);
   Stack host = mapped(arguments, on_host, at::kCPU);
   // Through the stream, for device memory is open there; its other end is waited for.
-  enqueue([&] { seeded.run([&] { run_on_host(op, host); }); });
+  enqueue([&] { run_on_host(op, host, generator); });
   C10_CUDA_CHECK(cudaStreamSynchronize(c10::cuda::getCurrentCUDAStream()));
   const Stack results = results_for(
       schema, arguments, host, [](const at::Tensor& made) { return made.to(at::kCUDA); }, at::kCUDA);
@@ -257,9 +262,9 @@ void as_work(const OperatorHandle& op, c10::DispatchKeySet /*keys*/, Stack* stac
   const Stack results = results_for(schema, arguments, meta_results, on_device, at::kCUDA);
   Stack host = mapped(arguments, on_host, at::kCPU), host_results = mapped(results, on_host, at::kCPU);
   enqueue([op, schema = &schema, host = std::move(host), host_results = std::move(host_results),
-           seeded = Seeded(op, arguments)]() mutable {
+           generator = generator_for(op, arguments)]() mutable {
     narrow_saved_means(op, host);
-    seeded.run([&] { run_on_host(op, host); });
+    run_on_host(op, host, generator);
     for (std::size_t index = 0; index < host_results.size(); ++index) {
       if (is_written(schema->returns()[index])) continue;
       const auto to = tensors_of({host_results[index]}), from = tensors_of({host[index]});
