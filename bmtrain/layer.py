@@ -138,6 +138,12 @@ class DistributedModule(torch.nn.Module):
             )
 
 
+def forget_block(module: torch.nn.Module) -> None:
+    """A copy of a module that is in a Block is in none."""
+    for name in (OWNER, GREW):
+        module.__dict__.pop(name, None)
+
+
 def note_full_shape(module: torch.nn.Module, name: str, param: DistributedParameter) -> None:
     """Remembers what may take the place of ``module.name`` for a while."""
     module.__dict__.setdefault(_SHAPES, {})[name] = param._original_shape

@@ -13,7 +13,7 @@ import torch
 from ._engine.foreign import keep_reparametrized
 from .block_layer import Block, TransformerBlockList, as_block, chain_blocks
 from .global_var import context
-from .layer import DistributedModule, note_full_shape
+from .layer import DistributedModule, forget_block, note_full_shape
 from .parameter import DistributedParameter
 from .pipe_layer import PipelineTransformerBlockList
 
@@ -197,7 +197,12 @@ def _rebuild(old: type[torch.nn.Module]) -> torch.nn.Module:
 
 def _derive_class(old: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """The class of a converted module of class ``old``."""
-    bases = (_Converted, *([_RecurrentWeights] if issubclass(old, torch.nn.RNNBase) else []), old)
+    bases = (
+        _Converted,
+        *([_RecurrentWeights] if issubclass(old, torch.nn.RNNBase) else []),
+        *([_CopiesItself] if hasattr(old, "__deepcopy__") else []),
+        old,
+    )
     return types.new_class(
         f"bmtrain.Distributed{old.__name__}",
         bases,
@@ -207,6 +212,17 @@ def _derive_class(old: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
 #: One class for each old class.
 _distributed_class: Callable[[Any], type[Any]] = functools.cache(_derive_class)
+
+
+class _CopiesItself:
+    """Classes that say how they are copied (parametrized ones) make what ``__class__`` names: one of the old class."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = super().__deepcopy__(memo)  # type: ignore[misc]
+        if type(copied) is type(self)._old_class:  # type: ignore[attr-defined]
+            _set_class(copied, type(self))
+            forget_block(copied)
+        return copied
 
 
 class _RecurrentWeights:

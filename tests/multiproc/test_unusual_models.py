@@ -162,6 +162,8 @@ def check_reparametrizations() -> None:
             torch.testing.assert_close(model[0].train(mode)(x), plain.train(mode)(x), msg=tool)
         if tool.startswith("param"):  # computed where it is read, which a shard would get wrong
             torch.testing.assert_close(model[0].weight, plain.weight, msg=tool)
+            copied = copy.deepcopy(bmt.BMTrainModelWrapper(copy.deepcopy(plain)))
+            torch.testing.assert_close(copied(x), plain(x), msg=tool)
         with pytest.raises(RuntimeError, match="after BMTrainModelWrapper"):
             remove(model[0]._module)
 
