@@ -1,6 +1,7 @@
 #include "shard/graph_walk.h"
 
 #include <ATen/SequenceNumber.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <unordered_set>
@@ -42,9 +43,11 @@ void visit_graph(const GraphRoots& roots, const std::function<bool(Node&)>& visi
 
 std::string find_older_node(const std::vector<at::Tensor>& outputs, std::uint64_t first) {
   std::string found;
+  const std::uint64_t here = at::RecordFunction::currentThreadId();
   visit_graph(GraphRoots(outputs), [&](const Node& node) {
-    // Accumulators (and our gradient sinks) carry the highest number of all.
-    if (node.sequence_nr() < first) {
+    // Each thread numbers its own nodes: a backward over a GPU makes them in another one, and so may a
+    // forward. Accumulators (and our gradient sinks) carry the highest number of all.
+    if (node.thread_id() == here && node.sequence_nr() < first) {
       found = node.name();
     }
     return found.empty();

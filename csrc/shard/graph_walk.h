@@ -26,9 +26,9 @@ void visit_graph(const GraphRoots& roots, const std::function<bool(torch::autogr
 /// The sequence number that the next autograd node of this thread will get.
 [[nodiscard]] std::uint64_t next_node_number();
 
-/// The name of a node reachable from `outputs` that existed before node number
-/// `first`, or "" if there is none: a graph recorded since `first` that reaches
-/// an older node has taken in a tensor with history from outside.
+/// The name of a node reachable from `outputs` that this thread made before node number `first`, or "" if
+/// there is none: a graph recorded since `first` that reaches an older node has taken in a tensor with
+/// history from outside.
 [[nodiscard]] std::string find_older_node(const std::vector<at::Tensor>& outputs, std::uint64_t first);
 
 }  // namespace bmtrain

@@ -1,6 +1,7 @@
 """Models that users of plain PyTorch write and that shards could get wrong: trained like plain ones, or refused."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def check_built_in_inference_mode() -> None:
     with torch.inference_mode():
         model = bmt.BMTrainModelWrapper(Head())
         model(torch.ones(2, 6))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     losses = []
     for _ in range(2):
         loss = model(torch.ones(2, 6)).square().mean()
@@ -80,6 +81,41 @@ def check_built_in_inference_mode() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert losses[1] < losses[0]
+
+
+class Threaded(nn.Module):
+    """Computes a part of its forward in another thread, as a backward over a GPU does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        hidden, parts = self.first(x), []
+        thread = threading.Thread(target=lambda: parts.append(self.second(hidden).tanh()))
+        thread.start()
+        thread.join()
+        return hidden + parts[0]
+
+
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+def test_a_forward_may_compute_in_another_thread(use_checkpoint):
+    run_ranks(2, check_another_thread, use_checkpoint)
+
+
+def check_another_thread(use_checkpoint: bool) -> None:
+    plain = Threaded()
+    block = bmt.Block(bmt.BMTrainModelWrapper(copy.deepcopy(plain)), use_checkpoint=use_checkpoint)
+    batch = torch.linspace(-1, 1, 12).view(2, 6)
+    results = []
+    for model in (plain, block):
+        x = batch.clone().requires_grad_()
+        model(x).square().sum().backward()
+        results.append(x.grad)
+    torch.testing.assert_close(*results)
+    for name, parameter in plain.named_parameters():
+        found = bmt.parameter.gather_flat(block.get_parameter(name), block.get_parameter(name).grad)
+        torch.testing.assert_close(found, bmt.world_size() * parameter.grad.reshape(-1))
 
 
 def test_what_shards_would_get_wrong_is_refused():
