@@ -66,6 +66,8 @@ std::shared_ptr<NcclLink> NcclLink::split(int color, int key, Options options) {
   link->options_.library->add(link);
   const c10::DeviceGuard guard(options_.device);
   const std::string what = describe("splitting");
+  wait_for_pending();  // NCCL splits no communicator that has operations under way: ranks might wait for each
+                       // other
   const std::unique_lock lock(handle_->mutex);
   check_usable("splitting");
   // Whether it shared this one's connections, the configuration of this one would say: then they could not
@@ -262,6 +264,17 @@ void NcclLink::wait_on_host(NcclOperation& operation) {
               ": the communicator was aborted: ", reason());
     poll();
     pause();
+  }
+}
+
+void NcclLink::wait_for_pending() {
+  std::deque<NcclOperationPtr> pending;
+  {
+    const std::unique_lock lock(handle_->mutex);
+    pending = handle_->pending;
+  }
+  for (const NcclOperationPtr& operation : pending) {
+    wait_on_host(*operation);
   }
 }
 

@@ -70,6 +70,7 @@ class NcclLink final : public NcclMember {
   /// Meets the other ranks. CommunicationError if that fails or takes longer than the time-out.
   static std::shared_ptr<NcclLink> connect(Options options, const std::string& unique_id);
   /// A communicator of those ranks of this one that give the same `color`; their ranks are ordered by `key`.
+  /// The host waits for the operations of this one.
   [[nodiscard]] std::shared_ptr<NcclLink> split(int color, int key, Options options);
   ~NcclLink() override;
   NcclLink(const NcclLink&) = delete;
@@ -120,6 +121,7 @@ class NcclLink final : public NcclMember {
   void launch(std::vector<Entry> batch);
   void register_memory(const NcclOperation& operation, const std::string& what);
   [[nodiscard]] std::string find_failure();
+  void wait_for_pending();
   void retire();
   void take_down(bool gracefully);
 

@@ -264,6 +264,14 @@ def test_an_operation_that_never_completes_is_told_by_its_time_out(fake: ctypes.
     assert_all_aborted(fake, ranks.comms)
 
 
+def test_a_split_waits_for_what_is_under_way(fake: ctypes.CDLL) -> None:
+    ranks = Ranks(2, timeout=0.2)
+    ranks.comms[0].all_reduce(torch.ones(3), _C.ReduceOp.SUM)  # rank 1 never takes part
+    with pytest.raises(CommunicationError, match=r"all_reduce .* not completed within 0.2 s"):
+        ranks.comms[0].split(0, 0, 2, "part")
+    assert_all_aborted(fake, ranks.comms)
+
+
 def test_calls_that_stay_in_progress_time_out(fake: ctypes.CDLL) -> None:
     ranks = Ranks(2, timeout=0.05)
     fake.fake_stuck(0, 1)
