@@ -2,7 +2,7 @@
 # On a machine with a GPU: build with CUDA, run the tests that need one, measure. Less than ten minutes.
 #     bash tests/cuda/run.sh [FOLDER]
 # Results go to FOLDER (default: docs/results/gpu), to be committed: environment.txt, gpu-tests.txt, doctor.txt, bench.txt,
-# bench.json, offload.json; sanitizer.txt and tests.txt if there is time.
+# bench.json, offload.json; gpu-ranks.txt, sanitizer.txt and tests.txt if there is time.
 # Uses the interpreter BMTRAIN_PYTHON (default: python3), which has torch with CUDA, pytest, ninja and setuptools >= 77;
 # installs nothing. BMTRAIN_GPU_SECONDS (default: 570) ends what would take longer: what matters most comes first.
 set -uo pipefail
@@ -21,7 +21,7 @@ TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$(
 }
 export TORCH_CUDA_ARCH_LIST
 mkdir -p "$folder"
-rm -f "$folder"/{environment,build,gpu-tests,doctor,bench,sanitizer,tests}.txt "$folder"/{bench,offload}.json
+rm -f "$folder"/{environment,build,gpu-tests,gpu-ranks,doctor,bench,sanitizer,tests}.txt "$folder"/{bench,offload}.json
 
 part() { # part SECONDS FILE COMMAND...: runs it, keeps its output, remembers its failure, and goes on
     local limit=$1 file=$2 started=$SECONDS
@@ -49,6 +49,9 @@ part 60 doctor.txt "$python" -m bmtrain doctor --gpus
 part 120 bench.txt "$python" -m bmtrain bench gpu --parts adam,norm,cross-entropy,step --json "$folder/bench.json"
 part 180 bench.txt "$python" -m bmtrain bench gpu --parts offload --json "$folder/offload.json"
 part 240 gpu-tests.txt "${tests[@]}" tests/cuda/test_gpu_step.py
+# What CPU ranks show of models, optimizers and checkpoints, on ranks that share the card.
+part 120 gpu-ranks.txt env BMTRAIN_TEST_CUDA=1 BMTRAIN_BACKEND=gloo "${tests[@]}" -m "not slow" \
+    tests/multiproc/test_{blocks,policies,optim_manager_state,checkpoint}.py
 if command -v compute-sanitizer >/dev/null; then
     part 60 sanitizer.txt compute-sanitizer --error-exitcode 9 "${tests[@]}" tests/cuda/test_gpu_kernels.py \
         -k "(test_cast and 255) or (test_adam_has and 3.0) or (test_cross_entropy and shape1)"
