@@ -42,6 +42,24 @@ def test_check_torch_version(monkeypatch: pytest.MonkeyPatch) -> None:
         utils.check_torch_version("new")
 
 
+def test_a_printed_line_is_written_whole() -> None:
+    """Under torchrun several ranks write to one terminal: what is between two of a line's calls may be another's."""
+
+    class Calls(io.StringIO):
+        def __init__(self) -> None:
+            super().__init__()
+            self.written: list[str] = []
+
+        def write(self, text: str) -> int:
+            self.written.append(text)
+            return len(text)
+
+    out = Calls()
+    utils.print_rank("loss", 0.5, sep=": ", file=out, flush=True)
+    utils.print_rank("of another rank", rank=1, file=out)
+    assert out.written == ["loss: 0.5\n"]
+
+
 def test_print_block() -> None:
     out = io.StringIO()
     utils.print_block("title", "text", file=out)

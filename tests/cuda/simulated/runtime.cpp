@@ -52,8 +52,6 @@ cudaError_t refuse_kernel(const void* function) {
   return done(cudaErrorNotSupported);
 }
 
-simulated::Event& of(cudaEvent_t event) { return *reinterpret_cast<simulated::Event*>(event); }
-
 // Events live until what refers to them in streams is done, as a device's do.
 using SharedEvent = std::shared_ptr<simulated::Event>;
 struct Events {
@@ -369,8 +367,10 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream, un
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   return cudaEventRecordWithFlags(event, stream, 0);
 }
-cudaError_t cudaEventQuery(cudaEvent_t event) {
-  return done(of(event).is_complete() ? cudaSuccess : cudaErrorNotReady);
+cudaError_t cudaEventQuery(cudaEvent_t handle) {
+  const SharedEvent event = shared(handle);
+  if (event == nullptr) return done(cudaErrorInvalidResourceHandle);
+  return done(event->is_complete() ? cudaSuccess : cudaErrorNotReady);
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   const SharedEvent event = shared(handle);
@@ -378,9 +378,11 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   event->wait(event->last_recorded());
   return done();
 }
-cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
-  if (!of(start).is_complete() || !of(end).is_complete()) return done(cudaErrorNotReady);
-  *milliseconds = static_cast<float>((of(end).time() - of(start).time()) * 1e3);
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t first, cudaEvent_t second) {
+  const SharedEvent start = shared(first), end = shared(second);
+  if (start == nullptr || end == nullptr) return done(cudaErrorInvalidResourceHandle);
+  if (!start->is_complete() || !end->is_complete()) return done(cudaErrorNotReady);
+  *milliseconds = static_cast<float>((end->time() - start->time()) * 1e3);
   return done();
 }
 
