@@ -119,6 +119,20 @@ def _torch_power_sum(grads: list[Tensor], norm_type: float) -> Tensor:
     return norms.max() if math.isinf(norm_type) else norms.pow_(norm_type).sum()
 
 
+def _any_overflow(gradients: Sequence[Tensor]) -> Tensor:
+    """Whether an element is inf or NaN: 1 or 0, (1,) in fp32 on the run device."""
+    device = context("gradient overflow").device
+    # Each in one pass: a GPU has the kernel of the norm, whose squares fp64 holds; magnitudes are faster on the CPU.
+    op = _ops.abs_max if device.type == "cpu" else _ops.squared_sum
+    by_device, others = _split(gradients, op.__name__)
+    parts = [op(grads) for grads in by_device]
+    parts += [_torch_power_sum(grads, math.inf) for grads in _by_kind(others)]
+    overflow = torch.zeros(1, device=device)
+    for part in parts:
+        overflow = torch.maximum(overflow, part.to(device).isfinite().logical_not().to(overflow.dtype))
+    return overflow
+
+
 def _all_reduce(number: Tensor, op: Any, label: str) -> Tensor:
     """Combine a number over the world, in place; all ranks get the same bits."""
     context(label).groups["zero"].comm.all_reduce(number, op, label).wait()
@@ -174,8 +188,7 @@ def check_overflow(param_groups: Iterable[Any]) -> bool:
     gradients = _gradients(parameters_of(param_groups))
     if _context.current() is None:
         return _ops.has_inf_nan(gradients)
-    overflow = _power_sum(gradients, math.inf).isfinite().logical_not().to(torch.float32)
-    return _all_reduce(overflow, _C.ReduceOp.MAX, "gradient overflow").item() > 0
+    return _all_reduce(_any_overflow(gradients), _C.ReduceOp.MAX, "gradient overflow").item() > 0
 
 
 def forget_unsent() -> None:
@@ -193,7 +206,7 @@ def first_overflow(parameters: Sequence[Tensor]) -> int:
     """
     local = len(parameters)
     for index, p in enumerate(parameters):
-        if not _power_sum(_gradients([p]), math.inf).isfinite().item():
+        if _any_overflow(_gradients([p])).item():
             local = index
             break
     number = torch.tensor([local], device=context("gradient overflow").device)

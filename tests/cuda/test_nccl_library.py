@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from bmtrain._comm_nccl import find_candidates
 from bmtrain.errors import CommunicationError
 
 CPU = torch.device("cpu")
+TOOLKIT: Path | None = runpy.run_path(str(ROOT / "setup.py"))["find_toolkit"]()
 
 
 def test_old_and_foreign_libraries_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,3 +81,13 @@ def test_real_library_without_a_driver(
     assert len(unique_id) == 128
     with pytest.raises(CommunicationError, match="connecting on group"):
         _C.NcclCommunicator(library, unique_id, 0, 1, "zero", CPU, 20.0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(TOOLKIT is None, reason="no CUDA toolkit, whose headers that of NCCL includes")
+def test_declarations_are_those_of_the_real_header(real_path: Path) -> None:
+    includes = [f"-isystem{folder}/include" for folder in (real_path.parents[1], TOOLKIT)]
+    command = [os.environ.get("CXX", "c++"), "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror"]
+    run_process(
+        [*command, "-Icsrc", *includes, "tests/cuda/host/nccl_header.cpp"], directory=ROOT, timeout=120
+    )
