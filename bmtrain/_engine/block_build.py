@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..global_var import context
 from ..layer import GREW
 from ..parameter import DistributedParameter
 from .block_ref import OWNER, BlockRef
-from .runtime import BlockRuntime
 from .stage import StagedShardSpec
 from .state_dict import install_hooks_below
 
@@ -88,4 +86,6 @@ def leave_to_stage(block: Any, pipe: Group, owner: int) -> None:
                 param.data = param.data.new_empty(0)
     if pipe.rank != owner:
         block.__dict__["_storages"] = []
-        block.__dict__["_runtime"] = BlockRuntime(context().engine, block._label, [], block._policy)
+        # No new one, which would take a number: those of Blocks built later are to be the same on all stages.
+        block._runtime.replace_groups([])
+        block._runtime.reference.runtime = None

@@ -12,6 +12,7 @@ import bmtrain as bmt
 from bmtrain import _C
 from bmtrain._engine.sharding import ShardSpec
 from bmtrain.global_var import context
+from bmtrain.parameter import gather_flat
 
 DIM, BATCH, LAYERS = 6, 4, 5
 
@@ -168,6 +169,28 @@ def use_outside() -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_gradients_of_parameters_gathered_on_all_stages_add(world):
     run_ranks(world, use_outside, init={"pipe_size": 2})
+
+
+def blocks_after_the_pipeline(num_layers: int) -> None:
+    torch.manual_seed(1)
+    pipeline = bmt.PipelineTransformerBlockList([Layer() for _ in range(num_layers)])
+    head = bmt.Block(bmt.nn.Linear(DIM, 3))
+    bmt.init_parameters([pipeline, head])
+    plain = torch.nn.ModuleList([PlainLayer() for _ in range(num_layers)])
+    plain.load_state_dict(pipeline.state_dict())
+    plain_head = torch.nn.Linear(DIM, 3)
+    plain_head.load_state_dict(head.state_dict())
+    x_all, shared = torch.randn(bmt.world_size(), BATCH, DIM), torch.zeros(2 * DIM)
+    for _ in range(2):
+        head(pipeline(x_all[bmt.rank()], None, shared)).square().sum().backward()
+    for _ in range(2):
+        sum(plain_head(run_plain(plain, x, 1, shared)[0]).square().sum() for x in x_all).backward()
+    check(gather_flat(head.weight, head.weight.grad).view(3, DIM), plain_head.weight.grad)
+
+
+@pytest.mark.parametrize("num_layers", [1, 3, 4])
+def test_a_block_of_all_ranks_follows_stages_of_any_lengths(num_layers):
+    run_ranks(2, blocks_after_the_pipeline, num_layers, init={"pipe_size": 2})
 
 
 def evaluation() -> None:
