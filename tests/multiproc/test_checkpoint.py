@@ -49,6 +49,38 @@ def check_resume(folder: str, optimizer: str, dtype: str, non_blocking: bool) ->
     assert torch.equal(other.model.scale, own_scale)
 
 
+class Own(bmt.DistributedModule):
+    """A plain parameter, which each rank has for itself, beside one that all share."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shared = bmt.DistributedParameter(torch.ones(5))
+        self.own = torch.nn.Parameter(torch.ones(shape))
+
+    def forward(self, uses_own: bool) -> torch.Tensor:
+        return self.shared.sum() * (self.own.sum() if uses_own else 1)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "torch"])
+@pytest.mark.parametrize("trained_by", [(0, 1), (0,), (1,)])
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_each_rank_gets_the_state_of_its_own_parameters_back(shape, trained_by, optimizer, tmp_path):
+    run_ranks(2, check_own_state, str(tmp_path), shape, trained_by, optimizer)
+
+
+def check_own_state(folder: str, shape: tuple[int, ...], trained_by: tuple[int, ...], optimizer: str) -> None:
+    kind = {"adam": bmt.optim.AdamOptimizer, "torch": torch.optim.Adam}[optimizer]
+    model, other = Own(shape), Own(shape)
+    first, second = kind(model.parameters()), kind(other.parameters())
+    (model(bmt.rank() in trained_by) * (bmt.rank() + 1)).backward()
+    first.step()
+    checkpoint.save(folder, 1, model, first)
+    checkpoint.load(folder, other, second)
+    assert (model.own in first.state) == (other.own in second.state) == (bmt.rank() in trained_by)
+    for key, value in first.state.get(model.own, {}).items():
+        assert torch.equal(torch.as_tensor(second.state[other.own][key]), torch.as_tensor(value)), key
+
+
 SIZES = [
     (1, {}, False),
     (2, {}, False),

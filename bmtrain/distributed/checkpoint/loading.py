@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ class Loading:
         )
         own = manifest.ranks[topology.rank % manifest.world_size]
         self._random_state = own["random"]
+        self._had_state: list[list[str]] | None = own.get("state")  # None: of weights alone
         self._data = [own_values["data"] for own_values in manifest.ranks]
         self._state: _StoredState | None = None
 
@@ -139,11 +140,21 @@ class Loading:
                 )
             self._reader.request_value(saved["groups"])
             self._reader.request_value(saved["others"])
-            for index, entry in saved["entries"].items():
+            for index, entry in self._own_entries(number):
                 for key, described in entry.items():
-                    self._request_state(
-                        parameters[int(index)], described, f"{number}, parameter {index}: {key}"
-                    )
+                    self._request_state(parameters[index], described, f"{number}, parameter {index}: {key}")
+
+    def _own_entries(self, optimizer: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """By parameter number, all state but that which only other ranks had, of parameters that are not shared."""
+        for index, entry in self._values["optimizers"][optimizer]["entries"].items():
+            replicas = [told for told in entry.values() if "replica" in told]
+            if self.same_layout and self._had_state is not None:
+                is_here = not replicas or index in self._had_state[optimizer]
+            else:
+                stored = self._reader.manifest.tensors
+                is_here = all(told["of_shard"] or told["replica"] in stored for told in replicas)
+            if is_here:
+                yield int(index), entry
 
     def _request_state(self, p: torch.Tensor, described: dict[str, Any], label: str) -> None:
         if "shard" in described:
@@ -165,8 +176,8 @@ class Loading:
             if isinstance(self._optim, OptimManager):
                 for name, value in self._values["manager"].items():
                     setattr(self._optim, name, value)
-            for optimizer, saved in zip(self._optimizers, self._values["optimizers"], strict=False):
-                load_optimizer_state(optimizer, self._optimizer_state(optimizer, saved), 1.0)
+            for number, optimizer in enumerate(self._optimizers):
+                load_optimizer_state(optimizer, self._optimizer_state(number, optimizer), 1.0)
             if self._schedulers:
                 states = self._reader.value(self._values["schedulers"])
                 for scheduler, state in zip(self._schedulers, states, strict=True):
@@ -183,11 +194,11 @@ class Loading:
         """The position in the data of every rank that saved."""
         return [self._reader.value(told) for told in self._data]
 
-    def _optimizer_state(self, optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
-        parameters = _parameters(optimizer)
+    def _optimizer_state(self, number: int, optimizer: Any) -> dict[str, Any]:
+        parameters, saved = _parameters(optimizer), self._values["optimizers"][number]
         state = {
-            int(index): {key: self._read_state(parameters[int(index)], told) for key, told in entry.items()}
-            for index, entry in saved["entries"].items()
+            index: {key: self._read_state(parameters[index], told) for key, told in entry.items()}
+            for index, entry in self._own_entries(number)
         }
         others = self._reader.value(saved["others"])
         return {**others, "state": state, "param_groups": self._reader.value(saved["groups"])}

@@ -57,7 +57,7 @@ class Snapshot:
         runs: what it alone writes.
         replicas: whole tensors that every rank has, mostly the same: see :meth:`keep_what_differs`.
         values: JSON; rank 0's count.
-        own: JSON, kept for each rank.
+        own: JSON, kept for each rank; of each optimizer, the numbers of parameters that it has state for.
         entries: by optimizer and parameter number, the state that is not in runs; the first rank that has it counts.
     """
 
@@ -166,6 +166,7 @@ def take_snapshot(
         _add_optimizer(snapshot, f"optimizers/{number}", optimizer)
         for number, optimizer in enumerate(optimizers_of(optim))
     ]
+    snapshot.own["state"] = [list(entries) for entries in snapshot.entries]
     if isinstance(optim, OptimManager):
         names = ("loss_scale", "loss_scale_enabled", "steps_since_last_scale")
         snapshot.values["manager"] = {name: getattr(optim, name) for name in names}
@@ -208,21 +209,22 @@ def _add_optimizer(snapshot: Snapshot, name: str, optimizer: Any) -> dict[str, A
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     entries: dict[str, dict[str, Any]] = {}
     for number, entry in state["state"].items():
-        p = parameters[number] if isinstance(number, int) else None
         described = entries.setdefault(json_key(number), {})
+        p = parameters[number]
+        is_shard = isinstance(p, DistributedParameter)
         for key, value in entry.items():
             full = f"{name}/{number}/{key}"
             if not isinstance(value, torch.Tensor):
                 described[key] = {"value": snapshot.add_value(own_name(rank, full), value, own=True)}
-            elif value.dim() == 0:
+            elif is_shard and value.dim() == 0:
                 described[key] = {"scalar": [dtype_name(value.dtype), value.item()]}
-            elif p is not None and value.data_ptr() == p.data_ptr() and value.numel():
+            elif value.data_ptr() == p.data_ptr() and value.numel():
                 continue  # a master that is the parameter itself
-            elif isinstance(p, DistributedParameter) and value.shape == p.shape:
+            elif is_shard and value.shape == p.shape:
                 described[key] = {"shard": full}
                 snapshot.add_shard(full, p, value)
             else:
-                described[key] = {"replica": full, "of_shard": isinstance(p, DistributedParameter)}
+                described[key] = {"replica": full, "of_shard": is_shard}
                 snapshot.replicas.append(_whole(full, value))
     snapshot.entries.append(entries)
     others = {key: value for key, value in state.items() if key not in _HANDLED}
