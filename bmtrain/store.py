@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-
 from ._agree import failing_together, on_rank_0
 from ._archive import read_archive
 from ._atomic_file import AtomicFile
@@ -21,6 +20,7 @@ from ._engine.state_dict import collecting, install_hooks_below
 from ._model_check import check_model_state, loads_by_itself
 from ._objects import allgather_object, allgather_objects, broadcast_object
 from ._shared_state import DTYPE_LIST, DistributedStateDictWrapper, DistributedTensorWrapper
+from ._ties import place_of
 from .block_layer import Block
 from .global_var import config, context
 
@@ -149,7 +149,7 @@ def _on_cpu(value: torch.Tensor, copy: bool, copies: dict[Any, torch.Tensor]) ->
     value = value.detach().as_subclass(torch.Tensor)
     if value.layout is not torch.strided:
         return value.cpu().clone() if copy else value.cpu()
-    place = (value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride(), value.dtype)
+    place = place_of(value)
     if place not in copies:
         host = value.cpu()
         lies_alone = host.untyped_storage().nbytes() == host.nbytes

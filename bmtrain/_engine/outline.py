@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .._ties import place_of
 from ..parameter import DistributedParameter
 from .state_dict import Collection, collecting, install_hooks_below
 
@@ -19,16 +20,13 @@ class Outline:
     """A state dict in which distributed parameters stand for themselves.
 
     Args:
-        entries: by key, in the order of the state dict: a parameter, a tensor that this rank has whole, or a value.
+        entries: by key, in the order of the state dict: a parameter, a tensor that this rank has whole, or a value. A
+            tensor with several keys (tied weights) is one object.
         metadata: as in the state dict.
     """
 
     entries: dict[str, Any]
     metadata: Any
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters and whole tensors, with their keys."""
-        return ((key, value) for key, value in self.entries.items() if isinstance(value, torch.Tensor))
 
 
 class _StandIns(Collection):
@@ -62,12 +60,13 @@ def outline_of(model: torch.nn.Module) -> Outline:
     with collecting(keeps=False, collection=stand_ins):
         state = model.state_dict()
     entries: dict[str, Any] = {}
+    whole: dict[Hashable, torch.Tensor] = {}
     for key, value in state.items():
         if id(value) in stand_ins.parameters:
             value = stand_ins.parameters[id(value)]
         elif isinstance(value, torch.Tensor):
-            value = value.detach()
             if value.layout is not torch.strided:
                 raise TypeError(f"{key}: expected a dense tensor, got layout {value.layout}")
+            value = whole.setdefault(place_of(value), value.detach())
         entries[key] = value
     return Outline(entries, getattr(state, "_metadata", None))

@@ -11,6 +11,7 @@ import torch
 
 from .._archive import read_archive
 from .._safetensors import SafetensorsFile, locate_tensors
+from .._ties import place_of
 from ..distributed.checkpoint.layout import MANIFEST, check_sizes, newest, read_manifest
 from ..distributed.checkpoint.manifest import DTYPES
 from ..distributed.checkpoint.reader import Reader
@@ -54,14 +55,7 @@ class _Archive(Source):
         self.table, self.ties, self.order = {}, {}, list(state)
         first: dict[Any, str] = {}
         for name, value in state.items():
-            place = (
-                value.untyped_storage()._cdata,
-                value.storage_offset(),
-                value.shape,
-                value.stride(),
-                value.dtype,
-            )
-            known = first.setdefault(place, name)
+            known = first.setdefault(place_of(value), name)
             if known != name and value.numel():
                 self.ties[name] = known
             else:

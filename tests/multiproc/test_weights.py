@@ -13,6 +13,7 @@ from harness import run_ranks
 from harness.peaks import GIVE_BACK, peak_of
 
 import bmtrain as bmt
+from bmtrain._safetensors import SafetensorsFile
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
@@ -284,6 +285,30 @@ def test_two_names_must_not_become_one(tmp_path: Path) -> None:
     for said in run_ranks(2, rename_two_to_one, str(tmp_path)):
         for sentence in said:
             assert "rename makes 'weight' of both" in sentence and "'bias'" in sentence
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(6, 4), torch.nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def tied_names(folder: str, is_wrapped: bool) -> list[str]:
+    def make() -> torch.nn.Module:
+        return bmt.BMTrainModelWrapper(Tied()) if is_wrapped else Tied()
+
+    model, other = make(), make()
+    bmt.weights.save(model, folder)
+    bmt.synchronize()
+    assert bmt.weights.load(other, folder) == ([], [])
+    assert torch.equal(other.state_dict()["head.weight"], model.state_dict()["embed.weight"])
+    return sorted(SafetensorsFile(Path(folder) / "model.safetensors").places)
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_tied_weights_have_one_name_in_the_file(is_wrapped: bool, tmp_path: Path) -> None:
+    assert run_ranks(2, tied_names, str(tmp_path), is_wrapped) == [["embed.weight"]] * 2
 
 
 def save_nowhere(folder: str) -> str:

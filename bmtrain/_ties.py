@@ -1,0 +1,15 @@
+"""Which tensors are one: the same elements of the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+
+__all__ = ["place_of"]
+
+
+def place_of(tensor: torch.Tensor) -> Hashable:
+    """Equal for dense tensors that show the same elements alike (tied weights), while one of them lives."""
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
