@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
+
 from ._agree import failing_together, on_rank_0
 from ._archive import read_archive
 from ._atomic_file import AtomicFile
@@ -138,9 +140,12 @@ def _full_state(model: torch.nn.Module, copy: bool) -> dict[str, Any]:
             state = model.state_dict()
         if collection.keeps:
             copies: dict[Any, torch.Tensor] = {}
+
+            def on_host(tensor: torch.Tensor) -> torch.Tensor:
+                return tensor if collection.holds(tensor) else _on_cpu(tensor, copy, copies)
+
             for key, value in state.items():
-                if isinstance(value, torch.Tensor) and not collection.holds(value):
-                    state[key] = _on_cpu(value, copy, copies)
+                state[key] = tree_map_only(torch.Tensor, on_host, value)
     return state
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 
 import pytest
@@ -103,6 +104,32 @@ def check_other_values(path: str) -> None:
         store.DistributedStateDictWrapper({"a": object()} if bmt.rank() == 0 else {})
     with pytest.raises(TypeError, match="expected a mapping on rank 0, got list"):
         store.DistributedStateDictWrapper([] if bmt.rank() == 0 else {})
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_a_save_in_the_background_has_the_tensors_inside_other_values_too(world, tmp_path):
+    run_ranks(world, check_values_of_the_call, str(tmp_path / "model.pt"))
+
+
+def check_values_of_the_call(path: str) -> None:
+    model, counts = Counting(), torch.zeros(3)
+    model.extra = {"counts": counts, "more": [(counts, 1)]}
+    write, is_changed = torch.save, threading.Event()
+
+    def save_later(state, file):
+        is_changed.wait()
+        write(state, file)
+
+    torch.save = save_later
+    try:
+        handle = bmt.save(model, path, non_blocking=True)
+        counts += 5
+        is_changed.set()
+        handle.wait()
+    finally:
+        torch.save = write
+    bmt.load(model, path)
+    assert model.extra["counts"].tolist() == model.extra["more"][0][0].tolist() == [0, 0, 0]
 
 
 class Counting(bmt.DistributedModule):
