@@ -207,7 +207,10 @@ def _install_cuda(redirection: Redirection) -> None:
 
     def set_device(device: Any) -> None:
         redirection.count("torch.cuda.set_device")
-        chosen[0] = device if isinstance(device, int) else getattr(device, "index", None) or chosen[0]
+        index = str(device).rpartition(":")[
+            2
+        ]  # of 1 and "cuda:1"; "cuda" has none, nor has what was redirected
+        chosen[0] = int(index) if index.isdecimal() else chosen[0]
 
     redirection.replace(cuda, "set_device", set_device)
     redirection.replace(cuda, "current_device", lambda: chosen[0])

@@ -68,7 +68,7 @@ def clip_gradients(
     parameters = _parameters_of(param_groups)
     norm = global_norm(parameters, p)
     coefficient = (max_norm * scale / (norm + eps)).clamp_(max=1.0)
-    multiply_gradients(parameters, torch.where(norm.isfinite(), coefficient, 1.0))
+    multiply_gradients(parameters, torch.where(norm.isfinite() & (norm > 0), coefficient, 1.0))
     return (norm / scale).to(torch.float32)
 
 

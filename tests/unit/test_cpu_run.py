@@ -109,6 +109,16 @@ def test_tensors_are_on_the_cpu(expression: str) -> None:
     assert redirection.counts
 
 
+@pytest.mark.parametrize(
+    ("device", "current"), [("2", 2), ("'cuda:3'", 3), ("'cuda'", 1), ("torch.device('cuda', 1)", 1)]
+)
+def test_the_device_that_a_script_chooses(device: str, current: int) -> None:
+    with cpu_run.Redirection():
+        torch.cuda.set_device(1)
+        torch.cuda.set_device(eval(device))
+        assert torch.cuda.current_device() == current
+
+
 def test_what_a_script_reads() -> None:
     with cpu_run.Redirection():
         names = {"torch": torch, "__name__": "__main__"}

@@ -265,6 +265,9 @@ def clip_corner_cases() -> None:
     assert clip_grad_norm([], 1.0, 1.0) == 0
     params = parameters()
     assert clip_grad_norm([{"params": params}], 1.0, 1.0) == 0
+    params[0].grad = torch.zeros_like(params[0])
+    assert clip_grad_norm([{"params": params}], 0.0, 1.0, eps=0.0) == 0
+    assert params[0].grad.count_nonzero() == 0
     params[0].grad = torch.full_like(params[0], 1e25)  # its square does not fit fp32
     norm = clip_grad_norm([{"params": params}, {"params": params}], 1.0, 1.0)
     assert norm == pytest.approx(1e25 * math.sqrt(12))
