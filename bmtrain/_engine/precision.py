@@ -7,7 +7,18 @@ from typing import Any
 
 import torch
 
-__all__ = ["computing_in"]
+__all__ = ["as_autocast_has_it", "computing_in"]
+
+
+def as_autocast_has_it(tensor: torch.Tensor) -> torch.Tensor:
+    """What a matrix product under the autocast of now takes for ``tensor``; without autocast, the tensor itself.
+
+    For products in autograd functions of their own, whose backward runs without autocast.
+    """
+    kind = tensor.device.type
+    if kind == "meta" or tensor.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
 
 
 def computing_in(dtype: torch.dtype, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from .._arguments import require_integer, require_tensor
+from .._engine.precision import as_autocast_has_it
 from ._function import CrossEntropyOptions, VocabularySlice, cross_entropy_rows
 from .cross_entropy import FusedCrossEntropy, check_range, reduce_rows
 
@@ -119,6 +120,7 @@ def fused_linear_cross_entropy(
                 f"{class_weight.dtype}"
             )
     options = FusedCrossEntropy(class_weight, ignore_index, reduction, label_smoothing)
+    hidden, weight = as_autocast_has_it(hidden), as_autocast_has_it(weight)
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.dtype != hidden.dtype:
         raise ValueError(
             f"weight: expected shape (C, {hidden.shape[-1]}) and {hidden.dtype} as of hidden, got "

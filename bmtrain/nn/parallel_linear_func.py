@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import _C
 from .._engine.opaque import opaque
+from .._engine.precision import as_autocast_has_it
 from ..global_var import context
 from ._divide import check_features
 
@@ -195,6 +196,8 @@ class OpParallelLinear(torch.autograd.Function):
                 raise ValueError(
                     f"input: expected a dim 0 that divides by tp_size {_tp().size}, got {rows} rows"
                 )
+        input, weight = as_autocast_has_it(input), as_autocast_has_it(weight)
+        bias = None if bias is None else as_autocast_has_it(bias)
         ctx.save_for_backward(input, weight)
         ctx.has_bias = bias is not None
         ctx.layout = (gather_input and not split_input, gather_output, split_input, reduction)

@@ -131,6 +131,39 @@ def test_bc_74_row_parallel_linear(world, in_block):
                 )
 
 
+def under_autocast(kind: str, in_block: bool) -> None:
+    """What torch.nn.Linear gives under autocast, to its rounding: results in bf16, gradients in fp32."""
+    tp, size = context().groups["tp"], {"in_features": IN, "out_features": OUT}
+    make = {"column": bmt.nn.ColumnParallelLinear, "row": bmt.nn.RowParallelLinear}[kind]
+    layer = make(**size, gather_output=True) if kind == "column" else make(**size, all_reduce_output=True)
+    bmt.init_parameters(layer)
+    twin = reference(layer)
+    whole = torch.randn(ROWS, IN, requires_grad=True)
+    x = row_slice(whole, tp) if kind == "column" else whole.chunk(tp.size, dim=-1)[tp.rank]
+    mine = x.detach().clone().requires_grad_()
+    model = wrapped(layer, in_block)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, expected = model(mine), twin(whole)
+    assert out.dtype == expected.dtype == torch.bfloat16
+    out.float().square().sum().backward()
+    expected.float().square().sum().backward()
+    grad = row_slice(whole.grad, tp) if kind == "column" else whole.grad.chunk(tp.size, dim=-1)[tp.rank]
+    pairs = [(out, expected), (mine.grad, grad)]
+    for name, param in layer.named_parameters():
+        full = gather_flat(param, param.grad).view(param._tp_original_shape)
+        pairs.append((full, getattr(twin, name).grad))
+    for actual, wanted in pairs:
+        assert actual.dtype == wanted.dtype
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=0.03 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("in_block", [False, True], ids=["bare", "block"])
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_parallel_linear_under_autocast(world, kind, in_block):
+    run_ranks(world, under_autocast, kind, in_block, init={"tp_size": world})
+
+
 def embedding() -> None:
     tp = context().groups["tp"]
     vocab, dim, batch, seq = 16, 6, 3, 4

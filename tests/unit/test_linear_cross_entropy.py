@@ -64,6 +64,18 @@ def test_equal_to_the_loss_of_the_logits(options: dict[str, Any], chunk: int, dt
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6 * scale)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_is_that_of_the_two_one_after_the_other(dtype: torch.dtype) -> None:
+    hidden, weight, targets = inputs(dtype)
+    ours_in, kept_in = ([hidden.clone().requires_grad_(), weight.float().requires_grad_()] for _ in range(2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = fused_linear_cross_entropy(*ours_in, targets)
+        kept = FusedCrossEntropy()(functional.linear(*kept_in), targets)
+    assert torch.equal(ours, kept)
+    for got, wanted in zip(gradients(ours, *ours_in), gradients(kept, *kept_in), strict=True):
+        assert torch.equal(got, wanted)
+
+
 def test_scaled_half_precision_keeps_its_gradient() -> None:
     hidden, weight, targets = inputs(torch.float16)
     hidden.requires_grad_()
