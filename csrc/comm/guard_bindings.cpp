@@ -92,6 +92,16 @@ py::list groups_of(Watchdog& watchdog, bool whole) {
   return result;
 }
 
+// It asks devices and NCCL, which may be slow to answer: nobody else is held up by that.
+py::object overdue(Watchdog& watchdog) {
+  std::optional<Failure> found;
+  {
+    const py::gil_scoped_release release;
+    found = watchdog.overdue();
+  }
+  return to_dict(found);
+}
+
 py::list take_fingerprints(Watchdog& watchdog) {
   py::list result;
   for (const Fingerprint& taken : watchdog.take_fingerprints()) {
@@ -117,7 +127,7 @@ void bind_guard(py::module_& module) {
       .def("take_fingerprints", &take_fingerprints)
       .def("release", &Watchdog::release, py::arg("group"), py::arg("sequence"), Released())
       .def("end_checks", &Watchdog::end_checks, Released())
-      .def("overdue", [](Watchdog& self) { return to_dict(self.overdue()); })
+      .def("overdue", &overdue)
       .def("blocked_for", &Watchdog::blocked_for, py::arg("seconds"), Released())
       .def(
           "report",

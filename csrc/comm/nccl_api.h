@@ -31,6 +31,11 @@ enum class Result : int {
   kInProgress = 7,  // of a non-blocking communicator: ask CommGetAsyncError until it says otherwise
 };
 
+/// Of a call to a non-blocking communicator.
+[[nodiscard]] constexpr bool is_error(Result result) {
+  return result != Result::kSuccess && result != Result::kInProgress;
+}
+
 enum class Type : int {
   kInt8 = 0,
   kUint8 = 1,

@@ -146,10 +146,10 @@ NcclLink::Issue NcclCommunicator::exchange(const at::Tensor& output, const at::T
   return [call = &link_->call(), from = data_of(input), to = data_of(output), bytes, size = size()](
              nccl::Comm comm, nccl::Stream stream) {
     Result result = Result::kSuccess;
-    for (int r = 0; r < size && result == Result::kSuccess; ++r) {
+    for (int r = 0; r < size && !nccl::is_error(result); ++r) {
       const std::size_t offset = static_cast<std::size_t>(r) * bytes;
       result = call->Send(from + offset, bytes, nccl::Type::kUint8, r, comm, stream);
-      if (result == Result::kSuccess) {
+      if (!nccl::is_error(result)) {
         result = call->Recv(to + offset, bytes, nccl::Type::kUint8, r, comm, stream);
       }
     }

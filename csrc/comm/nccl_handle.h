@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <deque>
 #include <exception>
@@ -50,18 +51,27 @@ struct NcclLink::Handle {
     // A thread that is inside NCCL sees that the communicator is ending and leaves; should it be stuck there,
     // abort is what frees it.
     const std::unique_lock lock(mutex, kGracefulLimit);
-    const nccl::Comm ending = std::exchange(comm, nullptr);
+    const nccl::Comm ending = std::atomic_ref(comm).exchange(nullptr);
+    const std::shared_ptr<Handle> unfinished = std::exchange(part, nullptr);
     if (lock.owns_lock()) {
       retire_quietly();
     }
-    if (ending != nullptr && !(gracefully && finalize(ending))) {
+    if (ending != nullptr && !(gracefully && lock.owns_lock() && finalize(ending))) {
       (void)library->call().CommAbort(ending);
     }
     registrations.forget();
+    if (unfinished != nullptr) {
+      unfinished->end(false);  // NCCL has ended the split, and has told by now what it had made
+    }
   }
 
+  // `mutex` is held.
   [[nodiscard]] bool finalize(nccl::Comm ending) {
     const auto deadline = NcclClock::now() + kGracefulLimit;
+    if (!drain(deadline)) {
+      return false;
+    }
+    registrations.drop_all(ending);  // first: the next call ends the threads that NCCL needs for it
     nccl::Result result = library->call().CommFinalize(ending);
     Pause pause;
     while (result == nccl::Result::kInProgress && NcclClock::now() < deadline) {
@@ -70,11 +80,21 @@ struct NcclLink::Handle {
         return false;
       }
     }
-    if (result != nccl::Result::kSuccess) {
+    return result == nccl::Result::kSuccess && library->call().CommDestroy(ending) == nccl::Result::kSuccess;
+  }
+
+  // Waits until everything queued has completed; false if that takes too long, or the device failed. `mutex`
+  // is held.
+  [[nodiscard]] bool drain(NcclClock::time_point deadline) {
+    Pause pause;
+    try {
+      for (retire(); !pending.empty() && NcclClock::now() < deadline; retire()) {
+        pause();
+      }
+    } catch (const std::exception&) {
       return false;
     }
-    registrations.drop_all(ending);  // everything queued has completed
-    return library->call().CommDestroy(ending) == nccl::Result::kSuccess;
+    return pending.empty();
   }
 
   // `mutex` is held.
@@ -100,6 +120,7 @@ struct NcclLink::Handle {
   const std::shared_ptr<NcclLibrary> library;
   std::timed_mutex mutex;  // one thread at a time calls NCCL; protects all below, and more of the link
   nccl::Comm comm = nullptr;
+  std::shared_ptr<Handle> part;  // of a split under way: NCCL writes its communicator when it has made it
   NcclRegistrations registrations;
   std::deque<NcclOperationPtr> pending;
   std::vector<NcclOperationPtr> over;  // completed, but their tensors are for a caller to drop

@@ -70,6 +70,8 @@ std::shared_ptr<NcclLink> NcclLink::split(int color, int key, Options options) {
                        // other
   const std::unique_lock lock(handle_->mutex);
   check_usable("splitting");
+  const std::unique_lock part_lock(link->handle_->mutex);
+  handle_->part = link->handle_;
   // Whether it shared this one's connections, the configuration of this one would say: then they could not
   // overlap.
   nccl::Config config;
@@ -77,6 +79,7 @@ std::shared_ptr<NcclLink> NcclLink::split(int color, int key, Options options) {
   check(call().CommSplit(handle_->comm, color, key, &comm, &config), what);
   settle(what, handle_->comm);
   link->settle(link->describe("connecting"), comm);
+  handle_->part = nullptr;
   return link;
 }
 
@@ -127,7 +130,7 @@ void NcclLink::fail(const std::string& message) {
 }
 
 void NcclLink::check(Result result, const std::string& what) {
-  if (result != Result::kSuccess && result != Result::kInProgress) {
+  if (nccl::is_error(result)) {
     fail(what + ": " + options_.library->explain(result));
   }
 }
@@ -188,7 +191,7 @@ void NcclLink::launch(std::vector<Entry> batch) {
   check(call().GroupStart(), what);
   Result result = Result::kSuccess;
   for (const Entry& entry : batch) {
-    if (result == Result::kSuccess || result == Result::kInProgress) {
+    if (!nccl::is_error(result)) {
       result = entry.issue(handle_->comm, stream);
     }
   }
@@ -304,7 +307,7 @@ std::string NcclLink::find_failure() {
   const std::string what = pending.empty() ? describe("idle") : describe(*pending.front());
   Result state = Result::kSuccess;
   const Result asked = call().CommGetAsyncError(handle_->comm, &state);
-  if (asked != Result::kSuccess || (state != Result::kSuccess && state != Result::kInProgress)) {
+  if (asked != Result::kSuccess || nccl::is_error(state)) {
     return what + ": " + options_.library->explain(asked != Result::kSuccess ? asked : state);
   }
   if (!pending.empty() && NcclClock::now() - pending.front()->started > seconds(options_.timeout_seconds)) {

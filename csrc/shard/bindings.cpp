@@ -50,7 +50,7 @@ void bind_pool(py::module_& m) {
   py::class_<BufferPool, std::shared_ptr<BufferPool>>(m, "BufferPool")
       .def(py::init<std::int64_t, bool>(), py::arg("idle_per_class"), py::arg("poison"))
       .def("set_source", &BufferPool::set_source, py::arg("source"), py::arg("least_bytes"), NoGil())
-      .def("trim", &BufferPool::trim)
+      .def("trim", &BufferPool::trim, NoGil())
       .def("reset_peaks", &BufferPool::reset_peaks)
       .def("stats", [](const BufferPool& self) {
         const BufferPool::Stats stats = self.stats();

@@ -272,6 +272,38 @@ def test_a_split_waits_for_what_is_under_way(fake: ctypes.CDLL) -> None:
     assert_all_aborted(fake, ranks.comms)
 
 
+def test_what_a_split_that_timed_out_had_made_is_ended_too(fake: ctypes.CDLL) -> None:
+    """NCCL tells of it when the communicator that was split is aborted."""
+    ranks = Ranks(2, timeout=0.05)
+    fake.fake_stuck(0, 1)
+    with pytest.raises(CommunicationError, match=r"splitting.*not all ranks took part within 0.05 s"):
+        ranks.comms[0].split(0, 0, 2, "part")
+    assert_all_aborted(fake, ranks.comms)
+
+
+def test_messages_of_an_exchange_may_be_in_progress(fake: ctypes.CDLL) -> None:
+    ranks = Ranks(2)
+    in_progress = 7
+    fake.fake_fail(b"Send", in_progress, 0)
+    inputs, received = spread(2, 6), [torch.full((6,), torch.nan) for _ in range(2)]
+    ranks.run(lambda comm: comm.all_to_all(received[comm.rank], inputs[comm.rank]))
+    for rank in range(2):
+        assert torch.equal(received[rank], torch.cat([x.chunk(2)[rank] for x in inputs]))
+
+
+def test_the_watchdog_lets_python_run_while_it_asks_a_device(fake: ctypes.CDLL) -> None:
+    comm, watchdog = Ranks(1).comms[0], _C.Watchdog(60.0)
+    fake.fake_stuck(1, 0)
+    guarded = _C.GuardedCommunicator(comm, watchdog, "zero/0", [0], False)
+    work = guarded.all_reduce(torch.ones(1), _C.ReduceOp.SUM)
+    work.wait()
+    asked = fake.fake_asked_with_lock()
+    assert watchdog.overdue() is None
+    assert not work.is_completed()
+    assert fake.fake_asked_with_lock() == asked
+    comm.abort("over")
+
+
 def test_calls_that_stay_in_progress_time_out(fake: ctypes.CDLL) -> None:
     ranks = Ranks(2, timeout=0.05)
     fake.fake_stuck(0, 1)

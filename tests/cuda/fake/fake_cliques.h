@@ -34,7 +34,7 @@ bool is_stuck = false;                   // operations never complete
 bool is_mirrored = false;                // the other ranks do, with the same data, what one rank does
 bool is_in_progress = false;             // calls stay in progress
 std::map<void*, std::size_t> allocated;  // by ncclMemAlloc
-int num_misused = 0;  // freed while registered, deregistered twice, destroyed with registrations
+int num_misused = 0;  // freed while registered, deregistered twice or too late, destroyed with registrations
 int num_open = 0, num_aborted = 0, num_destroyed = 0;
 
 Result called(const std::string& name) {
@@ -78,6 +78,9 @@ struct OpaqueComm {
   std::vector<Call> group;
   Stream stream = nullptr;
   std::map<void*, void*> registered = {};  // memory by handle
+  bool is_finalized = false;
+  OpaqueComm** part_to = nullptr;  // where a split that is in progress puts what it makes
+  OpaqueComm* part = nullptr;
   std::shared_ptr<bool> is_aborted = std::make_shared<bool>(false);
 };
 }  // namespace bmtrain::nccl
@@ -223,7 +226,7 @@ void launch(Comm comm) {
 Result issue(Call call, Comm comm, bmtrain::nccl::Stream stream) {
   const std::lock_guard lock(mutex);
   const Result result = called(call.name);
-  if (result != Result::kSuccess) {
+  if (bmtrain::nccl::is_error(result)) {
     return result;
   }
   comm->stream = stream;
@@ -231,7 +234,7 @@ Result issue(Call call, Comm comm, bmtrain::nccl::Stream stream) {
   if (std::find(grouped.begin(), grouped.end(), comm) == grouped.end()) {
     grouped.push_back(comm);
   }
-  return Result::kSuccess;
+  return result;
 }
 
 Result open(const std::shared_ptr<Clique>& clique, int rank, Comm* comm) {

@@ -1,6 +1,8 @@
 // The device of fake_nccl.cpp: streams as queues of steps, each of which runs when its condition holds.
 #pragma once
 
+#include <dlfcn.h>
+
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -52,6 +54,13 @@ void enqueue(std::int64_t id, Step step) {
   streams[id].num_queued += 1;
 }
 
+// Whether the calling thread has the interpreter's lock.
+bool has_lock() {
+  static const auto check = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
+  return check != nullptr && check() != 0;
+}
+
+int num_asked_with_lock = 0;
 std::int64_t last_event = 0;
 int num_resets = 0;  // what was marked before the last one has happened
 
@@ -79,6 +88,7 @@ class Event final : public bmtrain::DeviceEvent {
   }
   [[nodiscard]] bool is_complete() override {
     const std::lock_guard lock(mutex);
+    num_asked_with_lock += has_lock() ? 1 : 0;
     const bool was_forced = std::exchange(is_forced, true);
     advance();
     is_forced = was_forced;

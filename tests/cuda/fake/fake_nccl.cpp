@@ -61,12 +61,15 @@ Result ncclCommSplit(Comm comm, int color, int key, Comm* result, Config* /*conf
   auto& part = comm->clique->parts[name];
   if (part == nullptr) part = std::make_shared<Clique>(Clique{0, {}, {}});
   part->size += 1;  // tests split on all ranks before they use the parts
-  return open(part, key, result);
+  *result = nullptr;
+  comm->part_to = is_in_progress ? result : nullptr;
+  return open(part, key, is_in_progress ? &comm->part : result);
 }
 #endif
 
-Result ncclCommFinalize(Comm /*comm*/) {
+Result ncclCommFinalize(Comm comm) {
   const std::lock_guard lock(mutex);
+  comm->is_finalized = true;
   return is_in_progress || is_stuck ? Result::kInProgress : called("CommFinalize");
 }
 
@@ -88,6 +91,7 @@ Result ncclCommAbort(Comm comm) {
   std::erase(grouped, comm);
   std::erase(all_comms, comm);  // and its registrations with it
   *comm->is_aborted = true;     // kernels end, and do nothing more
+  if (comm->part_to != nullptr) *comm->part_to = comm->part;
   delete comm;
   return called("CommAbort");
 }
@@ -133,7 +137,7 @@ Result ncclCommRegister(Comm comm, void* memory, std::size_t size, void** handle
 
 Result ncclCommDeregister(Comm comm, void* handle) {
   const std::lock_guard lock(mutex);
-  num_misused += comm->registered.erase(handle) == 1 ? 0 : 1;
+  num_misused += comm->registered.erase(handle) == 1 && !comm->is_finalized ? 0 : 1;
   return called("CommDeregister");
 }
 #endif
@@ -239,6 +243,11 @@ void fake_note(const char* line) {
   const std::lock_guard lock(mutex);
   note(line);
 }
+/// How often somebody asked whether an event had happened and held the interpreter's lock.
+int fake_asked_with_lock() {
+  const std::lock_guard lock(mutex);
+  return num_asked_with_lock;
+}
 // The journal since the last call.
 const char* fake_journal() {
   static std::string shown;
@@ -280,7 +289,7 @@ void fake_reset() {
   cliques.clear();
   streams.clear();
   num_resets += 1;
-  num_misused = 0;
+  num_misused = num_asked_with_lock = 0;
   async_error = Result::kSuccess;
   is_stuck = is_in_progress = is_mirrored = is_lazy = false;
   journal.clear();
