@@ -3,6 +3,7 @@
 #include <ATen/Functions.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -72,6 +73,7 @@ c10::StreamId current_stream(c10::Device device) {
 }
 
 c10::DataPtr allocate(std::int64_t nbytes, c10::Device device) {
+  const c10::DeviceGuard guard(device);  // torch's allocators take memory of the calling thread's device
   if (device.is_cpu() && nbytes >= kMapThreshold) {
     return map_host(nbytes);
   }
@@ -97,18 +99,15 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
         idle.pop_back();
         stats_.bytes_idle -= nbytes;
       }
-      stats_.bytes_in_use += nbytes;
-      stats_.buffers_in_use += 1;
-      stats_.peak_bytes_in_use = std::max(stats_.peak_bytes_in_use, stats_.bytes_in_use);
-      stats_.peak_buffers_in_use = std::max(stats_.peak_buffers_in_use, stats_.buffers_in_use);
-      stats_.allocations += memory ? 0 : 1;
     }
-    if (!memory) {
+    const bool is_fresh = !memory;
+    if (is_fresh) {
       memory = source ? source->allocate(nbytes) : allocate(nbytes, device);
       if (poison_) {
         poison(memory, nbytes);
       }
     }
+    count_use(nbytes, is_fresh);
     void* address = memory.get();
     auto lease = std::make_unique<Lease>(
         Lease{shared_from_this(), std::move(memory), nbytes, stream, source != nullptr});
@@ -153,6 +152,16 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
 
   [[nodiscard]] std::shared_ptr<BufferSource> source_for(std::int64_t nbytes, c10::Device device) const {
     return source_ && nbytes >= least_bytes_ && source_->device() == device ? source_ : nullptr;
+  }
+
+  // After the buffer is there: where there is no memory, none is in use.
+  void count_use(std::int64_t nbytes, bool is_fresh) {
+    const std::lock_guard lock(mutex_);
+    stats_.bytes_in_use += nbytes;
+    stats_.buffers_in_use += 1;
+    stats_.peak_bytes_in_use = std::max(stats_.peak_bytes_in_use, stats_.bytes_in_use);
+    stats_.peak_buffers_in_use = std::max(stats_.peak_buffers_in_use, stats_.buffers_in_use);
+    stats_.allocations += is_fresh ? 1 : 0;
   }
 
   static void give_back(void* context) {

@@ -126,11 +126,13 @@ def test_closing_deregisters_first(clean: ctypes.CDLL) -> None:
 @pytest.mark.parametrize("result", RESULTS)
 def test_memory_that_nccl_does_not_have(clean: ctypes.CDLL, result: int) -> None:
     register()
+    pool = context().engine.pool
     clean.fake_fail(b"MemAlloc", result, 0)
     with pytest.raises(
         CommunicationError, match=rf"could not allocate .*BMTRAIN_NCCL_REGISTER=0.*result {result}"
     ):
         train()
+    assert (pool.stats()["buffers_in_use"], pool.stats()["bytes_in_use"]) == (0, 0)
 
 
 @pytest.mark.parametrize("calls_before", [0, 5])

@@ -1,4 +1,5 @@
-"""Threads of the core never open another card than the rank's: each would take memory there for a context."""
+"""Threads that have chosen no card open none but the rank's, since each would take memory for a context, and take their
+buffers there."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from harness import run_process
 from harness.fake_nccl import ROOT
 from torch.utils.cpp_extension import include_paths
 
-SCRIPT = """
+SENDING = """
 import ctypes, sys, threading
 import torch
 from bmtrain import _C
@@ -35,7 +36,38 @@ print("opened", cards.cards_opened(), "events", cards.cards_num_events())
 """
 
 
-def test_a_thread_without_a_card_opens_none_but_the_ranks(tmp_path: Path) -> None:
+# A parameter without values: nothing is computed on the card.
+BUFFERS = """
+import ctypes, sys, threading
+import torch
+from bmtrain import _C
+
+cards = ctypes.CDLL(sys.argv[1])
+alone = _C.SingleCommunicator("alone")
+group = _C.ShardGroup(
+    label="block",
+    parameters=[torch.nn.Parameter(torch.empty(4, 4, device="meta"))],
+    names=["weight"],
+    shapes=[[4, 4]],
+    gather_comm=alone,
+    reduce_comm=alone,
+    pool=_C.BufferPool(1, False),
+    dtype=torch.float32,
+    device=torch.device("cuda", 1),
+)
+
+def receive():
+    group.begin_backward([True])
+    print("buffer", cards.cards_last_buffer())
+    group.cancel_backward()
+
+thread = threading.Thread(target=receive)
+thread.start()
+thread.join()
+"""
+
+
+def run_on_two_cards(tmp_path: Path, script: str) -> list[str]:
     library = tmp_path / "libcards.so"
     torch_folder = Path(torch.__file__).parent
     command = [os.environ.get("CXX", "c++"), "-std=c++20", "-O0", "-fPIC", "-shared"]
@@ -44,7 +76,15 @@ def test_a_thread_without_a_card_opens_none_but_the_ranks(tmp_path: Path) -> Non
     subprocess.run(command, cwd=ROOT, check=True, timeout=120)
     environment = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = run_process(
-        [sys.executable, "-c", SCRIPT, str(library)], environment=environment, timeout=100, check=False
+        [sys.executable, "-c", script, str(library)], environment=environment, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["opened", str(1 << 1), "events", "0"]
+    return done.stdout.split()
+
+
+def test_a_thread_without_a_card_opens_none_but_the_ranks(tmp_path: Path) -> None:
+    assert run_on_two_cards(tmp_path, SENDING) == ["opened", str(1 << 1), "events", "0"]
+
+
+def test_a_thread_without_a_card_takes_buffers_of_the_ranks(tmp_path: Path) -> None:
+    assert run_on_two_cards(tmp_path, BUFFERS) == ["buffer", "1"]

@@ -1,6 +1,7 @@
 // A guard for CUDA devices that has none: it notes on which of them this process would have a context. It
 // changes devices where torch's own does (c10/cuda/impl/CUDAGuardImpl.h), and a change opens a device, as
 // cudaSetDevice does.
+#include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <atomic>
@@ -69,10 +70,29 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
+std::atomic<int> last_buffer = -1;  // the device of
+
+// As torch's: memory of the calling thread's device.
+class Allocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(std::size_t bytes) override {
+    if (bytes > 0) last_buffer = current;
+    void* const memory = ::operator new(bytes);
+    return {memory, memory, [](void* context) { ::operator delete(context); }, card(current)};
+  }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+};
+
+Allocator allocator;
+REGISTER_ALLOCATOR(c10::DeviceType::CUDA, &allocator)
+
 }  // namespace
 
 extern "C" {
 void cards_use(int device) { Guard().setDevice(card(static_cast<c10::DeviceIndex>(device))); }
 int cards_opened() { return opened; }
 int cards_num_events() { return num_events; }
+int cards_last_buffer() { return last_buffer; }
 }
