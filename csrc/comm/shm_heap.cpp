@@ -57,7 +57,11 @@ char* ShmHeap::map(int file, std::uint64_t offset, std::int64_t bytes, bool is_p
   // Makes the file long enough, and never shorter: several ranks may be here at once.
   const auto last = static_cast<off_t>(offset + length - 1);
   void* address = MAP_FAILED;
-  if (fallocate(file, 0, last, 1) == 0) {
+  int failed = 0;
+  do {
+    failed = fallocate(file, 0, last, 1);
+  } while (failed != 0 && errno == EINTR);  // a signal came: a timer's, a child's
+  if (failed == 0) {
     address = mmap(nullptr, length, PROT_READ | PROT_WRITE,
                    (is_private ? MAP_PRIVATE : MAP_SHARED) | MAP_NORESERVE, file, static_cast<off_t>(offset));
   }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <exception>
 #include <utility>
 
 #include "comm/host_tensor.h"
@@ -169,21 +170,22 @@ void ShmLink::receive_chunk(Pending& pending, const ShmDescriptor& chunk, const 
   if (piece.place == ShmPlace::kCommon) {
     return;  // it lies where it is wanted
   }
-  if (piece.data == nullptr && chunk.slot == ShmHeap::kNone) {
-    operation.slices->copies.push_back(scratch(piece.bytes));
-    piece.data = data_of(operation.slices->copies.back());
-    operation.slices->by_rank[index(peer)] = piece.data;
-  }
-  if (chunk.slot == ShmHeap::kNone) {
-    std::memcpy(piece.data + pending.moved, ring.data() + chunk.offset, chunk.length);
-    count_copied(static_cast<std::int64_t>(chunk.length));
-    return;
-  }
   try {
+    if (chunk.slot == ShmHeap::kNone) {
+      if (piece.data == nullptr) {
+        operation.slices->copies.push_back(scratch(piece.bytes));
+        piece.data = data_of(operation.slices->copies.back());
+        operation.slices->by_rank[index(peer)] = piece.data;
+      }
+      std::memcpy(piece.data + pending.moved, ring.data() + chunk.offset, chunk.length);
+      count_copied(static_cast<std::int64_t>(chunk.length));
+      return;
+    }
     const char* const slice = heap_->map_peer(peer, chunk.offset, piece.bytes * size_) + rank_ * piece.bytes;
     operation.slices->by_rank[index(peer)] = slice;
     operation.slices->in_place.emplace_back(peer, chunk.slot);
-  } catch (const CommunicationError& error) {
+  } catch (
+      const std::exception& error) {  // there is no memory; the background's thread could raise it nowhere
     abort_locked(detail::join(describe(operation), ": ", error.what()));
   }
 }

@@ -3,10 +3,13 @@
 // The ranks are threads of one process that share each segment at one address (shared_mappings.cpp), so that
 // the sanitizer sees both sides of a ring: data that is read before it was published is a report.
 #include <ATen/Functions.h>
+#include <c10/core/CPUAllocator.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <memory>
+#include <new>
 #include <string>
 #include <thread>
 #include <utility>
@@ -198,6 +201,44 @@ void exchange(ShmLink& link) {
   link.close();
 }
 
+// Has none for slices of an exchange that is copied.
+class Memory final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(std::size_t bytes) override {
+    if (bytes == kNone) throw std::bad_alloc();
+    return torchs_->allocate(bytes);
+  }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+  static constexpr std::int64_t kNone = 12345;
+
+ private:
+  c10::Allocator* const torchs_ = c10::GetCPUAllocator();
+};
+
+void exchange_without_memory(ShmLink& link) {
+  constexpr std::int64_t kBytes = Memory::kNone;
+  std::vector<char> input(kRanks * kBytes, mark(link.rank(), 0));
+  const ShmOperationPtr operation = operation_of("all_to_all", kBytes);
+  operation->slices = std::make_shared<bmtrain::ShmPeerSlices>(link.shared_from_this(), kRanks);
+  std::vector<ShmPiece> sends;
+  std::vector<ShmPiece> receives;
+  for (int r = 0; r < kRanks; ++r) {
+    if (r == link.rank()) continue;
+    sends.push_back({input.data() + r * kBytes, kBytes, r});
+    receives.push_back({nullptr, kBytes, r});
+  }
+  bool raised = false;
+  try {
+    link.post(operation, sends, receives);
+    link.await(*operation);
+  } catch (const bmtrain::CommunicationError&) {
+    raised = true;
+  }
+  expect(raised, "an error where there is no memory");
+}
+
 // One rank gives up while the others wait for it.
 void abort_one(ShmLink& link) {
   if (link.rank() == 1) {
@@ -227,8 +268,23 @@ void run_ranks(void (*work)(ShmLink&)) {
 
 }  // namespace
 
+// A signal comes during every second call.
+extern "C" {
+int __real_fallocate(int file, int mode, off_t offset, off_t length);
+int __wrap_fallocate(int file, int mode, off_t offset, off_t length) {
+  thread_local bool comes = false;
+  comes = !comes;
+  if (!comes) return __real_fallocate(file, mode, offset, length);
+  errno = EINTR;
+  return -1;
+}
+}
+
 int main() {
   run_ranks(exchange);
+  Memory memory;
+  c10::SetCPUAllocator(&memory, /*priority=*/1);
+  run_ranks(exchange_without_memory);
   for (int i = 0; i < 10; ++i) run_ranks(abort_one);
   std::puts("ok");
 }

@@ -21,4 +21,5 @@ UNITS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizers", ["thread", "address,undefined"])
 def test_no_report(sanitizers: str, tmp_path: Path) -> None:
-    run_driver(build_with_torch(tmp_path, UNITS, sanitizers, ("mmap", "munmap")), torch_environment())
+    wrapped = ("mmap", "munmap", "fallocate")
+    run_driver(build_with_torch(tmp_path, UNITS, sanitizers, wrapped), torch_environment())
