@@ -135,7 +135,10 @@ std::vector<OpRecord> FlightRecorder::records() const {
   std::vector<OpRecord> found;
   const std::int64_t first = std::max<std::int64_t>(0, next_id_ - static_cast<std::int64_t>(kCapacity));
   for (std::int64_t id = first; id < next_id_; ++id) {
-    found.push_back(ring_[static_cast<std::size_t>(id) % kCapacity]);
+    const OpRecord& record = ring_[static_cast<std::size_t>(id) % kCapacity];
+    if (record.id == id) {  // one that was withdrawn has taken the place of the oldest
+      found.push_back(record);
+    }
   }
   return found;
 }

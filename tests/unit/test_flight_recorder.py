@@ -57,6 +57,17 @@ def test_refused_arguments_are_not_recorded() -> None:
     assert (group["records"], group["posted"]) == ([], 0)
 
 
+def test_a_refused_call_is_not_recorded_in_the_place_of_an_old_one() -> None:
+    watchdog = _C.Watchdog(10.0)
+    comm, x = guarded(watchdog), torch.ones(1)
+    for _ in range(600):
+        comm.all_reduce(x, SUM).wait()
+    with pytest.raises(ValueError, match="elements"):
+        comm.all_gather(torch.empty(5), torch.ones(4))
+    [group] = watchdog.groups(whole=True)
+    assert [record["sequence"] for record in group["records"]] == list(range(89, 600))
+
+
 def test_messages_have_numbers_of_their_own() -> None:
     watchdog = _C.Watchdog(10.0)
     comm, x = guarded(watchdog), torch.ones(2)
