@@ -207,9 +207,7 @@ def _install_cuda(redirection: Redirection) -> None:
 
     def set_device(device: Any) -> None:
         redirection.count("torch.cuda.set_device")
-        index = str(device).rpartition(":")[
-            2
-        ]  # of 1 and "cuda:1"; "cuda" has none, nor has what was redirected
+        _, _, index = str(device).rpartition(":")  # "cuda" names none, nor does what was redirected
         chosen[0] = int(index) if index.isdecimal() else chosen[0]
 
     redirection.replace(cuda, "set_device", set_device)
