@@ -8,11 +8,15 @@ imported, so until then the methods behind the marks are called.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim import optimizer as torch_optimizer
+
+from .. import _C
 
 __all__ = ["TorchOptimizer"]
 
@@ -25,7 +29,28 @@ def _unmarked(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TorchOptimizer(torch.optim.Optimizer):
-    """`torch.optim.Optimizer`; see [Note: The compiler that torch.optim imports]."""
+    """`torch.optim.Optimizer`; see the two notes above."""
+
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """What `torch.optim.Optimizer` calls to wrap ``step``."""
+        wrapped = torch.optim.Optimizer.profile_hook_step(func)
+
+        @functools.wraps(func)
+        def step(self: TorchOptimizer, *args: Any, **kwargs: Any) -> Any:
+            return (wrapped if self._is_watched() else func)(self, *args, **kwargs)
+
+        return step
+
+    def _is_watched(self) -> bool:
+        """Whether a step has hooks, or somebody records what torch does."""
+        return bool(
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or torch_optimizer._global_optimizer_pre_hooks
+            or torch_optimizer._global_optimizer_post_hooks
+            or _C.is_recorded()
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         _unmarked(torch.optim.Optimizer.add_param_group)(self, param_group)

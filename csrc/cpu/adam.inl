@@ -25,7 +25,9 @@ static inline Moments update_moments(const AdamFactors& f, const AdamVectors& c,
                                      F32x16 w) {
   g = f.grad_divide ? div(g, c.grad_factor) : mul(g, c.grad_factor);
   if (f.decay_kind == WeightDecay::kL2) g = fma(w, c.decay, g);
-  m = fma(c.lerp_weight, sub(g, m), f.lerp_from_grad ? g : m);
+  // Two operations, and not one of a chosen operand, which the compiler would choose in memory.
+  const F32x16 difference = sub(g, m);
+  m = f.lerp_from_grad ? fma(c.lerp_weight, difference, g) : fma(c.lerp_weight, difference, m);
   v = fma(mul(c.one_minus_beta2, g), g, mul(c.beta2, v));
   return {m, v};
 }

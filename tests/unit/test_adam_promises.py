@@ -13,6 +13,7 @@ import torch
 from harness.adam_inputs import draw_gradients, parameters
 from kernel_levels import same_bits
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer
 
@@ -181,3 +182,54 @@ def test_state_of_neighbours_is_contiguous_and_skewed() -> None:
     distance = optimizer.state[params[0]]["exp_avg_sq"].data_ptr() - starts[0]
     assert distance & (distance - 1) != 0
     assert distance % 4096 != 0
+
+
+@pytest.mark.parametrize("is_global", (False, True), ids=("own", "global"))
+@pytest.mark.parametrize("cls", BOTH)
+def test_hooks_of_a_step_are_called_and_may_replace_its_arguments(cls: Any, is_global: bool) -> None:
+    """Also those that are registered between two steps, and not after they have been removed."""
+    (p,) = parameters(torch.float32, ((3,),))
+    p.grad = torch.full_like(p, 4.0)
+    optimizer = cls([p], betas=(0.0, 0.5))
+    seen: list[str] = []
+
+    def before(own: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        seen.append("before")
+        return args, {**kwargs, "scale": 2 * kwargs["scale"]}
+
+    def after(own: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        seen.append(f"after {kwargs['scale']}")
+
+    optimizer.step(scale=1.0)
+    first = optimizer.state[p]["exp_avg"].clone()
+    if is_global:
+        handles = (
+            register_optimizer_step_pre_hook(before),
+            register_optimizer_step_post_hook(after),
+        )
+    else:
+        handles = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+    try:
+        optimizer.step(scale=1.0)
+    finally:
+        for handle in handles:
+            handle.remove()
+    second = optimizer.state[p]["exp_avg"].clone()
+    optimizer.step(scale=1.0)
+    assert seen == ["before", "after 2.0"]
+    assert (first[0].item(), second[0].item()) == (4.0, 2.0)
+    assert torch.equal(optimizer.state[p]["exp_avg"], first)
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_a_profiler_sees_the_steps_by_name(cls: Any) -> None:
+    (p,) = parameters(torch.float32, ((3,),))
+    p.grad = torch.ones_like(p)
+    optimizer = cls([p])
+    optimizer.step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step()
+        optimizer.step()
+    optimizer.step()
+    steps = [e for e in profile.key_averages() if e.key == f"Optimizer.step#{cls.__name__}.step"]
+    assert [e.count for e in steps] == [2]
