@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ._atomic_file import AtomicFile
-from .distributed.checkpoint._memory import bytes_of
+from .distributed.checkpoint._memory import bytes_of, in_host_memory
 
 __all__ = ["write_archive"]
 
@@ -85,7 +85,7 @@ def write_archive(
         _add(archive, "data.pkl", memoryview(text.getvalue()))
         _add(archive, "byteorder", memoryview(b"little"))
         for name, entry in stored.items():
-            values = read(name).detach().cpu().contiguous()
+            values = in_host_memory(read(name))
             _add(archive, f"data/{entry.number}", bytes_of(values) if values.numel() else memoryview(b""))
         _add(archive, "version", memoryview(b"3\n"))
 

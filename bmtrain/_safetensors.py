@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from ._atomic_file import AtomicFile
-from .distributed.checkpoint._memory import bytes_of
+from .distributed.checkpoint._memory import bytes_of, in_host_memory
 from .errors import UnreadableFileError
 
 __all__ = ["SafetensorsFile", "TensorPlace", "locate_tensors", "write_folder", "write_safetensors"]
@@ -229,6 +229,6 @@ def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def _write(file: BinaryIO, tensor: torch.Tensor) -> None:
-    flat = tensor.detach().cpu().contiguous()
-    if flat.numel():
-        file.write(bytes_of(flat))
+    values = in_host_memory(tensor)
+    if values.numel():
+        file.write(bytes_of(values))

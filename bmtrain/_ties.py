@@ -12,4 +12,5 @@ __all__ = ["place_of"]
 def place_of(tensor: torch.Tensor) -> Hashable:
     """Equal for dense tensors that show the same elements alike (tied weights), while one of them lives."""
     storage = tensor.untyped_storage()._cdata
-    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    layout = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    return storage, layout, tensor.is_conj(), tensor.is_neg()

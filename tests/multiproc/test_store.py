@@ -12,6 +12,7 @@ from harness.stored_models import assert_same_state, load_model, make_model, sav
 
 import bmtrain as bmt
 from bmtrain import store
+from bmtrain.distributed import checkpoint
 
 WORLDS = (1, 2, 4)
 
@@ -174,6 +175,43 @@ def check_background(path: str) -> None:
         assert model.state_dict()["embedding"].count_nonzero() == 0
     finally:
         torch.save = write
+
+
+class Turning(torch.nn.Module):
+    """Buffers one of which is the conjugate of the other: the same memory, read otherwise."""
+
+    def __init__(self, angles: torch.Tensor) -> None:
+        super().__init__()
+        forward = torch.polar(torch.ones_like(angles), angles)
+        self.register_buffer("forth", forward)
+        self.register_buffer("back", forward.conj())
+
+
+FORMATS = {
+    "file": (bmt.save, bmt.load),
+    "safetensors": (bmt.weights.save, bmt.weights.load),
+    "folder": (
+        lambda model, path: checkpoint.save(path, 1, model),
+        lambda model, path: checkpoint.load(path, model),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("world", (1, 2))
+def test_conjugates_are_carried_out(world, kind, tmp_path):
+    run_ranks(world, check_conjugates, str(tmp_path / "model"), kind)
+
+
+def check_conjugates(path: str, kind: str) -> None:
+    save, load = FORMATS[kind]
+    model, other = Turning(torch.tensor([0.5, 1.5])), Turning(torch.zeros(2))
+    other.back = other.back.resolve_conj()
+    save(model, path)
+    bmt.synchronize()
+    load(other, path)
+    assert torch.equal(other.forth, model.forth)
+    assert torch.equal(other.back, model.back)
 
 
 def test_bad_arguments(tmp_path):

@@ -19,7 +19,7 @@ from ..._unseen import data_of
 from ...global_var import context
 from ...optim.optim_manager import OptimManager
 from ...parameter import DistributedParameter
-from ._memory import bytes_of
+from ._memory import bytes_of, in_host_memory
 from .manifest import dtype_name
 from .spread import Spread, local_run, spread_of
 
@@ -74,7 +74,7 @@ class Snapshot:
     def keep_what_differs(self) -> None:
         """Makes runs of the replicas: on rank 0 of all, elsewhere of those that are not the same bits. Collective."""
         rank = context().topology.rank
-        mine = {run.name: zlib.crc32(bytes_of(run.values.cpu().contiguous())) for run in self.replicas}
+        mine = {run.name: zlib.crc32(bytes_of(in_host_memory(run.values))) for run in self.replicas}
         first = broadcast_json(mine, label="checkpoint.save")
         for run in self.replicas:
             if rank == 0:

@@ -17,7 +17,7 @@ from ..._atomic_file import AtomicFile, sync_folder
 from ..._blame import ranks_text
 from ...errors import CommunicationError, UnreadableFileError
 from ...topology import Topology
-from ._memory import bytes_of
+from ._memory import bytes_of, in_host_memory
 from .layout import (
     MANIFEST,
     check_sizes,
@@ -189,7 +189,7 @@ def _write_runs(path: Path, runs: Iterable[Run], banner: bytes) -> dict[str, Any
         stream.write(memoryview(banner))
         for run in runs:
             stream.write(memoryview(bytes(-stream.size % _ALIGNMENT)))
-            values = run.values.cpu().contiguous()
+            values = in_host_memory(run.values)
             table.append(
                 {
                     "name": run.name,
