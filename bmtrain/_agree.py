@@ -5,14 +5,14 @@ from __future__ import annotations
 import builtins
 import ctypes
 import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from . import _C, errors
+from ._aside import Aside
 from ._comm import wire_device
 from .global_var import context
 
@@ -100,16 +100,17 @@ def on_rank_0(function: Callable[[], T], label: str = "") -> T | None:
     comm = current.groups["zero"].comm
     if comm.size == 1:
         return function()
-    job = _Job(function) if comm.rank == 0 else None
+    job = Aside(function, "bmtrain-job") if comm.rank == 0 else None
     pulse = min(_PULSE, current.timeout / 4)
     running = torch.ones(1, dtype=torch.uint8, device=wire_device(comm))
     while running.item():
         if job is not None:
-            job.join(pulse)
-            running.fill_(job.is_alive())
+            running.fill_(not job.wait(pulse))
         comm.broadcast(running, 0, label).wait()  # a sign of life: no wait is longer than the group's timeout
-    _raise_together(None if job is None else job.error, label)
-    return None if job is None else job.result
+    with failing_together(label):
+        if job is not None:
+            job.result()
+    return None if job is None else job.result()
 
 
 def on_all_ranks(function: Callable[[], T], label: str = "") -> T:
@@ -124,32 +125,15 @@ def on_all_ranks(function: Callable[[], T], label: str = "") -> T:
     comm = current.groups["zero"].comm
     if comm.size == 1:
         return function()
-    job = _Job(function)
+    job = Aside(function, "bmtrain-job")
     pulse = min(_PULSE, current.timeout / 4)
     running = torch.ones(1, dtype=torch.int32, device=wire_device(comm))
     while running.item():
-        job.join(pulse)
-        running.fill_(job.is_alive())
+        running.fill_(not job.wait(pulse))
         comm.all_reduce(running, _C.ReduceOp.MAX, label).wait()
-    _raise_together(job.error, label)
-    return job.result  # type: ignore[return-value]
-
-
-class _Job(threading.Thread, Generic[T]):
-    """Runs a function beside the thread that gives signs of life."""
-
-    def __init__(self, function: Callable[[], T]) -> None:
-        super().__init__(name="bmtrain-job", daemon=True)
-        self.function = function
-        self.result: T | None = None
-        self.error: Exception | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.result = self.function()
-        except Exception as error:
-            self.error = error
+    with failing_together(label):
+        job.result()
+    return job.result()
 
 
 def _bytes_of(buffer: torch.Tensor) -> bytes:
