@@ -19,6 +19,7 @@ from ._engine.policy import BlockMode
 from .block_layer import Block
 from .errors import PipelineModeError
 from .global_var import config, context
+from .parameter import DistributedParameter
 
 __all__ = ["PipelineTransformerBlockList"]
 
@@ -113,6 +114,7 @@ class PipelineTransformerBlockList(LayerSequence):
 
         Raises:
             ValueError: if the batches do not divide.
+            RuntimeError: if a distributed parameter was put into a layer after its Block was built.
         """
         if self.stages == 1:
             inputs: list[tuple[torch.Tensor, ...]] | None = [] if return_hidden_states else None
@@ -125,6 +127,7 @@ class PipelineTransformerBlockList(LayerSequence):
                 f"hidden: expected a batch of which {self.stages} (one per stage) divide into {num_micros} "
                 f"micro-batches, got {hidden.shape[0]} rows ({total} together)"
             )
+        self._refuse_late_parameters()
         counts = [self.get_part_len_by_stage_id(stage) for stage in range(self.stages)]
         call = PipelineCall(
             [self[index] for index in self.layer_ids], counts, self._pipe, num_micros, return_hidden_states
@@ -133,6 +136,15 @@ class PipelineTransformerBlockList(LayerSequence):
             call, hidden, PipeArguments(self._pipe, hidden, args, kwargs, batch_related, num_micros)
         )
         return results if return_hidden_states else results[0]
+
+    def _refuse_late_parameters(self) -> None:
+        """What is in no Block's storage is shared by all ranks, and one stage alone would gather it."""
+        for name, param in self.named_parameters():
+            if isinstance(param, DistributedParameter) and not param._in_block:
+                raise RuntimeError(
+                    f"parameter {name!r} was put into a layer of a pipeline after the layer's Block was built, which "
+                    "does not have it; put it in (an adapter, say) before that"
+                )
 
 
 def _as_pipe_block(module: torch.nn.Module, index: int) -> Block:

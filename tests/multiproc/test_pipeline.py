@@ -193,6 +193,17 @@ def test_a_block_of_all_ranks_follows_stages_of_any_lengths(num_layers):
     run_ranks(2, blocks_after_the_pipeline, num_layers, init={"pipe_size": 2})
 
 
+def late_adapter() -> None:
+    pipeline = bmt.PipelineTransformerBlockList([Layer() for _ in range(3)])
+    pipeline[1]._module.adapter = bmt.nn.Linear(DIM, DIM, bias=False)
+    with pytest.raises(RuntimeError, match="parameter '1.adapter.weight' was put into a layer"):
+        pipeline(torch.zeros(2, DIM), None, torch.zeros(2 * DIM))
+
+
+def test_a_parameter_that_one_stage_alone_would_gather_is_refused():
+    run_ranks(2, late_adapter, init={"pipe_size": 2})
+
+
 def evaluation() -> None:
     pipeline = bmt.PipelineTransformerBlockList([Layer() for _ in range(LAYERS)])
     bmt.init_parameters(pipeline)
