@@ -88,4 +88,5 @@ def leave_to_stage(block: Any, pipe: Group, owner: int) -> None:
         block.__dict__["_storages"] = []
         # No new one, which would take a number: those of Blocks built later are to be the same on all stages.
         block._runtime.replace_groups([])
+        block._runtime.other_stage = owner
         block._runtime.reference.runtime = None

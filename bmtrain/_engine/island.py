@@ -47,8 +47,16 @@ def run_block(
 
     Returns:
         The result of ``forward``, a list as a tuple, attached to the caller's graph.
+
+    Raises:
+        RuntimeError: another stage of a pipeline has the block's parameters.
     """
     require_gathering("a Block")
+    if runtime.other_stage is not None:
+        raise RuntimeError(
+            f"{runtime.label} runs on stage {runtime.other_stage} of the pipeline, which alone has its parameters: "
+            "call the PipelineTransformerBlockList, on all ranks, and not its blocks one by one"
+        )
     if runtime.policy.compute_dtype is not None:
         forward = computing_in(runtime.policy.compute_dtype, forward)
     if torch.is_grad_enabled():

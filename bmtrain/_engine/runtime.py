@@ -49,6 +49,8 @@ class BlockRuntime:
         #: Of its calls.
         self.shore = _C.IslandShore(engine.islands, left_behind(label))
         self.is_bound = False
+        #: The stage of a pipeline that alone runs the block, if it is not this rank's.
+        self.other_stage: int | None = None
         #: How its parameters refer to the Block.
         self.reference: BlockRef | None = None
         #: Optimizer steps of the block's parameters that are still being computed.

@@ -264,3 +264,23 @@ def mistakes() -> None:
 )
 def test_mistakes_are_named(world, init):
     run_ranks(world, mistakes, init=init)
+
+
+def called_alone() -> list[str]:
+    pipeline = bmt.PipelineTransformerBlockList([Layer() for _ in range(3)])
+    bmt.init_parameters(pipeline)
+    told = []
+    for block in pipeline:
+        try:
+            block(torch.zeros(1, DIM), None, torch.zeros(2 * DIM))
+            told.append("")
+        except RuntimeError as error:
+            told.append(str(error))
+    pipeline(torch.zeros(5, DIM), None, torch.zeros(2 * DIM)).sum().backward()
+    return told
+
+
+def test_a_block_of_another_stage_is_not_called_alone() -> None:
+    first, last = run_ranks(2, called_alone, init={"pipe_size": 2})
+    assert first[:2] == ["", ""] and "runs on stage 1 of the pipeline" in first[2]
+    assert last[2] == "" and all("runs on stage 0 of the pipeline" in told for told in last[:2])
