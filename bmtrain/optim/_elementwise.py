@@ -195,6 +195,7 @@ class ElementwiseOptimizer(TorchOptimizer):
         names, states = self._arrays_of(group), self._states
         required = frozenset(names)
         known = [states.get(p) for p, _ in pairs]
+        _check_bounds(pairs, known, (*names, MASTER))
         fresh = [state is None or not required <= state.keys() for state in known]
         if any(fresh):
             self._create_state({p: names for (p, _), is_fresh in zip(pairs, fresh, strict=True) if is_fresh})
@@ -345,6 +346,21 @@ class ElementwiseOptimizer(TorchOptimizer):
 def _value_mark(p: Tensor) -> tuple[int, int]:
     """Changes when somebody but us may have written the parameter: in place, by a load, or through ``data``."""
     return getattr(p, "_unversioned_writes", 0), p._version
+
+
+def _check_bounds(
+    pairs: Sequence[tuple[Tensor, Tensor]], states: Sequence[Mapping[str, Any] | None], names: Sequence[str]
+) -> None:
+    """Refuse state of a parameter whose shard has other bounds now."""
+    for (p, _), state in zip(pairs, states, strict=True):
+        arrays = [state[name] for name in names if name in state] if state else []
+        if any(array.shape != p.shape for array in arrays):
+            raise RuntimeError(
+                f"optimizer state: expected this rank's shape {tuple(p.shape)} of a parameter, got "
+                f"{tuple(arrays[0].shape)}: its shards got other bounds when it was put into a Block, or its Block "
+                "converted to another dtype. Take the optimizer's state_dict(gather=True) before that and load it "
+                "afterwards, or make a new optimizer"
+            )
 
 
 def _without(parameters: Sequence[Tensor], ids: set[int]) -> Sequence[Tensor]:

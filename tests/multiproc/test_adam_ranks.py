@@ -191,3 +191,40 @@ def steps_of_one_rank() -> None:
 
 def test_a_step_is_local() -> None:
     assert [o.status.name for o in rank_outcomes(2, steps_of_one_rank)] == ["RETURNED"] * 2
+
+
+def converted(kind: str, keep: bool) -> Any:
+    """Trains a Block in fp32 and then in bf16, where shards have other bounds, with its optimizer's state or not."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 7))
+    block = bmtrain.Block(bmtrain.BMTrainModelWrapper(layers))
+    optimizer = CLASSES[kind](block.parameters(), lr=0.1)
+
+    def train() -> None:
+        optimizer.zero_grad()
+        dtype = next(block.parameters()).dtype
+        block(torch.ones(2, 20, dtype=dtype)).float().square().mean().backward()
+        optimizer.step(scale=bmtrain.world_size())
+
+    train()
+    state = optimizer.state_dict(gather=True)
+    block.bfloat16()
+    if keep:
+        optimizer.load_state_dict(state)
+        train()
+        return values(list(block.parameters()))
+    try:
+        train()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CLASSES if kind != "plain sgd"])  # which has no state
+def test_state_follows_a_conversion_or_is_refused(kind: str) -> None:
+    alone, *others = run_ranks(1, converted, kind, True) + run_ranks(3, converted, kind, True)
+    for weights in others:
+        for one, other in zip(weights, alone, strict=True):
+            assert one == pytest.approx(other, abs=0.02)
+    # On the ranks whose part is another one.
+    assert any("state_dict(gather=True)" in told for told in run_ranks(3, converted, kind, False))
