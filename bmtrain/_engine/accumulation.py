@@ -9,7 +9,7 @@ not change, so that a block with ``keep_gathered`` need not be gathered twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -76,6 +76,15 @@ class Accumulation:
     def keeps_outside(self, param: DistributedParameter) -> bool:
         """Whether gradients of a parameter outside blocks wait here."""
         return id(param) in self._outside
+
+    def has_unsent_of(self, params: Iterable[torch.Tensor]) -> bool:
+        """Whether gradients of any of these wait to be sent."""
+        if not self._blocks and not self._outside:
+            return False
+        waiting = set(self._outside)
+        for runtime in self._blocks.values():
+            waiting.update(id(param) for group in runtime.groups for param in group.parameters)
+        return any(id(param) in waiting for param in params)
 
     def with_unsent(self, param: DistributedParameter, gradient: torch.Tensor) -> torch.Tensor:
         """``gradient`` and what waited for it."""

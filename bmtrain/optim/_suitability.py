@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from .. import _context
 from .._deprecate import warn_once
 from ..global_var import rank, world_size
 from ..parameter import DistributedParameter
 from ._grad_stats import parameters_of
 
-__all__ = ["refuse_whole_tensor_optimizer", "warn_of_likely_mistakes"]
+__all__ = ["refuse_whole_tensor_optimizer", "warn_of_likely_mistakes", "warn_of_unsent_gradients"]
 
 #: What optimizers are called that use norms or factors of whole tensors, for which shards are no substitute.
 _WHOLE_TENSOR_KINDS = ("adafactor", "lamb", "larc", "lars", "muon", "shampoo")
@@ -49,6 +51,21 @@ def warn_of_likely_mistakes(optimizer: Any) -> None:
             f"{type(optimizer).__name__}: parameter group {empty[0]} is empty. If the groups were told apart by "
             "p.dim(): a distributed parameter is flat, whatever its shape; choose by name, or by "
             "len(p._original_shape)",
+            stacklevel=3,
+            category=UserWarning,
+        )
+
+
+def warn_of_unsent_gradients(param_groups: Iterable[Any]) -> None:
+    """Says on rank 0, once, that a step does not see gradients which were left on each rank."""
+    current = _context.current()
+    if current is None or rank() != 0:
+        return
+    if current.engine.accumulation.has_unsent_of(parameters_of(param_groups)):
+        warn_once(
+            "OptimManager.unsent_gradients",
+            "OptimManager.step: gradients of backwards in no_sync() were not sent, and this step goes without them: "
+            "make the last backward before a step outside of no_sync(), or drop them by zero_grad()",
             stacklevel=3,
             category=UserWarning,
         )

@@ -18,7 +18,7 @@ from ..virtual import check_no_loop
 from ._early import EarlySteps
 from ._grad_stats import check_overflow, first_overflow, forget_unsent, grad_rescale, parameters_of
 from ._state import load_optimizer_state, optimizer_state
-from ._suitability import refuse_whole_tensor_optimizer, warn_of_likely_mistakes
+from ._suitability import refuse_whole_tensor_optimizer, warn_of_likely_mistakes, warn_of_unsent_gradients
 from .clip_grad import clip_gradients
 
 __all__ = ["OptimManager", "check_overflow", "grad_rescale"]
@@ -268,6 +268,7 @@ class OptimManager:
             return
         self._num_backwards = 0
         check_no_loop("OptimManager.step")
+        warn_of_unsent_gradients(group for optimizer in self.optimizers for group in optimizer.param_groups)
         if self.loss_scale_enabled and self._skip_on_overflow():
             return
         optimizer: Any

@@ -172,6 +172,39 @@ def test_the_state_of_a_manager_is_not_taken_for_that_of_an_optimizer() -> None:
     run_ranks(1, states_mixed_up)
 
 
+def stepped_unsent() -> list[str]:
+    _deprecate._seen.discard("OptimManager.unsent_gradients")
+    model = torch.nn.Sequential(
+        bmt.Block(bmt.BMTrainModelWrapper(torch.nn.Linear(4, 4))),
+        bmt.BMTrainModelWrapper(torch.nn.Linear(4, 4)),
+    )
+    other = bmt.BMTrainModelWrapper(torch.nn.Linear(4, 4))
+    managers = []
+    for part in (*model, other):
+        managers.append(bmt.optim.OptimManager())
+        managers[-1].add_optimizer(torch.optim.SGD(part.parameters(), lr=0.1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with bmt.no_sync():
+            model(torch.ones(2, 4)).sum().backward()
+        managers[2].step()  # has sent all it has
+        assert not caught
+        for manager in (managers[0], managers[1], managers[0]):
+            manager.step()
+        _deprecate._seen.discard("OptimManager.unsent_gradients")
+        managers[1].step()
+    assert all(w.filename == __file__ for w in caught)
+    for manager in managers:
+        manager.zero_grad()
+    return [str(w.message) for w in caught]
+
+
+def test_a_step_without_the_gradients_of_no_sync_is_told_once() -> None:
+    told, others = run_ranks(2, stepped_unsent)
+    assert len(told) == 2 and all("no_sync()" in message for message in told)
+    assert not others
+
+
 def in_a_child(call: Callable[[], object]) -> str:
     """What a forked child says about a call."""
     mine, childs = os.pipe()
