@@ -56,6 +56,9 @@ class VPEmbedding(DistributedModule):
             (rows, embedding_size), 0, dtype, torch.nn.init.normal_, mean=init_mean, std=init_std
         )
 
+    def extra_repr(self) -> str:
+        return f"{self.vocab_size}, {self.embedding_size}"
+
     def forward(self, x: torch.Tensor, projection: bool = False) -> torch.Tensor:
         """Embeds ids, or projects hidden states onto the vocabulary.
 
@@ -138,6 +141,9 @@ class Projection(DistributedModule):
             torch.empty(vocab_size, embedding_size, dtype=dtype),
             init_method=ParameterInitializer(torch.nn.init.normal_, mean=init_mean, std=init_std),
         )
+
+    def extra_repr(self) -> str:
+        return f"{self.vocab_size}, {self.embedding_size}"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``(..., dim)`` to ``(..., vocab)``."""
