@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .. import _ops
+from .._differentiable_once import differentiable_once
 
 __all__ = ["CrossEntropyOptions", "VocabularySlice", "cross_entropy_rows", "has_inf_nan"]
 
@@ -181,7 +181,7 @@ class _CrossEntropyRows(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
         logits, target, ignored, maximum, log_sum, target_weight = ctx.saved_tensors
         options: CrossEntropyOptions = ctx.options

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from .._arguments import require_integer, require_tensor
+from .._differentiable_once import differentiable_once
 from .._engine.precision import as_autocast_has_it
 from ._function import CrossEntropyOptions, VocabularySlice, cross_entropy_rows
 from .cross_entropy import FusedCrossEntropy, check_range, reduce_rows
@@ -38,7 +38,7 @@ class _LinearCrossEntropyRows(torch.autograd.Function):
         return torch.cat(losses)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, target = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None

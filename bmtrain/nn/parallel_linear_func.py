@@ -16,6 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .. import _C
+from .._differentiable_once import differentiable_once
 from .._engine.opaque import opaque
 from .._engine.precision import as_autocast_has_it
 from ..global_var import context
@@ -210,7 +211,7 @@ class OpParallelLinear(torch.autograd.Function):
         return out if bias is None else out.add_(bias)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         input, weight = ctx.saved_tensors
         gather_input, gather_output, split_input, reduction = ctx.layout

@@ -252,3 +252,18 @@ def load_layer(path: str) -> None:
     torch.manual_seed(0)
     expected = torch.nn.init.xavier_normal_(torch.empty(OUT, IN))
     assert torch.equal(full_value(layer._parameters["weight"]), expected)
+
+
+def penalties() -> None:
+    x = torch.ones(2, 4, requires_grad=True)
+    for layer in (bmt.nn.ColumnParallelLinear(4, 4), bmt.nn.RowParallelLinear(4, 4, split_input=True)):
+        (gradient,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            gradient.square().sum().backward()
+    assert all(
+        "4, 2" in repr(kind(4, 2)) for kind in (bmt.nn.VPEmbedding, bmt.nn.Projection, bmt.nn.VPProjection)
+    )
+
+
+def test_a_penalty_on_the_gradient_is_refused_and_not_wrong() -> None:
+    run_ranks(2, penalties, init={"tp_size": 2})

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import bmtrain.loss
 from bmtrain import _deprecate
-from bmtrain.loss import FusedCrossEntropy, _function
+from bmtrain.loss import FusedCrossEntropy, _function, fused_linear_cross_entropy
 from bmtrain.loss._function import has_inf_nan
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -166,6 +166,22 @@ def test_backward_twice_leaves_everything_as_it_was() -> None:
     x.grad = None
     loss.backward()
     assert x.grad is not None and torch.equal(x.grad, first) and torch.equal(x.detach(), logits)
+
+
+@pytest.mark.parametrize("is_linear", [False, True])
+def test_a_penalty_on_the_gradient_is_refused_and_not_wrong(is_linear: bool) -> None:
+    """The gradient that comes in is a constant, that of the logits is none."""
+    x, weight = torch.randn(4, 5, requires_grad=True), torch.randn(9, 5, requires_grad=True)
+    target = torch.tensor([1, 8, 0, 3])
+    if is_linear:
+        loss = fused_linear_cross_entropy(x, weight, target)
+    else:
+        loss = FusedCrossEntropy()(x @ weight.t(), target)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    (expected,) = torch.autograd.grad(loss, x)
+    assert torch.equal(gradient, expected)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (loss + gradient.square().sum()).backward()
 
 
 def test_what_is_kept_for_backward() -> None:
