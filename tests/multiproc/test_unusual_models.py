@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 import bmtrain as bmt
+from bmtrain.parameter import shard_of
 
 
 class Head(nn.Module):
@@ -224,3 +225,42 @@ def check_copies_of_a_pipeline(stages: int) -> None:
         for parameter in layers.parameters():
             parameter.zero_()
     torch.testing.assert_close(clone(x), expected)
+
+
+class SquaredForce(nn.Module):
+    """The square of an energy's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0].square().sum()
+
+
+def second_derivatives() -> None:
+    torch.manual_seed(0)
+    plain = SquaredForce()
+    outside = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
+    within = bmt.Block(bmt.BMTrainModelWrapper(copy.deepcopy(plain)), use_checkpoint=False)
+    x = torch.randn(2, 4, requires_grad=True)
+    plain(x).backward()
+    outside(x).backward()
+    within(x).backward()
+    by_hand = {
+        name: p.gather() for name, p in bmt.BMTrainModelWrapper(copy.deepcopy(plain)).named_parameters()
+    }
+    inner = torch.autograd.grad(torch.func.functional_call(plain, by_hand, (x,)), list(by_hand.values())[:3])
+    for number, (wanted, *ours) in enumerate(
+        zip(plain.parameters(), outside.parameters(), within.parameters(), strict=True)
+    ):
+        if wanted.grad is None:
+            continue  # the last bias does not change the force
+        for p in ours:
+            torch.testing.assert_close(p.grad, bmt.world_size() * shard_of(p, wanted.grad))
+        torch.testing.assert_close(inner[number], wanted.grad)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_second_derivatives_where_the_pages_say_that_they_are_right(world):
+    run_ranks(world, second_derivatives)
