@@ -9,6 +9,7 @@ import threading
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from copy import copy as shallow_copy
 from typing import Any
 
 import torch
@@ -140,6 +141,7 @@ def _full_state(model: torch.nn.Module, copy: bool) -> dict[str, Any]:
             state = model.state_dict()
         if collection.keeps:
             copies: dict[Any, torch.Tensor] = {}
+            state = shallow_copy(state)  # a model may have returned a dict that it goes on with
 
             def on_host(tensor: torch.Tensor) -> torch.Tensor:
                 return tensor if collection.holds(tensor) else _on_cpu(tensor, copy, copies)

@@ -106,6 +106,31 @@ def check_other_values(path: str) -> None:
         store.DistributedStateDictWrapper([] if bmt.rank() == 0 else {})
 
 
+class Averaged(torch.nn.Module):
+    """Its state dict is a dict of its own, which it goes on with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.averages = {"weight": torch.arange(10.0)[2:5]}
+
+    def state_dict(self, *args, **kwargs):
+        return self.averages
+
+
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_a_save_leaves_the_dict_of_an_overriding_state_dict_alone(non_blocking, tmp_path):
+    run_ranks(1, check_own_dict, str(tmp_path / "model.pt"), non_blocking)
+
+
+def check_own_dict(path: str, non_blocking: bool) -> None:
+    model = Averaged()
+    weight = model.averages["weight"]
+    bmt.save(model, path, non_blocking=non_blocking)
+    store.finish_background_save()
+    assert model.averages["weight"] is weight
+    assert torch.load(path)["weight"].tolist() == [2, 3, 4]
+
+
 @pytest.mark.parametrize("world", (1, 2))
 def test_a_save_in_the_background_has_the_tensors_inside_other_values_too(world, tmp_path):
     run_ranks(world, check_values_of_the_call, str(tmp_path / "model.pt"))
