@@ -118,13 +118,18 @@ static MomentArrays<Moment> moment_arrays(const AdamSlice& slice) {
   }
 }
 
-// `Rounded` is float if the rounded weight goes nowhere.
-template <typename Grad, typename Rounded, typename Moment, bool kDelta>
+// Whether a step divides no gradient and interpolates no moment from the gradient's side, as nearly all do.
+static inline bool is_usual(const AdamFactors& f) { return !f.grad_divide && !f.lerp_from_grad; }
+
+// `Rounded` is float if the rounded weight goes nowhere. With `kUsual` the loop, whose factors is_usual()
+// knows, has no branches for other steps: in the caches they take a twentieth of the time.
+template <typename Grad, typename Rounded, typename Moment, bool kDelta, bool kUsual>
 static void adam_one_pass(const AdamSlice& slice, std::int64_t begin, std::int64_t end, DeltaSums* sums) {
   constexpr bool kRounded = sizeof(Rounded) == 2;
   // Elements: the hardware prefetches within a page, and five arrays cross pages often (a tenth of the time).
   constexpr std::int64_t kAhead = 512;
-  const AdamFactors f = slice.factors;
+  AdamFactors f = slice.factors;
+  if constexpr (kUsual) f.grad_divide = f.lerp_from_grad = false;
   const AdamVectors c = vectors_of(f);
   const Grad* grad = static_cast<const Grad*>(slice.grad);
   Rounded* rounded = static_cast<Rounded*>(slice.rounded);
@@ -210,8 +215,10 @@ static void adam_in_blocks(const AdamSlice& slice, std::int64_t begin, std::int6
 
 template <typename Grad, typename Rounded, typename Moment>
 static void adam_with_moments(const AdamSlice& slice, std::int64_t begin, std::int64_t end, DeltaSums* sums) {
-  if (sums != nullptr) return adam_one_pass<Grad, Rounded, Moment, true>(slice, begin, end, sums);
-  return adam_one_pass<Grad, Rounded, Moment, false>(slice, begin, end, nullptr);
+  if (sums != nullptr) return adam_one_pass<Grad, Rounded, Moment, true, false>(slice, begin, end, sums);
+  if (!is_usual(slice.factors))
+    return adam_one_pass<Grad, Rounded, Moment, false, false>(slice, begin, end, sums);
+  return adam_one_pass<Grad, Rounded, Moment, false, true>(slice, begin, end, sums);
 }
 
 template <typename Grad, typename Rounded>
