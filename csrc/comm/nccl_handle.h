@@ -124,8 +124,9 @@ struct NcclLink::Handle {
   NcclRegistrations registrations;
   std::deque<NcclOperationPtr> pending;
   std::vector<NcclOperationPtr> over;  // completed, but their tensors are for a caller to drop
-  std::vector<NcclOperationPtr>
-      launching;  // keeps tensors of a launch that failed half-way until NCCL has ended
+  // At its end what is being launched; before it launches that failed half-way, whose tensors NCCL may use
+  // until it has ended.
+  std::vector<NcclOperationPtr> launching;
 };
 
 }  // namespace bmtrain

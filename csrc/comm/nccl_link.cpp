@@ -169,7 +169,7 @@ NcclOperationPtr NcclLink::submit(const char* op, const std::string& label, std:
     group_.push_back(std::move(entry));
     return operation;
   }
-  retire();
+  handle_->retire();
   over.swap(handle_->over);
   std::vector<Entry> batch;
   batch.push_back(std::move(entry));
@@ -210,7 +210,7 @@ void NcclLink::launch(std::vector<Entry> batch) {
     entry.operation->done = done;
     handle_->pending.push_back(entry.operation);
   }
-  handle_->launching.clear();
+  handle_->launching.resize(handle_->launching.size() - batch.size());
 }
 
 void NcclLink::begin_group() {
@@ -281,8 +281,6 @@ void NcclLink::wait_for_pending() {
   }
 }
 
-void NcclLink::retire() { handle_->retire(); }
-
 void NcclLink::poll() {
   if (has_ended()) {
     return;
@@ -299,7 +297,7 @@ std::string NcclLink::find_failure() {
     return {};  // whoever is inside NCCL sees errors itself
   }
   try {
-    retire();
+    handle_->retire();
   } catch (const std::exception& error) {
     return detail::join(describe("watching"), ": the device failed: ", error.what());
   }

@@ -122,7 +122,6 @@ class NcclLink final : public NcclMember {
   void register_memory(const NcclOperation& operation, const std::string& what);
   [[nodiscard]] std::string find_failure();
   void wait_for_pending();
-  void retire();
   void take_down(bool gracefully);
 
   const Options options_;

@@ -367,6 +367,21 @@ def test_tensors_that_only_an_operation_holds_are_dropped_at_the_end(fake: ctype
     assert gone() is None
 
 
+def test_memory_of_a_launch_that_failed_half_way_is_kept(fake: ctypes.CDLL) -> None:
+    comm = Ranks(2).comms[0]
+    input = torch.zeros(4)
+    gone = weakref.ref(input)
+    fake.fake_fail_record(1)  # the first mark is before the operation, the second after it
+    with pytest.raises(RuntimeError, match="the device failed"):
+        comm.all_gather(torch.zeros(8), input)
+    del input
+    comm.all_gather(torch.zeros(8), torch.zeros(4))
+    assert gone() is not None
+    comm.abort("over")
+    del comm
+    assert gone() is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [

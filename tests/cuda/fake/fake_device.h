@@ -8,6 +8,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <stdexcept>
 #include <utility>
 
 #include "comm/nccl_api.h"
@@ -61,6 +62,7 @@ bool has_lock() {
 }
 
 int num_asked_with_lock = 0;
+int records_before_failure = -1;  // negative: the device does not fail
 std::int64_t last_event = 0;
 int num_resets = 0;  // what was marked before the last one has happened
 
@@ -68,6 +70,8 @@ class Event final : public bmtrain::DeviceEvent {
  public:
   void record(std::int64_t stream) override {
     const std::lock_guard lock(mutex);
+    if (records_before_failure >= 0 && records_before_failure-- == 0)
+      throw std::runtime_error("the device failed");
     id_ = ++last_event;
     note("event " + std::to_string(id_) + " on " + std::to_string(stream));
     stream_ = stream;

@@ -222,6 +222,11 @@ void fake_fail(const char* name, int result, int calls_before) {
   const std::lock_guard lock(mutex);
   faults[name] = {static_cast<Result>(result), calls_before};
 }
+/// The device fails once, after so many marks in its streams.
+void fake_fail_record(int records_before) {
+  const std::lock_guard lock(mutex);
+  records_before_failure = records_before;
+}
 void fake_async_error(int result) {
   const std::lock_guard lock(mutex);
   async_error = static_cast<Result>(result);
@@ -290,6 +295,7 @@ void fake_reset() {
   streams.clear();
   num_resets += 1;
   num_misused = num_asked_with_lock = 0;
+  records_before_failure = -1;
   async_error = Result::kSuccess;
   is_stuck = is_in_progress = is_mirrored = is_lazy = false;
   journal.clear();
