@@ -20,18 +20,6 @@ std::function<GlooStep()> finally(std::function<void()> last) {
   };
 }
 
-// Pointers to one slice per rank in rank order: this rank's own, and the others' as they lie in `received`,
-// which has no slot for this rank.
-std::vector<const void*> in_rank_order(int rank, int size, const void* own, const at::Tensor& received,
-                                       std::int64_t bytes) {
-  std::vector<const void*> inputs;
-  inputs.reserve(static_cast<std::size_t>(size));
-  for (int r = 0; r < size; ++r) {
-    inputs.push_back(r == rank ? own : data_of(received) + (r < rank ? r : r - 1) * bytes);
-  }
-  return inputs;
-}
-
 // The receives that fill `received` as in_rank_order reads it.
 void post_recv_others(GlooLink& link, const GlooOperation& operation, const at::Tensor& received,
                       std::int64_t bytes, GlooTransfers& transfers) {

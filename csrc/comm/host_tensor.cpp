@@ -44,6 +44,16 @@ Slice slice_of(std::int64_t numel, int size, int rank) {
   return {begin, std::min(numel, begin + partition) - begin};
 }
 
+std::vector<const void*> in_rank_order(int rank, int size, const void* own, const at::Tensor& received,
+                                       std::int64_t bytes) {
+  std::vector<const void*> inputs;
+  inputs.reserve(static_cast<std::size_t>(size));
+  for (int r = 0; r < size; ++r) {
+    inputs.push_back(r == rank ? own : data_of(received) + (r < rank ? r : r - 1) * bytes);
+  }
+  return inputs;
+}
+
 int detail_of(at::ScalarType dtype, ReduceOp op, int root) {
   return static_cast<int>(dtype) * 1000003 + static_cast<int>(op) * 10007 + root;
 }

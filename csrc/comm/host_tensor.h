@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <vector>
 
 #include "comm/communicator.h"
 
@@ -34,6 +35,11 @@ struct Slice {
   std::int64_t numel;
 };
 [[nodiscard]] Slice slice_of(std::int64_t numel, int size, int rank);
+
+/// Pointers to one slice per rank in rank order: this rank's own, and the others' as they lie in `received`,
+/// which has no slot for this rank.
+[[nodiscard]] std::vector<const void*> in_rank_order(int rank, int size, const void* own,
+                                                     const at::Tensor& received, std::int64_t bytes);
 
 /// What ranks must agree on besides operation and size.
 [[nodiscard]] int detail_of(at::ScalarType dtype, ReduceOp op, int root = 0);

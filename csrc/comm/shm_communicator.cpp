@@ -93,16 +93,6 @@ ShmCommunicator::Pieces ShmCommunicator::from_others(const at::Tensor& received,
   return pieces;
 }
 
-std::vector<const void*> ShmCommunicator::in_rank_order(const void* own, const at::Tensor& received,
-                                                        std::int64_t bytes) const {
-  std::vector<const void*> inputs;
-  inputs.reserve(static_cast<std::size_t>(size()));
-  for (int r = 0; r < size(); ++r) {
-    inputs.push_back(r == rank() ? own : data_of(received) + (r < rank() ? r : r - 1) * bytes);
-  }
-  return inputs;
-}
-
 WorkPtr ShmCommunicator::all_gather(at::Tensor output, at::Tensor input, const std::string& label) {
   check_sizes(*this, "all_gather", "output", output, "input", input);
   if (const int slot = link_->find_common(output); slot != ShmHeap::kNone) {
@@ -194,7 +184,7 @@ WorkPtr ShmCommunicator::reduce_scatter(at::Tensor output, at::Tensor input, Red
   const at::Tensor received = scratch(bytes * (size() - 1));
   const ShmOperationPtr operation = begin("reduce_scatter", label, bytes, detail_of(input.scalar_type(), op));
   operation->tensors = {output, input, from, to, received};
-  const auto inputs = in_rank_order(data_of(from) + rank() * bytes, received, bytes);
+  const auto inputs = in_rank_order(rank(), size(), data_of(from) + rank() * bytes, received, bytes);
   operation->combine = [inputs, to = data_of(to), numel = to.numel(), dtype = to.scalar_type(), op] {
     ordered_reduce(to, inputs, numel, dtype, op);
   };
@@ -224,7 +214,7 @@ WorkPtr ShmCommunicator::all_reduce_small(const ShmOperationPtr& operation, cons
   const std::int64_t bytes = operation->bytes;
   const at::Tensor received = scratch(bytes * (size() - 1));
   operation->tensors = {tensor, received};
-  const auto inputs = in_rank_order(data_of(tensor), received, bytes);
+  const auto inputs = in_rank_order(rank(), size(), data_of(tensor), received, bytes);
   operation->combine = [inputs, to = data_of(tensor), numel = tensor.numel(), dtype = tensor.scalar_type(),
                         op] { ordered_reduce(to, inputs, numel, dtype, op); };
   return start(operation, {{data_of(tensor), bytes}}, from_others(received, bytes), bytes * (size() - 1),
@@ -240,7 +230,7 @@ WorkPtr ShmCommunicator::all_reduce_large(const ShmOperationPtr& operation, cons
   const std::int64_t own_bytes = own.numel * element;
   const at::Tensor received = scratch(own_bytes * (size() - 1));
   operation->tensors = {tensor, received};
-  const auto inputs = in_rank_order(own_data, received, own_bytes);
+  const auto inputs = in_rank_order(rank(), size(), own_data, received, own_bytes);
   operation->combine = [inputs, own_data, own, dtype = tensor.scalar_type(), op] {
     ordered_reduce(own_data, inputs, own.numel, dtype, op);
   };
@@ -273,7 +263,7 @@ WorkPtr ShmCommunicator::reduce(at::Tensor tensor, ReduceOp op, int root, const 
   }
   const at::Tensor received = scratch(bytes * (size() - 1));
   operation->tensors.push_back(received);
-  const auto inputs = in_rank_order(data_of(host), received, bytes);
+  const auto inputs = in_rank_order(rank(), size(), data_of(host), received, bytes);
   operation->combine = [inputs, to = data_of(host), numel = host.numel(), dtype = host.scalar_type(), op] {
     ordered_reduce(to, inputs, numel, dtype, op);
   };

@@ -86,9 +86,6 @@ class ShmCommunicator final : public Communicator {
                                          ReduceOp op, std::function<void()> publish);
   // The receives that put the others' slices one after the other into `received`.
   [[nodiscard]] Pieces from_others(const at::Tensor& received, std::int64_t bytes) const;
-  // Pointers to one slice per rank in rank order: this rank's own, the others' as from_others left them.
-  [[nodiscard]] std::vector<const void*> in_rank_order(const void* own, const at::Tensor& received,
-                                                       std::int64_t bytes) const;
 
   // Shared with the works, which may outlive the communicator.
   std::shared_ptr<ShmLink> link_;
