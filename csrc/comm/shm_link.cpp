@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "common/check.h"
+#include "common/float_environment.h"
 
 namespace bmtrain {
 namespace {
@@ -130,6 +131,7 @@ void ShmLink::post(const ShmOperationPtr& operation, std::vector<ShmPiece> sends
       queue.push_back({operation, piece});
     }
   };
+  operation->environment = float_environment();
   for (const ShmPiece& piece : sends) {
     enqueue(peer < 0 ? collective_sends_ : peers_[index(peer)].sends, piece);
   }
@@ -253,7 +255,10 @@ void ShmLink::retire(Queue& queue) {
 void ShmLink::settle(ShmOperation& operation) {
   if (operation.left[0] == 0 && !operation.combined) {
     if (operation.combine) {
+      const unsigned own = float_environment();
+      set_float_environment(operation.environment);
       operation.combine();
+      set_float_environment(own);
     }
     operation.combined = true;
   }

@@ -74,14 +74,16 @@ struct ShmOperation {
   std::int64_t bytes = 0;
   std::uint64_t fingerprint = 0;
   int message_peer = -1;  // of a send or receive; -1 for collectives
-  /// Runs once when all pieces of phase 0 are through, before any of phase 1 is sent.
+  /// Runs once when all pieces of phase 0 are through, before any of phase 1 is sent: on any thread, which
+  /// then rounds as the one that posted the operation.
   std::function<void()> combine;
   /// Kept alive until the operation is over; as everything below protected by the link's mutex.
   std::vector<at::Tensor> tensors;
   int left[2] = {0, 0};  // pieces of each phase that are not through
   bool combined = false;
   bool done = false;
-  bool is_common = false;  // a gather into a buffer that the ranks write together
+  bool is_common = false;    // a gather into a buffer that the ranks write together
+  unsigned environment = 0;  // of the thread that posted it
   /// Where pieces without `data` are received: they stay where they are, if they can.
   std::shared_ptr<ShmPeerSlices> slices;
 };

@@ -6,6 +6,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <memory>
@@ -17,6 +18,7 @@
 
 #include "comm/shm_link.h"
 #include "common/check.h"
+#include "common/float_environment.h"
 #include "expect.h"
 #include "ranks.h"
 
@@ -201,6 +203,32 @@ void exchange(ShmLink& link) {
   link.close();
 }
 
+std::atomic<int> num_posted = 0;
+
+// What is computed between the phases of an operation is computed as the thread that posted it would.
+void combine_elsewhere(ShmLink& link) {
+  constexpr unsigned kFlush = 0x8040;  // denormals, read and written
+  const unsigned usual = bmtrain::float_environment();
+  unsigned found = 0;
+  char own = mark(link.rank(), 0);
+  std::vector<char> others(kRanks, 0);
+  const ShmOperationPtr operation = operation_of("all_reduce", 1);
+  operation->combine = [&found] { found = bmtrain::float_environment(); };
+  std::vector<ShmPiece> receives;
+  for (int r = 0; r < kRanks; ++r) {
+    if (r != link.rank()) receives.push_back({&others[static_cast<std::size_t>(r)], 1, r});
+  }
+  while (num_posted % kRanks != link.rank()) std::this_thread::yield();
+  bmtrain::set_float_environment(usual | kFlush);
+  const unsigned wanted = bmtrain::float_environment();  // as it was, where processors have no such setting
+  link.post(operation, {{&own, 1}}, receives);
+  bmtrain::set_float_environment(usual);
+  ++num_posted;
+  link.await(*operation);  // the last one to post finds all others', and computes at once
+  expect((found & kFlush) == (wanted & kFlush), "the setting of the thread that posted");
+  expect((bmtrain::float_environment() & kFlush) == (usual & kFlush), "and afterwards its own");
+}
+
 // Has none for slices of an exchange that is copied.
 class Memory final : public c10::Allocator {
  public:
@@ -282,6 +310,7 @@ int __wrap_fallocate(int file, int mode, off_t offset, off_t length) {
 
 int main() {
   run_ranks(exchange);
+  run_ranks(combine_elsewhere);
   Memory memory;
   c10::SetCPUAllocator(&memory, /*priority=*/1);
   run_ranks(exchange_without_memory);

@@ -16,6 +16,7 @@ UNITS = {
     ],
     "gloo": ["csrc/comm/gloo_*.cpp", "csrc/comm/arguments.cpp", "csrc/comm/ordered_reduce.cpp"],
     "link": ["csrc/comm/shm_link*.cpp", "csrc/comm/shm_ring.cpp", "csrc/comm/shm_segment.cpp"],
+    "float": ["csrc/common/float_environment.cpp"],
     "heap": ["csrc/comm/shm_heap*.cpp"],
     "shm": ["csrc/comm/shm_communicator.cpp", "csrc/comm/host_tensor.cpp", "csrc/common/tensor_dtype.cpp"],
 }

@@ -11,6 +11,7 @@ from harness.sanitized import build_with_torch, run_driver, torch_environment
 UNITS = {
     "link": [
         *(f"csrc/comm/{name}.cpp" for name in ("shm_link*", "shm_ring", "shm_segment", "host_tensor")),
+        "csrc/common/float_environment.cpp",
         "tests/cpp/shared_mappings.cpp",
         "tests/cpp/shm_link_driver.cpp",
     ],
