@@ -66,21 +66,27 @@ class SafetensorsFile:
                 raise
             raise UnreadableFileError(f"{path}: not a safetensors file: {error}") from error
 
-    def read(self, name: str, begin: int = 0, count: int | None = None) -> torch.Tensor:
-        """Elements of a flattened tensor, 1-D, in memory of its own; by default all."""
+    def read(self, name: str, runs: Iterable[tuple[int, int]] | None = None) -> torch.Tensor:
+        """Elements of a flattened tensor, 1-D, in memory of its own.
+
+        Args:
+            name: of the tensor.
+            runs: (first element, number) of each run of elements, one after the other; None for all.
+        """
         place = self.places[name]
-        count = math.prod(place.shape) - begin if count is None else count
-        values = torch.empty(count, dtype=place.dtype, device="cpu")
-        if count:
-            out = bytes_of(values)
+        wanted = [(0, math.prod(place.shape))] if runs is None else list(runs)
+        values = torch.empty(sum(count for _, count in wanted), dtype=place.dtype, device="cpu")
+        if values.numel():
+            out, done, end = bytes_of(values), 0, 0
             with open(self.path, "rb", buffering=0) as file:
-                file.seek(place.offset + begin * place.dtype.itemsize)
-                done = 0
-                while done < len(out):
-                    got = file.readinto(out[done:])
-                    if not got:
-                        raise UnreadableFileError(f"{self.path}: ends within tensor {name}")
-                    done += got
+                for begin, count in wanted:
+                    file.seek(place.offset + begin * place.dtype.itemsize)
+                    end += count * place.dtype.itemsize
+                    while done < end:
+                        got = file.readinto(out[done:end])
+                        if not got:
+                            raise UnreadableFileError(f"{self.path}: ends within tensor {name}")
+                        done += got
             self.bytes_read += len(out)
         return values
 

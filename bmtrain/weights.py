@@ -129,13 +129,7 @@ class _Stored(DistributedTensorWrapper):
         if self._read_into is param:  # under another of its names
             return param.detach()
         self._read_into = param
-        runs = list(spread_of(param).to_whole(*local_run(param)))
-        parts = [self._file.read(self._name, begin, count) for begin, count in runs]
-        part = (
-            parts[0]
-            if len(parts) == 1
-            else torch.cat([torch.empty(0, dtype=self.dtype, device="cpu"), *parts])
-        )
+        part = self._file.read(self._name, spread_of(param).to_whole(*local_run(param)))
         return part.to(context().device, param.dtype)
 
 

@@ -13,7 +13,8 @@ from harness import run_ranks
 from harness.peaks import GIVE_BACK, peak_of
 
 import bmtrain as bmt
-from bmtrain._safetensors import SafetensorsFile
+from bmtrain import _safetensors
+from bmtrain._safetensors import SafetensorsFile, write_safetensors
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
@@ -285,6 +286,35 @@ def test_two_names_must_not_become_one(tmp_path: Path) -> None:
     for said in run_ranks(2, rename_two_to_one, str(tmp_path)):
         for sentence in said:
             assert "rename makes 'weight' of both" in sentence and "'bias'" in sentence
+
+
+def slice_of_columns(folder: str) -> int:
+    """How often the file is opened for the slices of a matrix that is cut along its columns."""
+    layer = bmt.nn.RowParallelLinear(32, 64, bias=False)
+    plain = torch.nn.Linear(32, 64, bias=False)
+    if bmt.rank() == 0:
+        write_safetensors(
+            f"{folder}/model.safetensors", {"weight": (torch.float32, (64, 32))}, [plain.weight], {}
+        )
+    bmt.synchronize()
+    opened = []
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        opened.append(args)
+        return open(*args, **kwargs)
+
+    _safetensors.open = counting  # type: ignore[attr-defined]
+    try:
+        bmt.weights.load(layer, folder)
+    finally:
+        del _safetensors.open  # type: ignore[attr-defined]
+    assert torch.equal(layer.state_dict()["weight"], plain.weight)
+    return len(opened)
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_a_slice_of_columns_is_read_from_a_file_opened_once(world: int, tmp_path: Path) -> None:
+    assert run_ranks(world, slice_of_columns, str(tmp_path), init={"tp_size": 2}) == [1] * world
 
 
 class Tied(torch.nn.Module):
