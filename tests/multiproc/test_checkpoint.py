@@ -292,6 +292,9 @@ def check_keep(folder: str) -> None:
             checkpoint.save(root, 5, model, keep=keep)
     with pytest.raises(ValueError, match="step: expected"):
         checkpoint.save(root, -5, model)
+    assert (
+        checkpoint.save(root, torch.tensor(4), model).path.name == "step-0000004"
+    )  # an integer of another type
 
 
 def test_what_does_not_fit_changes_nothing(tmp_path):

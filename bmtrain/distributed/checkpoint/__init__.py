@@ -95,7 +95,7 @@ def save(
     Raises:
         OSError: on every rank, if one cannot write; nothing of the step is left then, unless it was complete and only
             ``latest`` could not be written, or an old checkpoint not be removed.
-        TypeError: on every rank, if something cannot be stored.
+        TypeError: on every rank, if something cannot be stored; for a ``step`` that is no integer.
         ValueError: for a negative ``step``, or a ``keep`` below 1.
 
     Example:
@@ -107,8 +107,7 @@ def save(
     """
     require_path("folder", folder)
     schedulers = _check_parts(model, optim, schedulers)
-    if not isinstance(step, int) or step < 0:
-        raise ValueError(f"step: expected a number of steps, 0 or more, got {step!r}")
+    step = require_integer("step", step, 0)
     if keep is not None:
         require_integer("keep", keep, 1)
     finish_background_save()
