@@ -153,6 +153,8 @@ class Timeline(Observer):
             place.engine.observer = Observer()
         seconds = self._clock.seconds
         self.spans = [Span(m.kind, m.name, seconds(m.begin), seconds(m.end), m.detail) for m in self._marks]
+        self._stepping = None  # whoever keeps the recording does not keep the optimizer and its state
+        self._marks.clear()
         if self._directory is not None:
             write_trace(self._directory, self.spans, self._rank, self._began)
 

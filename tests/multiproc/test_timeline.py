@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -154,6 +156,22 @@ def test_the_environment_starts_a_recording(tmp_path: Path) -> None:
     spans = read_traces(tmp_path)
     assert sorted(spans) == [0, 1]
     assert len(of(spans[1], "step")) == 2
+
+
+def keep_a_recording() -> bool:
+    model = bmt.nn.Linear(4, 4)
+    optimizer = bmt.optim.AdamOptimizer(model.parameters())
+    with bmt.timeline.record() as recording:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    seen = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    return bool(recording.spans) and seen() is None
+
+
+def test_who_keeps_a_recording_does_not_keep_the_optimizer() -> None:
+    assert run_ranks(1, keep_a_recording) == [True]
 
 
 def test_summary_adds_up() -> None:
