@@ -102,6 +102,10 @@ class PendingUpdates:
         _finish_before_exit_and_fork()
         _owners.add(self)
 
+    def __del__(self) -> None:
+        """Completes what nobody owns any more: a block under an update is in a cycle that no collector sees."""
+        self.finish()
+
     def __iter__(self) -> Any:
         return iter(tuple(self._updates))
 

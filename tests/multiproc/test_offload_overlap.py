@@ -8,6 +8,7 @@ import io
 import os
 import pickle
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -319,6 +320,25 @@ def fail_in_the_worker() -> str:
 
 def test_an_error_in_a_worker_is_raised_where_the_block_is_needed() -> None:
     run_ranks(1, fail_in_the_worker)
+
+
+def left_after_a_step() -> int:
+    """How many parameters there still are when model and optimizer were dropped while updates were under way."""
+    model, optimizer, x = build(torch.float32, True)
+    backward(model, x)
+    _C.disturb_updates(300)
+    optimizer.step()
+    assert all(is_pending(model))
+    parameters = list(map(weakref.ref, model.parameters()))
+    del model, optimizer
+    gc.collect()
+    _C.disturb_updates(0)
+    return sum(reference() is not None for reference in parameters)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_model_that_is_dropped_after_a_step_is_freed(world: int) -> None:
+    assert run_ranks(world, left_after_a_step) == [0] * world
 
 
 def backward_through_an_older_graph(overlap: bool) -> list[torch.Tensor]:
