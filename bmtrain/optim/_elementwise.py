@@ -195,7 +195,7 @@ class ElementwiseOptimizer(TorchOptimizer):
         names, states = self._arrays_of(group), self._states
         required = frozenset(names)
         known = [states.get(p) for p, _ in pairs]
-        _check_bounds(pairs, known, (*names, MASTER))
+        _check_bounds(pairs, known, names[0] if names else MASTER)
         fresh = [state is None or not required <= state.keys() for state in known]
         if any(fresh):
             self._create_state({p: names for (p, _), is_fresh in zip(pairs, fresh, strict=True) if is_fresh})
@@ -349,15 +349,15 @@ def _value_mark(p: Tensor) -> tuple[int, int]:
 
 
 def _check_bounds(
-    pairs: Sequence[tuple[Tensor, Tensor]], states: Sequence[Mapping[str, Any] | None], names: Sequence[str]
+    pairs: Sequence[tuple[Tensor, Tensor]], states: Sequence[Mapping[str, Any] | None], array: str
 ) -> None:
-    """Refuse state of a parameter whose shard has other bounds now."""
+    """Refuse state of a parameter whose shard has other bounds now; one array tells, as all are made together."""
     for (p, _), state in zip(pairs, states, strict=True):
-        arrays = [state[name] for name in names if name in state] if state else []
-        if any(array.shape != p.shape for array in arrays):
+        found = state.get(array) if state else None
+        if found is not None and found.numel() != p.numel():
             raise RuntimeError(
-                f"optimizer state: expected this rank's shape {tuple(p.shape)} of a parameter, got "
-                f"{tuple(arrays[0].shape)}: its shards got other bounds when it was put into a Block, or its Block "
+                f"optimizer state: expected {p.numel()} elements for this rank's shard of a parameter, got "
+                f"{found.numel()}: its shards got other bounds when it was put into a Block, or its Block "
                 "converted to another dtype. Take the optimizer's state_dict(gather=True) before that and load it "
                 "afterwards, or make a new optimizer"
             )
