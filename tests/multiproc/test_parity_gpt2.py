@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -109,19 +110,24 @@ def sharded_run(
 
 
 class PlainAdam16:
-    """Adam as CONTRACT 7.2 has it for 16-bit parameters, from torch's own: fp32 masters, decoupled weight decay."""
+    """Adam as CONTRACT 7.2 has it for 16-bit parameters, from torch's own: fp32 masters, decoupled weight decay.
+
+    Its square roots are the nearest numbers, which those of torch with MKL need not be: how many are depends on the
+    processor.
+    """
 
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         self.parameters = parameters
         self.masters = [p.detach().float() for p in parameters]
-        self.adam = torch.optim.AdamW(self.masters, weight_decay=0.01)
+        self.adam = torch.optim.AdamW(self.masters, weight_decay=0.01, foreach=False)
         self.param_groups = self.adam.param_groups
 
     def step(self, scale: float) -> None:
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             assert parameter.grad is not None
             master.grad = parameter.grad.float() / scale
-        self.adam.step()
+        with patch.object(torch.Tensor, "sqrt", lambda x: x.double().sqrt_().float()):
+            self.adam.step()
         with torch.no_grad():
             for parameter, master in zip(self.parameters, self.masters, strict=True):
                 parameter.copy_(master)
