@@ -142,7 +142,7 @@ def under_autocast(kind: str, in_block: bool) -> None:
     x = row_slice(whole, tp) if kind == "column" else whole.chunk(tp.size, dim=-1)[tp.rank]
     mine = x.detach().clone().requires_grad_()
     model = wrapped(layer, in_block)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(whole.device.type, dtype=torch.bfloat16):
         out, expected = model(mine), twin(whole)
     assert out.dtype == expected.dtype == torch.bfloat16
     out.float().square().sum().backward()
