@@ -89,9 +89,8 @@ class _Safetensors(Source):
     def read_rows(self, name: str, begin: int, end: int) -> torch.Tensor:
         shape = self.table[name][1]
         row = math.prod(shape[1:])
-        return (
-            self._files[name].read(name, [(begin * row, (end - begin) * row)]).view(end - begin, *shape[1:])
-        )
+        run = begin * row, (end - begin) * row
+        return self._files[name].read(name, [run]).view(end - begin, *shape[1:])
 
 
 class _Folder(Source):

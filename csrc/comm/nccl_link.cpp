@@ -66,8 +66,8 @@ std::shared_ptr<NcclLink> NcclLink::split(int color, int key, Options options) {
   link->options_.library->add(link);
   const c10::DeviceGuard guard(options_.device);
   const std::string what = describe("splitting");
-  wait_for_pending();  // NCCL splits no communicator that has operations under way: ranks might wait for each
-                       // other
+  // NCCL splits no communicator that has operations under way: ranks might wait for each other.
+  wait_for_pending();
   const std::unique_lock lock(handle_->mutex);
   check_usable("splitting");
   const std::unique_lock part_lock(link->handle_->mutex);

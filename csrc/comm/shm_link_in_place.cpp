@@ -184,8 +184,8 @@ void ShmLink::receive_chunk(Pending& pending, const ShmDescriptor& chunk, const 
     const char* const slice = heap_->map_peer(peer, chunk.offset, piece.bytes * size_) + rank_ * piece.bytes;
     operation.slices->by_rank[index(peer)] = slice;
     operation.slices->in_place.emplace_back(peer, chunk.slot);
-  } catch (
-      const std::exception& error) {  // there is no memory; the background's thread could raise it nowhere
+  } catch (const std::exception& error) {
+    // There is no memory; the background's thread could raise it nowhere.
     abort_locked(detail::join(describe(operation), ": ", error.what()));
   }
 }

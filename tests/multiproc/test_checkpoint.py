@@ -292,9 +292,8 @@ def check_keep(folder: str) -> None:
             checkpoint.save(root, 5, model, keep=keep)
     with pytest.raises(ValueError, match="step: expected"):
         checkpoint.save(root, -5, model)
-    assert (
-        checkpoint.save(root, torch.tensor(4), model).path.name == "step-0000004"
-    )  # an integer of another type
+    # An integer of another type.
+    assert checkpoint.save(root, torch.tensor(4), model).path.name == "step-0000004"
 
 
 def test_what_does_not_fit_changes_nothing(tmp_path):

@@ -11,11 +11,11 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from harness import run_ranks
+from harness.adam_inputs import step_with_nearest_roots
 from reference_gpt import SMALL_SHAPE, ReferenceGPT
 
 import bmtrain as bmt
@@ -110,11 +110,7 @@ def sharded_run(
 
 
 class PlainAdam16:
-    """Adam as CONTRACT 7.2 has it for 16-bit parameters, from torch's own: fp32 masters, decoupled weight decay.
-
-    Its square roots are the nearest numbers, which those of torch with MKL need not be: how many are depends on the
-    processor.
-    """
+    """Adam as CONTRACT 7.2 has it for 16-bit parameters, from torch's own: fp32 masters, decoupled weight decay."""
 
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         self.parameters = parameters
@@ -126,8 +122,7 @@ class PlainAdam16:
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             assert parameter.grad is not None
             master.grad = parameter.grad.float() / scale
-        with patch.object(torch.Tensor, "sqrt", lambda x: x.double().sqrt_().float()):
-            self.adam.step()
+        step_with_nearest_roots(self.adam)
         with torch.no_grad():
             for parameter, master in zip(self.parameters, self.masters, strict=True):
                 parameter.copy_(master)
