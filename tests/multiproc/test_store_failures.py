@@ -94,6 +94,30 @@ def check_failing_write(path: str) -> None:
         torch.save = write
 
 
+@pytest.mark.parametrize("non_blocking", [False, True])
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666])
+def test_a_file_that_is_replaced_keeps_its_mode(mode, non_blocking, tmp_path):
+    path = tmp_path / "model.pt"
+    path.write_bytes(b"old")
+    path.chmod(mode)
+    run_ranks(2, save_model, str(path), non_blocking=non_blocking)
+    run_ranks(2, load_model, str(path))
+    assert path.stat().st_mode & 0o777 == mode
+
+
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_a_write_protected_file_is_not_replaced(non_blocking, tmp_path):
+    path = tmp_path / "model.pt"
+    path.write_bytes(b"the best")
+    path.chmod(0o444)
+    outcomes = rank_outcomes(2, save_model, str(path), non_blocking=non_blocking, timeout=20)
+    message = same_error(outcomes, "PermissionError")
+    assert "Write-protected: chmod u+w" in message
+    assert str(path) in message
+    assert path.read_bytes() == b"the best"
+    assert os.listdir(tmp_path) == ["model.pt"]
+
+
 def test_a_background_failure_at_the_end_makes_the_program_fail(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
