@@ -4,15 +4,54 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import socket
 import stat
+from collections.abc import Iterator
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-__all__ = ["AtomicFile", "sync_folder"]
+__all__ = ["AtomicFile", "NamedFile", "sync_folder"]
 
 _ANYBODY_WRITES = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
+
+
+class NamedFile(io.FileIO):
+    """A file to write whose errors name it, as those of opening it do: a disk that is full says nothing else.
+
+    Args:
+        path: the file.
+        mode: ``"wb"``, or ``"xb"`` for a file that must not be there.
+        name: what errors call it, if not ``path``.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], mode: str, name: str | os.PathLike[str] | None = None
+    ) -> None:
+        self.failure: OSError | None = None  # the first of a write
+        self._told_name = os.fspath(path if name is None else name)
+        with self._naming():
+            super().__init__(path, mode)
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failure = self.failure or error
+            error.filename = self._told_name
+            raise
+
+    def write(self, data: Any) -> int:
+        """As a raw file's: how many bytes of ``data`` were written, perhaps not all."""
+        with self._naming():
+            return super().write(data)
+
+    def sync(self) -> None:
+        """Returns when what was written is on disk."""
+        with self._naming():
+            os.fsync(self.fileno())
 
 
 class AtomicFile:
@@ -32,17 +71,15 @@ class AtomicFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._target = os.path.realpath(path)
         self._temporary: str | None = None
-        old = _status(self._target)
+        old = _status(path)
         if old is not None and not old.st_mode & _ANYBODY_WRITES:  # moving a name would not ask
             raise PermissionError(errno.EACCES, "Write-protected: chmod u+w allows to replace it", str(path))
         if old is None or stat.S_ISREG(old.st_mode):
             folder, name = os.path.split(self._target)
             _remove_leftovers(folder, name)
             self._temporary = os.path.join(folder, f"{_prefix(name)}{os.getpid()}.tmp")
-        try:
-            self.file: BinaryIO = open(self._temporary or self._target, "wb")  # noqa: SIM115
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from None
+        self._raw = NamedFile(self._temporary or path, "wb", path)
+        self.file: BinaryIO = io.BufferedWriter(self._raw)
         if self._temporary is not None and old is not None:
             _take_over(self.file.fileno(), old)
 
@@ -55,8 +92,10 @@ class AtomicFile:
         try:
             if kind is None:
                 self._publish()
+            elif self._raw.failure is not None:  # its consequences need not look like it: writers tidy up
+                raise self._raw.failure
         finally:
-            self.file.close()
+            self._raw.close()  # not the buffer: it would try once more to write what could not be written
             if self._temporary is not None:
                 with contextlib.suppress(OSError):  # gone, if it was published
                     os.unlink(self._temporary)
@@ -65,7 +104,7 @@ class AtomicFile:
         self.file.flush()
         if self._temporary is None:
             return
-        os.fsync(self.file.fileno())
+        self._raw.sync()
         os.replace(self._temporary, self._target)
         sync_folder(os.path.dirname(self._target))
 
@@ -86,7 +125,7 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
         os.close(handle)
 
 
-def _status(path: str) -> os.stat_result | None:
+def _status(path: str | os.PathLike[str]) -> os.stat_result | None:
     """What the system knows of a file; None where there is none."""
     try:
         return os.stat(path)

@@ -20,8 +20,8 @@ from bmtrain.errors import CommunicationError
 FAULTS = {
     "disk full": (errno.ENOSPC, "_Checksummed"),
     "I/O error": (errno.EIO, "_Checksummed"),
-    "no permission": (errno.EACCES, "open"),
-    "read-only": (errno.EROFS, "open"),
+    "no permission": (errno.EACCES, "NamedFile"),
+    "read-only": (errno.EROFS, "NamedFile"),
     "folder not written": (errno.EIO, "sync_folder"),
 }
 FAULTS_AFTER_THE_MANIFEST = {

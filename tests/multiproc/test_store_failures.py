@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +18,7 @@ from harness import Status, rank_outcomes, run_process, run_ranks
 from harness.stored_models import load_model, make_model, save_model
 
 import bmtrain as bmt
+from bmtrain.distributed import checkpoint
 
 
 def same_error(outcomes, name: str) -> str:
@@ -92,6 +96,42 @@ def check_failing_write(path: str) -> None:
         bmt.load(model, path)  # the error was raised once
     finally:
         torch.save = write
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_full_disk_is_an_error_that_names_the_file(kind, tmp_path):
+    run_ranks(2, check_full_disk, str(tmp_path), kind)
+    assert [entry.name for entry in tmp_path.rglob("*") if not entry.is_dir()] == []
+
+
+def check_full_disk(folder: str, kind: str) -> None:
+    model = bmt.nn.Linear(300, 300)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    bmt.synchronize()
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (100_000, limits[1])
+    )  # what a file system says that has no room
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            if kind == "file":
+                bmt.save(model, f"{folder}/model.pt")
+            else:
+                checkpoint.save(folder, 1, model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    place = "/model.pt" if kind == "file" else "/step-0000001/shard-"
+    assert str(caught.value).startswith(f"[Errno {errno.EFBIG}] File too large: '{folder}{place}")
+    bmt.synchronize()
+
+
+def test_a_model_is_written_into_a_pipe(tmp_path):
+    script = (
+        "import torch, bmtrain as bmt; bmt.init_distributed()\n"
+        "bmt.save(torch.nn.Linear(200, 300), '/dev/stdout')\n"
+    )
+    command = f"{shlex.join([sys.executable, '-c', script])} | cat > model.pt"
+    run_process(["bash", "-c", command], directory=tmp_path, environment=single_process())
+    assert torch.load(tmp_path / "model.pt")["weight"].shape == (300, 200)
 
 
 @pytest.mark.parametrize("non_blocking", [False, True])

@@ -13,7 +13,7 @@ from threading import Event
 from typing import Any, BinaryIO
 
 from ..._agree import describe_error, rebuild_error
-from ..._atomic_file import AtomicFile, sync_folder
+from ..._atomic_file import AtomicFile, NamedFile, sync_folder
 from ..._blame import ranks_text
 from ...errors import CommunicationError, UnreadableFileError
 from ...topology import Topology
@@ -184,7 +184,7 @@ class Saving:
 def _write_runs(path: Path, runs: Iterable[Run], banner: bytes) -> dict[str, Any]:
     """Writes a shard and puts it on disk; returns its entry in the manifest."""
     table = []
-    with open(path, "xb", buffering=0) as raw:
+    with NamedFile(path, "xb") as raw:
         stream = _Checksummed(raw)
         stream.write(memoryview(banner))
         for run in runs:
@@ -202,7 +202,7 @@ def _write_runs(path: Path, runs: Iterable[Run], banner: bytes) -> dict[str, Any
             if values.numel():
                 stream.write(bytes_of(values))
         crc32 = stream.finish()
-        os.fsync(raw.fileno())
+        raw.sync()
     sync_folder(path.parent)
     return {"file": {"name": path.name, "size": stream.size, "crc32": crc32}, "runs": table}
 
