@@ -17,8 +17,9 @@ def no_sync() -> AbstractContextManager[None]:
     with ``keep_gradients=False`` in their policy send as always; those with ``keep_gathered=True`` are gathered once
     for all these backwards.
 
-    To drop gradients that were not sent, use ``zero_grad()`` of this library's optimizers or :class:`OptimManager
-    <bmtrain.optim.OptimManager>`: torch's own know nothing of them.
+    ``zero_grad()`` of this library's optimizers and :class:`OptimManager <bmtrain.optim.OptimManager>` drops what was
+    not sent of their parameters' gradients; torch's own know nothing of it. A parameter that is frozen afterwards gets
+    what it was to get before.
 
     Raises:
         RuntimeError: before :func:`bmtrain.init_distributed`, or in a loop over virtual shards.

@@ -110,9 +110,10 @@ class Accumulation:
         for runtime in gathered.values():
             runtime.drop_gathered()
 
-    def forget(self) -> None:
-        """Drops everything that waits: gradients are zeroed."""
-        blocks, self._blocks = self._blocks, {}
-        self._outside.clear()
-        for runtime in blocks.values():
-            runtime.cancel_backward(runtime.groups)
+    def forget(self, params: Iterable[torch.Tensor]) -> None:
+        """Drops what waits for ``params``: their gradients are zeroed. Those of others wait on."""
+        if not self._blocks and not self._outside:
+            return
+        dropped = set(map(id, params))
+        self._outside = {key: value for key, value in self._outside.items() if key not in dropped}
+        self._blocks = {n: runtime for n, runtime in self._blocks.items() if runtime.drop_unsent(dropped)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from operator import methodcaller
 from typing import TYPE_CHECKING
@@ -226,7 +226,9 @@ class BlockRuntime:
         under_way = engine.reductions_under_way()
         with engine.observer.waiting(self.label, "reduce"):
             for group, flags in trains.items():
-                if group not in self._deferred:
+                if group in self._deferred:
+                    group.join_backward(flags)
+                else:
                     group.begin_backward(flags, under_way)
 
     def cancel_backward(self, groups: Sequence[_C.ShardGroup]) -> None:
@@ -234,6 +236,15 @@ class BlockRuntime:
         for group in groups:
             group.cancel_backward()
         self._deferred = [group for group in self._deferred if group not in groups]
+
+    def drop_unsent(self, params: Container[int]) -> bool:
+        """Drops what waits for ``params``, given by identity; whether gradients of others wait on."""
+        self._deferred = [
+            group
+            for group in self._deferred
+            if group.drop_gradients([id(param) in params for param in group.parameters])
+        ]
+        return bool(self._deferred)
 
     @property
     def defers(self) -> bool:

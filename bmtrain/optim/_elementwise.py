@@ -13,7 +13,7 @@ from .._arguments import require_number
 from .._unseen import gradient_of
 from ..global_var import num_losses
 from ._arrays import MASTER, allocate, gathered_state, layout_of, read_state, take_changed_value
-from ._grad_stats import check_overflow, forget_unsent
+from ._grad_stats import check_overflow, forget_unsent, parameters_of
 from ._torch_base import TorchOptimizer
 
 __all__ = ["ElementwiseOptimizer", "Update", "check_scale"]
@@ -241,7 +241,7 @@ class ElementwiseOptimizer(TorchOptimizer):
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Fill all gradients with zeros, or set them to None; drop those that were not sent yet."""
-        forget_unsent()
+        forget_unsent(parameters_of(self.param_groups))
         super().zero_grad(set_to_none=set_to_none)
 
     # ---- state

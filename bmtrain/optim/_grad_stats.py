@@ -191,11 +191,11 @@ def check_overflow(param_groups: Iterable[Any]) -> bool:
     return _all_reduce(_any_overflow(gradients), _C.ReduceOp.MAX, "gradient overflow").item() > 0
 
 
-def forget_unsent() -> None:
-    """Drop the gradients that backwards in :func:`bmtrain.no_sync` left unsent."""
+def forget_unsent(parameters: Iterable[Tensor]) -> None:
+    """Drop the gradients of ``parameters`` that backwards in :func:`bmtrain.no_sync` left unsent."""
     current = _context.current()
     if current is not None:
-        current.engine.accumulation.forget()
+        current.engine.accumulation.forget(parameters)
 
 
 def first_overflow(parameters: Sequence[Tensor]) -> int:

@@ -226,7 +226,7 @@ class OptimManager:
         """
         if self._is_accumulating():
             return
-        forget_unsent()
+        forget_unsent(parameters_of(group for optimizer in self.optimizers for group in optimizer.param_groups))
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
 

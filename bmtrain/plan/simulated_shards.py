@@ -316,6 +316,9 @@ class SimulatedShards:
         del trains, under_way
         self._reduction.begin()
 
+    def join_backward(self, trains: list[bool]) -> None:
+        """Gradients of several backwards have one place."""
+
     def cancel_backward(self) -> None:
         """No simulated backward fails."""
 

@@ -168,6 +168,8 @@ void bind_group(py::module_& m) {
       .def("await_reduce", &ShardGroup::await_reduce, NoGil())
       .def("finish_reduce", &ShardGroup::finish_reduce, py::arg("tree") = nullptr, NoGil())
       .def("add_gradient", &ShardGroup::add_gradient, py::arg("sum"), NoGil())
+      .def("join_backward", &ShardGroup::join_backward, py::arg("trains"), NoGil())
+      .def("drop_gradients", &ShardGroup::drop_gradients, py::arg("which"), NoGil())
       .def("cancel_backward", &ShardGroup::cancel_backward, NoGil());
 }
 

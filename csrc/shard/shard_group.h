@@ -147,8 +147,13 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
 
   /// Prepares to receive gradients of the parameters with `trains[i]`. `under_way`: groups whose gradients
   /// are on their way meanwhile, see sum_if_arrived().
-  void begin_backward(std::vector<bool> trains,
+  void begin_backward(const std::vector<bool>& trains,
                       const std::vector<std::shared_ptr<ShardGroup>>& under_way = {});
+  /// Prepares for one backward more, whose gradients add to those that begin_backward() prepared for.
+  void join_backward(const std::vector<bool>& trains);
+  /// Drops what such backwards have left for the parameters with `which[i]`. Returns whether others have
+  /// gradients left; if none has, nothing is to be reduced.
+  bool drop_gradients(const std::vector<bool>& which);
   void accumulate(std::size_t index, const at::Tensor& gradient);
   /// The place of a gradient for the caller to write, in full shape; undefined if something is there already,
   /// if it has another dtype, and outside of a backward.
@@ -181,6 +186,7 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   void allocate();
   void check_data() const;
   void check_index(std::size_t index) const;
+  void check_flags(const char* name, const std::vector<bool>& flags) const;
   // Whether the gathered buffer is another than the shard.
   [[nodiscard]] bool has_own_buffer() const;
   // Whether parameters travel in another dtype than the gathered ones have, see [Note: Dtypes].
@@ -236,7 +242,9 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   std::vector<SinkPtr> sinks_;
   std::vector<NodePtr> shard_accumulators_;  // while bound: what unbind() restores
 
-  std::vector<bool> trains_, touched_;
+  std::vector<bool> trains_;   // in any of the backwards whose gradients are summed
+  std::vector<bool> accepts_;  // in the last of them
+  std::vector<bool> touched_;
   at::Tensor gradient_;  // flat, full; only during a backward
   std::vector<at::Tensor> gradient_views_;
   at::Tensor received_;                      // one slice per rank, or their sum; only during a reduction

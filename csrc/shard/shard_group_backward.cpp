@@ -15,10 +15,9 @@
 
 namespace bmtrain {
 
-void ShardGroup::begin_backward(std::vector<bool> trains,
+void ShardGroup::begin_backward(const std::vector<bool>& trains,
                                 const std::vector<std::shared_ptr<ShardGroup>>& under_way) {
-  BMT_CHECK(ValueError, trains.size() == options_.parameters.size(), "trains: expected ",
-            options_.parameters.size(), " flags, got ", trains.size());
+  check_flags("trains", trains);
   BMT_CHECK(StateError, !gradient_.defined(), options_.label, ": a backward is under way already");
   under_way_.assign(under_way.begin(), under_way.end());
   c10::Storage storage = empty_storage(options_.device);
@@ -37,8 +36,40 @@ void ShardGroup::begin_backward(std::vector<bool> trains,
     gradient_views_.push_back(
         view_of_storage(storage, options_.reduce_dtype, layout_.span(i).offset, options_.shapes[i]));
   }
-  trains_ = std::move(trains);
+  trains_.assign(options_.parameters.size(), false);
   touched_.assign(options_.parameters.size(), false);
+  join_backward(trains);
+}
+
+void ShardGroup::join_backward(const std::vector<bool>& trains) {
+  check_flags("trains", trains);
+  BMT_CHECK(StateError, gradient_.defined(), options_.label, ": there is no backward to join");
+  accepts_ = trains;
+  for (std::size_t i = 0; i < trains.size(); ++i) {
+    // A parameter that was frozen since the forward gets nothing, one that is frozen later what it has got.
+    accepts_[i] = trains[i] && options_.parameters[i].requires_grad();
+    trains_[i] = trains_[i] || accepts_[i];
+  }
+}
+
+bool ShardGroup::drop_gradients(const std::vector<bool>& which) {
+  check_flags("which", which);
+  BMT_CHECK(StateError, gradient_.defined(), options_.label, ": there is no gradient to drop");
+  bool is_any_left = false;
+  for (std::size_t i = 0; i < which.size(); ++i) {
+    trains_[i] = trains_[i] && !which[i];
+    touched_[i] = touched_[i] && !which[i];
+    is_any_left = is_any_left || trains_[i];
+  }
+  if (!is_any_left) {
+    cancel_backward();
+  }
+  return is_any_left;
+}
+
+void ShardGroup::check_flags(const char* name, const std::vector<bool>& flags) const {
+  BMT_CHECK(ValueError, flags.size() == options_.parameters.size(), name, ": expected ",
+            options_.parameters.size(), " flags, got ", flags.size());
 }
 
 void ShardGroup::accumulate(std::size_t index, const at::Tensor& gradient) {
@@ -47,6 +78,9 @@ void ShardGroup::accumulate(std::size_t index, const at::Tensor& gradient) {
       ": a gradient reached a parameter of the Block outside of the Block's own backward, through a tensor "
       "that its forward made and did not return; return it as a further result");
   sum_what_has_arrived();
+  if (!accepts_.at(index)) {
+    return;
+  }
   const c10::AutoGradMode no_grad(false);
   const at::Tensor dense = gradient.is_sparse() ? gradient.to_dense() : gradient;
   if (touched_.at(index)) {
@@ -58,7 +92,7 @@ void ShardGroup::accumulate(std::size_t index, const at::Tensor& gradient) {
 }
 
 at::Tensor ShardGroup::take_place(std::size_t index, at::ScalarType dtype) {
-  if (!gradient_.defined() || touched_.at(index) || dtype != options_.reduce_dtype) {
+  if (!gradient_.defined() || !accepts_.at(index) || touched_.at(index) || dtype != options_.reduce_dtype) {
     return {};
   }
   sum_what_has_arrived();
@@ -320,7 +354,7 @@ void ShardGroup::make_gradient_shard() {
 
 ShardGroup::GradientMode ShardGroup::gradient_mode(std::size_t index) const {
   const at::Tensor& parameter = options_.parameters[index];
-  if (!trains_[index] || !parameter.requires_grad()) {
+  if (!trains_[index]) {
     return GradientMode::kSkip;
   }
   const at::Tensor& current = parameter.grad();
@@ -365,7 +399,7 @@ void ShardGroup::reduce_run(const std::vector<at::Tensor>& slices, std::size_t f
 void ShardGroup::publish_gradients() {
   for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
     const at::Tensor& parameter = options_.parameters[i];
-    if (!trains_[i] || !parameter.requires_grad()) {
+    if (!trains_[i]) {
       continue;
     }
     if (!parameter.grad().defined()) {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+
 import pytest
 import torch
 from harness import run_ranks
@@ -109,3 +112,65 @@ def seen_by_hooks() -> list[list[str]]:
 def test_hooks_see_gradients_when_they_are_complete():
     everything = ["head.weight", "large", "layers.0.weight"]
     assert run_ranks(2, seen_by_hooks) == [[[], everything, [], everything, ["large"]]] * 2
+
+
+def trained_in_turn(frozen: str, first: bool, between: bool, second: bool, level: int) -> None:
+    model = Model(policy=bmt.BlockPolicy(level=level))
+    twin = copy.deepcopy(model)
+    some = [dict(net.named_parameters())[frozen] for net in (model, twin)]
+    x = torch.randn(2, DIM)
+    for param in some:
+        param.requires_grad_(first)
+    with bmt.no_sync():
+        model(x).backward()
+    twin(x).backward()
+    loss, twin_loss = model(2 * x), twin(2 * x)
+    for param in some:
+        param.requires_grad_(between)
+    with bmt.no_sync():
+        loss.backward()
+    twin_loss.backward()
+    for param in some:
+        param.requires_grad_(second)
+    for net in (model, twin):
+        net(3 * x).backward()
+    for (name, param), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, other.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("frozen", ["layers.1.weight", "head.weight"])
+def test_freezing_while_gradients_wait_is_as_freezing_between_backwards(frozen: str, level: int):
+    for flags in itertools.product((False, True), repeat=3):
+        run_ranks(2, trained_in_turn, frozen, *flags, level)
+
+
+def of_two_models(zero_grad_of: str) -> None:
+    waiting, other = Model(), Model()
+    optimizers = {
+        "manager": bmt.optim.AdamOptimizer(other.parameters()),
+        "optimizer": bmt.optim.AdamOptimizer(other.parameters()),
+        "part": bmt.optim.AdamOptimizer([p for n, p in waiting.named_parameters() if n.endswith("bias")]),
+    }
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizers["manager"])
+    x = torch.randn(2, DIM)
+    with bmt.no_sync():
+        waiting(x).backward()
+        other(x).backward()
+    (manager if zero_grad_of == "manager" else optimizers[zero_grad_of]).zero_grad()
+    waiting(x).backward()
+    wanted = copy.deepcopy([p.grad for p in waiting.parameters()])
+    waiting.zero_grad()
+    waiting(x).backward()
+    for gradient, (name, param) in zip(wanted, waiting.named_parameters(), strict=True):
+        factor = 1 if zero_grad_of == "part" and name.endswith("bias") else 2
+        torch.testing.assert_close(gradient, factor * param.grad)
+    left = sum((p.grad.abs().sum() for p in other.parameters() if p.grad is not None), torch.zeros(()))
+    assert (bmt.distributed.all_reduce(left) > 0) == (zero_grad_of == "part")
+    assert context().engine.pool.stats()["buffers_in_use"] == 0
+
+
+@pytest.mark.parametrize("zero_grad_of", ["manager", "optimizer", "part"])
+def test_zero_grad_drops_what_waits_for_its_own_parameters_alone(zero_grad_of: str):
+    run_ranks(2, of_two_models, zero_grad_of)

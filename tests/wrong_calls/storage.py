@@ -50,16 +50,19 @@ def storage() -> Calls:
         made.attach()
         return made
 
-    def add_gradient(sum: Any) -> None:
+    def in_backward() -> _C.ShardGroup:
         made = begun()
         made.begin_backward([True])
+        return made
+
+    def add_gradient(sum: Any) -> None:
+        made = in_backward()
         made.start_reduce()
         made.finish_reduce()
         made.add_gradient(sum)
 
     def finish_reduce(tree: Any) -> None:
-        made = begun()
-        made.begin_backward([True])
+        made = in_backward()
         made.start_reduce()
         made.finish_reduce(tree)
 
@@ -79,6 +82,14 @@ def storage() -> Calls:
         "ShardGroup.begin_backward": (
             lambda trains: begun().begin_backward(trains),
             {"trains": ("truths", [True])},
+        ),
+        "ShardGroup.join_backward": (
+            lambda trains: in_backward().join_backward(trains),
+            {"trains": ("truths", [True])},
+        ),
+        "ShardGroup.drop_gradients": (
+            lambda which: in_backward().drop_gradients(which),
+            {"which": ("truths", [True])},
         ),
         "ShardGroup.finish_reduce": (finish_reduce, {"tree": ("a tree", None)}),
         "ShardGroup.add_gradient": (
