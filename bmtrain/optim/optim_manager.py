@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -42,6 +42,7 @@ class OptimManager:
             world size divided by the tensor-parallel size, or in a loop over virtual shards their number.
         accumulate: number of backwards whose mean gradient one step uses. The others than the last send nothing (see
             :func:`bmtrain.no_sync`), and until it :meth:`zero_grad` and :meth:`step` do nothing: the loop is the same.
+            After a backward that failed, and after :meth:`load_state_dict`, it begins anew with :meth:`zero_grad`.
         step_in_backward: update a block inside :meth:`backward`, as soon as its gradient is complete and nothing else
             can change it; :meth:`step` updates the rest. The bits are those of updates within :meth:`step`. There is
             one backward to a step then (or use ``accumulate``), gradients cannot be changed between them, and neither
@@ -199,8 +200,14 @@ class OptimManager:
                 f"{tuple(loss.shape)} with requires_grad={loss.requires_grad}"
             )
         self._num_backwards += 1
-        with self._around_backward():
-            self.scale_loss(loss).backward()
+        try:
+            with self._around_backward():
+                self.scale_loss(loss).backward()
+        except BaseException:
+            self._num_backwards = (
+                0  # of some parameters the gradient is missing: zero_grad() is to drop the others
+            )
+            raise
 
     def _around_backward(self) -> AbstractContextManager[None]:
         if self._is_accumulating():
@@ -226,7 +233,9 @@ class OptimManager:
         """
         if self._is_accumulating():
             return
-        forget_unsent(parameters_of(group for optimizer in self.optimizers for group in optimizer.param_groups))
+        forget_unsent(
+            parameters_of(group for optimizer in self.optimizers for group in optimizer.param_groups)
+        )
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
 
@@ -355,17 +364,26 @@ class OptimManager:
         for name, own in (("optimizers", self.optimizers), ("lr_schedulers", self.lr_schedulers)):
             if len(state_dict[name]) != len(own):
                 raise ValueError(f"expected the state of {len(own)} {name}, got {len(state_dict[name])}")
-        if self._early is not None:
-            _refuse_early_steps(state_dict["loss_scale_enabled"])
+        self._check_resumable(state_dict)
         loss_scale = state_dict["loss_scale"]
         for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
             load_optimizer_state(optimizer, state, loss_scale)
         for lr_scheduler, state in zip(self.lr_schedulers, state_dict["lr_schedulers"], strict=True):
             if lr_scheduler is not None and state is not None:
                 lr_scheduler.load_state_dict(state)
-        self.loss_scale = loss_scale
-        self.loss_scale_enabled = state_dict["loss_scale_enabled"]
-        self.steps_since_last_scale = state_dict.get("steps_since_last_scale", 0)
+        self._resume(state_dict)
+
+    def _check_resumable(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if it cannot go on from ``state``."""
+        if self._early is not None:
+            _refuse_early_steps(state["loss_scale_enabled"])
+
+    def _resume(self, state: Mapping[str, Any]) -> None:
+        """Go on from the numbers in a saved state, with the first backward of a step; optimizers are left alone."""
+        self._num_backwards = 0
+        self.loss_scale = state["loss_scale"]
+        self.loss_scale_enabled = state["loss_scale_enabled"]
+        self.steps_since_last_scale = state.get("steps_since_last_scale", 0)
 
 
 def _refuse_early_steps(with_loss_scale: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from harness import run_ranks
 from harness.tanh_model import DIM, LAYERS, MICROS, Model, batches
 
 import bmtrain as bmt
+from bmtrain.distributed import checkpoint
 from bmtrain.global_var import context
 
 
@@ -174,3 +176,42 @@ def of_two_models(zero_grad_of: str) -> None:
 @pytest.mark.parametrize("zero_grad_of", ["manager", "optimizer", "part"])
 def test_zero_grad_drops_what_waits_for_its_own_parameters_alone(zero_grad_of: str):
     run_ranks(2, of_two_models, zero_grad_of)
+
+
+def begun_anew(by: str, folder: str) -> None:
+    model = Model()
+    optimizer = bmt.optim.SGDOptimizer(model.parameters(), lr=0.01)
+    manager = bmt.optim.OptimManager(accumulate=2)
+    manager.add_optimizer(optimizer)
+    state = manager.state_dict()
+    checkpoint.save(folder, 0, model, manager)
+    x = torch.randn(2, DIM)
+    manager.zero_grad()
+    loss = model(100 * x)
+    if by == "load":
+        manager.backward(loss)
+        manager.load_state_dict(state)
+    elif by == "checkpoint":
+        manager.backward(loss)
+        checkpoint.load(folder, model, manager)
+    else:
+        loss.register_hook(lambda _: (_ for _ in ()).throw(MemoryError("too large")))
+        with pytest.raises(MemoryError):
+            manager.backward(loss)
+    before = model.state_dict()
+    for part in (x, 2 * x):
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        manager.zero_grad()
+        manager.backward(model(part))
+        manager.step()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.load_state_dict(before)
+    optimizer.zero_grad()
+    ((model(x) + model(2 * x)) / (2 * bmt.world_size())).backward()
+    for gradient, param in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, param.grad)
+
+
+@pytest.mark.parametrize("by", ["load", "checkpoint", "failure"])
+def test_accumulation_begins_anew_after(by: str, tmp_path: Path):
+    run_ranks(2, begun_anew, by, str(tmp_path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 import bmtrain
 from bmtrain import _C
+from bmtrain.distributed import checkpoint
 from bmtrain.optim import (
     AdamOffloadOptimizer,
     AdamOptimizer,
@@ -149,7 +151,7 @@ def test_the_last_backward_of_an_accumulation() -> None:
     run_ranks(2, compare, "straight", "Adam offload", torch.bfloat16, 3)
 
 
-def refusals() -> None:
+def refusals(folder: str) -> None:
     with pytest.raises(ValueError, match="step_in_backward: expected no loss scale"):
         OptimManager(loss_scale=8, step_in_backward=True)
     model: Any = BMTrainModelWrapper(Model(STRAIGHT))
@@ -163,6 +165,12 @@ def refusals() -> None:
         manager.load_state_dict(
             OptimManager(loss_scale=8).state_dict() | {"optimizers": [0], "lr_schedulers": [0]}
         )
+    scaling = OptimManager(loss_scale=8)
+    scaling.add_optimizer(optimizer)
+    checkpoint.save(folder, 1, model, scaling)
+    with pytest.raises(ValueError, match="step_in_backward: expected no loss scale"):
+        checkpoint.load(folder, model, manager)
+    assert not manager.loss_scale_enabled
     manager.backward(model(x))
     with pytest.raises(RuntimeError, match=r"call step\(\) before the next one"):
         manager.backward(model(x))
@@ -171,5 +179,5 @@ def refusals() -> None:
     assert manager.num_blocks_stepped_in_backward == NUM_BLOCKS
 
 
-def test_what_it_cannot_be_had_with_is_refused() -> None:
-    run_ranks(1, refusals)
+def test_what_it_cannot_be_had_with_is_refused(tmp_path: Path) -> None:
+    run_ranks(1, refusals, str(tmp_path))

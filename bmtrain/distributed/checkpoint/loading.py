@@ -129,8 +129,10 @@ class Loading:
     def _request_optimizers(self) -> None:
         told = self._values["optimizers"]
         _check_number("optimizers", len(told), len(self._optimizers))
-        if isinstance(self._optim, OptimManager) and "manager" not in self._values:
-            raise ValueError("the checkpoint holds optimizers, but was saved without an OptimManager")
+        if isinstance(self._optim, OptimManager):
+            if "manager" not in self._values:
+                raise ValueError("the checkpoint holds optimizers, but was saved without an OptimManager")
+            self._optim._check_resumable(self._values["manager"])
         for number, (saved, optimizer) in enumerate(zip(told, self._optimizers, strict=True)):
             parameters = _parameters(optimizer)
             shapes = [list(getattr(p, "_tp_original_shape", p.shape)) for p in parameters]
@@ -174,8 +176,7 @@ class Loading:
             if self._model is not None and self._state is not None:
                 self._model.load_state_dict(self._state, strict=self._strict)
             if isinstance(self._optim, OptimManager):
-                for name, value in self._values["manager"].items():
-                    setattr(self._optim, name, value)
+                self._optim._resume(self._values["manager"])
             for number, optimizer in enumerate(self._optimizers):
                 load_optimizer_state(optimizer, self._optimizer_state(number, optimizer), 1.0)
             if self._schedulers:
