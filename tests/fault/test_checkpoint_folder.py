@@ -16,7 +16,7 @@ from harness.checkpoint_run import Run, differences, state_of
 
 import bmtrain as bmt
 from bmtrain.distributed import checkpoint
-from bmtrain.distributed.checkpoint import loading, writer
+from bmtrain.distributed.checkpoint import loading, saving, writer
 from bmtrain.errors import UnreadableFileError
 
 
@@ -101,22 +101,25 @@ def test_a_file_system_that_cannot_sync_folders(tmp_path: Path) -> None:
     run_ranks(2, without_sync_of_folders, str(tmp_path))
 
 
-def disturbed_by_another_job(folder: str) -> None:
+def disturbed_by_another_job(folder: str, begins_before: str) -> None:
     """The other job begins to save the same step when this one has written its files but not the manifest."""
     run = Run()
     run.train(1)
     run.save(folder)
     saved = state_of(run)
     run.train(1)
-    merge = writer._merge
+    step = Path(folder, f"step-{run.position:07d}")
 
-    def merge_late(*arguments: object) -> object:
-        found = merge(*arguments)
-        checkpoint.layout.remove_unreferenced(Path(folder, f"step-{run.position:07d}"))
-        return found
+    class Disturbed(writer.Saving):
+        def _all_parts(self) -> list[dict[str, object]]:
+            if begins_before == "rank 0 looks for the parts":
+                checkpoint.layout.remove_unreferenced(step)
+            parts = super()._all_parts()
+            checkpoint.layout.remove_unreferenced(step)
+            return parts
 
     with (
-        mock.patch.object(writer, "_merge", merge_late),
+        mock.patch.object(saving, "Saving", Disturbed),
         pytest.raises(FileNotFoundError, match="does another job save into this folder"),
     ):
         run.save(folder)
@@ -125,8 +128,9 @@ def disturbed_by_another_job(folder: str) -> None:
     assert differences(saved, state_of(other)) == []
 
 
-def test_another_job_saves_into_the_folder(tmp_path: Path) -> None:
-    run_ranks(2, disturbed_by_another_job, str(tmp_path))
+@pytest.mark.parametrize("begins_before", ["rank 0 looks for the parts", "the manifest is written"])
+def test_another_job_saves_into_the_folder(begins_before: str, tmp_path: Path) -> None:
+    run_ranks(2, disturbed_by_another_job, str(tmp_path), begins_before, timeout=60)
 
 
 def rolled_back(folder: str) -> None:

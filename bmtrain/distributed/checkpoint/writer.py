@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import time
@@ -140,9 +141,7 @@ class Saving:
         try:
             check_sizes(self.checkpoint, manifest)
         except FileNotFoundError as error:
-            raise FileNotFoundError(
-                2, "removed while it was saved: does another job save into this folder?", error.filename
-            ) from None
+            raise _removed(error.filename) from None
 
     def _all_parts(self) -> list[dict[str, Any]]:
         parts: dict[int, dict[str, Any]] = {}
@@ -159,9 +158,12 @@ class Saving:
                 raise CommunicationError(
                     f"{self.checkpoint}: not finished: {ranks_text(lost)} died in the middle of it"
                 )
+            if missing and not self._shard.exists():
+                raise _removed(str(self._shard))
             if missing and (self.abandoned.wait(_POLL) or time.monotonic() > deadline):
                 raise TimeoutError(
-                    f"{self.checkpoint}: no part of rank {', '.join(map(str, missing))} appeared"
+                    f"{self.checkpoint}: no part of rank {', '.join(map(str, missing))} appeared (timeout "
+                    f"{self._timeout:g} s): see whether its host sees this folder, and whether another job uses it"
                 )
         return [parts[rank] for rank in sorted(parts)]
 
@@ -179,6 +181,12 @@ class Saving:
         if self._topology.rank == 0:
             with contextlib.suppress(OSError, UnreadableFileError):
                 remove_unreferenced(self.checkpoint)
+
+
+def _removed(file: str) -> FileNotFoundError:
+    return FileNotFoundError(
+        errno.ENOENT, "Removed while it was saved: does another job save into this folder?", file
+    )
 
 
 def _write_runs(path: Path, runs: Iterable[Run], banner: bytes) -> dict[str, Any]:
