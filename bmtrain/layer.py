@@ -85,6 +85,12 @@ class DistributedModule(torch.nn.Module):
         refuse_replicas(type(self).__name__, _getframe(1))
         return super().named_parameters(*args, **kwargs)
 
+    def get_parameter(self, target: str) -> torch.nn.Parameter:
+        """Return the parameter at a dotted path: the shard, as ``named_parameters()`` does."""
+        path, _, name = target.rpartition(".")
+        param = self.get_submodule(path)._parameters.get(name)
+        return super().get_parameter(target) if param is None else param
+
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         refuse_reparametrizing(type(self).__name__, _getframe(1))
         super().register_parameter(name, param)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ._engine.foreign import keep_reparametrized
+from ._engine.foreign import keep_reparametrized, refuse_change
 from .block_layer import Block, TransformerBlockList, as_block, chain_blocks
 from .global_var import context
 from .layer import DistributedModule, forget_block, note_full_shape
@@ -201,6 +201,7 @@ def _derive_class(old: type[torch.nn.Module]) -> type[torch.nn.Module]:
         _Converted,
         *([_RecurrentWeights] if issubclass(old, torch.nn.RNNBase) else []),
         *([_CopiesItself] if hasattr(old, "__deepcopy__") else []),
+        *([_HasVocabulary] if hasattr(old, "resize_token_embeddings") else []),
         old,
     )
     return types.new_class(
@@ -236,3 +237,19 @@ class _RecurrentWeights:
     @_flat_weights.setter
     def _flat_weights(self, value: Any) -> None:
         self.__dict__.pop("_flat_weights", None)
+
+
+class _HasVocabulary:
+    """Models of transformers would write the resized table to a gathered copy, and make a plain last layer."""
+
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        embeddings: Any = self.get_input_embeddings()  # type: ignore[attr-defined]
+        if pad_to_multiple_of is not None or new_num_tokens not in (None, embeddings.num_embeddings):
+            refuse_change("resize_token_embeddings()", type(self).__name__)
+        return embeddings

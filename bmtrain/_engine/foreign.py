@@ -16,6 +16,7 @@ from ..global_var import world_size
 __all__ = [
     "check_substitute",
     "keep_reparametrized",
+    "refuse_change",
     "refuse_fsdp",
     "refuse_reparametrizing",
     "refuse_replicas",
@@ -89,10 +90,10 @@ def refuse_reparametrizing(owner: str, reader: FrameType | None) -> None:
         return
     tool = reader.f_globals.get("__name__")
     if tool in _REPARAMETRIZING:
-        _refuse_change(f"applying {tool}", owner)
+        refuse_change(f"applying {tool}", owner)
     asker = reader.f_back if reader.f_code.co_name == "is_parametrized" else None
     if asker is not None and asker.f_code.co_name in _OF_PARAMETRIZE:
-        _refuse_change(f"{_OF_PARAMETRIZE[asker.f_code.co_name]} a parametrization", owner)
+        refuse_change(f"{_OF_PARAMETRIZE[asker.f_code.co_name]} a parametrization", owner)
 
 
 def keep_reparametrized(module: torch.nn.Module) -> None:
@@ -101,10 +102,11 @@ def keep_reparametrized(module: torch.nn.Module) -> None:
         for base in type(hook).__mro__:
             if base.__module__ in _REPARAMETRIZING:
                 what = f"removing {base.__module__}"
-                vars(hook)["remove"] = functools.partial(_refuse_change, what, type(module).__name__)
+                vars(hook)["remove"] = functools.partial(refuse_change, what, type(module).__name__)
 
 
-def _refuse_change(what: str, owner: str, *_: object) -> NoReturn:
+def refuse_change(what: str, owner: str, *_: object) -> NoReturn:
+    """Raises RuntimeError: ``what`` would compute with shards as if they were whole parameters."""
     raise RuntimeError(
         f"{owner}: {what} after BMTrainModelWrapper, when parameters are shards: do it before, or load state_dict() "
         "into the model without the wrapper and do it there"

@@ -126,6 +126,9 @@ def check_structure() -> None:
     assert repr(model) == repr(plain)
     assert model._parameters["bias"] is model.head._parameters["bias"]
     assert model.head._parameters["weight"] is model.embedding._parameters["weight"]
+    assert all(model.get_parameter(name) is param for name, param in model.named_parameters())
+    with pytest.raises(AttributeError, match="absent"):
+        model.get_parameter("head.absent")
     assert not model.pooler[0]._parameters["bias"].requires_grad
     assert isinstance(model.decoder, nn.ModuleList)
     assert all(type(layer) is bmt.Block and isinstance(layer, Layer) for layer in model.decoder)

@@ -97,6 +97,26 @@ def check_router() -> None:
     compare_gradients(plain, model)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_vocabulary_is_resized_before_the_wrapper(tied: bool):
+    run_ranks(2, check_resizing, tied)
+
+
+def check_resizing(tied: bool) -> None:
+    import transformers
+
+    plain = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**SMALL, **SIZES["gpt2"], tie_word_embeddings=tied)
+    )
+    model = bmt.BMTrainModelWrapper(plain)
+    assert model.resize_token_embeddings(50) is model.transformer.wte
+    for size in (48, 64):
+        with pytest.raises(RuntimeError, match=r"resize_token_embeddings\(\) after BMTrainModelWrapper"):
+            model.resize_token_embeddings(size)
+    assert model.state_dict()["lm_head.weight"].shape == (50, 16)
+    assert isinstance(model.lm_head, bmt.DistributedModule)
+
+
 def compare_gradients(plain: torch.nn.Module, model: torch.nn.Module) -> None:
     """Makes the plain gradients those of the sum over ranks, as sharded parameters have them, and compares."""
     named = list(zip(plain.named_parameters(), model.parameters(), strict=True))
