@@ -1,6 +1,6 @@
 # What the compiled core (csrc/*/bindings.cpp) offers to Python.
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, final
 
@@ -275,16 +275,8 @@ class OffloadUpdate:
         exp_avgs: list[Tensor],
         exp_avg_sqs: list[Tensor],
         steps: list[int],
-        *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        scale: float,
-        decoupled: bool,
-        maximize: bool,
-        hold_steps: int,
+        sizes: Sequence[int],
+        groups: Sequence[Mapping[str, Any]],
     ) -> None: ...
     def add_sgd(
         self,
@@ -293,14 +285,8 @@ class OffloadUpdate:
         grads: list[Tensor],
         momenta: list[Tensor],
         fresh: list[bool],
-        *,
-        lr: float,
-        momentum: float,
-        dampening: float,
-        weight_decay: float,
-        scale: float,
-        nesterov: bool,
-        maximize: bool,
+        sizes: Sequence[int],
+        groups: Sequence[Mapping[str, Any]],
     ) -> None: ...
     def add_lion(
         self,
@@ -308,13 +294,8 @@ class OffloadUpdate:
         rounded: list[Tensor],
         grads: list[Tensor],
         momenta: list[Tensor],
-        *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        weight_decay: float,
-        scale: float,
-        maximize: bool,
+        sizes: Sequence[int],
+        groups: Sequence[Mapping[str, Any]],
     ) -> None: ...
     def stage(
         self,
@@ -343,16 +324,9 @@ def adam_step(
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
     steps: list[int],
+    sizes: Sequence[int],
+    groups: Sequence[Mapping[str, Any]],
     *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    scale: float,
-    decoupled: bool,
-    maximize: bool,
-    hold_steps: int,
     torch_sqrt: bool = False,
     with_delta: bool = False,
 ) -> tuple[float, float]: ...
@@ -362,27 +336,16 @@ def sgd_step(
     grads: list[Tensor],
     momenta: list[Tensor],
     fresh: list[bool],
-    *,
-    lr: float,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    scale: float,
-    nesterov: bool,
-    maximize: bool,
+    sizes: Sequence[int],
+    groups: Sequence[Mapping[str, Any]],
 ) -> None: ...
 def lion_step(
     weights: list[Tensor],
     rounded: list[Tensor],
     grads: list[Tensor],
     momenta: list[Tensor],
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    scale: float,
-    maximize: bool,
+    sizes: Sequence[int],
+    groups: Sequence[Mapping[str, Any]],
 ) -> None: ...
 def lead_graphs_to(parameters: list[Tensor]) -> bool: ...
 def disturb_updates(max_delay_microseconds: int, failing_label: str = "") -> None: ...

@@ -16,17 +16,17 @@ TORCH_LIBRARY(bmtrain, m) {
   m.def("has_inf_nan(Tensor[] tensors) -> Tensor");
   m.def(
       "adam_(Tensor(a!)[] weights, Tensor(b!)[] rounded, Tensor[] grads, Tensor(c!)[] exp_avgs, "
-      "Tensor(d!)[] exp_avg_sqs, int[] steps, *, float lr, float beta1, float beta2, float eps, "
-      "float weight_decay, float scale, bool decoupled, bool maximize, int hold_steps, bool torch_sqrt, "
-      "bool with_delta) -> (float, float)");
+      "Tensor(d!)[] exp_avg_sqs, int[] steps, *, int[] sizes, float[] lr, float[] beta1, float[] beta2, "
+      "float[] eps, float[] weight_decay, float[] scale, int[] decoupled, int[] maximize, int[] hold_steps, "
+      "bool torch_sqrt=False, bool with_delta=False) -> (float, float)");
   m.def(
       "sgd_(Tensor(a!)[] weights, Tensor(b!)[] rounded, Tensor[] grads, Tensor(c!)[] momenta, int[] fresh, "
-      "*, "
-      "float lr, float momentum, float dampening, float weight_decay, float scale, bool nesterov, "
-      "bool maximize) -> ()");
+      "*, int[] sizes, float[] lr, float[] momentum, float[] dampening, float[] weight_decay, float[] scale, "
+      "int[] nesterov, int[] maximize) -> ()");
   m.def(
-      "lion_(Tensor(a!)[] weights, Tensor(b!)[] rounded, Tensor[] grads, Tensor(c!)[] momenta, *, float lr, "
-      "float beta1, float beta2, float weight_decay, float scale, bool maximize) -> ()");
+      "lion_(Tensor(a!)[] weights, Tensor(b!)[] rounded, Tensor[] grads, Tensor(c!)[] momenta, *, "
+      "int[] sizes, float[] lr, float[] beta1, float[] beta2, float[] weight_decay, float[] scale, "
+      "int[] maximize) -> ()");
   m.def(
       "adam_move_(Tensor(a!)[] weights, Tensor(b!)[] rounded, Tensor[] grads, Tensor(c!)[] exp_avgs, "
       "Tensor(d!)[] exp_avg_sqs) -> ()");

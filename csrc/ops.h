@@ -8,6 +8,9 @@
 
 namespace bmtrain::ops {
 
+/// One for each parameter group.
+using Numbers = at::ArrayRef<double>;
+
 void cast(at::Tensor out, const at::Tensor& source);
 void ordered_sum(at::Tensor out, at::TensorList sources, bool accumulate, double factor);
 void scale(at::TensorList tensors, const at::Tensor& factor);
@@ -17,14 +20,16 @@ void scale(at::TensorList tensors, const at::Tensor& factor);
 [[nodiscard]] at::Tensor has_inf_nan(at::TensorList tensors);
 std::tuple<double, double> adam(at::TensorList weights, at::TensorList rounded, at::TensorList grads,
                                 at::TensorList exp_avgs, at::TensorList exp_avg_sqs, at::IntArrayRef steps,
-                                double lr, double beta1, double beta2, double eps, double weight_decay,
-                                double scale, bool decoupled, bool maximize, std::int64_t hold_steps,
-                                bool torch_sqrt, bool with_delta);
+                                at::IntArrayRef sizes, Numbers lr, Numbers beta1, Numbers beta2, Numbers eps,
+                                Numbers weight_decay, Numbers scale, at::IntArrayRef decoupled,
+                                at::IntArrayRef maximize, at::IntArrayRef hold_steps, bool torch_sqrt,
+                                bool with_delta);
 void sgd(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList momenta,
-         at::IntArrayRef fresh, double lr, double momentum, double dampening, double weight_decay,
-         double scale, bool nesterov, bool maximize);
+         at::IntArrayRef fresh, at::IntArrayRef sizes, Numbers lr, Numbers momentum, Numbers dampening,
+         Numbers weight_decay, Numbers scale, at::IntArrayRef nesterov, at::IntArrayRef maximize);
 void lion(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList momenta,
-          double lr, double beta1, double beta2, double weight_decay, double scale, bool maximize);
+          at::IntArrayRef sizes, Numbers lr, Numbers beta1, Numbers beta2, Numbers weight_decay,
+          Numbers scale, at::IntArrayRef maximize);
 void adam_move(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList exp_avgs,
                at::TensorList exp_avg_sqs);
 

@@ -22,6 +22,7 @@
 #include "cuda/cross_entropy.h"
 #include "cuda/momentum.h"
 #include "cuda/reduce.h"
+#include "ops.h"
 #include "optim/adam.h"
 #include "optim/momentum.h"
 
@@ -104,15 +105,16 @@ at::Tensor squared_sum_cuda(at::TensorList tensors) {
 
 std::tuple<double, double> adam_cuda(at::TensorList weights, at::TensorList rounded, at::TensorList grads,
                                      at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
-                                     at::IntArrayRef steps, double lr, double beta1, double beta2, double eps,
-                                     double weight_decay, double scale, bool decoupled, bool maximize,
-                                     std::int64_t hold_steps, bool /*torch_sqrt*/, bool with_delta) {
+                                     at::IntArrayRef steps, at::IntArrayRef sizes, Numbers lr, Numbers beta1,
+                                     Numbers beta2, Numbers eps, Numbers weight_decay, Numbers scale,
+                                     at::IntArrayRef decoupled, at::IntArrayRef maximize,
+                                     at::IntArrayRef hold_steps, bool /*torch_sqrt*/, bool with_delta) {
   BMT_CHECK(ValueError, !with_delta, "adam_: sums of updates are for CPU tensors");
   // The square root is IEEE's here, and so is torch's.
-  const AdamOptions options{lr,    beta1,     beta2,    eps,        weight_decay,
-                            scale, decoupled, maximize, hold_steps, /*torch_sqrt=*/false};
+  const AdamGroups groups = groups_of(
+      AdamLists{sizes, lr, beta1, beta2, eps, weight_decay, scale, decoupled, maximize, hold_steps});
   const std::vector<cpu::AdamSlice> slices =
-      adam_slices({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, options);
+      adam_slices({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, groups);
   for (const cpu::AdamSlice& slice : slices) {
     BMT_CHECK(TypeError, slice.bf16_exp_avg == nullptr,
               "adam_: expected float32 moments on CUDA, got bfloat16");
@@ -130,16 +132,18 @@ void momentum_cuda(at::TensorList weights, const std::vector<cpu::MomentumSlice>
 }
 
 void sgd_cuda(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList momenta,
-              at::IntArrayRef fresh, double lr, double momentum, double dampening, double weight_decay,
-              double scale, bool nesterov, bool maximize) {
-  momentum_cuda(weights, sgd_slices({{weights, rounded, grads}, momenta, fresh},
-                                    {lr, momentum, dampening, weight_decay, scale, nesterov, maximize}));
+              at::IntArrayRef fresh, at::IntArrayRef sizes, Numbers lr, Numbers momentum, Numbers dampening,
+              Numbers weight_decay, Numbers scale, at::IntArrayRef nesterov, at::IntArrayRef maximize) {
+  const SgdGroups groups =
+      groups_of(SgdLists{sizes, lr, momentum, dampening, weight_decay, scale, nesterov, maximize});
+  momentum_cuda(weights, sgd_slices({{weights, rounded, grads}, momenta, fresh}, groups));
 }
 
 void lion_cuda(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList momenta,
-               double lr, double beta1, double beta2, double weight_decay, double scale, bool maximize) {
-  momentum_cuda(weights, lion_slices({{weights, rounded, grads}, momenta, {}},
-                                     {lr, beta1, beta2, weight_decay, scale, maximize}));
+               at::IntArrayRef sizes, Numbers lr, Numbers beta1, Numbers beta2, Numbers weight_decay,
+               Numbers scale, at::IntArrayRef maximize) {
+  const LionGroups groups = groups_of(LionLists{sizes, lr, beta1, beta2, weight_decay, scale, maximize});
+  momentum_cuda(weights, lion_slices({{weights, rounded, grads}, momenta, {}}, groups));
 }
 
 // One number per row, fp32 (or of `dtype`), on the device of the logits.

@@ -12,7 +12,7 @@ import torch
 from . import fakes  # noqa: F401 - registers them
 from .cross_entropy import CrossEntropySums, cross_entropy_gradient_, cross_entropy_sums
 from .tensors import abs_max, abs_power_sum, cast_, has_inf_nan, ordered_sum_, scale_, squared_sum
-from .updates import AdamRanges, DeltaSums, MomentumRanges, adam_, adam_move_, lion_, sgd_
+from .updates import AdamRanges, DeltaSums, MomentumRanges, adam_, adam_move_, lion_, sgd_, step_of_groups
 
 __all__ = [
     "AdamRanges",
@@ -33,6 +33,7 @@ __all__ = [
     "scale_",
     "sgd_",
     "squared_sum",
+    "step_of_groups",
 ]
 
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import _C  # noqa: F401 - loading it registers the operators
+from .. import _C
 
-__all__ = ["AdamRanges", "DeltaSums", "MomentumRanges", "adam_", "adam_move_", "lion_", "sgd_"]
+__all__ = [
+    "AdamRanges",
+    "DeltaSums",
+    "MomentumRanges",
+    "adam_",
+    "adam_move_",
+    "lion_",
+    "sgd_",
+    "step_of_groups",
+]
 
 _ops = torch.ops.bmtrain
 
@@ -63,6 +73,31 @@ class DeltaSums(NamedTuple):
     squares: float
 
 
+def step_of_groups(
+    formula: str,
+    lists: Sequence[Any],
+    sizes: Sequence[int],
+    groups: Sequence[Mapping[str, Any]],
+    **flags: bool,
+) -> Any:
+    """Update the tensors of several parameter groups, as `adam_` and its like do those of one, in one call of the core.
+
+    Args:
+        formula: ``"adam"``, ``"sgd"`` or ``"lion"``.
+        lists: what the operator takes, weights first; the tensors of a group follow those of the group before.
+        sizes: how many tensors each group has.
+        groups: the numbers of each, by the operator's names.
+        flags: of the operator, for all groups.
+
+    Returns:
+        What the operator returns.
+    """
+    if lists[0][0].is_cpu:
+        return getattr(_C, f"{formula}_step")(*lists, sizes, groups, **flags)
+    numbers = {name: [group[name] for group in groups] for name in groups[0]}
+    return getattr(_ops, f"{formula}_")(*lists, sizes=sizes, **numbers, **flags)
+
+
 def adam_(
     ranges: AdamRanges,
     *,
@@ -100,15 +135,16 @@ def adam_(
         return DeltaSums(0.0, 0.0)
     sums = _ops.adam_(
         *ranges,
-        lr=lr,
-        beta1=betas[0],
-        beta2=betas[1],
-        eps=eps,
-        weight_decay=weight_decay,
-        scale=scale,
-        decoupled=decoupled,
-        maximize=maximize,
-        hold_steps=hold_steps,
+        sizes=[len(ranges.weights)],
+        lr=[lr],
+        beta1=[betas[0]],
+        beta2=[betas[1]],
+        eps=[eps],
+        weight_decay=[weight_decay],
+        scale=[scale],
+        decoupled=[decoupled],
+        maximize=[maximize],
+        hold_steps=[hold_steps],
         torch_sqrt=torch_sqrt,
         with_delta=with_delta,
     )
@@ -145,13 +181,14 @@ def sgd_(
     if ranges.weights:
         _ops.sgd_(
             *ranges,
-            lr=lr,
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            scale=scale,
-            nesterov=nesterov,
-            maximize=maximize,
+            sizes=[len(ranges.weights)],
+            lr=[lr],
+            momentum=[momentum],
+            dampening=[dampening],
+            weight_decay=[weight_decay],
+            scale=[scale],
+            nesterov=[nesterov],
+            maximize=[maximize],
         )
 
 
@@ -181,12 +218,13 @@ def lion_(
     if ranges.weights:
         _ops.lion_(
             *ranges[:4],
-            lr=lr,
-            beta1=betas[0],
-            beta2=betas[1],
-            weight_decay=weight_decay,
-            scale=scale,
-            maximize=maximize,
+            sizes=[len(ranges.weights)],
+            lr=[lr],
+            beta1=[betas[0]],
+            beta2=[betas[1]],
+            weight_decay=[weight_decay],
+            scale=[scale],
+            maximize=[maximize],
         )
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.optim.adam import adam as torch_adam
 
-from .. import _C, _ops
 from .._arguments import require_number
 from .._deprecate import warn_once
 from ._arrays import MASTER, MOMENTS
@@ -25,7 +24,7 @@ class AdamBase(ElementwiseOptimizer):
     """Adam (Kingma and Ba, 2015) and AdamW; see the subclasses."""
 
     _arrays = _needed_arrays = MOMENTS
-    _op = "adam_"
+    _formula = "adam"
 
     def __init__(
         self,
@@ -72,15 +71,8 @@ class AdamBase(ElementwiseOptimizer):
             "hold_steps": self._hold_steps,
         }
 
-    def _compute(self, ranges: Ranges, options: dict[str, Any], **more: Any) -> _ops.DeltaSums:
-        if ranges.weights[0].is_cpu:
-            return _ops.DeltaSums(*_C.adam_step(*_adam_ranges(ranges), **(options | more)))
-        numbers = {name: value for name, value in options.items() if not name.startswith("beta")}
-        betas = (options["beta1"], options["beta2"])
-        return _ops.adam_(_adam_ranges(ranges), betas=betas, **numbers, **more)
-
-    def _add_to(self, update: _C.OffloadUpdate, ranges: Ranges, options: dict[str, Any]) -> None:
-        update.add_adam(*_adam_ranges(ranges), **options)
+    def _lists_of(self, ranges: Ranges) -> Sequence[Any]:
+        return ranges.weights, ranges.rounded, ranges.grads, *ranges.arrays, ranges.steps
 
     def _compute_by_torch(self, updates: Sequence[Update], options: dict[str, Any]) -> None:
         scale = options["scale"]
@@ -123,8 +115,3 @@ def _batches(updates: Sequence[Update], hold_steps: int) -> Iterator[list[Update
             numel += update.param.numel()
         if part:
             yield part
-
-
-def _adam_ranges(ranges: Ranges) -> _ops.AdamRanges:
-    exp_avgs, exp_avg_sqs = ranges.arrays
-    return _ops.AdamRanges(ranges.weights, ranges.rounded, ranges.grads, exp_avgs, exp_avg_sqs, ranges.steps)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import _C, _ops
 from .._arguments import require_number
 from .._unseen import gradient_of
 from ..global_var import num_losses
@@ -16,11 +17,17 @@ from ._arrays import MASTER, allocate, gathered_state, layout_of, read_state, ta
 from ._grad_stats import check_overflow, forget_unsent, parameters_of
 from ._torch_base import TorchOptimizer
 
-__all__ = ["ElementwiseOptimizer", "Update", "check_scale"]
+if TYPE_CHECKING:
+    from ._host_step import Ranges
+
+__all__ = ["ElementwiseOptimizer", "Part", "Update", "check_scale"]
 
 _UNSET: Any = object()
 _OWN = ("_early", "_owned_scale", "_steps_since_last_scale", "_seen")  # attributes that copies keep
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+#: A group, those of its parameters that a step is about, and those of them that it updates, with their gradients.
+_Group = tuple[dict[str, Any], Sequence[Tensor], Sequence[tuple[Tensor, Tensor]]]
 
 
 class Update(NamedTuple):
@@ -31,6 +38,14 @@ class Update(NamedTuple):
     state: dict[str, Any]
     #: Whether arrays of the state begin with this step.
     is_fresh: bool = False
+
+
+class Part(NamedTuple):
+    """Updates of one group, all of fp32 or all of 16-bit parameters, with the arrays that they need and its options."""
+
+    updates: list[Update]
+    names: tuple[str, ...]
+    options: dict[str, Any]
 
 
 class ElementwiseOptimizer(TorchOptimizer):
@@ -46,6 +61,8 @@ class ElementwiseOptimizer(TorchOptimizer):
     """
 
     _bmtrain_optimizer = True
+    #: By which the core knows the formula: `_C.adam_step`, the operator `adam_` and `OffloadUpdate.add_adam`.
+    _formula: str
     #: The arrays that the formula may keep for each element, and those without which a state is not loaded.
     _arrays: tuple[str, ...] = ()
     _needed_arrays: tuple[str, ...] = ()
@@ -85,23 +102,33 @@ class ElementwiseOptimizer(TorchOptimizer):
         return self._arrays
 
     def _options_of(self, group: dict[str, Any], *, is_low: bool, scale: float) -> dict[str, Any]:
-        """The formula's numbers for the 16-bit (``is_low``) or the fp32 parameters of a group."""
+        """The formula's numbers, as the core names them, for the 16-bit (``is_low``) or the fp32 ones of a group."""
         raise NotImplementedError
+
+    def _lists_of(self, ranges: Ranges) -> Sequence[Any]:
+        """The lists that the core takes, in its order."""
+        raise NotImplementedError
+
+    def _compute(self, ranges: Ranges, parts: Sequence[Part], **flags: bool) -> Any:
+        """Let the core update ranges, those of ``parts``, where they lie; ``flags`` are the operator's."""
+        sizes, groups = _groups_of(parts)
+        return _ops.step_of_groups(self._formula, self._lists_of(ranges), sizes, groups, **flags)
+
+    def _add_to(self, update: _C.OffloadUpdate, ranges: Ranges, parts: Sequence[Part]) -> None:
+        """The same, by an update of the core that goes on after the step."""
+        getattr(update, f"add_{self._formula}")(*self._lists_of(ranges), *_groups_of(parts))
 
     # ---- hooks: where it is computed
 
     def _start_step(self) -> None:
         """A step begins."""
 
-    def _apply(self, updates: Sequence[Update], names: tuple[str, ...], options: dict[str, Any]) -> None:
-        """Compute the updates of one group, all of fp32 or all of 16-bit parameters.
+    def _apply(self, parts: list[Part]) -> None:
+        """Compute a step, perhaps of no updates, or what of it is early.
 
-        ``names`` are those of `_arrays_of`; ``step`` counts this one already.
+        The state's ``step`` counts it already, and so do the parameters' versions.
         """
         raise NotImplementedError
-
-    def _end_step(self) -> None:
-        """Every group has been applied."""
 
     def _note_new_state(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
         """These parameters have got these entries of their state, in pieces of memory that nobody has seen."""
@@ -171,9 +198,7 @@ class ElementwiseOptimizer(TorchOptimizer):
             self._steps_since_last_scale += 1
         if not early:
             self._start_step()
-        for group, members, pairs in ready:
-            self._step_members(group, members, pairs, float(scale))
-        self._end_step()
+        self._step_members(ready, float(scale))
         return loss
 
     @torch.no_grad()
@@ -182,21 +207,29 @@ class ElementwiseOptimizer(TorchOptimizer):
         if not self._early:
             self._start_step()
         self._early.update(map(id, members))
-        self._step_members(group, members, _with_gradients(members), 1.0)
-        self._end_step()
+        self._step_members([(group, members, _with_gradients(members))], 1.0)
 
-    def _step_members(
-        self,
-        group: dict[str, Any],
-        members: Sequence[Tensor],
-        pairs: Sequence[tuple[Tensor, Tensor]],
-        scale: float,
-    ) -> None:
+    def _step_members(self, groups: Sequence[_Group], scale: float) -> None:
+        for group, _, pairs in groups:
+            names = self._arrays_of(group)
+            _check_bounds(pairs, self._states, names[0] if names else MASTER)
+        parts = [part for group, _, pairs in groups for part in self._parts_of(group, pairs, scale)]
+        # Before the updates: those that go on after the step are waited for by whoever touches a parameter. Also empty
+        # shards: all ranks see the same parameters change.
+        torch.autograd.graph.increment_version(
+            [p for _, members, _ in groups for p in members if gradient_of(p) is not None and p.requires_grad]
+        )
+        for part in parts:
+            for update in part.updates:
+                self._mark_seen(update.param)
+        self._apply(parts)
+
+    def _parts_of(
+        self, group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]], scale: float
+    ) -> Iterator[Part]:
         names, states = self._arrays_of(group), self._states
         required = frozenset(names)
-        known = [states.get(p) for p, _ in pairs]
-        _check_bounds(pairs, known, names[0] if names else MASTER)
-        fresh = [state is None or not required <= state.keys() for state in known]
+        fresh = [(state := states.get(p)) is None or not required <= state.keys() for p, _ in pairs]
         if any(fresh):
             self._create_state({p: names for (p, _), is_fresh in zip(pairs, fresh, strict=True) if is_fresh})
         low: list[Update] = []
@@ -204,14 +237,9 @@ class ElementwiseOptimizer(TorchOptimizer):
         for (p, grad), is_fresh in zip(pairs, fresh, strict=True):
             kind = wide if p.dtype is torch.float32 else low
             kind.append(Update(p, grad, self._prepare(p), is_fresh))
-        # Also empty shards: all ranks see the same parameters change.
-        changed = [p for p in members if gradient_of(p) is not None and p.requires_grad]
         for updates in (low, wide):
             if updates:
-                self._apply(updates, names, self._options_of(group, is_low=updates is low, scale=scale))
-        torch.autograd.graph.increment_version(changed)
-        for p, _ in pairs:
-            self._mark_seen(p)
+                yield Part(updates, names, self._options_of(group, is_low=updates is low, scale=scale))
 
     def _prepare(self, p: Tensor) -> dict[str, Any]:
         """Return the state, its count advanced and its master up to date."""
@@ -343,16 +371,22 @@ class ElementwiseOptimizer(TorchOptimizer):
         return _OWN
 
 
+def _groups_of(parts: Sequence[Part]) -> tuple[list[int], list[dict[str, Any]]]:
+    """How many updates each part has, and its options."""
+    return [len(part.updates) for part in parts], [part.options for part in parts]
+
+
 def _value_mark(p: Tensor) -> tuple[int, int]:
     """Changes when somebody but us may have written the parameter: in place, by a load, or through ``data``."""
     return getattr(p, "_unversioned_writes", 0), p._version
 
 
 def _check_bounds(
-    pairs: Sequence[tuple[Tensor, Tensor]], states: Sequence[Mapping[str, Any] | None], array: str
+    pairs: Sequence[tuple[Tensor, Tensor]], states: Mapping[Tensor, Mapping[str, Any]], array: str
 ) -> None:
     """Refuse state of a parameter whose shard has other bounds now; one array tells, as all are made together."""
-    for (p, _), state in zip(pairs, states, strict=True):
+    for p, _ in pairs:
+        state = states.get(p)
         found = state.get(array) if state else None
         if found is not None and found.numel() != p.numel():
             raise RuntimeError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from .._unseen import data_of
 from ._arrays import MASTER
-from ._elementwise import Update
+from ._elementwise import Part, Update
 
-__all__ = ["Ranges", "compute_on_host", "host_ranges", "ranges_of"]
+__all__ = ["Ranges", "compute_alike", "compute_on_host", "host_ranges", "ranges_of", "split"]
 
 
 class Ranges(NamedTuple):
@@ -49,16 +49,48 @@ def ranges_of(updates: Sequence[Update], names: Sequence[str]) -> Ranges:
     )
 
 
-def compute_on_host(
-    updates: Sequence[Update], names: Sequence[str], compute: Callable[[Ranges], Any]
-) -> None:
-    """Compute `host_ranges` of the updates; where all of it lies in host memory, without looking at it again."""
-    for param, grad, _, _ in updates:
-        if not (_is_on_host(param) and _is_on_host(grad)):
-            with host_ranges(updates, names) as ranges:
-                compute(ranges)
-            return
-    compute(ranges_of(updates, names))
+def split(
+    parts: Sequence[Part], belongs: Callable[[Part, Update], bool]
+) -> tuple[Sequence[Part], Sequence[Part]]:
+    """The updates that belong somewhere, and the others; no part is empty."""
+    kinds: tuple[list[Part], list[Part]] = [], []
+    for part in parts:
+        truths = [belongs(part, update) for update in part.updates]
+        if len(set(truths)) == 1:
+            kinds[not truths[0]].append(part)
+            continue
+        for kind, truth in zip(kinds, (True, False), strict=True):
+            updates = [u for u, is_one in zip(part.updates, truths, strict=True) if is_one is truth]
+            kind.append(part._replace(updates=updates))
+    return kinds
+
+
+#: Of `ElementwiseOptimizer._compute`.
+_Compute = Callable[[Ranges, Sequence[Part]], Any]
+
+
+def compute_alike(parts: Iterable[Part], compute: _Compute) -> None:
+    """Compute parts, all of which lie contiguously where their parameters do, in as few calls as it takes."""
+    kinds: dict[Any, list[Part]] = {}
+    for part in parts:
+        if part.updates:
+            param = part.updates[0].param
+            kinds.setdefault((param.device, param.dtype is torch.float32, part.names), []).append(part)
+    for alike in kinds.values():
+        updates = [update for part in alike for update in part.updates]
+        compute(ranges_of(updates, alike[0].names), alike)
+
+
+def compute_on_host(parts: Iterable[Part], compute: _Compute) -> None:
+    """Compute parts whose states are in host memory; what else is not, by `host_ranges`."""
+    direct = []
+    for part in parts:
+        if all(_is_on_host(u.param) and _is_on_host(u.grad) for u in part.updates):
+            direct.append(part)
+        else:
+            with host_ranges(part.updates, part.names) as ranges:
+                compute(ranges, [part])
+    compute_alike(direct, compute)
 
 
 @contextmanager

@@ -8,22 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _C, _context
+from .. import _context
 from . import _overlap
 from ._arrays import MASTER, allocate
-from ._elementwise import ElementwiseOptimizer, Update
-from ._host_step import Ranges, compute_on_host, ranges_of
-from ._overlap import Overlap, Part
+from ._elementwise import ElementwiseOptimizer, Part
+from ._host_step import compute_alike, compute_on_host
+from ._overlap import Overlap
 from ._residence import choose_residents, spare_bytes
 
 __all__ = ["Offloaded"]
 
 
 class Offloaded(ElementwiseOptimizer):
-    """An optimizer whose state lies in host memory.
-
-    The formula's class gives `_compute`, and `_add_to` for updates that go on after the step.
-    """
+    """An optimizer whose state lies in host memory."""
 
     #: Whether updates go on after `step`.
     _overlaps = True
@@ -35,12 +32,6 @@ class Offloaded(ElementwiseOptimizer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._start_overlap()
         super().__init__(*args, **kwargs)
-
-    def _compute(self, ranges: Ranges, options: dict[str, Any]) -> Any:
-        raise NotImplementedError
-
-    def _add_to(self, update: _C.OffloadUpdate, ranges: Ranges, options: dict[str, Any]) -> None:
-        raise NotImplementedError
 
     def has_master(self, p: Tensor) -> bool:
         """Whether the state of ``p`` has an fp32 copy of its value: always."""
@@ -117,7 +108,6 @@ class Offloaded(ElementwiseOptimizer):
 
     def _start_overlap(self) -> None:
         self._overlap = Overlap()
-        self._parts: list[Part] = []  # of the step that runs now
         self._residents = None
         self._resident_fraction = 0.0
 
@@ -161,36 +151,35 @@ class Offloaded(ElementwiseOptimizer):
 
     def _start_step(self) -> None:
         self._overlap.pending.finish()
-        self._parts = []
         if self._residents is None:
             self._choose_residents()
 
-    def _apply(self, updates: Sequence[Update], names: tuple[str, ...], options: dict[str, Any]) -> None:
-        if residents := self._residents:
-            resident = [u._replace(grad=u.grad.contiguous()) for u in updates if id(u.param) in residents]
-            if resident:
-                self._compute(ranges_of(resident, names), options)
-            updates = [u for u in updates if id(u.param) not in residents]
-            if not updates:
-                return
-        part = Part(list(updates), names, options)
-        if self._overlaps:
-            self._parts.append(part)
-        else:
-            self._compute_part(part)
-
-    def _end_step(self) -> None:
-        parts, self._parts = self._parts, []
+    def _apply(self, parts: list[Part]) -> None:
+        if self._residents:
+            parts = self._without_residents(parts)
         current = _context.current()
         if self._overlaps and current is not None and _overlap.needs_staging(current.device):
             current.engine.lagging_steps += 1
-        if parts:
-            is_early = bool(self._early)
-            for part in self._overlap.post(parts, self._states, self._add_to, is_early=is_early):
-                self._compute_part(part)
+        if self._overlaps and parts:
+            parts = self._overlap.post(parts, self._states, self._add_to, is_early=bool(self._early))
+        compute_on_host(parts, self._compute)
 
-    def _compute_part(self, part: Part) -> None:
-        compute_on_host(part.updates, part.names, lambda ranges: self._compute(ranges, part.options))
+    def _without_residents(self, parts: list[Part]) -> list[Part]:
+        """Updates what stays on the device, and returns the rest."""
+        residents = self._residents or ()
+        resident = [
+            part._replace(
+                updates=[
+                    u._replace(grad=u.grad.contiguous()) for u in part.updates if id(u.param) in residents
+                ]
+            )
+            for part in parts
+        ]
+        compute_alike(resident, self._compute)
+        others = (
+            part._replace(updates=[u for u in part.updates if id(u.param) not in residents]) for part in parts
+        )
+        return [part for part in others if part.updates]
 
     def _note_new_state(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
         self._overlap.arenas.note(parameters, names, self._states)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from .. import _C, _context
 from .._engine.pending import PendingUpdate, PendingUpdates
 from ..parameter import DistributedParameter
 from ._ahead import SentAhead, SentBlock
+from ._elementwise import Part
 from ._host_step import Ranges, host_ranges
 from ._references import ArenaReferences, is_unwatched
 from ._staging import Staging
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from .._engine.runtime import BlockRuntime
     from ._elementwise import Update
 
-__all__ = ["Overlap", "Part"]
+__all__ = ["Overlap", "needs_staging"]
 
 #: Elements of parameters outside blocks that are waited for together.
 _OUTSIDE = 1 << 20
@@ -31,16 +32,8 @@ def needs_staging(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-class Part(NamedTuple):
-    """Updates with the same options, all of fp32 or all of 16-bit parameters, and the arrays they need."""
-
-    updates: list[Update]
-    names: tuple[str, ...]
-    options: dict[str, Any]
-
-
 #: Adds ranges to an update of the core: `ElementwiseOptimizer._add_to`.
-AddTo = Callable[[_C.OffloadUpdate, Ranges, dict[str, Any]], None]
+AddTo = Callable[[_C.OffloadUpdate, Ranges, Sequence[Part]], None]
 
 
 class _Unit:
@@ -143,7 +136,7 @@ class Overlap:
         kept = self._add_staged(update, unit, add_to, sent) if needs_staging(unit.device) else []
         for part in unit.parts if not kept else ():
             with host_ranges(part.updates, part.names) as ranges:
-                add_to(update, ranges, part.options)
+                add_to(update, ranges, [part])
             kept.append(ranges)
         parameters = [u.param for u in unit.updates()]
         _C.OffloadUpdate.guard_gradients(update, parameters)
@@ -158,7 +151,7 @@ class Overlap:
         first = 0
         for part in unit.parts:
             ranges = staged.ranges(part.updates, part.names, first)
-            add_to(update, ranges, part.options)
+            add_to(update, ranges, [part])
             kept.append(ranges)
             first += len(part.updates)
         staging.attach(update, updates, staged)

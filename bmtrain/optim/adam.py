@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ._adam_base import AdamBase
+from ._elementwise import Part
 from ._host_step import Ranges
 from ._on_device import OnDevice
 
@@ -75,6 +76,6 @@ class AdamOptimizer(AdamBase, OnDevice):
             "AdamOptimizer records no deltas: use AdamOffloadOptimizer(record_delta=True)"
         )
 
-    def _compute(self, ranges: Ranges, options: dict[str, Any], **more: Any) -> Any:
+    def _compute(self, ranges: Ranges, parts: Sequence[Part], **flags: bool) -> Any:
         # Of fp32 parameters only those of the CPU come here.
-        return super()._compute(ranges, options, torch_sqrt=not ranges.rounded, **more)
+        return super()._compute(ranges, parts, torch_sqrt=not ranges.rounded, **flags)

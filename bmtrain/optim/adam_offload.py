@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from .. import _ops
 from .._arguments import require_number
 from ._adam_base import AdamBase
+from ._elementwise import Part
 from ._host_step import Ranges
 from ._offloaded import Offloaded
 
@@ -103,16 +104,16 @@ class AdamOffloadOptimizer(AdamBase, Offloaded):
     def _has_device_kernel(self, device: torch.device) -> bool:
         # Of the kernels those of the CPU alone know bf16 moments and the sums of updates.
         wide = self._state_dtype == torch.float32 and not self._record_delta
-        return wide and _ops.has_kernels(self._op, device.type)
+        return wide and _ops.has_kernels(f"{self._formula}_", device.type)
 
     def _start_step(self) -> None:
         super()._start_step()
         self._deltas = _Deltas()
 
-    def _compute(self, ranges: Ranges, options: dict[str, Any], **more: Any) -> Any:
-        sums = super()._compute(ranges, options, with_delta=self._record_delta, **more)
+    def _compute(self, ranges: Ranges, parts: Sequence[Part], **flags: bool) -> Any:
+        sums = super()._compute(ranges, parts, with_delta=self._record_delta, **flags)
         if self._record_delta:
-            self._deltas.add(sums, sum(weight.numel() for weight in ranges.weights))
+            self._deltas.add(_ops.DeltaSums(*sums), sum(weight.numel() for weight in ranges.weights))
         return sums
 
     def _own_attributes(self) -> tuple[str, ...]:

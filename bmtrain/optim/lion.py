@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .. import _C, _ops
 from ._arrays import MASTER
 from ._elementwise import ElementwiseOptimizer, Update
 from ._host_step import Ranges
@@ -20,7 +19,7 @@ class _Lion(ElementwiseOptimizer):
     """Algorithm 2 of the paper."""
 
     _arrays = _needed_arrays = ("exp_avg",)
-    _op = "lion_"
+    _formula = "lion"
     _kernel_takes_fp32 = True
 
     def _check_options(self, options: dict[str, Any]) -> None:
@@ -37,15 +36,8 @@ class _Lion(ElementwiseOptimizer):
             "maximize": group["maximize"],
         }
 
-    def _compute(self, ranges: Ranges, options: dict[str, Any]) -> None:
-        if ranges.weights[0].is_cpu:
-            _C.lion_step(*_momentum_ranges(ranges)[:4], **options)
-            return
-        numbers = {name: value for name, value in options.items() if not name.startswith("beta")}
-        _ops.lion_(_momentum_ranges(ranges), betas=(options["beta1"], options["beta2"]), **numbers)
-
-    def _add_to(self, update: _C.OffloadUpdate, ranges: Ranges, options: dict[str, Any]) -> None:
-        update.add_lion(*_momentum_ranges(ranges)[:4], **options)
+    def _lists_of(self, ranges: Ranges) -> Sequence[Any]:
+        return ranges.weights, ranges.rounded, ranges.grads, ranges.arrays[0]
 
     def _compute_by_torch(self, updates: Sequence[Update], options: dict[str, Any]) -> None:
         lr, beta1, beta2 = options["lr"], options["beta1"], options["beta2"]
@@ -142,7 +134,3 @@ class LionOffloadOptimizer(_Lion, Offloaded):
         super().__init__(
             params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         )
-
-
-def _momentum_ranges(ranges: Ranges) -> _ops.MomentumRanges:
-    return _ops.MomentumRanges(ranges.weights, ranges.rounded, ranges.grads, ranges.arrays[0], ranges.fresh)

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch.optim.sgd import sgd as torch_sgd
 
-from .. import _C, _ops
 from .._arguments import require_number
 from ._arrays import MASTER
 from ._elementwise import ElementwiseOptimizer, Update
@@ -26,7 +25,7 @@ class _SGD(ElementwiseOptimizer):
     """The formula of `torch.optim.SGD`."""
 
     _arrays = (_MOMENTUM,)
-    _op = "sgd_"
+    _formula = "sgd"
 
     def _check_options(self, options: dict[str, Any]) -> None:
         check_not_negative(options, "lr", "momentum", "weight_decay")
@@ -46,14 +45,9 @@ class _SGD(ElementwiseOptimizer):
         names = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
         return {"lr": float(group["lr"]), **{name: group[name] for name in names}, "scale": scale}
 
-    def _compute(self, ranges: Ranges, options: dict[str, Any]) -> None:
-        if ranges.weights[0].is_cpu:
-            _C.sgd_step(*_momentum_ranges(ranges), **options)
-        else:
-            _ops.sgd_(_momentum_ranges(ranges), **options)
-
-    def _add_to(self, update: _C.OffloadUpdate, ranges: Ranges, options: dict[str, Any]) -> None:
-        update.add_sgd(*_momentum_ranges(ranges), **options)
+    def _lists_of(self, ranges: Ranges) -> Sequence[Any]:
+        momenta = ranges.arrays[0] if ranges.arrays else []
+        return ranges.weights, ranges.rounded, ranges.grads, momenta, ranges.fresh
 
     def _compute_by_torch(self, updates: Sequence[Update], options: dict[str, Any]) -> None:
         numbers = dict(options)
@@ -166,8 +160,3 @@ def _defaults(
         "nesterov": nesterov,
         "maximize": maximize,
     }
-
-
-def _momentum_ranges(ranges: Ranges) -> _ops.MomentumRanges:
-    momenta = ranges.arrays[0] if ranges.arrays else []
-    return _ops.MomentumRanges(ranges.weights, ranges.rounded, ranges.grads, momenta, ranges.fresh)

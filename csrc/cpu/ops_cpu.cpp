@@ -51,12 +51,6 @@ at::Tensor sum_over(at::TensorList tensors, const char* what, const Kernel& kern
   return scalar(total, at::kDouble);
 }
 
-void step_on_cpu(const char* op, at::TensorList weights, const std::vector<cpu::MomentumSlice>& slices) {
-  BMT_CHECK(TypeError, weights.empty() || weights[0].is_cpu(), op,
-            ": weights[0]: expected a CPU tensor, got one on ", weights[0].device());
-  cpu::momentum(slices.data(), static_cast<std::int64_t>(slices.size()));
-}
-
 }  // namespace
 
 void cast(at::Tensor out, const at::Tensor& source) {
@@ -139,36 +133,39 @@ at::Tensor has_inf_nan(at::TensorList tensors) {
 
 std::tuple<double, double> adam(at::TensorList weights, at::TensorList rounded, at::TensorList grads,
                                 at::TensorList exp_avgs, at::TensorList exp_avg_sqs, at::IntArrayRef steps,
-                                double lr, double beta1, double beta2, double eps, double weight_decay,
-                                double scale, bool decoupled, bool maximize, std::int64_t hold_steps,
-                                bool torch_sqrt, bool with_delta) {
-  const AdamTensors tensors{{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps};
-  const AdamOptions options{lr,    beta1,     beta2,    eps,        weight_decay,
-                            scale, decoupled, maximize, hold_steps, torch_sqrt};
-  const cpu::DeltaSums sums = adam_step(tensors, options, with_delta);
+                                at::IntArrayRef sizes, Numbers lr, Numbers beta1, Numbers beta2, Numbers eps,
+                                Numbers weight_decay, Numbers scale, at::IntArrayRef decoupled,
+                                at::IntArrayRef maximize, at::IntArrayRef hold_steps, bool torch_sqrt,
+                                bool with_delta) {
+  AdamGroups groups = groups_of(
+      AdamLists{sizes, lr, beta1, beta2, eps, weight_decay, scale, decoupled, maximize, hold_steps});
+  for (AdamOptions& options : groups.options) options.torch_sqrt = torch_sqrt;
+  const cpu::DeltaSums sums =
+      adam_step({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, groups, with_delta);
   return {sums.sum, sums.sum_of_squares};
 }
 
 void sgd(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList momenta,
-         at::IntArrayRef fresh, double lr, double momentum, double dampening, double weight_decay,
-         double scale, bool nesterov, bool maximize) {
-  step_on_cpu("sgd", weights,
-              sgd_slices({{weights, rounded, grads}, momenta, fresh},
-                         {lr, momentum, dampening, weight_decay, scale, nesterov, maximize}));
+         at::IntArrayRef fresh, at::IntArrayRef sizes, Numbers lr, Numbers momentum, Numbers dampening,
+         Numbers weight_decay, Numbers scale, at::IntArrayRef nesterov, at::IntArrayRef maximize) {
+  const SgdGroups groups =
+      groups_of(SgdLists{sizes, lr, momentum, dampening, weight_decay, scale, nesterov, maximize});
+  sgd_step({{weights, rounded, grads}, momenta, fresh}, groups);
 }
 
 void lion(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList momenta,
-          double lr, double beta1, double beta2, double weight_decay, double scale, bool maximize) {
-  step_on_cpu("lion", weights,
-              lion_slices({{weights, rounded, grads}, momenta, {}},
-                          {lr, beta1, beta2, weight_decay, scale, maximize}));
+          at::IntArrayRef sizes, Numbers lr, Numbers beta1, Numbers beta2, Numbers weight_decay,
+          Numbers scale, at::IntArrayRef maximize) {
+  const LionGroups groups = groups_of(LionLists{sizes, lr, beta1, beta2, weight_decay, scale, maximize});
+  lion_step({{weights, rounded, grads}, momenta, {}}, groups);
 }
 
 void adam_move(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList exp_avgs,
                at::TensorList exp_avg_sqs) {
   const std::vector<std::int64_t> steps(weights.size(), 1);
   const std::vector<cpu::AdamSlice> slices =
-      adam_slices({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, {});
+      adam_slices({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps},
+                  {{static_cast<std::int64_t>(weights.size())}, {AdamOptions{}}});
   for (const cpu::AdamSlice& slice : slices) {
     BMT_CHECK(TypeError,
               slice.rounded != nullptr && size_of(slice.grad_dtype) == 2 && slice.exp_avg != nullptr,

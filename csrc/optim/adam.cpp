@@ -1,6 +1,8 @@
 #include "optim/adam.h"
 
+#include <algorithm>
 #include <cmath>
+#include <utility>
 #include <vector>
 
 #include "common/check.h"
@@ -101,35 +103,59 @@ AdamFactors adam_factors(const AdamOptions& options, std::int64_t step) {
   return factors;
 }
 
-std::vector<AdamSlice> adam_slices(const AdamTensors& tensors, const AdamOptions& options) {
+AdamGroups groups_of(const AdamLists& lists) {
+  AdamGroups groups{lists.sizes.vec(), std::vector<AdamOptions>(lists.sizes.size())};
+  const auto set = [&](auto member, const char* name, auto values) {
+    set_in_groups(kName, groups.options, member, name, values);
+  };
+  set(&AdamOptions::lr, "lr", lists.lr);
+  set(&AdamOptions::beta1, "beta1", lists.beta1);
+  set(&AdamOptions::beta2, "beta2", lists.beta2);
+  set(&AdamOptions::eps, "eps", lists.eps);
+  set(&AdamOptions::weight_decay, "weight_decay", lists.weight_decay);
+  set(&AdamOptions::scale, "scale", lists.scale);
+  set(&AdamOptions::decoupled, "decoupled", lists.decoupled);
+  set(&AdamOptions::maximize, "maximize", lists.maximize);
+  set(&AdamOptions::hold_steps, "hold_steps", lists.hold_steps);
+  return groups;
+}
+
+std::vector<AdamSlice> adam_slices(const AdamTensors& tensors, const AdamGroups& groups) {
+  const std::size_t num_tensors = tensors.step.weights.size();
   check_lengths(tensors);
+  check_groups(kName, groups.sizes, groups.options.size(), num_tensors);
   std::vector<AdamSlice> slices;
-  slices.reserve(tensors.step.weights.size());
-  std::int64_t last_step = 0;
-  for (std::size_t i = 0; i < tensors.step.weights.size(); ++i) {
-    AdamSlice next = slice_of(tensors, i);
-    if (next.n == 0) continue;
-    const std::int64_t step = tensors.steps[i];
-    if (!slices.empty() && step == last_step && continues(slices.back(), next)) {
-      slices.back().n += next.n;
-      continue;
+  slices.reserve(num_tensors);
+  std::size_t end = 0;
+  for (std::size_t group = 0; group < groups.sizes.size(); ++group) {
+    std::int64_t last_step = 0;  // no tensor has it, so that no slice is of two groups
+    for (std::size_t i = std::exchange(end, end + groups.sizes[group]); i < end; ++i) {
+      AdamSlice next = slice_of(tensors, i);
+      if (next.n == 0) continue;
+      const bool same_factors = tensors.steps[i] == last_step;
+      if (same_factors && continues(slices.back(), next)) {
+        slices.back().n += next.n;
+        continue;
+      }
+      last_step = tensors.steps[i];
+      next.factors = same_factors ? slices.back().factors : adam_factors(groups.options[group], last_step);
+      slices.push_back(next);
     }
-    next.factors = !slices.empty() && step == last_step ? slices.back().factors : adam_factors(options, step);
-    last_step = step;
-    slices.push_back(next);
   }
   return slices;
 }
 
-cpu::DeltaSums adam_step(const AdamTensors& tensors, const AdamOptions& options, bool with_delta) {
-  BMT_CHECK(ValueError, !(with_delta && options.torch_sqrt), "adam: expected no delta with torch_sqrt");
-  BMT_CHECK(ValueError, options.torch_sqrt ? tensors.step.rounded.empty() : true,
-            "adam: expected fp32 weights only with torch_sqrt, got rounded ones");
+cpu::DeltaSums adam_step(const AdamTensors& tensors, const AdamGroups& groups, bool with_delta) {
   BMT_CHECK(TypeError, tensors.step.weights.empty() || tensors.step.weights[0].is_cpu(),
             "adam: weights[0]: expected a CPU tensor, got one on ", tensors.step.weights[0].device());
-  const std::vector<AdamSlice> slices = adam_slices(tensors, options);
+  const bool torch_sqrt = std::any_of(groups.options.begin(), groups.options.end(),
+                                      [](const AdamOptions& options) { return options.torch_sqrt; });
+  BMT_CHECK(ValueError, !(with_delta && torch_sqrt), "adam: expected no delta with torch_sqrt");
+  BMT_CHECK(ValueError, !torch_sqrt || tensors.step.rounded.empty(),
+            "adam: expected fp32 weights only with torch_sqrt, got rounded ones");
+  const std::vector<AdamSlice> slices = adam_slices(tensors, groups);
   for (const AdamSlice& slice : slices) {
-    BMT_CHECK(TypeError, slice.bf16_exp_avg == nullptr || !options.torch_sqrt,
+    BMT_CHECK(TypeError, slice.bf16_exp_avg == nullptr || !torch_sqrt,
               "adam: expected float32 moments with torch_sqrt, got bfloat16");
   }
   cpu::DeltaSums sums;

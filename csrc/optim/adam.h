@@ -25,6 +25,18 @@ struct AdamOptions {
   bool torch_sqrt = false;      // torch.sqrt's bits, see [Note: torch's square root]
 };
 
+using AdamGroups = Groups<AdamOptions>;
+
+/// The same as operators take it: a list for each number, flags as 0 and 1.
+struct AdamLists {
+  at::IntArrayRef sizes;
+  at::ArrayRef<double> lr, beta1, beta2, eps, weight_decay, scale;
+  at::IntArrayRef decoupled, maximize, hold_steps;
+};
+
+/// ValueError unless every list has a number for each group.
+[[nodiscard]] AdamGroups groups_of(const AdamLists& lists);
+
 /// The numbers of update number `step` (1 for the first).
 [[nodiscard]] cpu::AdamFactors adam_factors(const AdamOptions& options, std::int64_t step);
 
@@ -36,11 +48,11 @@ struct AdamTensors {
   at::IntArrayRef steps;       // the number of each tensor's update, 1 for the first
 };
 
-/// What one step updates. Tensors that follow each other in memory, in every list, and have the same number
-/// of steps are one slice. TypeError or ValueError if the tensors do not fit.
-[[nodiscard]] std::vector<cpu::AdamSlice> adam_slices(const AdamTensors& tensors, const AdamOptions& options);
+/// What one step updates. Tensors of a group that follow each other in memory, in every list, and have the
+/// same number of steps are one slice. TypeError or ValueError if the tensors or the numbers do not fit.
+[[nodiscard]] std::vector<cpu::AdamSlice> adam_slices(const AdamTensors& tensors, const AdamGroups& groups);
 
 /// One step on the CPU. Errors as adam_slices, before anything is written.
-cpu::DeltaSums adam_step(const AdamTensors& tensors, const AdamOptions& options, bool with_delta);
+cpu::DeltaSums adam_step(const AdamTensors& tensors, const AdamGroups& groups, bool with_delta);
 
 }  // namespace bmtrain

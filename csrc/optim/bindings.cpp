@@ -12,7 +12,6 @@
 #include "common/thread_pool.h"
 #include "cpu/isa.h"
 #include "cpu/kernels.h"
-#include "ops.h"
 #include "optim/offload_update.h"
 
 namespace bmtrain {
@@ -22,59 +21,102 @@ namespace {
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
 using Tensors = std::vector<at::Tensor>;
+using Integers = std::vector<std::int64_t>;
+using Dicts = std::vector<py::dict>;
+
+// The options of groups, each a dict by their names.
+template <typename Options, typename Read>
+Groups<Options> groups_from(const Integers& sizes, const Dicts& dicts, const Read& read) {
+  Groups<Options> groups{sizes, std::vector<Options>(dicts.size())};
+  for (std::size_t g = 0; g < dicts.size(); ++g) {
+    read(groups.options[g], [&](const char* name, auto& value) {
+      value = py::cast<std::decay_t<decltype(value)>>(dicts[g][name]);
+    });
+  }
+  return groups;
+}
+
+AdamGroups adam_groups(const Integers& sizes, const Dicts& dicts) {
+  return groups_from<AdamOptions>(sizes, dicts, [](AdamOptions& options, const auto& get) {
+    get("lr", options.lr);
+    get("beta1", options.beta1);
+    get("beta2", options.beta2);
+    get("eps", options.eps);
+    get("weight_decay", options.weight_decay);
+    get("scale", options.scale);
+    get("decoupled", options.decoupled);
+    get("maximize", options.maximize);
+    get("hold_steps", options.hold_steps);
+  });
+}
+
+SgdGroups sgd_groups(const Integers& sizes, const Dicts& dicts) {
+  return groups_from<SgdOptions>(sizes, dicts, [](SgdOptions& options, const auto& get) {
+    get("lr", options.lr);
+    get("momentum", options.momentum);
+    get("dampening", options.dampening);
+    get("weight_decay", options.weight_decay);
+    get("scale", options.scale);
+    get("nesterov", options.nesterov);
+    get("maximize", options.maximize);
+  });
+}
+
+LionGroups lion_groups(const Integers& sizes, const Dicts& dicts) {
+  return groups_from<LionOptions>(sizes, dicts, [](LionOptions& options, const auto& get) {
+    get("lr", options.lr);
+    get("beta1", options.beta1);
+    get("beta2", options.beta2);
+    get("weight_decay", options.weight_decay);
+    get("scale", options.scale);
+    get("maximize", options.maximize);
+  });
+}
 
 void add_adam(OffloadUpdate& self, const Tensors& weights, const Tensors& rounded, const Tensors& grads,
-              const Tensors& exp_avgs, const Tensors& exp_avg_sqs, const std::vector<std::int64_t>& steps,
-              double lr, double beta1, double beta2, double eps, double weight_decay, double scale,
-              bool decoupled, bool maximize, std::int64_t hold_steps) {
-  self.add_adam({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, {.lr = lr,
-                                                                            .beta1 = beta1,
-                                                                            .beta2 = beta2,
-                                                                            .eps = eps,
-                                                                            .weight_decay = weight_decay,
-                                                                            .scale = scale,
-                                                                            .decoupled = decoupled,
-                                                                            .maximize = maximize,
-                                                                            .hold_steps = hold_steps});
+              const Tensors& exp_avgs, const Tensors& exp_avg_sqs, const Integers& steps,
+              const Integers& sizes, const Dicts& groups) {
+  self.add_adam({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, adam_groups(sizes, groups));
 }
 
 void add_sgd(OffloadUpdate& self, const Tensors& weights, const Tensors& rounded, const Tensors& grads,
-             const Tensors& momenta, const std::vector<std::int64_t>& fresh, double lr, double momentum,
-             double dampening, double weight_decay, double scale, bool nesterov, bool maximize) {
-  self.add_sgd({{weights, rounded, grads}, momenta, fresh},
-               {lr, momentum, dampening, weight_decay, scale, nesterov, maximize});
+             const Tensors& momenta, const Integers& fresh, const Integers& sizes, const Dicts& groups) {
+  self.add_sgd({{weights, rounded, grads}, momenta, fresh}, sgd_groups(sizes, groups));
 }
 
 void add_lion(OffloadUpdate& self, const Tensors& weights, const Tensors& rounded, const Tensors& grads,
-              const Tensors& momenta, double lr, double beta1, double beta2, double weight_decay,
-              double scale, bool maximize) {
-  self.add_lion({{weights, rounded, grads}, momenta, {}}, {lr, beta1, beta2, weight_decay, scale, maximize});
+              const Tensors& momenta, const Integers& sizes, const Dicts& groups) {
+  self.add_lion({{weights, rounded, grads}, momenta, {}}, lion_groups(sizes, groups));
 }
 
 // [Note: Steps past the dispatcher]
-// The operators of a step take a dozen numbers and five lists, which torch's dispatcher packs and unpacks in
-// 10 us, and more for each tensor: a third of that for the same function called as it is. Optimizers of host
-// tensors come here; the operators are for GPUs, and for tensors without data.
-std::tuple<double, double> adam_step(const Tensors& weights, const Tensors& rounded, const Tensors& grads,
-                                     const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
-                                     const std::vector<std::int64_t>& steps, double lr, double beta1,
-                                     double beta2, double eps, double weight_decay, double scale,
-                                     bool decoupled, bool maximize, std::int64_t hold_steps, bool torch_sqrt,
-                                     bool with_delta) {
-  return ops::adam(weights, rounded, grads, exp_avgs, exp_avg_sqs, steps, lr, beta1, beta2, eps, weight_decay,
-                   scale, decoupled, maximize, hold_steps, torch_sqrt, with_delta);
+// The operators of a step take a dozen lists, which torch's dispatcher packs and unpacks in 10 us, and more
+// for each tensor: a third of that for the same function called as it is. Optimizers of host tensors come
+// here; the operators are for GPUs, and for tensors without data.
+std::tuple<double, double> adam_step_of(const Tensors& weights, const Tensors& rounded, const Tensors& grads,
+                                        const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
+                                        const Integers& steps, const Integers& sizes, const Dicts& dicts,
+                                        bool torch_sqrt, bool with_delta) {
+  AdamGroups groups = adam_groups(sizes, dicts);
+  for (AdamOptions& options : groups.options) options.torch_sqrt = torch_sqrt;
+  const py::gil_scoped_release no_gil;
+  const cpu::DeltaSums sums =
+      adam_step({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, groups, with_delta);
+  return {sums.sum, sums.sum_of_squares};
 }
 
-void sgd_step(const Tensors& weights, const Tensors& rounded, const Tensors& grads, const Tensors& momenta,
-              const std::vector<std::int64_t>& fresh, double lr, double momentum, double dampening,
-              double weight_decay, double scale, bool nesterov, bool maximize) {
-  ops::sgd(weights, rounded, grads, momenta, fresh, lr, momentum, dampening, weight_decay, scale, nesterov,
-           maximize);
+void sgd_step_of(const Tensors& weights, const Tensors& rounded, const Tensors& grads, const Tensors& momenta,
+                 const Integers& fresh, const Integers& sizes, const Dicts& dicts) {
+  const SgdGroups groups = sgd_groups(sizes, dicts);
+  const py::gil_scoped_release no_gil;
+  sgd_step({{weights, rounded, grads}, momenta, fresh}, groups);
 }
 
-void lion_step(const Tensors& weights, const Tensors& rounded, const Tensors& grads, const Tensors& momenta,
-               double lr, double beta1, double beta2, double weight_decay, double scale, bool maximize) {
-  ops::lion(weights, rounded, grads, momenta, lr, beta1, beta2, weight_decay, scale, maximize);
+void lion_step_of(const Tensors& weights, const Tensors& rounded, const Tensors& grads,
+                  const Tensors& momenta, const Integers& sizes, const Dicts& dicts) {
+  const LionGroups groups = lion_groups(sizes, dicts);
+  const py::gil_scoped_release no_gil;
+  lion_step({{weights, rounded, grads}, momenta, {}}, groups);
 }
 
 void stage(OffloadUpdate& self, const std::shared_ptr<StagingLane>& lane, int slot, const Tensors& gradients,
@@ -111,15 +153,11 @@ void bind_offload_update(py::module_& module) {
       .value("FAILED", Update::State::kFailed);
   update.def(py::init<std::string>(), py::arg("label"))
       .def("add_adam", &add_adam, py::arg("weights"), py::arg("rounded"), py::arg("grads"),
-           py::arg("exp_avgs"), py::arg("exp_avg_sqs"), py::arg("steps"), py::kw_only(), py::arg("lr"),
-           py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("scale"),
-           py::arg("decoupled"), py::arg("maximize"), py::arg("hold_steps"))
+           py::arg("exp_avgs"), py::arg("exp_avg_sqs"), py::arg("steps"), py::arg("sizes"), py::arg("groups"))
       .def("add_sgd", &add_sgd, py::arg("weights"), py::arg("rounded"), py::arg("grads"), py::arg("momenta"),
-           py::arg("fresh"), py::kw_only(), py::arg("lr"), py::arg("momentum"), py::arg("dampening"),
-           py::arg("weight_decay"), py::arg("scale"), py::arg("nesterov"), py::arg("maximize"))
+           py::arg("fresh"), py::arg("sizes"), py::arg("groups"))
       .def("add_lion", &add_lion, py::arg("weights"), py::arg("rounded"), py::arg("grads"),
-           py::arg("momenta"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
-           py::arg("weight_decay"), py::arg("scale"), py::arg("maximize"))
+           py::arg("momenta"), py::arg("sizes"), py::arg("groups"))
       .def("stage", &stage, py::arg("lane"), py::arg("slot"), py::arg("gradients"), py::arg("host_gradients"),
            py::arg("parameters"), py::arg("host_parameters"), py::arg("sources"), py::arg("sent") = nullptr)
       .def_static("post", &OffloadUpdate::post, py::arg("updates"))
@@ -144,19 +182,16 @@ void zero_in_shares(const at::Tensor& tensor) {
 void bind_steps(py::module_& module) {
   module.def("zero_in_shares", &zero_in_shares, NoGil(), py::arg("tensor"),
              "Zeroes a tensor, each page by the thread that will update it in a step of as many threads.");
-  module.def("adam_step", &adam_step, NoGil(), py::arg("weights"), py::arg("rounded"), py::arg("grads"),
-             py::arg("exp_avgs"), py::arg("exp_avg_sqs"), py::arg("steps"), py::kw_only(), py::arg("lr"),
-             py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("scale"),
-             py::arg("decoupled"), py::arg("maximize"), py::arg("hold_steps"), py::arg("torch_sqrt") = false,
-             py::arg("with_delta") = false, "What the operator adam_ does to CPU tensors.");
-  module.def("sgd_step", &sgd_step, NoGil(), py::arg("weights"), py::arg("rounded"), py::arg("grads"),
-             py::arg("momenta"), py::arg("fresh"), py::kw_only(), py::arg("lr"), py::arg("momentum"),
-             py::arg("dampening"), py::arg("weight_decay"), py::arg("scale"), py::arg("nesterov"),
-             py::arg("maximize"), "What the operator sgd_ does to CPU tensors.");
-  module.def("lion_step", &lion_step, NoGil(), py::arg("weights"), py::arg("rounded"), py::arg("grads"),
-             py::arg("momenta"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
-             py::arg("weight_decay"), py::arg("scale"), py::arg("maximize"),
-             "What the operator lion_ does to CPU tensors.");
+  module.def("adam_step", &adam_step_of, py::arg("weights"), py::arg("rounded"), py::arg("grads"),
+             py::arg("exp_avgs"), py::arg("exp_avg_sqs"), py::arg("steps"), py::arg("sizes"),
+             py::arg("groups"), py::kw_only(), py::arg("torch_sqrt") = false, py::arg("with_delta") = false,
+             "What the operator adam_ does to CPU tensors; groups are dicts.");
+  module.def("sgd_step", &sgd_step_of, py::arg("weights"), py::arg("rounded"), py::arg("grads"),
+             py::arg("momenta"), py::arg("fresh"), py::arg("sizes"), py::arg("groups"),
+             "What the operator sgd_ does to CPU tensors; groups are dicts.");
+  module.def("lion_step", &lion_step_of, py::arg("weights"), py::arg("rounded"), py::arg("grads"),
+             py::arg("momenta"), py::arg("sizes"), py::arg("groups"),
+             "What the operator lion_ does to CPU tensors; groups are dicts.");
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
 #include "optim/momentum.h"
 
+#include <utility>
+
 #include "common/check.h"
 
 namespace bmtrain {
@@ -7,6 +9,9 @@ namespace {
 
 using cpu::MomentumFactors;
 using cpu::MomentumSlice;
+
+constexpr const char* kSgd = "sgd";
+constexpr const char* kLion = "lion";
 
 void check_lengths(const char* op, const MomentumTensors& tensors, bool needs_momenta) {
   const std::size_t expected = tensors.step.weights.size();
@@ -27,27 +32,40 @@ bool continues(const MomentumSlice& slice, const MomentumSlice& next) {
          (slice.momentum == nullptr || follows(slice.momentum, slice.n, DType::kFloat32, next.momentum));
 }
 
+MomentumSlice slice_of(const char* op, const MomentumTensors& tensors, std::size_t i,
+                       const MomentumFactors& factors) {
+  MomentumSlice slice;
+  static_cast<cpu::StepSlice&>(slice) = step_slice(op, tensors.step, i);
+  slice.factors = factors;
+  if (!tensors.momenta.empty()) {
+    const at::Tensor& momentum = tensors.momenta[i];
+    check_state(op, momentum, "momenta", i, tensors.step);
+    check_dtype(op, momentum, "momenta", i, momentum.scalar_type() == at::kFloat, "float32");
+    slice.momentum = momentum.mutable_data_ptr<float>();
+    slice.factors.starts = !tensors.fresh.empty() && tensors.fresh[i] != 0;
+  }
+  return slice;
+}
+
 std::vector<MomentumSlice> slices_of(const char* op, const MomentumTensors& tensors,
-                                     const MomentumFactors& factors) {
-  check_lengths(op, tensors, factors.rule == cpu::MomentumRule::kLion);
+                                     at::ArrayRef<MomentumFactors> factors, at::IntArrayRef sizes) {
+  const std::size_t num_tensors = tensors.step.weights.size();
+  const bool is_lion = !factors.empty() && factors[0].rule == cpu::MomentumRule::kLion;
+  check_lengths(op, tensors, is_lion);
+  check_groups(op, sizes, factors.size(), num_tensors);
   std::vector<MomentumSlice> slices;
-  slices.reserve(tensors.step.weights.size());
-  for (std::size_t i = 0; i < tensors.step.weights.size(); ++i) {
-    MomentumSlice next;
-    static_cast<cpu::StepSlice&>(next) = step_slice(op, tensors.step, i);
-    next.factors = factors;
-    if (!tensors.momenta.empty()) {
-      const at::Tensor& momentum = tensors.momenta[i];
-      check_state(op, momentum, "momenta", i, tensors.step);
-      check_dtype(op, momentum, "momenta", i, momentum.scalar_type() == at::kFloat, "float32");
-      next.momentum = momentum.mutable_data_ptr<float>();
-      next.factors.starts = !tensors.fresh.empty() && tensors.fresh[i] != 0;
-    }
-    if (next.n == 0) continue;
-    if (!slices.empty() && continues(slices.back(), next)) {
-      slices.back().n += next.n;
-    } else {
-      slices.push_back(next);
+  slices.reserve(num_tensors);
+  std::size_t end = 0;
+  for (std::size_t group = 0; group < sizes.size(); ++group) {
+    const std::size_t first_slice = slices.size();
+    for (std::size_t i = std::exchange(end, end + sizes[group]); i < end; ++i) {
+      const MomentumSlice next = slice_of(op, tensors, i, factors[group]);
+      if (next.n == 0) continue;
+      if (slices.size() > first_slice && continues(slices.back(), next)) {
+        slices.back().n += next.n;
+      } else {
+        slices.push_back(next);
+      }
     }
   }
   return slices;
@@ -61,11 +79,9 @@ MomentumFactors gradient_factors(double scale, bool maximize) {
   return factors;
 }
 
-}  // namespace
-
 // In fp64 as Python computes it; each number is rounded to fp32 once, when it meets a tensor.
 
-std::vector<MomentumSlice> sgd_slices(const MomentumTensors& tensors, const SgdOptions& options) {
+MomentumFactors factors_of(const SgdOptions& options) {
   MomentumFactors factors = gradient_factors(options.scale, options.maximize);
   factors.keep = static_cast<float>(options.momentum);
   factors.take = static_cast<float>(1 - options.dampening);
@@ -75,10 +91,10 @@ std::vector<MomentumSlice> sgd_slices(const MomentumTensors& tensors, const SgdO
     factors.decay_kind = cpu::WeightDecay::kL2;
     factors.decay = static_cast<float>(options.weight_decay);
   }
-  return slices_of("sgd", tensors, factors);
+  return factors;
 }
 
-std::vector<MomentumSlice> lion_slices(const MomentumTensors& tensors, const LionOptions& options) {
+MomentumFactors factors_of(const LionOptions& options) {
   MomentumFactors factors = gradient_factors(options.scale, options.maximize);
   factors.rule = cpu::MomentumRule::kLion;
   factors.ahead_keep = static_cast<float>(options.beta1);
@@ -90,7 +106,69 @@ std::vector<MomentumSlice> lion_slices(const MomentumTensors& tensors, const Lio
     factors.decay_kind = cpu::WeightDecay::kDecoupled;
     factors.decay = static_cast<float>(1 - options.lr * options.weight_decay);
   }
-  return slices_of("lion", tensors, factors);
+  return factors;
+}
+
+template <typename Options>
+std::vector<MomentumSlice> slices_of_groups(const char* op, const MomentumTensors& tensors,
+                                            const Groups<Options>& groups) {
+  std::vector<MomentumFactors> factors;
+  for (const Options& options : groups.options) factors.push_back(factors_of(options));
+  return slices_of(op, tensors, factors, groups.sizes);
+}
+
+void step_on_cpu(const char* op, const MomentumTensors& tensors, const std::vector<MomentumSlice>& slices) {
+  const at::TensorList weights = tensors.step.weights;
+  BMT_CHECK(TypeError, weights.empty() || weights[0].is_cpu(), op,
+            ": weights[0]: expected a CPU tensor, got one on ", weights[0].device());
+  cpu::momentum(slices.data(), static_cast<std::int64_t>(slices.size()));
+}
+
+}  // namespace
+
+SgdGroups groups_of(const SgdLists& lists) {
+  SgdGroups groups{lists.sizes.vec(), std::vector<SgdOptions>(lists.sizes.size())};
+  const auto set = [&](auto member, const char* name, auto values) {
+    set_in_groups(kSgd, groups.options, member, name, values);
+  };
+  set(&SgdOptions::lr, "lr", lists.lr);
+  set(&SgdOptions::momentum, "momentum", lists.momentum);
+  set(&SgdOptions::dampening, "dampening", lists.dampening);
+  set(&SgdOptions::weight_decay, "weight_decay", lists.weight_decay);
+  set(&SgdOptions::scale, "scale", lists.scale);
+  set(&SgdOptions::nesterov, "nesterov", lists.nesterov);
+  set(&SgdOptions::maximize, "maximize", lists.maximize);
+  return groups;
+}
+
+LionGroups groups_of(const LionLists& lists) {
+  LionGroups groups{lists.sizes.vec(), std::vector<LionOptions>(lists.sizes.size())};
+  const auto set = [&](auto member, const char* name, auto values) {
+    set_in_groups(kLion, groups.options, member, name, values);
+  };
+  set(&LionOptions::lr, "lr", lists.lr);
+  set(&LionOptions::beta1, "beta1", lists.beta1);
+  set(&LionOptions::beta2, "beta2", lists.beta2);
+  set(&LionOptions::weight_decay, "weight_decay", lists.weight_decay);
+  set(&LionOptions::scale, "scale", lists.scale);
+  set(&LionOptions::maximize, "maximize", lists.maximize);
+  return groups;
+}
+
+std::vector<MomentumSlice> sgd_slices(const MomentumTensors& tensors, const SgdGroups& groups) {
+  return slices_of_groups(kSgd, tensors, groups);
+}
+
+std::vector<MomentumSlice> lion_slices(const MomentumTensors& tensors, const LionGroups& groups) {
+  return slices_of_groups(kLion, tensors, groups);
+}
+
+void sgd_step(const MomentumTensors& tensors, const SgdGroups& groups) {
+  step_on_cpu(kSgd, tensors, sgd_slices(tensors, groups));
+}
+
+void lion_step(const MomentumTensors& tensors, const LionGroups& groups) {
+  step_on_cpu(kLion, tensors, lion_slices(tensors, groups));
 }
 
 }  // namespace bmtrain

@@ -32,6 +32,25 @@ struct LionOptions {
   bool maximize = false;
 };
 
+using SgdGroups = Groups<SgdOptions>;
+using LionGroups = Groups<LionOptions>;
+
+/// The same as operators take it: a list for each number, flags as 0 and 1.
+struct SgdLists {
+  at::IntArrayRef sizes;
+  at::ArrayRef<double> lr, momentum, dampening, weight_decay, scale;
+  at::IntArrayRef nesterov, maximize;
+};
+struct LionLists {
+  at::IntArrayRef sizes;
+  at::ArrayRef<double> lr, beta1, beta2, weight_decay, scale;
+  at::IntArrayRef maximize;
+};
+
+/// ValueError unless every list has a number for each group.
+[[nodiscard]] SgdGroups groups_of(const SgdLists& lists);
+[[nodiscard]] LionGroups groups_of(const LionLists& lists);
+
 /// What one call updates, as lists of contiguous tensors of one device.
 struct MomentumTensors {
   StepTensors step;
@@ -39,11 +58,15 @@ struct MomentumTensors {
   at::IntArrayRef fresh;   // for SGD: not 0 where the momentum begins with this step; empty: nowhere
 };
 
-/// Tensors that follow each other in memory, in every list, are one slice. TypeError or ValueError if the
-/// tensors do not fit.
+/// Tensors of a group that follow each other in memory, in every list, are one slice. TypeError or ValueError
+/// if the tensors or the numbers do not fit.
 [[nodiscard]] std::vector<cpu::MomentumSlice> sgd_slices(const MomentumTensors& tensors,
-                                                         const SgdOptions& options);
+                                                         const SgdGroups& groups);
 [[nodiscard]] std::vector<cpu::MomentumSlice> lion_slices(const MomentumTensors& tensors,
-                                                          const LionOptions& options);
+                                                          const LionGroups& groups);
+
+/// One step on the CPU. Errors as of the slices, before anything is written.
+void sgd_step(const MomentumTensors& tensors, const SgdGroups& groups);
+void lion_step(const MomentumTensors& tensors, const LionGroups& groups);
 
 }  // namespace bmtrain

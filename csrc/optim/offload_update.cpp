@@ -148,17 +148,19 @@ void OffloadUpdate::add(const StepTensors& tensors, const std::vector<Slice>& sl
   plan_->slices.insert(plan_->slices.end(), slices.begin(), slices.end());
 }
 
-void OffloadUpdate::add_adam(const AdamTensors& tensors, const AdamOptions& options) {
-  BMT_CHECK(ValueError, !options.torch_sqrt, label_, ": torch's square root is for the calling thread");
-  add(tensors.step, adam_slices(tensors, options));
+void OffloadUpdate::add_adam(const AdamTensors& tensors, const AdamGroups& groups) {
+  for (const AdamOptions& options : groups.options) {
+    BMT_CHECK(ValueError, !options.torch_sqrt, label_, ": torch's square root is for the calling thread");
+  }
+  add(tensors.step, adam_slices(tensors, groups));
 }
 
-void OffloadUpdate::add_sgd(const MomentumTensors& tensors, const SgdOptions& options) {
-  add(tensors.step, sgd_slices(tensors, options));
+void OffloadUpdate::add_sgd(const MomentumTensors& tensors, const SgdGroups& groups) {
+  add(tensors.step, sgd_slices(tensors, groups));
 }
 
-void OffloadUpdate::add_lion(const MomentumTensors& tensors, const LionOptions& options) {
-  add(tensors.step, lion_slices(tensors, options));
+void OffloadUpdate::add_lion(const MomentumTensors& tensors, const LionGroups& groups) {
+  add(tensors.step, lion_slices(tensors, groups));
 }
 
 void OffloadUpdate::stage(std::shared_ptr<StagedCopies> copies) {

@@ -22,9 +22,9 @@ class OffloadUpdate {
 
   /// Adds tensors to update. They must outlive the update, whose owner keeps them. Errors as adam_slices,
   /// sgd_slices and lion_slices.
-  void add_adam(const AdamTensors& tensors, const AdamOptions& options);
-  void add_sgd(const MomentumTensors& tensors, const SgdOptions& options);
-  void add_lion(const MomentumTensors& tensors, const LionOptions& options);
+  void add_adam(const AdamTensors& tensors, const AdamGroups& groups);
+  void add_sgd(const MomentumTensors& tensors, const SgdGroups& groups);
+  void add_lion(const MomentumTensors& tensors, const LionGroups& groups);
 
   /// Lets gradients come from, and parameters go to, a device; the tensors added are the host's. See [Note:
   /// Updates of parameters on a device].

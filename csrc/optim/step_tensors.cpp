@@ -70,6 +70,17 @@ bool continues(const cpu::StepSlice& slice, const cpu::StepSlice& next) {
                                        follows(slice.rounded, n, slice.rounded_dtype, next.rounded)));
 }
 
+void check_groups(const char* op, at::IntArrayRef sizes, std::size_t num_groups, std::size_t num_tensors) {
+  std::int64_t total = 0;
+  for (const std::int64_t size : sizes) {
+    BMT_CHECK(ValueError, size >= 0 && size <= static_cast<std::int64_t>(num_tensors), op,
+              ": sizes: expected numbers from 0 to ", num_tensors, ", got ", size);
+    total += size;
+  }
+  BMT_CHECK(ValueError, sizes.size() == num_groups && total == static_cast<std::int64_t>(num_tensors), op,
+            ": sizes: expected ", num_groups, " that add up to ", num_tensors, " tensors, got ", sizes);
+}
+
 GradientFactor gradient_factor(double scale, bool maximize) {
   const auto divisor = static_cast<float>(maximize ? -scale : scale);
   int exponent = 0;

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/check.h"
 #include "cpu/kernels.h"
 
 namespace bmtrain {
@@ -34,6 +35,25 @@ void check_dtype(const char* op, const at::Tensor& tensor, const char* list, std
 
 /// Whether `next` begins where `slice` ends, in the arrays that all steps have.
 [[nodiscard]] bool continues(const cpu::StepSlice& slice, const cpu::StepSlice& next);
+
+/// What holds for the parameter groups of a step: the first sizes[0] tensors have options[0], and so on.
+template <typename Options>
+struct Groups {
+  std::vector<std::int64_t> sizes;
+  std::vector<Options> options;
+};
+
+/// ValueError unless groups of these sizes are all of the tensors.
+void check_groups(const char* op, at::IntArrayRef sizes, std::size_t num_groups, std::size_t num_tensors);
+
+/// Sets a member of every group's options. ValueError unless there is a value for each.
+template <typename Options, typename Member, typename Value>
+void set_in_groups(const char* op, std::vector<Options>& groups, Member Options::* member, const char* name,
+                   at::ArrayRef<Value> values) {
+  BMT_CHECK(ValueError, values.size() == groups.size(), op, ": ", name, ": expected one for each of ",
+            groups.size(), " sizes of groups, got ", values.size());
+  for (std::size_t g = 0; g < groups.size(); ++g) groups[g].*member = static_cast<Member>(values[g]);
+}
 
 /// What gradients are multiplied by, or divided where a reciprocal would not be exact.
 struct GradientFactor {

@@ -177,8 +177,12 @@ std::shared_ptr<DeviceRuntime> device_runtime(const c10::Device& /*device*/) {
   return std::make_shared<Runtime>();
 }
 
-std::vector<cpu::AdamSlice> adam_slices(const AdamTensors& /*tensors*/, const AdamOptions& /*options*/) {
+std::vector<cpu::AdamSlice> adam_slices(const AdamTensors& /*tensors*/, const AdamGroups& /*groups*/) {
   std::abort();  // the blocks are updated by SGD
+}
+
+void cpu::momentum(const MomentumSlice* /*slices*/, std::int64_t /*num_slices*/) {
+  std::abort();  // in the background
 }
 
 void ops::scale(at::TensorList tensors, const at::Tensor& factor) {
@@ -280,7 +284,7 @@ class Training {
       bmtrain::SgdOptions options;
       options.lr = 1;
       block.update = std::make_shared<OffloadUpdate>("block " + std::to_string(i));
-      block.update->add_sgd({{masters, {}, gradients}, {}, {}}, options);
+      block.update->add_sgd({{masters, {}, gradients}, {}, {}}, {{1}, {options}});
       block.update->stage(std::make_shared<StagedCopies>(
           lane_, static_cast<int>(i % kSlots), bmtrain::StagedTensors{{block.gradient}, gradients},
           bmtrain::StagedTensors{{block.parameter}, parameters}, masters, sent));

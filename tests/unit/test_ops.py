@@ -13,29 +13,18 @@ from bmtrain import _ops
 from bmtrain._ops import fakes
 from bmtrain.loss import FusedCrossEntropy, _function
 
-ADAM = {
-    "lr": 0.1,
-    "beta1": 0.9,
-    "beta2": 0.99,
-    "eps": 1e-8,
-    "weight_decay": 0.1,
-    "scale": 2.0,
-    "decoupled": True,
-    "maximize": False,
-    "hold_steps": 0,
-    "torch_sqrt": False,
-    "with_delta": False,
+# Two groups of one tensor each.
+RATES = {
+    "sizes": [1, 1],
+    "lr": [0.1, 0.2],
+    "weight_decay": [0.1, 0.0],
+    "scale": [2.0, 2.0],
+    "maximize": [0, 1],
 }
-SGD = {
-    "lr": 0.1,
-    "momentum": 0.9,
-    "dampening": 0.1,
-    "weight_decay": 0.1,
-    "scale": 2.0,
-    "nesterov": False,
-    "maximize": False,
-}
-LION = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "scale": 2.0, "maximize": False}
+BETAS = {"beta1": [0.9, 0.8], "beta2": [0.99, 0.9]}
+ADAM = {**RATES, **BETAS, "eps": [1e-8, 1e-6], "decoupled": [1, 0], "hold_steps": [0, 2]}
+SGD = {**RATES, "momentum": [0.9, 0.5], "dampening": [0.1, 0.0], "nesterov": [0, 1]}
+LION = {**RATES, **BETAS}
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -35,7 +35,7 @@ def operators() -> Calls:
 
 
 def _options(**numbers: float) -> dict[str, tuple[str, Any]]:
-    return {name: ("a float", value) for name, value in numbers.items()}
+    return {name: ("floats", [value]) for name, value in numbers.items()}
 
 
 def updates() -> Calls:
@@ -48,34 +48,39 @@ def updates() -> Calls:
     ops = torch.ops.bmtrain
     adam = {"weights": arrays("weights")["weights"], **rounded, **arrays("grads", "exp_avgs", "exp_avg_sqs")}
     momenta = {"weights": arrays("weights")["weights"], **rounded, **arrays("grads", "momenta")}
+    sizes = {"sizes": ("group sizes", [1])}
     rates = _options(lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.0, scale=1.0)
     sgd = _options(lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0, scale=1.0)
 
-    def adam_(weights: Any, rounded: Any, grads: Any, m: Any, v: Any, steps: Any, *numbers: Any) -> None:
+    def adam_(
+        weights: Any, rounded: Any, grads: Any, m: Any, v: Any, steps: Any, sizes: Any, *numbers: Any
+    ) -> None:
         names = ("lr", "beta1", "beta2", "weight_decay", "scale", "eps")
-        flags = dict.fromkeys(("decoupled", "maximize", "torch_sqrt", "with_delta"), False)
-        options = {**dict(zip(names, numbers, strict=True)), **flags, "hold_steps": 0}
-        ops.adam_(weights, rounded, grads, m, v, steps, **options)
+        flags = {name: [0] for name in ("decoupled", "maximize", "hold_steps")}
+        options = {**dict(zip(names, numbers, strict=True)), **flags}
+        ops.adam_(weights, rounded, grads, m, v, steps, sizes=sizes, **options)
 
-    def sgd_(weights: Any, rounded: Any, grads: Any, m: Any, fresh: Any, *numbers: Any) -> None:
+    def sgd_(weights: Any, rounded: Any, grads: Any, m: Any, fresh: Any, sizes: Any, *numbers: Any) -> None:
         ops.sgd_(
             weights,
             rounded,
             grads,
             m,
             fresh,
+            sizes=sizes,
             **dict(zip(sgd, numbers, strict=True)),
-            nesterov=False,
-            maximize=False,
+            nesterov=[0],
+            maximize=[0],
         )
 
-    def lion_(weights: Any, rounded: Any, grads: Any, m: Any, *numbers: Any) -> None:
-        ops.lion_(weights, rounded, grads, m, **dict(zip(rates, numbers, strict=True)), maximize=False)
+    def lion_(weights: Any, rounded: Any, grads: Any, m: Any, sizes: Any, *numbers: Any) -> None:
+        options = dict(zip(rates, numbers, strict=True))
+        ops.lion_(weights, rounded, grads, m, sizes=sizes, **options, maximize=[0])
 
     return {
-        "adam_": (adam_, {**adam, "steps": ("steps", [1]), **rates, **_options(eps=1e-8)}),
-        "sgd_": (sgd_, {**momenta, "fresh": ("flags", [0]), **sgd}),
-        "lion_": (lion_, {**momenta, **rates}),
+        "adam_": (adam_, {**adam, "steps": ("steps", [1]), **sizes, **rates, **_options(eps=1e-8)}),
+        "sgd_": (sgd_, {**momenta, "fresh": ("flags", [0]), **sizes, **sgd}),
+        "lion_": (lion_, {**momenta, **sizes, **rates}),
         "adam_move_": (
             ops.adam_move_,
             {**adam, "grads": ("memories", [torch.ones(4, dtype=torch.bfloat16)])},
