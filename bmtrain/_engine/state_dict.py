@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ..global_var import config, context
 from ..parameter import DistributedParameter, full_value, shard_of
@@ -28,7 +29,7 @@ __all__ = [
     "take_local_parts",
 ]
 
-_HOOKED = "_bmtrain_state_dict_hooks"
+_HOOKED = "_bmtrain_load_hook"  # attribute of a module that has our hooks: the key of that for loading
 _LAST_HOOK = -1  # a key that torch, which counts hooks from 0, does not use
 
 
@@ -155,12 +156,25 @@ def loading_local_parts(module: torch.nn.Module) -> Iterator[None]:
 
 
 def install_hooks_below(root: torch.nn.Module) -> None:
-    """Makes the plain modules of a tree that hold distributed parameters save and load full tensors."""
+    """Makes the plain modules of a tree that hold distributed parameters save and load full tensors.
+
+    Most have done so since they got their parameters, see `_note_parameter`; now their hook comes after those that may
+    rename or edit entries to load.
+    """
     for module in root.modules():
         if isinstance(module, StandIn):
             module = module._module  # which is not among the modules, and shares its hooks
-        if not _handles_shards(module):
+        if any(isinstance(p, DistributedParameter) for p in module._parameters.values()):
             _install_hooks(module)
+
+
+def _note_parameter(module: torch.nn.Module, name: str, param: torch.nn.Parameter) -> None:
+    """Called by torch for each parameter that any module gets."""
+    if isinstance(param, DistributedParameter):
+        _install_hooks(module)
+
+
+register_module_parameter_registration_hook(_note_parameter)
 
 
 def _handles_shards(module: torch.nn.Module) -> bool:
@@ -170,15 +184,15 @@ def _handles_shards(module: torch.nn.Module) -> bool:
 
 
 def _install_hooks(module: torch.nn.Module) -> None:
-    if _HOOKED in module.__dict__ or not any(
-        isinstance(p, DistributedParameter) for p in module._parameters.values()
-    ):
+    if _handles_shards(module):
         return
-    module.__dict__[_HOOKED] = True
-    handle = module.register_state_dict_post_hook(_after_save_of_plain)
-    hooks: Any = module._state_dict_hooks
-    hooks.move_to_end(handle.id, last=False)
-    module.register_load_state_dict_pre_hook(_before_load_of_plain)
+    after_save: Any = module._state_dict_hooks
+    before_load: Any = module._load_state_dict_pre_hooks
+    if _HOOKED not in module.__dict__:
+        handle = module.register_state_dict_post_hook(_after_save_of_plain)
+        after_save.move_to_end(handle.id, last=False)
+        module.__dict__[_HOOKED] = module.register_load_state_dict_pre_hook(_before_load_of_plain).id
+    before_load.move_to_end(module.__dict__[_HOOKED])
 
 
 def _after_save_of_plain(

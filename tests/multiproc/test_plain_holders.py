@@ -74,6 +74,45 @@ def test_plain_holders_save_and_load_whole_tensors(world):
     run_ranks(world, whole_tensors)
 
 
+def unseen() -> None:
+    """Its parameters are all that the library knows of the module, and of its container."""
+    full = {"weight": torch.arange(15.0).view(3, 5), "bias": torch.arange(3.0)}
+    module = torch.nn.Linear(5, 3)
+    module.weight = bmt.DistributedParameter(full["weight"])
+    module.register_parameter("bias", bmt.DistributedParameter(full["bias"]))
+    listed = torch.nn.ParameterList([module.weight])
+    for holding in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        state = holding.state_dict()
+        assert all(torch.equal(state[name], full[name]) for name in full)
+        holding.load_state_dict({name: value + 1 for name, value in full.items()})
+        assert torch.equal(holding.weight.gather(), full["weight"] + 1)
+    assert torch.equal(listed.state_dict()["0"], full["weight"] + 1)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_state_dicts_of_modules_that_the_library_has_not_met_are_whole(world):
+    run_ranks(world, unseen)
+
+
+def renamed() -> None:
+    """A module whose own hook knows the names of older files."""
+    module = holder()
+
+    def rename(module: torch.nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *_: object) -> None:
+        state_dict[prefix + "weight"] = state_dict.pop(prefix + "kernel")
+
+    module.register_load_state_dict_pre_hook(rename)
+    root = torch.nn.Sequential(module)
+    bmt.init_parameters(root)
+    root.load_state_dict({"0.kernel": torch.full((3, 5), 4.0), "0.bias": torch.zeros(3)})
+    assert torch.equal(module.weight.gather(), torch.full((3, 5), 4.0))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_hooks_that_rename_entries_come_first(world):
+    run_ranks(world, renamed)
+
+
 def emptied() -> None:
     root = Root(device="meta")
     before = list(root.parameters())
