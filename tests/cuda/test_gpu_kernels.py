@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from harness.losses import assert_cross_entropy
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bmtrain import _ops
 from bmtrain.loss import FusedCrossEntropy
-from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer
+from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, LionOptimizer, SGDOptimizer
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
@@ -129,6 +132,45 @@ def test_adam_has_the_bits_of_the_cpu(
     for of_gpu, of_cpu in zip(gpu[:5], cpu[:5], strict=True):
         for x, y in zip(of_gpu, of_cpu, strict=True):
             assert_bits(x, y)
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of our operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "bmtrain":
+            self.counts[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("optimizer_class", [AdamOptimizer, SGDOptimizer, LionOptimizer])
+def test_parameter_groups_share_a_call(optimizer_class: Any) -> None:
+    """One for all 16-bit parameters of a step, which has the bits of the CPU."""
+    with_momentum = {"momentum": 0.9} if optimizer_class is SGDOptimizer else {}
+    models = []
+    for device in ("cuda", "cpu"):
+        groups: list[dict[str, Any]] = [
+            {
+                "params": [torch.nn.Parameter(values(size, torch.bfloat16).to(device))],
+                "weight_decay": 0.1 * size,
+            }
+            for size in (5, 2048, 33)
+        ]
+        optimizer = optimizer_class(groups, lr=1e-2, **with_momentum)
+        parameters = [p for group in groups for p in group["params"]]
+        for step in range(3):
+            for p in parameters:
+                p.grad = values(p.numel(), torch.bfloat16, seed=step).to(device)
+            with Calls() as calls:
+                optimizer.step()
+            assert device == "cpu" or list(calls.counts.values()) == [1]
+        models.append(parameters)
+    for of_gpu, of_cpu in zip(*models, strict=True):
+        assert_bits(of_gpu.detach(), of_cpu.detach())
 
 
 @pytest.mark.parametrize("rounded", [None, torch.bfloat16, torch.float16])
