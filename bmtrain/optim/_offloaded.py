@@ -12,7 +12,7 @@ from .. import _context
 from . import _overlap
 from ._arrays import MASTER, allocate
 from ._elementwise import ElementwiseOptimizer, Part
-from ._host_step import compute_alike, compute_on_host
+from ._host_step import compute_alike, compute_on_host, split
 from ._overlap import Overlap
 from ._residence import choose_residents, spare_bytes
 
@@ -155,37 +155,25 @@ class Offloaded(ElementwiseOptimizer):
             self._choose_residents()
 
     def _apply(self, parts: list[Part]) -> None:
-        if self._residents:
-            parts = self._without_residents(parts)
+        residents = self._residents or ()
+        resident, others = split(parts, lambda _, u: id(u.param) in residents)
+        compute_alike(map(_with_contiguous_gradients, resident), self._compute)
         current = _context.current()
         if self._overlaps and current is not None and _overlap.needs_staging(current.device):
             current.engine.lagging_steps += 1
-        if self._overlaps and parts:
-            parts = self._overlap.post(parts, self._states, self._add_to, is_early=bool(self._early))
-        compute_on_host(parts, self._compute)
-
-    def _without_residents(self, parts: list[Part]) -> list[Part]:
-        """Updates what stays on the device, and returns the rest."""
-        residents = self._residents or ()
-        resident = [
-            part._replace(
-                updates=[
-                    u._replace(grad=u.grad.contiguous()) for u in part.updates if id(u.param) in residents
-                ]
-            )
-            for part in parts
-        ]
-        compute_alike(resident, self._compute)
-        others = (
-            part._replace(updates=[u for u in part.updates if id(u.param) not in residents]) for part in parts
-        )
-        return [part for part in others if part.updates]
+        if self._overlaps and others:
+            others = self._overlap.post(others, self._states, self._add_to, is_early=bool(self._early))
+        compute_on_host(others, self._compute)
 
     def _note_new_state(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
         self._overlap.arenas.note(parameters, names, self._states)
 
     def _own_attributes(self) -> tuple[str, ...]:
         return (*super()._own_attributes(), "_overlaps", "_state_dtype", "_fraction")
+
+
+def _with_contiguous_gradients(part: Part) -> Part:
+    return part._replace(updates=[u._replace(grad=u.grad.contiguous()) for u in part.updates])
 
 
 def _zero(grad: Tensor | None) -> None:
