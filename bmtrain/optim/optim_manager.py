@@ -204,9 +204,8 @@ class OptimManager:
             with self._around_backward():
                 self.scale_loss(loss).backward()
         except BaseException:
-            self._num_backwards = (
-                0  # of some parameters the gradient is missing: zero_grad() is to drop the others
-            )
+            # Of some parameters the gradient is missing: zero_grad() is to drop the others.
+            self._num_backwards = 0
             raise
 
     def _around_backward(self) -> AbstractContextManager[None]:
