@@ -165,6 +165,7 @@ class _Conversion:
 
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _LISTS = (TransformerBlockList, PipelineTransformerBlockList)
+_CHECKPOINTING = "_gradient_checkpointing_func"  # as transformers calls it
 
 
 # ---- classes
@@ -201,7 +202,7 @@ def _derive_class(old: type[torch.nn.Module]) -> type[torch.nn.Module]:
         _Converted,
         *([_RecurrentWeights] if issubclass(old, torch.nn.RNNBase) else []),
         *([_CopiesItself] if hasattr(old, "__deepcopy__") else []),
-        *([_HasVocabulary] if hasattr(old, "resize_token_embeddings") else []),
+        *([_OfTransformers] if hasattr(old, "resize_token_embeddings") else []),
         old,
     )
     return types.new_class(
@@ -239,9 +240,16 @@ class _RecurrentWeights:
         self.__dict__.pop("_flat_weights", None)
 
 
-class _HasVocabulary:
-    """Models of transformers would write the resized table to a gathered copy, and make a plain last layer."""
+class _OfTransformers:
+    """What models of transformers do with all of their modules, once some are shards and some are in Blocks."""
 
+    def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
+        super()._set_gradient_checkpointing(*args, **kwargs)  # type: ignore[misc]
+        for block in self.modules():  # type: ignore[attr-defined]
+            if type(block) is Block:  # which has got the function in the place of its layer
+                vars(block._module)[_CHECKPOINTING] = vars(block).get(_CHECKPOINTING)
+
+    # It would write the resized table to a gathered copy, and make a plain last layer.
     def resize_token_embeddings(
         self,
         new_num_tokens: int | None = None,

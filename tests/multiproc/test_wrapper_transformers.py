@@ -117,6 +117,34 @@ def check_resizing(tied: bool) -> None:
     assert isinstance(model.lm_head, bmt.DistributedModule)
 
 
+@pytest.mark.parametrize("is_wrapped_first", [True, False])
+def test_checkpointing_of_transformers_may_be_turned_on_and_off(is_wrapped_first: bool):
+    run_ranks(2, check_checkpointing, is_wrapped_first)
+
+
+def check_checkpointing(is_wrapped_first: bool) -> None:
+    import transformers
+
+    plain = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**SMALL, **SIZES["gpt2"], **NO_DROPOUT["gpt2"])
+    ).train()
+    model = copy.deepcopy(plain)
+    if is_wrapped_first:
+        bmt.BMTrainModelWrapper(model)
+    for each in (plain, model):
+        each._set_gradient_checkpointing()  # what the documented names for it call, which change
+    bmt.BMTrainModelWrapper(model)
+    ids = torch.arange(16).reshape(2, 8)
+    for is_on in (True, False):
+        for each in (plain, model):
+            each._set_gradient_checkpointing(is_on)
+            each.zero_grad()
+            each(input_ids=ids, labels=ids).loss.backward()
+        for param, twin in zip(model.parameters(), plain.parameters(), strict=True):
+            expected = bmt.world_size() * twin.grad.flatten()[param._start_partition : param._end_partition]
+            torch.testing.assert_close(param.grad, expected, rtol=1e-4, atol=1e-6)
+
+
 def compare_gradients(plain: torch.nn.Module, model: torch.nn.Module) -> None:
     """Makes the plain gradients those of the sum over ranks, as sharded parameters have them, and compares."""
     named = list(zip(plain.named_parameters(), model.parameters(), strict=True))
