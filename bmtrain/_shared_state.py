@@ -192,10 +192,22 @@ def _is_handle(value: Any) -> bool:
     return isinstance(value, DistributedTensorWrapper)
 
 
+def _check_plain(key: str, value: torch.Tensor) -> None:
+    """Refuses what the other ranks could not be given as bytes."""
+    if value.layout is not torch.strided:
+        raise TypeError(f"state_dict[{key!r}]: expected a dense tensor, got layout {value.layout}")
+    if value.device.type == "meta":
+        raise TypeError(f"state_dict[{key!r}]: expected a tensor with values, got one on the meta device")
+    if value.is_quantized:
+        raise TypeError(
+            f"state_dict[{key!r}]: expected plain numbers, got a quantised tensor of {value.dtype}"
+        )
+
+
 def _entry(key: str, value: Any, nested: list[torch.Tensor]) -> tuple[str, Any]:
     if isinstance(value, (torch.Tensor, DistributedTensorWrapper)):
-        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-            raise TypeError(f"state_dict[{key!r}]: expected a dense tensor, got layout {value.layout}")
+        if isinstance(value, torch.Tensor):
+            _check_plain(key, value)
         return "tensor", _spec(value)
     try:
         return "value", encode(value, nested)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,33 @@ def check_damage(folder: str) -> str:
         assert "shard-" in attempt(lambda: swap(bad / shards[0], bad / shards[1]))
     assert checkpoint.load(good, run.model, run.manager).step == 2
     return "\n".join(texts)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_passed_over_is_told(world, tmp_path):
+    run_ranks(world, check_passed_over, str(tmp_path))
+
+
+def check_passed_over(folder: str) -> None:
+    """A run that goes back to an older checkpoint, or to the beginning, says which one it could not take, and why."""
+    make(folder)
+    good = Path(folder) / "good"
+    run = Run(seed=5)
+    for step, is_left in ((2, True), (1, False)):
+        path = good / f"step-{step:07d}"
+        on_rank_0(lambda path=path: cut(next(path.glob("shard-0-*")), 100))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = checkpoint.latest(good)
+        assert (found is not None) == is_left
+        if bmt.rank() == 0:  # who looks at the folder
+            text = str(caught[-1].message)
+            assert text.startswith(f"{path}: passed over, no longer a complete checkpoint: {path}/shard-0-")
+            assert "got 100" in text
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint: none in this folder"):
+        run.load(good)
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint: no such file or folder"):
+        run.load(good / "nowhere")
 
 
 def cut(path: Path, size: int) -> None:

@@ -59,6 +59,29 @@ def test_code_in_a_file_is_refused_by_name(value, tmp_path):
     assert ("mkdir" in message) if isinstance(value, Harmful) else ("got list" in message)
 
 
+UNSENDABLE = {
+    "sparse": (torch.Tensor.to_sparse, "expected a dense tensor, got layout torch.sparse_coo"),
+    "meta": (lambda x: x.to("meta"), "expected a tensor with values, got one on the meta device"),
+    "quantised": (
+        lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+        "expected plain numbers, got a quantised tensor of torch.qint8",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNSENDABLE)
+def test_a_tensor_that_cannot_be_sent_is_the_same_error_on_all_ranks(kind, tmp_path):
+    path = str(tmp_path / "model.pt")
+    change, problem = UNSENDABLE[kind]
+    torch.save({"weight": change(torch.ones(1, 2))}, path)
+    message = same_error(rank_outcomes(2, load_into_linear, path, timeout=20), "TypeError")
+    assert message == f"state_dict['weight']: {problem}"
+
+
+def load_into_linear(path: str) -> None:
+    bmt.load(bmt.nn.Linear(2, 1, bias=False), path)
+
+
 @pytest.mark.parametrize("non_blocking", [False, True])
 def test_a_save_that_rank_0_cannot_do_is_the_same_error_on_all_ranks(non_blocking, tmp_path):
     path = str(tmp_path / "no folder" / "model.pt")

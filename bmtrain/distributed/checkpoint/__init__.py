@@ -14,6 +14,7 @@ Example:
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -207,7 +208,8 @@ def _resolve(path: Path) -> str:
         return str(path)
     found = newest(path)
     if found is None:
-        raise FileNotFoundError(2, "no complete checkpoint: no such file or folder", str(path))
+        problem = "none in this folder" if path.is_dir() else "no such file or folder"
+        raise FileNotFoundError(errno.ENOENT, f"no complete checkpoint: {problem}", str(path))
     return str(found)
 
 

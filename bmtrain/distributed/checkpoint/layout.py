@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from pathlib import Path
 
 from ..._atomic_file import AtomicFile
@@ -86,19 +87,20 @@ def _steps(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def _is_complete(checkpoint: Path) -> bool:
+def _flaw(checkpoint: Path) -> Exception | None:
+    """Why a checkpoint cannot be loaded; None of a complete one."""
     try:
         check_sizes(checkpoint, read_manifest(checkpoint))
-    except (OSError, UnreadableFileError):
-        return False
-    return True
+    except (OSError, UnreadableFileError) as error:
+        return error
+    return None
 
 
 def complete_steps(folder: Path) -> list[Path]:
     """The complete checkpoints: the one that was saved last, then the others from the highest step down."""
     if not folder.is_dir():
         return []
-    complete = [path for path in _steps(folder) if _is_complete(path)]
+    complete = [path for path in _steps(folder) if _flaw(path) is None]
     with contextlib.suppress(OSError, UnicodeDecodeError):
         last = folder / (folder / LATEST).read_text().strip()
         if last in complete:
@@ -108,11 +110,18 @@ def complete_steps(folder: Path) -> list[Path]:
 
 
 def newest(folder: Path) -> Path | None:
-    """The checkpoint that was saved last; where nothing says so, the complete one of the highest step."""
+    """The checkpoint that was saved last; where nothing says so, the complete one of the highest step.
+
+    Warns of those that were complete once and are passed over: a run would go back without a word.
+    """
     with contextlib.suppress(OSError, UnicodeDecodeError):
         name = (folder / LATEST).read_text().strip()
-        if _STEP.fullmatch(name) and _is_complete(folder / name):
+        if _STEP.fullmatch(name) and _flaw(folder / name) is None:
             return folder / name
+    for path in _steps(folder) if folder.is_dir() else []:
+        flaw = _flaw(path)
+        if flaw is not None and (path / MANIFEST).exists():
+            warnings.warn(f"{path}: passed over, no longer a complete checkpoint: {flaw}", stacklevel=2)
     return next(iter(complete_steps(folder)), None)
 
 
