@@ -171,9 +171,19 @@ class ModelDescription:
 
         Parameters and work are divided; activations as in Megatron-LM without sequence parallelism: inputs and what
         norms and residuals keep (10 of 34 parts, Korthikanti et al., 2022, section 4.1) stay whole.
+
+        Raises:
+            ValueError: the matrices of the blocks cannot be divided so.
         """
         if tp_size == 1 and pipe_size == 1:
             return self
+        largest = max(
+            (n for block in self.blocks for buffer in block.buffers for n in buffer.numels), default=0
+        )
+        if largest % tp_size:
+            raise ValueError(
+                f"tp_size: expected a divisor of {largest}, the elements of a block's largest matrix, got {tp_size}"
+            )
         per_stage = -(-len(self.blocks) // pipe_size)
         blocks = tuple(_sliced_block(block, tp_size) for block in self.blocks[:per_stage])
         outside = tuple(

@@ -179,6 +179,8 @@ def test_tensor_parallel_ranks_and_stages_divide_the_model() -> None:
     assert staged.traffic["all_to_all"][0] == 4
     with pytest.raises(ValueError, match="multiple of tp_size"):
         estimate(model, EIGHT, TrainingPolicy(tp_size=3))
+    with pytest.raises(ValueError, match="tp_size: expected a divisor of"):
+        model.sliced(3, 1)
 
 
 def test_a_run_that_cannot_fit_is_refused_before_it_starts() -> None:
