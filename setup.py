@@ -1,20 +1,25 @@
 """Builds `bmtrain._C` against the torch of the environment that bmtrain is installed into.
 
 Everything static is in pyproject.toml. Environment variables: BMTRAIN_CUDA=0 or 1 (default: CUDA where torch
-and a toolkit have it), BMTRAIN_WERROR=1 (warnings are errors), BMTRAIN_SANITIZE=address,undefined (for
-tests/fault/sanitize.sh), MAX_JOBS (compilers at a time) and TORCH_CUDA_ARCH_LIST.
+and a toolkit have it), BMTRAIN_SANITIZE=address,undefined (for tests/fault/sanitize.sh), MAX_JOBS (compilers at a
+time) and TORCH_CUDA_ARCH_LIST.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
+import re
+import select
 import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +31,9 @@ ROOT = Path(__file__).parent
 SETUPTOOLS_MINIMUM = 77  # of pyproject.toml, which pip sees to and a call of this file does not
 TORCH_MINIMUM = (2, 11)
 TORCH_TO_INSTALL = "torch==2.13.0"
-CONFIG_FILE = "_build_config.json"  # read by bmtrain/_build.py
+CONFIG_FILE = "_build_config.json"  # read by bmtrain/_base/build.py
 BUILDING = {"build", "build_ext", "bdist_wheel", "editable_wheel", "develop"}
+GROUP_SIZE = 4  # sources compiled as one
 
 
 def require_setuptools() -> None:
@@ -43,15 +49,28 @@ def require_setuptools() -> None:
 
 def require_torch() -> None:
     """Make the torch that bmtrain will run with importable; under build isolation it is in the environment around."""
-    if find_torch():
-        return
-    sys.path += [path for path in outer_path() if path not in sys.path]
+    if not find_torch():
+        sys.path += [path for path in outer_path() if path not in sys.path]
     if not find_torch():
         raise SystemExit(
             f"bmtrain is compiled against the torch it runs with, and {sys.executable} has none.\n"
             f"First run\n    {sys.executable} -m pip install {TORCH_TO_INSTALL}\n"
             "then the same command again. With a tool that builds in an environment of its own (uv, "
             "python -m build), turn that isolation off."
+        )
+    try:
+        require_recent(importlib.metadata.version("torch"))
+    except importlib.metadata.PackageNotFoundError:  # a torch without metadata: import_torch looks at it
+        return
+
+
+def require_recent(version: str) -> None:
+    """Refuse an old torch, before pip downloads a new one (gigabytes) for a build that then uses the old one."""
+    if tuple(map(int, version.split(".")[:2])) < TORCH_MINIMUM:
+        minimum = ".".join(map(str, TORCH_MINIMUM))
+        raise SystemExit(
+            f"bmtrain needs torch >= {minimum}, {sys.executable} has {version}. First run\n"
+            f"    {sys.executable} -m pip install {TORCH_TO_INSTALL}\nthen the same command again."
         )
 
 
@@ -65,9 +84,7 @@ def import_torch() -> Any:
     """The torch to build against."""
     import torch
 
-    if tuple(map(int, torch.__version__.split(".")[:2])) < TORCH_MINIMUM:
-        minimum = ".".join(map(str, TORCH_MINIMUM))
-        raise SystemExit(f"bmtrain needs torch >= {minimum}, {sys.executable} has {torch.__version__}")
+    require_recent(torch.__version__)
     return torch
 
 
@@ -119,8 +136,16 @@ def find_toolkit() -> Path | None:
     named = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     found = [str(Path(nvcc).resolve().parents[1])] if nvcc else []
     for home in filter(None, [*named, *found, "/usr/local/cuda"]):
-        if Path(home, "bin", "nvcc").exists() and Path(home, "include", "cuda_runtime_api.h").exists():
+        if Path(home, "bin", "nvcc").exists() and find_headers(Path(home)) is not None:
             return Path(home)
+    return None
+
+
+def find_headers(home: Path) -> Path | None:
+    """The headers of a toolkit; those of conda lie in a folder of the target, beside its libraries."""
+    for folder in (home / "include", home / "targets" / f"{platform.machine()}-linux" / "include"):
+        if (folder / "cuda_runtime_api.h").exists():
+            return folder
     return None
 
 
@@ -138,6 +163,12 @@ def wants_cuda(torch: Any) -> bool:
         )
     if asked == "1" and missing:
         raise SystemExit(f"BMTRAIN_CUDA=1, but what is missing is {' and '.join(missing)}")
+    if asked == "" and torch.version.cuda is not None and missing:
+        sys.stderr.write(
+            f"bmtrain: the core is built WITHOUT CUDA kernels, though torch {torch.__version__} has CUDA: what is "
+            f"missing is {' and '.join(missing)}. torch's operations take their place on GPUs. BMTRAIN_CUDA=1 makes "
+            "this an error, BMTRAIN_CUDA=0 silences it\n"
+        )
     return asked != "0" and not missing
 
 
@@ -149,6 +180,42 @@ def find_sources(cuda: bool) -> list[str]:
         if path.suffix in ({".cpp", ".cu"} if cuda else {".cpp"}) and (cuda or not only_cuda):
             found.append(path.relative_to(ROOT).as_posix())
     return found
+
+
+def group_sources(sources: list[str], folder: Path) -> list[str]:
+    """Compile a few files of a folder as one: most of their time goes to torch's headers, which they share.
+
+    Bindings and the kernels of an instruction set, which take longest, stay alone, and so does what is CUDA's.
+
+    Args:
+        sources: relative to the tree.
+        folder: for the files that include them.
+
+    Returns:
+        The files to compile instead.
+    """
+    alone, folders = [], {}
+    for source in sources:
+        path = Path(source)
+        if (
+            path.suffix != ".cpp"
+            or path.stem.endswith("_cuda")
+            or path.parent.name in ("bindings", "cpu", "cuda")
+        ):
+            alone.append(source)
+        else:
+            folders.setdefault(path.parent, []).append(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    for place, paths in folders.items():
+        count = -(-len(paths) // GROUP_SIZE)
+        for n in range(count):
+            part = paths[n * len(paths) // count : (n + 1) * len(paths) // count]
+            text = "".join(f'#include "{path.relative_to("csrc").as_posix()}"\n' for path in part)
+            group = folder / f"{'_'.join(place.parts[1:]) or 'csrc'}_{n}.cpp"
+            if not group.exists() or group.read_text() != text:  # ninja goes by the time of files
+                group.write_text(text)
+            alone.append(str(group))
+    return alone
 
 
 def architectures() -> str:
@@ -167,14 +234,19 @@ def make_extension(cuda: bool) -> Extension:
     from torch.utils import cpp_extension as torch_build
 
     device = "cuda" if cuda else "cpu"
-    system = [f"-isystem{path}" for path in torch_build.include_paths(device)]
-    warnings = ["-Wall", "-Wextra", *(["-Werror"] if os.environ.get("BMTRAIN_WERROR") == "1" else [])]
+    toolkit = find_toolkit() if cuda else None
+    headers = None if toolkit is None else find_headers(toolkit)
+    # torch knows the usual folders.
+    conda = [] if toolkit is None or headers is None or headers == toolkit / "include" else [headers]
+    system = [f"-isystem{path}" for path in [*torch_build.include_paths(device), *conda]]
+    warnings = ["-Wall", "-Wextra"]  # tests/run.sh fails if there were any, see CompilerOutput
     # -ffp-contract=off: a multiply and an add are fused where a kernel says so, not where a compiler likes
     # to, so that all instruction sets give the same bits.
     common = ["-O3", "-std=c++20", *(["-DBMTRAIN_WITH_CUDA"] if cuda else [])]
     host = [
         *system,
         *warnings,
+        "-DAT_PER_OPERATOR_HEADERS",  # torch's own headers then include the operators they use, not all of them
         "-ffp-contract=off",
         "-fvisibility=hidden",
         "-fvisibility-inlines-hidden",
@@ -197,7 +269,7 @@ def make_extension(cuda: bool) -> Extension:
         find_sources(cuda),
         include_dirs=[str(ROOT / "csrc")],
         depends=[path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/**/*") if path.is_file()],
-        library_dirs=torch_build.library_paths(device),
+        library_dirs=[*torch_build.library_paths(device), *(str(path.parent / "lib") for path in conda)],
         libraries=[
             *("c10", "torch", "torch_cpu", "torch_python"),
             *(("cudart", "c10_cuda", "torch_cuda") if cuda else ()),
@@ -218,13 +290,20 @@ def make_build_command(torch: Any, cuda: bool) -> type:
             super().finalize_options()
             # pip gives an editable build a folder that it deletes afterwards; here ninja finds what is done.
             # What changes every compiler call has a folder of its own, so that going back and forth is quick.
-            kind = ("-cuda" if cuda else "") + ("-werror" if os.environ.get("BMTRAIN_WERROR") == "1" else "")
-            kind += "-sanitized" if os.environ.get("BMTRAIN_SANITIZE") else ""
+            kind = ("-cuda" if cuda else "") + ("-sanitized" if os.environ.get("BMTRAIN_SANITIZE") else "")
             name = f"core-{sysconfig.get_platform()}-{sys.implementation.cache_tag}-torch{torch.__version__}"
             self.build_temp = str(ROOT / "build" / (name + kind))
 
+        def build_extensions(self) -> None:
+            temporary = Path(self.build_temp)
+            [core] = self.extensions
+            core.sources = group_sources(core.sources, temporary / "groups")
+            with CompilerOutput(temporary / "warnings.json"):
+                super().build_extensions()
+
         def run(self) -> None:
             super().run()
+            found = Path(self.build_temp, "warnings.json")
             config = {
                 "torch": str(torch.__version__),
                 "cuda": torch.version.cuda if cuda else None,
@@ -235,12 +314,86 @@ def make_build_command(torch: Any, cuda: bool) -> type:
                 "flags": " ".join(
                     f for f in self.extensions[0].extra_compile_args["cxx"] if "-isystem" not in f
                 ),
+                "warnings": list(json.loads(found.read_text()).values()) if found.exists() else [],
             }
             folders = [Path(self.build_lib, "bmtrain"), *([ROOT / "bmtrain"] if self.inplace else [])]
             for folder in folders:
                 (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
     return BuildCore
+
+
+class CompilerOutput:
+    """Says how far ninja is instead of showing its commands, and keeps the warnings of every object.
+
+    Warnings of objects that an earlier build compiled are part of it too: tests/run.sh fails on them without other
+    flags, for which everything would be compiled again.
+
+    Args:
+        path: of the warnings, object -> text.
+    """
+
+    _SILENCE = 8  # seconds
+    _STATUS = re.compile(r"@compiled (\d+) (\d+) (.*)")
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._warnings: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
+        self._object = ""
+        self._done = self._all = ""
+
+    def __enter__(self) -> None:
+        os.environ["NINJA_STATUS"] = "@compiled %f %t "
+        sys.stdout.flush()
+        self._began = self._told = time.monotonic()
+        self._screen = os.dup(1)
+        self._output, end = os.pipe()
+        os.dup2(end, 1)
+        os.close(end)
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def __exit__(self, *error: object) -> None:
+        sys.stdout.flush()
+        os.dup2(self._screen, 1)
+        self._reader.join()
+        os.close(self._output)
+        os.close(self._screen)
+        found = {name: text for name, text in self._warnings.items() if "warning" in text}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps(found, indent=1))
+
+    def _read(self) -> None:
+        rest = b""
+        while True:
+            if not select.select([self._output], [], [], self._SILENCE)[0]:
+                self._tell()
+                continue
+            data = os.read(self._output, 1 << 16)
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines if data else [rest]:
+                self._take(line.decode(errors="replace"))
+            if not data:
+                return
+
+    def _take(self, line: str) -> None:
+        status = self._STATUS.match(line)
+        if status is None:
+            self._warnings[self._object] = self._warnings.get(self._object, "") + line + "\n"
+            if line and not line.startswith(("ninja: no work", "ninja: Entering")):
+                os.write(self._screen, f"{line}\n".encode())
+            return
+        self._done, self._all, command = status.groups()
+        built = re.search(r" -o (\S+)", command)
+        self._object = built[1] if built else command
+        self._warnings.pop(self._object, None)
+        if self._done == self._all or time.monotonic() - self._told > 2:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._told = time.monotonic()
+        what = f"{self._done} of {self._all} files" if self._all else "the first files"
+        os.write(self._screen, f"compiling: {what}, {self._told - self._began:.0f} s\n".encode())
 
 
 def compiler_version(compiler: str) -> str:

@@ -9,7 +9,7 @@ A training script, started once for each rank by ``torchrun``::
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-3)
     manager = bmt.optim.OptimManager()  # OptimManager(loss_scale=2**15) for float16
     manager.add_optimizer(optimizer)
-    for batch in batches:  # this rank's own, on bmt.config["device"]
+    for batch in bmt.data.loader(dataset, batch_size=8):  # this rank's own samples
         manager.zero_grad()
         manager.backward(loss_of(model, batch))
         manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
@@ -17,59 +17,74 @@ A training script, started once for each rank by ``torchrun``::
     bmt.save(model, "model.pt")  # torch.load reads it, with the names of the plain model
 
 To write models for it, see `Block`, `DistributedModule`, `DistributedParameter` and `TransformerBlockList`; to save a
-run and resume it, ``bmtrain.distributed.checkpoint``; tools are ``python -m bmtrain --help``.
+run and resume it, ``bmtrain.distributed.checkpoint``; tools are ``bmtrain --help``.
 """
 
 from __future__ import annotations
 
-from ._build import build_info, load_extension
+import importlib
+from typing import TYPE_CHECKING
 
-load_extension()  # before any module that needs it, so that a core built for another torch is named as such
+from ._tools.command_line import answer_early, report_broken
 
-from . import (
-    benchmark,
-    block_layer,
-    debug,
-    distributed,
-    global_var,
-    hook_func,
-    init,
-    inspect,
-    layer,
-    loss,
-    lr_scheduler,
-    nccl,
-    nn,
-    optim,
-    param_init,
-    parameter,
-    pipe_layer,
-    plan,
-    store,
-    timeline,
-    utils,
-    virtual,
-    weights,
-    wrapper,
-)
-from ._engine.policy import BlockPolicy, Recompute, default_policy
+answer_early()  # `bmtrain --help` without the time that torch takes
+
+try:
+    from ._base.build import build_info, load_extension
+
+    load_extension()  # before any module that needs it, so that a core built for another torch is named as such
+except ImportError as error:
+    report_broken(error)  # where this is a command, `bmtrain doctor` among them
+    raise
+
+from . import block_layer, global_var, layer, param_init, parameter, utils
+from ._engine.engine import default_policy
+from ._engine.policy import BlockPolicy, Recompute
 from ._version import __version__
-from .accumulate import no_sync
-from .backward import optim_step
 from .block_layer import Block, TransformerBlockList
 from .checkpointing import checkpoint
 from .global_var import config, rank, world_size
-from .init import init_distributed
 from .layer import DistributedModule
-from .memory import MemoryReport, memory_report
 from .param_init import grouped_parameters, init_parameters
 from .parameter import DistributedParameter, ParameterInitializer
-from .pipe_layer import PipelineTransformerBlockList
-from .store import load, save
 from .synchronize import gather_result, sum_loss, synchronize, wait_loader
 from .utils import load_nccl_pypi, print_block, print_dict, print_rank, see_memory
-from .virtual import virtual_shards
-from .wrapper import BMTrainModelWrapper
+from .zero_context import whole
+
+if TYPE_CHECKING:  # these load when they are first used, see _ON_FIRST_USE
+    from . import accumulate as accumulate
+    from . import backward as backward
+    from . import (
+        benchmark,
+        data,
+        debug,
+        distributed,
+        hook_func,
+        init,
+        inspect,
+        loss,
+        lr_scheduler,
+        nccl,
+        nn,
+        optim,
+        pipe_layer,
+        plan,
+        store,
+        timeline,
+        virtual,
+        weights,
+        wrapper,
+    )
+    from . import convert as convert
+    from . import memory as memory
+    from .accumulate import no_sync
+    from .backward import optim_step
+    from .init import init_distributed
+    from .memory import MemoryReport, memory_report
+    from .pipe_layer import PipelineTransformerBlockList
+    from .store import load, save
+    from .virtual import virtual_shards
+    from .wrapper import BMTrainModelWrapper
 
 CheckpointBlock = Block
 
@@ -91,6 +106,7 @@ __all__ = [
     "build_info",
     "checkpoint",
     "config",
+    "data",
     "debug",
     "default_policy",
     "distributed",
@@ -132,6 +148,51 @@ __all__ = [
     "virtual_shards",
     "wait_loader",
     "weights",
+    "whole",
     "world_size",
     "wrapper",
 ]
+
+#: Module -> its names here. `import bmtrain` loads Blocks and what they need; these modules load when one of their
+#: names, or the module itself, is first used.
+_ON_FIRST_USE: dict[str, tuple[str, ...]] = {
+    "accumulate": ("no_sync",),
+    "backward": ("optim_step",),
+    "benchmark": (),
+    "convert": (),
+    "data": (),
+    "debug": (),
+    "distributed": (),
+    "hook_func": (),
+    "init": ("init_distributed",),
+    "inspect": (),
+    "loss": (),
+    "lr_scheduler": (),
+    "memory": ("MemoryReport", "memory_report"),
+    "nccl": (),
+    "nn": (),
+    "optim": (),
+    "pipe_layer": ("PipelineTransformerBlockList",),
+    "plan": (),
+    "store": ("load", "save"),
+    "timeline": (),
+    "virtual": ("virtual_shards",),
+    "weights": (),
+    "wrapper": ("BMTrainModelWrapper",),
+}
+_MODULE_OF = {name: module for module, names in _ON_FIRST_USE.items() for name in names}
+
+if not TYPE_CHECKING:  # with it, type checkers would accept any name
+
+    def __getattr__(name: str) -> object:
+        module = _MODULE_OF.get(name, name)
+        if module not in _ON_FIRST_USE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        loaded = importlib.import_module(f".{module}", __name__)
+        for own in _ON_FIRST_USE[module]:
+            globals()[own] = getattr(loaded, own)
+        return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_FIRST_USE, *_MODULE_OF})

@@ -1,25 +1,26 @@
-"""Backwards that send no gradients."""
+"""Gradient accumulation without communication."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
+from ._engine.engine import current_engine
 from .global_var import context
 
 __all__ = ["no_sync"]
 
 
 def no_sync() -> AbstractContextManager[None]:
-    """While it lasts, backwards add up gradients on each rank and send nothing.
+    """Context manager in which backwards accumulate gradients on each rank and send nothing.
 
-    The first backward after it sends the sums; until then ``.grad`` does not have them. Each rank holds whole gradients
-    meanwhile, in the parameters' dtype, or the ``reduce_dtype`` of a block's policy. All ranks must do the same. Blocks
-    with ``keep_gradients=False`` in their policy send as always; those with ``keep_gathered=True`` are gathered once
+    The first backward after it sends the sums; until then ``.grad`` does not have them. Each rank holds full gradients
+    meanwhile, in the parameters' dtype, or the ``reduce_dtype`` of a block's policy. All ranks must do so. Blocks
+    with ``keep_gradients=False`` in their policy send as usual; blocks with ``keep_gathered=True`` are gathered once
     for all these backwards.
 
-    ``zero_grad()`` of this library's optimizers and :class:`OptimManager <bmtrain.optim.OptimManager>` drops what was
-    not sent of their parameters' gradients; torch's own know nothing of it. A parameter that is frozen afterwards gets
-    what it was to get before.
+    ``zero_grad()`` of this library's optimizers and :class:`OptimManager <bmtrain.optim.OptimManager>` drops the unsent
+    gradients of their parameters; torch's own optimizers do not. A parameter that is frozen afterwards still receives
+    its unsent gradients.
 
     Raises:
         RuntimeError: before :func:`bmtrain.init_distributed`, or in a loop over virtual shards.
@@ -32,7 +33,7 @@ def no_sync() -> AbstractContextManager[None]:
         >>> next(block.parameters()).grad.tolist()  # of both
         [2.0, 2.0]
     """
-    engine = context().engine
+    engine = current_engine(context())
     if engine.virtual.is_open:
         raise RuntimeError("no_sync: virtual shards are summed one by one; leave it out of a loop over them")
     return engine.accumulation.no_sync()

@@ -1,4 +1,4 @@
-"""One optimizer step with the loss scale that the optimizer owns (the API of 0.1.x)."""
+"""Optimizer step with the optimizer's own loss scale (the API of 0.1.x)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from ._deprecate import warn_once
+from ._base.deprecate import warn_once
 from .global_var import config, rank
 
 __all__ = ["optim_step"]
 
 
 def optim_step(optim: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
-    """Step an optimizer and then its schedule, minding the loss scale if the optimizer owns one. Collective.
+    """Steps an optimizer and then its schedule, under the optimizer's own loss scale if it has one. Collective.
 
     An optimizer made with ``scale=`` skips the step when a gradient of any rank overflowed: the scale is
     divided by ``config["loss_scale_factor"]`` (but not below 1), the gradients are zeroed and the schedule

@@ -10,21 +10,23 @@ from typing import Any
 
 import torch
 
-from ._arguments import require_integer, require_module
-from ._deprecate import warn_once
-from ._engine.block_build import adopt_parameters, dissolve_inner_blocks
-from ._engine.block_ref import BlockRef
-from ._engine.foreign import refuse_replicas
+from ._base.arguments import require_integer, require_module
+from ._base.deprecate import warn_once
+from ._base.layer_sequence import LayerSequence
+from ._base.layers import run_layers, stacked
+from ._base.opaque import opaque
+from ._base.stand_in import SHARED, StandIn
+from ._engine.engine import current_engine
 from ._engine.island import run_block
-from ._engine.layer_sequence import LayerSequence
-from ._engine.layers import run_layers, stacked
-from ._engine.meta import make_moved_shards
-from ._engine.opaque import opaque
 from ._engine.policy import BlockMode, BlockPolicy, Recompute
 from ._engine.recompute import ModuleState
 from ._engine.runtime import BlockRuntime
-from ._engine.stand_in import SHARED, StandIn
-from ._engine.storage import build_storage
+from ._model.block_build import adopt_parameters, dissolve_inner_blocks
+from ._model.notes import name_block
+from ._model.storage import build_storage
+from ._shards.block_ref import BlockRef
+from ._shards.foreign import refuse_listing
+from ._shards.meta import make_moved_shards
 from .errors import RepeatedBlockError
 from .global_var import context
 from .param_init import grouped_parameters, init_parameters
@@ -41,7 +43,7 @@ __all__ = [
     "storage_type_cuda",
 ]
 
-# What a copy of a Block makes anew.
+# Attributes that a copy of a Block makes again.
 _NOT_COPIED = (
     *SHARED,
     "_module",
@@ -62,13 +64,13 @@ class Block(StandIn):
     Args:
         inner_module: any module; every parameter in it must be a :class:`bmtrain.DistributedParameter`. Blocks inside
             it are dissolved into this one. Values are preserved.
-        use_checkpoint: keep only the inputs, and run the forward again in backward.
-        zero_level: 3 frees the full parameters between forward and backward, 2 keeps them. Default: what
-            ``init_distributed(zero_level=)`` said, else 3.
+        use_checkpoint: keep only the inputs, and recompute the forward in backward.
+        zero_level: 3 frees the full parameters between forward and backward, 2 keeps them. Default: the level of
+            ``init_distributed(zero_level=)``, else 3.
         initialized: build no storage: :meth:`reference` will share another Block's.
         mode: ``"BLOCK"``, or ``"PIPE"`` for pipeline lists.
-        policy: everything that a Block can be asked to do, in place of ``use_checkpoint`` and ``zero_level``. Default:
-            what :func:`bmtrain.default_policy` says.
+        policy: all options of a Block, in place of ``use_checkpoint`` and ``zero_level``. Default: the policy of
+            :func:`bmtrain.default_policy`.
 
     Raises:
         ValueError: for a parameter that is not distributed (named), a bad ``zero_level`` or ``mode``, or parameters
@@ -101,7 +103,7 @@ class Block(StandIn):
                 f"zero_level: expected 2 or 3, got {zero_level!r}; levels 0 and 1 are for BlockPolicy"
             )
         if policy is None:
-            policy = context().engine.default_policy or BlockPolicy(level=context().zero_level)
+            policy = current_engine(context()).default_policy or BlockPolicy(level=context().zero_level)
             policy = replace(
                 policy,
                 level=policy.level if zero_level is None else zero_level,
@@ -120,13 +122,13 @@ class Block(StandIn):
         own = self.__dict__
         own["_policy"] = policy
         own["_mode"] = mode
-        own["_label"] = f"{type(inner_module).__name__}#{context().engine.schedule.next_number}"
+        own["_label"] = f"{type(inner_module).__name__}#{current_engine(context()).schedule.next_number}"
         own["_modules_state"] = ModuleState(inner_module)
         own["_links"] = [None, None]
         own["_shares_with"] = None
         own["_storages"] = []
 
-    @torch.inference_mode(False)  # what is built in inference mode can be trained
+    @torch.inference_mode(False)  # so that Blocks built in inference mode can be trained
     def _build(self) -> None:
         """(Re)packs the parameters of the inner module into flat storage. Collective."""
         reference = BlockRef(self)
@@ -137,7 +139,9 @@ class Block(StandIn):
         if "_runtime" in self.__dict__:
             self._runtime.replace_groups(groups)
         else:
-            self.__dict__["_runtime"] = BlockRuntime(context().engine, self._label, groups, self._policy)
+            self.__dict__["_runtime"] = BlockRuntime(
+                current_engine(context()), self._label, groups, self._policy
+            )
         reference.runtime = weakref.ref(self._runtime)
         self._runtime.reference = reference
 
@@ -148,7 +152,7 @@ class Block(StandIn):
                     storage.shards.set_hooks(index, param._gradient_hooks)
 
     def _make_shard(self, param: DistributedParameter) -> bool:
-        """Gives ``param`` its place in the storage; False if it has none (on another stage of a pipeline)."""
+        """Makes ``param`` a view of the storage; returns False if it has none (on another stage of a pipeline)."""
         for storage in self._storages:
             for index, member in enumerate(storage.parameters):
                 if member is param:
@@ -174,13 +178,18 @@ class Block(StandIn):
         runtime = self._runtime
         if runtime.is_bound:  # called from its own forward, by a replaced forward that wraps the old one
             return self._module(*args, **kwargs)
-        return run_block(runtime, forward, self._modules_state, args, kwargs)
+        try:
+            return run_block(runtime, forward, self._modules_state, args, kwargs)
+        except Exception as error:
+            owned = [param for storage in self._storages for param in storage.parameters]
+            name_block(error, self._label, owned, (args, kwargs))
+            raise
 
     def _replaced_forward(self, function: Any) -> Any:
         return _ReplacedForward(self, function)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        refuse_replicas(self._label, _getframe(1))
+        refuse_listing(self._label, _getframe(1))
         return super().named_parameters(*args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Block:
@@ -227,7 +236,7 @@ class Block(StandIn):
         return grouped_parameters(self)
 
     def set_pre_module(self, pre_module: Block | None) -> None:
-        """Says which Block runs before this one. (The order of calls is learnt; the links are kept for readers.)"""
+        """Sets the Block that runs before this one. (The order of calls is learnt; the links are informative.)"""
         self._links[0] = None if pre_module is None else weakref.ref(pre_module)
         if pre_module is not None:
             pre_module._links[1] = weakref.ref(self)
@@ -242,17 +251,17 @@ class Block(StandIn):
 
     @property
     def _storage_params(self) -> dict[str, torch.nn.Parameter]:
-        """Kind -> flat local parameter, with ``.grad`` where there is one."""
+        """Flat local parameters by kind, with ``.grad`` if there is one."""
         return {storage.kind: storage.flat_parameter() for storage in self._storages}
 
     @property
     def _storage_info(self) -> dict[str, dict[str, Any]]:
-        """Kind -> sizes and ranks of the flat buffer."""
+        """Ranks and sizes of the flat buffers by kind."""
         return {storage.kind: storage.info() for storage in self._storages}
 
     @property
     def _param_info(self) -> list[dict[str, Any]]:
-        """Where each parameter lies."""
+        """Positions of the parameters in the flat buffers."""
         return [info for storage in self._storages for info in storage.parameter_infos()]
 
 
@@ -273,7 +282,7 @@ def _new_block() -> Block:
 
 
 class _ReplacedForward:
-    """What a Block runs after ``block.forward = function``: the function, gathered and recomputed like its own."""
+    """A forward set by ``block.forward = function``, run with gathering and recomputation like the Block's own."""
 
     def __init__(self, block: Block, function: Any) -> None:
         self.block = block
@@ -307,8 +316,8 @@ class TransformerBlockList(LayerSequence):
     Args:
         modules: Blocks, or plain modules (each wrapped in a Block). A plain module given twice yields two Blocks that
             share their storage.
-        num_hidden: how many of the positional arguments are hidden states, passed from Block to Block; the rest and all
-            keyword arguments go to every Block.
+        num_hidden: number of positional arguments that are hidden states, passed from Block to Block; the rest and all
+            keyword arguments are passed to every Block.
         sqrt: accepted for programs of older versions; has no effect.
 
     Raises:
@@ -334,7 +343,7 @@ class TransformerBlockList(LayerSequence):
         if not isinstance(modules, Iterable):
             raise TypeError(f"modules: expected several, such as a list, got {type(modules).__name__}")
         self.num_hidden = require_integer("num_hidden", num_hidden, 1)
-        blocks: dict[int, Block] = {}  # by the identity of what was given
+        blocks: dict[int, Block] = {}  # by the identity of the given module
         for index, module in enumerate(modules):
             block = as_block(module, blocks.get(id(module)), index)
             blocks.setdefault(id(module), block)
@@ -368,7 +377,7 @@ class TransformerBlockList(LayerSequence):
 
 
 def chain_blocks(layers: torch.nn.Module) -> None:
-    """Tells each Block among the children which one runs before it."""
+    """Sets the preceding Block of each Block among the children."""
     previous: Block | None = None
     for block in layers._modules.values():
         if type(block) is Block:
@@ -377,7 +386,7 @@ def chain_blocks(layers: torch.nn.Module) -> None:
 
 
 def as_block(module: torch.nn.Module, earlier: Block | None, index: int) -> Block:
-    """The Block for one item of a list; ``earlier`` is the Block of the same item at an earlier place."""
+    """Returns the Block for an item of a list; ``earlier`` is the Block of the same item at an earlier position."""
     require_module(f"modules[{index}]", module)
     if type(module) is Block:
         if earlier is not None:

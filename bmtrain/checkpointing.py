@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ._deprecate import warn_once
+from ._base.deprecate import warn_once
 
 __all__ = ["checkpoint"]
 
@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 def checkpoint(func: Callable[P, R]) -> Callable[P, R]:
-    """Make a function keep only its inputs and run again in backward.
+    """Wraps a function so that it keeps only its inputs and is recomputed in backward.
 
     The random-number state of the first run is restored for the second, so dropout masks agree. Parameters
     that ``func`` reads get their gradients as usual.

@@ -1,4 +1,4 @@
-"""A scratch store of this process, to look at values from elsewhere in a program while debugging."""
+"""A process-wide store of values for debugging."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 __all__ = ["append", "clear", "extend", "get", "set"]
 
-# Process-wide on purpose: what is stored deep inside a model is looked at from outside it.
+# Process-wide on purpose: values are stored deep inside a model and read outside of it.
 _values: dict[Any, Any] = {}
 
 
 def set(key: Any, value: Any) -> None:
-    """Store a value; a tensor is stored as a detached copy on the CPU.
+    """Stores a value; a tensor is stored as a detached copy on the CPU.
 
     Example:
         >>> set("scores", [1])
@@ -30,30 +30,30 @@ def set(key: Any, value: Any) -> None:
 
 
 def get(key: Any, default: Any = None) -> Any:
-    """The stored value, or ``default``."""
+    """Returns the stored value, or ``default``."""
     return _values.get(key, default)
 
 
 def append(key: Any, value: Any) -> None:
-    """Add one value to the list stored under ``key``, which is made if there is none.
+    """Appends a value to the list stored under ``key``, which is created if there is none.
 
     Raises:
-        TypeError: what is stored there is no list.
+        TypeError: the stored value is not a list.
     """
     _list(key).append(_plain(value))
 
 
 def extend(key: Any, values: Iterable[Any]) -> None:
-    """Add several values to the list stored under ``key``, which is made if there is none.
+    """Appends several values to the list stored under ``key``, which is created if there is none.
 
     Raises:
-        TypeError: what is stored there is no list.
+        TypeError: the stored value is not a list.
     """
     _list(key).extend(_plain(value) for value in values)
 
 
 def clear(key: Any = None) -> None:
-    """Forget one key, or everything."""
+    """Removes one key, or all."""
     if key is None:
         _values.clear()
     else:

@@ -1,4 +1,4 @@
-"""The errors of the library that are not plain ValueError or TypeError."""
+"""Exception classes of the library."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = [
 
 
 class BMTrainError(RuntimeError):
-    """What every error that is specific to this library derives from."""
+    """Base class of the errors that are specific to this library."""
 
 
 class CommunicationError(BMTrainError):
-    """A rank is gone, late, or did something else than the others.
+    """A rank has exited, is late, or called another operation than the others.
 
-    The message names the operation, what it served, its sequence number, the group, this rank, and the rank that did
+    The message names the operation, its purpose, its sequence number, the group, this rank, and the rank that did
     not answer. After it the communicator is aborted: every later operation on it fails with the first reason.
 
     Example::
@@ -29,12 +29,12 @@ class CommunicationError(BMTrainError):
             train()
         except bmtrain.errors.CommunicationError as error:
             print(error)  # rank 1 died: connections closed without a word ...
-            raise  # this process cannot join the others again: let the launcher start all of them anew
+            raise  # this process cannot join the others again: let the launcher start all of them again
     """
 
 
 class DoesNotFitError(BMTrainError, ValueError):
-    """A plan given to ``init_distributed`` needs more memory than there is."""
+    """A plan given to ``init_distributed`` needs more memory than is available."""
 
 
 class RepeatedBlockError(BMTrainError, ValueError, AssertionError):

@@ -1,32 +1,14 @@
-"""Who am I: rank, world size, and the mapping that shows what `init_distributed` established."""
+"""Rank, world size, and the mapping of what `init_distributed` established."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
-from . import _context
-from ._context import Context
+from ._ranks import context as _context
+from ._ranks.context import Context, context
 
 __all__ = ["Config", "config", "context", "num_losses", "rank", "world_size"]
-
-
-def context(needed_by: str | None = None) -> Context:
-    """The context of this process.
-
-    Args:
-        needed_by: what asks for it, for the message of the error.
-
-    Raises:
-        RuntimeError: before `init_distributed`, or in a process forked from a rank.
-    """
-    current = _context.current()
-    if current is None:
-        needs = f" before using {needed_by}" if needed_by else " first"
-        raise RuntimeError(f"bmtrain is not initialized: call bmtrain.init_distributed(){needs}")
-    if _context.forked_from is not None:
-        _context.refuse_child(needed_by or "bmtrain")
-    return current
 
 
 def rank() -> int:
@@ -52,11 +34,11 @@ def world_size() -> int:
 
 
 def num_losses() -> int:
-    """How many different losses the gradients are the sum of: ranks without those of tensor parallelism, or shards."""
+    """The number of losses that the gradients sum: ranks divided by tensor-parallel size, or virtual shards."""
     current = _context.current()
     if current is None:
         return 1
-    if current.engine.virtual.is_open:
+    if current.engine.is_summing_virtual_shards:
         return current.virtual_shards
     return current.topology.world_size // current.topology.tp_size
 
@@ -70,7 +52,7 @@ _SETTINGS: dict[str, Any] = {"save_param_to_cpu": True, "loss_scale_factor": 2.0
 # State of the last save in the background, written by the library (`Config.set_save_state`).
 _SAVE_STATE: dict[str, Any] = {"finish_save": True, "save_thread": None}
 
-# What the other keys of the library read from the context.
+# The other keys of the library, read from the context.
 _VIEWS: dict[str, Callable[[Context], Any]] = {
     "initialized": lambda c: True,
     "rank": lambda c: c.topology.rank,
@@ -78,8 +60,8 @@ _VIEWS: dict[str, Callable[[Context], Any]] = {
     "world_size": lambda c: c.topology.world_size,
     "local_size": lambda c: c.local_size,
     "device": lambda c: c.device,
-    "comm": lambda c: c.groups["zero"].comm,
-    "zero_comm": lambda c: c.groups["zero"].comm,
+    "comm": lambda c: c.world.comm,
+    "zero_comm": lambda c: c.world.comm,
     "zero_rank": lambda c: c.topology.zero_id,
     "zero_size": lambda c: c.topology.world_size // c.topology.pipe_size,
     "pipe_size": lambda c: c.topology.pipe_size,
@@ -184,17 +166,17 @@ class Config(MutableMapping[str, Any]):
         return True
 
     def pop(self, key: str, default: Any = _MISSING) -> Any:
-        """Remove a key of the script and return its value; a key of the library is a ValueError."""
+        """Removes a key of the script and returns its value; a key of the library is a ValueError."""
         if _is_reserved(key):
             raise ValueError(f"config[{key!r}] belongs to bmtrain and cannot be deleted")
         return self._user.pop(key) if default is _MISSING else self._user.pop(key, default)
 
     def popitem(self) -> tuple[str, Any]:
-        """Remove the key that the script added last; KeyError if it added none."""
+        """Removes the key that the script added last; KeyError if it added none."""
         return self._user.popitem()
 
     def clear(self) -> None:
-        """Remove every key that the script added."""
+        """Removes every key that the script added."""
         self._user.clear()
 
     def copy(self) -> dict[str, Any]:
@@ -202,7 +184,7 @@ class Config(MutableMapping[str, Any]):
         return dict(self)
 
     def set_save_state(self, finish_save: bool, save_thread: Any) -> None:
-        """Show the state of a save in the background as ``finish_save`` and ``save_thread``."""
+        """Shows the state of a save in the background as ``finish_save`` and ``save_thread``."""
         self._save_state.update(finish_save=finish_save, save_thread=save_thread)
 
     def __repr__(self) -> str:

@@ -10,31 +10,31 @@ import warnings
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-from . import _C, _context
-from ._arguments import require_integer
-from ._cards import choose_cards, use_card, visible_cards
-from ._comm_nccl import read_registration, register_buffers
-from ._context import Context, Streams
-from ._deprecate import warn_once
-from ._generators import seed_generators
-from ._groups import connect_groups
-from ._init_options import InitOptions, check_loss_scale
-from ._launch import Launch, read_launch
-from ._rendezvous import Peer, Rendezvous
+from ._base.arguments import require_integer
+from ._base.deprecate import warn_once
+from ._base.generators import seed_generators
+from ._C import set_processor_share, set_update_threads
+from ._engine.engine import Engine
+from ._ranks import context as _context
+from ._ranks.cards import choose_cards, use_card, visible_cards
+from ._ranks.context import Context, Streams
+from ._ranks.groups import connect_groups
+from ._ranks.init_options import InitOptions, check_loss_scale
+from ._ranks.launch import Launch, read_launch
+from ._ranks.orderly_end import register
+from ._ranks.rendezvous import Peer, Rendezvous
+from ._ranks.shm_meeting import place as place_in_memory
 from ._version import __version__
-from ._watchdog import Watch
+from ._watch.watchdog import Watch
+from .data import adapt_distributed_sampler
 from .global_var import config
-from .timeline import record_from_environment
 from .topology import Topology
-from .topology import Topology as topology  # the documented name
+from .topology import Topology as topology
 from .virtual import check_count, one_thread
-
-if TYPE_CHECKING:
-    from .plan import Plan
 
 __all__ = ["init_distributed", "is_initialized", "topology"]
 
@@ -43,6 +43,12 @@ _log = logging.getLogger("bmtrain")
 # Meetings of this process so far: all ranks make the same ones, so that the number tells the keys of one that
 # failed from those of the next.
 _attempts = count()
+
+
+class Plan(Protocol):
+    """The part of :class:`bmtrain.plan.Plan` that `init_distributed` uses."""
+
+    def require_fit(self, world_size: int) -> None: ...
 
 
 def is_initialized() -> bool:
@@ -70,15 +76,16 @@ def init_distributed(
     plan: Plan | None = None,
     virtual_shards: int | None = None,
 ) -> None:
-    """Join the other ranks of the job and make this process ready for everything else in the library.
+    """Joins the other ranks of the job and makes this process ready for everything else in the library.
 
     Reads rank and size from the launcher's environment variables (torchrun, ``torch.distributed.launch``,
     Open MPI, MPICH, Intel MPI, MVAPICH, a Slurm step); without any of them the process is rank 0 of 1 and
-    opens no port. Every rank must call it with the same arguments. It leaves ``torch.distributed`` and the
-    environment as they are, and nothing needs to be shut down at the end of a script.
+    opens no port. Every rank must call it with the same arguments. It leaves ``torch.distributed`` as it is, and the
+    environment too (except ``NCCL_LAUNCH_ORDER_IMPLICIT`` on GPUs), and nothing needs to be shut down at the end of a
+    script.
 
     Args:
-        init_method: where the ranks meet: ``env://`` (MASTER_ADDR and MASTER_PORT), ``tcp://host:port`` or
+        init_method: the address of the rendezvous: ``env://`` (MASTER_ADDR and MASTER_PORT), ``tcp://host:port`` or
             ``file:///path``; ``?rank=R&world_size=W`` in it wins over the environment. An int is the seed, as
             in the first release.
         seed: seeds ``torch``, ``random`` and ``numpy`` with the same value on every rank (that of rank 0).
@@ -129,12 +136,17 @@ def init_distributed(
     several = launch.world_size > 1
     context = _join(launch, place, options) if several else _alone(launch, place, options)
     _context.install(context)
+    register()
     config["loss_scale_factor"] = factor
     config["loss_scale_steps"] = steps
     if options.virtual_shards:
         one_thread(context.device)
     seed_generators(context.seed)
-    record_from_environment()
+    adapt_distributed_sampler()
+    if os.environ.get("BMTRAIN_TIMELINE"):
+        from .timeline import record_from_environment  # here: few runs are recorded
+
+        record_from_environment()
     _log.info(
         "bmtrain: rank %d of %d (%s), %s, device %s, pipe_size %d, tp_size %d",
         place.rank,
@@ -148,15 +160,14 @@ def init_distributed(
 
 
 def _alone(launch: Launch, place: Topology, options: InitOptions) -> Context:
-    """The context of a single process: no store, no port, nobody to agree with."""
+    """The context of a single process, without store, port or other ranks."""
     local_rank = launch.local_rank or 0
     device = use_card(_own_card(launch.local_rank, options.backend))
     return _build(place, options, "single", device, (local_rank, 1), options.seed, None, None)
 
 
 def _join(launch: Launch, place: Topology, options: InitOptions) -> Context:
-    """Meet the other ranks, see that all were started alike, and connect the groups."""
-    registration = read_registration()
+    """Meets the other ranks, checks that all were started alike, and connects the groups."""
     meeting = Rendezvous(launch, options.timeout, next(_attempts))
     peers = meeting.agree(
         Peer(
@@ -167,6 +178,7 @@ def _join(launch: Launch, place: Topology, options: InitOptions) -> Context:
             cpus=_usable_cpus(),
             cards=visible_cards(),
             seed=options.seed,
+            place=place_in_memory(),
         ),
         {
             "bmtrain version": __version__,
@@ -176,7 +188,6 @@ def _join(launch: Launch, place: Topology, options: InitOptions) -> Context:
             "tp_size": options.tp_size,
             "zero_level": options.zero_level,
             "backend": options.backend,
-            "BMTRAIN_NCCL_REGISTER": registration,
             "virtual_shards": options.virtual_shards,
         },
     )
@@ -197,15 +208,15 @@ def _join(launch: Launch, place: Topology, options: InitOptions) -> Context:
     hosts = [peer.host for peer in peers]
     watch = Watch.join(meeting.store, launch.rank, timeout=options.timeout, host=host, hosts=hosts)
     try:
-        local = (local_rank, local_size)
-        context = _build(place, options, options.backend, device, local, peers[0].seed, meeting, watch)
-        context.groups["zero"].comm.barrier("init_distributed")
-        if options.backend == "nccl" and registration != "0":
-            register_buffers(context, registration)
+        local, places = (local_rank, local_size), tuple(peer.place for peer in peers)
+        context = _build(
+            place, options, options.backend, device, local, peers[0].seed, meeting, watch, places
+        )
+        context.world.comm.barrier("init_distributed")
     except BaseException:
         watch.stop()
         raise
-    # From here on nobody needs the store, see bmtrain/_rendezvous.py.
+    # From here on no rank needs the store, see bmtrain/_ranks/rendezvous.py.
     meeting.close()
     return context
 
@@ -219,6 +230,7 @@ def _build(
     seed: int,
     meeting: Rendezvous | None,
     watch: Watch | None,
+    places: tuple[str, ...] = (),
 ) -> Context:
     return Context(
         topology=place,
@@ -229,17 +241,19 @@ def _build(
         timeout=options.timeout,
         seed=seed,
         groups=connect_groups(place, backend, options.timeout, meeting.store if meeting else None, watch),
+        engine=Engine(device),
         watch=watch,
         zero_level=options.zero_level,
         pipe_enabled=options.pipe_enabled,
         micros=options.micros,
         virtual_shards=options.virtual_shards,
         streams=Streams.for_device(device),
+        places=places,
     )
 
 
 def _own_card(local_rank: int | None, backend: str) -> int:
-    """Of a single process: what its launcher says; without one, the card that the program has chosen."""
+    """The card of a single process: from its launcher; without one, the program's current device."""
     num_cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_cards == 0:
         return 0
@@ -253,14 +267,14 @@ def _own_card(local_rank: int | None, backend: str) -> int:
 
 
 def _local_rank(peer: Peer, peers: list[Peer]) -> int:
-    """What the launcher said, else the position among the ranks of the same host."""
+    """The launcher's local rank, else the position among the ranks of the same host."""
     if peer.local_rank is not None:
         return peer.local_rank
     return [other.rank for other in peers if other.host == peer.host].index(peer.rank)
 
 
 def _host_identity() -> str:
-    """Equal for two processes exactly if they run on one machine (containers count as machines)."""
+    """A key that is equal for two processes exactly if they run on one machine (containers count as machines)."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -275,12 +289,15 @@ def _usable_cpus() -> str:
 
 
 def _share_processors(me: Peer, same_host: list[Peer]) -> None:
-    """Divide the processors among the ranks that may use the same ones, unless OMP_NUM_THREADS decides.
+    """Divides the processors among the ranks that may use the same ones, unless OMP_NUM_THREADS decides.
 
-    A launcher that gives every rank its own processors has divided them already.
+    A launcher that gives every rank its own processors has divided them already. The OMP_NUM_THREADS=1 that torchrun
+    sets where nobody has chosen is not for offloaded updates, which would leave the processors of a host of GPUs idle.
     """
     sharers = sum(peer.cpus == me.cpus for peer in same_host)
     share = max(1, len(me.cpus.split(",")) // sharers)
-    _C.set_processor_share(share)
+    set_processor_share(share)
+    is_of_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
+    set_update_threads(share if is_of_torchrun else 0)
     if sharers > 1 and not os.environ.get("OMP_NUM_THREADS") and share < torch.get_num_threads():
         torch.set_num_threads(share)

@@ -1,28 +1,37 @@
-"""Modules whose parameters are sharded."""
+"""Modules with sharded parameters."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from sys import _getframe
+from types import FunctionType
 from typing import Any
 
 import torch
 
-from . import _context
-from ._engine.block_ref import OWNER, BlockRef
-from ._engine.foreign import check_substitute, refuse_reparametrizing, refuse_replicas
-from ._engine.meta import Placeholder, make_moved_shards
-from ._engine.opaque import opaque, untraced_by_itself
-from ._engine.state_dict import give_full_values, install_hooks_below, loading_local_parts
+from ._base.opaque import opaque, untraced_by_itself
+from ._engine.copies import GatheredCopy, Source, source_of
+from ._engine.engine import current_engine
+from ._engine.whole import writable, writable_now
+from ._model.notes import name_strict
+from ._model.state_dict import give_full_values, install_hooks_below, loading_local_parts
+from ._ranks import context as _context
+from ._shards.block_ref import GREW, OWNER, BlockRef
+from ._shards.foreign import check_substitute, refuse_listing, refuse_reparametrizing
+from ._shards.meta import Placeholder, make_moved_shards
 from .global_var import context
 from .parameter import DistributedParameter
 
 __all__ = ["DistributedModule", "DistributedParameter"]
 
-# In a module's __dict__: whether it got parameters after it got an OWNER, which no Block gathers.
-GREW = "_got_parameters_since"
-_SHAPES = "_full_shapes"  # of its distributed parameters, by name
+_SHAPES = "_full_shapes"  # shapes of its distributed parameters, by name
+#: Methods by which modules write the first values of their parameters.
+_INITIALISING = ("reset_parameters", "_reset_parameters", "init_weights")
+_WRITES = "_bmtrain_writes"  # attribute of functions that get whole parameters
+#: Whether a module is printed, perhaps by one rank alone.
+_describes: ContextVar[bool] = ContextVar("describes", default=False)
 
 
 class DistributedModule(torch.nn.Module):
@@ -44,17 +53,28 @@ class DistributedModule(torch.nn.Module):
         [2.0, 2.0, 2.0]
     """
 
+    _handles_shards = True  # HANDLES_SHARDS of _model/state_dict.py
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Methods that initialise parameters get them whole, see [Note: Writing to a whole parameter]."""
+        super().__init_subclass__(**options)
+        for name in _INITIALISING:
+            method = getattr(cls, name, None)
+            if isinstance(method, FunctionType) and not hasattr(method, _WRITES):
+                setattr(cls, name, _writing_method(method))
+
     @untraced_by_itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current = _context.current()
         if current is None:
             return super().__call__(*args, **kwargs)
-        caller = current.engine.reads.innermost
+        reads = current_engine(current).reads
+        caller = reads.innermost
         if caller is not None:
             owner = self.__dict__.get(OWNER)
             if owner is None or caller.owner is owner or torch.compiler.is_compiling():
                 return super().__call__(*args, **kwargs)
-        with current.engine.reads.scope(self):
+        with reads.scope(self):
             return super().__call__(*args, **kwargs)
 
     @untraced_by_itself
@@ -76,17 +96,27 @@ class DistributedModule(torch.nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         # A tensor that came from reading a parameter stands for that parameter (tied weights).
         if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
-            source = value.__dict__.get("_bmtrain_source")
-            if source is not None and source() is not None:
-                value = source()
+            source = source_of(value)
+            value = value if source is None else source
         super().__setattr__(name, value)
 
+    def apply(self, fn: Callable[[torch.nn.Module], None]) -> Any:
+        """Calls ``fn`` with every module below and this one, as torch does; what it writes reaches the shards."""
+        return super().apply(writing_function(fn))
+
+    def __repr__(self) -> str:
+        token = _describes.set(True)
+        try:
+            return super().__repr__()
+        finally:
+            _describes.reset(token)
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        refuse_replicas(type(self).__name__, _getframe(1))
+        refuse_listing(type(self).__name__, _getframe(1))
         return super().named_parameters(*args, **kwargs)
 
     def get_parameter(self, target: str) -> torch.nn.Parameter:
-        """Return the parameter at a dotted path: the shard, as ``named_parameters()`` does."""
+        """Returns the parameter at a dotted path: the shard, as ``named_parameters()`` does."""
         path, _, name = target.rpartition(".")
         param = self.get_submodule(path)._parameters.get(name)
         return super().get_parameter(target) if param is None else param
@@ -112,11 +142,17 @@ class DistributedModule(torch.nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         install_hooks_below(self)
-        return super().state_dict(*args, **kwargs)
+        state = super().state_dict(*args, **kwargs)
+        _context.require_intact(f"{type(self).__name__}.state_dict()")
+        return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         install_hooks_below(self)
-        return super().load_state_dict(*args, **kwargs)
+        try:
+            return super().load_state_dict(*args, **kwargs)
+        except RuntimeError as error:
+            name_strict(error)
+            raise
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -145,33 +181,85 @@ class DistributedModule(torch.nn.Module):
 
 
 def forget_block(module: torch.nn.Module) -> None:
-    """A copy of a module that is in a Block is in none."""
+    """Removes the reference to a Block from the state of a copied module."""
     for name in (OWNER, GREW):
         module.__dict__.pop(name, None)
 
 
 def note_full_shape(module: torch.nn.Module, name: str, param: DistributedParameter) -> None:
-    """Remembers what may take the place of ``module.name`` for a while."""
+    """Records the full shape of ``module.name``, to check its substitutes."""
     module.__dict__.setdefault(_SHAPES, {})[name] = param._original_shape
 
 
+def _description(param: DistributedParameter) -> torch.Tensor:
+    """Returns a description of a parameter for printing a module, without communication."""
+    if param._spec.group.size == 1:
+        return param.gather().detach()
+    blank = float("nan") if param.is_floating_point() else 0
+    return torch.full((), blank, dtype=param.dtype, device=param.device).expand(param._original_shape)
+
+
+def writing_function(function: Callable[[torch.nn.Module], None]) -> Callable[[torch.nn.Module], None]:
+    """Wraps a module's method so that it gets whole parameters. See [Note: Writing to a whole parameter]."""
+    if hasattr(function, _WRITES):
+        return function
+
+    @functools.wraps(function, updated=())
+    def write(module: torch.nn.Module) -> None:
+        with writable() as held:
+            if not isinstance(module, DistributedModule):
+                for param in module._parameters.values():
+                    if isinstance(param, DistributedParameter) and not param.is_meta:
+                        held.add(param)  # reads by a plain module cannot be detected
+            function(module)
+
+    setattr(write, _WRITES, True)
+    return write
+
+
+def _writing_method(method: FunctionType) -> FunctionType:
+    @functools.wraps(method)
+    def write(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with writable():
+            return method(self, *args, **kwargs)
+
+    setattr(write, _WRITES, True)
+    return write  # type: ignore[return-value]
+
+
 def _is_shard_in(owner: BlockRef, module: torch.nn.Module) -> bool:
-    """Whether ``module``, which is in a Block that does not run, reads shards: not while somebody calls it alone."""
+    """Whether ``module``, in a Block that is not running, reads shards: not while it is called by itself."""
     return (
         owner() is not None
         and module.__dict__.get(OWNER) is owner
-        and not context().engine.reads.belong_to(owner)
+        and not current_engine(context()).reads.belong_to(owner)
     )
 
 
 @opaque
 def _read(module: torch.nn.Module, param: DistributedParameter, name: str) -> torch.Tensor:
     owner = param._block
-    if owner is not None and (owner.is_bound or param._is_full() or _is_shard_in(owner, module)):
+    if param._is_whole or (owner is not None and (owner.is_bound or param._is_full())):
         return param
     if param.is_meta:
-        full: torch.Tensor = Placeholder.of(param, f"{type(module).__name__}.{name}", param.clone())
-    else:
-        full = context().engine.reads.read(param)
-    full.__dict__["_bmtrain_source"] = weakref.ref(param)
+        if owner is not None and _is_shard_in(owner, module):
+            return param
+        label = f"{module.__class__.__name__}.{name}"
+        placeholder = Placeholder.of(param, label, param.clone())
+        Source(param, placeholder, label)
+        return placeholder
+    reads = current_engine(context()).reads
+    if _describes.get():
+        return _description(param)
+    if reads.innermost is None:
+        held = writable_now()
+        if held is not None:
+            held.add(param)
+            return param
+    if owner is not None and _is_shard_in(owner, module):
+        return param
+    full = reads.read(param)
+    full.__class__ = GatheredCopy
+    if source_of(full) is None:
+        Source(param, full, f"{module.__class__.__name__}.{name}")
     return full

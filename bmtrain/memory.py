@@ -1,4 +1,4 @@
-"""How much memory a rank has for what."""
+"""Memory of a rank, by purpose."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._host_memory import resident_bytes
+from ._base.host_memory import resident_bytes
+from ._C import num_update_workers
+from ._engine.engine import current_engine
 from .global_var import context
 from .parameter import DistributedParameter
 
 if TYPE_CHECKING:
-    from ._engine.island import BlockCall
-    from ._engine.runtime import BlockRuntime
+    from ._engine.running import RunningBlock, RunningCall
 
 __all__ = ["MemoryReport", "memory_report"]
 
@@ -28,21 +29,22 @@ class MemoryReport:
     Attributes:
         parameters: shards of Blocks, and parameters of the model outside them.
         gradients: gradient shards of Blocks, and ``.grad`` outside them.
-        optimizer: state of the optimizers, apart from what is a parameter itself.
+        optimizer: state of the optimizers, without tensors that are parameters themselves.
         gathered: full parameters of Blocks, where they are not the shards themselves.
-        unreduced: whole gradients of Blocks: waiting in ``no_sync()``, or on their way to the shards.
-        activations: what recomputed Blocks keep for backwards to come: inputs, and with ``"selective"`` results. None
-            if a Block that keeps all its activations waits for its backward: autograd does not tell how much that is.
+        unreduced: whole gradients of Blocks: kept in ``no_sync()``, or not yet reduced to the shards.
+        activations: kept by recomputed Blocks for later backwards: inputs, and with ``"selective"`` results. None
+            if a Block that keeps all its activations waits for its backward: autograd does not report its size.
         offloaded: activations that wait on the host (:attr:`BlockPolicy.offload_activations`).
         staging: host memory, page-locked, through which gradients and parameters of offloaded updates pass between a
             GPU and the host.
         idle_buffers: freed buffers that are kept for the next Block.
-        peak_buffers: the most that ``gathered`` and ``unreduced`` were together since peaks were reset, but for what
+        peak_buffers: the most that ``gathered`` and ``unreduced`` were together since peaks were reset, except for what
             lies in buffers that are used in place.
         in_place: buffers that the ranks of one host use in place for large Blocks: this rank's, and its share of the
-            common ones. They stay: what ``gathered`` and ``unreduced`` have in them needs no more.
+            common ones. They are never freed, and ``gathered`` and ``unreduced`` lie in them.
         process: of the process on CPU ranks (resident), of torch's allocator on GPUs (allocated).
         peak_process: the most that ``process`` was since peaks were reset.
+        update_workers: no bytes: threads that compute offloaded updates, beside those that wait for one.
     """
 
     parameters: int
@@ -58,19 +60,22 @@ class MemoryReport:
     in_place: int
     process: int
     peak_process: int
+    update_workers: int
 
     def __str__(self) -> str:
-        named = [(field.name.replace("_", " "), getattr(self, field.name)) for field in fields(self)]
-        return "\n".join(
+        sizes = [field.name for field in fields(self) if field.name != "update_workers"]
+        named = [(name.replace("_", " "), getattr(self, name)) for name in sizes]
+        lines = [
             f"{name:<13} {'unknown' if value is None else f'{value / 2**20:12.2f} MiB'}"
             for name, value in named
-        )
+        ]
+        return "\n".join([*lines, f"update workers {self.update_workers:12} threads"])
 
 
 def memory_report(
     model: torch.nn.Module | None = None, optim: Any = None, *, reset_peaks: bool = False
 ) -> MemoryReport:
-    """What this rank has memory for, now. Local: each rank reports its own.
+    """The present memory of this rank, by purpose. Local: each rank reports its own.
 
     For the peak of a phase (a forward, a backward, a step) call it before the phase with ``reset_peaks`` and once after
     it.
@@ -95,11 +100,11 @@ def memory_report(
     if model is not None and not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     current = context("memory_report()")
-    groups = [group for runtime in current.engine.runtimes for group in runtime.groups]
+    groups = [group for runtime in current_engine(current).runtimes for group in runtime.groups]
     outside = [param for param in _parameters(model) if not _is_in_block(param)]
     parameters = _Memory(group.shard for group in groups).add(outside)
     gradients = _Memory(group.gradient_shard for group in groups).add(param.grad for param in outside)
-    pool = current.engine.pool.stats()
+    pool = current_engine(current).pool.stats()
     process, peak_process = _process_bytes(current.device)
     report = MemoryReport(
         parameters=parameters.nbytes,
@@ -107,9 +112,11 @@ def memory_report(
         optimizer=_Memory(_states(optim)).without(parameters).nbytes,
         gathered=sum(group.gathered_bytes for group in groups),
         unreduced=sum(group.unreduced_bytes for group in groups),
-        activations=_activations(current.engine.runtimes),
+        activations=_activations(current_engine(current).runtimes),
         offloaded=sum(
-            call.host.nbytes for call in _open_calls(current.engine.runtimes) if call.host is not None
+            call.host.nbytes
+            for call in _open_calls(current_engine(current).runtimes)
+            if call.host is not None
         ),
         staging=sum(_staging_bytes(optim)),
         idle_buffers=pool["bytes_idle"],
@@ -117,6 +124,7 @@ def memory_report(
         in_place=sum(comm.bytes_in_place for comm in current.communicators()),
         process=process,
         peak_process=peak_process,
+        update_workers=num_update_workers(),
     )
     if reset_peaks:
         _reset_peaks(current)
@@ -124,7 +132,7 @@ def memory_report(
 
 
 class _Memory:
-    """Pieces of memory, each once."""
+    """A set of pieces of memory."""
 
     def __init__(self, tensors: Iterable[torch.Tensor | None]) -> None:
         self._pieces: dict[int, int] = {}
@@ -155,7 +163,7 @@ def _is_in_block(param: torch.Tensor) -> bool:
 
 
 def _staging_bytes(optim: Any) -> Iterator[int]:
-    """Of optimizers that offload."""
+    """Bytes of staging memory of optimizers that offload."""
     from .distributed.checkpoint.snapshot import optimizers_of
 
     for optimizer in optimizers_of(optim):
@@ -171,7 +179,7 @@ def _states(optim: Any) -> Iterator[torch.Tensor]:
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def _activations(runtimes: Iterable[BlockRuntime]) -> int | None:
+def _activations(runtimes: Iterable[RunningBlock]) -> int | None:
     kept = _Memory(())
     for call in _open_calls(runtimes):
         tensors = call.kept_for_backward()
@@ -181,7 +189,7 @@ def _activations(runtimes: Iterable[BlockRuntime]) -> int | None:
     return kept.nbytes
 
 
-def _open_calls(runtimes: Iterable[BlockRuntime]) -> list[BlockCall]:
+def _open_calls(runtimes: Iterable[RunningBlock]) -> list[RunningCall]:
     return [call for runtime in runtimes for call in runtime.open_calls]
 
 
@@ -193,7 +201,7 @@ def _process_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def _reset_peaks(current: Any) -> None:
-    current.engine.pool.reset_peaks()
+    current_engine(current).pool.reset_peaks()
     if current.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(current.device)
     else:

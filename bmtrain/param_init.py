@@ -1,4 +1,4 @@
-"""Initialising sharded parameters as one process would, and grouping them."""
+"""Initialisation of sharded parameters as in one process, and grouping by label."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from ._engine.state_dict import install_hooks_below
+from ._model.state_dict import install_hooks_below
 from .global_var import context
 from .parameter import DistributedParameter, load_full_value
 
-__all__ = ["grouped_parameters", "init_parameters"]
+__all__ = ["distinct_parameters", "grouped_parameters", "init_parameters"]
 
 
 def _roots(modules: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Returns the given module or modules as a list.
+
+    Raises:
+        TypeError: an object is not a module.
+    """
     given = (
         modules if isinstance(modules, Iterable) and not isinstance(modules, torch.nn.Module) else [modules]
     )
@@ -26,9 +31,10 @@ def _roots(modules: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.n
     return roots
 
 
-def _distinct_parameters(
+def distinct_parameters(
     modules: torch.nn.Module | Iterable[torch.nn.Module],
 ) -> Iterator[DistributedParameter]:
+    """Returns the distributed parameters of modules, each once, in the order of `named_modules()`."""
     seen: set[int] = set()
     for root in _roots(modules):
         for _, module in root.named_modules():
@@ -66,12 +72,12 @@ def init_parameters(module: torch.nn.Module | Iterable[torch.nn.Module]) -> None
     for root in roots:
         install_hooks_below(root)
     with torch.no_grad():
-        for param in _distinct_parameters(roots):
+        for param in distinct_parameters(roots):
             if param._init_method is not None:
                 full = torch.empty(param._tp_original_shape, dtype=param.dtype, device=device)
                 param._init_method(full)
                 load_full_value(param, full)
-                param._spec.make_replicas_equal(param)
+                param._spec.make_replicas_equal(param, param._label)
 
 
 def grouped_parameters(
@@ -90,6 +96,6 @@ def grouped_parameters(
         [(None, 2)]
     """
     groups: dict[str | None, list[DistributedParameter]] = {}
-    for param in _distinct_parameters(module):
+    for param in distinct_parameters(module):
         groups.setdefault(param.group, []).append(param)
     yield from groups.items()

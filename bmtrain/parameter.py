@@ -1,8 +1,9 @@
-"""Parameters that live as one shard per rank."""
+"""Sharded parameters: one shard per rank."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable
 from sys import _getframe
@@ -11,14 +12,19 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ._engine.block_ref import BlockRef
-from ._engine.foreign import refuse_fsdp, refuse_replicated, require_gathering
-from ._engine.gather import OpAllGather
-from ._engine.grad_readers import FILES_TO_ASK, is_shown
-from ._engine.initializer import ParameterInitializer
-from ._engine.meta import make_shard, no_values
-from ._engine.sharding import ShardSpec, merge_slices, merged_shape
-from ._unseen import TORCH_DATA, TORCH_GRAD, data_of, gradient_of
+from ._base.opaque import opaque
+from ._base.unseen import TORCH_DATA, TORCH_GRAD, data_of, gradient_of
+from ._C import ReduceOp
+from ._ranks.comm import wire_device
+from ._shards.block_ref import BlockRef
+from ._shards.data_version import DataVersion
+from ._shards.foreign import refuse_fsdp, refuse_replicated, require_gathering
+from ._shards.gather import OpAllGather
+from ._shards.grad_readers import CHECKED_FILES, is_shown
+from ._shards.initializer import ParameterInitializer
+from ._shards.meta import make_shard, no_values
+from ._shards.sharding import ShardSpec, merge_slices, merged_shape
+from ._shards.stage import spec_from_portable
 from .global_var import context
 
 __all__ = [
@@ -58,19 +64,27 @@ class DistributedParameter(torch.nn.Parameter):
     """
 
     _spec: ShardSpec
+    #: Number in order of construction, which is the same on all ranks.
+    _number: int
+    #: Name in collectives, so that ranks that use different parameters in one collective raise an error.
+    _label: str
     _original_shape: torch.Size
     _tp_original_shape: torch.Size
     _init_method: Callable[[torch.Tensor], Any] | None
     _group: str | None
     _tp_mode: bool
     _tp_split_dim: int
-    #: Grows when somebody may have written values in a way that no version tells: a load, or through ``data``.
+    #: Number of possible writes that no version counter counts: loads, and writes through ``data``.
     _unversioned_writes: int = 0
-    _is_reread: bool  # some forward read it more than once
+    #: Whether the data are temporarily the full tensor. See [Note: Writing to a whole parameter].
+    _is_whole: bool = False
+    _is_reread: bool  # a forward has read it more than once
     _block: BlockRef | None
+    #: Version of a parameter outside Blocks, once its ``data`` was read.
+    _data_version: DataVersion | None = None
     _gradient_hooks: OrderedDict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None
     _accumulated_hooks: OrderedDict[int, Callable[[torch.Tensor], None]] | None
-    #: A copy of the gradient that is no longer right once somebody may have changed it; see `optim/_ahead.py`.
+    #: A copy of the gradient, dropped when the gradient may have changed; see `optim/_ahead.py`.
     _sent: Any = None
 
     def __new__(
@@ -103,9 +117,11 @@ class DistributedParameter(torch.nn.Parameter):
         return param
 
     def __getattr__(self, name: str) -> Any:
-        """What depends on the groups of ranks is found at its first need."""
+        """Computes attributes that depend on the groups of ranks at their first use."""
         if name == "_spec":
             self._spec = ShardSpec(self._original_shape, context().zero_group(self._tp_mode, False))
+        elif name == "_label":
+            self._label = f"parameter {self._number} of shape {tuple(self._original_shape)}"
         elif name == "_tp_original_shape":
             tp_size = context().groups["tp"].size
             self._tp_original_shape = merged_shape(self._original_shape, self._tp_split_dim, tp_size)
@@ -117,6 +133,7 @@ class DistributedParameter(torch.nn.Parameter):
     @classmethod
     def _from_local(cls, local: torch.Tensor, requires_grad: bool) -> DistributedParameter:
         param = torch.Tensor._make_subclass(cls, local, requires_grad)
+        param._number = next(_NUMBERS)
         param._is_reread = False
         param._block = None
         param._gradient_hooks = None
@@ -125,12 +142,15 @@ class DistributedParameter(torch.nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """This rank's shard of the gradient, or None. See [Note: Who may read a shard's gradient]."""
+        """This rank's shard of the gradient, or None. See [Note: Readers of a shard's gradient]."""
+        if torch.compiler.is_dynamo_compiling():
+            known: torch.Tensor | None = _gradient_outside_of_graphs(self)
+            return known
         reader = _getframe(1)
         gradient = gradient_of(self)
         if self._sent is not None:
             self._sent.drop()
-        if reader.f_code.co_filename in FILES_TO_ASK and not is_shown(self, gradient, reader):
+        if reader.f_code.co_filename in CHECKED_FILES and not is_shown(self, gradient, reader):
             return None
         return gradient
 
@@ -146,19 +166,34 @@ class DistributedParameter(torch.nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """This rank's shard, without autograd. Who takes it may write to it, which optimizers then look for."""
+        """This rank's shard, without autograd. It may be written to; optimizers detect such writes."""
         self._unversioned_writes += 1
-        return data_of(self)
+        owner = self if self._block is None else self._block
+        if owner._data_version is None:
+            owner._data_version = DataVersion()
+        return owner._data_version.counted(data_of(self))
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         self._unversioned_writes += 1
+        if self._block is None and self._data_version is not None:
+            self._data_version.note_replaced()
         TORCH_DATA.__set__(self, value)
 
     @property
     def group(self) -> str | None:
-        """The label that the parameter was made with; ``"tp"`` for a tensor-parallel one."""
+        """The label of the parameter; ``"tp"`` for a tensor-parallel one."""
         return self._group
+
+    @property
+    def full_shape(self) -> torch.Size:
+        """The shape of the full parameter, without communication; ``shape`` is the shape of this rank's shard."""
+        return self._original_shape
+
+    @property
+    def full_numel(self) -> int:
+        """The number of elements in :attr:`full_shape`."""
+        return self._original_shape.numel()
 
     @property
     def _start_partition(self) -> int:
@@ -176,10 +211,10 @@ class DistributedParameter(torch.nn.Parameter):
     _in_checkpoint_block = _in_block
 
     def gather(self) -> torch.Tensor:  # type: ignore[override]
-        """The full tensor, differentiable; its gradient is summed over the ranks into the shard. Collective.
+        """Returns the full tensor, differentiable; its gradient is summed over the ranks into the shard. Collective.
 
         Returns:
-            a tensor of the shape of ``data`` as it was given (for a tensor-parallel parameter, its slice).
+            A tensor with the shape of the constructor's ``data`` (for a tensor-parallel parameter, its slice).
 
         Raises:
             RuntimeError: the parameter is on the meta device, or DistributedDataParallel has replicated the shard.
@@ -193,15 +228,68 @@ class DistributedParameter(torch.nn.Parameter):
         return full
 
     def tp_gather(self) -> torch.Tensor:
-        """The concatenation over the tensor-parallel group of the full tensors. Collective over the tp group."""
+        """Concatenates the full tensors over the tensor-parallel group. Collective over the tp group."""
         return merge_slices(self.gather(), self._tp_split_dim)
 
     def gather_all(self) -> torch.Tensor:
-        """The full tensor with its tensor-parallel slices merged along ``tp_split_dim``. Collective."""
+        """Returns the full tensor with its tensor-parallel slices merged along ``tp_split_dim``. Collective."""
         return self.gather() if self._tp_split_dim < 0 else self.tp_gather()
 
+    def load(self, full: torch.Tensor) -> None:
+        """Copies this rank's part of ``full`` into the shard; optimizers use it. All ranks pass the same tensor.
+
+        Args:
+            full: of the shape that :meth:`gather_all` returns; any device, and any dtype, which is converted.
+
+        Raises:
+            ValueError: it has another shape.
+        """
+        load_full_value(self, full)
+        self._spec.make_replicas_equal(self, self._label)
+
+    @torch.no_grad()
+    def gather_grad(self) -> torch.Tensor | None:
+        """Returns the full gradient, of which ``grad`` is a shard; None if no rank has any. Collective.
+
+        It is the sum over the ranks, times the loss scale if there is one. Before a step, and while none waits in
+        :func:`bmtrain.no_sync`, it is what optimizers use.
+
+        Returns:
+            a new tensor of :attr:`full_shape`.
+        """
+        own = self.grad
+        if not self._has_grad_anywhere(own):
+            return None
+        local = self.new_zeros(self._spec.local_part[1]) if own is None else own
+        return self._spec.gather(local, self._label).view(self._original_shape)
+
+    @torch.no_grad()
+    def load_grad(self, full: torch.Tensor) -> None:
+        """Copies this rank's part of ``full`` into the gradient. All ranks pass the same tensor.
+
+        Args:
+            full: of :attr:`full_shape`; any device and dtype.
+
+        Raises:
+            ValueError: it has another shape.
+        """
+        if full.shape != self._original_shape:
+            raise ValueError(f"full: expected shape {tuple(self._original_shape)}, got {tuple(full.shape)}")
+        part = self._spec.slice_of(full.reshape(-1))
+        if self.grad is None:
+            self.grad = torch.empty_like(self.detach())
+        self.grad.copy_(part)
+
+    def _has_grad_anywhere(self, own: torch.Tensor | None) -> bool:
+        comm = context().world.comm
+        found = torch.tensor([own is not None], dtype=torch.float32, device=wire_device(comm))
+        comm.all_reduce(found, ReduceOp.MAX, "gradient").wait()
+        return bool(found.item())
+
     def _is_full(self) -> bool:
-        """Whether the data are the full tensor: in a running Block, or where the user put it in a shard's place."""
+        """Whether the data are the full tensor: in a running Block, or assigned by the user in place of the shard."""
+        if self._is_whole:
+            return True
         block = self._block
         if block is None or self.is_meta or self.shape != self._original_shape:
             return False
@@ -211,14 +299,14 @@ class DistributedParameter(torch.nn.Parameter):
         return self.dim() != 1 or self._spec.local_part[1] != self.numel() or not block.has_shards
 
     def require_data(self, name: str = "") -> None:
-        """Raises if the parameter is on the meta device still; ``name`` is what the error calls it."""
+        """Raises if the parameter is still on the meta device; ``name`` names it in the error."""
         if self.is_meta:
             raise RuntimeError(no_values(name, self._original_shape))
 
     def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:
-        """Lets ``hook`` see this rank's full gradient, before the sum over the ranks, and replace it.
+        """Registers a hook on this rank's full gradient, before the sum over the ranks.
 
-        It does not see what reaches the shard directly, as in ``(param ** 2).sum()``.
+        It does not receive gradients that reach the shard directly, as in ``(param ** 2).sum()``.
 
         Args:
             hook: gets the gradient in the parameter's full shape; returns another one, or None.
@@ -298,11 +386,27 @@ def _check_can_train(dtype: torch.dtype) -> None:
 
 #: Dtypes of gradients that can be summed over ranks.
 _TRAINED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_NOT_COPIED = ("_block", "_gradient_hooks", "_accumulated_hooks", "_sent")
+_NUMBERS = itertools.count()
+_NOT_COPIED = (
+    "_number",
+    "_label",
+    "_block",
+    "_data_version",
+    "_gradient_hooks",
+    "_accumulated_hooks",
+    "_sent",
+    "_is_whole",
+)
+
+
+@opaque
+def _gradient_outside_of_graphs(param: torch.Tensor) -> torch.Tensor | None:
+    """Reads the gradient outside of compiled graphs, in functions such as an optimizer's step."""
+    return gradient_of(param)
 
 
 def _note_accumulated(param: torch.Tensor) -> None:
-    context().engine.note_accumulated(param)  # type: ignore[arg-type]
+    context().engine.note_accumulated(param)
 
 
 def _rebuild(
@@ -314,7 +418,7 @@ def _rebuild(
 ) -> DistributedParameter:
     param = cls._from_local(local if local.is_meta else local.to(context().device), requires_grad)
     param.__dict__.update(attributes)
-    param._spec = ShardSpec.from_portable(spec, context())
+    param._spec = spec_from_portable(spec, context())
     if not local.is_meta and local.numel() != param._spec.local_part[1]:
         raise ValueError(
             f"a pickled shard of {local.numel()} elements of a parameter of shape {tuple(param._original_shape)} "
@@ -325,15 +429,15 @@ def _rebuild(
 
 
 def _copy_of_part(data: torch.Tensor, tp_mode: bool) -> torch.Tensor:
-    """This rank's shard of ``data``, on the run device."""
+    """Returns a copy of this rank's shard of ``data``, on the run device."""
     ctx = context()
     part = ShardSpec(data.shape, ctx.zero_group(tp_mode, False)).slice_of(data.detach().reshape(-1))
-    with torch.inference_mode(False):  # so that what is built in inference mode can be trained
+    with torch.inference_mode(False):  # so that a parameter built in inference mode can be trained
         return torch.empty(part.numel(), dtype=data.dtype, device=ctx.device).copy_(part)
 
 
 def gather_flat(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Puts a tensor that is sharded like ``param`` together.
+    """Gathers a tensor that is sharded like ``param``.
 
     Args:
         param: a distributed parameter (any other tensor: ``local`` is returned flattened).
@@ -346,14 +450,14 @@ def gather_flat(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     if not isinstance(param, DistributedParameter):
         return local.reshape(-1)
     device = local.device
-    flat = param._spec.gather(local.to(context().device))
+    flat = param._spec.gather(local.to(context().device), param._label)
     if param._tp_split_dim >= 0:
         flat = merge_slices(flat.view(param._original_shape), param._tp_split_dim).reshape(-1)
     return flat.to(device)
 
 
 def shard_of(param: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a full tensor (tensor-parallel slices merged): 1-D, on ``full``'s device. Local.
+    """Returns this rank's part of a full tensor (tensor-parallel slices merged): 1-D, on ``full``'s device. Local.
 
     Raises:
         ValueError: if the number of elements is not the parameter's.
@@ -373,16 +477,16 @@ def shard_of(param: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def full_value(param: torch.Tensor) -> torch.Tensor:
-    """The full (tensor-parallel merged) value, detached, on the run device. Collective."""
+    """Returns the full (tensor-parallel merged) value, detached, on the run device. Collective."""
     if not isinstance(param, DistributedParameter):
         return param.detach()
     param.require_data()
-    return gather_flat(param, param.detach()).view(param._tp_original_shape)
+    return gather_flat(param, param._own_part().detach()).view(param._tp_original_shape)
 
 
 @torch.no_grad()
 def load_full_value(param: torch.Tensor, full: torch.Tensor) -> None:
-    """Takes this rank's part of ``full`` as the parameter's value, converting the dtype. Local.
+    """Copies this rank's part of ``full`` into the parameter, converting the dtype. Local.
 
     Raises:
         ValueError: if the shape is not the parameter's full shape.

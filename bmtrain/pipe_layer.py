@@ -1,4 +1,4 @@
-"""Layers spread over pipeline stages."""
+"""Layers divided over pipeline stages."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from ._arguments import require_module
-from ._deprecate import warn_once
-from ._engine.block_build import leave_to_stage
-from ._engine.layer_sequence import LayerSequence
-from ._engine.layers import run_layers
-from ._engine.opaque import opaque
+from ._base.arguments import require_module
+from ._base.deprecate import warn_once
+from ._base.layer_sequence import LayerSequence
+from ._base.layers import run_layers
+from ._base.opaque import opaque
 from ._engine.pipe_arguments import PipeArguments
 from ._engine.pipeline import PipelineCall, idle_share, run_pipeline
 from ._engine.policy import BlockMode
+from ._model.block_build import leave_to_stage
 from .block_layer import Block
 from .errors import PipelineModeError
 from .global_var import config, context
@@ -91,7 +91,7 @@ class PipelineTransformerBlockList(LayerSequence):
 
     @property
     def idle_share(self) -> float:
-        """The part of a pass in which a stage waits for others: (stages - 1) / (micro-batches + stages - 1)."""
+        """The share of a pass in which a stage is idle: (stages - 1) / (micro-batches + stages - 1)."""
         return idle_share(self.stages, config["micros"])
 
     @opaque
@@ -107,8 +107,9 @@ class PipelineTransformerBlockList(LayerSequence):
 
         Args:
             hidden: ``(batch, ...)``; the batches of all stages together must divide by the number of micro-batches.
-            args: for every layer. Tensors that go with the batch are cut like it, others are the first stage's.
-            batch_related: positions in ``args`` of the tensors that go with the batch; empty: those with the rank and
+            args: arguments of every layer. Tensors with a batch dimension are split like it; for others the first
+                stage's are used.
+            batch_related: positions in ``args`` of the tensors with a batch dimension; empty: tensors with the rank and
                 dim-0 size of ``hidden``.
             return_hidden_states: also return the inputs of all layers, ``(num_layers, batch, ...)``.
 
@@ -138,7 +139,7 @@ class PipelineTransformerBlockList(LayerSequence):
         return results if return_hidden_states else results[0]
 
     def _refuse_late_parameters(self) -> None:
-        """What is in no Block's storage is shared by all ranks, and one stage alone would gather it."""
+        """Refuses parameters outside Blocks' storage: all ranks share them, and one stage alone would gather them."""
         for name, param in self.named_parameters():
             if isinstance(param, DistributedParameter) and not param._in_block:
                 raise RuntimeError(

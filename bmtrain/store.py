@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ._agree import failing_together, on_rank_0
-from ._archive import read_archive
-from ._atomic_file import AtomicFile
-from ._engine.outline import outline_of
-from ._engine.state_dict import collecting, install_hooks_below
-from ._model_check import check_model_state, loads_by_itself
-from ._objects import allgather_object, allgather_objects, broadcast_object
-from ._shared_state import DTYPE_LIST, DistributedStateDictWrapper, DistributedTensorWrapper
-from ._ties import place_of
+from ._base.atomic_file import AtomicFile
+from ._base.ties import place_of
+from ._files.archive import read_archive
+from ._files.shared_state import DTYPE_LIST, DistributedStateDictWrapper, DistributedTensorWrapper
+from ._model.check import check_model_state, loads_by_itself
+from ._model.outline import outline_of
+from ._model.state_dict import collecting, install_hooks_below
+from ._ranks.agree import failing_together, on_rank_0
+from ._ranks.context import require_intact
+from ._ranks.objects import allgather_object, allgather_objects, broadcast_object
 from .block_layer import Block
 from .global_var import config, context
 
@@ -46,13 +47,13 @@ def save(
 ) -> SaveHandle | None:
     """Writes the full model to one file that plain ``torch.load`` reads. Collective.
 
-    Rank 0 writes what ``model.state_dict()`` of the same model without sharding holds, as CPU tensors; no other rank
+    Rank 0 writes the ``state_dict()`` of the same model without sharding, as CPU tensors; no other rank
     ever holds more than one full parameter. The file appears under its name when it is complete: an interrupted save
     leaves the old one.
 
     Args:
         model: any mix of distributed and plain modules.
-        file_name: where to; only rank 0's counts.
+        file_name: the file to write; only rank 0's counts.
         non_blocking: return once the values are copied, and write in the background. An error there is raised by the
             next ``save`` or ``load`` on all ranks, or makes the program fail at its end.
 
@@ -91,7 +92,7 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike[str], strict: bool
 
     Args:
         model: any mix of distributed and plain modules.
-        file_name: what to read; only rank 0's counts.
+        file_name: the file to read; only rank 0's counts.
         strict: whether missing and unexpected keys are errors.
 
     Returns:
@@ -99,7 +100,7 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike[str], strict: bool
 
     Raises:
         OSError: on every rank, if rank 0 cannot open the file.
-        UnreadableFileError: on every rank, if it is damaged, holds no state dict, or something else than tensors and
+        UnreadableFileError: on every rank, if it is damaged, or holds anything but a state dict of tensors and
             plain values.
         RuntimeError: on every rank, for shapes that differ and, with ``strict``, missing or unexpected keys.
 
@@ -141,13 +142,14 @@ def _full_state(model: torch.nn.Module, copy: bool) -> dict[str, Any]:
             state = model.state_dict()
         if collection.keeps:
             copies: dict[Any, torch.Tensor] = {}
-            state = shallow_copy(state)  # a model may have returned a dict that it goes on with
+            state = shallow_copy(state)  # a model may have returned a dict that it keeps using
 
             def on_host(tensor: torch.Tensor) -> torch.Tensor:
                 return tensor if collection.holds(tensor) else _on_cpu(tensor, copy, copies)
 
             for key, value in state.items():
                 state[key] = tree_map_only(torch.Tensor, on_host, value)
+        require_intact("save()")
     return state
 
 
@@ -204,7 +206,7 @@ def _save_to_infer_model(
     return rest
 
 
-#: What is done with a Block on the way: (block, destination, prefix).
+#: Called for each Block during the traversal: (block, destination, prefix).
 _VisitBlock = Callable[[torch.nn.Module, dict[str, Any], str], None]
 
 
@@ -240,7 +242,7 @@ def _empty_state() -> dict[str, Any]:
 def _walk(
     module: torch.nn.Module, destination: dict[str, Any], prefix: str, visit_block: _VisitBlock
 ) -> dict[str, Any]:
-    """What ``torch.nn.Module.state_dict`` does, without calling the ``state_dict`` of any module but a Block."""
+    """As ``torch.nn.Module.state_dict``, without calling the ``state_dict`` of any module but a Block."""
     metadata = {"version": module._version}
     known = getattr(destination, "_metadata", None)
     if known is not None:
@@ -277,7 +279,7 @@ class SaveHandle:
     def __init__(self, write: Callable[[], None] | None) -> None:
         self._write = write
         self._error: Exception | None = None  # for as long as the handle lives
-        self._is_told = False  # whether somebody has been told it
+        self._is_told = False  # whether the error has been raised
         self._thread = threading.Thread(target=self._run, name="bmtrain-save") if write is not None else None
 
     def start(self) -> None:
@@ -302,7 +304,7 @@ class SaveHandle:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Returns when the file is complete; raises, once, what kept it from being so. Local."""
+        """Returns when the file is complete; raises the error of the save once. Local."""
         if self._thread is not None:
             self._thread.join()
             atexit.unregister(self._at_exit)
@@ -313,7 +315,7 @@ class SaveHandle:
     join = wait
 
     def join_quietly(self) -> None:
-        """Returns when nothing is being written any more; an error has been told already."""
+        """Returns when the writing has ended; an error has been raised already."""
         if self._thread is not None:
             self._thread.join()
             atexit.unregister(self._at_exit)
@@ -324,7 +326,7 @@ class SaveHandle:
         on_rank_0(self.wait, "save")
 
     def _at_exit(self) -> None:
-        """A save that failed unnoticed must not end in a program that succeeded."""
+        """Makes the program fail if the save has failed and its error was never raised."""
         try:
             self.wait()
         except Exception:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ._arguments import require_tensor
-from ._deprecate import warn_once
+from ._base.arguments import require_tensor
+from ._base.deprecate import warn_once
+from ._ranks.collectives import all_gather, all_reduce
 from .global_var import context
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ __all__ = ["gather_result", "sum_loss", "synchronize", "wait_loader"]
 
 
 def synchronize() -> None:
-    """Wait until every rank is here and the work queued on this rank's device has completed. [collective]
+    """Waits until every rank has called it and the work queued on this rank's device has completed. [collective]
 
     Raises:
         RuntimeError: before `init_distributed`.
@@ -29,11 +30,15 @@ def synchronize() -> None:
     current = context("synchronize()")
     if current.device.type == "cuda":
         torch.cuda.synchronize(current.device)
-    current.groups["zero"].comm.barrier("synchronize")
+    current.world.comm.barrier("synchronize")
+    for (
+        comm
+    ) in current.communicators():  # so that no event is queried while, e.g., the program captures a graph
+        comm.forget_completed()
 
 
 def wait_loader() -> None:
-    """Wait until parameters being loaded are usable; nothing is ever pending, kept for old scripts.
+    """Waits until parameters being loaded are usable; nothing is ever pending, kept for old scripts.
 
     Raises:
         RuntimeError: before `init_distributed`.
@@ -42,7 +47,7 @@ def wait_loader() -> None:
 
 
 def sum_loss(loss: torch.Tensor, comm: Communicator | None = None) -> torch.Tensor:
-    """Mean of ``loss`` over the ranks: despite the name not a sum. [collective]
+    """Returns the mean of ``loss`` over the ranks: despite the name not a sum. [collective]
 
     Args:
         loss: floating-point tensor of the same shape on every rank.
@@ -55,15 +60,13 @@ def sum_loss(loss: torch.Tensor, comm: Communicator | None = None) -> torch.Tens
         >>> bmtrain.sum_loss(torch.tensor(2.0))
         tensor(2.)
     """
-    from .distributed import all_reduce
-
     require_tensor("loss", loss)
     warn_once("sum_loss", "sum_loss() is deprecated: write distributed.all_reduce(loss, 'avg')")
     return all_reduce(loss, "avg", comm)
 
 
 def gather_result(x: torch.Tensor) -> torch.Tensor:
-    """Concatenate the ranks' tensors along dim 0, in rank order. [collective]
+    """Concatenates the ranks' tensors along dim 0, in rank order. [collective]
 
     Args:
         x: tensor of the same shape and dtype on every rank, on any device; 0-d counts as one element.
@@ -78,8 +81,6 @@ def gather_result(x: torch.Tensor) -> torch.Tensor:
         >>> bmtrain.gather_result(torch.ones(3)).shape  # (3 * world_size,)
         torch.Size([3])
     """
-    from .distributed import all_gather
-
     current = context("gather_result()")
     require_tensor("x", x)
     warn_once("gather_result", "gather_result() is deprecated: write distributed.all_gather(x).flatten(0, 1)")

@@ -1,11 +1,12 @@
-"""Where a rank stands: its coordinates in the pipeline, tensor-parallel and sharding groups."""
+"""Position of a rank: its coordinates in the pipeline, tensor-parallel and sharding groups."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-__all__ = ["GroupKind", "Topology"]
+__all__ = ["GroupKind", "Topology", "equal_runs"]
 
 
 class GroupKind(str, Enum):
@@ -193,3 +194,15 @@ def _kind(name: str) -> GroupKind:
     except ValueError:
         names = ", ".join(repr(kind.value) for kind in GroupKind)
         raise ValueError(f"name: expected one of {names}, got {name!r}") from None
+
+
+def equal_runs(places: Sequence[str]) -> int:
+    """The number of consecutive ranks in each place, if equal for all and no place occurs twice; else 1.
+
+    >>> [equal_runs(places) for places in ("aabb", "aaabbb", "aab", "abab", "ab", "aa")]
+    [2, 3, 1, 1, 1, 2]
+    """
+    number = places.count(places[0])
+    runs = [places[first : first + number] for first in range(0, len(places), number)]
+    alike = all(len(run) == number and run.count(run[0]) == number for run in runs)
+    return number if alike and len({run[0] for run in runs}) == len(runs) else 1

@@ -10,10 +10,11 @@ from typing import Any, TextIO
 
 import torch
 
-from . import _context, global_var
-from ._arguments import require_integer, require_number, require_tensor
-from ._host_memory import resident_bytes
-from ._terminal import print_whole
+from . import global_var
+from ._base.arguments import require_integer, require_number, require_tensor
+from ._base.host_memory import resident_bytes
+from ._base.terminal import print_whole
+from ._ranks import context
 
 __all__ = [
     "AverageRecorder",
@@ -38,7 +39,7 @@ def round_up(x: int, d: int) -> int:
         (0, 8, 16)
 
     Raises:
-        TypeError: one is no integer.
+        TypeError: an argument is not an integer.
         ValueError: ``d`` is below 1.
     """
     x, d = require_integer("x", x), require_integer("d", d, 1)
@@ -46,7 +47,7 @@ def round_up(x: int, d: int) -> int:
 
 
 def print_rank(*args: Any, rank: int = 0, **kwargs: Any) -> None:
-    """`print` on one rank only; the other arguments are those of `print`.
+    """`print` on one rank only; the other arguments are passed to `print`.
 
     Args:
         rank: the rank that prints. Before `init_distributed` every process is rank 0.
@@ -61,7 +62,7 @@ def print_rank(*args: Any, rank: int = 0, **kwargs: Any) -> None:
 
 
 def print_block(title: str, content: str | None = None, file: TextIO | None = None) -> None:
-    """Print a banner of 60 columns and, under it, a text; on every rank that calls it.
+    """Prints a banner of 60 columns and, under it, a text; on every rank that calls it.
 
     Example:
         >>> print_block("Setup", "two ranks")
@@ -75,7 +76,7 @@ def print_block(title: str, content: str | None = None, file: TextIO | None = No
 
 
 def print_dict(title: str, mapping: Mapping[Any, Any], file: TextIO | None = None) -> None:
-    """Print a banner and aligned ``key : value`` lines wrapped at 60 columns; on every rank that calls it.
+    """Prints a banner and aligned ``key : value`` lines wrapped at 60 columns; on every rank that calls it.
 
     Example:
         >>> print_dict("Sizes", {"rank": 0, "world_size": 2})
@@ -95,7 +96,7 @@ def print_dict(title: str, mapping: Mapping[Any, Any], file: TextIO | None = Non
 
 
 def see_memory(message: str, detail: bool = False) -> None:
-    """Print, on rank 0, a message and the memory in use, then start a new peak. Never raises.
+    """Prints, on rank 0, a message and the memory in use, then starts a new peak. Never raises.
 
     Args:
         message: printed first.
@@ -110,7 +111,7 @@ def see_memory(message: str, detail: bool = False) -> None:
 
 
 def _memory_report(detail: bool) -> str:
-    current = _context.current()
+    current = context.current()
     device = torch.device("cpu") if current is None else current.device
     if device.type == "cpu":
         resident, peak = resident_bytes()
@@ -125,7 +126,7 @@ def _memory_report(detail: bool) -> str:
 
 
 def load_nccl_pypi() -> None:
-    """Make the NCCL library of the ``nvidia-nccl`` package, or the system's, loadable.
+    """Makes the NCCL library of the ``nvidia-nccl`` package, or the system's, loadable.
 
     No script needs it: the library finds NCCL by itself when it first uses it.
 
@@ -134,7 +135,7 @@ def load_nccl_pypi() -> None:
     """
     import ctypes
 
-    from ._comm_nccl import find_candidates
+    from ._ranks.comm_nccl import find_candidates
 
     for candidate in ("libnccl.so.2", *find_candidates()):
         try:
@@ -153,7 +154,7 @@ def _cuda_major() -> str:
 
 
 class AverageRecorder:
-    """Exponential moving average of what is recorded, without the bias towards its start.
+    """Exponential moving average of recorded values, without the bias towards its start.
 
     After ``n`` values the average is ``s_n / (1 - alpha**n)`` with ``s_0 = 0`` and
     ``s_n = alpha * s_(n-1) + (1 - alpha) * v_n``, as in Kingma and Ba, Adam (2015), section 3.
@@ -181,7 +182,7 @@ class AverageRecorder:
         self._count = 0
 
     def record(self, v: float | torch.Tensor) -> None:
-        """Take one more value: a number or a tensor of one element."""
+        """Takes one more value: a number or a tensor of one element."""
         require_number("v", v)
         self._count += 1
         self._sum = self.alpha * self._sum + (1 - self.alpha) * float(v)

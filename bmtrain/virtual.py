@@ -1,4 +1,4 @@
-"""Training that gives the same bits on any number of ranks."""
+"""Training that is bit-identical on any number of ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
-from . import _C, _context
-from ._generators import kept_generators, seed_generators
+from ._base.generators import kept_generators, seed_generators
+from ._C import TreeSum
+from ._engine.engine import current_engine
+from ._ranks import context as _context
 from .global_var import context
 from .topology import Topology
 
@@ -25,20 +27,20 @@ class VirtualShard:
 
     Attributes:
         index: its number.
-        count: how many there are, on any number of ranks: ``virtual_shards=`` of :func:`bmtrain.init_distributed`.
+        count: their number, independent of the ranks: ``virtual_shards=`` of :func:`bmtrain.init_distributed`.
     """
 
     index: int
     count: int
 
     def of(self, batch: Any) -> Any:
-        """Return this shard's rows of a batch of the whole step.
+        """Returns this shard's rows of a batch of the whole step.
 
         Args:
             batch: a tensor, or anything else with a length and slices; ``count`` divides its length.
 
         Raises:
-            ValueError: it does not.
+            ValueError: it does not divide.
 
         Example:
             >>> bmtrain.virtual.VirtualShard(index=1, count=2).of([10, 11, 12, 13])
@@ -62,9 +64,9 @@ class VirtualShards:
         self.count = count
 
     def __iter__(self) -> Iterator[VirtualShard]:
-        """Yield this rank's shards; when the loop comes to its end, the gradients are there."""
+        """Yields this rank's shards; at the end of the loop, the gradients are complete."""
         ctx = context()
-        engine, world, rank = ctx.engine, ctx.topology.world_size, ctx.topology.rank
+        engine, world, rank = current_engine(ctx), ctx.topology.world_size, ctx.topology.rank
         if engine.virtual.is_open:
             raise RuntimeError("virtual_shards: a loop over virtual shards is running already")
         engine.virtual.begin_step()
@@ -79,11 +81,11 @@ class VirtualShards:
             engine.virtual.forget()
 
     def __len__(self) -> int:
-        """How many of them this rank computes."""
+        """The number of virtual shards that this rank computes."""
         return self.count // context().topology.world_size
 
     def mean(self, values: Sequence[torch.Tensor | float]) -> torch.Tensor:
-        """Return the mean over all virtual shards, the same bits on all ranks and any number of them. Collective.
+        """Returns the mean over all virtual shards, bit-identical on all ranks and any number of them. Collective.
 
         Args:
             values: one number for each virtual shard of this rank, in their order; for instance the losses.
@@ -111,17 +113,17 @@ class VirtualShards:
         own = torch.stack(
             [torch.as_tensor(value, dtype=torch.float32, device=ctx.device).detach() for value in values]
         )
-        group = ctx.groups["zero"]
+        group = ctx.world
         slots = own.new_empty((group.size, len(own)))
         group.comm.all_gather(slots.view(-1), own, "mean of virtual shards").wait()
-        tree = _C.TreeSum()
+        tree = TreeSum()
         for value in slots.t().reshape(-1, 1):
             tree.push(value)
         return tree.total().squeeze(0).div_(self.count)
 
 
 def virtual_shards(step: int) -> VirtualShards:
-    """Cut a step into virtual shards, so that its result does not depend on the number of ranks.
+    """Cuts a step into virtual shards, so that its result does not depend on the number of ranks.
 
     ``init_distributed(virtual_shards=V)`` fixes their number. Each is a micro-batch of its own with random generators
     seeded by job, step and shard; in a micro-step each rank computes one. Gradients are summed in fp32 by a binary tree
@@ -194,21 +196,21 @@ def check_count(count: int | None, place: Topology) -> int:
 
 
 def one_thread(device: torch.device) -> None:
-    """Let products be computed alike where ranks share processors and where they do not, unless the user decided."""
+    """Makes matrix products independent of shared processors, unless the user has set the number of threads."""
     if device.type == "cpu" and not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(1)
 
 
 def check_no_loop(what: str) -> None:
-    """Raises RuntimeError in a loop over virtual shards: the gradients are not there yet."""
+    """Raises RuntimeError in a loop over virtual shards: the gradients are not complete yet."""
     current = _context.current()
-    if current is not None and current.engine.virtual.is_open:
+    if current is not None and current_engine(current).virtual.is_open:
         raise RuntimeError(
             f"{what}: the gradients of virtual shards are there after the loop over them; call it after the loop"
         )
 
 
 def _seed_of(*numbers: int) -> int:
-    """A seed of 63 bits: neighbours have nothing in common."""
+    """A hash of numbers as a seed of 63 bits."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,4 +1,4 @@
-"""Weights in and out as safetensors, the files of Hugging Face models: no rank ever holds a whole model."""
+"""Import and export of weights as safetensors, the files of Hugging Face models: no rank ever holds a whole model."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from ._agree import failing_together, on_all_ranks
-from ._engine.outline import outline_of
-from ._model_check import check_model_state
-from ._safetensors import SafetensorsFile, locate_tensors, write_folder, write_safetensors
-from ._shared_state import DistributedTensorWrapper
+from ._files.safetensors import SafetensorsFile, locate_tensors, write_folder, write_safetensors
+from ._files.shared_state import DistributedTensorWrapper
+from ._model.check import check_model_state
+from ._model.outline import outline_of
+from ._ranks.agree import failing_together, on_all_ranks
+from ._ranks.context import require_intact
 from .distributed.checkpoint.spread import local_run, spread_of
 from .global_var import context
 from .parameter import DistributedParameter, full_value
@@ -49,7 +50,7 @@ def load(
 
     Raises:
         OSError, UnreadableFileError: on every rank, if a rank cannot read the files.
-        ValueError: on every rank, if ``rename`` makes one name of two.
+        ValueError: on every rank, if ``rename`` maps two names to one.
         RuntimeError: on every rank, for shapes that differ, with ``strict`` for names that differ, and for buffers on
             the meta device that nothing fills.
 
@@ -101,7 +102,7 @@ def _renamed(names: Iterable[str], rename: _Rename | None, operation: str) -> It
 
 
 def _add_ties(given: dict[str, _Stored], own: dict[str, Any]) -> None:
-    """What is read under one name of a tied parameter is not missing under another."""
+    """Adds the other names of tied parameters that are read under one name."""
     known = {id(own[key]): stored for key, stored in given.items() if key in own}
     for key, value in own.items():
         if key not in given and isinstance(value, torch.Tensor) and id(value) in known:
@@ -109,7 +110,7 @@ def _add_ties(given: dict[str, _Stored], own: dict[str, Any]) -> None:
 
 
 class _Stored(DistributedTensorWrapper):
-    """A tensor of a file, as ``load_state_dict`` sees it: each rank reads its part when it is needed."""
+    """A tensor of a file for ``load_state_dict``: each rank reads its part when it is needed."""
 
     def __init__(self, file: SafetensorsFile, name: str) -> None:
         place = file.places[name]
@@ -155,7 +156,7 @@ class _MetaBuffer:
 
 
 def _make_buffers(model: torch.nn.Module) -> list[_MetaBuffer]:
-    """Gives buffers on the meta device memory, and those that no file holds their values.
+    """Allocates buffers on the meta device, and computes the buffers that no file holds.
 
     Raises:
         RuntimeError: the model does not compute one of these.
@@ -203,8 +204,8 @@ def save(
         rename: from a name in the model to one in the files; None leaves a tensor out.
 
     Raises:
-        TypeError: on every rank, if what is saved is something else than tensors.
-        ValueError: on every rank, if ``rename`` makes one name of two.
+        TypeError: on every rank, if the state dict holds anything but tensors.
+        ValueError: on every rank, if ``rename`` maps two names to one.
         OSError: on every rank, if rank 0 cannot write.
 
     Example:
@@ -241,7 +242,7 @@ class _Gathering:
         self._rest = list(reversed(tensors))
 
     def write(self, path: Path, max_shard_size: int) -> None:
-        """Gives them to a file, or to those of a folder. On rank 0."""
+        """Writes them to a file, or to the files of a folder. On rank 0."""
         table, metadata = self.table(), {"format": "pt"}
         if path.suffix == ".safetensors":
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -257,9 +258,11 @@ class _Gathering:
         """The next tensor, on the host. Collective."""
         if self._rest.pop() != key:
             raise RuntimeError(f"weights.save: {key} is read out of order")
-        return full_value(self._tensors[key]).cpu()
+        value = full_value(self._tensors[key]).cpu()
+        require_intact("weights.save()")
+        return value
 
     def read_rest(self) -> None:
-        """What rank 0 has not asked for: all of it elsewhere, and on rank 0 after an error."""
+        """Takes part in the gathers that are left: all of them on other ranks, and on rank 0 after an error."""
         while self._rest:
             self.read(self._rest[-1])

@@ -1,4 +1,4 @@
-"""Turning ordinary models into sharded ones, in place."""
+"""Conversion of ordinary models into sharded ones, in place."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
-from ._engine.foreign import keep_reparametrized, refuse_change
+from ._engine.engine import current_engine
+from ._engine.sync_batch_norm import SyncedBatchNorm
+from ._ranks.context import current as current_context
+from ._shards.foreign import keep_reparametrized, refuse_change
 from .block_layer import Block, TransformerBlockList, as_block, chain_blocks
 from .global_var import context
 from .layer import DistributedModule, forget_block, note_full_shape
@@ -25,8 +32,8 @@ def BMTrainModelWrapper(model: torch.nn.Module) -> torch.nn.Module:
 
     Every parameter becomes a :class:`bmtrain.DistributedParameter` with the same values (which must be equal on all
     ranks), every module a :class:`bmtrain.DistributedModule` that is still an instance of its old class, and every
-    element of an outermost ``ModuleList`` a :class:`bmtrain.Block`. What is distributed already is left as it is, and
-    what was put into it since (adapters) is converted.
+    element of an outermost ``ModuleList`` a :class:`bmtrain.Block`. Distributed modules stay unchanged,
+    and modules added to them since (adapters) are converted.
 
     Args:
         model: any module.
@@ -48,19 +55,44 @@ def BMTrainModelWrapper(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def model_wrapper_dispatch(model: torch.nn.Module) -> torch.nn.Module:
-    """What :func:`BMTrainModelWrapper` does: the whole tree below ``model``."""
+    """Converts the tree below ``model``, as :func:`BMTrainModelWrapper` does."""
     _check(model)
     conversion = _Conversion()
     model = conversion.tree(model)
     conversion.put_blocks_everywhere(model)
+    _watch_growth()
+    current_engine(context()).wrapped.add(model)
     return model
 
 
 def make_distributed(model: torch.nn.Module) -> torch.nn.Module:
-    """Makes one module distributed, in place, without looking at its children."""
+    """Makes one module distributed, in place, without its children."""
     _check(model)
     _Conversion().node(model)
     return model
+
+
+@functools.cache
+def _watch_growth() -> None:
+    """Once in a process: notes parameters that are put into modules after the first model was wrapped."""
+    register_module_parameter_registration_hook(_note_parameter)
+    register_module_module_registration_hook(_note_module)
+
+
+def _note_parameter(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+    if param is not None and not isinstance(param, DistributedParameter):
+        _note_growth()
+
+
+def _note_module(module: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
+    if isinstance(module, DistributedModule):
+        _note_growth()
+
+
+def _note_growth() -> None:
+    current = current_context()
+    if current is not None:
+        current_engine(current).wrapped.note_growth()
 
 
 def _check(model: object) -> None:
@@ -70,7 +102,7 @@ def _check(model: object) -> None:
 
 
 class _Conversion:
-    """One call of the wrapper; remembers what became of what, so that what was shared stays shared."""
+    """One call of the wrapper; it maps old objects to new ones, so that shared objects stay shared."""
 
     def __init__(self) -> None:
         self._parameters: dict[int, tuple[weakref.ref[torch.nn.Parameter], DistributedParameter]] = {}
@@ -129,7 +161,7 @@ class _Conversion:
         _set_class(module, _distributed_class(type(module)))
 
     def parameter(self, param: torch.nn.Parameter, name: str) -> DistributedParameter:
-        """The distributed parameter that stands for ``param``: the same one for the same object."""
+        """Returns the distributed parameter for ``param``: the same one for the same object."""
         if isinstance(param, DistributedParameter):
             return param
         if isinstance(param, torch.nn.UninitializedParameter):
@@ -142,12 +174,15 @@ class _Conversion:
         made = DistributedParameter(param, requires_grad=param.requires_grad)
         for key, value in param.__dict__.items():
             made.__dict__.setdefault(key, value)
-        self._parameters[id(param)] = weakref.ref(param), made  # weakly: full parameters go as shards come
-        context().engine.replaced.add(param)
+        self._parameters[id(param)] = (
+            weakref.ref(param),
+            made,
+        )  # weakly: full parameters are freed as shards are made
+        current_engine(context()).replaced.add(param)
         return made
 
     def put_blocks_everywhere(self, model: torch.nn.Module) -> None:
-        """A module that became a Block is the Block wherever else it is registered outside of Blocks."""
+        """Replaces modules that became Blocks wherever else they are registered outside of Blocks."""
         pending = [model]
         seen: set[int] = set()
         while pending:
@@ -174,7 +209,7 @@ _set_class = object.__dict__["__class__"].__set__
 
 
 class _Converted(DistributedModule):
-    """What a converted module is besides its old class."""
+    """Base class of converted modules, besides their old class."""
 
     _old_class: type[torch.nn.Module]
 
@@ -197,10 +232,11 @@ def _rebuild(old: type[torch.nn.Module]) -> torch.nn.Module:
 
 
 def _derive_class(old: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """The class of a converted module of class ``old``."""
+    """Returns the class of a converted module of class ``old``."""
     bases = (
         _Converted,
         *([_RecurrentWeights] if issubclass(old, torch.nn.RNNBase) else []),
+        *([SyncedBatchNorm] if issubclass(old, torch.nn.SyncBatchNorm) else []),
         *([_CopiesItself] if hasattr(old, "__deepcopy__") else []),
         *([_OfTransformers] if hasattr(old, "resize_token_embeddings") else []),
         old,
@@ -217,7 +253,7 @@ _distributed_class: Callable[[Any], type[Any]] = functools.cache(_derive_class)
 
 
 class _CopiesItself:
-    """Classes that say how they are copied (parametrized ones) make what ``__class__`` names: one of the old class."""
+    """Copying for classes with a copy method (parametrized ones), which would make an object of the old class."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = super().__deepcopy__(memo)  # type: ignore[misc]
@@ -228,7 +264,7 @@ class _CopiesItself:
 
 
 class _RecurrentWeights:
-    """Recurrent networks keep a second list of their parameters; it has to be read like the first."""
+    """Recurrent networks keep a second list of their parameters; it must be read like the first."""
 
     @property
     def _flat_weights(self) -> list[Any]:
@@ -241,7 +277,7 @@ class _RecurrentWeights:
 
 
 class _OfTransformers:
-    """What models of transformers do with all of their modules, once some are shards and some are in Blocks."""
+    """Methods of transformers models that handle all modules, adapted to shards and Blocks."""
 
     def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
         super()._set_gradient_checkpointing(*args, **kwargs)  # type: ignore[misc]

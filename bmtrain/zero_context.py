@@ -1,25 +1,62 @@
-"""Full parameters of a Block outside its forward."""
+"""Full parameters outside of a forward, for reading and writing."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import torch
 
-from ._engine.schedule import Phase
+from ._engine.whole import holding_whole
+from ._shards.meta import make_shard
+from .param_init import distinct_parameters
 
-if TYPE_CHECKING:
-    from .block_layer import Block
+__all__ = ["ZeroContext", "whole"]
 
-__all__ = ["ZeroContext"]
+_Modules = TypeVar("_Modules", bound="torch.nn.Module | Iterable[torch.nn.Module]")
+
+
+@contextmanager
+def whole(module: _Modules, *, write: bool = False) -> Iterator[_Modules]:
+    """Context manager in which the distributed parameters of ``module`` are full tensors. Collective.
+
+    Each rank gets a copy of its own, in the parameters' dtype, which takes the memory of the full module: process a
+    large model layer by layer. Gradients are off inside, and Blocks run without communication. A tensor-parallel
+    parameter is the full slice of this rank.
+
+    Args:
+        module: a module, a Block, a list of either, or an iterable of modules.
+        write: on leaving, keep the values written to the parameters; after an exception they are unchanged. Every rank
+            writes the same values, of which it keeps its part. Parameters on the meta device get their shards, zeros.
+            Without it, written values are dropped.
+
+    Raises:
+        RuntimeError: a Block of ``module`` runs or is in such a context already; or, without ``write``, a parameter is
+            on the meta device.
+        TypeError: ``module`` is something else.
+
+    Example:
+        >>> layer = bmtrain.nn.Linear(3, 2)
+        >>> with bmtrain.whole(layer, write=True):
+        ...     layer.weight.fill_(1.0)[0] = 5.0
+        >>> layer.weight.tolist()
+        [[5.0, 5.0, 5.0], [1.0, 1.0, 1.0]]
+    """
+    params = list(distinct_parameters(module))
+    if write:
+        for param in params:
+            make_shard(param)
+    with holding_whole(params, write=write):
+        yield module
 
 
 class ZeroContext:
-    """Inside this context the parameters of a Block are full tensors, to be read. Collective to enter.
+    """Inside this context the parameters of a Block are full tensors, to be read and written. Collective.
 
-    Gradients are off inside. What is written to a parameter there is lost: it is the gathered copy;
-    ``load_state_dict`` changes values.
+    As :func:`bmtrain.whole` with ``write=True``, for one Block: gradients are off inside, and what all ranks write
+    reaches the shards on leaving.
 
     Args:
         block: a :class:`bmtrain.Block`. Contexts of one Block do not nest.
@@ -34,26 +71,19 @@ class ZeroContext:
         torch.Size([3, 2])
     """
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: torch.nn.Module) -> None:
         self.block = block
-        self._no_grad = torch.no_grad()
+        self._held: AbstractContextManager[None] | None = None
 
-    def __enter__(self) -> Block:
-        runtime = self.block._runtime
-        if runtime.is_bound:
-            raise RuntimeError(
-                f"the parameters of {self.block._label} are full already: contexts do not nest"
-            )
-        try:
-            runtime.open(Phase.EVALUATE)
-        except BaseException:
-            runtime.abandon()
-            raise
-        self._no_grad.__enter__()
+    def __enter__(self) -> torch.nn.Module:
+        held = holding_whole(distinct_parameters(self.block), write=True)
+        held.__enter__()
+        self._held = held
         return self.block
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._no_grad.__exit__(kind, error, traceback)
-        self.block._runtime.close(keep=False)
+        held, self._held = self._held, None
+        if held is not None:
+            held.__exit__(kind, error, traceback)

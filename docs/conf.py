@@ -15,13 +15,17 @@ sys.path.insert(0, str(ROOT))  # the reference is made from the docstrings of th
 
 project = "bmtrain"
 release = (ROOT / "bmtrain" / "_version.py").read_text().split('"')[-2]
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+templates_path = ["templates"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"bmtrain {release}"
 html_show_copyright = False
 html_static_path = ["static"]
 html_css_files = ["pages.css"]
+copybutton_prompt_text = r"\$ "  # a copied console block has its commands alone
+copybutton_prompt_is_regexp = True
+copybutton_line_continuation_character = "\\"
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
@@ -99,6 +103,22 @@ def speak_chinese(app, pagename, templatename, context, doctree):
     )
 
 
+def link_other_language(app, pagename, templatename, context, doctree):
+    """The same page in the other language: Chinese pages lie in ``zh/`` under the English page's name."""
+    is_chinese = pagename.startswith("zh/")
+    twin = pagename.removeprefix("zh/") if is_chinese else f"zh/{pagename}"
+    if twin not in app.env.found_docs:
+        twin = "zh/index"  # the reference is in English
+    if pagename in app.env.found_docs:
+        context["other_language"] = {
+            "address": context["pathto"](twin),
+            "code": "en" if is_chinese else "zh-CN",
+            "name": "English" if is_chinese else "中文",
+            "title": "This page in English" if is_chinese else "本页中文版",
+        }
+
+
 def setup(app):
     app.connect("doctree-read", join_lines)
+    app.connect("html-page-context", link_other_language)
     app.connect("html-page-context", speak_chinese, priority=600)  # after the theme

@@ -6,6 +6,7 @@ the colours of what it is made of.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 __all__ = ["pictures"]
@@ -156,9 +157,74 @@ def one_step(level: int) -> str:
     return _svg(x0 + len(names) * width + 16, 68 + blocks * (height + 8) + 8, parts)
 
 
+def step_peers() -> str:
+    """Time of a training step, from the table of results/step.md: no communication, bmtrain, FSDP2."""
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (FOLDER.parent / "results" / "step.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| level 3, ")
+    ]
+    names = ("no communication", "bmtrain", "FSDP2")
+    x0, scale, bar, gap = 190, 0.38, 20, 16
+    parts = [
+        _text(20, 26, "milliseconds per step, 2 CPU ranks, level 3 (shorter is better)", 14, anchor="start")
+    ]
+    for index, (name, colour) in enumerate(zip(names, (COLOURS[2], COLOURS[0], COLOURS[1]), strict=True)):
+        parts.append(_rectangle(20 + 170 * index, 40, 14, 14, colour))
+        parts.append(_text(40 + 170 * index, 52, name, 12, anchor="start"))
+    y = 72.0
+    for row in rows:
+        parts.append(_text(20, y + 1.5 * bar + 5, row[0].removeprefix("level 3, "), anchor="start"))
+        for value, colour in zip((row[1], row[3], row[2]), (COLOURS[2], COLOURS[0], COLOURS[1]), strict=True):
+            length = scale * float(value)
+            parts.append(_rectangle(x0, y, length, bar - 3, colour))
+            parts.append(_text(x0 + length + 6, y + bar - 7, value, 12, anchor="start"))
+            y += bar
+        y += gap
+    return _svg(x0 + scale * 1142 + 60, y, parts)
+
+
+def training_curve() -> str:
+    """Losses of the example, from results/example.json: steps, training losses, validation losses by step."""
+    run = json.loads((FOLDER.parent / "results" / "example.json").read_text(encoding="utf-8"))
+    x0, y0, width, height = 60, 250, 480, 200
+    last, low, high = run["steps"][-1], 1.5, 6.0
+
+    def place(step: float, loss: float) -> tuple[float, float]:
+        return x0 + width * step / last, y0 - height * (loss - low) / (high - low)
+
+    parts = [_text(20, 26, "example/train.py: loss, nats per byte", 14, anchor="start")]
+    for tick in range(2, 7):
+        y = place(0, tick)[1]
+        parts += [_rectangle(x0, y, width, 0.5, "#ccc"), _text(x0 - 10, y + 4, str(tick), 12, anchor="end")]
+    for tick in range(0, last + 1, 200):
+        parts.append(_text(place(tick, 0)[0], y0 + 18, str(tick), 12))
+    points = (place(*point) for point in zip(run["steps"], run["losses"], strict=True))
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    parts.append(f'<polyline points="{line}" fill="none" stroke="{COLOURS[0]}" stroke-width="2"/>')
+    for step, loss in run["validation"]:
+        x, y = place(step, loss)
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{COLOURS[1]}"/>')
+        parts.append(
+            _text(
+                x + (10 if step == 0 else -2),
+                y - 8,
+                f"{loss:.2f}",
+                12,
+                anchor="start" if step == 0 else "end",
+            )
+        )
+    parts += [_rectangle(300, 50, 14, 3, COLOURS[0]), _text(320, 56, "training", 12, anchor="start")]
+    parts.append(f'<circle cx="407" cy="52" r="5" fill="{COLOURS[1]}"/>')
+    parts.append(_text(420, 56, "held-out files", 12, anchor="start"))
+    parts.append(_text(x0 + width / 2, y0 + 38, "step", 12))
+    return _svg(x0 + width + 30, y0 + 50, parts)
+
+
 def pictures() -> dict[str, str]:
     """File name -> SVG."""
     drawn = {**_collectives(), "flat-buffer": flat_buffer(), "level-3": one_step(3), "level-2": one_step(2)}
+    drawn |= {"step-peers": step_peers(), "training-curve": training_curve()}
     return {f"{name}.svg": picture for name, picture in drawn.items()}
 
 

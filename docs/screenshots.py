@@ -21,7 +21,8 @@ from html import unescape
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
-WIDTHS = (390, 800, 1280)  # a phone, half a screen, a screen
+#: Phones, half a screen, laptops with and without a scroll bar, and a large screen.
+WIDTHS = (360, 390, 800, 1280, 1390, 1440, 1920)
 PAGES = (
     "index",
     "tutorial/quickstart",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import NoReturn, TypeVar
 
 import torch
 
 import bmtrain as bmt
 
-__all__ = ["UserError", "exit_together", "together"]
+__all__ = ["StopRequest", "UserError", "exit_together", "together"]
 
 T = TypeVar("T")
 _MESSAGE_BYTES = 512
@@ -49,6 +51,22 @@ def together(action: Callable[[], T], what: str) -> T:
         if answer.any():
             raise UserError(bytes(answer.tolist()).rstrip(b"\0").decode(errors="replace"))
     return result  # type: ignore[return-value]  # no rank had a problem, so there is one
+
+
+class StopRequest:
+    """Whether Ctrl-C was pressed on this rank: the first time it is noted, the second time it interrupts as usual.
+
+    Ranks get it in different places of a step. Each tells the others at the end of its step, and all stop after the
+    same one.
+    """
+
+    def __init__(self) -> None:
+        self.is_made = False
+        signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.is_made = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def exit_together(program: str, error: UserError) -> NoReturn:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
-from typing import Any
+import os
+import sys
+import time
+from typing import Any, NoReturn
 
 import torch
 from data import VOCAB_SIZE
@@ -14,7 +17,8 @@ __all__ = ["DTYPES", "SCHEDULERS", "model_options", "parse_options", "run_option
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCHEDULERS = ("cosine", "noam", "linear", "exponential", "no-decay")
 
-# What a step's loss depends on, apart from the text and the number of ranks; equal in a resumed run.
+# What a step's loss depends on, apart from the text and the number of ranks; equal in a resumed run. The learning rate
+# and the bound of the norm may change: a run that ended in NaN goes on with smaller ones.
 _DECIDES_LOSS = (
     "num_layers",
     "dim_model",
@@ -26,18 +30,16 @@ _DECIDES_LOSS = (
     "batch_size",
     "seq_len",
     "seed",
-    "lr",
     "scheduler",
     "warmup",
     "weight_decay",
-    "clip",
     "loss_scale",
     "offload",
 )
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         description="Train a GPT-2 on bytes of text, sharded over all ranks of the launcher.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -75,14 +77,21 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     files.add_argument("--out", default="out/gpt2", help="folder for checkpoints and logs")
     files.add_argument("--save-every", type=_positive, default=250, help="steps between checkpoints")
     files.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    files.add_argument(
+        "--validate-every",
+        type=_positive,
+        default=250,
+        help="steps between validations; there is one before each checkpoint too",
+    )
     files.add_argument("--validation-batches", type=_positive, default=16)
-    files.add_argument("--log-every", type=_positive, default=20, help="steps between lines without a bar")
+    files.add_argument("--log-every", type=_positive, default=20, help="steps between lines")
     files.add_argument(
         "--inspect-every", type=_positive, help="steps between tables of parameters and gradients"
     )
     files.add_argument(
         "--tensorboard", action=argparse.BooleanOptionalAction, default=True, help="write events if installed"
     )
+    files.add_argument("--wandb", metavar="PROJECT", help="log to this project of Weights & Biases too")
     files.add_argument(
         "--plot",
         action=argparse.BooleanOptionalAction,
@@ -99,6 +108,19 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         options.dim_head = options.dim_model // options.num_heads
     options.dim_ff = options.dim_ff or 4 * options.dim_model
     return options
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line, on rank 0, what is wrong; all ranks get the same options."""
+
+    def error(self, message: str) -> NoReturn:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{self.prog}: error: {message} (--help lists all options)", file=sys.stderr, flush=True)
+        else:
+            time.sleep(
+                2
+            )  # a launcher ends all ranks as soon as one has failed: rank 0 must have spoken by then
+        sys.exit(2)
 
 
 def model_options(options: argparse.Namespace) -> dict[str, Any]:

@@ -1,13 +1,33 @@
-"""How fast a rank trains, and how much of its time it waits for others."""
+"""How fast a rank trains, how much memory it takes, and how much of its time it waits for others."""
 
 from __future__ import annotations
 
 import math
+import resource
 import time
+
+import torch
 
 import bmtrain as bmt
 
-__all__ = ["Pace"]
+__all__ = ["Pace", "peak_memory"]
+
+
+def peak_memory() -> float:
+    """The largest memory of this rank so far, in MiB: of its GPU, or of its process."""
+    if bmt.config["device"].type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """What a device computes in a second in products of 16 bits; None where that is not known."""
+    if dtype == torch.float32 or "PCIe" in device_name:  # the figures below are of SXM modules
+        return None
+    for name, machine in bmt.plan.MACHINES.items():
+        if name.split("-")[0].upper() in device_name:
+            return machine.flops
+    return None
 
 
 class Pace:
@@ -18,11 +38,17 @@ class Pace:
 
     Args:
         tokens: of a step, on all ranks together.
+        flops: of a token, forward and backward; compared with the peak of the devices, where that is known.
+        dtype: of the products.
         window: number of steps.
     """
 
-    def __init__(self, tokens: int, window: int = 10) -> None:
+    def __init__(self, tokens: int, flops: float, dtype: torch.dtype, window: int = 10) -> None:
         self.tokens = tokens
+        self.flops = flops
+        device = bmt.config["device"]
+        peak = peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+        self.peak = None if peak is None else peak * bmt.world_size()
         self.window = window
         self.num_steps = 0
         self.seconds = 0.0
@@ -38,8 +64,9 @@ class Pace:
         """The step is over.
 
         Returns:
-            its ``tokens_per_second``, and the ``exposed_communication`` of the last window: the share of its time, 0
-            to 1, that this rank waited; None before the first window is complete.
+            its ``tokens_per_second``; ``share_of_peak`` of the devices, 0 to 1, None if that is not known; ``memory``,
+            the peak of this rank so far in MiB; and the ``exposed_communication`` of the last window: the share of its
+            time that this rank waited, None before the first window is complete.
         """
         elapsed = time.perf_counter() - self._started
         self.num_steps += 1
@@ -47,6 +74,8 @@ class Pace:
         self._go_on_recording()
         return {
             "tokens_per_second": self.tokens / elapsed,
+            "share_of_peak": None if self.peak is None else self.tokens * self.flops / elapsed / self.peak,
+            "memory": peak_memory(),
             "exposed_communication": self.shares[-1] if self.shares else None,
         }
 

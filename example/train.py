@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import argparse
 import math
-import resource
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from agree import UserError, exit_together, together
+from agree import StopRequest, UserError, exit_together, together
 from checkpoint import load_checkpoint, save_checkpoint
 from data import Batch, Sampler, load_corpus, validation_batches
 from logbook import Logbook, percent, prepare
 from models import GPT
 from options import DTYPES, model_options, parse_options, run_options
-from pace import Pace
+from pace import Pace, peak_memory
 
 import bmtrain as bmt
 from bmtrain.distributed import checkpoint
@@ -58,46 +58,75 @@ def train(options: argparse.Namespace) -> None:
     out = Path(options.out)
     run = {"model": model_options(options), "options": run_options(options), "text": corpus.digest}
     first_step = resume_or_start(options, out, model, optim_manager, run)
-    lr_scheduler.end_iter = options.steps  # a resumed run may be longer than the interrupted one
+    # A resumed run may be longer than the interrupted one, and have another learning rate.
+    lr_scheduler.start_lr, lr_scheduler.end_iter = options.lr, options.steps
     lr_scheduler.step(lr_scheduler.num_iter)
-    logbook = Logbook(out, first_step, options)
-    logbook.note(describe(model, options, corpus.description))
-    if first_step == 0:
-        logbook.validation(0, evaluate(model, loss_func, held_out))
+    with Logbook(out, first_step, options) as logbook:
+        logbook.note(describe(model, options, corpus.description))
+        if first_step == 0:
+            logbook.validation(0, evaluate(model, loss_func, held_out))
 
-    # Part 5: the training loop.
-    saved = None
-    pace = Pace(tokens=options.batch_size * options.seq_len)
-    for step in range(first_step, options.steps):
-        pace.begin_step()
-        batch = sampler.batch(step)
-        lr = lr_scheduler.current_lr
+        # Part 5: the training loop.
+        saved, stopped = None, 0.0
+        stop = StopRequest()
+        tokens = options.batch_size * options.seq_len
+        pace = Pace(tokens, flops_per_token(model, options), DTYPES[options.dtype])
+        for step in range(first_step, options.steps):
+            pace.begin_step()
+            batch = sampler.batch(step)
+            lr = lr_scheduler.current_lr
 
-        optim_manager.zero_grad()
-        loss = compute_loss(model, loss_func, batch)
-        optim_manager.backward(loss)
-        grad_norm = optim_manager.clip_grad_norm(optimizer.param_groups, max_norm=options.clip)
-        loss_scale = optim_manager.loss_scale
-        if options.inspect_every and (step + 1) % options.inspect_every == 0:  # while there are gradients
-            logbook.table(bmt.inspect.inspect_model(model, "*"))
-        optim_manager.step()
+            optim_manager.zero_grad()
+            loss = compute_loss(model, loss_func, batch)
+            optim_manager.backward(loss)
+            grad_norm = optim_manager.clip_grad_norm(optimizer.param_groups, max_norm=options.clip)
+            loss_scale = optim_manager.loss_scale
+            if options.inspect_every and (step + 1) % options.inspect_every == 0:  # while there are gradients
+                logbook.table(step + 1, bmt.inspect.inspect_model(model, "*"))
+            optim_manager.step()
 
-        numbers = {
-            "loss": bmt.distributed.all_reduce(loss.detach(), op="avg").item(),  # mean over all ranks
-            "lr": lr,
-            "loss_scale": loss_scale,
-            "grad_norm": grad_norm.item(),
-        }
-        logbook.step(step + 1, **numbers, **pace.end_step())
-        if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
-            saved = save_checkpoint(out / "checkpoints", step + 1, model, optim_manager, run)
-    pace.close()
+            # Means over all ranks: of the loss, and of whether Ctrl-C was pressed.
+            shared = torch.stack(
+                [loss.detach().float(), torch.tensor(float(stop.is_made), device=loss.device)]
+            )
+            mean_loss, stopped = bmt.distributed.all_reduce(shared, op="avg").tolist()
+            numbers = {"loss": mean_loss, "lr": lr, "loss_scale": loss_scale, "grad_norm": grad_norm.item()}
+            logbook.step(step + 1, **numbers, **pace.end_step())
+            refuse_nan(options, step + 1, numbers)
+            saves = stopped > 0 or step + 1 == options.steps or (step + 1) % options.save_every == 0
+            if saves or (step + 1) % options.validate_every == 0:
+                held_out_loss = evaluate(model, loss_func, held_out)
+                logbook.validation(step + 1, held_out_loss)
+                # Only now it is known that the step left a usable model.
+                refuse_nan(options, step + 1, {"validation loss": held_out_loss})
+            if saves:
+                saved = save_checkpoint(out / "checkpoints", step + 1, model, optim_manager, run)
+            if stopped:
+                logbook.note(f"stopped at step {step + 1}, last checkpoint {saved}; continue with --resume")
+                break
+        pace.close()
+    if stopped:
+        sys.exit(130)  # as a shell reports a program that Ctrl-C ended
 
     # Part 6: the result.
-    logbook.validation(options.steps, evaluate(model, loss_func, held_out))
-    logbook.close()
     bmt.save(model, out / "model.pt")  # plain PyTorch reads it
     report(logbook, pace, saved, out / "model.pt")
+
+
+def refuse_nan(options: argparse.Namespace, step: int, numbers: dict[str, float]) -> None:
+    """End the run before NaN overwrites a good checkpoint. The numbers are equal on all ranks.
+
+    Raises:
+        UserError: the loss is not finite; or the gradients are not, which without a loss scale went into the model.
+    """
+    for name, value in numbers.items():
+        if not math.isfinite(value) and not (name == "grad_norm" and options.dtype == "fp16"):
+            last = checkpoint.latest(Path(options.out) / "checkpoints")
+            if last is None:
+                remedy = "there is no checkpoint yet: start again"
+            else:
+                remedy = f"the last good checkpoint is {last}: continue with --resume"
+            raise UserError(f"step {step}: {name} is {value}; {remedy} and a smaller --lr or --clip")
 
 
 def make_model(options: argparse.Namespace) -> GPT:
@@ -178,31 +207,29 @@ def resume_or_start(
 
 
 def describe(model: GPT, options: argparse.Namespace, text: str) -> str:
-    num_parameters = sum(math.prod(p._original_shape) for p in model.parameters())
+    num_parameters = sum(p.full_numel for p in model.parameters())
     return (
         f"GPT-2 with {num_parameters:,} parameters in {options.dtype} on {bmt.world_size()} x "
         f"{bmt.config['device'].type}, {options.batch_size} x {options.seq_len} tokens a step\ntext: {text}"
     )
 
 
-def peak_memory() -> list[float]:
-    """The largest memory of each rank so far, in MiB: of its GPU, or of its process. Collective."""
-    if bmt.config["device"].type == "cuda":
-        peak = torch.cuda.max_memory_allocated()
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    peaks = torch.tensor(peak / 2**20, device=bmt.config["device"])
-    return bmt.distributed.all_gather(peaks).tolist()
+def flops_per_token(model: GPT, options: argparse.Namespace) -> float:
+    """Forward and backward without what is recomputed (Chowdhery et al., PaLM, 2022, appendix B)."""
+    num_parameters = sum(p.full_numel for p in model.parameters())
+    attention = 12 * options.num_layers * options.num_heads * options.dim_head * options.seq_len
+    return 6.0 * num_parameters + attention
 
 
 def report(logbook: Logbook, pace: Pace, saved: Path | None, weights: Path) -> None:
     """Print what came out, and where to find it. Collective."""
     before, after = logbook.validation_losses()
+    peaks = bmt.distributed.all_gather(torch.tensor(peak_memory(), device=bmt.config["device"])).tolist()
     results = {
         "validation loss": f"{before:.4f} before, {after:.4f} after",
         "tokens a second": f"{pace.tokens_per_second():,.0f}",
         "communication": f"{percent(pace.exposed_communication())} of rank 0's time is spent waiting for it",
-        "peak memory a rank": ", ".join(f"{peak:,.0f} MiB" for peak in peak_memory()),
+        "peak memory a rank": ", ".join(f"{peak:,.0f} MiB" for peak in peaks),
         "checkpoint": saved or "none: there was no step left to do",
         "weights": weights,
     }

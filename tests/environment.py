@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ __all__ = ["core_is_stale", "main", "missing_requirements"]
 
 ROOT = Path(__file__).resolve().parents[1]
 TORCH = "torch==2.13.0"
+TORCH_MINIMUM = (2, 11)  # of setup.py
 BUILD_TOOLS = ("setuptools>=77", "ninja")
 
 
@@ -47,19 +49,19 @@ def missing_requirements(requirements: Sequence[str], extras: Sequence[str]) -> 
     return missing
 
 
-def development_install_is_current(extras: Sequence[str]) -> bool:
-    """Whether `pip install -e` was done with these extras in this tree as pyproject.toml describes it now."""
+def development_install() -> importlib.metadata.Distribution | None:
+    """What `pip install -e` left of this tree; None if it did not, or pyproject.toml has changed since."""
     try:
         distribution = importlib.metadata.distribution("bmtrain")
     except importlib.metadata.PackageNotFoundError:
-        return False
+        return None
     origin = json.loads(distribution.read_text("direct_url.json") or "{}")
     if origin.get("url") != ROOT.as_uri() or not origin.get("dir_info", {}).get("editable"):
-        return False
+        return None
     metadata = Path(str(distribution.locate_file(f"bmtrain-{distribution.version}.dist-info/METADATA")))
     if not metadata.exists() or metadata.stat().st_mtime < (ROOT / "pyproject.toml").stat().st_mtime:
-        return False
-    return not missing_requirements(distribution.requires or [], extras)
+        return None
+    return distribution
 
 
 def core_is_stale(torch_version: str | None) -> bool:
@@ -80,35 +82,58 @@ def core_is_stale(torch_version: str | None) -> bool:
 
 
 def run(reason: str, *arguments: str) -> None:
-    """Run Python with these arguments, after saying why."""
+    """Run Python with these arguments, after saying why; where no terminal shows pip's bars, say that it goes on."""
     print(f"set-up: {reason}", file=sys.stderr, flush=True)
     environment = {"MAX_JOBS": str(os.cpu_count() or 1), **os.environ}
-    result = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, stdout=sys.stderr, check=False
-    )
-    if result.returncode != 0:
+    began = time.monotonic()
+    with subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, stdout=sys.stderr
+    ) as process:
+        while True:
+            try:
+                status = process.wait(None if sys.stderr.isatty() else 8)
+                break
+            except subprocess.TimeoutExpired:
+                seconds = time.monotonic() - began
+                print(f"set-up: {reason}: {seconds:.0f} s", file=sys.stderr, flush=True)
+    if status != 0:
         raise SystemExit(f"set-up: failed ({reason}): {' '.join(arguments)}")
 
 
 def pip_install(reason: str, *arguments: str) -> None:
-    """Install quietly."""
-    options = ("-qq", "--disable-pip-version-check", "--no-input", "--root-user-action=ignore")
+    """Install, with pip's bars for what is large."""
+    options = ("--disable-pip-version-check", "--no-input", "--root-user-action=ignore")
     run(reason, "-m", "pip", "install", *options, *arguments)
 
 
 def main(extras: Sequence[str]) -> None:
-    if installed("torch") is None:
+    version = installed("torch")
+    if version is None:
         pip_install(f"installing {TORCH}", TORCH)
+    elif tuple(map(int, version.split(".")[:2])) < TORCH_MINIMUM:
+        raise SystemExit(
+            f"set-up: bmtrain needs torch >= {'.'.join(map(str, TORCH_MINIMUM))}, {sys.executable} has {version}; "
+            f"run {sys.executable} -m pip install {TORCH}"
+        )
     missing = [tool for tool in BUILD_TOOLS if missing_requirements([tool], extras)]
     setuptools = installed("setuptools")
     if missing or (setuptools is not None and int(setuptools.split(".")[0]) < 77):
         pip_install("installing what the build needs", *BUILD_TOOLS)
-    if not development_install_is_current(extras):
-        target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
-        reason = "installing bmtrain from this tree (compiles its core: a few minutes)"
-        pip_install(reason, "--no-build-isolation", "-e", target)
-    elif core_is_stale(installed("torch")):
-        run("building the core", "setup.py", "--quiet", "build_ext", "--inplace")
+    if core_is_stale(installed("torch")):
+        run(
+            "compiling the core (a few minutes the first time)",
+            "setup.py",
+            "--quiet",
+            "build_ext",
+            "--inplace",
+        )
+    if development_install() is None:  # finds the core compiled
+        options = ("--no-build-isolation", "--no-deps", "-q", "-e", str(ROOT))
+        pip_install("installing bmtrain from this tree", *options)
+    distribution = development_install()
+    requirements = missing_requirements(distribution.requires or [] if distribution else [], extras)
+    if requirements:
+        pip_install(f"installing {', '.join(requirements)}", *requirements)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from bmtrain._archive import read_archive
-from bmtrain._safetensors import SafetensorsFile, locate_tensors, write_safetensors
+from bmtrain._files.archive import read_archive
+from bmtrain._files.safetensors import SafetensorsFile, locate_tensors, write_safetensors
 from bmtrain.distributed.checkpoint.manifest import CHUNK, Manifest, Piece, ShardFile, StoredTensorInfo
 from bmtrain.errors import UnreadableFileError
 

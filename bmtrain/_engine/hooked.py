@@ -1,28 +1,25 @@
-"""Results of inner modules that forward hooks have seen, and that may be wanted outside of the block."""
+"""Results of inner modules that forward hooks keep outside of the block."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from .recompute import left_behind
-from .tree import tensors_of
-
-if TYPE_CHECKING:
-    from .runtime import BlockRuntime
+from .._base.tree import tensors_of
+from .runtime import BlockRuntime, unreturned_tensor_error
 
 __all__ = ["HookedResults"]
 
 
 class HookedResults:
-    """What the forward hooks of a block's inner modules were shown in one call.
+    """Tensors that forward hooks of a block's inner modules received in one call.
 
-    A hook may keep a tensor for a loss (transformers collects attentions and router logits like that). Nobody can put
-    another in its place, as for tensors that were recorded, so the tensor itself becomes a result of the block. It is
-    matched by order when the forward runs again.
+    A hook may keep a tensor for a loss (transformers collects attentions and router logits like that). Such a tensor
+    cannot be replaced, unlike a recorded one, so the tensor itself becomes a result of the block. It is matched by
+    order when the forward runs again.
     """
 
     def __init__(self, runtime: BlockRuntime) -> None:
@@ -30,10 +27,10 @@ class HookedResults:
         self._first: list[weakref.ref[torch.Tensor]] = []
         self._second: list[torch.Tensor] = []
         self._has_run = False
-        self._kept: list[int] = []  # which of the first run's
+        self._kept: list[int] = []  # indices of the kept tensors among those of the first run
 
     def watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward``, run so that what its modules' hooks are shown is noted; the first run is the first."""
+        """Runs ``forward`` and records the tensors that hooks receive; the first call is the first run."""
         note = self._note_again if self._has_run else self._note
         self._has_run = True
         self._second = []
@@ -63,10 +60,10 @@ class HookedResults:
     def _refuse_other_ways(self, _gradient: torch.Tensor) -> None:
         engine = self._runtime.engine
         if engine.islands.count == 0 and not engine.calls:  # else the block itself asks for gradients
-            raise RuntimeError(left_behind(self._runtime.label))
+            raise RuntimeError(unreturned_tensor_error(self._runtime.label))
 
     def kept(self) -> list[torch.Tensor]:
-        """Those of the first run that somebody still holds, and that can become a result."""
+        """Returns the tensors of the first run that are still referenced and can become results."""
         alive = [(index, reference()) for index, reference in enumerate(self._first)]
         kept = [
             (index, tensor)
@@ -77,25 +74,25 @@ class HookedResults:
         return [tensor for _, tensor in kept]
 
     def kept_again(self) -> list[torch.Tensor]:
-        """The same of the second run."""
+        """Returns the tensors of the second run that correspond to `kept`."""
         if any(index >= len(self._second) for index in self._kept):
-            return []  # another path, which the number of results tells
+            return []  # another path, detected by the number of results
         return [self._second[index] for index in self._kept]
 
     def taken_out(self, outputs: list[torch.Tensor], others: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What stands outside for the outputs: for those that hooks have kept, themselves, which leave their graph.
+        """Returns the outer tensors of the outputs: a tensor kept by a hook is used itself, and leaves its graph.
 
         Args:
-            others: inner tensors that have to stay what they are.
+            others: inner tensors that must stay what they are.
         """
         kept = {id(tensor) for tensor in self.kept()} - {id(tensor) for tensor in others}
         return [output.detach_() if id(output) in kept else output.detach() for output in outputs]
 
 
 def without_history(label: str) -> Any:
-    """While it lasts, autograd saves tensors as they are, but without their place in the graph.
+    """Context manager in which autograd saves tensors without their graph.
 
-    One that leaves the graph would otherwise be held by the block's node, which it then holds itself.
+    A tensor that leaves the graph would otherwise form a reference cycle with the block's node.
     """
 
     def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -1,24 +1,26 @@
-"""Activations that wait for their backward in the host's memory.
+"""Offloading of activations to host memory between forward and backward.
 
 [Note: Activations on the host]
-What a block's forward leaves for its backward is copied to pinned memory of the host while what follows computes, on a
-stream of its own, and the device's memory is free as soon as nobody else refers to it: so the island keeps neither its
-inputs nor its outputs, only where they are in the graph. When a block's backward begins, everything comes back that it
-needs, and what the block before it in the forward needs starts to come back behind it.
+Tensors that a block's forward saves for backward are copied to pinned host memory on a stream of their own, while later
+blocks compute. The device memory is freed when it has no other references: so the island keeps neither its inputs nor
+its outputs, only their positions in the graph. When a block's backward begins, its tensors are copied back, and the
+copies for the preceding block are started behind them.
 
-What was modified in place after it was put away is refused as autograd refuses it: a tensor without memory that shares
-the version of what it stands for remains.
+In-place modification of an offloaded tensor raises as in autograd: a tensor without memory that shares its version
+counter remains.
 
-Memory is moved, not tensors: what several saved tensors are views of is moved once. Parameters in the gathered buffer
-cost nothing between the passes and are never moved; nor are buffers and arguments without gradient, which others keep
-alive, and what is too small to be worth it.
+Storages are moved, not tensors: the storage of several saved views is moved once. It is moved when the forward has
+ended, not when autograd saves a tensor: only then nothing writes to it any more. Versions could not show earlier that
+memory is unchanged, as several tensors of one storage may have version counters of their own (`unsafe_chunk`, `.data`).
+Parameters in the gathered buffer cost nothing between the passes and are never moved; nor are buffers and arguments
+without gradient, which other references keep alive, and small tensors.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -29,21 +31,21 @@ __all__ = ["CudaMover", "HostActivations", "HostStack", "Mover", "entrance", "wi
 
 
 class Mover(Protocol):
-    """Moves memory between a device and its host, behind what computes. All tensors are 1-D, of bytes."""
+    """Moves memory between a device and its host, overlapped with compute. All tensors are 1-D, of bytes."""
 
     device_type: str
-    #: Less than this stays where it is.
+    #: Smaller storages stay on the device.
     least_bytes: int
 
     def to_host(self, memory: torch.Tensor) -> torch.Tensor:
-        """A copy on the host of what was computed until now."""
+        """Returns a copy on the host, made after the work queued so far."""
 
     def to_device(self, memory: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Starts to bring it back; the second result has what computes wait for it."""
+        """Starts a copy to the device; calling the second result makes the compute stream wait for it."""
 
 
 class CudaMover:
-    """By a stream that overlaps with the one that computes."""
+    """Copies on a stream that overlaps with the compute stream."""
 
     device_type = "cuda"
     least_bytes = 1 << 16
@@ -57,13 +59,13 @@ class CudaMover:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             host.copy_(memory, non_blocking=True)
-        memory.record_stream(self._stream)  # nobody else gets it before it has been read
+        memory.record_stream(self._stream)  # not reused before it has been read
         return host
 
     def to_device(self, memory: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
         computing = torch.cuda.current_stream(self._device)
         back = torch.empty(memory.shape, dtype=memory.dtype, device=self._device)
-        self._stream.wait_stream(computing)  # whoever had this memory before is done with it
+        self._stream.wait_stream(computing)  # after earlier uses of this memory
         with torch.cuda.stream(self._stream):
             back.copy_(memory, non_blocking=True)
             arrived = self._stream.record_event()
@@ -72,13 +74,13 @@ class CudaMover:
 
 
 class _Piece:
-    """Memory on the host, and while it is needed on the device."""
+    """A storage on the host, with a copy on the device while it is needed there."""
 
     __slots__ = ("_arrived", "_back", "_mover", "_origin", "host")
 
     def __init__(self, memory: torch.Tensor, mover: Mover) -> None:
         self._mover = mover
-        # As long as it is kept, no other storage has the same address.
+        # While it is kept, no other storage has the same address.
         self._origin = StorageWeakRef(memory.untyped_storage())
         self.host = mover.to_host(memory)
         self._back: torch.Tensor | None = None
@@ -100,22 +102,30 @@ class _Piece:
         self._back = self._arrived = None
 
 
-@dataclass(frozen=True)
 class _Packed:
-    """Stands for a tensor.
+    """Representation of a saved tensor.
 
-    Args:
-        tensor: itself if it stays where it is, else without memory.
-        version: when it was put.
-        piece: its memory, if that was moved.
-        offset, stride: where in it the tensor lies.
+    Attributes:
+        tensor: the tensor itself, or one without memory once its storage was moved.
+        version: version of the tensor when it was saved.
+        piece: its storage, if that was moved.
+        offset, stride: position of the tensor in its storage.
     """
 
-    tensor: torch.Tensor
-    version: int
-    piece: _Piece | None = None
-    offset: int = 0
-    stride: tuple[int, ...] = ()
+    __slots__ = ("__weakref__", "offset", "piece", "stride", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+        self.piece: _Piece | None = None
+        self.offset = 0
+        self.stride: tuple[int, ...] = ()
+
+    def move_to(self, piece: _Piece) -> None:
+        """Leaves the tensor's memory to ``piece``."""
+        self.piece = piece
+        self.offset, self.stride = int(self.tensor.storage_offset()), self.tensor.stride()
+        self.tensor = without_memory(self.tensor)
 
     @property
     def is_unchanged(self) -> bool:
@@ -123,14 +133,14 @@ class _Packed:
 
 
 def without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A detached tensor of the same shape, dtype and version, now and later, that keeps no memory alive."""
+    """Returns a detached tensor of the same shape and dtype that shares the version counter, without memory."""
     stand_in = tensor.detach()
     stand_in.data = tensor.detach().new_empty(()).expand(tensor.shape)
     return stand_in
 
 
 class _Entrance(torch.autograd.Function):
-    """From a leaf without memory to its value: accumulators keep their leaves, and so would keep the memory."""
+    """Maps a leaf without memory to its value: gradient accumulators would keep the memory of their leaves."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -142,20 +152,20 @@ class _Entrance(torch.autograd.Function):
 
 
 def entrance(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A leaf without memory that gets the gradient, and what stands for ``tensor`` inside."""
+    """Returns a leaf without memory that receives the gradient, and the tensor to use in place of ``tensor``."""
     leaf = without_memory(tensor).requires_grad_()
     inner: torch.Tensor = _Entrance.apply(leaf, tensor.detach())
     return leaf, inner
 
 
 class HostActivations:
-    """What one forward of a block leaves for its backward.
+    """Tensors that one forward of a block saves for its backward, in host memory.
 
     Args:
         label: names the block in errors.
-        mover: of the device that computes.
+        mover: of the compute device.
         is_parameter: whether a tensor lies in the block's gathered buffers.
-        others: what others keep alive.
+        others: tensors that other references keep alive.
     """
 
     def __init__(
@@ -169,30 +179,36 @@ class HostActivations:
         self._mover = mover
         self._is_parameter = is_parameter
         self._others = {tensor.untyped_storage()._cdata for tensor in others if _has_memory(tensor)}
-        self._pieces: dict[tuple[int, int], _Piece] = {}  # by storage and version
+        self._pieces: dict[int, _Piece] = {}  # by storage
+        self._saved: list[
+            weakref.ref[_Packed]
+        ] = []  # saved by the running forward; autograd may have dropped some
 
     @property
     def nbytes(self) -> int:
-        """On the host."""
+        """Bytes in host memory."""
         return sum(piece.host.nbytes for piece in self._pieces.values())
 
     def put(self, tensor: torch.Tensor) -> Any:
-        """What :meth:`take` wants in place of ``tensor``."""
+        """Returns a handle of ``tensor`` for :meth:`take`, to be called when the forward has ended."""
         if self._is_parameter(tensor):
             return tensor
-        if not self._is_worth_moving(tensor):
-            return _Packed(tensor.detach(), tensor._version)
-        storage = tensor.untyped_storage()
-        key = storage._cdata, tensor._version
-        if key not in self._pieces:
-            memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            self._pieces[key] = _Piece(memory, self._mover)
-        piece, offset, stride = self._pieces[key], int(tensor.storage_offset()), tensor.stride()
-        return _Packed(without_memory(tensor), tensor._version, piece, offset, stride)
+        packed = _Packed(tensor)
+        self._move(packed)
+        return packed
+
+    def _move(self, packed: _Packed) -> None:
+        if not self._is_worth_moving(packed.tensor):
+            return
+        storage = packed.tensor.untyped_storage()
+        if storage._cdata not in self._pieces:
+            memory = torch.empty(0, dtype=torch.uint8, device=packed.tensor.device).set_(storage)
+            self._pieces[storage._cdata] = _Piece(memory, self._mover)
+        packed.move_to(self._pieces[storage._cdata])
 
     def _is_worth_moving(self, tensor: torch.Tensor) -> bool:
         return (
-            type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            type(tensor) is torch.Tensor
             and tensor.device.type == self._mover.device_type
             and _has_memory(tensor)
             and not (tensor.is_conj() or tensor.is_neg())
@@ -201,7 +217,7 @@ class HostActivations:
         )
 
     def take(self, packed: Any) -> torch.Tensor:
-        """The tensor, on the device."""
+        """Returns the tensor, on the device."""
         if not isinstance(packed, _Packed):
             parameter: torch.Tensor = packed
             return parameter
@@ -217,26 +233,39 @@ class HostActivations:
         return like.set_(memory.untyped_storage(), packed.offset, packed.tensor.shape, packed.stride)
 
     def put_all(self, result: Any) -> Any:
-        """``result`` with what :meth:`take_all` wants in place of its tensors."""
+        """Returns ``result`` with its tensors replaced by handles for :meth:`take_all`."""
         return tree_map_only(torch.Tensor, self.put, result)
 
     def take_all(self, result: Any) -> Any:
-        """What was put, on the device; None if something has written to it since."""
+        """Returns the original tree on the device, or None if one of its tensors was written to since."""
         if not all(leaf.is_unchanged for leaf in tree_leaves(result) if isinstance(leaf, _Packed)):
             return None
         return tree_map_only(_Packed, self.take, result)
 
-    def saving(self) -> Any:
-        """While it lasts, everything that autograd saves is put here."""
-        return torch.autograd.graph.saved_tensors_hooks(self.put, self.take)
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Context manager for the forward; it collects the tensors that autograd saves."""
+        with torch.autograd.graph.saved_tensors_hooks(self._save, self.take):
+            yield
+        for packed in (reference() for reference in self._saved):
+            if packed is not None:
+                self._move(packed)
+        self._saved = []
+
+    def _save(self, tensor: torch.Tensor) -> Any:
+        if self._is_parameter(tensor):
+            return tensor
+        packed = _Packed(tensor)
+        self._saved.append(weakref.ref(packed))
+        return packed
 
     def bring_back(self) -> None:
-        """Starts to bring everything back, the last that was put first: backward wants it so."""
+        """Starts the copies to the device in reverse order, the order of backward."""
         for piece in reversed(self._pieces.values()):
             piece.fetch()
 
     def drop(self, *, for_good: bool) -> None:
-        """Frees the copies on the device; ``for_good`` also those on the host."""
+        """Frees the copies on the device; ``for_good`` also frees the host memory."""
         for piece in self._pieces.values():
             piece.drop_copy()
         if for_good:
@@ -248,17 +277,17 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 class HostStack:
-    """Forwards whose activations are on the host, in their order; backward goes the other way."""
+    """Stack of the forwards whose activations are on the host; backward pops in reverse order."""
 
     def __init__(self) -> None:
         self._stack: list[weakref.ref[HostActivations]] = []
 
     def push(self, activations: HostActivations) -> None:
-        """A forward has ended."""
+        """Adds a forward that has ended."""
         self._stack.append(weakref.ref(activations))
 
     def bring_back(self, activations: HostActivations) -> None:
-        """The backward of a forward begins: it needs its own, and the one after it those of the forward before."""
+        """Starts the copies for a backward that begins, and for the preceding forward, which follows."""
         activations.bring_back()
         known = [one for one in (reference() for reference in self._stack) if one is not None]
         place = next((i for i, one in enumerate(known) if one is activations), 0)
@@ -267,5 +296,5 @@ class HostStack:
         self._stack = [weakref.ref(one) for one in known]
 
     def pop(self, activations: HostActivations) -> None:
-        """Nothing of it is needed any more."""
+        """Removes a forward that needs its activations no more."""
         self._stack = [one for one in self._stack if one() not in (None, activations)]

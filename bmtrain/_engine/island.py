@@ -18,18 +18,18 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
-from .. import _C
-from .foreign import require_gathering
+from .._base.precision import computing_in
+from .._base.tree import distinct, has_containers, replace_arguments, replace_tensors, tensors_of
+from .._C import GraphRoots, attach_island, find_older_node, next_node_number, write_products_in_place
+from .._shards.foreign import require_gathering
 from .hooked import HookedResults, without_history
 from .host_activations import HostActivations, Mover, entrance
 from .modes import NoAutocastCache
-from .precision import computing_in
 from .recompute import ModuleState
 from .recording import Recordings
 from .replay import Replay
+from .running import Phase
 from .runtime import BlockRuntime
-from .schedule import Phase
-from .tree import distinct, has_containers, replace_arguments, replace_tensors, tensors_of
 from .unchanged import Unchanged
 
 __all__ = ["BlockCall", "run_block"]
@@ -49,7 +49,7 @@ def run_block(
         The result of ``forward``, a list as a tuple, attached to the caller's graph.
 
     Raises:
-        RuntimeError: another stage of a pipeline has the block's parameters.
+        RuntimeError: the block's parameters are on another stage of a pipeline.
     """
     require_gathering("a Block")
     if runtime.other_stage is not None:
@@ -79,23 +79,23 @@ def _evaluated(
 
 
 class BlockCall:
-    """One forward of a block, and what its backward needs."""
+    """One forward of a block, with the state that its backward needs."""
 
     def __init__(self, runtime: BlockRuntime, forward: Callable[..., Any], modules: ModuleState) -> None:
         self.runtime = runtime
         self.forward = forward
         self.modules = modules
-        self.inputs: list[torch.Tensor] = []  # of the outer graph, that require grad, each once
+        self.inputs: list[torch.Tensor] = []  # outer tensors that require grad, each once
         self.leaves: list[torch.Tensor] = []  # the same, detached: where the island begins
-        self.inner = self.leaves  # what stands for the inputs in the forward
-        self.outputs: list[Any] = []  # that require grad, each once: where the island ends
-        self._roots: _C.GraphRoots | None = None  # the same, if some of them leave their graph
+        self.inner = self.leaves  # the tensors used in place of the inputs in the forward
+        self.outputs: list[Any] = []  # inner results that require grad, each once: where the island ends
+        self._roots: GraphRoots | None = None  # the roots, if some outputs leave their graph
         self.trains: list[list[bool]] = []  # per group: which parameters required grad
         self.recordings = Recordings()
         self._unchanged = Unchanged(runtime.label)  # arguments that must not change until backward
         self.is_spent = False
-        self.replay: Replay | None = None  # of a forward that is to run again
-        self.host: HostActivations | None = None  # has what backward needs
+        self.replay: Replay | None = None  # state to recompute the forward
+        self.host: HostActivations | None = None  # offloaded activations
         self._hooked = HookedResults(runtime) if modules.has_own_forward_hooks() else None
 
     # ---- forward
@@ -103,14 +103,13 @@ class BlockCall:
     def run(self, args: Any, kwargs: Any) -> Any:
         """[Note: Containers among the arguments]
 
-        Lists, dicts and cache objects are given to the inner forward as they are, with detached tensors in the
-        places of those that require grad; afterwards the caller's tensors are put back. What the forward has
-        put into them is a result like any other: it leaves the island as an output, and the container then
-        holds the attached tensor.
+        Lists, dicts and cache objects are passed to the inner forward themselves, with detached tensors in place of
+        tensors that require grad; afterwards the caller's tensors are put back. A tensor that the forward has put into
+        them is a result: it leaves the island as an output, and the container then holds the attached tensor.
         """
-        first_node = _C.next_node_number()
+        first_node = next_node_number()
         has_state = has_containers(args) or any(map(has_containers, kwargs.values()))
-        outer: dict[int, torch.Tensor] = {}  # what stands outside for a tensor of the island
+        outer: dict[int, torch.Tensor] = {}  # outer tensors by the identity of the island's tensors
         runtime = self.runtime
         mover = runtime.engine.mover if runtime.policy.offload_activations else None
         if mover is not None:
@@ -149,7 +148,7 @@ class BlockCall:
         return self.inner[-1]
 
     def _use_host(self, mover: Mover, args: Any, kwargs: Any) -> None:
-        """Lets what is left for backward wait on the host, see [Note: Activations on the host]."""
+        """Offloads the activations, see [Note: Activations on the host]."""
         runtime = self.runtime
         others = (tensor for tensor in tensors_of((args, kwargs)) if not tensor.requires_grad)
         self.host = HostActivations(
@@ -158,7 +157,7 @@ class BlockCall:
         self.inner = []
 
     def _put_away(self, host: HostActivations) -> None:
-        """Refers to nothing on the device any more that is not needed there."""
+        """Drops references to device memory that backward will restore from the host."""
         self._unchanged.check()  # the forward itself may have written to them
         if self.replay is not None:
             self.replay.put_away(host, self.inner, self.leaves)
@@ -233,7 +232,7 @@ class BlockCall:
         return outputs
 
     def _refuse_foreign_history(self, first_node: int) -> None:
-        node = _C.find_older_node(self.outputs, first_node)
+        node = find_older_node(self.outputs, first_node)
         if node:
             raise RuntimeError(
                 f"{self.runtime.label}: a tensor with gradient history ({node}) reached the block's forward "
@@ -247,17 +246,17 @@ class BlockCall:
             self.recordings.deliver(outputs, inputs)
 
     def _attach(self) -> list[torch.Tensor]:
-        # Without inputs that require grad, something else has to make the node require grad: on the run device, since
-        # autograd lets the end of a backward wait for the streams of the leaves that it has reached.
+        # Without inputs that require grad, an extra leaf makes the node require grad: on the run device, since at the
+        # end of a backward autograd waits for the streams of the leaves that it has reached.
         inputs = self.inputs or [torch.empty(0, requires_grad=True, device=self.runtime.engine.device)]
         self.runtime.open_calls.add(self)
         if self._hooked:
             outputs, self.outputs = self.outputs, _edges(self.outputs)
-            self._roots = _C.GraphRoots(outputs)
+            self._roots = GraphRoots(outputs)
             attached = self._hooked.taken_out(outputs, [*self.inner, *self.recordings.tensors])
         else:
             attached = [output.detach() for output in self.outputs]
-        _C.attach_island(attached, inputs, self.backward)
+        attach_island(attached, inputs, self.backward)
         return attached
 
     # ---- backward
@@ -308,15 +307,15 @@ class BlockCall:
     def _differentiate(
         self, outputs: tuple[Any, ...], gradients: tuple[torch.Tensor | None, ...], keep_graph: bool
     ) -> None:
-        """As torch.autograd.backward(), which would check gradients again that autograd itself has given."""
+        """Runs autograd in the island, without the checks of torch.autograd.backward() on the given gradients."""
         islands = self.runtime.engine.islands
         islands.enter()
         try:
             with NoAutocastCache():
                 if self.host is None:
                     roots = None if isinstance(outputs[0], torch.Tensor) else self._roots
-                    _C.write_products_in_place(
-                        roots or _C.GraphRoots(outputs),
+                    write_products_in_place(
+                        roots or GraphRoots(outputs),
                         packed=self.replay is not None or self._hooked is not None,
                     )
                 Variable._execution_engine.run_backward(
@@ -364,7 +363,7 @@ class BlockCall:
         return outputs, leaves
 
     def kept_for_backward(self) -> Iterator[torch.Tensor] | None:
-        """The tensors that this call keeps; None if it keeps all activations, which autograd holds."""
+        """Returns the tensors that this call keeps; None if it keeps all activations, which autograd holds."""
         if self.replay is None:
             return None
         kept = self.replay.kept()
@@ -393,7 +392,7 @@ def _as_tuple(result: Any) -> Any:
 
 
 def _kept_alive(runtime: BlockRuntime, result: Any) -> Any:
-    """What of a result lies in the gathered buffer (a parameter, a view of one) is copied before the buffer goes."""
+    """Copies the parts of a result in the gathered buffer (parameters or their views), which is released next."""
 
     def copied_out(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone() if runtime.owns_storage(tensor) else tensor

@@ -1,12 +1,14 @@
-"""What a forward runs under: autocast, random numbers, what is trained."""
+"""Global modes of a forward: autocast, random-number state, the default device, ``requires_grad``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 if TYPE_CHECKING:
     from .runtime import BlockRuntime
@@ -15,7 +17,7 @@ __all__ = ["ModeSnapshot", "NoAutocastCache", "trainable_as"]
 
 
 class NoAutocastCache:
-    """Autocast caches casts by parameter object: it would keep, or take for another's, what was gathered before."""
+    """Disables autocast's cache, whose casts, keyed by parameter object, would be of an earlier gather."""
 
     __slots__ = ("_was_enabled",)
 
@@ -29,7 +31,7 @@ class NoAutocastCache:
 
 @contextmanager
 def trainable_as(runtime: BlockRuntime, trains: list[list[bool]]) -> Iterator[None]:
-    """Gives the parameters the ``requires_grad`` they had in the first run."""
+    """Restores the ``requires_grad`` that the parameters had in the first run."""
     changed = [
         (param, flag)
         for group, flags in zip(runtime.groups, trains, strict=True)
@@ -47,31 +49,43 @@ def trainable_as(runtime: BlockRuntime, trains: list[list[bool]]) -> Iterator[No
 
 
 class ModeSnapshot:
-    """Random-number and autocast state at the start of a forward."""
+    """Random-number and autocast state, and the default device, at the start of a forward."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._cpu_rng = torch.get_rng_state()
         self._cuda_rng = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._autocast = _autocast_state(device)
+        self._default_device = _default_device()
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Recreates the state, and afterwards puts the current one back as if nothing had run."""
+        """Context manager that restores the state of the snapshot, and afterwards the current one."""
         cpu_rng = torch.get_rng_state()
         cuda_rng = torch.cuda.get_rng_state(self._device) if self._cuda_rng is not None else None
         autocast = _autocast_state(self._device)
+        default = self._default_device
+        placing = nullcontext() if default == _default_device() else (default or torch.device("cpu"))
         try:
             torch.set_rng_state(self._cpu_rng)
             if self._cuda_rng is not None:
                 torch.cuda.set_rng_state(self._cuda_rng, self._device)
             _set_autocast(self._autocast)
-            yield
+            with placing:
+                yield
         finally:
             _set_autocast(autocast)
             torch.set_rng_state(cpu_rng)
             if cuda_rng is not None:
                 torch.cuda.set_rng_state(cuda_rng, self._device)
+
+
+def _default_device() -> torch.device | None:
+    """Returns the default device of this thread, or None if none was set."""
+    if not torch._C._len_torch_function_stack():
+        return None
+    modes = reversed(_get_current_function_mode_stack())
+    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
 _Autocast = tuple[tuple[str, bool, torch.dtype], ...]

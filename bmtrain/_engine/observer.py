@@ -1,4 +1,4 @@
-"""Who is told what begins and ends in a step."""
+"""Observers of the events of a step."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .. import _C
-    from .runtime import BlockRuntime
-    from .schedule import Phase
+    from .._C import ShardGroup
+    from .running import Phase, RunningBlock
 
 __all__ = ["Observer"]
 
@@ -17,37 +16,37 @@ _NOTHING = nullcontext()
 
 
 class Observer:
-    """Told by the engine; this one looks away. What costs time is left to those that record."""
+    """Receives the events of the engine; this base class ignores them, and recorders override it."""
 
-    def gathering(self, runtime: BlockRuntime) -> None:
+    def gathering(self, runtime: RunningBlock) -> None:
         """The gather of a block's parameters is about to start."""
 
-    def awaiting_gather(self, runtime: BlockRuntime) -> None:
-        """The block cannot go on without its parameters."""
+    def awaiting_gather(self, runtime: RunningBlock) -> None:
+        """The block cannot continue without its parameters."""
 
-    def gathered(self, runtime: BlockRuntime) -> None:
+    def gathered(self, runtime: RunningBlock) -> None:
         """The parameters are there."""
 
-    def computing(self, runtime: BlockRuntime, phase: Phase) -> None:
+    def computing(self, runtime: RunningBlock, phase: Phase) -> None:
         """The block runs, forward or backward."""
 
-    def computed(self, runtime: BlockRuntime) -> None:
+    def computed(self, runtime: RunningBlock) -> None:
         """The block has run."""
 
-    def reducing(self, runtime: BlockRuntime, groups: Sequence[_C.ShardGroup]) -> None:
+    def reducing(self, runtime: RunningBlock, groups: Sequence[ShardGroup]) -> None:
         """A block's gradients are sent off."""
 
-    def awaiting_reduction(self, groups: Sequence[_C.ShardGroup]) -> None:
-        """Nothing goes on before the gradients sent off have arrived."""
+    def awaiting_reduction(self, groups: Sequence[ShardGroup]) -> None:
+        """This rank waits for gradients in flight."""
 
-    def reduced(self, groups: Sequence[_C.ShardGroup]) -> None:
-        """They have, and are summed into the shards now."""
+    def reduced(self, groups: Sequence[ShardGroup]) -> None:
+        """The gradients have arrived, and are summed into the shards."""
 
     def waiting(self, name: str, reason: str) -> AbstractContextManager[None]:
-        """While this rank waits for something else.
+        """Context manager for other waits of this rank.
 
         Args:
-            name: of what, e.g. a parameter.
-            reason: ``gather``, ``reduce``, ``stage`` (another one of a pipeline), ``update`` (of the optimizer).
+            name: the object of the wait, e.g. a parameter.
+            reason: ``gather``, ``reduce``, ``stage`` (of a pipeline), ``update`` (of the optimizer).
         """
         return _NOTHING

@@ -1,17 +1,17 @@
-"""Parameters whose optimizer step is still being computed.
+"""Parameters with a pending optimizer update.
 
 [Note: Updates that overlap]
-`AdamOffloadOptimizer.step` hands the updates to workers of the core and returns. Nobody may see an unfinished one:
+`AdamOffloadOptimizer.step` hands the updates to workers of the core and returns. No code may see an unfinished one:
 
 - A block waits for its own parameters before it is gathered: `BlockRuntime.pending`.
-- Any other access reaches the parameter object. While its update is under way the object's class is a subclass whose
-  ``__torch_function__`` comes before every operation and attribute of torch; it waits, gives the object its own class
-  back, and lets the access go on. So an access costs nothing when nothing is under way.
+- Any other access reaches the parameter object. While its update is pending the object's class is a subclass whose
+  ``__torch_function__`` runs before every operation and attribute of torch; it waits, restores the object's class, and
+  continues with the access. So an access costs nothing without a pending update.
 - A backward through a graph recorded before the step changes gradients without touching the parameter object; its
-  accumulation node waits (`_C.OffloadUpdate.guard_gradients`).
-- What refers to the same memory (a detached copy somebody kept, a gradient) cannot be seen at all; the optimizer looks
-  for such references before it posts an update, and computes it at once if there are any (`optim/_references.py`).
-  Every rank looks for itself: no message and no bit depends on the answer, only when the rank computes.
+  accumulation node waits (`OffloadUpdate.guard_gradients`).
+- Accesses through other tensors of the same memory (a detached alias, a gradient) cannot be detected; the optimizer
+  counts such references before it posts an update, and computes it at once if there are any (`optim/_references.py`).
+  Every rank decides by itself: no message and no bit depends on the answer, only the time of the computation.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from .. import _C
-    from .runtime import BlockRuntime
+    from .._C import OffloadUpdate
+    from .running import RunningBlock
 
 __all__ = ["PendingUpdate", "PendingUpdates"]
 
 
 class PendingUpdate:
-    """One block's parameters, or some outside blocks, between a step and the end of its computation.
+    """The pending update of one block's parameters, or of parameters outside blocks.
 
     Args:
         update: the computation, about to be posted.
-        parameters: what it changes.
-        tensors: whatever else must live until it has ended.
-        runtime: the block's, or None outside blocks.
+        parameters: the parameters that it changes.
+        tensors: other tensors that must live until it has ended.
+        runtime: runtime of the block, or None outside blocks.
     """
 
     __slots__ = ("_runtime", "_tensors", "parameters", "update")
 
     def __init__(
         self,
-        update: _C.OffloadUpdate,
+        update: OffloadUpdate,
         parameters: Sequence[torch.Tensor],
         tensors: Any,
-        runtime: BlockRuntime | None,
+        runtime: RunningBlock | None,
     ) -> None:
         self.update = update
         self.parameters = tuple(parameters)
@@ -63,7 +63,7 @@ class PendingUpdate:
             runtime.pending.append(self)
 
     def finish(self) -> None:
-        """Waits for the update, helping with it; then the parameters are like any others.
+        """Waits for the update (and helps to compute it), then restores the parameters' class.
 
         Raises:
             RuntimeError: a worker failed; the parameters hold a mixture of old and new values.
@@ -81,7 +81,7 @@ class PendingUpdate:
             self._tensors = None
 
     def __del__(self) -> None:
-        """Without its owner, the memory that the workers write to would go."""
+        """Waits, because the workers write to memory that this object owns."""
         if not self.is_finished:
             self.finish()
 
@@ -90,12 +90,12 @@ class PendingUpdate:
         return self._tensors is None
 
     def zero_gradients_afterwards(self) -> bool:
-        """Lets the gradients be zeroed once they have been used; False if the update has begun."""
+        """Zeroes the gradients once they have been used; returns False if the update has begun."""
         return self.update.zero_gradients_afterwards()
 
 
 class PendingUpdates:
-    """The updates of one owner, in the order in which they are computed."""
+    """The pending updates of one owner, in order of computation."""
 
     def __init__(self) -> None:
         self._updates: list[PendingUpdate] = []
@@ -103,7 +103,7 @@ class PendingUpdates:
         _owners.add(self)
 
     def __del__(self) -> None:
-        """Completes what nobody owns any more: a block under an update is in a cycle that no collector sees."""
+        """Completes the updates: a block with a pending update is in a cycle that the garbage collector cannot see."""
         self.finish()
 
     def __iter__(self) -> Any:
@@ -115,7 +115,7 @@ class PendingUpdates:
         self._updates += updates
 
     def finish(self) -> None:
-        """Waits for all. An error of one is raised when all have ended."""
+        """Waits for all updates, then raises the first error."""
         error: BaseException | None = None
         while self._updates:
             try:
@@ -132,7 +132,7 @@ _owners: weakref.WeakSet[PendingUpdates] = weakref.WeakSet()
 
 @cache
 def _finish_before_exit_and_fork() -> None:
-    """A forked child has no workers; an exiting process frees memory that they write to."""
+    """Registers waits: a forked child has no workers, and an exiting process frees memory that they write to."""
     atexit.register(_finish_all)
     os.register_at_fork(before=_finish_all)
 
@@ -143,7 +143,7 @@ def _finish_all() -> None:
 
 
 class _Pending:
-    """What a parameter's class has in addition while its update is under way."""
+    """Base class added to a parameter's class while its update is pending."""
 
     _class_at_rest: type
 
@@ -170,7 +170,7 @@ class _Pending:
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _at_rest(self).__reduce_ex__(protocol)
 
-    def __hash__(self) -> int:  # torch's own would wait; looking a parameter up reads none of its values
+    def __hash__(self) -> int:  # torch's own would wait; hashing reads no values
         return id(self)
 
 
@@ -186,7 +186,7 @@ def _at_rest(param: Any) -> Any:
 
 
 def _finish_all_in(value: Any) -> None:
-    """Waits for every parameter in (nested) arguments of a function of torch."""
+    """Waits for every pending parameter in (nested) arguments of a function of torch."""
     if isinstance(value, _Pending):
         _at_rest(value)
     elif isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The arguments of a pipeline call, as every stage and micro-batch needs them."""
+"""Distribution of the arguments of a pipeline call to stages and micro-batches."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import _C
-from .stage import collect_batches
+from .._C import ReduceOp
+from .._shards.stage import collect_batches
 
 if TYPE_CHECKING:
-    from .._context import Group
+    from .._ranks.context import Group
 
 __all__ = ["PipeArgument", "PipeArguments"]
 
 
 class PipeArgument:
-    """One tensor argument: either cut with the batch, or the first stage's and used for every micro-batch."""
+    """One tensor argument: either split with the batch, or the first stage's value for every micro-batch."""
 
     def __init__(self, pipe: Group, value: torch.Tensor, is_cut: bool, num_micros: int) -> None:
         self._pipe = pipe
@@ -32,14 +32,14 @@ class PipeArgument:
             shared = value.detach().contiguous().clone()
             pipe.comm.broadcast(shared, 0, "pipe.argument").wait()
             pieces = (shared,) * num_micros
-        #: What each micro-batch gets.
+        #: One tensor for each micro-batch.
         self.pieces = [piece.detach().requires_grad_(requires_grad) for piece in pieces]
 
     def gradient(self) -> torch.Tensor:
-        """This rank's gradient, from all stages and micro-batches. Collective over the pipe group.
+        """Returns this rank's gradient from all stages and micro-batches. Collective over the pipe group.
 
-        A shared argument's gradient belongs to the ranks whose batches it came from; where a micro-batch mixes the
-        batches of several ranks, they get equal parts of the sum.
+        The gradient of a shared argument goes to the ranks of the batches that it came from; where a micro-batch mixes
+        the batches of several ranks, they get equal parts of the sum.
         """
         size = self._pipe.size
         gradients = [torch.zeros_like(piece) if piece.grad is None else piece.grad for piece in self.pieces]
@@ -54,7 +54,7 @@ class PipeArgument:
         else:
             by_rank = (torch.stack(gradients).sum(0) / size).expand(size, *self._shape).contiguous()
         own = by_rank.new_empty(self._shape)
-        self._pipe.reduce_comm.reduce_scatter(own, by_rank, _C.ReduceOp.SUM, "pipe.argument").wait()
+        self._pipe.reduce_comm.reduce_scatter(own, by_rank, ReduceOp.SUM, "pipe.argument").wait()
         return own
 
 
@@ -94,7 +94,7 @@ class PipeArguments:
         self._kwargs = {name: wrap(value, looks_cut(value)) for name, value in kwargs.items()}
         sources = [*args, *kwargs.values()]
         wrapped = [*self._args, *self._kwargs.values()]
-        #: The arguments of the caller that get a gradient, and what gives it.
+        #: The arguments of the caller that require grad, with their `PipeArgument`.
         self.trained = [
             (source, argument)
             for source, argument in zip(sources, wrapped, strict=True)
@@ -102,7 +102,7 @@ class PipeArguments:
         ]
 
     def of_micro(self, index: int) -> tuple[list[Any], dict[str, Any]]:
-        """What the layers get for one micro-batch."""
+        """Returns the arguments of the layers for one micro-batch."""
 
         def unwrap(value: Any) -> Any:
             return value.pieces[index] if isinstance(value, PipeArgument) else value

@@ -1,6 +1,6 @@
-"""Tensors recorded inside a pipeline.
+"""Recording of tensors inside a pipeline.
 
-Each stage sees some layers and all ranks' batches; each rank wants to see all layers and its own batch.
+Each stage computes some layers on all ranks' batches; each rank records all layers for its own batch.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .._agree import broadcast_json
+from .._ranks.agree import broadcast_json
+from .._shards.stage import collect_batches
 from .recording import Recorder, TotalGradient, place_outside
-from .stage import collect_batches
 
 if TYPE_CHECKING:
-    from .._context import Group
+    from .._ranks.context import Group
     from .engine import Engine
 
 __all__ = ["StageRecordings"]
 
-#: Gives each rank of the pipe group its own part of what a stage has for all of them: (whole or None, stage).
+#: Distributes a stage's tensor for all ranks of the pipe group; arguments: (whole or None, stage).
 _OwnPart = Callable[[torch.Tensor | None, int], torch.Tensor]
 
 
 class _Spec(NamedTuple):
-    """One recorded tensor of a pipeline call, as all stages know it."""
+    """Description of one recorded tensor of a pipeline call, known to all stages."""
 
     stage: int
     number: int  # among those of its stage
@@ -36,10 +36,10 @@ class _Spec(NamedTuple):
 
 
 class StageRecordings:
-    """What one pipeline call records.
+    """The tensors recorded in one pipeline call.
 
-    A tensor of a layer is made up of those of its micro-batches. What does not go with the batch (its dim 0 does not
-    divide, or it has none) is shown as the first micro-batch has it, without gradient.
+    A tensor of a layer is the concatenation over its micro-batches. For a tensor without a batch dimension (its dim 0
+    does not divide, or it has none) the value of the first micro-batch is used, without gradient.
     """
 
     def __init__(self, pipe: Group, recorder: Recorder) -> None:
@@ -50,19 +50,19 @@ class StageRecordings:
         self.specs: list[_Spec] = []
 
     def add(self, tensor: torch.Tensor, name: str, group: str | None) -> dict[str, Any]:
-        """A new entry of the micro-batch that runs."""
+        """Adds an entry to the running micro-batch."""
         entry = {"name": name, "group": group, "tensor": tensor}
         self._micros[-1].append(entry)
         return entry
 
     def begin_micro(self) -> None:
-        """The next micro-batch runs."""
+        """Starts the entries of the next micro-batch."""
         self._micros.append([])
 
     # ---- forward
 
     def hand_out(self, own_part: _OwnPart) -> list[torch.Tensor]:
-        """This rank's part of everything recorded on any stage, in layer order. Collective over the pipe group."""
+        """Returns this rank's part of all recorded tensors, in layer order. Collective over the pipe group."""
         for stage in range(self._pipe.size):
             told = broadcast_json(self._describe(), stage, "pipe.record", self._pipe.comm)
             if told is None:
@@ -101,7 +101,7 @@ class StageRecordings:
         return torch.cat([first] * self._pipe.size)
 
     def deliver(self, parts: Sequence[torch.Tensor], engine: Engine) -> None:
-        """Makes the parts, as they stand in the caller's graph, entries of the recorder."""
+        """Adds the parts, which are attached to the caller's graph, to the recorder."""
         for spec, part in zip(self.specs, parts, strict=True):
             self._totals.append(TotalGradient(part) if part.requires_grad else None)
             place_outside(self._recorder.add(part, spec.name, spec.group), part, engine)
@@ -109,13 +109,13 @@ class StageRecordings:
     # ---- backward
 
     def take_gradients(self, gradients: Sequence[torch.Tensor | None]) -> int:
-        """Brings the gradients from outside to the stages that the tensors came from. Collective.
+        """Sends the gradients from outside to the stages of their tensors. Collective.
 
         Args:
-            gradients: all ranks have those of the same tensors.
+            gradients: the outer gradients; None for the same tensors on all ranks.
 
         Returns:
-            the last stage that one came to; -1 if none did.
+            The last stage that received one, or -1.
         """
         self._roots: list[tuple[int, Sequence[torch.Tensor]]] = []
         reached = -1
@@ -129,12 +129,12 @@ class StageRecordings:
         return reached
 
     def roots(self, micro: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Tensors of a micro-batch, and the gradients that come to them from outside."""
+        """Returns tensors of a micro-batch, and their gradients from outside."""
         tensors = [self._micros[micro][number]["tensor"] for number, _ in self._roots]
         return tensors, [pieces[micro] for _, pieces in self._roots]
 
     def hand_over_gradients(self, own_part: _OwnPart) -> None:
-        """Gives the tensors outside their total gradients. Collective over the pipe group."""
+        """Adds the total gradients to the tensors outside. Collective over the pipe group."""
         mine = [
             any(tensor.grad is not None for tensor in self._tensors(number))
             for number in range(len(self._micros[0]))

@@ -1,11 +1,12 @@
-"""One call of a pipeline of stages: all micro-batches forward, later all backward.
+"""A call of a pipeline of stages: all micro-batches forward, later all backward.
 
 [Note: A pipeline call is an island]
 Like a block call, a pipeline call is one node of the outer graph. Forward collects the batches of a pipe group, cuts
 them into micro-batches and passes these from stage to stage; each stage records a graph of its own for each micro-batch
 (its blocks keep only their inputs). Backward passes gradients the other way. A stage's blocks are gathered once for all
 micro-batches, and their gradients are reduced once. All receives are posted before the first micro-batch is computed,
-and sends are waited for after the last: while one is computed, its neighbours are under way.
+and sends are waited for after the last: while one is computed, its neighbours are under way (see [Note: Channels of a
+pipeline]).
 """
 
 from __future__ import annotations
@@ -17,32 +18,40 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .. import _C
+from .._C import ReduceOp, Work
+from .._shards.stage import (
+    channel,
+    collect_batches,
+    hand_out_batches,
+    receive_header,
+    send_header,
+    share_shape,
+)
 from ..global_var import context
+from .engine import current_engine
 from .pipe_arguments import PipeArguments
 from .pipe_recording import StageRecordings
 from .recording import active_recorder
-from .stage import announce, collect_batches, hand_out_batches, hear, share_shape
 
 if TYPE_CHECKING:
-    from .._context import Group
+    from .._ranks.context import Group
 
 __all__ = ["PipelineCall", "idle_share", "run_pipeline"]
 
 
 def idle_share(num_stages: int, num_micros: int) -> float:
-    """The part of a pass in which a stage waits: (p - 1) / (m + p - 1) (Y. Huang et al., GPipe, 2019, section 2.3)."""
+    """Returns the idle share of a pass: (p - 1) / (m + p - 1) (Y. Huang et al., GPipe, 2019, section 2.3)."""
     return (num_stages - 1) / (num_micros + num_stages - 1)
 
 
 class PipelineCall:
-    """One forward of this rank's stage, and what its backward needs.
+    """One forward of this rank's stage, with the state that its backward needs.
 
     Args:
         blocks: the layers of this stage, in order.
         layer_counts: number of layers of every stage.
         pipe: the group with one rank of each stage.
-        num_micros: into how many micro-batches the collected batch is cut.
+        num_micros: number of micro-batches that the collected batch is split into.
         returns_states: whether the inputs of all layers are results as well.
     """
 
@@ -70,7 +79,7 @@ class PipelineCall:
     # ---- forward
 
     def forward(self, hidden: torch.Tensor, arguments: PipeArguments) -> tuple[torch.Tensor, ...]:
-        """Runs all micro-batches; this rank's own batch of the output (and of the layers' inputs)."""
+        """Runs all micro-batches; returns this rank's batch of the output (and of the layers' inputs)."""
         self.hidden_shape, self.hidden_dtype, self.device = hidden.shape, hidden.dtype, hidden.device
         for block in self.blocks:
             block._runtime.hold()
@@ -78,7 +87,7 @@ class PipelineCall:
             self._run_micros(hidden, arguments)
         finally:
             if not torch.is_grad_enabled():
-                self._let_go()
+                self._release_blocks()
         results = [self._own_part(self._merged(-1) if self.is_last else None, self.pipe.size - 1)]
         if self.returns_states:
             results.append(self._layer_inputs())
@@ -98,8 +107,8 @@ class PipelineCall:
             if not self.is_last:
                 out = states[-1].detach().contiguous()
                 if index == 0:
-                    announce(pipe, out, pipe.rank + 1)
-                sending.append((pipe.comm.send(out, pipe.rank + 1, "pipe.forward"), out))
+                    send_header(pipe, out, pipe.rank + 1)
+                sending.append((channel(pipe, pipe.rank).send(out, pipe.rank + 1, "pipe.forward"), out))
         for work, _ in sending:
             _wait_for_stage(work)
 
@@ -128,7 +137,7 @@ class PipelineCall:
         return states
 
     def _merged(self, index: int) -> torch.Tensor:
-        """One state of this stage, of all micro-batches."""
+        """Concatenates one state of this stage over all micro-batches."""
         return torch.cat([states[index].detach() for states in self.states])
 
     def _own_part(self, whole: torch.Tensor | None, source: int) -> torch.Tensor:
@@ -137,7 +146,7 @@ class PipelineCall:
         return hand_out_batches(self.pipe, whole, source, own, dtype, self.device)
 
     def _layer_inputs(self) -> torch.Tensor:
-        """This rank's own batch of the inputs of all layers: ``(num_layers, batch, ...)``."""
+        """Returns this rank's batch of the inputs of all layers: ``(num_layers, batch, ...)``."""
         return torch.stack(
             [
                 self._own_part(self._merged(layer) if stage == self.pipe.rank else None, stage)
@@ -152,10 +161,10 @@ class PipelineCall:
         """Runs all micro-batches backward, on the stages that a gradient reaches.
 
         Args:
-            gradients: of the results, in their order; None where this rank's loss does not depend on one.
+            gradients: gradients of the results, in their order; None where this rank's loss does not depend on one.
 
         Returns:
-            the gradient of this rank's own batch of inputs.
+            The gradient of this rank's batch of inputs.
         """
         if self.is_spent:
             raise RuntimeError(
@@ -165,9 +174,9 @@ class PipelineCall:
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         pipe = self.pipe
         grad_out, *others = self._wanted_anywhere(gradients)
-        # Messages between two ranks arrive in the order of their receives: those of the micro-batches are posted last.
+        # Messages between two ranks arrive in the order of their receives: receives of micro-batches are posted last.
         whole = None if grad_out is None else collect_batches(pipe, grad_out, target=pipe.size - 1)
-        # The last stage that a gradient from outside reaches.
+        # The last stage that receives a gradient from outside.
         reached = -1 if grad_out is None else pipe.size - 1
         state_grads: list[tuple[torch.Tensor, ...]] = []
         if self.returns_states and others[0] is not None:
@@ -184,7 +193,7 @@ class PipelineCall:
         if not keep_graph:
             self.is_spent = True
             self.states, self.recordings = [], None
-            self._let_go()
+            self._release_blocks()
         return hand_out_batches(pipe, whole, 0, self.hidden_shape, self.hidden_dtype, self.device)
 
     def _wanted_anywhere(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -194,7 +203,7 @@ class PipelineCall:
             return [gradients[0] if gradients[0] is not None else self._zeros_like_result(0)]
         flags = torch.tensor([gradient is not None for gradient in gradients], device=self.device)
         seen = flags.to(torch.uint8)
-        self.pipe.comm.all_reduce(seen, _C.ReduceOp.MAX, "pipe.backward").wait()
+        self.pipe.comm.all_reduce(seen, ReduceOp.MAX, "pipe.backward").wait()
         return [
             self._zeros_like_result(index) if gradient is None and is_wanted else gradient
             for index, (gradient, is_wanted) in enumerate(zip(gradients, seen.tolist(), strict=True))
@@ -207,7 +216,7 @@ class PipelineCall:
         self, incoming: _Incoming | None, state_grads: Sequence[Sequence[torch.Tensor]], keep_graph: bool
     ) -> None:
         """This stage's share of a backward."""
-        sending = []
+        sending, comm = [], channel(self.pipe, self.pipe.rank)
         for block in self.blocks:
             block._runtime.defer_reduction()
         for index, states in enumerate(self.states):
@@ -223,24 +232,25 @@ class PipelineCall:
             torch.autograd.backward(roots, root_grads, retain_graph=keep_graph)
             if not self.is_first:
                 out = _gradient_of(states[0])
-                sending.append((self.pipe.comm.send(out, self.pipe.rank - 1, "pipe.backward"), out))
+                sending.append((comm.send(out, self.pipe.rank - 1, "pipe.backward"), out))
         for work, _ in sending:
             _wait_for_stage(work)
         for block in reversed(self.blocks):
             block._runtime.reduce_deferred()
 
     def _incoming_gradients(self, whole: torch.Tensor | None, reached: int) -> _Incoming | None:
-        """Those of this stage's output: from outside, from the next stage, or none."""
+        """Returns the gradients of this stage's output: from outside, from the next stage, or none."""
         if whole is not None:
             return _Incoming(list(whole.chunk(self.num_micros)), [])
         if self.pipe.rank >= reached:
             return None
         tensors = [torch.empty_like(states[-1]) for states in self.states]
-        works = [self.pipe.comm.recv(tensor, self.pipe.rank + 1, "pipe.backward") for tensor in tensors]
+        comm, peer = channel(self.pipe, self.pipe.rank + 1), self.pipe.rank + 1
+        works = [comm.recv(tensor, peer, "pipe.backward") for tensor in tensors]
         return _Incoming(tensors, works)
 
     def _collect_state_gradients(self, grad_states: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-        """Per layer of this stage, per micro-batch: the gradient that its input gets as a result of the call."""
+        """Returns, by layer of this stage and micro-batch, the gradients of layers' inputs as results of the call."""
         own = []
         number = 0
         for stage, count in enumerate(self.layer_counts):
@@ -253,32 +263,33 @@ class PipelineCall:
 
     @property
     def num_results(self) -> int:
-        """How many results the caller asked for; recorded tensors follow them."""
+        """Number of results for the caller; recorded tensors follow them."""
         return 2 if self.returns_states else 1
 
     def give_out(self, results: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Gives the recorded tensors to who records; returns the caller's results."""
+        """Delivers the recorded tensors to the recorder; returns the caller's results."""
         if self.recordings is not None:
-            self.recordings.deliver(results[self.num_results :], context().engine)
+            self.recordings.deliver(results[self.num_results :], current_engine(context()))
         return results[: self.num_results]
 
-    def _let_go(self) -> None:
+    def _release_blocks(self) -> None:
         for block in self.blocks:
             block._runtime.let_go()
 
 
 class _Incoming:
-    """Tensors under way to this stage, one for each micro-batch."""
+    """Tensors being received by this stage, one for each micro-batch."""
 
-    def __init__(self, tensors: list[torch.Tensor], works: list[_C.Work]) -> None:
+    def __init__(self, tensors: list[torch.Tensor], works: list[Work]) -> None:
         self._tensors = tensors
         self._works = works
 
     @classmethod
     def posted(cls, pipe: Group, peer: int, count: int, device: torch.device) -> _Incoming:
-        shape, dtype = hear(pipe, peer, device)
+        shape, dtype = receive_header(pipe, peer, device)
         tensors = [torch.empty(shape, dtype=dtype, device=device) for _ in range(count)]
-        return cls(tensors, [pipe.comm.recv(tensor, peer, "pipe.forward") for tensor in tensors])
+        comm = channel(pipe, peer)
+        return cls(tensors, [comm.recv(tensor, peer, "pipe.forward") for tensor in tensors])
 
     def take(self, index: int) -> torch.Tensor:
         if self._works:
@@ -287,7 +298,7 @@ class _Incoming:
 
 
 class _Pipeline(torch.autograd.Function):
-    """The node that stands for a pipeline call in the outer graph."""
+    """Autograd node of a pipeline call in the outer graph."""
 
     @staticmethod
     def forward(
@@ -312,19 +323,19 @@ class _Pipeline(torch.autograd.Function):
 def run_pipeline(
     call: PipelineCall, hidden: torch.Tensor, arguments: PipeArguments
 ) -> tuple[torch.Tensor, ...]:
-    """Runs ``call``, as one node of the caller's graph if gradients are wanted."""
+    """Runs ``call``, as one node of the caller's graph if gradients are enabled."""
     if not torch.is_grad_enabled():
         return call.give_out(call.forward(hidden, arguments))
     if not hidden.requires_grad:
-        hidden = hidden.detach().requires_grad_()  # parameters may be trained: the node has to be reached
+        hidden = hidden.detach().requires_grad_()  # parameters may be trained: backward must reach the node
     results: tuple[torch.Tensor, ...] = _Pipeline.apply(
         call, arguments, hidden, *(source for source, _ in arguments.trained)
     )
     return call.give_out(results)
 
 
-def _wait_for_stage(work: _C.Work) -> None:
-    with context().engine.observer.waiting("pipeline", "stage"):
+def _wait_for_stage(work: Work) -> None:
+    with current_engine(context()).observer.waiting("pipeline", "stage"):
         work.wait()
 
 

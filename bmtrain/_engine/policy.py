@@ -1,24 +1,20 @@
-"""What a block may be asked to do differently: data, not code."""
+"""Policies of blocks: sharding, recomputation and communication of one block, as data."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 
-from ..global_var import context
-
-__all__ = ["BlockDtypes", "BlockMode", "BlockPolicy", "Recompute", "default_policy"]
+__all__ = ["BlockDtypes", "BlockMode", "BlockPolicy", "Recompute"]
 
 _NARROW = (torch.float16, torch.bfloat16)
 
 
 class Recompute(enum.Enum):
-    """What backward runs again."""
+    """The part of a forward that backward recomputes."""
 
     #: Nothing: activations are kept; the inner forward runs once.
     OFF = "off"
@@ -29,14 +25,14 @@ class Recompute(enum.Enum):
 
 
 class BlockMode(enum.Enum):
-    """Which ranks share a block's parameters."""
+    """The ranks that share a block's parameters."""
 
     BLOCK = "BLOCK"  # all ranks (of a tensor-parallel slot)
     PIPE = "PIPE"  # the ranks of one pipeline stage
 
 
 class BlockDtypes(NamedTuple):
-    """Of a block's parameters, but for their shards: on the wire, in the forward, and of gradients on the wire."""
+    """Dtypes of a block's parameters when gathered and in the forward, and of gradients when reduced."""
 
     gather: torch.dtype
     compute: torch.dtype
@@ -45,20 +41,21 @@ class BlockDtypes(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockPolicy:
-    """How one block is gathered and recomputed, and when its gradients travel.
+    """Sharding, gathering, recomputation and gradient reduction of one block.
 
-    Results are those of any other policy, but for what ``compute_dtype``, ``gather_dtype`` and ``reduce_dtype`` round.
+    Results do not depend on the policy, apart from what ``compute_dtype``, ``gather_dtype``, ``reduce_dtype`` and
+    ``reduce`` round.
 
     Args:
         level: ZeRO level. 3 frees the full parameters after forward and gathers them again for backward; 2 keeps
-            them from forward to backward; 1 keeps them always, and gathers them anew at the first forward after a
+            them from forward to backward; 1 keeps them always, and gathers them again at the first forward after a
             backward that sent gradients, or after a change in place. Gradients and optimizer state are shards at each
             of these. 0 is plain data parallelism: every rank has whole parameters, gradients (summed over the ranks,
             the same bits on all) and optimizer state, and gathers nothing.
         recompute: what backward runs again; a :class:`Recompute` or its value, ``"off"``, ``"whole"`` or
             ``"selective"``.
         keep_gathered: between the forwards and backwards of one :func:`bmtrain.no_sync` keep the full parameters.
-        keep_gradients: in :func:`bmtrain.no_sync` keep whole gradients on each rank; otherwise they are sent as ever.
+        keep_gradients: in :func:`bmtrain.no_sync` keep whole gradients on each rank; otherwise they are sent as usual.
 
         compute_dtype: ``torch.float16`` or ``torch.bfloat16``: fp32 parameters are gathered in it (half the bytes), and
             the forward sees them and its floating-point arguments in it. Their shards, gradients and optimizer state
@@ -70,6 +67,14 @@ class BlockPolicy:
         reduce_dtype: dtype in which gradients wait (in ``no_sync()``) and travel: ``torch.float16``, ``torch.bfloat16``
             or ``torch.float32``. None: the dtype that the forward computes in; at level 0, whose sums travel too, the
             parameters' own.
+        reduce: how gradients are summed over the ranks that share the block. ``"direct"``: slices go straight to the
+            rank that sums them, in rank order and in fp32, rounded once; between hosts that is as many times the bytes
+            of a ring as a host has ranks. ``"hosts"``: in two steps, each in rank order and in fp32: over the ranks of
+            a host, then over hosts, between which sums travel in ``reduce_dtype``: as few bytes as around a ring, the
+            same bits on every run, rounded once more. ``"ring"``: NCCL's reduce-scatter, which adds in
+            ``reduce_dtype`` and in an order of its own; on CPU ranks a reduce-scatter in rank order. None: ``"hosts"``
+            where the ranks are on several hosts that have equally many, one after the other; else ``"direct"``, and
+            with ``zero_size`` and virtual shards. ``"hosts"`` is ``"direct"`` where None would be.
 
         zero_size: how many ranks shard the block among themselves; each group of that many, one rank after the other,
             holds what the others hold (hybrid sharding). It divides the ranks that would share the block otherwise.
@@ -95,6 +100,7 @@ class BlockPolicy:
     compute_dtype: torch.dtype | None = None
     gather_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    reduce: Literal["direct", "ring", "hosts"] | None = None
     zero_size: int | None = None
     offload_activations: bool = False
 
@@ -107,6 +113,8 @@ class BlockPolicy:
             values = ", ".join(repr(known.value) for known in Recompute)
             raise ValueError(f"recompute: expected one of {values}, got {self.recompute!r}") from None
         self._check_dtypes()
+        if self.reduce not in (None, "direct", "ring", "hosts"):
+            raise ValueError(f"reduce: expected None, 'direct', 'ring' or 'hosts', got {self.reduce!r}")
         if self.zero_size is not None and (type(self.zero_size) is not int or self.zero_size < 2):
             raise ValueError(f"zero_size: expected at least 2 (1 is level 0), got {self.zero_size!r}")
         if self.zero_size is not None and self.level == 0:
@@ -139,7 +147,7 @@ class BlockPolicy:
         return self.recompute is not Recompute.OFF
 
     def num_sharing(self, num_ranks: int) -> int:
-        """How many of ``num_ranks`` ranks share the block.
+        """Returns the number of ranks, of ``num_ranks``, that share the block.
 
         Raises:
             ValueError: if they cannot be divided by ``zero_size``.
@@ -155,7 +163,7 @@ class BlockPolicy:
         return self.zero_size
 
     def dtypes_of(self, dtype: torch.dtype) -> BlockDtypes:
-        """In which dtypes parameters of ``dtype`` travel and are computed with, and their gradients travel."""
+        """Returns the dtypes of gather, compute and reduction for parameters of ``dtype``."""
         compute = gather = dtype
         if dtype == torch.float32:
             compute = self.compute_dtype or dtype
@@ -163,28 +171,3 @@ class BlockPolicy:
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return BlockDtypes(gather, compute, dtype)
         return BlockDtypes(gather, compute, self.reduce_dtype or (dtype if self.level == 0 else compute))
-
-
-@contextmanager
-def default_policy(policy: BlockPolicy) -> Iterator[None]:
-    """Blocks built while it lasts have ``policy``, but for what they are told themselves.
-
-    Args:
-        policy: of Blocks that are given neither ``policy`` nor ``zero_level`` or ``use_checkpoint``.
-
-    Raises:
-        RuntimeError: before :func:`bmtrain.init_distributed`.
-        TypeError: ``policy`` is none.
-
-    Example:
-        >>> with bmtrain.default_policy(bmtrain.BlockPolicy(level=2)):
-        ...     model = bmtrain.BMTrainModelWrapper(torch.nn.ModuleList([torch.nn.Linear(2, 2)]))
-    """
-    if not isinstance(policy, BlockPolicy):
-        raise TypeError(f"policy: expected a BlockPolicy, got {policy!r:.80} ({type(policy).__name__})")
-    engine = context().engine
-    before, engine.default_policy = engine.default_policy, policy
-    try:
-        yield
-    finally:
-        engine.default_policy = before

@@ -1,12 +1,12 @@
-"""Parameters outside blocks, read in one forward.
+"""Reads of parameters outside blocks in one forward.
 
 [Note: Reads of one forward]
 The outermost forward of a distributed module, and each run of a block's forward, is a *scope* of reads. The first read
 in a scope gathers all small parameters below the scope's module that no Block holds, in one message for each dtype and
-group of ranks, and one autograd node gives them out; its backward sums all their gradients in one message. A parameter
-read again in the same scope is the same tensor, so its gradients add before the reduction. What is gathered depends on
-the modules alone, never on what a rank does with them, so all ranks send the same messages. Large parameters are
-gathered one by one when they are read; those that are read more than once (tied weights) stay until the scope's end.
+group of ranks. One autograd node returns them, and its backward sums all their gradients in one message. A parameter
+read again in the same scope is the same tensor, so its gradients add before the reduction. The gathered set depends on
+the modules alone, never on the code that a rank runs, so all ranks send the same messages. Large parameters are
+gathered one by one when they are read; parameters read more than once (tied weights) stay until the scope's end.
 
 A block's run is a scope of its own because its nodes must lie inside its island, and in backward it runs again. So is a
 call of a module that is in a block, while the block does not run: there its parameters are gathered one by one.
@@ -14,6 +14,8 @@ call of a module that is in a block, while the block does not run: there its par
 
 from __future__ import annotations
 
+import functools
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,37 +23,41 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from .. import _C
+from .._base.stand_in import StandIn
+from .._C import ReduceOp
+from .._shards.block_ref import OWNER, BlockRef
+from .._shards.foreign import require_gathering
+from .._shards.gather import changed_by_hooks
+from .._shards.sharding import slot_length
 from ..global_var import context
-from .block_ref import OWNER, BlockRef
-from .foreign import require_gathering
-from .gather import changed_by_hooks
+from ..parameter import DistributedParameter
+from .uninitialised import Uninitialised
 
 if TYPE_CHECKING:
-    from .._context import Group
-    from ..parameter import DistributedParameter
+    from .._ranks.context import Group
 
 __all__ = ["SMALL_BYTES", "Reads"]
 
-#: Parameters up to this size (whole, in bytes) travel together.
+#: Parameters up to this full size (in bytes) are gathered together.
 SMALL_BYTES = 256 * 1024
 
-_Mode = tuple[bool, bool]  # grad mode, inference mode: a tensor read in one is of no use in another
+_Mode = tuple[bool, bool]  # grad mode, inference mode: a tensor read in one cannot be used in another
 
 
 class _Known(NamedTuple):
-    """A parameter as it was read."""
+    """The result of reading a parameter."""
 
     param: DistributedParameter  # kept: its identity is the key
     full: torch.Tensor
-    versions: tuple[int, int, bool]
+    versions: tuple[int, int, int, bool]
 
     def is_current(self) -> bool:
         return self.versions == _versions(self.param, self.full)
 
 
-def _versions(param: DistributedParameter, full: torch.Tensor) -> tuple[int, int, bool]:
-    return _version(param), _version(full), param.requires_grad
+def _versions(param: DistributedParameter, full: torch.Tensor) -> tuple[int, int, int, bool]:
+    written = 0 if param._data_version is None else param._data_version.value
+    return _version(param), written, _version(full), param.requires_grad
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -59,7 +65,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 class _Scope:
-    """The reads of one forward of ``root``, while it runs.
+    """Reads of one running forward of ``root``.
 
     Attributes:
         owner: the Block that ``root`` is in.
@@ -116,10 +122,7 @@ class _Scope:
 
 
 def _outside_blocks(root: torch.nn.Module) -> Iterator[DistributedParameter]:
-    """The parameters below ``root`` that have values and are in no Block, once for each place that they have."""
-    from ..block_layer import Block
-    from ..parameter import DistributedParameter
-
+    """Yields the parameters below ``root`` that have values and are in no Block, once for each module with one."""
     seen: set[int] = set()
     waiting = [root]
     while waiting:
@@ -131,7 +134,9 @@ def _outside_blocks(root: torch.nn.Module) -> Iterator[DistributedParameter]:
             if isinstance(param, DistributedParameter) and not (param.is_meta or param._is_full()):
                 yield param
         waiting += [
-            child for child in module._modules.values() if child is not None and type(child) is not Block
+            child
+            for child in module._modules.values()
+            if child is not None and not isinstance(child, StandIn)
         ]
 
 
@@ -140,56 +145,56 @@ def _is_small(param: DistributedParameter) -> bool:
 
 
 class _Bundle:
-    """Parameters that travel in one message: in each rank's slot, its part of each, padded to the longest.
+    """Parameters gathered in one message: a rank's slot has its part of each, padded to the longest slot."""
 
-    ``label`` names them in errors and records, and has to be the same on all ranks.
-    """
-
-    def __init__(self, params: Sequence[DistributedParameter], label: str = "parameters") -> None:
+    def __init__(self, params: Sequence[DistributedParameter]) -> None:
         self.params = params
-        self.label = label
+        self.label = _label_of(tuple([param._number for param in params]))
         self.group: Group = params[0]._spec.group
 
     def _chunks(self) -> list[int]:
-        return [-(-param._spec.numel // self.group.size) for param in self.params]
+        """Returns the number of elements of each parameter in a slot, and of the padding."""
+        chunks = [-(-param._spec.numel // self.group.size) for param in self.params]
+        used = sum(chunks)
+        return [*chunks, slot_length(used, self.params[0].element_size()) - used]
 
     def gathered(self) -> list[torch.Tensor]:
-        """The full tensors. Collective."""
+        """Returns the full tensors. Collective."""
         size, chunks = self.group.size, self._chunks()
         like = self.params[0].detach()
         slots = like.new_empty((size, sum(chunks)))
         own = like.new_zeros(sum(chunks))
-        for part, param in zip(own.split(chunks), self.params, strict=True):
+        for part, param in zip(own.split(chunks)[:-1], self.params, strict=True):
             param._spec.check_local(param)
             part[: param.numel()] = param.detach()
         with context().engine.observer.waiting("outside blocks", "gather"):
             self.group.comm.all_gather(slots.view(-1), own, self.label).wait()
         fulls = []
-        for columns, param in zip(slots.split(chunks, dim=1), self.params, strict=True):
+        for columns, param in zip(slots.split(chunks, dim=1)[:-1], self.params, strict=True):
             full = like.new_empty(param._original_shape)
             full.view(-1).copy_(columns.reshape(-1)[: full.numel()])
             fulls.append(full)
         return fulls
 
     def reduced(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's parts of the sums over the ranks. Collective."""
+        """Returns this rank's parts of the sums over the ranks. Collective."""
         size, chunks = self.group.size, self._chunks()
         slots = gradients[0].new_zeros((size, sum(chunks)))
-        for columns, gradient in zip(slots.split(chunks, dim=1), gradients, strict=True):
+        for columns, gradient in zip(slots.split(chunks, dim=1)[:-1], gradients, strict=True):
             flat = gradient.new_zeros(columns.numel())
             flat[: gradient.numel()] = gradient.reshape(-1)
             columns.copy_(flat.view_as(columns))
         own = slots.new_empty(sum(chunks))
         with context().engine.observer.waiting("outside blocks", "reduce"):
-            self.group.reduce_comm.reduce_scatter(own, slots.view(-1), _C.ReduceOp.SUM, self.label).wait()
-        return [  # copies: each becomes a parameter's gradient, whose memory is nobody else's
+            self.group.reduce_comm.reduce_scatter(own, slots.view(-1), ReduceOp.SUM, self.label).wait()
+        return [  # copies: each becomes a parameter's gradient, which owns its memory
             part[: param._spec.local_part[1]].clone()
-            for part, param in zip(own.split(chunks), self.params, strict=True)
+            for part, param in zip(own.split(chunks)[:-1], self.params, strict=True)
         ]
 
 
 class _GatherTogether(torch.autograd.Function):
-    """Shards of several parameters -> full tensors; backward: full gradients -> sums over ranks -> shards."""
+    """Gathers the shards of several parameters; backward sums full gradients over ranks into shards."""
 
     @staticmethod
     def forward(ctx: Any, bundle: _Bundle, *params: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -203,34 +208,34 @@ class _GatherTogether(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        trained = [
-            (index, changed_by_hooks(param, gradient))
-            for index, (param, gradient) in enumerate(zip(ctx.params, gradients, strict=True))
-            if gradient is not None and param.requires_grad
-        ]
+        engine = context().engine
+        trained: list[tuple[int, torch.Tensor]] = []
+        for index, (param, gradient) in enumerate(zip(ctx.params, gradients, strict=True)):
+            if gradient is not None and param.requires_grad:
+                now = engine.to_reduce_now(param, changed_by_hooks(param, gradient))
+                if now is not None:
+                    trained.append((index, now))
         out: list[torch.Tensor | None] = [None] * len(gradients)
-        accumulation, virtual = context().engine.accumulation, context().engine.virtual
-        if virtual.is_open:
-            for index, gradient in trained:
-                virtual.add_outside(ctx.params[index], gradient)
-        elif accumulation.is_on:
-            for index, gradient in trained:
-                accumulation.add_outside(ctx.params[index], gradient)
-        elif trained:
-            if accumulation.is_open:
-                context().engine.call_at_end_of_backward()
-            trained = [(index, accumulation.with_unsent(ctx.params[index], g)) for index, g in trained]
-            bundle = _Bundle([ctx.params[index] for index, _ in trained], _label_of(trained, len(gradients)))
+        if trained:
+            bundle = _Bundle([ctx.params[index] for index, _ in trained])
             for (index, _), part in zip(trained, bundle.reduced([g for _, g in trained]), strict=True):
                 out[index] = part
         return None, *out
 
 
-def _label_of(trained: Sequence[tuple[int, torch.Tensor]], total: int) -> str:
-    """Tells gradients of some parameters from those of others of the same sizes, which another rank may have."""
-    if len(trained) == total:
-        return "parameters"
-    return f"parameters {', '.join(str(index) for index, _ in trained)} of {total}"
+@functools.lru_cache(maxsize=256)
+def _label_of(numbers: tuple[int, ...]) -> str:
+    """Returns a label that distinguishes the parameters from others of the same sizes on another rank."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    if len(runs) > 8:
+        digest = zlib.crc32(repr(numbers).encode())
+        return f"{len(numbers)} parameters, {numbers[0]} to {numbers[-1]} ({digest:08x})"
+    return f"parameters {', '.join('-'.join(map(str, run)) for run in runs)}"
 
 
 def _gather_together(params: Sequence[DistributedParameter]) -> tuple[torch.Tensor, ...]:
@@ -239,24 +244,28 @@ def _gather_together(params: Sequence[DistributedParameter]) -> tuple[torch.Tens
 
 
 class Reads:
-    """The scopes that are open now.
+    """The open scopes.
 
     Attributes:
-        innermost: what the innermost forward that runs reads.
+        innermost: the scope of the innermost running forward.
+        uninitialised: parameters without values.
     """
 
     def __init__(self) -> None:
         self.innermost: _Scope | None = None
+        self.uninitialised = Uninitialised()
 
     def belong_to(self, owner: BlockRef) -> bool:
-        """Whether the innermost forward is that of a Block, or of a module in it."""
+        """Whether the innermost forward belongs to a Block, or to a module in it."""
         return self.innermost is not None and self.innermost.owner is owner
 
     def scope(self, root: torch.nn.Module) -> AbstractContextManager[None]:
-        """While a forward of ``root`` runs."""
+        """Context manager for a forward of ``root``."""
+        if self.uninitialised.before_forward and self.innermost is None:
+            self.uninitialised.check_forward(root)
         return _Scope(root, self)
 
     def read(self, param: DistributedParameter) -> torch.Tensor:
-        """The full tensor of a parameter that has values. Collective."""
+        """Returns the full tensor of a parameter that has values. Collective."""
         require_gathering("reading a DistributedParameter")
         return self.innermost.read(param) if self.innermost is not None else param.gather()

@@ -1,4 +1,4 @@
-"""Running a forward again in backward, exactly as it ran the first time.
+"""Recomputation of a forward in backward, under the state of its first run.
 
 [Note: Early stop]
 In the first forward, saved-tensor hooks replace what autograd saves by numbered slots. In backward the forward
@@ -18,34 +18,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .. import _C
+from .._C import next_node_number
 from .policy import Recompute
+from .runtime import BlockRuntime, unreturned_tensor_error
 from .selective import KeptResults
 
 if TYPE_CHECKING:
     from .host_activations import HostActivations
-    from .runtime import BlockRuntime
 
-__all__ = ["ModuleSnapshot", "ModuleState", "SavedTensors", "StopForward", "left_behind"]
+__all__ = ["ModuleSnapshot", "ModuleState", "SavedTensors", "StopForward"]
 
 #: Buffers up to this size are copied before each forward; larger ones only once they are known to be updated.
 SMALL_BUFFER_BYTES = 1 << 16
 
 
 class StopForward(BaseException):
-    """Ends the second run of a forward; not an Exception, so that user code does not catch it."""
-
-
-def left_behind(label: str) -> str:
-    """What to say when autograd enters a block by another way than its results."""
-    return (
-        f"{label}: backward reached a tensor that the block's forward made and did not return (it was left in an "
-        "attribute or a list, or taken by a hook); return it as a further result, so that its gradient can flow"
-    )
+    """Ends the second run of a forward; a BaseException, so that user code does not catch it."""
 
 
 class _Slot:
-    """Stands in for a saved tensor between the first and the second run."""
+    """Placeholder of a saved tensor between the first and the second run."""
 
     __slots__ = ("index",)
 
@@ -79,7 +71,7 @@ class SavedTensors:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """While the forward runs for the first time."""
+        """Context manager for the first run of the forward."""
         self._is_recording = True
         try:
             with self._recording_hooks(), self._kept.recording() if self._kept else nullcontext():
@@ -90,12 +82,12 @@ class SavedTensors:
             self._kept.drop_unneeded()
 
     def _recording_hooks(self) -> Any:
-        first_node = _C.next_node_number()
+        first_node = next_node_number()
 
         def pack(tensor: torch.Tensor) -> Any:
             if self._in_gathered_buffer(tensor):
                 return tensor
-            self._saves.append((tensor.shape, tensor.dtype, _C.next_node_number() - first_node))
+            self._saves.append((tensor.shape, tensor.dtype, next_node_number() - first_node))
             if self._kept:
                 self._kept.note_need()
             return _Slot(len(self._saves) - 1)
@@ -109,26 +101,26 @@ class SavedTensors:
                     "recomputes keeps nothing; give it use_checkpoint=False"
                 )
             if not self._values:  # backward did not come through the block's results
-                raise RuntimeError(left_behind(self._label))
+                raise RuntimeError(unreturned_tensor_error(self._label))
             return self._checked(self._values[packed.index])
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     @contextmanager
     def refill(self, *, stop_early: bool) -> Iterator[None]:
-        """While it runs again; with ``stop_early`` until :class:`StopForward` is raised, once everything is there."""
+        """Context manager for the second run; ``stop_early`` raises :class:`StopForward` when all slots are filled."""
         with self._refilling_hooks(stop_early), self._kept.giving_out() if self._kept else nullcontext():
             yield
 
     def _refilling_hooks(self, stop_early: bool) -> Any:
-        first_node = _C.next_node_number()
+        first_node = next_node_number()
 
         def pack(tensor: torch.Tensor) -> _Kept:
             kept = _Kept(tensor.detach(), tensor._version)
             if self._in_gathered_buffer(tensor):
                 return kept
             index = len(self._values)
-            save = (tensor.shape, tensor.dtype, _C.next_node_number() - first_node)
+            save = (tensor.shape, tensor.dtype, next_node_number() - first_node)
             if index >= len(self._saves) or self._saves[index] != save:
                 self.differs = True
             self._values.append(kept)
@@ -155,16 +147,16 @@ class SavedTensors:
         return not self.differs and len(self._values) == len(self._saves)
 
     def put_away(self, host: HostActivations) -> None:
-        """Leaves what is kept between the two runs to ``host``."""
+        """Moves the tensors kept between the two runs to ``host``."""
         if self._kept:
             self._kept.put_away(host)
 
     def kept_results(self) -> Iterator[torch.Tensor]:
-        """What is kept between the two runs."""
+        """The tensors kept between the two runs."""
         return self._kept.tensors() if self._kept else iter(())
 
     def drop(self, *, for_good: bool) -> None:
-        """Frees the second run's tensors; ``for_good``, if there will be no other, also what was kept for it."""
+        """Frees the second run's tensors; ``for_good`` (no further run) also frees the tensors kept for it."""
         self._values = []
         self.differs = False
         if self._kept and for_good:
@@ -172,7 +164,7 @@ class SavedTensors:
 
 
 class _Buffer(NamedTuple):
-    """A buffer as a forward found it; ``old`` is a copy, or None if none was made."""
+    """A buffer at the start of a forward; ``old`` is a copy, or None if none was made."""
 
     owner: torch.nn.Module
     name: str
@@ -182,11 +174,12 @@ class _Buffer(NamedTuple):
 
 
 class ModuleState:
-    """What a forward may find changed in its modules when it runs again: training flags, and buffers it
-    updated itself.
+    """State of modules that may change between two runs of a forward: training flags, and buffers it updates.
 
-    Copying all buffers before each forward would be slow where they are large (tables of positions, masks).
-    Small ones are; large ones are copied before the first forward, which shows whether it updates them.
+    Small buffers are copied before each forward, and a second run gets the copies, updated or not: batch norm and
+    writes through `.data` count no version, and on a GPU a comparison would make the host wait. Copying large buffers
+    (tables of positions, masks) each time would be slow: they are copied before the first forward only, which shows
+    whether it updates them.
     """
 
     def __init__(self, root: torch.nn.Module) -> None:
@@ -205,28 +198,29 @@ class ModuleState:
         return self._modules
 
     def has_forward_hooks(self) -> bool:
-        """Whether anybody wants to see the inner modules' forwards."""
+        """Whether an inner module has forward hooks."""
         hooks = torch.nn.modules.module
         return bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks) or any(
             module._forward_hooks or module._forward_pre_hooks for module in self._walk()
         )
 
     def has_own_forward_hooks(self) -> bool:
-        """Whether somebody wants to see the result of one of the modules."""
+        """Whether one of the modules has a forward hook that receives its result."""
         for module in self._walk():  # noqa: SIM110 (a generator costs as much again, for each module)
             if module._forward_hooks:
                 return True
         return False
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """All of the modules."""
+        """Yields all buffers of the modules."""
         for module in self._walk():
             yield from (buffer for buffer in module._buffers.values() if buffer is not None)
 
     def before_forward(self) -> ModuleSnapshot:
-        """Notes the state; :meth:`ModuleSnapshot.after_forward` is to be called when the forward has run."""
+        """Takes a snapshot; :meth:`ModuleSnapshot.after_forward` must be called when the forward has run."""
         modules = self._walk()
         buffers = []
+        copies: dict[int, torch.Tensor] = {}  # one of each tensor, as modules may share it
         for owner in modules:
             for name, tensor in owner._buffers.items():
                 if tensor is not None:
@@ -235,15 +229,16 @@ class ModuleState:
                         or self._large is None
                         or (id(owner), name) in self._large
                     )
-                    old = tensor.clone() if copied else None
-                    buffers.append(_Buffer(owner, name, tensor, tensor._version, old))
+                    if copied and id(tensor) not in copies:
+                        copies[id(tensor)] = tensor.clone()
+                    buffers.append(_Buffer(owner, name, tensor, tensor._version, copies.get(id(tensor))))
         return ModuleSnapshot(self, modules, [module.training for module in modules], buffers)
 
     def learn(self, updated: list[_Buffer]) -> None:
-        """Takes note of the buffers that a forward updated."""
-        if self._large is None:
-            self._large = set()
-        self._large.update((id(buffer.owner), buffer.name) for buffer in updated)
+        """Records the large buffers that a forward updated."""
+        known = self._large or set()
+        known.update((id(b.owner), b.name) for b in updated if b.tensor.nbytes > SMALL_BUFFER_BYTES)
+        self._large = known
 
 
 class ModuleSnapshot:
@@ -262,19 +257,23 @@ class ModuleSnapshot:
         self._buffers = buffers
 
     def after_forward(self) -> None:
-        """Keeps the old values of the buffers that the forward updated, and of no others."""
-        self._buffers = [buffer for buffer in self._buffers if _is_updated(buffer)]
+        """Keeps old values only of the buffers that the forward updated or may have updated."""
+        self._buffers = [buffer for buffer in self._buffers if _may_be_updated(buffer)]
         self._state.learn(self._buffers)
 
     @contextmanager
     def restored(self, label: str) -> Iterator[None]:
-        """Runs with the old flags and (new tensors with) the old values, then puts back what is there now."""
+        """Context manager with the old flags and (new tensors of) the old values; the current ones are put back."""
         flipped = [
             module
             for module, flag in zip(self._modules, self._training, strict=True)
             if module.training is not flag
         ]
-        old = [(buffer.owner, buffer.name, _old_value(buffer, label)) for buffer in self._buffers]
+        values: dict[int, torch.Tensor] = {}
+        for noted in self._buffers:
+            if id(noted.tensor) not in values:
+                values[id(noted.tensor)] = _old_value(noted, label)
+        old = [(noted.owner, noted.name, values[id(noted.tensor)]) for noted in self._buffers]
         current = [(owner, name, owner._buffers.get(name)) for owner, name, _ in old]
         for module in flipped:
             module.__dict__["training"] = not module.training
@@ -289,14 +288,18 @@ class ModuleSnapshot:
                 owner._buffers[name] = buffer
 
 
-def _is_updated(buffer: _Buffer) -> bool:
+def _may_be_updated(buffer: _Buffer) -> bool:
     if (
         buffer.tensor._version != buffer.version
         or buffer.owner._buffers.get(buffer.name) is not buffer.tensor
     ):
         return True
-    # Batch norm writes its running statistics without counting a version.
-    return buffer.old is not None and not torch.equal(buffer.old, buffer.tensor)
+    if buffer.old is None:
+        return False
+    if buffer.tensor.nbytes <= SMALL_BUFFER_BYTES and buffer.old.stride() == buffer.tensor.stride():
+        return True
+    # A copy with other strides (of an expanded tensor) could make a kernel round differently.
+    return not torch.equal(buffer.old, buffer.tensor)
 
 
 def _old_value(buffer: _Buffer, label: str) -> torch.Tensor:

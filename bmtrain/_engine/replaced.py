@@ -1,9 +1,9 @@
-"""Parameters that the wrapper has replaced, in optimizers that were made before.
+"""Detection of optimizers that hold parameters replaced by the wrapper.
 
 [Note: Optimizers made too early]
-The wrapper puts distributed parameters in the places of the model's own. An optimizer that was made before holds the
-old ones: none ever gets a gradient again, so its steps update nothing, and no error would say so. The old parameters
-are marked, and each optimizer is looked at in its first step after a conversion.
+The wrapper replaces the model's parameters by distributed ones. An optimizer made before holds the old parameters,
+which get no gradients any more: its steps would silently update nothing. The old parameters are marked, and each
+optimizer is checked in its first step after a conversion.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .. import _context
+from .._base.opaque import opaque
+from .._ranks import context
 
 __all__ = ["ReplacedParameters"]
 
@@ -23,22 +24,22 @@ _MARK = "_bmtrain_replaced"
 
 
 class ReplacedParameters:
-    """What the wrapper has replaced, and which optimizers are known to hold none of it."""
+    """Parameters replaced by the wrapper, and the optimizers that were found to hold none of them."""
 
     def __init__(self) -> None:
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def add(self, param: torch.nn.Parameter) -> None:
-        """A distributed parameter stands in the place of ``param`` from now on."""
+        """Records that ``param`` was replaced by a distributed parameter."""
         param.__dict__[_MARK] = True
         self._seen.clear()
-        _look_at_optimizers()
+        _install_hook()
 
-    def look_at(self, optimizer: torch.optim.Optimizer) -> None:
-        """Looks through an optimizer that is about to step, the first time.
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Checks an optimizer before its first step.
 
         Raises:
-            RuntimeError: it holds parameters that were replaced, and that nothing else trains.
+            RuntimeError: it holds replaced parameters that nothing else trains.
         """
         if optimizer in self._seen:
             return
@@ -56,12 +57,13 @@ class ReplacedParameters:
 
 
 @functools.cache
-def _look_at_optimizers() -> None:
-    """Once in a process, whatever becomes of the context."""
+def _install_hook() -> None:
+    """Registers the hook on all optimizers, once per process, independent of the context."""
     register_optimizer_step_pre_hook(_before_step)
 
 
+@opaque
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    current = _context.current()
+    current = context.current()
     if current is not None:
-        current.engine.replaced.look_at(optimizer)
+        current.engine.check_optimizer(optimizer)

@@ -1,4 +1,4 @@
-"""What a block call keeps to run its forward a second time, in backward."""
+"""State of a block call for running its forward a second time, in backward."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._base.tree import replace_arguments, replace_tensors, snapshot, tensors_of
 from .modes import ModeSnapshot, NoAutocastCache, trainable_as
 from .recompute import ModuleState, SavedTensors, StopForward
-from .tree import replace_arguments, replace_tensors, snapshot, tensors_of
 
 if TYPE_CHECKING:
     from .host_activations import HostActivations
@@ -20,13 +20,13 @@ __all__ = ["Replay"]
 
 
 class Replay:
-    """The arguments and the state that a first run finds, and the places of what it saves for backward.
+    """Arguments and state at the start of a first run, and slots of the tensors it saves for backward.
 
     Args:
-        runtime: the block's.
-        modules: those that take part.
-        args, kwargs: of the inner forward.
-        has_state: whether they hold something that can be written to.
+        runtime: runtime of the block.
+        modules: the modules that take part.
+        args, kwargs: arguments of the inner forward.
+        has_state: whether the arguments hold objects that can be written to.
     """
 
     def __init__(
@@ -39,17 +39,17 @@ class Replay:
         self._modes = ModeSnapshot(runtime.engine.device)
         self._before = modules.before_forward()
         self._saved = SavedTensors(runtime)
-        self._away: list[Any] | None = None  # what stands for the leaves on the host
+        self._away: list[Any] | None = None  # handles of the offloaded leaves
 
     def first_run(self, run: Callable[[Any, dict[str, Any]], Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """The result of ``run(args, kwargs)``, whose saved tensors leave empty slots."""
+        """Returns the result of ``run(args, kwargs)``, whose saved tensors are replaced by empty slots."""
         with self._saved.record():
             result = run(args, kwargs)
         self._before.after_forward()
         return result
 
     def put_away(self, host: HostActivations, inner: list[torch.Tensor], leaves: list[torch.Tensor]) -> None:
-        """Leaves what is kept to ``host``; ``leaves`` stand for the tensors ``inner`` from now on."""
+        """Moves the kept tensors to ``host``; ``leaves`` replace the tensors ``inner`` from then on."""
         self._away = [host.put(tensor) for tensor in inner]
         known = dict(zip(map(id, inner), leaves, strict=True))
         self._arguments = replace_tensors(self._arguments, lambda tensor: known.get(id(tensor), tensor))
@@ -58,7 +58,7 @@ class Replay:
     def leaves_of_second_run(
         self, leaves: list[torch.Tensor], host: HostActivations | None
     ) -> list[torch.Tensor]:
-        """New leaves with the values of those of the first run."""
+        """Returns new leaves with the values of the first run's leaves."""
         sources = leaves if host is None or self._away is None else map(host.take, self._away)
         return [source.detach().requires_grad_() for source in sources]
 
@@ -68,12 +68,12 @@ class Replay:
         trains: list[list[bool]],
         fresh: dict[int, torch.Tensor],
     ) -> tuple[Any, Any, Any]:
-        """Runs the forward again until everything that the first run saved is there.
+        """Runs the forward again until all tensors that the first run saved are computed.
 
         Args:
             run: the forward.
-            trains: which parameters required grad in the first run.
-            fresh: by identity of a leaf of the first run, what takes its place.
+            trains: ``requires_grad`` of the parameters in the first run.
+            fresh: replacements of the first run's leaves, by their identity.
 
         Returns:
             (arguments, keyword arguments, result); the result is None if the run stopped early.
@@ -100,9 +100,9 @@ class Replay:
         return self._saved.is_complete
 
     def kept(self) -> Iterator[torch.Tensor]:
-        """The tensors that wait for the second run."""
+        """The tensors kept for the second run."""
         return chain(tensors_of(self._arguments), self._saved.kept_results())
 
     def drop(self, *, for_good: bool) -> None:
-        """Frees what the second run has saved; ``for_good``, if there will be no other, also what was kept for it."""
+        """Frees the tensors that the second run has saved; ``for_good`` (no further run) also the tensors kept."""
         self._saved.drop(for_good=for_good)

@@ -6,85 +6,95 @@ import weakref
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from operator import methodcaller
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from .. import _C
+from .._C import IslandShore, ShardGroup
 from ..errors import CommunicationError
-from .recompute import left_behind
-from .schedule import Event, Phase
+from .copies import warn_of_lost_write
+from .running import Event, Phase, RunningCall
 
 if TYPE_CHECKING:
-    from .block_ref import BlockRef
+    from .._shards.block_ref import BlockRef
     from .engine import Engine
-    from .island import BlockCall
-    from .pending import PendingUpdate
     from .policy import BlockPolicy
 
-__all__ = ["BlockRuntime"]
+__all__ = ["BlockRuntime", "unreturned_tensor_error"]
 
-_SHARDED = _C.ShardGroup.State.SHARDED
+_SHARDED = ShardGroup.State.SHARDED
 _VERSION = methodcaller("version")
+
+
+class _Update(Protocol):
+    def finish(self) -> None: ...
 
 
 class BlockRuntime:
     """Gathers, binds, releases and reduces the flat buffers of one block.
 
     A block is *sharded* between calls; ``open`` gathers and binds it, ``close`` unbinds it and releases it unless it
-    is to stay for its backward. It may be gathered ahead of a call (see :class:`Schedule`).
+    stays for its backward. It may be prefetched before a call (see :class:`Schedule`).
     """
 
-    def __init__(
-        self, engine: Engine, label: str, groups: Sequence[_C.ShardGroup], policy: BlockPolicy
-    ) -> None:
+    def __init__(self, engine: Engine, label: str, groups: Sequence[ShardGroup], policy: BlockPolicy) -> None:
         self.engine = engine
         self.label = label
         self.groups = tuple(groups)
         self.policy = policy
         self.number = engine.schedule.take_number()
-        #: Its calls, as the schedule notes them.
+        #: Events of its calls, recorded by the schedule.
         self.events = {phase: Event(self.number, phase) for phase in Phase}
         engine.runtimes.add(self)
         #: Of its calls.
-        self.shore = _C.IslandShore(engine.islands, left_behind(label))
+        self.shore = IslandShore(engine.islands, unreturned_tensor_error(label))
         self.is_bound = False
-        #: The stage of a pipeline that alone runs the block, if it is not this rank's.
+        #: The stage of a pipeline that runs the block, if it is another rank's.
         self.other_stage: int | None = None
-        #: How its parameters refer to the Block.
+        #: The parameters' reference to the Block.
         self.reference: BlockRef | None = None
         #: Optimizer steps of the block's parameters that are still being computed.
-        self.pending: list[PendingUpdate] = []
-        #: Forwards whose backward is still to come, or has failed or kept its graph.
-        self.open_calls: weakref.WeakSet[BlockCall] = weakref.WeakSet()
+        self.pending: list[_Update] = []
+        #: Forwards whose backward is pending, has failed, or has kept its graph.
+        self.open_calls: weakref.WeakSet[RunningCall] = weakref.WeakSet()
         self._gathered_version = -1
+        self._is_watched = False  # for writes to the gathered parameters, which would be lost
         self._gathered_round = -1
         self._seen_step = 0
-        self._is_gathered = False  # or being gathered, of at least one of the groups
+        self._is_gathered = False  # or being gathered, for at least one of the buffers
         self._is_held = False
         self._defers = False
-        self._deferred: list[_C.ShardGroup] = []
+        self._deferred: list[ShardGroup] = []
 
-    def replace_groups(self, groups: Sequence[_C.ShardGroup]) -> None:
-        """Goes on with other buffers; what is under way is dropped."""
+    def replace_groups(self, groups: Sequence[ShardGroup]) -> None:
+        """Replaces the buffers; pending operations on the old ones are dropped."""
         self.engine.schedule.drop_ahead()
         self.drop_gathered()
         self.groups = tuple(groups)
         self._is_gathered = False
 
     def version(self) -> int:
-        """Changes whenever a parameter is modified in place."""
+        """Sum of torch's version counters of the parameters, which do not count writes through ``.data``."""
         return sum(map(_VERSION, self.groups))
 
+    def _value_version(self) -> int:
+        """The version, with writes through ``.data`` counted too."""
+        through_data = None if self.reference is None else self.reference._data_version
+        version: int = sum(map(_VERSION, self.groups))
+        return version if through_data is None else version + through_data.value
+
     def open(self, phase: Phase) -> None:
-        """Makes the parameters full tensors; `close` or `abandon` must follow, after an error too. Collective."""
+        """Makes the parameters full tensors; `close` or `abandon` must follow, also after an error. Collective."""
         engine = self.engine
         self._seen_step = engine.lagging_steps
         if self.pending:
             self.finish_updates()
         if phase is not Phase.BACKWARD:
             engine.drop_stale_reductions()
-        if self._adopt_data() and phase is not Phase.BACKWARD:
+        adopted = self._adopt_data()
+        if self._is_gathered and (
+            (adopted and phase is not Phase.BACKWARD) or self._gathered_version != self._value_version()
+        ):
             self.drop_gathered()
         if not self._is_held:
             engine.schedule.enter(self, phase)
@@ -96,6 +106,7 @@ class BlockRuntime:
         for group in self.groups:
             group.bind()
         self.is_bound = True
+        self._is_watched = phase is not Phase.BACKWARD
         if not self._is_held:
             engine.schedule.gather_ahead()
         engine.observer.computing(self, phase)
@@ -108,13 +119,13 @@ class BlockRuntime:
         return False
 
     def finish_updates(self) -> None:
-        """Waits for optimizer steps under way. See [Note: Updates that overlap]."""
+        """Waits for pending optimizer updates. See [Note: Updates that overlap]."""
         with self.engine.observer.waiting(self.label, "update"):
             for update in tuple(self.pending):
                 update.finish()
 
     def _adopt_data(self) -> bool:
-        """Takes over what users put in place of shards (``param.data = tensor``); whether there was anything."""
+        """Copies tensors that users assigned (``param.data = tensor``) into the shards; False if there are none."""
         adopted = False
         for group in self.groups:
             if group.adopt_data():
@@ -124,19 +135,25 @@ class BlockRuntime:
         return adopted
 
     def close(self, *, keep: bool) -> None:
-        """Makes the parameters shards again; ``keep`` leaves the gathered buffer for the backward to come."""
+        """Makes the parameters shards again; ``keep`` leaves the gathered buffer for the backward."""
         self._end_call(keep)
         self.engine.schedule.gather_late()
 
     def _end_call(self, keep: bool) -> None:
         self.engine.observer.computed(self)
+        if self.is_bound and self._is_watched and self._value_version() != self._gathered_version:
+            warn_of_lost_write(
+                self.label,
+                f"a write to a parameter in the forward of {self.label}",
+                "a Block's parameters are",
+            )
         for group in self.groups:
             group.unbind()
         self.is_bound = False
         self._keep_or_drop(keep)
 
     def _keep_or_drop(self, keep: bool) -> None:
-        """Releases the gathered parameters, unless the policy or the backward to come wants them."""
+        """Releases the gathered parameters, unless the policy or a pending backward keeps them."""
         if self.policy.level == 1:
             return
         accumulation = self.engine.accumulation
@@ -146,8 +163,8 @@ class BlockRuntime:
             self.drop_gathered()
 
     def abandon(self) -> None:
-        """After an error or Ctrl-C: whatever had begun, the parameters are shards and nothing is gathered."""
-        with suppress(CommunicationError):  # of a gather under way: the caller raises what matters
+        """Makes the parameters shards after an error or Ctrl-C, whatever had begun, and drops gathered memory."""
+        with suppress(CommunicationError):  # of a pending gather: the caller raises the first error
             self._end_call(keep=False)
             self.drop_gathered()
             self.engine.schedule.drop_ahead()
@@ -157,11 +174,11 @@ class BlockRuntime:
         return self.policy.level <= 2 or self.engine.schedule.expects_backward_of(self)
 
     def may_lag(self) -> bool:
-        """Whether the host may have to wait for the block's update; the same on all ranks, whatever they wait for."""
+        """Whether the host may wait for the block's update; the same on all ranks."""
         return self._seen_step != self.engine.lagging_steps
 
     def start_gather_ahead(self) -> bool:
-        """Starts a gather for a coming call; False if the parameters are gathered already."""
+        """Starts a gather for a later call; returns False if the parameters are gathered already."""
         if self.is_bound or (self._is_gathered and (self.policy.level != 1 or self.is_of_this_round())):
             return False
         self.drop_gathered()
@@ -176,7 +193,7 @@ class BlockRuntime:
         if self._is_gathered:
             return
         engine = self.engine
-        self._gathered_version = self.version()
+        self._gathered_version = self._value_version()
         self._gathered_round = engine.accumulation.round
         engine.observer.gathering(self)
         self._is_gathered = True
@@ -185,19 +202,15 @@ class BlockRuntime:
                 group.start_gather(in_place=True)
 
     def is_of_this_round(self) -> bool:
-        """Whether what is gathered holds for another forward: the policy keeps it, and nothing has changed since."""
+        """Whether the gathered parameters are valid for another forward: kept by the policy, and unchanged."""
         return (
             (self.policy.level == 1 or (self.policy.keep_gathered and self.engine.accumulation.is_open))
             and self._gathered_round == self.engine.accumulation.round
-            and self.gathered_is_current()
+            and self._gathered_version == self._value_version()
         )
 
-    def gathered_is_current(self) -> bool:
-        """Whether no parameter was modified in place since the gather ahead was started."""
-        return self._gathered_version == self.version()
-
     def drop_gathered(self) -> None:
-        """Gives gathered memory back, unless it is in use."""
+        """Releases gathered memory, unless it is in use."""
         if self._is_gathered and not (self.is_bound or self._is_held):
             self._is_gathered = False
             for group in self.groups:
@@ -205,9 +218,9 @@ class BlockRuntime:
                     group.release()
 
     def hold(self) -> None:
-        """Keeps the parameters until :meth:`let_go`: several calls follow.
+        """Keeps the parameters gathered for several calls, until :meth:`let_go`.
 
-        They are gathered anew at the next one, unless the policy has kept them and they are what they were.
+        The next call gathers them again, unless the policy has kept them and they are unchanged.
         """
         self._is_held = False
         if not self.is_of_this_round():
@@ -219,8 +232,8 @@ class BlockRuntime:
         self._is_held = False
         self._keep_or_drop(keep=False)
 
-    def begin_backward(self, trains: Mapping[_C.ShardGroup, list[bool]]) -> None:
-        """Prepares groups to receive gradients of the parameters marked, on top of those of deferred calls."""
+    def begin_backward(self, trains: Mapping[ShardGroup, list[bool]]) -> None:
+        """Prepares buffers to receive gradients of the marked parameters, added to gradients of deferred calls."""
         engine = self.engine
         engine.finish_reduction_of(trains)
         under_way = engine.reductions_under_way()
@@ -231,14 +244,14 @@ class BlockRuntime:
                 else:
                     group.begin_backward(flags, under_way)
 
-    def cancel_backward(self, groups: Sequence[_C.ShardGroup]) -> None:
-        """Forgets the gradients of a backward that failed."""
+    def cancel_backward(self, groups: Sequence[ShardGroup]) -> None:
+        """Drops the gradients of a backward that failed."""
         for group in groups:
             group.cancel_backward()
         self._deferred = [group for group in self._deferred if group not in groups]
 
     def drop_unsent(self, params: Container[int]) -> bool:
-        """Drops what waits for ``params``, given by identity; whether gradients of others wait on."""
+        """Drops the unsent gradients of ``params``, given by identity; returns whether others are unsent."""
         self._deferred = [
             group
             for group in self._deferred
@@ -252,7 +265,7 @@ class BlockRuntime:
         return self._defers
 
     def defer_reduction(self) -> None:
-        """Lets the gradients of the backwards to come add up, until :meth:`reduce_deferred`."""
+        """Accumulates the gradients of the following backwards, until :meth:`reduce_deferred`."""
         self._defers = True
 
     def reduce_deferred(self) -> None:
@@ -261,8 +274,8 @@ class BlockRuntime:
         groups, self._deferred = self._deferred, []
         self.start_reduce(groups)
 
-    def start_reduce(self, groups: Sequence[_C.ShardGroup]) -> None:
-        """Sends the gradients of ``groups`` off to the shards; they are complete when backward returns."""
+    def start_reduce(self, groups: Sequence[ShardGroup]) -> None:
+        """Starts the reduction of the gradients of ``groups``, which completes when backward returns."""
         accumulation = self.engine.accumulation
         accumulates = self.policy.keep_gradients and accumulation.is_on
         if self._defers or accumulates:
@@ -280,3 +293,11 @@ class BlockRuntime:
             for group in groups:
                 group.start_reduce()
         engine.add_reduction(self, groups)
+
+
+def unreturned_tensor_error(label: str) -> str:
+    """Returns the error text for gradients that enter a block other than through its results."""
+    return (
+        f"{label}: backward reached a tensor that the block's forward made and did not return (it was left in an "
+        "attribute or a list, or taken by a hook); return it as a further result, so that its gradient can flow"
+    )

@@ -1,14 +1,14 @@
-"""Keeping what is dear to compute again: results of matrix products and of attention.
+"""Selective recomputation: results of matrix products and attention are kept.
 
 [Note: Selective recomputation]
-In the first run of a forward, a dispatch mode keeps the results of the operators below; in the second run another one
-gives them out in the places of the same operators, which then do not run. What lies between (activation functions,
-norms, dropout, residual sums) is computed again. Results that autograd needs for nothing, those after the last saved
-tensor, are dropped when the first run ends, as the second run stops there.
+In the first run of a forward, a dispatch mode keeps the results of the operators below; in the second run another mode
+returns them in place of the same operators, which then do not run. Operators between them (activation functions, norms,
+dropout, residual sums) are recomputed. Results after the last saved tensor, which autograd does not need, are dropped
+when the first run ends, as the second run stops there.
 
-A result is given out only for the same operator on operands of the same kind (parameters: of the same place in the
-block), and only if nothing has written to it since; otherwise the operator runs. That is told by the operators that
-write, and not by versions alone: `.data` and `unsafe_chunk`, which GRUs use, give tensors with versions of their own.
+A result is reused only for the same operator on operands of the same kind (parameters: at the same place in the block),
+and only if nothing has written to it since; otherwise the operator runs. Writes are detected at the operators that
+write, and not by versions alone: `.data` and `unsafe_chunk`, which GRUs use, return tensors with versions of their own.
 So whatever a forward does, kept results can make the second run cheaper, never different. An operator that draws random
 numbers always runs, because the numbers after it depend on it.
 """
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 if TYPE_CHECKING:
     from .host_activations import HostActivations
 
-__all__ = ["KeptResults", "is_dear"]
+__all__ = ["KeptResults", "is_expensive"]
 
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm, _aten.addmm, _aten.convolution)
@@ -43,7 +43,7 @@ _ATTENTION = (
 
 
 class _Kept(NamedTuple):
-    """What an operator returned."""
+    """Result of an operator."""
 
     signature: tuple[Any, ...]
     result: Any
@@ -62,37 +62,37 @@ class KeptResults:
 
     def __init__(self, is_parameter: Callable[[torch.Tensor], bool]) -> None:
         self._is_parameter = is_parameter
-        self._kept: list[_Kept | None] = []  # None: to be computed again
-        self._places: dict[int, int] = {}  # of what is kept, by storage
-        self._host: HostActivations | None = None  # has them between the runs
+        self._kept: list[_Kept | None] = []  # None: to be recomputed
+        self._places: dict[int, int] = {}  # indices of kept results, by storage
+        self._host: HostActivations | None = None  # holds the results between the runs
         self._num_needed = 0
         self._next = 0
         self._is_lost = False
 
     def recording(self) -> TorchDispatchMode:
-        """The mode for the first run."""
+        """Returns the mode for the first run."""
         return _Recording(self)
 
     def giving_out(self) -> TorchDispatchMode:
-        """The mode for a second run."""
+        """Returns the mode for a second run."""
         self._next, self._is_lost = 0, False
         return _GivingOut(self)
 
     def keep(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Takes the result of the next operator that is worth it."""
+        """Keeps the result of the next expensive operator."""
         result = _shared(result)
         for storage in _storages_of(result):
             self._places[storage] = len(self._kept)
         self._kept.append(_Kept(self._signature(func, args), result, _version_of(result)))
 
     def note_write(self, target: Any) -> None:
-        """An operator writes to ``target``: what lies there has to be computed again."""
+        """Records that an operator writes to ``target``: kept results in its memory must be recomputed."""
         for storage in _storages_of(target) if self._places else ():
             if storage in self._places:
                 self._kept[self._places[storage]] = None
 
     def take(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """The result of the next operator, or None if it has to run."""
+        """Returns the result of the next operator, or None if it must run."""
         index, self._next = self._next, self._next + 1
         kept = self._kept[index] if index < len(self._kept) and not self._is_lost else None
         if kept is None:
@@ -105,11 +105,11 @@ class KeptResults:
         return _shared(kept.result) if kept.is_unchanged() else None
 
     def note_need(self) -> None:
-        """Autograd saves a tensor: what was computed so far may be needed for it."""
+        """Records that autograd saves a tensor: results computed so far may be needed for it."""
         self._num_needed = len(self._kept)
 
     def drop_unneeded(self) -> None:
-        """At the end of the first run: keeps only what a second run can use."""
+        """Drops, at the end of the first run, the results that a second run cannot use."""
         self._kept = [
             kept if kept is not None and kept.is_unchanged() else None
             for kept in self._kept[: self._num_needed]
@@ -117,20 +117,20 @@ class KeptResults:
         self._places.clear()
 
     def put_away(self, host: HostActivations) -> None:
-        """Leaves what is kept to ``host`` until the second run."""
+        """Moves the kept results to ``host`` until the second run."""
         self._host = host
         self._kept = [
             None if kept is None else kept._replace(result=host.put_all(kept.result)) for kept in self._kept
         ]
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All that is kept."""
+        """Returns all kept tensors."""
         for kept in self._kept:
             if kept is not None:
                 yield from (leaf for leaf in tree_leaves(kept.result) if isinstance(leaf, torch.Tensor))
 
     def drop(self) -> None:
-        """Frees everything."""
+        """Frees all kept results."""
         self._kept = []
 
     def _signature(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -151,7 +151,7 @@ class _Recording(TorchDispatchMode):
         result = func(*args, **kwargs)
         for index, name in _written_by(func):
             self._results.note_write(args[index] if index < len(args) else kwargs.get(name))
-        if is_dear(func, args, kwargs):
+        if is_expensive(func, args, kwargs):
             self._results.keep(func, args, result)
         return result
 
@@ -163,12 +163,12 @@ class _GivingOut(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = self._results.take(func, args) if is_dear(func, args, kwargs) else None
+        result = self._results.take(func, args) if is_expensive(func, args, kwargs) else None
         return func(*args, **kwargs) if result is None else result
 
 
-def is_dear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether to keep rather than compute again."""
+def is_expensive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the operator's result is kept rather than recomputed."""
     packet = getattr(func, "overloadpacket", None)
     if _written_by(func):
         return False
@@ -176,14 +176,14 @@ def is_dear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return True
     if packet in _BATCHED:
         one, other = args[-2:]
-        # The scores of attention over long sequences are larger than what they are computed from.
+        # The scores of attention over long sequences are larger than their operands.
         return bool(one.shape[0] * one.shape[1] * other.shape[2] <= one.numel() + other.numel())
     return packet in _ATTENTION and not _dropout_of(func, args, kwargs)
 
 
 @functools.cache
 def _written_by(func: Any) -> tuple[tuple[int, str], ...]:
-    """Which arguments an operator writes to."""
+    """Returns the arguments that an operator writes to."""
     schema = getattr(func, "_schema", None)
     return tuple(
         (index, argument.name)
@@ -201,8 +201,8 @@ def _dropout_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> flo
 
 
 def _shared(result: Any) -> Any:
-    """Other tensors of the same memory and version, without a history."""
-    # Below autograd a view shares the version only if it is told to.
+    """Returns aliases of the same memory and version counter, without a history."""
+    # Below autograd a view shares the version only on request.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 

@@ -1,4 +1,4 @@
-"""Arguments that must be what they were when the forward runs again."""
+"""Detection of writes to arguments before their forward is recomputed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["Unchanged"]
 
 
 class Unchanged:
-    """Tensors that nobody may write to before a block's backward.
+    """Tensors that must not be written to before a block's backward.
 
     Args:
-        label: of the block, for errors.
+        label: name of the block, for errors.
     """
 
     def __init__(self, label: str) -> None:
@@ -19,16 +19,16 @@ class Unchanged:
         self._versions: list[tuple[torch.Tensor, int]] = []
 
     def note(self, tensor: torch.Tensor) -> None:
-        """From now on ``tensor`` is to stay what it is. (Those of inference mode cannot tell.)"""
+        """Records the version of ``tensor`` for `check()`; inference tensors have none and are skipped."""
         if not tensor.is_inference():
             self._versions.append((tensor, tensor._version))
 
     def drop(self) -> None:
-        """There will be no backward any more."""
+        """Drops all tensors, when no backward follows."""
         self._versions = []
 
     def check(self) -> None:
-        """Raises RuntimeError if one was written to."""
+        """Raises RuntimeError if one of the tensors was written to."""
         for number, (tensor, version) in enumerate(self._versions):
             if tensor._version != version:
                 raise RuntimeError(

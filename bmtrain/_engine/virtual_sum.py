@@ -1,11 +1,11 @@
-"""Gradients of the virtual shards of one step, summed by a tree that does not know how many ranks there are.
+"""Sums of the gradients of one step's virtual shards, independent of the number of ranks.
 
 [Note: What the number of ranks must not change]
 A virtual shard runs alone, on one rank, on full parameters: its gradient is the same wherever it runs. The gradients
 are summed by a `TreeSum` (csrc/shard/tree_sum.h) for each of a block's buffers and each parameter outside blocks,
-element by element: so where the ranks' shards begin and end does not matter. If a backward reaches a parameter several
-times (a block that is used twice), the first arrivals of all virtual shards are one tree, the second ones another, and
-the trees are added: one tree for all would be another order on one rank than on many.
+elementwise: so the bounds of the ranks' shards do not matter. If a backward reaches a parameter several times (a block
+that is used twice), the first arrivals of all virtual shards form one tree, the second ones another, and the trees are
+added: a single tree would sum in different orders on one rank and on many.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .. import _C
+from .._C import ShardGroup, TreeSum
 
 if TYPE_CHECKING:
     from ..parameter import DistributedParameter
@@ -24,15 +24,15 @@ __all__ = ["VirtualSum"]
 
 
 class _Sums:
-    """The trees of one owner, the first arrivals' first."""
+    """The trees of one owner, by order of arrival."""
 
-    def __init__(self, owner: _C.ShardGroup | DistributedParameter) -> None:
+    def __init__(self, owner: ShardGroup | DistributedParameter) -> None:
         self.owner = owner  # kept: its identity is the key
-        self._trees: list[_C.TreeSum] = []
+        self._trees: list[TreeSum] = []
 
-    def tree(self, arrival: int) -> _C.TreeSum:
+    def tree(self, arrival: int) -> TreeSum:
         if arrival == len(self._trees):
-            self._trees.append(_C.TreeSum())
+            self._trees.append(TreeSum())
         return self._trees[arrival]
 
     def total(self, num_shards: int) -> torch.Tensor:
@@ -48,13 +48,13 @@ class _Sums:
         return total
 
     def _name(self) -> str:
-        if isinstance(self.owner, _C.ShardGroup):
+        if isinstance(self.owner, ShardGroup):
             return f"a block's buffer of {self.owner.layout.total} elements"
         return f"a parameter of shape {tuple(self.owner._original_shape)}"
 
 
 class VirtualSum:
-    """What the virtual shards of the step that runs now have summed; closed between steps."""
+    """Sums over the virtual shards of the current step; closed between steps."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -62,47 +62,44 @@ class VirtualSum:
         self._arrivals: Counter[int] = Counter()  # in this micro-step
 
     def begin_step(self) -> None:
-        """From here on gradients are kept here."""
+        """Opens the sum: gradients are collected here until `publish` or `forget`."""
         self.is_open = True
         self._sums.clear()
 
     def begin_shard(self) -> None:
-        """The next of this rank's virtual shards."""
+        """Begins the next of this rank's virtual shards."""
         self._arrivals.clear()
 
     def forget(self) -> None:
-        """Ends a step, dropping what was summed."""
+        """Ends a step, and drops its sums."""
         self.is_open = False
         self._sums.clear()
 
-    def finish_reduce(self, group: _C.ShardGroup) -> None:
-        """Completes a block's reduction."""
-        if self.is_open:
-            _refuse_replicas(group.num_replicas)
-            group.finish_reduce(self._tree(group))
-        else:
-            group.finish_reduce()
+    def tree_of(self, group: ShardGroup) -> TreeSum:
+        """Returns the tree for the gradients of a block's buffer in the running backward."""
+        _refuse_replicas(group.num_replicas)
+        return self._tree(group)
 
     def add_outside(self, param: DistributedParameter, gradient: torch.Tensor) -> None:
-        """Takes the full gradient of a parameter outside blocks. Collective."""
+        """Adds the full gradient of a parameter outside blocks. Collective."""
         _refuse_replicas(1 if param._spec.replicas is None else param._spec.replicas.size)
         tree = self._tree(param)
-        for part in param._spec.scatter(gradient.reshape(-1)):
+        for part in param._spec.scatter(gradient.reshape(-1), param._label):
             tree.push(part)
 
-    def _tree(self, owner: _C.ShardGroup | DistributedParameter) -> _C.TreeSum:
+    def _tree(self, owner: ShardGroup | DistributedParameter) -> TreeSum:
         arrival = self._arrivals[id(owner)]
         self._arrivals[id(owner)] += 1
         return self._sums.setdefault(id(owner), _Sums(owner)).tree(arrival)
 
     @torch.no_grad()
     def publish(self, num_shards: int) -> None:
-        """Ends a step: adds the sums to the gradients."""
+        """Ends a step, and adds the sums to the gradients."""
         sums = list(self._sums.values())
         self.forget()
         for owned in sums:
             total = owned.total(num_shards)
-            if isinstance(owned.owner, _C.ShardGroup):
+            if isinstance(owned.owner, ShardGroup):
                 owned.owner.add_gradient(total)
             elif owned.owner.requires_grad:
                 _add_gradient(owned.owner, total)

@@ -1,6 +1,6 @@
-"""The operators of the C++ core (``torch.ops.bmtrain.*``): typed wrappers, and what they do to fake tensors.
+"""Operators of the C++ core (``torch.ops.bmtrain.*``): typed wrappers and fake kernels.
 
-They take CPU tensors; in a build with CUDA `has_kernels` says which of them take tensors of a GPU too.
+They take CPU tensors; in a build with CUDA, `has_kernels` shows whether an operator also takes GPU tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cross-entropy over rows of logits: its sums, and its gradient. CUDA only."""
+"""Cross-entropy over rows of logits: sums and gradient. CUDA only."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _C  # noqa: F401 - loading it registers the operators
-
 __all__ = ["CrossEntropySums", "cross_entropy_gradient_", "cross_entropy_sums"]
 
 _ops = torch.ops.bmtrain
 
 
 class CrossEntropySums(NamedTuple):
-    """What one pass over rows of logits gives; fp32, one number a row.
+    """Sums of one pass over rows of logits; fp32, one number per row.
 
     Attributes:
         maximum: largest logit; 0 for a row of -inf if ``divided``.
@@ -33,7 +31,7 @@ class CrossEntropySums(NamedTuple):
 def cross_entropy_sums(
     logits: Tensor, target: Tensor, weight: Tensor | None, *, smooth: bool, divided: bool
 ) -> CrossEntropySums:
-    """Make the one pass over logits that a cross-entropy's loss needs. CUDA only.
+    """Computes the sums of a cross-entropy in one pass over logits. CUDA only.
 
     Args:
         logits: ``(N, C)``, contiguous, fp32, fp16 or bf16.
@@ -58,7 +56,7 @@ def cross_entropy_gradient_(
     spread: Tensor,
     ignored: Tensor,
 ) -> None:
-    """Write ``scale * p[c] - hit * [c == target] - spread * weight[c]``, zeros where ``ignored``. CUDA only.
+    """Writes ``scale * p[c] - hit * [c == target] - spread * weight[c]``, zeros where ``ignored``. CUDA only.
 
     Args:
         out: like logits, and may be the logits.

@@ -1,4 +1,4 @@
-"""What the operators give for tensors without data (torch.compile, FakeTensorMode). Importing it registers that."""
+"""Fake kernels of the operators (torch.compile, FakeTensorMode), registered when this module is imported."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-
-from .. import _C  # noqa: F401 - loading it registers the operators
 
 __all__ = ["FAKES"]
 
@@ -38,7 +36,7 @@ def _fake_cross_entropy_sums(
     )
 
 
-#: By the name of the operator.
+#: Fake kernels by the name of the operator.
 FAKES: dict[str, Callable[..., object]] = {
     "cast_": _writes_only,
     "ordered_sum_": _writes_only,

@@ -1,7 +1,7 @@
 """Casts, sums and reductions of tensors.
 
-Reductions take a list of tensors of any shapes, fp32, fp16 and bf16 mixed, and give the same bits at every number
-of threads and every instruction set level.
+Reductions take a list of tensors of any shapes, fp32, fp16 and bf16 mixed; their results are bit-identical for every
+number of threads and every instruction set level.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import _C  # noqa: F401 - loading it registers the operators
-from .._arguments import require_tensor
+from .._base.arguments import require_tensor
 
 __all__ = ["abs_max", "abs_power_sum", "cast_", "has_inf_nan", "ordered_sum_", "scale_", "squared_sum"]
 
@@ -20,7 +19,7 @@ _ops = torch.ops.bmtrain
 
 
 def cast_(out: Tensor, source: Tensor) -> Tensor:
-    """Copy ``source`` into ``out``, rounded to nearest even. Contiguous, with equally many elements.
+    """Copies ``source`` into ``out``, rounded to nearest even. Contiguous, with equally many elements.
 
     Example:
         >>> cast_(torch.empty(2, dtype=torch.bfloat16), torch.tensor([1.0, 1.00390625]))
@@ -33,7 +32,7 @@ def cast_(out: Tensor, source: Tensor) -> Tensor:
 def ordered_sum_(
     out: Tensor, sources: Sequence[Tensor], *, accumulate: bool = False, factor: float = 1.0
 ) -> Tensor:
-    """Add ``sources`` in their order and write ``factor`` times the sum, plus the old ``out`` if ``accumulate``.
+    """Adds ``sources`` in order and writes ``factor`` times the sum, plus the old ``out`` if ``accumulate``.
 
     All contiguous and of one dtype (fp64 included); 16-bit values are added in fp32 and rounded once.
 
@@ -46,7 +45,7 @@ def ordered_sum_(
 
 
 def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply tensors of any float dtypes in place by one number, in fp32 or wider, rounded once.
+    """Multiplies tensors of any float dtypes in place by one number, in fp32 or wider, rounded once.
 
     Args:
         tensors: of one device; on a GPU fp32, fp16 or bf16 and contiguous.
@@ -64,19 +63,19 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def squared_sum(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the squares of all elements, a 0-dim fp64 tensor; finite if and only if every element is."""
+    """Returns the sum of the squares of all elements, a 0-dim fp64 tensor; finite if and only if every element is."""
     return _tensor(
         _ops.squared_sum(list(tensors)) if tensors else torch.zeros((), dtype=torch.float64, device="cpu")
     )
 
 
 def abs_max(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the largest magnitude, a 0-dim fp32 tensor: NaN if there is one, 0 without elements."""
+    """Returns the largest magnitude, a 0-dim fp32 tensor: NaN if an element is NaN, 0 without elements."""
     return _tensor(_ops.abs_max(list(tensors)) if tensors else torch.zeros((), device="cpu"))
 
 
 def abs_power_sum(tensors: Sequence[Tensor], p: float) -> Tensor:
-    """Return the sum of ``|x| ** p`` for a finite p > 0, a 0-dim fp64 tensor. For p = 2 squared_sum is far faster."""
+    """Returns the sum of ``|x| ** p`` for a finite p > 0, a 0-dim fp64 tensor. For p = 2 squared_sum is far faster."""
     return _tensor(
         _ops.abs_power_sum(list(tensors), p)
         if tensors
@@ -85,7 +84,7 @@ def abs_power_sum(tensors: Sequence[Tensor], p: float) -> Tensor:
 
 
 def has_inf_nan(tensors: Sequence[Tensor]) -> bool:
-    """Tell whether any element is infinite or NaN. Tensors of other devices are checked there, by torch."""
+    """Returns whether any element is inf or NaN. Tensors of other devices are checked there, by torch."""
     on_cpu = [t for t in tensors if t.device.type == "cpu"]
     elsewhere = [t for t in tensors if t.device.type != "cpu"]
     if on_cpu and _ops.has_inf_nan(on_cpu).item():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import _C
+from .._C import adam_step, lion_step, sgd_step
 
 __all__ = [
     "AdamRanges",
@@ -25,7 +25,7 @@ _ops = torch.ops.bmtrain
 
 
 class AdamRanges(NamedTuple):
-    """What one call of :func:`adam_` updates: parallel lists of contiguous tensors of one device.
+    """Operands of :func:`adam_`: parallel lists of contiguous tensors of one device.
 
     Neighbours in memory (in every list, with equal ``steps``) are updated as one range.
 
@@ -47,7 +47,7 @@ class AdamRanges(NamedTuple):
 
 
 class MomentumRanges(NamedTuple):
-    """What one call of :func:`sgd_` or :func:`lion_` updates: parallel lists of contiguous tensors of one device.
+    """Operands of :func:`sgd_` and :func:`lion_`: parallel lists of contiguous tensors of one device.
 
     Neighbours in memory (in every list) are updated as one range.
 
@@ -73,6 +73,10 @@ class DeltaSums(NamedTuple):
     squares: float
 
 
+#: The calls of the core that compute whole groups on the host, by formula.
+ON_HOST: dict[str, Callable[..., Any]] = {"adam": adam_step, "sgd": sgd_step, "lion": lion_step}
+
+
 def step_of_groups(
     formula: str,
     lists: Sequence[Any],
@@ -80,20 +84,20 @@ def step_of_groups(
     groups: Sequence[Mapping[str, Any]],
     **flags: bool,
 ) -> Any:
-    """Update the tensors of several parameter groups, as `adam_` and its like do those of one, in one call of the core.
+    """Updates the tensors of several parameter groups in one call of the core.
 
     Args:
         formula: ``"adam"``, ``"sgd"`` or ``"lion"``.
-        lists: what the operator takes, weights first; the tensors of a group follow those of the group before.
-        sizes: how many tensors each group has.
-        groups: the numbers of each, by the operator's names.
-        flags: of the operator, for all groups.
+        lists: operands of the operator, weights first, group after group.
+        sizes: number of tensors of each group.
+        groups: options of each group, by the operator's names.
+        flags: options of the operator for all groups.
 
     Returns:
-        What the operator returns.
+        The result of the operator.
     """
     if lists[0][0].is_cpu:
-        return getattr(_C, f"{formula}_step")(*lists, sizes, groups, **flags)
+        return ON_HOST[formula](*lists, sizes, groups, **flags)
     numbers = {name: [group[name] for group in groups] for name in groups[0]}
     return getattr(_ops, f"{formula}_")(*lists, sizes=sizes, **numbers, **flags)
 
@@ -112,7 +116,7 @@ def adam_(
     torch_sqrt: bool = False,
     with_delta: bool = False,
 ) -> DeltaSums:
-    """Update ranges by one Adam step, in one pass, in the operation order of ``torch.optim.Adam``.
+    """Updates ranges by one Adam step, in one pass, in the operation order of ``torch.optim.Adam``.
 
     Args:
         ranges: what to update.
@@ -162,7 +166,7 @@ def sgd_(
     nesterov: bool = False,
     maximize: bool = False,
 ) -> None:
-    """Update ranges by one step of SGD, in one pass, in the operation order of ``torch.optim.SGD``.
+    """Updates ranges by one step of SGD, in one pass, in the operation order of ``torch.optim.SGD``.
 
     Args:
         ranges: what to update.
@@ -201,7 +205,7 @@ def lion_(
     scale: float = 1.0,
     maximize: bool = False,
 ) -> None:
-    """Update ranges by one step of Lion, in one pass.
+    """Updates ranges by one step of Lion, in one pass.
 
     Args:
         ranges: what to update.
@@ -229,8 +233,8 @@ def lion_(
 
 
 def adam_move_(ranges: AdamRanges) -> None:
-    """Move the bytes of an :func:`adam_` with 16-bit gradients and rounded weights, computing nothing.
+    """Moves the bytes of an :func:`adam_` with 16-bit gradients and rounded weights, without computing.
 
-    The ceiling of a step, for benchmarks: rounded weights then hold the gradients, all else is as it was.
+    The upper bound of a step's speed, for benchmarks: rounded weights then hold the gradients, the rest is unchanged.
     """
     _ops.adam_move_(*ranges[:5])

@@ -1,4 +1,4 @@
-"""How fast this job's ranks exchange data: one table per kind of transfer."""
+"""Bandwidth between this job's ranks: one table per kind of transfer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TypeAlias
 
 import torch
 
-from .. import _C
-from .._comm import wire_device
-from .._context import Context
-from .._host_memory import available_bytes
+from .._base.host_memory import available_bytes
+from .._C import ReduceOp, Work
+from .._ranks.comm import wire_device
+from .._ranks.context import Context
 from ..global_var import context
 from ..utils import print_rank
 
@@ -22,8 +22,8 @@ _LARGEST = 2**32
 _DTYPE = torch.bfloat16
 _ITEM = 2  # bytes of an element
 
-# Posts one transfer; None where this rank has no part in it.
-_Post: TypeAlias = Callable[[], "_C.Work | None"]
+# Posts one transfer; None where this rank takes no part in it.
+_Post: TypeAlias = Callable[[], "Work | None"]
 
 
 def all_gather(*, max_bytes: int = _LARGEST) -> None:
@@ -36,7 +36,7 @@ def all_gather(*, max_bytes: int = _LARGEST) -> None:
         RuntimeError: before `init_distributed`.
     """
     current = context("benchmark.all_gather()")
-    comm = current.groups["zero"].comm
+    comm = current.world.comm
 
     def prepare(size: int) -> _Post:
         part = torch.zeros(max(size // _ITEM // comm.size, 1), dtype=_DTYPE, device=current.device)
@@ -56,12 +56,12 @@ def reduce_scatter(*, max_bytes: int = _LARGEST) -> None:
         RuntimeError: before `init_distributed`.
     """
     current = context("benchmark.reduce_scatter()")
-    comm = current.groups["zero"].comm
+    comm = current.world.comm
 
     def prepare(size: int) -> _Post:
         part = torch.empty(max(size // _ITEM // comm.size, 1), dtype=_DTYPE, device=current.device)
         whole = torch.zeros(part.numel() * comm.size, dtype=_DTYPE, device=current.device)
-        return lambda: comm.reduce_scatter(part, whole, _C.ReduceOp.SUM, "benchmark")
+        return lambda: comm.reduce_scatter(part, whole, ReduceOp.SUM, "benchmark")
 
     _measure("reduce_scatter", current, max_bytes, prepare)
 
@@ -78,7 +78,7 @@ def send_recv(*, max_bytes: int = _LARGEST) -> None:
         RuntimeError: before `init_distributed`.
     """
     current = context("benchmark.send_recv()")
-    comm = current.groups["zero"].comm
+    comm = current.world.comm
     peer = comm.rank ^ 1
 
     def prepare(size: int) -> _Post:
@@ -93,7 +93,7 @@ def send_recv(*, max_bytes: int = _LARGEST) -> None:
 
 
 def _measure(name: str, current: Context, max_bytes: int, prepare: Callable[[int], _Post]) -> None:
-    comm = current.groups["zero"].comm
+    comm = current.world.comm
     print_rank(f"{name}: {comm.size} ranks, {comm.backend}, {_DTYPE}")
     print_rank(f"{'size (bytes)':>14} {'time (ms)':>12} {'GB/s':>10}")
     for size in _sizes(max_bytes, current):
@@ -115,12 +115,12 @@ def _run(post: _Post) -> None:
 
 def _sizes(max_bytes: int, current: Context) -> Iterator[int]:
     """Powers of two that fit into the memory of every rank; the ranks agree on each."""
-    comm = current.groups["zero"].comm
+    comm = current.world.comm
     size = _SMALLEST
     while size <= max_bytes:
-        # A rank holds the whole, its part, and what the transport stages: at most three times the size.
+        # A rank holds the whole, its part, and the transport's staging buffers: at most three times the size.
         fits = torch.tensor([3 * size <= _free_bytes(current)], dtype=torch.uint8, device=wire_device(comm))
-        comm.all_reduce(fits, _C.ReduceOp.MIN, "benchmark").wait()
+        comm.all_reduce(fits, ReduceOp.MIN, "benchmark").wait()
         if not fits.item():
             print_rank(f"{size:>14} bytes and more do not fit into memory")
             return
@@ -142,4 +142,4 @@ def _wait_for_device(current: Context) -> None:
 
 def _wait_for_all(current: Context) -> None:
     _wait_for_device(current)
-    current.groups["zero"].comm.barrier("benchmark")
+    current.world.comm.barrier("benchmark")

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
+from .._base.pictures import BLUE, GREY
+
 __all__ = ["Bar", "Chart", "picture"]
 
 _LABEL, _BAR, _VALUE = 330, 330, 110  # widths in pixels
@@ -42,7 +44,7 @@ def picture(charts: Sequence[Chart], unit: str) -> str:
         largest = max((bar.value for bar in chart.bars), default=1.0) or 1.0
         for bar in chart.bars:
             width = _BAR * bar.value / largest
-            colour = "#4e79a7" if bar.is_ours else "#bab0ac"
+            colour = BLUE if bar.is_ours else GREY
             parts.append(_text(10, y + 14, bar.label))
             parts.append(
                 f'<rect x="{_LABEL}" y="{y + 2}" width="{width:.1f}" height="{_ROW - 4}" fill="{colour}"/>'
@@ -51,7 +53,7 @@ def picture(charts: Sequence[Chart], unit: str) -> str:
             y += _ROW
     width, height = _LABEL + _BAR + _VALUE, y + 10
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>'
     )
     return "\n".join([head, *parts, "</svg>"]) + "\n"

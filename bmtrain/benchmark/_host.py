@@ -1,4 +1,4 @@
-"""What one Block costs the host, around a module that does next to nothing, less what the module costs alone.
+"""Host time of one Block around a module that does next to nothing, less the time of the module alone.
 
 In the same turns, what torch itself takes for the same structure: one ``torch.autograd.Function`` whose forward is a
 graph of its own, differentiated in its backward.

@@ -17,7 +17,7 @@ _ANSWER = "BMTRAIN_BENCH_ANSWER"  # names the file of rank 0's answer
 
 
 def launch(num_ranks: int, environment: Mapping[str, str] | None = None, extra: Sequence[str] = ()) -> Any:
-    """Start ``python -m bmtrain`` with this process's options on ``num_ranks`` ranks under torchrun.
+    """Starts ``python -m bmtrain`` with this process's options on ``num_ranks`` ranks under torchrun.
 
     Args:
         num_ranks: ranks, all on this host.
@@ -34,7 +34,9 @@ def launch(num_ranks: int, environment: Mapping[str, str] | None = None, extra: 
         file = Path(folder, "answer.json")
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
         command = [sys.executable, *launcher, "-m", "bmtrain", *sys.argv[1:], *extra]
-        variables = {**(environment or {}), **os.environ, _ANSWER: str(file)}
+        # Ranks of a benchmark train on the same samples, which is what this warning is about.
+        quiet = {"PYTHONWARNINGS": "ignore:OptimManager:UserWarning"}
+        variables = {**quiet, **(environment or {}), **os.environ, _ANSWER: str(file)}
         status = subprocess.run(command, env=variables, check=False).returncode
         if status:
             raise SystemExit(status)
@@ -42,5 +44,5 @@ def launch(num_ranks: int, environment: Mapping[str, str] | None = None, extra: 
 
 
 def answer(value: Any) -> None:
-    """Hand ``value`` to the process that called `launch`; called by rank 0."""
+    """Hands ``value`` to the process that called `launch`; called by rank 0."""
     Path(os.environ[_ANSWER]).write_text(json.dumps(value))

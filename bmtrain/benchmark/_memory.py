@@ -1,10 +1,10 @@
-"""Memory of a rank, in which what ranks share counts once for all of them.
+"""Memory of a rank, in which shared memory counts once for all ranks.
 
 [Note: Shared memory counted once]
 The highest resident set that the kernel knows of counts a page in every process that maps it, and twice in a process
-that maps it twice. Buffers that ranks share stay mapped once they are used, so what is resident of them at the end was
-so at the peak; it is replaced by the process's share of it (Pss in ``/proc/self/smaps``: a page that k mappings have
-counts 1/k).
+that maps it twice. Buffers that ranks share stay mapped once they are used, so their resident part at the end was
+resident at the peak; it is replaced by the process's share of it (Pss in ``/proc/self/smaps``: a page that k mappings
+have counts 1/k).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _NAME = "/memfd:bmtrain"
 
 
 class Shared(NamedTuple):
-    """Of the memory of this library that ranks share, in bytes: what is resident here, and this rank's share of it."""
+    """Bytes of this library's shared memory: the resident part in this process, and this rank's share of it."""
 
     resident: int
     share: int
 
 
 def shared_bytes() -> Shared:
-    """What ranks share, now."""
+    """The present shared memory of the ranks."""
     sizes = {"Rss": 0, "Pss": 0}
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -38,19 +38,19 @@ def shared_bytes() -> Shared:
 
 
 def peak_bytes() -> int:
-    """The highest that was resident since the start, or since :func:`forget_peak`."""
+    """The peak of resident memory since the start, or since :func:`forget_peak`."""
     shared = shared_bytes()
     return _status("VmHWM") - shared.resident + shared.share
 
 
 def resident_bytes() -> int:
-    """What is resident now."""
+    """The present resident memory."""
     shared = shared_bytes()
     return _status("VmRSS") - shared.resident + shared.share
 
 
 def forget_peak() -> None:
-    """Lets the peak begin anew."""
+    """Resets the peak."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

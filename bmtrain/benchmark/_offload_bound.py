@@ -1,4 +1,4 @@
-"""The least time of a training step whose optimizer is on the host, from what a machine was measured at."""
+"""The least time of a training step whose optimizer is on the host, from the measured rates of a machine."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..optim._arrays import allocate
 
 __all__ = ["HOST_BYTES", "Rates", "Unit", "least_seconds", "measure_rates", "wait_for"]
 
-#: Of a 16-bit parameter, that its update moves on the host: gradient in, fp32 weight and moments in and out, parameter
-#: out.
+#: Bytes per 16-bit parameter that its update moves on the host: gradient in, fp32 weight and moments in and out,
+#: parameter out.
 HOST_BYTES = 28
-#: Of a 16-bit gradient or parameter.
+#: Bytes of a 16-bit gradient or parameter.
 _WIRE_BYTES = 2
 
 
@@ -29,11 +29,11 @@ class Rates(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """What is updated and waited for as one, in forward order.
+    """A unit of updates and waits, in forward order.
 
     Attributes:
         numel: 16-bit parameters of this rank that the host updates.
-        share: of the time of a forward, and of that of a backward.
+        share: of the time of a forward, and of a backward.
     """
 
     numel: int
@@ -41,12 +41,12 @@ class Unit(NamedTuple):
 
 
 def least_seconds(units: Sequence[Unit], forward: float, backward: float, rates: Rates) -> float:
-    """The time of a step if nothing takes longer than it must, and no more has to wait than must.
+    """The lower bound of the time of a step, at full rates and without unneeded waits.
 
     A block's gradients leave when its backward is over, one block after the other. The first update begins when the
     backward (and clipping, which is in its time) is over, since the norm is not known before; then the host updates
-    block after block, parameters return one after the other, and a block's forward follows that of the block before and
-    the return of its own parameters.
+    block after block, parameters return one after the other, and a block's forward follows the forward of the block
+    before and the return of its own parameters.
 
     Args:
         units: in forward order.
@@ -108,6 +108,6 @@ def _median(work: Callable[[], Any], device: torch.device, repeat: int) -> float
 
 
 def wait_for(device: torch.device) -> None:
-    """Until a device has done everything that it was asked for."""
+    """Waits until a device has completed all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

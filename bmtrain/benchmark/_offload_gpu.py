@@ -1,4 +1,4 @@
-"""Training steps of a GPT whose optimizer is on the host: how long, against the least that the machine allows.
+"""Training steps of a GPT whose optimizer is on the host: their time against the lower bound of the machine.
 
 For each number of tokens the same bf16 GPT, with recomputation and clipping, is trained with all of its optimizer on
 the host, with the part that the optimizer chooses by itself, with updates inside ``step()``, with everything on the
@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from .._engine.policy import BlockPolicy
+from .._tools.gpt import GPT
 from ..block_layer import Block
 from ..global_var import context
 from ..optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
-from ._gpt import GPT
 from ._offload_bound import Rates, Unit, least_seconds, measure_rates, wait_for
 
 __all__ = ["Shape", "measure_offload", "print_offload"]
@@ -37,7 +37,7 @@ _CLIP = 1.0
 
 
 class Shape(NamedTuple):
-    """Of the model, and of what it is trained on."""
+    """Sizes of the model and of its batches."""
 
     layers: int
     dim: int
@@ -49,7 +49,7 @@ class Shape(NamedTuple):
 
 
 class _Training:
-    """A model of ours and what trains it."""
+    """A model of this library, with its optimizer and manager."""
 
     def __init__(self, shape: Shape, optimizer_of: Callable[[Any], Any]) -> None:
         torch.manual_seed(0)
@@ -86,12 +86,12 @@ class _Training:
         return loss.detach()
 
     def finish(self) -> None:
-        """Waits for the updates under way."""
+        """Waits for the updates in flight."""
         len(self.optimizer.state)
         wait_for(self.device)
 
     def units(self) -> list[Unit]:
-        """What the host updates; the time of a block is taken to be as its products with each token."""
+        """The units that the host updates; the time of a block is taken as proportional to its products per token."""
         blocks: dict[int, list[Any]] = {}
         for p in self.model.parameters():
             block = p._block() if p._block is not None else None
@@ -118,7 +118,7 @@ _OURS: dict[str, Callable[[Any], Any]] = {
     "inside step": lambda parameters: AdamOffloadOptimizer(parameters, lr=1e-4, fraction=0, overlap=False),
     "on the device": lambda parameters: AdamOptimizer(parameters, lr=1e-4),
 }
-#: Those that compute the same bits.
+#: The variants that are bit-identical.
 _SAME = ("fraction 0", "chosen fraction", "inside step")
 _Result: TypeAlias = dict[str, Any]
 
@@ -128,8 +128,8 @@ def measure_offload(shape: Shape) -> _Result:
 
     Returns:
         ``rates`` in GB/s; ``results``, a row for each number of tokens and variant: milliseconds of a step, forward,
-        backward and the bound, the ratio, the fraction on the device, the peak of the device's memory, losses; or why
-        there are none. ``same bits`` says whether all that must agree did; None if fewer than two ran.
+        backward and the bound, the ratio, the fraction on the device, the peak of the device's memory, losses; or the
+        error. ``same bits`` says whether all that must agree did; None if fewer than two ran.
     """
     device = context("bench gpu").device
     rates = measure_rates(device, min(12 * shape.dim * shape.dim, 1 << 27), 5)
@@ -211,7 +211,7 @@ def _timed_steps(
     batches: Sequence[Tensor],
     device: torch.device,
 ) -> _Result:
-    """Milliseconds of a step that comes after another: what that leaves to do is its, what this one leaves is not."""
+    """Milliseconds of a step after another one: includes the remaining updates of that step, but not its own."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     losses = [step(batch) for batch in batches[:2]]
@@ -226,7 +226,7 @@ def _timed_steps(
 
 
 def _passes(training: _Training, batches: Sequence[Tensor]) -> tuple[float, float]:
-    """Median seconds of a forward and of a backward with clipping, with no update under way."""
+    """Median seconds of a forward and of a backward with clipping, with no update in flight."""
     forwards, backwards = [], []
     for batch in batches:
         times = [time.perf_counter()]
@@ -263,13 +263,13 @@ def _measure_deepspeed(shape: Shape, device: torch.device) -> list[_Result]:
     try:
         with _launched_alone():
             return _measure_engine(shape, device, deepspeed)
-    except Exception as error:  # another library's: the rest is worth having
+    except Exception as error:  # an error of another library: the other results remain
         return [{**row, "error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}]
 
 
 @contextmanager
 def _launched_alone() -> Iterator[None]:
-    """What DeepSpeed wants to find: a process group, and a launcher's variable."""
+    """Sets up what DeepSpeed requires: a process group, and a launcher's variable."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -337,7 +337,7 @@ _COLUMNS = ("ms", "bound ms", "of bound", "forward ms", "backward ms", "fraction
 
 
 def print_offload(found: _Result) -> None:
-    """A table of what `measure_offload` returned."""
+    """A table of the result of `measure_offload`."""
     from ._table import print_table
 
     rates = ", ".join(f"{name.replace('_', ' ')} {rate:.1f}" for name, rate in found["rates"].items())

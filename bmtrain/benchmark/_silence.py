@@ -1,4 +1,4 @@
-"""What a step costs without communication: the same shards and buffers, and nothing moves between the ranks."""
+"""Cost of a step without communication: the same shards and buffers, and no transfers between the ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .. import _C
+from .._C import SilentCommunicator
 from ..global_var import context
 
 __all__ = ["silence"]
@@ -14,13 +14,13 @@ __all__ = ["silence"]
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """What is built meanwhile gets communicators that move nothing and lend the same memory as ever."""
+    """Objects built meanwhile get communicators that move nothing and lend the same memory as usual."""
     current = context()
-    real, groups = current.groups["zero"], current.groups
+    real, groups = current.world, current.groups
     silent = dataclasses.replace(
-        real, comm=_C.SilentCommunicator(real.comm), reduce_comm=_C.SilentCommunicator(real.reduce_comm)
+        real, comm=SilentCommunicator(real.comm), reduce_comm=SilentCommunicator(real.reduce_comm)
     )
-    object.__setattr__(current, "groups", {**groups, "zero": silent})  # read-only to everybody else
+    object.__setattr__(current, "groups", {**groups, "zero": silent})  # read-only to all other code
     try:
         yield
     finally:

@@ -28,14 +28,14 @@ _COPIER = "ceiling: copy"
 
 
 class Size(NamedTuple):
-    """So many tensors of 2^exponent elements."""
+    """A number of tensors of 2^exponent elements."""
 
     num_tensors: int
     exponent: int
 
     @classmethod
     def read(cls, text: str) -> Size:
-        """From ``26`` or ``100x16``."""
+        """Parses ``26`` or ``100x16``."""
         count, _, exponent = text.rpartition("x")
         return cls(int(count or 1), int(exponent))
 
@@ -48,7 +48,7 @@ class Size(NamedTuple):
 
 
 class Formula(NamedTuple):
-    """What a step computes, and by whom."""
+    """A step, and the library that computes it."""
 
     name: str
     num_bytes: int  # that a step touches, per element
@@ -119,7 +119,7 @@ def _own(
 def _peer(
     name: str, size: Size, grads: list[Tensor], make: Any, **options: Any
 ) -> dict[str, Callable[[], Any]]:
-    """Somebody else's optimizer for fp32 parameters, alone and with what 16-bit training needs around it."""
+    """Another library's optimizer for fp32 parameters, alone and with the casts of 16-bit training."""
     params = _parameters(size, torch.float32, grads)
     optimizer = make(params, **options)
     return {
@@ -156,7 +156,7 @@ def _deepspeed() -> Any:
 
 
 def _by_casts(params: list[nn.Parameter], grads: list[Tensor], optimizer: Any) -> Callable[[], Any]:
-    """What a training loop in 16 bits does around an optimizer that knows fp32 only."""
+    """The work of a 16-bit training loop around an optimizer that supports fp32 only."""
     rounded = [p.detach().bfloat16() for p in params]
     wide = [p.grad for p in params if p.grad is not None]
 
@@ -182,7 +182,7 @@ def _mover(optimizer: Any) -> Callable[[], Any]:
 
 
 def _copier(num_bytes: int) -> Callable[[], Any]:
-    """Half of them are read, half are written."""
+    """Copies bytes: half of them are read, half are written."""
     source = torch.ones(num_bytes // 2, dtype=torch.uint8)
     target = torch.zeros_like(source)
     return lambda: target.copy_(source)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .._terminal import columns
+from .._base.terminal import columns
 
 __all__ = ["print_table", "table"]
 
@@ -48,5 +48,5 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | Non
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print it, as wide as the terminal; in one piece where the output is none."""
+    """Prints the table in the width of the terminal; unfolded to files and pipes."""
     print(table(header, rows, columns()), flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ from ..optim import AdamOptimizer, OptimManager
 from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 from ._silence import silence
 
-__all__ = ["VARIANTS", "Step", "reference_of"]
+__all__ = ["VARIANTS", "Step", "import_all_modules", "peer_of", "reference_of"]
 
 #: Trains on a batch of ids and returns the loss.
 Step: TypeAlias = Callable[[Tensor], float]
@@ -29,6 +30,26 @@ def reference_of(variant: str) -> str:
     ('alone-recompute', 'alone-bf16')
     """
     return "alone" + "".join(f"-{mark}" for mark in ("recompute", "bf16") if mark in variant.split("-"))
+
+
+def peer_of(variant: str) -> str | None:
+    """FSDP2 with the same optimizer and precision, of one of ours with torch's optimizer.
+
+    >>> peer_of("bmtrain-3-torch-recompute"), peer_of("bmtrain-3")
+    ('fsdp2-recompute', None)
+    """
+    name = variant.removeprefix("bmtrain-3-torch")
+    return None if name == variant else f"fsdp2{name}"
+
+
+def import_all_modules() -> None:
+    """Imports the modules of all variants, so that each has the same modules in memory."""
+    for module in (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "torch.distributed.device_mesh",
+        "torch.distributed.fsdp",
+    ):
+        import_module(module)
 
 
 def _training(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
@@ -96,13 +117,32 @@ def _checkpoint_layers(model: Any) -> None:
         model.layers[index] = checkpoint_wrapper(layer)
 
 
+def _sharded(model: Any, policy: BlockPolicy) -> nn.Module:
+    layers = [Block(model_wrapper_dispatch(layer), policy=policy) for layer in model.layers]
+    model.layers = nn.ModuleList(layers)
+    return BMTrainModelWrapper(model)
+
+
+def _ours_with_torch(recompute: bool = False, bf16: bool = False) -> Callable[[_Build], Step]:
+    """The same work as `_fsdp2`: torch's optimizer over fp32 shards, with the same dtypes of compute and reduction."""
+
+    def variant(build: _Build) -> Step:
+        policy = BlockPolicy(
+            level=3,
+            recompute="whole" if recompute else "off",
+            compute_dtype=torch.bfloat16 if bf16 else None,
+            reduce_dtype=torch.float32 if bf16 else None,
+        )
+        model = _sharded(_seeded(build), policy)
+        return _training(model, torch.optim.Adam(model.parameters(), fused=True))
+
+    return variant
+
+
 def _ours(level: int, recompute: bool = False, bf16: bool = False) -> Callable[[_Build], Step]:
     def variant(build: _Build) -> Step:
-        model: Any = _seeded(build, bf16)
         policy = BlockPolicy(level=level, recompute="whole" if recompute else "off")
-        layers = [Block(model_wrapper_dispatch(layer), policy=policy) for layer in model.layers]
-        model.layers = nn.ModuleList(layers)
-        model = BMTrainModelWrapper(model)
+        model = _sharded(_seeded(build, bf16), policy)
         optimizer = AdamOptimizer(model.parameters())
         manager = OptimManager()
         manager.add_optimizer(optimizer)
@@ -128,6 +168,7 @@ def _without_communication(build_variant: Callable[[_Build], Step]) -> Callable[
 
 
 #: Name -> what builds it. Names of ours begin with ``bmtrain-`` and the ZeRO level, those of FSDP2 with ``fsdp2``.
+#: ``bmtrain-3-torch``: with the optimizer of FSDP2's.
 #: ``silent-``: ours with communicators that move nothing (and so with other losses).
 VARIANTS: dict[str, Callable[[_Build], Step]] = {
     "alone": _alone(),
@@ -145,6 +186,8 @@ VARIANTS: dict[str, Callable[[_Build], Step]] = {
     "fsdp2-recompute": _fsdp2(recompute=True),
     "fsdp2-no-reshard-recompute": _fsdp2(recompute=True, reshard=False),
     "bmtrain-3-recompute": _ours(level=3, recompute=True),
+    "bmtrain-3-torch": _ours_with_torch(),
+    "bmtrain-3-torch-recompute": _ours_with_torch(recompute=True),
     "alone-bf16": _alone(bf16=True),
     "fsdp2-bf16": _fsdp2(bf16=True),
     "fsdp2-no-reshard-bf16": _fsdp2(bf16=True, reshard=False),
@@ -152,4 +195,6 @@ VARIANTS: dict[str, Callable[[_Build], Step]] = {
     "alone-recompute-bf16": _alone(recompute=True, bf16=True),
     "fsdp2-recompute-bf16": _fsdp2(recompute=True, bf16=True),
     "bmtrain-3-recompute-bf16": _ours(level=3, recompute=True, bf16=True),
+    "bmtrain-3-torch-bf16": _ours_with_torch(bf16=True),
+    "bmtrain-3-torch-recompute-bf16": _ours_with_torch(recompute=True, bf16=True),
 }

@@ -1,4 +1,4 @@
-"""How fast an Adam step is, against other libraries' and against moving the same bytes.
+"""Time of an Adam step, against other libraries and against moving the same bytes.
 
 A step touches 28 bytes per element. In 16 bits: the gradient (2), fp32 weight, first and second moment (4 each, read
 and written), and the 16-bit parameter (2); in fp32: gradient (4), weight and moments. Two ceilings run along: one pass
@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from .. import _C
-from .._terminal import columns, fold
+from .._base.terminal import columns, fold
+from .._C import cpu_isa
 from ._bars import Bar, Chart, picture
 from ._steps import FORMULAS, Formula, Size
 from ._table import print_table
@@ -34,7 +34,7 @@ _ELEMENTS_OF_A_TURN = 1 << 24
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the options of ``bench adam``."""
+    """Describes the options of ``bench adam``."""
     parser.add_argument(
         "--sizes",
         default="20,24,26,100x16",
@@ -52,10 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure, print a table, and write JSON and a picture if asked to."""
+    """Measures, prints a table, and writes JSON and a picture if asked to."""
     results = []
     formula = FORMULAS[arguments.formula]
-    print(f"kernels: {_C.cpu_isa()}, torch {torch.__version__} ({torch.backends.cpu.get_cpu_capability()})")
+    print(f"kernels: {cpu_isa()}, torch {torch.__version__} ({torch.backends.cpu.get_cpu_capability()})")
     before = torch.get_num_threads()
     try:
         for size in map(Size.read, arguments.sizes.split(",")):
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def measure(size: Size, repeat: int, formula: Formula = FORMULAS["adam"]) -> dict[str, list[float]]:
-    """Return the seconds of a step of each candidate, in each of its turns.
+    """Returns the seconds of a step of each candidate, in each of its turns.
 
     Args:
         size: of what is updated.
@@ -119,7 +119,7 @@ def _print_table(formula: Formula, size: Size, threads: int, times: dict[str, li
 
 
 def _speed(times: dict[str, list[float]], name: str, other: str) -> float:
-    """How many times as fast as another a candidate is: the median over turns, of which some are slow for all."""
+    """The speed of a candidate relative to another: the median over turns, of which some are slow for all."""
     return statistics.median(theirs / own for own, theirs in zip(times[name], times[other], strict=True))
 
 

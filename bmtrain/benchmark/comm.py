@@ -1,4 +1,4 @@
-"""How long CPU ranks of this machine take to exchange data: shared memory and Gloo as bmtrain uses them, and torch.
+"""Time of collectives between CPU ranks of this machine: bmtrain's shared memory and Gloo, and torch.distributed.
 
 All variants live in the same ranks and run in turn, so that a busy machine disturbs them alike. A time is that of the
 slowest rank, from a barrier to the result; the table shows medians. The processor time beside it (mean of the ranks) is
@@ -21,7 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import _C, _comm, _shm_meeting
+from .._base.pictures import BLUE, GREY, ORANGE, label_sizes, new_figure, plain
+from .._C import Communicator, ReduceOp
+from .._ranks import comm as _comm
+from .._ranks import shm_meeting
 from ._launch import answer, launch
 from ._options import add_names
 
@@ -59,7 +62,7 @@ class Result:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the options of ``bench comm``."""
+    """Describes the options of ``bench comm``."""
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks (default: %(default)s)")
     parser.add_argument(
         "--sizes", default="4,64,1024,32768", help="KiB of the larger tensor (default: %(default)s)"
@@ -71,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Start the ranks, once for each number of them; in a rank: measure, and on rank 0 print the table."""
+    """Starts the ranks, once for each number of them; in a rank, measures, and on rank 0 prints the table."""
     if "RANK" in os.environ:
         _run_rank(arguments, arguments.primitives)
         return
@@ -100,12 +103,12 @@ def _run_rank(arguments: argparse.Namespace, primitives: list[str]) -> None:
     dist.destroy_process_group()
 
 
-def _communicators() -> dict[str, _C.Communicator]:
-    """Ours, by name."""
+def _communicators() -> dict[str, Communicator]:
+    """bmtrain's communicators, by name."""
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     gloo = _comm.connect_gloo(dist.PrefixStore("bench/gloo", store), rank, size, _TIMEOUT, "gloo")
-    shm, reason = _shm_meeting.connect(dist.PrefixStore("bench/shm", store), rank, size, _TIMEOUT, "shm")
+    shm, reason = shm_meeting.connect(dist.PrefixStore("bench/shm", store), rank, size, _TIMEOUT, "shm")
     if shm is None:
         if rank == 0:
             print(f"shared memory is left out: {reason}")
@@ -113,7 +116,7 @@ def _communicators() -> dict[str, _C.Communicator]:
     return {"shm": shm, "gloo": gloo}
 
 
-def _measure(primitive: str, size: int, ours: dict[str, _C.Communicator], repeat: int) -> list[Result]:
+def _measure(primitive: str, size: int, ours: dict[str, Communicator], repeat: int) -> list[Result]:
     calls = {name: _our_call(primitive, size, comm) for name, comm in ours.items()}
     calls["torch"] = _torch_call(primitive, size)
     seconds = torch.zeros(len(calls), repeat, dtype=torch.float64)
@@ -142,10 +145,10 @@ def _tensors(size: int) -> tuple[Tensor, Tensor]:
     return torch.ones(part.numel() * dist.get_world_size()), part
 
 
-def _our_call(primitive: str, size: int, comm: _C.Communicator) -> _Call:
+def _our_call(primitive: str, size: int, comm: Communicator) -> _Call:
     whole, part = _tensors(size)
     other = torch.empty_like(whole)
-    total = _C.ReduceOp.SUM
+    total = ReduceOp.SUM
     calls: dict[str, _Call] = {
         "all_gather": lambda: comm.all_gather(whole, part).wait(),
         "reduce_scatter": lambda: comm.reduce_scatter(part, whole, total).wait(),
@@ -172,7 +175,7 @@ def _torch_call(primitive: str, size: int) -> _Call:
 
 
 def _neighbours(send: Callable[[int], Any], receive: Callable[[int], Any]) -> _Call:
-    """Everybody sends to the next rank and receives from the one before."""
+    """Each rank sends to the next rank and receives from the one before."""
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def call() -> None:
@@ -197,28 +200,24 @@ def _print_table(results: list[Result]) -> None:
 
 
 def _plot(results: list[Result], file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     groups = sorted({row.ranks for row in results})
     primitives = [name for name in PRIMITIVES if any(row.primitive == name for row in results)]
-    figure, axes = pyplot.subplots(
-        len(groups), len(primitives), figsize=(3 * len(primitives), 2.6 * len(groups)), squeeze=False
-    )
+    figure = new_figure(3.2 * len(primitives), 0.6 + 2.6 * len(groups))
+    axes = figure.subplots(len(groups), len(primitives), squeeze=False)
     for row_axes, ranks in zip(axes, groups, strict=True):
         for axis, primitive in zip(row_axes, primitives, strict=True):
-            for variant in ("shm", "gloo", "torch"):
+            for variant, color in zip(("shm", "gloo", "torch"), (BLUE, ORANGE, GREY), strict=True):
                 points = [
-                    (row.bytes / 2**20, row.bytes / row.median / 1e9)
+                    (row.bytes, row.bytes / row.median / 1e9)
                     for row in results
                     if (row.primitive, row.variant, row.ranks) == (primitive, variant, ranks)
                 ]
                 if points:
-                    axis.plot(*zip(*points, strict=True), marker="o", label=variant)
-            axis.set(title=f"{primitive}, {ranks} ranks", xscale="log", xlabel="MiB", ylabel="GB/s")
-            axis.grid(alpha=0.3)
-    axes[0][0].legend()
-    figure.tight_layout()
+                    axis.plot(*zip(*points, strict=True), marker="o", color=color, label=variant)
+            axis.set_title(f"{primitive}, {ranks} ranks", fontsize=10)
+            axis.set_ylabel("GB/s")
+            axis.set_ylim(0)
+            plain(axis)
+            label_sizes(axis, [row.bytes for row in results])
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
     figure.savefig(file, dpi=110)

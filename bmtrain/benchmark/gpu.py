@@ -1,4 +1,4 @@
-"""What a GPU's kernels and training step reach, against the card's own copy bandwidth and against torch.
+"""Speed of a GPU's kernels and training step, against the card's own copy bandwidth and against torch.
 
 Everything runs in turn in one process on one card: Adam over 16-bit gradients, the norm of gradients, cross-entropy
 over a large vocabulary, and the step of a GPT, with its optimizer on the card and on the host. Times are medians
@@ -23,11 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _build, _ops, init_distributed
-from ..init import is_initialized
+from .. import _ops
+from .._base import build as _build
+from .._tools.gpt import GPT
+from ..init import init_distributed, is_initialized
 from ..loss import FusedCrossEntropy
 from ..optim._arrays import allocate
-from ._gpt import GPT
 from ._offload_gpu import Shape, measure_offload, print_offload
 from ._options import add_names
 from ._variants import VARIANTS
@@ -41,7 +42,7 @@ _PARTS = ("adam", "norm", "cross-entropy", "step", "offload")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the options of ``bench gpu``."""
+    """Describes the options of ``bench gpu``."""
     add_names(parser, "--parts", _PARTS)
     parser.add_argument(
         "--exponent", type=int, default=28, help="elements of Adam and norm (default: 2^%(default)s)"
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure, print a table, and write JSON if asked to."""
+    """Measures, prints a table, and writes JSON if asked to."""
     _require_card()
     copy = measure_copy(arguments.repeat)
     results: dict[str, Any] = {"card": _card(), "copy GB/s": copy / 1e9}
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> None:
     }
     for part in arguments.parts:
         results[part] = _measured(measures[part])
-        if arguments.json is not None:  # after each part: a run that is stopped leaves what it has
+        if arguments.json is not None:  # after each part: an interrupted run keeps its results
             arguments.json.write_text(json.dumps(results, indent=1) + "\n")
         if part == "offload" and "error" not in results[part]:
             print(f"\n{part}")
@@ -97,7 +98,7 @@ def _require_card() -> None:
 
 
 def _measured(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What it returns, or its error: the other parts are worth having."""
+    """The result of a part, or its error: the other parts continue."""
     try:
         found = measure()
         gc.collect()  # models are in cycles, and the next part needs the memory
@@ -176,7 +177,7 @@ def measure_adam(size: int, copy: float, repeat: int) -> dict[str, Any]:
 
 
 def _has_torchs_bits(options: dict[str, Any]) -> bool:
-    """Whether our kernel over fp32 parameters gives the bits of ``torch.optim.Adam`` with its defaults."""
+    """Whether our kernel over fp32 parameters is bit-identical to ``torch.optim.Adam`` with its defaults."""
     torch.manual_seed(0)
     start = torch.randn(100_003, device="cuda")
     exp_avgs, exp_avg_sqs = allocate([start.shape], [torch.float32] * 2, start.device)

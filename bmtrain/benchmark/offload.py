@@ -1,7 +1,7 @@
-"""How much of the offloaded optimizer step a training loop notices: updates inside the step, and overlapped.
+"""Exposed time of the offloaded optimizer step: updates inside the step, and overlapped.
 
 The same GPT is trained three times by the same ranks: without any update, with updates that are computed inside
-``step()`` (``overlap=False``), and with updates that go on while the next forward runs. What a variant takes longer
+``step()`` (``overlap=False``), and with updates that continue while the next forward runs. What a variant takes longer
 than the first is the exposed part of its optimizer. The variants take turns of several steps; the overlap's last
 updates of a turn are waited for after the clock has stopped, as its first ones began before the clock did.
 """
@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import init_distributed
+from .._tools.gpt import GPT
 from ..block_layer import Block
 from ..global_var import rank, world_size
+from ..init import init_distributed
 from ..optim import AdamOffloadOptimizer, OptimManager
 from ..synchronize import synchronize
 from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 from ._bars import Bar, Chart, picture
-from ._gpt import GPT
 from ._launch import launch
 from ._options import add_run
 
@@ -38,7 +38,7 @@ _NONE, _INSIDE, _OVERLAPPED = "no update", "overlap=False", "overlap=True"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the options of ``bench offload``."""
+    """Describes the options of ``bench offload``."""
     add_run(parser, ranks=1, seq=128)
     parser.add_argument("--threads", type=int, default=1, help="threads of a rank (default: %(default)s)")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="(default: %(default)s)")
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Start the ranks; in a rank: measure, and on rank 0 print the table."""
+    """Starts the ranks; in a rank, measures, and on rank 0 prints the table."""
     if "RANK" not in os.environ:
         launch(arguments.ranks, {"OMP_NUM_THREADS": str(arguments.threads)})
         return
@@ -79,7 +79,7 @@ def _batches(arguments: argparse.Namespace, turn: int) -> list[Tensor]:
 
 
 class _Variant(NamedTuple):
-    """A model, and what trains it."""
+    """A model, its optimizer and its manager."""
 
     step: Callable[[Tensor], Tensor]
     drain: Callable[[], Any]

@@ -1,4 +1,4 @@
-"""How far the planner and the timeline are from this machine's runs: step time, exposed communication, memory.
+"""Error of the planner and the timeline against this machine's runs: step time, exposed communication, memory.
 
 Each policy trains the same GPT twice in the same ranks: once as it is, and once with communicators that move nothing,
 which shows what a step costs without communication. All of them run in turn, so that a busy machine disturbs them
@@ -19,15 +19,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import init_distributed, timeline
+from .. import timeline
+from .._tools.gpt import GPT
 from ..block_layer import Block
 from ..global_var import rank
+from ..init import init_distributed
 from ..optim import AdamOptimizer
 from ..plan import Machine, TrainingPolicy, describe_module, estimate
 from ..plan.calibrate import measure_ranks
 from ..synchronize import synchronize
 from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
-from ._gpt import GPT
 from ._launch import answer, launch
 from ._memory import forget_peak, peak_bytes, resident_bytes
 from ._options import add_run
@@ -51,7 +52,7 @@ _USUAL = tuple(_POLICIES)[:3]
 
 
 class _Row(NamedTuple):
-    """What one policy came to; seconds, and shares of the step."""
+    """The measurements of one policy; seconds, and shares of the step."""
 
     policy: str
     seconds: float
@@ -64,7 +65,7 @@ class _Row(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the options of ``bench plan``."""
+    """Describes the options of ``bench plan``."""
     add_run(parser)
     parser.add_argument("--repeat", type=int, default=7, help="steps of each kind (default: %(default)s)")
     parser.add_argument("--memory", action="store_true", help="compare peak memory instead")
@@ -80,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Start the ranks; in a rank: measure, and on rank 0 hand the results over."""
+    """Starts the ranks; in a rank, measures, and on rank 0 returns the results."""
     if "RANK" in os.environ:
         init_distributed(seed=0)
         found = _measure_memory(arguments) if arguments.memory else _measure_time(arguments)
@@ -149,7 +150,7 @@ class _Training:
 
 
 def _measure_time(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    # What communicators that move nothing leave in memory is not made slow by them.
+    # Communicators that move nothing do not slow down memory by their leftovers.
     torch.set_flush_denormal(True)
     pairs = []
     machines = []
@@ -196,7 +197,7 @@ def _row(
 
 
 def _ratio(seconds: dict[str, list[float]], kind: str) -> float:
-    """Of steps of a kind to plain ones: the median over turns, which a machine that slows down does not move."""
+    """The ratio of steps to plain ones: the median over turns, robust against a machine that slows down."""
     return statistics.median(
         took / plain for took, plain in zip(seconds[kind], seconds["plain"], strict=True)
     )

@@ -1,4 +1,4 @@
-"""What a step costs against the number of blocks and of ranks, and what one Block costs the host.
+"""Cost of a step against the number of blocks and of ranks, and of one Block on the host.
 
 A GPT whose layers are Blocks (level 3, recomputed) is trained with more and more layers on --ranks-of-blocks ranks, to
 show whether a step is linear in them, and with --layers layers on more and more ranks, to show what each rank keeps
@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import init_distributed
+from .._base.pictures import BLUE, ORANGE, new_figure, plain
+from .._tools.gpt import GPT
 from ..block_layer import Block
 from ..global_var import context, rank
+from ..init import init_distributed
 from ..optim import AdamOptimizer
 from ..synchronize import synchronize
 from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
-from ._gpt import GPT
 from ._host import host_cost
 from ._launch import answer, launch
 from ._memory import resident_bytes
@@ -40,7 +41,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the options of ``bench scale``."""
+    """Describes the options of ``bench scale``."""
     parser.add_argument(
         "--blocks", type=_numbers, default="4,8,16,32,64", help="numbers of layers (default: %(default)s)"
     )
@@ -64,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Start the ranks, and print and draw what they found; in a rank: measure."""
+    """Starts the ranks, and prints and draws their results; in a rank, measures."""
     if "RANK" in os.environ:
         _in_a_rank(arguments)
         return
@@ -110,7 +111,7 @@ def _train(arguments: argparse.Namespace, num_layers: int) -> dict[str, Any]:
     model = BMTrainModelWrapper(gpt)
     optimizer = AdamOptimizer(model.parameters())
     batch = torch.randint(0, 256, (1, arguments.seq + 1))
-    group = context().groups["zero"]
+    group = context().world
     seconds, used = [], []
     for _ in range(_WARM_UP + arguments.repeat):
         synchronize()
@@ -161,28 +162,25 @@ def _print(found: dict[str, Any], arguments: argparse.Namespace) -> None:
 
 
 def _plot(found: dict[str, Any], arguments: argparse.Namespace) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6))
+    figure = new_figure(10, 3.8)
+    left, right = figure.subplots(1, 2)
     blocks = found["blocks"]
-    left.plot([row["blocks"] for row in blocks], [row["seconds"] * 1e3 for row in blocks], "o-")
-    left.set(xlabel=f"blocks, on {arguments.ranks_of_blocks} ranks", ylabel="ms a step", xlim=0, ylim=0)
+    left.plot([row["blocks"] for row in blocks], [row["seconds"] * 1e3 for row in blocks], "o-", color=BLUE)
+    left.set(xlabel=f"blocks, on {arguments.ranks_of_blocks} ranks", ylabel="ms a step", ylim=0)
+    left.set_xlim(0)
+    left.xaxis.get_major_locator().set_params(integer=True)
     ranks = found["ranks"]
     numbers = [row["ranks"] for row in ranks]
-    right.loglog(numbers, [row["kept_bytes"] / 2**20 for row in ranks], "o-", label="measured")
+    right.loglog(numbers, [row["kept_bytes"] / 2**20 for row in ranks], "o-", color=BLUE, label="measured")
     states = 16 * ranks[0]["parameters"] * ranks[0]["ranks"] / 2**20
-    right.loglog(numbers, [states / number for number in numbers], "--", label="16 bytes a parameter / ranks")
+    right.loglog(
+        numbers, [states / n for n in numbers], "--", color=ORANGE, label="16 bytes a parameter / ranks"
+    )
     right.set(xlabel=f"ranks, {arguments.layers} blocks", ylabel="MiB of a rank between steps")
     right.minorticks_off()
     right.set_xticks(numbers, [str(number) for number in numbers])
-    right.set_yticks(
-        [states / number for number in numbers], [f"{states / number:.0f}" for number in numbers]
-    )
-    right.legend()
+    right.set_yticks([states / n for n in numbers], [f"{states / n:.3g}" for n in numbers])
+    right.legend(frameon=False)
     for axis in (left, right):
-        axis.grid(alpha=0.3)
-    figure.tight_layout()
+        plain(axis)
     figure.savefig(arguments.plot, dpi=110)

@@ -1,14 +1,15 @@
-"""How long a training step takes, sharded and not: without communication, DDP, FSDP2 in its settings, and bmtrain.
+"""Time of a training step, sharded and not: without communication, DDP, FSDP2 in its settings, and bmtrain.
 
 All variants live in the same ranks and run in turn, so that a busy machine disturbs them alike. The table shows
 medians and their ratio to the step without communication that does the same work: the same ranks, each training a whole
-model alone, with the same recomputation and precision. What a step takes longer than that is communication that
-computing does not hide, and what managing the shards costs. The silent variants are ours with communicators that move
-nothing, their shards and buffers as ever: what a step takes longer than that is communication alone. The processor time
-of rank 0 tells waiting from working.
+model alone, with the same recomputation and precision. The additional time of a step is exposed communication
+and the management of the shards. The silent variants are ours with communicators that move
+nothing, their shards and buffers as usual: the additional time of a step over them is communication alone. The
+processor time of rank 0 tells waiting from working.
 
-With --memory each variant runs in processes of its own instead, told to give freed memory back, and the peaks of all
-ranks are shown.
+With --memory each variant runs in processes of its own instead, set to return freed memory, with the same modules
+imported, and the peaks of all ranks are shown. The variants bmtrain-3-torch... do the same work as those of FSDP2,
+with the same optimizer, and are compared with them.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import init_distributed
+from .._base.pictures import bars, new_figure
+from .._tools.gpt import GPT
 from ..global_var import rank, world_size
+from ..init import init_distributed
 from ..synchronize import synchronize
-from ._gpt import GPT
 from ._launch import answer, launch
 from ._memory import peak_bytes, shared_bytes
 from ._options import add_names, add_run
 from ._table import print_table
-from ._variants import VARIANTS, Step, reference_of
+from ._variants import VARIANTS, Step, import_all_modules, peer_of, reference_of
 
 __all__ = ["VARIANTS", "Result", "add_arguments", "run"]
 
@@ -45,7 +47,7 @@ _GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "6553
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured of one variant.
+    """The measurements of one variant.
 
     Attributes:
         variant: a key of `VARIANTS`.
@@ -53,10 +55,10 @@ class Result:
         cpu_seconds: processor time of rank 0 for each step, all threads: what is left of `seconds` it waited.
         losses: rank 0's, warm-up included.
         messages: collectives of a step on rank 0; None for variants whose communication is not ours.
-        wire_bytes: what rank 0 sent in a step; likewise.
+        wire_bytes: bytes that rank 0 sent in a step; likewise.
         peak_mib: highest resident memory of each rank with --memory, else empty. Of the memory through which ranks
             exchange data each counts its share, so that the sum over the ranks counts it once.
-        shared_mib: how much of that memory was resident in each rank; what was once used stays.
+        shared_mib: the resident part of that memory in each rank; used pages stay resident.
     """
 
     variant: str
@@ -75,7 +77,7 @@ class Result:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the options of ``bench step``."""
+    """Describes the options of ``bench step``."""
     add_run(parser)
     parser.add_argument("--repeat", type=int, default=7, help="steps of each variant (default: %(default)s)")
     add_names(parser, "--variants", VARIANTS)
@@ -87,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Start the ranks, show what they measured; in a rank: measure."""
+    """Starts the ranks and shows their measurements; in a rank, measures."""
     names = arguments.variants
     if "RANK" in os.environ:
         _run_rank(arguments, names)
@@ -111,6 +113,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _run_rank(arguments: argparse.Namespace, names: list[str]) -> None:
     init_distributed(seed=0)
+    if arguments.memory:
+        import_all_modules()
     dist.init_process_group("gloo")  # the peers'; bmtrain does not use it
     model_options = {"num_layers": arguments.layers, "dim": arguments.dim, "num_heads": 8, "vocab": 256}
     steps = {name: VARIANTS[name](lambda: GPT(**model_options, seq=arguments.seq)) for name in names}
@@ -157,10 +161,10 @@ def _measure(steps: dict[str, Step], batches: list[Tensor], memory: bool) -> lis
 
 
 def _communicators() -> list[Any]:
-    from .._context import current
+    from .._ranks.context import current
 
     context = current()
-    group = context.groups["zero"] if context is not None else None
+    group = context.world if context is not None else None
     return [group.comm, group.reduce_comm] if group is not None else []
 
 
@@ -213,6 +217,7 @@ def _print_table(results: list[Result], arguments: argparse.Namespace) -> None:
     print_table(_TITLES, rows)
     _print_against_best(results)
     _print_exposed(results)
+    _print_peaks(results)
 
 
 def _number(value: float | None, unit: float) -> str:
@@ -234,7 +239,7 @@ def _print_against_best(results: list[Result]) -> None:
 
 
 def _print_exposed(results: list[Result]) -> None:
-    """Each of ours against itself without communication: the median over turns of what a step is longer."""
+    """Each of ours against itself without communication: the median over turns of the additional time of a step."""
     silent = {
         result.variant.replace("silent", "bmtrain"): result
         for result in results
@@ -247,22 +252,21 @@ def _print_exposed(results: list[Result]) -> None:
             print(f"{ours.variant}: {share:.1%} of a step is communication that is not hidden")
 
 
+def _print_peaks(results: list[Result]) -> None:
+    """Peak memory of each of ours beside FSDP2 with the same optimizer."""
+    peaks = {result.variant: max(result.peak_mib) for result in results if result.peak_mib}
+    for name, peak in peaks.items():
+        peer = peer_of(name)
+        if peer in peaks:
+            print(f"{name}: peak {peak:.0f} MiB, {peak - peaks[peer]:+.0f} beside {peer}")
+
+
 def _plot(results: list[Result], file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     names = [result.variant for result in results]
-    bars = [("ms a step", [result.median * 1e3 for result in results])]
+    values = [("ms a step", [result.median * 1e3 for result in results])]
     if results[0].peak_mib:
-        bars.append(("peak MiB", [max(result.peak_mib) for result in results]))
-    figure, axes = pyplot.subplots(1, len(bars), figsize=(6 * len(bars), 1 + 0.3 * len(names)), squeeze=False)
-    for axis, (title, values) in zip(axes[0], bars, strict=True):
-        colors = ["tab:orange" if name.startswith("bmtrain") else "tab:blue" for name in names]
-        axis.barh(names, values, color=colors)
-        axis.invert_yaxis()
-        axis.set(xlabel=title)
-        axis.grid(axis="x", alpha=0.3)
-    figure.tight_layout()
+        values.append(("peak MiB", [max(result.peak_mib) for result in results]))
+    figure = new_figure(6 * len(values), 1 + 0.3 * len(names))
+    for axis, (title, shown) in zip(figure.subplots(1, len(values), squeeze=False)[0], values, strict=True):
+        bars(axis, names, shown, [name.startswith("bmtrain") for name in names], title)
     figure.savefig(file, dpi=110)

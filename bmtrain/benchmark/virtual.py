@@ -1,4 +1,4 @@
-"""What virtual shards cost: the same batch in one piece, in accumulated micro-batches, and in virtual shards.
+"""Cost of virtual shards: the same batch in one piece, in accumulated micro-batches, and in virtual shards.
 
 The same GPT is trained three times by the same ranks, on the same rows. In one piece, each rank computes its part of
 the batch at once; with micro-batches, one virtual shard's rows at a time, whose gradients add up on the rank and are
@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import init_distributed
+from .._tools.gpt import GPT
 from ..global_var import rank, world_size
+from ..init import init_distributed
 from ..optim import AdamOptimizer, OptimManager
 from ..synchronize import synchronize
 from ..virtual import VirtualShard, virtual_shards
 from ..wrapper import BMTrainModelWrapper
-from ._gpt import GPT
 from ._launch import launch
 
 __all__ = ["add_arguments", "run"]
@@ -35,7 +35,7 @@ _Step = Callable[[int, Tensor], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the options of ``bench virtual``."""
+    """Describes the options of ``bench virtual``."""
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: %(default)s)")
     parser.add_argument("--shards", type=int, default=8, help="virtual shards (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="(default: %(default)s)")
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Start the ranks; in a rank: measure, and on rank 0 print the table."""
+    """Starts the ranks; in a rank, measures, and on rank 0 prints the table."""
     if "RANK" not in os.environ:
         launch(arguments.ranks, {"OMP_NUM_THREADS": "1"})
         return

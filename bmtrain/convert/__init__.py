@@ -1,4 +1,4 @@
-"""Convert weights between files of bmtrain.save, safetensors (Hugging Face models included) and checkpoint folders."""
+"""Converts weights between files of bmtrain.save, safetensors (Hugging Face models included) and checkpoint folders."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
-from .._archive_writer import write_archive
-from .._safetensors import write_folder, write_safetensors
+from .._files.archive_writer import write_archive
+from .._files.safetensors import write_folder, write_safetensors
 from ..distributed.checkpoint.layout import step_folder
 from ..distributed.checkpoint.snapshot import Run
 from ..distributed.checkpoint.spread import Spread
@@ -33,6 +34,7 @@ def convert(
     *,
     layout: str | None = None,
     max_shard_size: int | None = None,
+    overwrite: bool = False,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Writes the weights of ``source`` to ``target``, bit for bit, holding one tensor at a time.
@@ -50,11 +52,13 @@ def convert(
             another). That of the source is known by its names; a GPT-2 cannot become a LLaMA. Masks and rotary
             frequencies in older files, which a model computes itself, are left out.
         max_shard_size: bytes of the largest safetensors file in a folder; None for one file.
+        overwrite: replace weights that are at ``target`` already.
         report: called with bytes done and to do.
 
     Raises:
         ValueError: ``target`` does not say what it is to be, or there is no such layout.
         UnreadableFileError: the source is damaged, not of a known kind, or has no place in the layout.
+        FileExistsError: there are weights at ``target`` already.
         OSError: something cannot be read or written; nothing appears at ``target`` then.
 
     Example:
@@ -66,6 +70,12 @@ def convert(
         raise ValueError(f"to: expected one of {', '.join(KINDS)}, got {kind!r}")
     if layout is not None and layout not in LAYOUTS:
         raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}, got {layout!r}")
+    there = None if overwrite else _find_existing(path, kind)
+    if there is not None:
+        raise FileExistsError(
+            f"target: expected a place without weights, and there is {there}; name another one, or allow to replace "
+            "it (overwrite=True, --overwrite)"
+        )
     opened = open_source(Path(source))
     if layout is not None:
         opened = Relaid(opened, layout)
@@ -76,6 +86,17 @@ def convert(
         _to_safetensors(opened, path, read, max_shard_size)
     else:
         _to_checkpoint(opened, path, read)
+
+
+def _find_existing(path: Path, kind: str) -> Path | None:
+    """The files that a conversion to ``path`` would replace."""
+    if kind == "checkpoint":
+        places = [step_folder(path, 0)]
+    elif kind == "safetensors" and path.suffix != ".safetensors":
+        places = [path / "model.safetensors", path / "model.safetensors.index.json"]
+    else:
+        places = [path]
+    return next((place for place in places if place.exists()), None)
 
 
 def _kind_of(path: Path) -> str:
@@ -125,7 +146,7 @@ def _to_checkpoint(source: Source, folder: Path, read: Callable[[str], torch.Ten
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of ``python -m bmtrain convert``."""
+    """Declares the options of ``bmtrain convert``."""
     parser.epilog = _EXAMPLES
     parser.add_argument(
         "source", help="file of torch.save, safetensors file, index or folder, checkpoint, or folder of these"
@@ -142,12 +163,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-shard-size", type=_size, metavar="BYTES", help="split a safetensors folder into files"
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace what is at the target already")
 
 
 _EXAMPLES = """examples:
-  python -m bmtrain convert run/step-0000100 model.safetensors
-  python -m bmtrain convert model.pt weights --to safetensors --max-shard-size 5000000000
-  python -m bmtrain convert out/model.pt weights --to safetensors --layout hf-gpt2
+  bmtrain convert run/step-0000100 model.safetensors
+  bmtrain convert model.pt weights --to safetensors --max-shard-size 5000000000
+  bmtrain convert out/model.pt weights --to safetensors --layout hf-gpt2
 
 Values stay what they are, bit for bit. One tensor is held at a time. What is to be written appears when it is
 complete."""
@@ -160,28 +182,40 @@ def _size(text: str) -> int:
 
 
 class _Progress:
-    """Says how far it is: on a terminal in one line, else in a line for each tenth."""
+    """Reports progress: on a terminal in one line, else in a line every few seconds; and the result at the end."""
+
+    _SILENCE = 5.0  # seconds
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
-        self._step = 1 if self._is_terminal else 10
-        self._shown = -1
+        self._shown, self._told = -1, time.monotonic()
         self._is_open = False  # a line without its end
+        self._tensors = self._bytes = 0
 
     def __call__(self, done: int, total: int) -> None:
+        self._tensors, self._bytes = self._tensors + 1, done
         percent = 100 * done // max(total, 1)
-        if percent // self._step == self._shown // self._step:
+        if percent == self._shown or not (self._is_terminal or time.monotonic() - self._told > self._SILENCE):
             return
-        self._shown = percent
+        self._shown, self._told = percent, time.monotonic()
         text = f"convert: {percent:3d} %, {done / 1e6:,.1f} of {total / 1e6:,.1f} MB"
-        self._is_open = self._is_terminal and done < total
-        end = "" if self._is_open else "\n"
-        print(("\r" if self._is_terminal else "") + text, end=end, file=sys.stderr, flush=True)
+        self._is_open = self._is_terminal
+        print(
+            f"\r{text}" if self._is_terminal else text,
+            end="" if self._is_open else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def close(self) -> None:
-        """What is printed next begins a line."""
+        """Ends an open line."""
         if self._is_open:
             print(file=sys.stderr)
+
+    def report(self, target: str) -> None:
+        """Prints the written files."""
+        count = f"{self._tensors} tensor{'' if self._tensors == 1 else 's'}"
+        print(f"convert: wrote {target}: {count}, {self._bytes / 1e6:,.1f} MB", file=sys.stderr)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -194,10 +228,13 @@ def run(options: argparse.Namespace) -> int:
             options.to,
             layout=options.layout,
             max_shard_size=options.max_shard_size,
+            overwrite=options.overwrite,
             report=progress,
         )
     except (OSError, ValueError, TypeError) as error:
         progress.close()
-        print(f"convert: {error}", file=sys.stderr)
+        print(f"bmtrain convert: {error}", file=sys.stderr)
         return 1
+    progress.close()
+    progress.report(options.target)
     return 0

@@ -1,4 +1,4 @@
-"""What the tensors of a GPT-2 or LLaMA are called, and how they lie: in the example, and in Hugging Face's models."""
+"""Names and shapes of the tensors of a GPT-2 or LLaMA: in the example, and in Hugging Face's models."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _hf_llama(is_fused: bool) -> Layout:
     return Layout("LLaMA", slots, "model.", ("model.layers.{}.self_attn.rotary_emb.inv_freq",))
 
 
-#: By the names that ``python -m bmtrain convert --layout`` takes.
+#: By the names that ``bmtrain convert --layout`` takes.
 LAYOUTS: Mapping[str, Layout] = {
     "gpt2": _gpt2(),
     "hf-gpt2": _hf_gpt2(),
@@ -143,7 +143,7 @@ def recognise(names: Iterable[str]) -> tuple[Layout, dict[str, str]]:
 
 
 def _fit(layout: Layout, names: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The names that the layout has, by its own, and those that it has not."""
+    """The names that are part of the layout, by the layout's own names, and the names that are not."""
     known: dict[str, str] = {}
     unknown: list[str] = []
     for name in names:

@@ -26,7 +26,7 @@ class _Piece(NamedTuple):
 
 
 class Relaid(Source):
-    """A source as another layout has it; each tensor is made when it is read.
+    """A source in another layout; each tensor is made when it is read.
 
     Args:
         source: the weights, in any layout of the same family.
@@ -47,7 +47,7 @@ class Relaid(Source):
         self._pieces: dict[str, list[_Piece]] = {}
         self.table, self.ties, self.order = {}, {}, []
         parts = dict(_parts(source, given, actual))
-        known: dict[tuple[_Piece, ...], str] = {}  # what has a name already
+        known: dict[tuple[_Piece, ...], str] = {}  # pieces that already have a name
         used: set[str] = set()
         for name, slot in _numbered(layout, _count_layers(actual)):
             there = [part for part in slot.parts if part in parts]
@@ -109,7 +109,7 @@ def _numbered(layout: Layout, num_layers: int) -> Iterator[tuple[str, Slot]]:
 
 
 def _parts(source: Source, layout: Layout, actual: dict[str, str]) -> Iterator[tuple[str, _Piece]]:
-    """Where each part of the family is in the source."""
+    """The position of each part of the family in the source."""
 
     def described(name: str) -> tuple[str, torch.dtype, tuple[int, ...]]:
         stored = source.ties.get(actual[name], actual[name])
@@ -131,7 +131,7 @@ def _parts(source: Source, layout: Layout, actual: dict[str, str]) -> Iterator[t
 
 
 def _rows(name: str, shape: tuple[int, ...], num_parts: int, first: int | None) -> list[int]:
-    """Rows of each part; they are of one size but for the first, if its size is told."""
+    """Rows of each part; all have one size, except the first if its size is given."""
     total = shape[0] if shape else 0
     rest, num_equal = (total, num_parts) if first is None else (total - first, num_parts - 1)
     if len(shape) != 2 or rest <= 0 or rest % num_equal:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from .._archive import read_archive
-from .._safetensors import SafetensorsFile, locate_tensors
-from .._ties import place_of
+from .._base.ties import place_of
+from .._files.archive import read_archive
+from .._files.safetensors import SafetensorsFile, locate_tensors
 from ..distributed.checkpoint.layout import MANIFEST, check_sizes, newest, read_manifest
 from ..distributed.checkpoint.manifest import DTYPES
 from ..distributed.checkpoint.reader import Reader
@@ -122,7 +122,7 @@ class _Folder(Source):
 
 
 def open_source(path: Path) -> Source:
-    """The source that ``path`` is.
+    """Opens ``path`` as the matching kind of source.
 
     Raises:
         FileNotFoundError: nothing of a known kind is there.

@@ -1,4 +1,4 @@
-"""Run an unmodified GPU training script on CPU ranks.
+"""Runs an unmodified GPU training script on CPU ranks.
 
 Everything that asks for ``cuda`` gets the CPU instead, in this process alone: devices, ``.cuda()``, streams, events,
 memory statistics, autocast, pinned memory, nccl process groups. At the end rank 0 says what was redirected. Under a
@@ -21,21 +21,21 @@ __all__ = ["Redirection", "add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
+    """Declares the options of the command."""
     parser.add_argument("--cpu", action="store_true", required=True, help="redirect cuda to the CPU")
     parser.add_argument("script", type=Path, help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the script as ``__main__``, with its own arguments and folder.
+    """Runs the script as ``__main__``, with its own arguments and folder.
 
     Returns:
         0, or 2 if there is no such script; an exception or a `SystemExit` of the script passes through, after the
         report.
     """
     if not options.script.is_file():
-        print(f"run: expected a Python script, found no file {options.script}", file=sys.stderr)
+        print(f"bmtrain run: expected a Python script, found no file {options.script}", file=sys.stderr)
         return 2
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU that is there stays untouched
     if os.environ.get("BMTRAIN_BACKEND") == "nccl":

@@ -1,4 +1,4 @@
-"""What a script sees as `torch.cuda`, and the few other functions that name a device or a backend."""
+"""Replacements of `torch.cuda`, and of the few other functions that name a device or a backend."""
 
 from __future__ import annotations
 
@@ -7,19 +7,27 @@ import functools
 import os
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed
 
-from .._host_memory import resident_bytes
-from .redirect import Redirection, called_by_library, is_cuda, on_cpu
+from .._base.host_memory import resident_bytes
+from .function_mode import called_by_library, is_cuda, on_cpu
 
-__all__ = ["Event", "Stream", "install"]
+__all__ = ["Event", "Redirects", "Stream", "install"]
+
+
+class Redirects(Protocol):
+    """Counts redirected calls and restores replaced attributes (:class:`~bmtrain.cpu_run.Redirection`)."""
+
+    def count(self, what: str) -> None: ...
+
+    def replace(self, owner: Any, name: str, value: Any) -> None: ...
 
 
 class Stream:
-    """A stream on which everything is done at once."""
+    """A stream on which all work completes at once."""
 
     device = torch.device("cpu")
     cuda_stream = 0
@@ -170,15 +178,15 @@ _NVTX: dict[str, Callable[..., Any]] = {
 _TENSOR_TYPES = ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
 
 
-def install(redirection: Redirection) -> None:
-    """Put all stand-ins in place, until the redirection ends."""
+def install(redirection: Redirects) -> None:
+    """Installs all stand-ins until the redirection ends."""
     _install_cuda(redirection)
     _install_autocast(redirection)
     _install_loading(redirection)
     _install_process_groups(redirection)
 
 
-def _counted(redirection: Redirection, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+def _counted(redirection: Redirects, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         redirection.count(name)
@@ -187,7 +195,7 @@ def _counted(redirection: Redirection, name: str, call: Callable[..., Any]) -> C
     return stand_in
 
 
-def _install_cuda(redirection: Redirection) -> None:
+def _install_cuda(redirection: Redirects) -> None:
     cuda = torch.cuda
     for name, call in _CUDA.items():
         redirection.replace(cuda, name, _counted(redirection, f"torch.cuda.{name}", call))
@@ -222,7 +230,7 @@ def _install_cuda(redirection: Redirection) -> None:
 
 
 def _two_faced(
-    redirection: Redirection, name: str, answer: Callable[[], Any], truth: Callable[[], Any]
+    redirection: Redirects, name: str, answer: Callable[[], Any], truth: Callable[[], Any]
 ) -> Callable[[], Any]:
     def stand_in() -> Any:
         if called_by_library():
@@ -233,7 +241,7 @@ def _two_faced(
     return stand_in
 
 
-def _install_autocast(redirection: Redirection) -> None:
+def _install_autocast(redirection: Redirects) -> None:
     autocast = torch.amp.autocast_mode.autocast
     before = autocast.__init__
 
@@ -254,7 +262,7 @@ def _install_autocast(redirection: Redirection) -> None:
     redirection.replace(scaler, "__init__", rewritten(scaler.__init__, 'GradScaler("cuda")'))
 
 
-def _install_loading(redirection: Redirection) -> None:
+def _install_loading(redirection: Redirects) -> None:
     load = torch.load
 
     @functools.wraps(load)
@@ -297,7 +305,7 @@ def _install_loading(redirection: Redirection) -> None:
     redirection.replace(torch, "Generator", Generator)
 
 
-def _install_process_groups(redirection: Redirection) -> None:
+def _install_process_groups(redirection: Redirects) -> None:
     from .. import init
 
     def with_gloo(call: Callable[..., Any], position: int) -> Callable[..., Any]:

@@ -1,10 +1,17 @@
-"""Collectives that autograd can differentiate."""
+"""Differentiable collectives."""
 
 from __future__ import annotations
 
+from .._ranks.collectives import (
+    all_gather,
+    all_reduce,
+    broadcast,
+    recv_activations,
+    reduce_scatter,
+    send_activations,
+)
+from .._ranks.rooted import gather, recv, reduce, scatter, send
 from . import checkpoint
-from .ops import all_gather, all_reduce, broadcast, recv_activations, reduce_scatter, send_activations
-from .rooted import gather, recv, reduce, scatter, send
 
 __all__ = [
     "all_gather",

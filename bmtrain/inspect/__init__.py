@@ -1,4 +1,4 @@
-"""Looking into a model while it trains: parameters, gradients and tensors on their way."""
+"""Inspection of a model during training: parameters, gradients and intermediate tensors."""
 
 from __future__ import annotations
 

@@ -8,14 +8,14 @@ __all__ = ["mean_and_variance", "smallest_and_largest"]
 
 
 def mean_and_variance(tensor: torch.Tensor) -> tuple[float, float]:
-    """In fp32 or better; the variance is the unbiased one, NaN for less than two elements."""
+    """Mean and unbiased variance, in fp32 or better; the variance is NaN for less than two elements."""
     values = _precise(tensor)
     mean = float(values.mean())
     return mean, float(values.var()) if values.numel() > 1 else float("nan")
 
 
 def smallest_and_largest(tensor: torch.Tensor) -> tuple[float, float]:
-    """NaN for a tensor without elements."""
+    """Minimum and maximum; NaN for a tensor without elements."""
     values = _precise(tensor)
     if values.numel() == 0:
         return float("nan"), float("nan")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .._arguments import require_keys
+from .._base.arguments import require_keys
 
 __all__ = ["format_summary"]
 
@@ -15,14 +15,14 @@ _NUMBER_WIDTH = 10
 
 
 def format_summary(summary: Iterable[Mapping[str, Any]]) -> str:
-    """A table of what :func:`inspect_model` or ``get_summary()`` returned; such lists may be joined before.
+    """A table of the results of :func:`inspect_model` or ``get_summary()``; such lists may be concatenated.
 
     Args:
         summary: one mapping per line, with the keys ``name, shape, max, min, std, mean, grad_std, grad_mean``.
 
     Raises:
-        TypeError: it is no list of mappings.
-        ValueError: one lacks a key.
+        TypeError: ``summary`` is not a list of mappings.
+        ValueError: a mapping lacks a key.
 
     Example:
         >>> line = {"name": "w", "shape": (2, 3), "max": 1.0, "min": 0.0, "std": 0.5, "mean": 0.25}

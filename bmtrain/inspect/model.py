@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from .. import _C
-from .._agree import broadcast_json
-from .._arguments import require_text
-from .._comm import wire_device
+from .._base.arguments import require_text
+from .._C import ReduceOp
+from .._ranks.agree import broadcast_json
+from .._ranks.comm import wire_device
 from ..global_var import context
 from ..parameter import full_value, gather_flat
 from ._statistics import mean_and_variance, smallest_and_largest
@@ -67,11 +67,11 @@ def _named_parameters(module: torch.nn.Module, prefix: str) -> Iterator[tuple[st
 
 
 def _on_any_rank(flags: list[bool]) -> list[bool]:
-    comm = context().groups["zero"].comm
+    comm = context().world.comm
     if comm.size == 1 or not flags:
         return flags
     seen = torch.tensor(flags, device=wire_device(comm)).to(torch.uint8)
-    comm.all_reduce(seen, _C.ReduceOp.MAX, "inspect_model").wait()
+    comm.all_reduce(seen, ReduceOp.MAX, "inspect_model").wait()
     return [bool(flag) for flag in seen.tolist()]
 
 

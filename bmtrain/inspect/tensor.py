@@ -1,4 +1,4 @@
-"""Recording tensors on their way through a model, inside Blocks too."""
+"""Recording of intermediate tensors of a model, inside Blocks too."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from .. import _context
-from .._arguments import require_tensor, require_text
-from .._comm import wire_device
+from .._base.arguments import require_tensor, require_text
+from .._engine.engine import current_engine
 from .._engine.recording import active_recorder, place_outside, running_call
+from .._ranks import context as _context
+from .._ranks.comm import wire_device
 from ..global_var import context
 from ._statistics import mean_and_variance, smallest_and_largest
 
@@ -17,7 +18,7 @@ __all__ = ["InspectTensor", "InspectTensorManager", "inspect_tensor", "record_te
 
 
 class InspectTensor:
-    """The tensors that :func:`record_tensor` was given, in forward order.
+    """The tensors passed to :func:`record_tensor`, in forward order.
 
     ``summary`` is a list of dicts with ``name`` and ``group`` as given, ``summary_name``, ``shape``,
     ``requires_grad`` and ``tensor``, which is part of the autograd graph; its ``grad`` is filled by backward.
@@ -28,7 +29,7 @@ class InspectTensor:
 
     @property
     def summary(self) -> list[dict[str, Any]]:
-        """What was recorded, in forward order."""
+        """The recorded entries, in forward order."""
         return self._summary
 
     def get_tensor(
@@ -54,7 +55,7 @@ class InspectTensor:
         return found[wanted]["tensor"] if 0 <= wanted < len(found) else None
 
     def get_summary(self) -> list[dict[str, Any]]:
-        """Statistics over all ranks of what was recorded. Collective; every rank must have recorded as much.
+        """Statistics of the recorded tensors over all ranks. Collective; all ranks must have recorded equally many.
 
         Returns:
             one dict per entry: ``name`` (``"<group>.<i>.<name>"``, without a group ``"<i>.<name>"``, where ``i`` counts
@@ -64,7 +65,7 @@ class InspectTensor:
         Raises:
             ValueError: if the ranks have recorded different numbers of tensors.
         """
-        comm = context("get_summary()").groups["zero"].comm
+        comm = context("get_summary()").world.comm
         per_rank = _gathered([_statistics_of(item["tensor"]) for item in self._summary])
         lines = []
         for number, item in enumerate(self._summary):
@@ -136,19 +137,19 @@ def inspect_tensor() -> InspectTensorManager:
 
 
 def record_tensor(x: torch.Tensor, name: str, group: str | None = None) -> None:
-    """Remembers a tensor, and its gradient, if a context of :func:`inspect_tensor` is active.
+    """Records a tensor, and its gradient, if a context of :func:`inspect_tensor` is active.
 
-    In a Block, what is remembered is the tensor as it is outside of the Block: it may be used in a loss. Running a
+    In a Block, the recorded tensor is the one outside of the Block: it may be used in a loss. Running a
     forward again in backward records nothing.
 
     Args:
         x: a tensor; not a parameter.
-        name: what it is called.
+        name: its name.
         group: put in front of the name in summaries.
 
     Raises:
         RuntimeError: if ``x`` is a parameter.
-        TypeError: if it is no tensor, or ``name`` no str.
+        TypeError: if ``x`` is not a tensor, or ``name`` not a str.
 
     Example:
         >>> import torch
@@ -158,10 +159,10 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None) -> None:
         [('encoder.0.hidden', 2.0)]
     """
     current = _context.current()
-    call = running_call(current.engine) if current is not None else None
+    call = running_call(current_engine(current)) if current is not None else None
     if torch._C._current_graph_task_id() != -1:  # in a backward: a forward that runs again
         if call is not None:
-            call.recordings.see_again(x)
+            call.recordings.record_again(x)
         return
     recorder = active_recorder.get()
     if recorder is None:
@@ -172,7 +173,7 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None) -> None:
         raise RuntimeError(f"record_tensor({name!r}): parameters are inspected with inspect_model()")
     if not torch.is_grad_enabled():
         x = x.detach()
-    place_outside(recorder.add(x, name, group), x, None if current is None else current.engine)
+    place_outside(recorder.add(x, name, group), x, None if current is None else current_engine(current))
 
 
 def _statistics_of(tensor: torch.Tensor) -> list[float]:
@@ -188,7 +189,7 @@ def _statistics_of(tensor: torch.Tensor) -> list[float]:
 
 def _gathered(rows: list[list[float]]) -> torch.Tensor:
     """(ranks, entries, numbers), fp64."""
-    comm = context().groups["zero"].comm
+    comm = context().world.comm
     device = wire_device(comm)
     counts = torch.empty(comm.size, dtype=torch.int64, device=device)
     comm.all_gather(counts, torch.tensor([len(rows)], device=device), "get_summary").wait()

@@ -1,6 +1,6 @@
 """Cross-entropy over rows of logits as one autograd node, and the check for inf and NaN.
 
-[Note: What the loss keeps]
+[Note: Memory of the loss]
 A softmax of ``(N, C)`` logits in fp32 would be the largest tensor of a training step: twice the size of
 the 16-bit logits themselves. So the node keeps the logits it was given and two fp32 numbers a row, the
 maximum ``m`` and ``log(sum(exp(x - m)))``; backward computes the probabilities again. Both passes work on
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .. import _ops
-from .._differentiable_once import differentiable_once
+from .._base.differentiable_once import differentiable_once
 
 __all__ = ["CrossEntropyOptions", "VocabularySlice", "cross_entropy_rows", "has_inf_nan"]
 
@@ -45,7 +45,7 @@ class VocabularySlice:
 
 @dataclass(frozen=True)
 class CrossEntropyOptions:
-    """How the rows become a loss."""
+    """Options of the loss of rows."""
 
     weight: Tensor | None  # (total,) in the accumulation dtype
     ignore_index: int
@@ -67,7 +67,7 @@ def _accumulation_dtype(logits: Tensor) -> torch.dtype:
 
 @dataclass
 class _RowSums:
-    """What one pass over the columns of this rank gives for each row, in the accumulation dtype."""
+    """Sums of each row over the columns of this rank, in the accumulation dtype."""
 
     maximum: Tensor
     exp_sum: Tensor  # sum of exp(x - maximum)
@@ -76,7 +76,7 @@ class _RowSums:
 
 
 def _local_target(target: Tensor, columns: VocabularySlice, width: int) -> tuple[Tensor, Tensor | None]:
-    """Column of each row's target among this rank's, and where it is one of them (None: everywhere)."""
+    """Returns each row's target column on this rank, and a mask of the rows with one (None: all)."""
     if width == columns.total:
         return target, None
     local = target - columns.start
@@ -142,24 +142,24 @@ def _weight_total(options: CrossEntropyOptions) -> float | Tensor:
 
 
 def _combine(local: _RowSums, options: CrossEntropyOptions, width: int) -> _RowSums:
-    """Sums over the whole vocabulary from those of each rank's columns: one max, one sum over the group."""
-    from .. import _C
+    """Combines sums over each rank's columns to sums over the vocabulary: one max, one sum over the group."""
+    from .._C import ReduceOp
 
     comm = options.columns.comm
     maximum = local.maximum.clone()
-    comm.all_reduce(maximum, _C.ReduceOp.MAX, "cross_entropy").wait()
+    comm.all_reduce(maximum, ReduceOp.MAX, "cross_entropy").wait()
     shift = local.maximum - maximum  # <= 0 where the row's maximum is another rank's
     parts = [torch.where(local.exp_sum == 0, 0.0, local.exp_sum * shift.exp()), local.target_logit]
     if local.smooth is not None:
         weight = _local_weight(options, width)
         parts.append(local.smooth + shift * (float(width) if weight is None else weight.sum()))
     sums = torch.stack(parts)
-    comm.all_reduce(sums, _C.ReduceOp.SUM, "cross_entropy").wait()
+    comm.all_reduce(sums, ReduceOp.SUM, "cross_entropy").wait()
     return _RowSums(maximum, sums[0], sums[1], sums[2] if local.smooth is not None else None)
 
 
 class _CrossEntropyRows(torch.autograd.Function):
-    """Loss of each row, not yet reduced; see [Note: What the loss keeps]."""
+    """Loss of each row, without reduction; see [Note: Memory of the loss]."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, options: CrossEntropyOptions) -> Tensor:
@@ -226,7 +226,7 @@ class _CrossEntropyRows(torch.autograd.Function):
 
 
 def cross_entropy_rows(logits: Tensor, target: Tensor, options: CrossEntropyOptions) -> Tensor:
-    """Compute the cross-entropy of each row of logits.
+    """Computes the cross-entropy of each row of logits.
 
     Args:
         logits: ``(N, C)``, fp16, bf16, fp32 or fp64; with a vocabulary slice the columns of this rank.
@@ -243,7 +243,7 @@ def cross_entropy_rows(logits: Tensor, target: Tensor, options: CrossEntropyOpti
 
 
 def has_inf_nan(x: Tensor, out: Tensor) -> None:
-    """Set a flag if a tensor holds inf or NaN; otherwise leave the flag as it is.
+    """Sets a flag if a tensor has inf or NaN; otherwise the flag stays unchanged.
 
     Args:
         x: fp16, bf16 or fp32, any shape.

@@ -7,8 +7,8 @@ import sys
 import torch
 from torch import Tensor
 
-from .._arguments import require_between, require_integer, require_tensor
-from .._deprecate import warn_once
+from .._base.arguments import require_between, require_integer, require_tensor
+from .._base.deprecate import warn_once
 from ._function import CrossEntropyOptions, VocabularySlice, cross_entropy_rows
 
 __all__ = ["FusedCrossEntropy"]
@@ -17,9 +17,8 @@ __all__ = ["FusedCrossEntropy"]
 class FusedCrossEntropy(torch.nn.Module):
     r"""Cross-entropy between logits and class indices.
 
-    The loss is that of :func:`torch.nn.functional.cross_entropy` on ``input.float()``, without ever holding
-    the logits or their softmax in fp32: what is kept for backward are the logits themselves and two numbers
-    a row.
+    The loss equals :func:`torch.nn.functional.cross_entropy` on ``input.float()``, without logits or softmax in fp32:
+    only the logits themselves and two numbers per row are saved for backward.
 
     Args:
         weight: ``(C,)`` weight of each class, any float dtype; with ``parallel`` of the whole vocabulary.
@@ -29,8 +28,8 @@ class FusedCrossEntropy(torch.nn.Module):
         parallel: the logits are this rank's slice of the vocabulary: rank ``j`` of the tensor-parallel group
             holds columns ``[j * C / tp, (j + 1) * C / tp)``; targets are equal on all ranks of the group.
             Collective over that group; needs :func:`bmtrain.init_distributed`.
-        inplace: let backward write the gradient over the logits, which saves memory of their size. Whoever keeps the
-            logits finds the gradient there afterwards, and a second backward through the loss raises.
+        inplace: write the gradient over the logits in backward, which saves memory of their size. The tensor of logits
+            then has the gradient, and a second backward through the loss raises.
 
     Shape:
         Input ``(N, C)``, ``(C,)`` or ``(N, C, d1, ...)``; target the same without ``C``, int32 or int64. The
@@ -104,7 +103,7 @@ class FusedCrossEntropy(torch.nn.Module):
         return reduce_rows(loss, flat_target, weight, self.ignore_index, self.reduction, target.shape)
 
     def weight_for(self, rows: Tensor, total: int) -> Tensor | None:
-        """The weights of ``total`` classes as the computation on ``rows`` wants them."""
+        """Returns the weights of ``total`` classes in the dtype and on the device of the computation on ``rows``."""
         if self.weight is None:
             return None
         if self.weight.numel() != total:
@@ -131,7 +130,7 @@ def _check_dtypes(input: Tensor, target: Tensor) -> None:
 
 
 def _as_rows(input: Tensor, target: Tensor) -> Tensor:
-    """The logits as ``(N, C)``: a view for the usual shapes, classes moved last for ``(N, C, d1, ...)``."""
+    """Returns the logits as ``(N, C)``: a view for the usual shapes, classes moved last for ``(N, C, d1, ...)``."""
     if input.dim() == 0:
         raise ValueError("input must have a dimension of classes, got a 0-d tensor")
     class_dim = 0 if input.dim() == 1 else 1
@@ -163,7 +162,7 @@ def reduce_rows(
     reduction: str,
     shape: torch.Size,
 ) -> Tensor:
-    """The losses of rows as ``reduction`` wants them; ``shape`` is what the targets came in."""
+    """Reduces the losses of rows by ``reduction``; ``shape`` is the shape of the targets."""
     if reduction == "none":
         return loss.reshape(shape)
     total = loss.sum()
@@ -176,7 +175,7 @@ def reduce_rows(
 
 
 def check_range(target: Tensor, num_classes: int, ignore_index: int, name: str = "target") -> None:
-    """Raises IndexError for a class index out of range, where asking does not stop a device."""
+    """Raises IndexError for a class index out of range, where the check does not wait for a device."""
     if target.device.type != "cpu":
         return  # reading the answer would stop the host; the device reports an index out of range itself
     bad = ((target < 0) | (target >= num_classes)) & (target != ignore_index)

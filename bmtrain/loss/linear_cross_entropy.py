@@ -1,4 +1,4 @@
-"""The last layer of a language model and its loss together, without the logits of all rows."""
+"""Fused output projection and cross-entropy, without the logits of all rows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from .._arguments import require_integer, require_tensor
-from .._differentiable_once import differentiable_once
-from .._engine.precision import as_autocast_has_it
+from .._base.arguments import require_integer, require_tensor
+from .._base.differentiable_once import differentiable_once
+from .._base.precision import as_autocast_has_it
 from ._function import CrossEntropyOptions, VocabularySlice, cross_entropy_rows
 from .cross_entropy import FusedCrossEntropy, check_range, reduce_rows
 
@@ -19,10 +19,10 @@ __all__ = ["fused_linear_cross_entropy"]
 
 
 class _LinearCrossEntropyRows(torch.autograd.Function):
-    """Loss of each row. Forward and backward make the logits of ``chunk`` rows at a time.
+    """Loss of each row. Forward and backward compute the logits of ``chunk`` rows at a time.
 
-    Backward makes them again instead of keeping gradients from forward: those would be of an unscaled loss, which
-    16-bit floats cannot hold.
+    Backward recomputes them instead of keeping gradients from forward: gradients of an unscaled loss would underflow in
+    16-bit floats.
     """
 
     @staticmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._arguments import require_between, require_keys
+from .._base.arguments import require_between, require_keys
 from .warmup import WarmupLRScheduler
 
 __all__ = ["Exponential"]

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from .._arguments import require_between, require_keys, require_number
-from .._deprecate import warn_once
+from .._base.arguments import require_between, require_keys, require_number
+from .._base.deprecate import warn_once
 
 __all__ = ["WarmupLRScheduler"]
 
@@ -28,7 +28,7 @@ class WarmupLRScheduler:
         num_iter: iteration to start from.
 
     Raises:
-        TypeError: ``optimizer`` has no ``param_groups``, or what should be a number is none.
+        TypeError: ``optimizer`` has no ``param_groups``, or an argument is not a number.
         ValueError: a number is negative or NaN, or ``end_iter`` is None in a schedule that needs it.
 
     Example:
@@ -79,21 +79,21 @@ class WarmupLRScheduler:
         self.step(num_iter)
 
     def get_lr_warmup(self, num_iter: int) -> float:
-        """Return the rate of an iteration before ``warmup_iter``."""
+        """Returns the rate of an iteration before ``warmup_iter``."""
         raise NotImplementedError(f"{type(self).__name__} must define get_lr_warmup(num_iter)")
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """Return the rate of an iteration from ``warmup_iter`` on."""
+        """Returns the rate of an iteration from ``warmup_iter`` on."""
         raise NotImplementedError(f"{type(self).__name__} must define get_lr_decay(num_iter)")
 
     def get_lr(self) -> float:
-        """Return the rate of the current iteration."""
+        """Returns the rate of the current iteration."""
         if self.num_iter < self.warmup_iter:
             return self.get_lr_warmup(self.num_iter)
         return self.get_lr_decay(self.num_iter)
 
     def step(self, num_iter: int | None = None) -> None:
-        """Go to the next iteration, or to a given one, and write its rate into every parameter group.
+        """Goes to the next iteration, or to a given one, and writes its rate into every parameter group.
 
         Args:
             num_iter: the iteration to go to; None for the one after the current.
@@ -107,14 +107,14 @@ class WarmupLRScheduler:
         lr = self.get_lr()
         self.current_lr = lr
         for group in self.optimizer.param_groups:
-            # A captured optimizer reads the tensor it was given.
+            # A captured optimizer reads this tensor, so it is written in place.
             if isinstance(group.get("lr"), torch.Tensor):
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what :meth:`load_state_dict` needs to continue from here."""
+        """Returns the state for :meth:`load_state_dict`."""
         return {
             "start_lr": self.start_lr,
             "warmup_iter": self.warmup_iter,
@@ -123,11 +123,11 @@ class WarmupLRScheduler:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state and write its rate into every parameter group at once.
+        """Restores a state and writes its rate into every parameter group at once.
 
         Raises:
             TypeError: ``state_dict`` is no dict.
-            ValueError: something is missing in it.
+            ValueError: a key is missing.
         """
         require_keys("state_dict", state_dict, ("start_lr", "warmup_iter", "end_iter", "num_iter"))
         self.start_lr = state_dict["start_lr"]

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.storage import TypedStorage, UntypedStorage
 
-from .. import _C
 from .._C import Communicator as NCCLCommunicator
-from .._comm import reduce_op
-from .._context import refuse_child
+from .._C import GuardedCommunicator, NcclCommunicator, ReduceOp, Work
+from .._ranks.comm import reduce_op
+from .._ranks.context import refuse_child
 from ._unique_id import commInitRank, getUniqueId
 from .enums import (
     dtype2nccl,
@@ -94,8 +94,8 @@ class _Group(threading.local):
     depth = 0
 
     def __init__(self) -> None:
-        self.works: list[_C.Work] = []
-        self.comms: list[_C.NcclCommunicator] = []
+        self.works: list[Work] = []
+        self.comms: list[NcclCommunicator] = []
 
 
 _group = _Group()
@@ -257,16 +257,16 @@ def _open(call: str, comm: NCCLCommunicator) -> NCCLCommunicator:
 
 
 def _joined(call: str, comm: NCCLCommunicator) -> NCCLCommunicator:
-    """``comm``, for an operation; over NCCL what a group posts has to start as one."""
+    """``comm``, for an operation; over NCCL what a group posts must start as one."""
     _check_comm(call, comm)
-    transport = comm.inner if isinstance(comm, _C.GuardedCommunicator) else comm
-    if _group.depth and isinstance(transport, _C.NcclCommunicator) and transport not in _group.comms:
+    transport = comm.inner if isinstance(comm, GuardedCommunicator) else comm
+    if _group.depth and isinstance(transport, NcclCommunicator) and transport not in _group.comms:
         transport.begin_group()
         _group.comms.append(transport)
     return comm
 
 
-def _finish(work: _C.Work) -> None:
+def _finish(work: Work) -> None:
     if _group.depth:
         _group.works.append(work)
     else:
@@ -312,7 +312,7 @@ def _check_alike(call: str, src: Tensor, dst: Tensor) -> None:
 def _sliced(
     call: str, whole: tuple[str, Buffer], part: tuple[str, Buffer], comm: NCCLCommunicator
 ) -> tuple[Tensor, Tensor]:
-    """Two named buffers as tensors, of which the first has to be as large as one ``part`` for every rank."""
+    """Two named buffers as tensors, of which the first must be as large as one ``part`` for every rank."""
     _check_comm(call, comm)
     large, small = (_as_tensor(call, argument, buffer) for argument, buffer in (whole, part))
     _check_alike(call, *((large, small) if whole[0] == "src" else (small, large)))
@@ -333,7 +333,7 @@ def _copied(call: str, src: Buffer, dst: Buffer) -> Tensor:
     return target
 
 
-def _reduction(call: str, op: str, *buffers: Buffer) -> _C.ReduceOp:
+def _reduction(call: str, op: str, *buffers: Buffer) -> ReduceOp:
     if any(isinstance(buffer, UntypedStorage) for buffer in buffers):
         raise TypeError(
             f"nccl.{call}: expected tensors or typed storages, got an untyped storage: bytes have no sum"

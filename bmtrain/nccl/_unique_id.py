@@ -10,10 +10,11 @@ import threading
 
 import torch.distributed as dist
 
-from .. import _C, _context
-from .._arguments import require_integer
-from .._comm import create_gloo, create_single
-from .._watchdog import transport_timeout
+from .._base.arguments import require_integer
+from .._C import Communicator
+from .._ranks import context as _context
+from .._ranks.comm import create_gloo, create_single
+from .._watch.watchdog import transport_timeout
 from ..errors import CommunicationError
 
 __all__ = ["commInitRank", "getUniqueId"]
@@ -47,7 +48,7 @@ def getUniqueId() -> bytes:
     return text.encode().ljust(_ID_BYTES, b"\0")
 
 
-def commInitRank(unique_id: bytes, world_size: int, rank: int) -> _C.Communicator:
+def commInitRank(unique_id: bytes, world_size: int, rank: int) -> Communicator:
     """Join a group. [collective over its ranks]
 
     Args:

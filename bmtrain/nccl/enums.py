@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .._comm import reduce_op
+from .._ranks.comm import reduce_op
 
 __all__ = [
     "dtype2nccl",

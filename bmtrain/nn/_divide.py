@@ -1,16 +1,18 @@
-"""Dividing a dimension over the tensor-parallel ranks."""
+"""Division of a dimension over the tensor-parallel ranks, and checks of layers."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
-from .._arguments import require_dtype, require_integer, require_tensor
+from .._base.arguments import require_dtype, require_integer, require_tensor
+from .._engine.engine import current_engine
 from ..global_var import context
 from ..parameter import DistributedParameter, ParameterInitializer
 
-__all__ = ["check_features", "check_layer", "divided", "tp_parameter"]
+__all__ = ["check_features", "check_layer", "divided", "parameter", "tp_parameter"]
 
 
 def check_layer(dtype: Any, **sizes: Any) -> None:
@@ -24,10 +26,10 @@ def check_features(name: str, x: Any, weight: torch.Tensor, width: int) -> None:
     """Raises TypeError or ValueError unless ``x`` is a tensor that fits the weight of a linear layer.
 
     Args:
-        name: of the argument.
-        x: what was given.
-        weight: by which it is multiplied.
-        width: what the last dim has to be.
+        name: name of the argument.
+        x: the argument.
+        weight: weight of the layer.
+        width: required size of the last dim.
     """
     require_tensor(name, x)
     if x.dim() == 0 or x.shape[-1] != width:
@@ -36,12 +38,29 @@ def check_features(name: str, x: Any, weight: torch.Tensor, width: int) -> None:
         raise TypeError(f"{name}: expected {weight.dtype} as of weight, got {x.dtype}")
 
 
-def divided(name: str, size: int) -> int:
-    """``size`` over the number of tensor-parallel ranks.
+def _empty(shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor:
+    """Allocates a parameter before it is sharded.
 
     Raises:
-        TypeError: it is no integer.
-        ValueError: it is negative, or does not divide.
+        RuntimeError: out of memory, of torch's own class.
+    """
+    try:
+        return torch.empty(shape, dtype=dtype)
+    except RuntimeError as error:
+        size = math.prod(shape) * torch.empty(0, dtype=dtype).element_size() / 2**30
+        raise type(error)(
+            f"no memory for a parameter of shape {shape}, {size:,.1f} GiB, which is made whole before it is sharded. "
+            'Build the model with `with torch.device("meta"):`; init_parameters() or loading then makes the shards '
+            "alone. `python -m bmtrain plan` says what fits"
+        ) from None
+
+
+def divided(name: str, size: int) -> int:
+    """Returns ``size`` divided by the number of tensor-parallel ranks.
+
+    Raises:
+        TypeError: ``size`` is not an integer.
+        ValueError: ``size`` is negative, or does not divide.
     """
     require_integer(name, size, 0)
     tp_size = context().groups["tp"].size
@@ -53,10 +72,24 @@ def divided(name: str, size: int) -> int:
 def tp_parameter(
     shape: tuple[int, ...], split_dim: int, dtype: Any, init: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """A tensor-parallel parameter of which this rank's slice has ``shape``."""
-    return DistributedParameter(
-        torch.empty(shape, dtype=dtype),
-        init_method=ParameterInitializer(init, *args, **kwargs),
-        tp_mode=True,
-        tp_split_dim=split_dim,
+    """Returns a tensor-parallel parameter of which this rank's slice has ``shape``."""
+    return _uninitialised(
+        DistributedParameter(
+            _empty(shape, dtype),
+            init_method=ParameterInitializer(init, *args, **kwargs),
+            tp_mode=True,
+            tp_split_dim=split_dim,
+        )
     )
+
+
+def parameter(shape: tuple[int, ...], dtype: Any, init: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns a parameter of ``shape``, without values until ``init_parameters`` calls ``init``."""
+    initializer = ParameterInitializer(init, *args, **kwargs)
+    return _uninitialised(DistributedParameter(_empty(shape, dtype), init_method=initializer))
+
+
+def _uninitialised(param: DistributedParameter) -> DistributedParameter:
+    if not param.is_meta:
+        current_engine(context()).reads.uninitialised.add(param)
+    return param

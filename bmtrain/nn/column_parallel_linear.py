@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .._arguments import require_integer
+from .._base.arguments import require_integer
 from ..layer import DistributedModule
 from ._divide import check_layer, divided, tp_parameter
 from .parallel_linear_func import parallel_linear
@@ -23,7 +23,7 @@ class ColumnParallelLinear(DistributedModule):
         gather_output: concatenate the ranks' outputs along the last dim, on every rank.
         gather_input: each rank gives its slice of the input along dim 0; they are concatenated. False: the input is the
             same on all ranks.
-        async_gather_chunks: in how many pieces the input is gathered while it is computed on.
+        async_gather_chunks: number of pieces in which the input is gathered, overlapped with compute.
 
     Raises:
         ValueError: if ``out_features`` does not divide.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..layer import DistributedModule
-from ..parameter import DistributedParameter, ParameterInitializer
-from ._divide import check_features, check_layer
+from ._divide import check_features, check_layer, parameter
 
 __all__ = ["Linear", "OpLinear"]
 
@@ -46,14 +45,9 @@ class Linear(DistributedModule):
         check_layer(dtype, in_features=in_features, out_features=out_features)
         self.in_features = in_features
         self.out_features = out_features
-        self.weight = DistributedParameter(
-            torch.empty(out_features, in_features, dtype=dtype),
-            init_method=ParameterInitializer(torch.nn.init.xavier_normal_),
-        )
+        self.weight = parameter((out_features, in_features), dtype, torch.nn.init.xavier_normal_)
         if bias:
-            self.bias = DistributedParameter(
-                torch.empty(out_features, dtype=dtype), init_method=ParameterInitializer(torch.nn.init.zeros_)
-            )
+            self.bias = parameter((out_features,), dtype, torch.nn.init.zeros_)
         else:
             self.register_parameter("bias", None)
 

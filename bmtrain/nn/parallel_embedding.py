@@ -1,4 +1,4 @@
-"""Embeddings and output projections, whole and divided along the vocabulary."""
+"""Embeddings and output projections, full or divided along the vocabulary."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from .._arguments import require_between, require_tensor
+from .._base.arguments import require_between, require_tensor
 from ..global_var import context
 from ..layer import DistributedModule
-from ..parameter import DistributedParameter, ParameterInitializer
-from ._divide import check_features, check_layer, divided, tp_parameter
+from ._divide import check_features, check_layer, divided, parameter, tp_parameter
 from .parallel_linear_func import gather_rows, parallel_linear, replicate, scatter_rows
 
 __all__ = ["Projection", "VPEmbedding", "VPProjection"]
@@ -79,7 +78,7 @@ class VPEmbedding(DistributedModule):
         return self.projection(x) if projection else self._embed(x)
 
     def projection(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits of this rank's part of the vocabulary for all ranks' hidden states."""
+        """Returns logits of this rank's part of the vocabulary for all ranks' hidden states."""
         weight = self.weight
         check_features("x", x, weight, self.embedding_size)
         by_position = x.transpose(0, 1)  # rows are gathered along dim 0, the sequence is dim 1
@@ -106,7 +105,7 @@ def _check_table(
 
 
 def _check_ids(ids: torch.Tensor, vocab_size: int) -> None:
-    """Before anything is sent. On a GPU the values are not looked at, which would stop the host."""
+    """Checks ids before communication. On a GPU the values are not checked: the host would wait."""
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"x: expected ids of dtype int32 or int64, got {ids.dtype}")
     if ids.device.type == "cpu" and ids.numel():
@@ -137,9 +136,8 @@ class Projection(DistributedModule):
         _check_table(vocab_size, embedding_size, dtype, init_mean, init_std)
         self.vocab_size = vocab_size
         self.embedding_size = embedding_size
-        self.weight = DistributedParameter(
-            torch.empty(vocab_size, embedding_size, dtype=dtype),
-            init_method=ParameterInitializer(torch.nn.init.normal_, mean=init_mean, std=init_std),
+        self.weight = parameter(
+            (vocab_size, embedding_size), dtype, torch.nn.init.normal_, mean=init_mean, std=init_std
         )
 
     def extra_repr(self) -> str:
@@ -150,7 +148,7 @@ class Projection(DistributedModule):
         return self.projection(x)
 
     def projection(self, x: torch.Tensor) -> torch.Tensor:
-        """The same as calling the module."""
+        """Computes the logits, as a call of the module does."""
         weight = self.weight
         check_features("x", x, weight, self.embedding_size)
         return F.linear(x, weight)
@@ -171,7 +169,7 @@ class VPProjection(VPEmbedding):
         return self.projection(x)
 
     def projection(self, x: torch.Tensor) -> torch.Tensor:
-        """The same as calling the module."""
+        """Computes the logits, as a call of the module does."""
         weight = self.weight
         check_features("x", x, weight, self.embedding_size)
         return F.linear(replicate(x), weight)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .. import _C
-from .._differentiable_once import differentiable_once
-from .._engine.opaque import opaque
-from .._engine.precision import as_autocast_has_it
+from .._base.differentiable_once import differentiable_once
+from .._base.opaque import opaque
+from .._base.precision import as_autocast_has_it
+from .._C import ReduceOp
 from ..global_var import context
 from ._divide import check_features
 
@@ -34,7 +34,7 @@ __all__ = [
 
 
 class ReduceType(enum.IntEnum):
-    """How the partial outputs of the ranks are combined."""
+    """Reduction of the partial outputs of the ranks."""
 
     ALL_REDUCE = 1  # every rank gets the sum
     REDUCE_SCATTER = 2  # every rank gets its slice, along dim 0, of the sum
@@ -46,7 +46,7 @@ def _tp() -> Any:
 
 @opaque
 def gather_rows(x: torch.Tensor) -> torch.Tensor:
-    """Concatenation of the ranks' tensors along dim 0."""
+    """Concatenates the ranks' tensors along dim 0."""
     tp = _tp()
     if tp.size == 1:
         return x
@@ -57,12 +57,12 @@ def gather_rows(x: torch.Tensor) -> torch.Tensor:
 
 @opaque
 def reduce_rows(x: torch.Tensor) -> torch.Tensor:
-    """This rank's slice, along dim 0, of the sum of the ranks' tensors."""
+    """Returns this rank's slice, along dim 0, of the sum of the ranks' tensors."""
     tp = _tp()
     if tp.size == 1:
         return x
     out = x.new_empty((x.shape[0] // tp.size, *x.shape[1:]))
-    tp.reduce_comm.reduce_scatter(out, x.contiguous(), _C.ReduceOp.SUM, "tp.reduce_rows").wait()
+    tp.reduce_comm.reduce_scatter(out, x.contiguous(), ReduceOp.SUM, "tp.reduce_rows").wait()
     return out
 
 
@@ -71,12 +71,12 @@ def _sum(x: torch.Tensor) -> torch.Tensor:
     if tp.size == 1:
         return x
     out = x.contiguous().clone()
-    tp.reduce_comm.all_reduce(out, _C.ReduceOp.SUM, "tp.sum").wait()
+    tp.reduce_comm.all_reduce(out, ReduceOp.SUM, "tp.sum").wait()
     return out
 
 
 def _gather_features(x: torch.Tensor) -> torch.Tensor:
-    """Concatenation of the ranks' tensors along the last dim."""
+    """Concatenates the ranks' tensors along the last dim."""
     tp = _tp()
     return x if tp.size == 1 else torch.cat(gather_rows(x[None]).unbind(0), dim=-1)
 
@@ -88,7 +88,7 @@ def _feature_slice(x: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_to_features(x: torch.Tensor) -> torch.Tensor:
-    """From this rank's rows with all features to all rows with this rank's features."""
+    """Exchanges this rank's rows with all features for all rows with this rank's features."""
     tp = _tp()
     if tp.size == 1:
         return x
@@ -110,7 +110,7 @@ def _features_to_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Replicate(torch.autograd.Function):
-    """A tensor that every rank has and uses whole: its gradient is the sum over the ranks."""
+    """Identity for a replicated tensor; backward sums gradients over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ class _Replicate(torch.autograd.Function):
 
 
 class _ScatterRows(torch.autograd.Function):
-    """Partial sums to slices of rows: its gradient is gathered."""
+    """Reduces partial sums into slices of rows; backward gathers the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -137,14 +137,14 @@ class _ScatterRows(torch.autograd.Function):
 
 @opaque
 def replicate(x: torch.Tensor) -> torch.Tensor:
-    """``x``, equal on all ranks, whose gradient is summed over them."""
+    """Returns ``x``, equal on all ranks, with a gradient that is summed over them."""
     out: torch.Tensor = _Replicate.apply(x)
     return out
 
 
 @opaque
 def scatter_rows(x: torch.Tensor) -> torch.Tensor:
-    """This rank's slice, along dim 0, of the sum of the ranks' ``x``; differentiable."""
+    """Returns this rank's slice, along dim 0, of the sum of the ranks' ``x``; differentiable."""
     out: torch.Tensor = _ScatterRows.apply(x)
     return out
 
@@ -169,8 +169,8 @@ class OpParallelLinear(torch.autograd.Function):
         gather_input: the ranks' inputs are concatenated along dim 0.
         gather_output: the ranks' outputs are concatenated along the last dim.
         split_input: the input has all features of this rank's rows; it becomes all rows of this rank's features.
-        reduce_output_type: None, or how the ranks' partial outputs are summed (:class:`ReduceType`).
-        async_gather_chunks: in how many pieces rows travel, so that one is computed while the next is under way.
+        reduce_output_type: None, or the reduction of the ranks' partial outputs (:class:`ReduceType`).
+        async_gather_chunks: number of pieces in which rows are sent, so that communication overlaps with compute.
             Results do not depend on it.
     """
 
@@ -186,7 +186,7 @@ class OpParallelLinear(torch.autograd.Function):
         reduce_output_type: ReduceType | int | None,
         async_gather_chunks: int = 2,
     ) -> torch.Tensor:
-        # Before anything is sent: a rank that finds it out afterwards leaves the others waiting.
+        # Before communication: an error on one rank afterwards would leave the others waiting.
         check_features("input", input, weight, weight.shape[1] * (_tp().size if split_input else 1))
         reduction = None if reduce_output_type is None else ReduceType(reduce_output_type)
         if async_gather_chunks < 1:
@@ -244,7 +244,7 @@ def _finish(out: torch.Tensor, gather_output: bool) -> torch.Tensor:
 def _gathered_matmul(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, num_chunks: int
 ) -> torch.Tensor:
-    """``gather_rows(x) @ weight.T + bias``; all chunks are under way while the first is multiplied."""
+    """Computes ``gather_rows(x) @ weight.T + bias``; later chunks are in flight while the first is multiplied."""
     tp = _tp()
     if tp.size == 1:
         return torch.nn.functional.linear(x, weight, bias)
@@ -265,7 +265,7 @@ def _gathered_matmul(
 def _reduced_matmul(
     x: torch.Tensor, weight: torch.Tensor, reduction: ReduceType, num_chunks: int
 ) -> torch.Tensor:
-    """The sum over the ranks of ``x @ weight.T``; one chunk is multiplied while the one before is reduced."""
+    """Computes the sum over ranks of ``x @ weight.T``; a chunk is multiplied while the previous one is reduced."""
     tp = _tp()
     if tp.size == 1:
         return torch.nn.functional.linear(x, weight)
@@ -275,14 +275,14 @@ def _reduced_matmul(
         for chunk in x.chunk(num_chunks, dim=0):
             piece = torch.nn.functional.linear(chunk, weight).contiguous()
             pieces.append(piece)
-            works.append(comm.all_reduce(piece, _C.ReduceOp.SUM, "tp.all_reduce_output"))
+            works.append(comm.all_reduce(piece, ReduceOp.SUM, "tp.all_reduce_output"))
     else:
         by_rank = x.reshape(tp.size, x.shape[0] // tp.size, *x.shape[1:])
         for chunk in by_rank.chunk(num_chunks, dim=1):
             partial = torch.nn.functional.linear(chunk, weight).contiguous()
             piece = partial.new_empty(partial.shape[1:])
             pieces.append(piece)
-            works.append(comm.reduce_scatter(piece, partial, _C.ReduceOp.SUM, "tp.scatter_output"))
+            works.append(comm.reduce_scatter(piece, partial, ReduceOp.SUM, "tp.scatter_output"))
     for work in works:
         work.wait()
     return torch.cat(pieces, dim=0)

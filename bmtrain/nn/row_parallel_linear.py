@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .._arguments import require_integer
+from .._base.arguments import require_integer
 from ..layer import DistributedModule
 from ._divide import check_layer, divided, tp_parameter
 from .parallel_linear_func import ReduceType, parallel_linear
@@ -23,7 +23,7 @@ class RowParallelLinear(DistributedModule):
         split_input: the input has all features of this rank's slice along dim 0; slices are exchanged. False: the
             input is this rank's slice of the features.
         all_reduce_output: every rank gets the whole output. False: its slice of it along dim 0.
-        async_chunks: in how many pieces the output is reduced while it is computed.
+        async_chunks: number of pieces in which the output is reduced, overlapped with compute.
 
     Raises:
         ValueError: if ``in_features`` does not divide, or, in forward, dim 0 of an output to be scattered.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import clip_grad, optim_manager
+from ._of_one import gather_state, load_state
 from .adam import AdamOptimizer
 from .adam_offload import AdamOffloadOptimizer
 from .clip_grad import clip_grad_norm
@@ -20,5 +21,7 @@ __all__ = [
     "SGDOptimizer",
     "clip_grad",
     "clip_grad_norm",
+    "gather_state",
+    "load_state",
     "optim_manager",
 ]

@@ -1,4 +1,4 @@
-"""Adam's formula: its hyper-parameters, and how ranges are updated by it."""
+"""Adam's formula: hyper-parameters, and updates of ranges."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch.optim.adam import adam as torch_adam
 
-from .._arguments import require_number
-from .._deprecate import warn_once
+from .._base.arguments import require_number
+from .._base.deprecate import warn_once
 from ._arrays import MASTER, MOMENTS
-from ._elementwise import ElementwiseOptimizer, Update, check_scale
-from ._host_step import Ranges
+from ._elementwise import ElementwiseOptimizer, check_scale
 from ._options import check_betas, check_not_negative
+from ._updates import Ranges, Update
 
 __all__ = ["AdamBase"]
 
@@ -84,7 +84,7 @@ class AdamBase(ElementwiseOptimizer):
                 [u.state["exp_avg_sq"] for u in now],
                 [],
                 [torch.tensor(float(u.state["step"] - 1), device="cpu") for u in now],
-                # As torch.optim.Adam decides for plain parameters; it does not know ours.
+                # The same choice as torch.optim.Adam's for plain parameters.
                 foreach=now[0].param.is_cuda or None,
                 amsgrad=False,
                 beta1=options["beta1"],
@@ -101,7 +101,7 @@ class AdamBase(ElementwiseOptimizer):
 
 
 def _batches(updates: Sequence[Update], hold_steps: int) -> Iterator[list[Update]]:
-    """Those that are held and the others, each in parts, since torch's multi-tensor Adam makes temporaries."""
+    """Returns held updates and the others, each in parts, since torch's multi-tensor Adam allocates temporaries."""
     for held in (True, False):
         part: list[Update] = []
         numel = 0

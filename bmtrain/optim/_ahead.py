@@ -1,19 +1,19 @@
-"""Gradients of offloaded updates that go to the host inside backward.
+"""Transfer of gradients of offloaded updates to the host inside backward.
 
-How they travel says csrc/optim/sent_gradients.h, [Note: Gradients sent ahead].
+The copies are described in csrc/optim/sent_gradients.h, [Note: Gradients sent ahead].
 
-[Note: Who may have changed a sent gradient]
-A step uses the copy of a gradient if the gradient is what it was when it was sent. In between it could be changed by
+[Note: Changes of a sent gradient]
+A step uses the copy of a gradient if the gradient is unchanged since it was sent. In between it could be changed by
 
-- the engine, in another reduction of the block: it tells of each (`Engine.after_reduction`);
-- whoever reads ``.grad``: that is the tensor itself, whose memory can be written unseen (``p.grad.data``). The
+- the engine, in another reduction of the block, which it reports (`Engine.after_reduction`);
+- code that reads ``.grad``: it gets the tensor itself, whose memory can be written undetected (``p.grad.data``). The
   attribute is ours (`DistributedParameter.grad`); reading it drops the copy, and so does setting it. Only functions of
-  the library that change nothing look without (`gradient_of`);
-- whoever has the tensor, or another one of its memory, from before: references are counted, and then nothing is sent;
-- autograd, through a graph that leads to the shard itself, or an operation in place: the version counter tells.
+  the library that change nothing read the gradient without this (`gradient_of`);
+- code that holds the tensor, or an alias, from before: references are counted, and if there are any nothing is sent;
+- autograd, through a graph that leads to the shard itself, or an in-place operation: detected by the version counter.
 
-Clipping multiplies gradients by a number of the device; that number is sent after them (`_grad_stats`). A copy that was
-dropped costs time alone: the step copies again, as it copies what was never sent. Each rank decides for itself; no
+Clipping multiplies gradients by a number on the device; that number is sent after them (`_grad_stats`). A dropped copy
+costs only time: the step copies again, as it copies gradients that were not sent. Each rank decides by itself; no
 message and no bit depends on it.
 """
 
@@ -21,32 +21,41 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from .. import _C
-from .._host_memory import available_bytes
-from .._unseen import gradient_of
+from .._base.host_memory import available_bytes
+from .._base.unseen import gradient_of
+from .._C import SentGradients, SentNumber, StagingLane, lead_graphs_to
 from ._references import gradients_are_unheld
 
 if TYPE_CHECKING:
     from .._engine.runtime import BlockRuntime
-    from ._elementwise import Update
-    from ._staging import Staging
+    from ._updates import Update
 
 __all__ = ["SentAhead", "SentBlock"]
 
-#: Of the host memory that is free at the first step, what page-locked copies of gradients take at most.
+#: Largest share of the host memory free at the first step for page-locked copies of gradients.
 _SHARE_OF_HOST = 0.25
-#: Bytes between gradients that are rather copied with them than around.
+#: Largest gap, in bytes, between gradients that are copied as one run.
 _GAP = 1 << 15
 _ALIGNMENT = 512  # bytes
 
 
+class _WayToHost(Protocol):
+    """The methods of :class:`~bmtrain.optim._staging.Staging` for gradients in flight."""
+
+    lane: StagingLane
+
+    def allocate(self, nbytes: int) -> Tensor: ...
+
+    def send_number(self, number: Tensor) -> SentNumber: ...
+
+
 class SentBlock(NamedTuple):
-    """Gradients of one block in host memory, or on their way there, in the order of the updates.
+    """Gradients of one block in host memory, or in flight to it, in the order of the updates.
 
     Attributes:
         copy: the copies.
@@ -54,33 +63,33 @@ class SentBlock(NamedTuple):
         storages: the memory of the device that the copies refer to, once for each reference.
     """
 
-    copy: _C.SentGradients
+    copy: SentGradients
     on_host: list[Tensor]
     storages: list[int]
 
 
 class SentAhead:
-    """What one optimizer sends ahead from one device.
+    """Gradients that one optimizer sends ahead from one device.
 
-    The first steps teach it which blocks there are, and how many reductions each has between two steps: it sends after
-    the last. Memory on the host is for as many blocks, from the first on, as a quarter of what is free there holds.
+    It learns from the first steps the blocks, and how many reductions each has between two steps: it sends after the
+    last. Host memory is allocated for as many blocks, from the first on, as fit in a quarter of the free memory.
 
     Args:
-        staging: the way to the host.
+        staging: the channel to the host.
     """
 
-    def __init__(self, staging: Staging) -> None:
+    def __init__(self, staging: _WayToHost) -> None:
         self._staging = staging
         self._shares: weakref.WeakKeyDictionary[BlockRuntime, _Share] = weakref.WeakKeyDictionary()
         self._left: int | None = None  # bytes that more blocks may take
 
     @property
     def nbytes(self) -> int:
-        """Of host memory."""
+        """Bytes of host memory."""
         return sum(share.nbytes for share in self._shares.values())
 
     def reduced(self, runtime: BlockRuntime) -> None:
-        """The gradients of a block have reached its shards: of one backward, perhaps of several to come."""
+        """The gradients of a block have reached its shards; further backwards may follow before the step."""
         share = self._shares.get(runtime)
         if share is None:
             return
@@ -90,12 +99,12 @@ class SentAhead:
             share.send(runtime)
 
     def take(self, runtime: BlockRuntime, updates: Sequence[Update]) -> SentBlock | None:
-        """The copies of the gradients of ``updates``, if they are what the gradients are."""
+        """Returns the copies of the gradients of ``updates``, or None if the gradients have changed."""
         share = self._shares.get(runtime)
         return None if share is None else share.take(updates)
 
     def learn(self, runtime: BlockRuntime, updates: Sequence[Update], local_size: int) -> None:
-        """Makes room for the gradients of a block, of the sizes that they have in this step."""
+        """Allocates host memory for the gradients of a block, with their sizes in this step."""
         known = self._shares.get(runtime)
         if known is not None and known.fits(updates):
             return
@@ -112,14 +121,14 @@ class SentAhead:
             runtime.engine.after_reduction.add(self)
 
     def end_step(self) -> None:
-        """The next backward is one of another step."""
+        """Ends the step: the next backward belongs to another one."""
         for share in self._shares.values():
             share.drop()
             share.num_expected = max(share.num_reductions, 1)
             share.num_reductions = 0
 
     def forget(self) -> None:
-        """Gradients are zeroed, and added up from the beginning."""
+        """Drops all copies: gradients are zeroed."""
         for share in self._shares.values():
             share.drop()
             share.num_reductions = 0
@@ -131,23 +140,23 @@ class _Share:
     Gradients that are neighbours on the device are neighbours here, so that few copies move them.
     """
 
-    def __init__(self, staging: Staging, updates: Sequence[Update]) -> None:
+    def __init__(self, staging: _WayToHost, updates: Sequence[Update]) -> None:
         self.staging = staging
         self.parameters: tuple[Any, ...] = tuple(u.param for u in updates)
         self.num_reductions = 0  # since the last step
         self.num_expected = 1
-        #: Memory on the device that a copy under way refers to.
+        #: Device memory that a pending copy refers to.
         self.storages: list[int] = []
         self._shapes = [(u.grad.shape, u.grad.dtype) for u in updates]
         self._offsets, self._end = _offsets([u.grad for u in updates])
         self._memory: Tensor | None = None
         self._on_host: list[Tensor] = []
-        self._copy: _C.SentGradients | None = None
+        self._copy: SentGradients | None = None
         self._marks: list[tuple[int, int]] = []
 
     @property
     def nbytes(self) -> int:
-        """As torch allocates page-locked memory: the next power of two."""
+        """Bytes of host memory: torch rounds page-locked allocations to a power of two."""
         return 1 << max(self._end - 1, 1).bit_length()
 
     def fits(self, updates: Sequence[Update]) -> bool:
@@ -166,18 +175,18 @@ class _Share:
     # ---- sending
 
     def may_send(self, runtime: BlockRuntime) -> bool:
-        """Whether the gradients are complete, and likely to stay as they are."""
+        """Whether the gradients are complete, and expected to stay unchanged."""
         return not (
             runtime.open_calls
             or runtime.pending
             or runtime.engine.virtual.is_open
             or any(p._accumulated_hooks for p in self.parameters)
-            or _C.lead_graphs_to(list(self.parameters))
+            or lead_graphs_to(list(self.parameters))
         )
 
     @torch.no_grad()
     def send(self, runtime: BlockRuntime) -> None:
-        """Starts the copies, unless somebody else has hold of a gradient."""
+        """Starts the copies, unless a gradient has other references."""
         gradients = [gradient_of(p) for p in self.parameters]
         for gradient, (shape, dtype) in zip(gradients, self._shapes, strict=True):
             if gradient is None or gradient.shape != shape or gradient.dtype != dtype:
@@ -185,7 +194,7 @@ class _Share:
             if not gradient.is_contiguous() or gradient.device != self.parameters[0].device:
                 return
         runs = self._runs(gradients)
-        del gradients, gradient  # else we were the ones who hold them
+        del gradients, gradient  # these would count as references
         if not gradients_are_unheld(self.parameters, runtime):
             return
         on_device, on_host = [], []
@@ -197,13 +206,13 @@ class _Share:
             on_device.append(gradient.as_strided((size,), (1,), gradient.storage_offset()))
             on_host.append(self._memory[begin : begin + nbytes].view(gradient.dtype))
         self.storages = [tensor.untyped_storage()._cdata for tensor in on_device]
-        self._copy = _C.SentGradients(self.staging.lane, on_device, on_host)
+        self._copy = SentGradients(self.staging.lane, on_device, on_host)
         self._marks = self._present_marks()
         for p in self.parameters:
             p._sent = self
 
     def _runs(self, gradients: Sequence[Any]) -> list[tuple[int, int, int]]:
-        """What one copy moves: the number of its first gradient, its place in host memory, its bytes."""
+        """Returns the copies, each as the number of its first gradient, its place in host memory, its bytes."""
         runs: list[tuple[int, int, int]] = []
         last_storage, last_shift = None, 0
         for number, (gradient, begin) in enumerate(zip(gradients, self._offsets, strict=True)):
@@ -222,18 +231,18 @@ class _Share:
     def _present_marks(self) -> list[tuple[int, int]]:
         return [_mark(gradient_of(p)) for p in self.parameters]
 
-    # ---- what becomes of it
+    # ---- validity of the copy
 
     def is_current(self) -> bool:
-        """Whether something was sent, and nobody has changed a gradient since."""
+        """Whether gradients were sent, and none has changed since."""
         return self._copy is not None and self._present_marks() == self._marks
 
-    def multiply_by(self, factor: Tensor, numbers: dict[int, _C.SentNumber]) -> None:
-        """Gradients are about to be multiplied; then `note_change` is called.
+    def multiply_by(self, factor: Tensor, numbers: dict[int, SentNumber]) -> None:
+        """Records a factor by which the gradients are multiplied next; `note_change` must follow.
 
         Args:
             factor: one number on the device.
-            numbers: those that were sent for this factor already, by the way that they go.
+            numbers: copies of this factor that were sent already, by channel.
         """
         assert self._copy is not None
         key = id(self.staging)
@@ -242,7 +251,7 @@ class _Share:
         self._copy.scale(numbers[key])
 
     def note_change(self) -> None:
-        """The gradients have been multiplied."""
+        """Records that the gradients have been multiplied."""
         self._marks = self._present_marks()
 
     def take(self, updates: Sequence[Update]) -> SentBlock | None:
@@ -257,7 +266,7 @@ class _Share:
         return sent
 
     def drop(self) -> None:
-        """The copy will not be used."""
+        """Discards the copy."""
         if self._copy is not None:
             self._copy.drop()
             self._forget()
@@ -275,7 +284,7 @@ def _mark(gradient: Tensor | None) -> tuple[int, int]:
 
 
 def _offsets(gradients: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Where gradients lie in host memory, in bytes, and where the last ends."""
+    """Returns the offsets of gradients in host memory, in bytes, and the end of the last."""
     offsets: list[int] = []
     before: Tensor | None = None
     end = 0

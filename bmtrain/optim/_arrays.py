@@ -1,24 +1,33 @@
-"""The state of elementwise optimizers: where it lies, how it is saved, how it comes back."""
+"""The state of elementwise optimizers: memory layout, saving, loading."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from .. import _C, _context
-from .._arguments import require_keys
-from .._comm import wire_device
+from .._base.arguments import require_keys
+from .._C import ReduceOp, zero_in_shares
+from .._ranks import context
+from .._ranks.comm import wire_device
 from ..parameter import DistributedParameter, gather_flat, shard_of
+from ._host_copies import warn_of_large_state
+from ._old_bounds import SLICE_BYTES, at_present_bounds
 
-if TYPE_CHECKING:
-    from ._elementwise import ElementwiseOptimizer
-
-__all__ = ["MASTER", "MOMENTS", "allocate", "gathered_state", "layout_of", "read_state", "take_changed_value"]
+__all__ = [
+    "MASTER",
+    "MOMENTS",
+    "KeepsArrays",
+    "allocate",
+    "gathered_state",
+    "layout_of",
+    "read_state",
+    "take_changed_value",
+]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "_param_fp32"
@@ -27,17 +36,28 @@ _GROUP = 16  # elements: a cache line of fp32
 _SKEW = 133 * 64  # bytes: 8 KiB and a few cache lines
 
 
+class KeepsArrays(Protocol):
+    """Protocol of optimizers whose state is arrays with one number for each element of a parameter."""
+
+    state: Any
+    param_groups: list[dict[str, Any]]
+    _arrays: tuple[str, ...]
+    _needed_arrays: tuple[str, ...]
+
+    def has_master(self, p: Tensor) -> bool: ...
+
+
 def allocate(
     shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], device: torch.device
 ) -> list[list[Tensor]]:
-    """Zeroed tensors, in one piece of memory for each dtype: for each of ``dtypes`` an array, one tensor per shape.
+    """Returns an array for each of ``dtypes``, with one zeroed tensor per shape, in one allocation for each dtype.
 
-    The tensors of one array follow each other, so that a step updates neighbours as one range. The arrays start
-    at skewed addresses: caches map addresses at an exact power-of-two distance to the same few places, and a pass
-    over such arrays runs at less than half of its speed.
+    The tensors of one array are contiguous, so that a step updates neighbours as one range. The arrays start at skewed
+    addresses: addresses at a power-of-two distance map to the same cache sets, and a pass over such arrays runs at less
+    than half of its speed.
 
-    On the host the thread that will update a part of an array is the first to touch it, so that on a machine with
-    several memories the part comes to lie near that thread.
+    On the host the thread that will update a part of an array is the first to touch it, so that on a NUMA machine the
+    part is allocated near that thread.
     """
     offsets = []
     end = 0
@@ -54,7 +74,7 @@ def allocate(
 
 
 def _skewed(count: int, numel: int, dtype: torch.dtype, place: int, device: torch.device) -> list[Tensor]:
-    """Arrays in memory of their own: `torch.save` refuses memory that tensors of two dtypes share."""
+    """Returns arrays in an allocation of their own: `torch.save` refuses storages shared by two dtypes."""
     skew = _SKEW // dtype.itemsize
     memory = torch.empty(count * numel + (place + count) * skew, dtype=dtype, device=device)
     arrays = []
@@ -65,7 +85,7 @@ def _skewed(count: int, numel: int, dtype: torch.dtype, place: int, device: torc
         end = begin + numel
         array = memory[begin:end]
         if device.type == "cpu":
-            _C.zero_in_shares(array)
+            zero_in_shares(array)
         else:
             array.zero_()
         arrays.append(array)
@@ -73,18 +93,18 @@ def _skewed(count: int, numel: int, dtype: torch.dtype, place: int, device: torc
 
 
 def take_changed_value(master: Tensor, p: Tensor) -> None:
-    """Make the parameter's value authoritative where it is not what the master rounds to."""
+    """Copies the parameter's value to the master where it differs from the rounded master."""
     value = p.detach().to(master.device)
     bits = torch.int32 if p.dtype == torch.float32 else torch.int16
     changed = master.to(p.dtype).view(bits) != value.view(bits)
     torch.where(changed, value.float(), master, out=master)
 
 
-def layout_of(optimizer: ElementwiseOptimizer) -> dict[str, int] | None:
-    """What a file of one rank's state depends on; None if no parameter is distributed."""
+def layout_of(optimizer: KeepsArrays) -> dict[str, int] | None:
+    """Returns the layout that a file of one rank's state depends on; None if no parameter is distributed."""
     if not any(isinstance(p, DistributedParameter) for p in _parameters(optimizer)):
         return None
-    current = _context.current()
+    current = context.current()
     if current is None:
         return None
     topology = current.topology
@@ -93,24 +113,31 @@ def layout_of(optimizer: ElementwiseOptimizer) -> dict[str, int] | None:
         "tp_size": topology.tp_size,
         "pipe_size": topology.pipe_size,
         "rank": topology.rank,
+        "slice_bytes": SLICE_BYTES,
     }
 
 
-def gathered_state(optimizer: ElementwiseOptimizer) -> dict[int, dict[str, Any]]:
-    """State of all ranks, by parameter number: full 1-D fp32 CPU tensors. Collective.
+def gathered_state(optimizer: KeepsArrays) -> dict[int, dict[str, Any]]:
+    """Returns the state of all ranks, by parameter number: full 1-D fp32 CPU tensors. Collective.
 
-    A rank has no state for a parameter of which it holds no element, so the ranks first agree on what there is.
+    A rank has no state for a parameter of which it holds no element, so the ranks first agree on the entries.
     """
     parameters = _parameters(optimizer)
+    agreed: list[tuple[int, tuple[str, ...]]] = [
+        (step, (*names, MASTER) if optimizer.has_master(p) else names)
+        for p, (step, names) in zip(parameters, _agreed_entries(optimizer, parameters), strict=True)
+    ]
+    numels = [getattr(p, "_tp_original_shape", p.shape).numel() for p in parameters]
+    warn_of_large_state(
+        sum(4 * n * len(names) for n, (step, names) in zip(numels, agreed, strict=True) if step >= 0)
+    )
     gathered: dict[int, dict[str, Any]] = {}
-    for index, (p, (step, names)) in enumerate(
-        zip(parameters, _agreed_entries(optimizer, parameters), strict=True)
-    ):
+    for index, (p, (step, names)) in enumerate(zip(parameters, agreed, strict=True)):
         if step < 0:
             continue
         own = optimizer.state.get(p, {})
         entry: dict[str, Any] = {"step": step}
-        for name in (*names, *([MASTER] if optimizer.has_master(p) else [])):
+        for name in names:
             local = own[name] if name in own else torch.zeros(p.numel(), device="cpu")
             entry[name] = gather_flat(p, local.detach().reshape(-1).to("cpu", torch.float32, copy=True))
         gathered[index] = entry
@@ -118,34 +145,35 @@ def gathered_state(optimizer: ElementwiseOptimizer) -> dict[int, dict[str, Any]]
 
 
 def _agreed_entries(
-    optimizer: ElementwiseOptimizer, parameters: Sequence[Tensor]
+    optimizer: KeepsArrays, parameters: Sequence[Tensor]
 ) -> list[tuple[int, tuple[str, ...]]]:
-    """Each parameter's number of steps on any rank, -1 where no rank has state, and the arrays that any rank has."""
+    """Returns each parameter's number of steps (-1 if no rank has state), and the arrays that any rank has."""
     kinds = optimizer._arrays
     own = [
         [state["step"], *(name in state for name in kinds)] if state else [-1, *(False for _ in kinds)]
         for state in (optimizer.state.get(p) for p in parameters)
     ]
-    current = _context.current()
+    current = context.current()
     if current is not None and own:
-        comm = current.groups["zero"].comm
+        comm = current.world.comm
         numbers = torch.tensor(own, dtype=torch.float64, device=wire_device(comm))
-        comm.all_reduce(numbers, _C.ReduceOp.MAX, "optimizer state").wait()
+        comm.all_reduce(numbers, ReduceOp.MAX, "optimizer state").wait()
         own = [[int(number) for number in row] for row in numbers.tolist()]
     return [(row[0], tuple(n for n, has in zip(kinds, row[1:], strict=True) if has)) for row in own]
 
 
 def read_state(
-    optimizer: ElementwiseOptimizer, state_dict: dict[str, Any]
+    optimizer: KeepsArrays, state_dict: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]]:
-    """Check a state dict against the optimizer and cut it to this rank's shards. Nothing is changed or copied.
+    """Checks a state dict against the optimizer and slices it to this rank's shards. Nothing is changed or copied.
 
     Returns:
         The new group dicts, and by parameter ``step`` and the tensors found, in the shape of the parameter.
 
     Raises:
         TypeError: ``state_dict`` is no dict.
-        ValueError: not the state of an optimizer, other groups, another layout, or a tensor of the wrong size.
+        ValueError: it is not the state of an optimizer, or has other groups, another layout, or a tensor of another
+            size.
     """
     if isinstance(state_dict, Mapping) and "optimizers" in state_dict:
         raise ValueError(
@@ -156,15 +184,24 @@ def read_state(
     whole = bool(state_dict.get("is_whole", False))
     groups = _read_groups(optimizer, state_dict["param_groups"])
     saved_layout, layout = state_dict.get("layout"), layout_of(optimizer)
-    if not whole and saved_layout is not None and layout is not None and dict(saved_layout) != layout:
+    is_aligned = saved_layout is not None and "slice_bytes" in saved_layout
+    if (
+        not whole
+        and saved_layout is not None
+        and layout is not None
+        and {"slice_bytes": SLICE_BYTES, **saved_layout} != layout
+    ):
         raise ValueError(
             f"the state of one rank loads only at the layout it was saved at: saved at {dict(saved_layout)}, "
             f"this rank has {layout}; save with state_dict(gather=True) to change the layout"
         )
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    entries = state_dict["state"]
+    if not (whole or is_aligned):
+        entries = at_present_bounds(entries, zip(numbers, _parameters(optimizer), strict=True))
     found: dict[Tensor, dict[str, Any]] = {}
     for number, p in zip(numbers, _parameters(optimizer), strict=True):
-        entry = state_dict["state"].get(number)
+        entry = entries.get(number)
         if entry:
             read = _read_entry(optimizer, p, number, entry, whole)
             if p.numel():
@@ -181,7 +218,7 @@ def read_state(
     return groups, found
 
 
-def _read_groups(optimizer: ElementwiseOptimizer, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _read_groups(optimizer: KeepsArrays, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     own = optimizer.param_groups
     sizes, saved_sizes = [len(g["params"]) for g in own], [len(g["params"]) for g in saved]
     if sizes != saved_sizes:
@@ -193,7 +230,7 @@ def _read_groups(optimizer: ElementwiseOptimizer, saved: Sequence[dict[str, Any]
 
 
 def _read_entry(
-    optimizer: ElementwiseOptimizer, p: Tensor, number: Any, entry: dict[str, Any], whole: bool
+    optimizer: KeepsArrays, p: Tensor, number: Any, entry: dict[str, Any], whole: bool
 ) -> dict[str, Any]:
     known = (*optimizer._arrays, MASTER)
     tensors = [name for name, value in entry.items() if isinstance(value, Tensor) and name != "step"]
@@ -226,6 +263,6 @@ def _read_entry(
     return read
 
 
-def _parameters(optimizer: ElementwiseOptimizer) -> list[Tensor]:
-    """In the order of the numbers that state dicts use."""
+def _parameters(optimizer: KeepsArrays) -> list[Tensor]:
+    """Returns the parameters in the numbering of state dicts."""
     return [p for group in optimizer.param_groups for p in group["params"]]

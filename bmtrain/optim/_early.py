@@ -1,11 +1,11 @@
-"""Updates that start inside backward.
+"""Optimizer updates inside backward.
 
 [Note: Stepping in backward]
-When the gradients of a block have reached its shards, and nothing else of this backward can change them, its update can
-start: the gradients' memory is read while it is warm, and offloaded updates overlap with the rest of backward too. What
-else could change them: another call of the block that waits for its backward, a graph that leads to a parameter itself
-(a regulariser, a read outside the block), hooks of the user. If there is any of it, or the optimizer is not one of this
-library, the block is left to `step()`. Each rank decides for itself: no message and no bit depends on it.
+When the gradients of a block have reached its shards, and nothing else in this backward can change them, its update can
+start: the gradients are still in the cache, and offloaded updates overlap with the rest of backward. Gradients could be
+changed by another call of the block with a pending backward, by a graph that leads to a parameter itself (a
+regulariser, a read outside the block), and by the user's hooks. In these cases, and for optimizers of other libraries,
+the block is left to `step()`. Each rank decides by itself: no message and no bit depends on it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import _C
+from .._C import lead_graphs_to
+from .._engine.engine import current_engine
 from ..global_var import context
 
 if TYPE_CHECKING:
-    from .._engine.runtime import BlockRuntime
+    from .._engine.running import RunningBlock
 
 __all__ = ["EarlySteps"]
 
@@ -32,21 +33,22 @@ class EarlySteps:
         #: Blocks whose update began in backward, since the last step.
         self.num_blocks = 0
         self._is_spent = False
-        self._owners: dict[int, tuple[Any, dict[str, Any]]] = {}  # of a parameter: optimizer and group
+        #: Optimizer and group, by id of a parameter.
+        self._owners: dict[int, tuple[Any, dict[str, Any]]] = {}
 
     @contextmanager
     def allowed(self, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-        """While the last backward before a step runs.
+        """Context manager for the last backward before a step.
 
         Raises:
-            RuntimeError: it is not the first one since the last step.
+            RuntimeError: it is not the first backward since the last step.
         """
         if self._is_spent:
             raise RuntimeError(
                 "OptimManager.backward: with step_in_backward=True the first backward after a step updates parameters; "
                 "call step() before the next one, or accumulate gradients by OptimManager(accumulate=...)"
             )
-        engine = context("OptimManager.backward").engine
+        engine = current_engine(context("OptimManager.backward"))
         self._is_spent = True
         self.num_blocks = 0
         self._owners = {
@@ -64,15 +66,15 @@ class EarlySteps:
             self._owners = {}
 
     def finish(self) -> None:
-        """A step has completed what this backward left."""
+        """Ends the step."""
         self._is_spent = False
 
-    def reduced(self, runtime: BlockRuntime) -> None:
+    def reduced(self, runtime: RunningBlock) -> None:
         """The gradients of a block have reached its shards."""
         parameters: list[Any] = [p for group in runtime.groups for p in group.parameters if p.requires_grad]
         if runtime.open_calls or any(p._accumulated_hooks for p in parameters):
             return
-        if _C.lead_graphs_to(parameters):
+        if lead_graphs_to(parameters):
             return
         shares: dict[tuple[int, int], tuple[Any, dict[str, Any], list[Any]]] = {}
         for p in parameters:

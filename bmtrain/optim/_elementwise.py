@@ -1,78 +1,60 @@
-"""What every optimizer that updates element by element has: loss scale, state, masters, the order of a step."""
+"""Base class of elementwise optimizers: loss scale, state, masters, order of a step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import _C, _ops
-from .._arguments import require_number
-from .._unseen import gradient_of
+from .. import _ops
+from .._base.arguments import require_number
+from .._base.unseen import gradient_of
+from .._C import OffloadUpdate
+from .._ranks.context import require_intact
 from ..global_var import num_losses
 from ._arrays import MASTER, allocate, gathered_state, layout_of, read_state, take_changed_value
 from ._grad_stats import check_overflow, forget_unsent, parameters_of
 from ._torch_base import TorchOptimizer
+from ._updates import Part, Ranges, Update
 
-if TYPE_CHECKING:
-    from ._host_step import Ranges
-
-__all__ = ["ElementwiseOptimizer", "Part", "Update", "check_scale"]
+__all__ = ["ElementwiseOptimizer", "check_scale"]
 
 _UNSET: Any = object()
 _OWN = ("_early", "_owned_scale", "_steps_since_last_scale", "_seen")  # attributes that copies keep
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-#: A group, those of its parameters that a step is about, and those of them that it updates, with their gradients.
+#: A group, its parameters that a step covers, and the updated ones with their gradients.
 _Group = tuple[dict[str, Any], Sequence[Tensor], Sequence[tuple[Tensor, Tensor]]]
 
 
-class Update(NamedTuple):
-    """One parameter in one step."""
-
-    param: Tensor
-    grad: Tensor
-    state: dict[str, Any]
-    #: Whether arrays of the state begin with this step.
-    is_fresh: bool = False
-
-
-class Part(NamedTuple):
-    """Updates of one group, all of fp32 or all of 16-bit parameters, with the arrays that they need and its options."""
-
-    updates: list[Update]
-    names: tuple[str, ...]
-    options: dict[str, Any]
-
-
 class ElementwiseOptimizer(TorchOptimizer):
-    """An optimizer over shards and plain parameters, each element of which is updated by itself.
+    """An elementwise optimizer over shards and plain parameters.
 
-    16-bit parameters have an fp32 master. A subclass says, by the hooks below, which arrays its formula keeps and how a
-    list of updates is computed; and where: see `OnDevice` and `Offloaded`.
+    16-bit parameters have an fp32 master. A subclass defines, by the hooks below, the arrays of its formula and the
+    computation of a list of updates; the place of computation is defined by `OnDevice` and `Offloaded`.
 
     Args:
         params: parameters, or group dicts.
         defaults: options of groups that do not name them.
-        scale: initial loss scale that the optimizer is to own; None for none.
+        scale: initial loss scale of the optimizer; None for none.
     """
 
     _bmtrain_optimizer = True
-    #: By which the core knows the formula: `_C.adam_step`, the operator `adam_` and `OffloadUpdate.add_adam`.
+    #: Name of the formula in the core: `adam_step`, the operator `adam_` and `OffloadUpdate.add_adam`.
     _formula: str
-    #: The arrays that the formula may keep for each element, and those without which a state is not loaded.
+    #: The arrays that the formula may keep for each element, and the arrays required to load a state.
     _arrays: tuple[str, ...] = ()
     _needed_arrays: tuple[str, ...] = ()
-    #: Of those arrays.
+    #: Dtype of the arrays.
     _state_dtype = torch.float32
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], scale: float | None = None) -> None:
         self._owned_scale: float | None = None if scale is None else float(scale)
         self._steps_since_last_scale = 0
-        # Per parameter with a master: what marks its value as our own writing, see _value_mark.
+        # Mark of the value last written by this optimizer, by parameter with a master, see _value_mark.
         self._seen: dict[Tensor, tuple[int, int]] = {}
         self._early: set[int] = set()  # ids of parameters that this step has updated already
         self._check_options(defaults)
@@ -83,7 +65,7 @@ class ElementwiseOptimizer(TorchOptimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; options it does not name are the constructor's.
+        """Adds a group; missing options default to the constructor's.
 
         Raises:
             ValueError: an option is out of its range.
@@ -94,44 +76,44 @@ class ElementwiseOptimizer(TorchOptimizer):
     # ---- hooks: the formula
 
     def _check_options(self, options: dict[str, Any]) -> None:
-        """Raise ValueError for an option of a group that is out of its range."""
+        """Raises ValueError for an option of a group that is out of its range."""
         raise NotImplementedError
 
     def _arrays_of(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The arrays that a step with the options of ``group`` needs."""
+        """Returns the arrays that a step with the options of ``group`` needs."""
         return self._arrays
 
     def _options_of(self, group: dict[str, Any], *, is_low: bool, scale: float) -> dict[str, Any]:
-        """The formula's numbers, as the core names them, for the 16-bit (``is_low``) or the fp32 ones of a group."""
+        """Returns the options for the core, for the 16-bit (``is_low``) or the fp32 parameters of a group."""
         raise NotImplementedError
 
     def _lists_of(self, ranges: Ranges) -> Sequence[Any]:
-        """The lists that the core takes, in its order."""
+        """Returns the lists of tensors for the core, in its order."""
         raise NotImplementedError
 
     def _compute(self, ranges: Ranges, parts: Sequence[Part], **flags: bool) -> Any:
-        """Let the core update ranges, those of ``parts``, where they lie; ``flags`` are the operator's."""
+        """Updates the ranges of ``parts`` in place by the core; ``flags`` are options of the operator."""
         sizes, groups = _groups_of(parts)
         return _ops.step_of_groups(self._formula, self._lists_of(ranges), sizes, groups, **flags)
 
-    def _add_to(self, update: _C.OffloadUpdate, ranges: Ranges, parts: Sequence[Part]) -> None:
-        """The same, by an update of the core that goes on after the step."""
+    def _add_to(self, update: OffloadUpdate, ranges: Ranges, parts: Sequence[Part]) -> None:
+        """Adds the ranges to an update of the core that continues after the step."""
         getattr(update, f"add_{self._formula}")(*self._lists_of(ranges), *_groups_of(parts))
 
-    # ---- hooks: where it is computed
+    # ---- hooks: place of computation
 
     def _start_step(self) -> None:
-        """A step begins."""
+        """Called at the start of a step."""
 
     def _apply(self, parts: list[Part]) -> None:
-        """Compute a step, perhaps of no updates, or what of it is early.
+        """Computes a step (which may have no updates), or its early part.
 
-        The state's ``step`` counts it already, and so do the parameters' versions.
+        The state's ``step`` and the parameters' versions already count it.
         """
         raise NotImplementedError
 
     def _note_new_state(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
-        """These parameters have got these entries of their state, in pieces of memory that nobody has seen."""
+        """Called for new state entries of parameters, in allocations without other references."""
 
     # ---- loss scale
 
@@ -142,23 +124,23 @@ class ElementwiseOptimizer(TorchOptimizer):
 
     @property
     def steps_since_last_scale(self) -> int:
-        """Number of steps with the present scale."""
+        """Number of steps with the current scale."""
         return self._steps_since_last_scale
 
     def loss_scale(self, loss: Tensor) -> Tensor:
-        """Scale a loss for backward: by `scale`, and to the mean over the ranks' losses."""
+        """Scales a loss for backward: by `scale`, and to the mean over the ranks' losses."""
         scaled: Tensor = loss * (self.scale / num_losses())
         return scaled
 
     def justify_scale(self, scale: float) -> None:
-        """Set the loss scale and restart the count of steps with it."""
+        """Sets the loss scale and restarts the count of steps with it."""
         check_scale(scale)
         self._owned_scale = float(scale)
         self._steps_since_last_scale = 0
 
     @property
     def _states(self) -> dict[Tensor, dict[str, Any]]:
-        """The state by parameter, also where `state` waits for updates under way."""
+        """The state by parameter, without the wait of `state` for pending updates."""
         states: dict[Tensor, dict[str, Any]] = self.__dict__["state"]
         return states
 
@@ -166,15 +148,15 @@ class ElementwiseOptimizer(TorchOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, scale: float = _UNSET) -> Any:
-        """Update every parameter that has a gradient.
+        """Updates every parameter that has a gradient.
 
         Args:
             closure: re-evaluates the model; called first, with gradients enabled.
-            scale: what the gradients are multiplied by at present. By default the scale this optimizer owns; then
-                gradients of all ranks are checked first, which is collective. Without an owned scale: 1.
+            scale: current factor of the gradients. Default: the optimizer's own scale; then the gradients of all ranks
+                are checked first, which is collective. Without an own scale: 1.
 
         Returns:
-            What the closure returned, or None.
+            The result of the closure, or None.
 
         Raises:
             OverflowError: with an owned scale, on all ranks, if any rank's gradient is not finite; nothing changed.
@@ -203,7 +185,7 @@ class ElementwiseOptimizer(TorchOptimizer):
 
     @torch.no_grad()
     def step_early(self, group: dict[str, Any], members: Sequence[Tensor]) -> None:
-        """Update some parameters of a group now, by unscaled gradients; the next :meth:`step` leaves them out."""
+        """Updates some parameters of a group now, by unscaled gradients; the next :meth:`step` skips them."""
         if not self._early:
             self._start_step()
         self._early.update(map(id, members))
@@ -214,8 +196,8 @@ class ElementwiseOptimizer(TorchOptimizer):
             names = self._arrays_of(group)
             _check_bounds(pairs, self._states, names[0] if names else MASTER)
         parts = [part for group, _, pairs in groups for part in self._parts_of(group, pairs, scale)]
-        # Before the updates: those that go on after the step are waited for by whoever touches a parameter. Also empty
-        # shards: all ranks see the same parameters change.
+        # Before the updates: later, an access to a parameter waits for its pending update. Empty shards too: all ranks
+        # see the same parameters change.
         torch.autograd.graph.increment_version(
             [p for _, members, _ in groups for p in members if gradient_of(p) is not None and p.requires_grad]
         )
@@ -242,7 +224,7 @@ class ElementwiseOptimizer(TorchOptimizer):
                 yield Part(updates, names, self._options_of(group, is_low=updates is low, scale=scale))
 
     def _prepare(self, p: Tensor) -> dict[str, Any]:
-        """Return the state, its count advanced and its master up to date."""
+        """Returns the state with its step count advanced and its master up to date."""
         state = self._states[p]
         if (MASTER in state) != self.has_master(p):
             self._follow_dtype(p, state)
@@ -257,7 +239,7 @@ class ElementwiseOptimizer(TorchOptimizer):
         return state
 
     def _follow_dtype(self, p: Tensor, state: dict[str, Any]) -> None:
-        """Give a master to a parameter that became 16-bit since its last step; drop that of an fp32 one."""
+        """Adds a master to a parameter that became 16-bit since its last step; drops the master of an fp32 one."""
         if MASTER in state:
             del state[MASTER]
         else:
@@ -268,7 +250,7 @@ class ElementwiseOptimizer(TorchOptimizer):
             self._seen[p] = _value_mark(p)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Fill all gradients with zeros, or set them to None; drop those that were not sent yet."""
+        """Fills all gradients with zeros, or sets them to None; drops unsent gradients."""
         forget_unsent(parameters_of(self.param_groups))
         super().zero_grad(set_to_none=set_to_none)
 
@@ -286,9 +268,9 @@ class ElementwiseOptimizer(TorchOptimizer):
         return p.device
 
     def _create_state(self, wanted: Mapping[Tensor, Sequence[str]]) -> None:
-        """Give parameters what they lack of these arrays, as zeros, and a master of their present value.
+        """Allocates missing arrays of parameters as zeros, and masters of their current values.
 
-        What is made at once lies in neighbouring memory.
+        Tensors made in one call are contiguous.
         """
         kinds: dict[tuple[torch.device, tuple[str, ...]], list[Tensor]] = {}
         for p, names in wanted.items():
@@ -317,17 +299,21 @@ class ElementwiseOptimizer(TorchOptimizer):
             self._mark_seen(p)
 
     def state_dict(self, gather: bool = False) -> dict[str, Any]:
-        """The state of this rank's shards, or of whole parameters.
+        """Returns the state of this rank's shards, or of full parameters.
 
         Args:
-            gather: give every tensor as the full 1-D fp32 CPU tensor, the same on all ranks, loadable at any number
+            gather: return every tensor as the full 1-D fp32 CPU tensor, the same on all ranks, loadable at any number
                 of ranks; collective. Otherwise tensors are this rank's own, and load at the same layout only.
 
         Returns:
             The layout of `torch.optim.Optimizer.state_dict`, with ``is_whole`` and, for the state of one rank of
             several, ``layout``. `torch.load` reads a saved one with its defaults.
+
+        Raises:
+            CommunicationError: on GPUs, after a failure: the state may have been computed from incomplete data.
         """
         out: dict[str, Any] = super().state_dict()
+        require_intact(f"{type(self).__name__}.state_dict()")
         if gather:
             out["state"] = gathered_state(self)
         elif (layout := layout_of(self)) is not None:
@@ -337,7 +323,7 @@ class ElementwiseOptimizer(TorchOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state: of this rank at the same layout, or gathered; of this formula, offloaded or not.
+        """Loads a state: of this rank at the same layout, or gathered; of this formula, offloaded or not.
 
         Args:
             state_dict: not modified, and none of its tensors is kept.
@@ -372,19 +358,19 @@ class ElementwiseOptimizer(TorchOptimizer):
 
 
 def _groups_of(parts: Sequence[Part]) -> tuple[list[int], list[dict[str, Any]]]:
-    """How many updates each part has, and its options."""
+    """Returns the number of updates of each part, and its options."""
     return [len(part.updates) for part in parts], [part.options for part in parts]
 
 
 def _value_mark(p: Tensor) -> tuple[int, int]:
-    """Changes when somebody but us may have written the parameter: in place, by a load, or through ``data``."""
+    """Returns a mark that changes with writes from outside: in place, by a load, or through ``data``."""
     return getattr(p, "_unversioned_writes", 0), p._version
 
 
 def _check_bounds(
     pairs: Sequence[tuple[Tensor, Tensor]], states: Mapping[Tensor, Mapping[str, Any]], array: str
 ) -> None:
-    """Refuse state of a parameter whose shard has other bounds now; one array tells, as all are made together."""
+    """Refuses the state of a parameter whose shard now has other bounds; checks one array, as all are made together."""
     for p, _ in pairs:
         state = states.get(p)
         found = state.get(array) if state else None
@@ -402,7 +388,7 @@ def _without(parameters: Sequence[Tensor], ids: set[int]) -> Sequence[Tensor]:
 
 
 def _with_gradients(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """The parameters that a step updates, with their gradients."""
+    """Returns the parameters that a step updates, with their gradients."""
     pairs = []
     for p in parameters:
         grad = gradient_of(p)

@@ -1,4 +1,4 @@
-"""Norms whose bits do not depend on how the elements are spread over ranks.
+"""Norms whose bits do not depend on the distribution of elements over ranks.
 
 [Note: Exact sums]
 A floating-point sum depends on its order, and the order on where shards begin and end. So the terms are turned into
@@ -29,14 +29,14 @@ def exact_norm(
     add_up: Callable[[Tensor], Tensor],
     device: torch.device,
 ) -> float:
-    """The p-norm of gradients that are spread over ranks.
+    """Returns the p-norm of gradients that are distributed over ranks.
 
     Args:
-        gradients: this rank's, each logical element on one rank.
+        gradients: gradients of this rank; each logical element is on one rank.
         p: 1 or 2.
         largest: the largest magnitude on all ranks.
         add_up: adds int64 tensors over the ranks.
-        device: where the numbers to be added up live.
+        device: device of these tensors.
 
     Raises:
         ValueError: for another p, whose powers are not the same bits on all paths of a processor.
@@ -61,7 +61,7 @@ def exact_norm(
 
 
 def _pieces_of(magnitudes: Tensor, p: float) -> Tensor:
-    """Sums of the pieces of numbers in [0, 1)."""
+    """Returns the sums of the pieces of numbers in [0, 1)."""
     rest = magnitudes * magnitudes if p == 2 else magnitudes
     sums = []
     for _ in range(_PIECES):

@@ -1,11 +1,10 @@
 """Norm, overflow and scaling of all gradients of a model, over all ranks.
 
-[Note: Who counts what]
-A norm adds every logical element once. Shards are disjoint, so each rank counts its own, also of
-tensor-parallel parameters that are split; what several ranks hold alike is counted by the first of them only:
-a tensor-parallel parameter that is not split by tensor-parallel rank 0, a block's at level 0 and a plain parameter by
-rank 0. The
-search for inf and NaN looks at everything that any rank holds.
+[Note: Elements counted by a rank]
+A norm adds every logical element once. Shards are disjoint, so each rank counts its own, also of tensor-parallel
+parameters that are split. Elements that several ranks hold are counted by the first of them only: a tensor-parallel
+parameter that is not split by tensor-parallel rank 0, a block's at level 0 and a plain parameter by rank 0. The search
+for inf and NaN covers all elements of all ranks.
 """
 
 from __future__ import annotations
@@ -17,8 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _C, _context, _ops
-from .._unseen import gradient_of
+from .. import _ops
+from .._base.unseen import gradient_of
+from .._C import ReduceOp, SentNumber
+from .._engine.engine import current_engine
+from .._ranks import context as _context
 from ..global_var import context
 from ..parameter import DistributedParameter
 from ._exact_norm import exact_norm
@@ -35,12 +37,12 @@ __all__ = [
 
 _CORE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-# Which operator of the core sums for a norm.
+# The operator of the core for each norm.
 _POWER_SUMS = {2.0: "squared_sum", math.inf: "abs_max"}
 
 
 def parameters_of(param_groups: Iterable[Any]) -> Iterator[Tensor]:
-    """The parameters of group dicts (or of a plain iterable of parameters, or one of either), in order, each once."""
+    """Returns the parameters of group dicts (or an iterable of parameters, or one of either), in order, each once."""
     seen: set[int] = set()
     for group in (param_groups,) if isinstance(param_groups, (Tensor, Mapping)) else param_groups:
         for p in group["params"] if isinstance(group, Mapping) else (group,):
@@ -64,7 +66,7 @@ def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _counted_here(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-    """See [Note: Who counts what]."""
+    """Whether this rank counts the parameter, see [Note: Elements counted by a rank]."""
     topology = context("gradient clipping").topology
     for p in parameters:
         if not isinstance(p, DistributedParameter):
@@ -77,7 +79,7 @@ def _counted_here(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _by_kind(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Lists of one device and dtype, what torch's multi-tensor kernels want."""
+    """Returns lists of one device and dtype each, for torch's multi-tensor kernels."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for t in tensors:
         kinds.setdefault((t.device, t.dtype), []).append(t)
@@ -85,7 +87,7 @@ def _by_kind(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _power_sum(gradients: list[Tensor], norm_type: float) -> Tensor:
-    """``sum |g|^p`` or ``max |g|`` of this rank, (1,) in fp64; inf or NaN if an element is."""
+    """Returns ``sum |g|^p`` or ``max |g|`` of this rank, (1,) in fp64; inf or NaN if an element is."""
     total = torch.zeros(1, dtype=torch.float64, device=context("gradient statistics").device)
     by_device, others = _split(gradients, _POWER_SUMS.get(norm_type, "abs_power_sum"))
     parts = [_core_power_sum(grads, norm_type) for grads in by_device]
@@ -97,7 +99,7 @@ def _power_sum(gradients: list[Tensor], norm_type: float) -> Tensor:
 
 
 def _split(gradients: Sequence[Tensor], op: str) -> tuple[list[list[Tensor]], list[Tensor]]:
-    """Those that kernels of the core take, in one call a device over dtypes and sizes, and the others."""
+    """Returns the tensors for kernels of the core (one call per device over dtypes and sizes), and the others."""
     taken: dict[torch.device, list[Tensor]] = {}
     others = []
     for g in gradients:
@@ -120,7 +122,7 @@ def _torch_power_sum(grads: list[Tensor], norm_type: float) -> Tensor:
 
 
 def _any_overflow(gradients: Sequence[Tensor]) -> Tensor:
-    """Whether an element is inf or NaN: 1 or 0, (1,) in fp32 on the run device."""
+    """Returns 1 if an element is inf or NaN, else 0; (1,) in fp32 on the run device."""
     device = context("gradient overflow").device
     # Each in one pass: a GPU has the kernel of the norm, whose squares fp64 holds; magnitudes are faster on the CPU.
     op = _ops.abs_max if device.type == "cpu" else _ops.squared_sum
@@ -134,18 +136,18 @@ def _any_overflow(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _all_reduce(number: Tensor, op: Any, label: str) -> Tensor:
-    """Combine a number over the world, in place; all ranks get the same bits."""
-    context(label).groups["zero"].comm.all_reduce(number, op, label).wait()
+    """Reduces a number over the world, in place; the results are bit-identical on all ranks."""
+    context(label).world.comm.all_reduce(number, op, label).wait()
     return number
 
 
 def global_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
-    """Compute the p-norm of the gradients of all ranks, each logical element once. Collective.
+    """Returns the p-norm of the gradients of all ranks, each logical element once. Collective.
 
     On a GPU the host does not wait for it.
 
     Args:
-        parameters: those whose gradients count; one without a gradient counts as 0.
+        parameters: the parameters; one without a gradient counts as 0.
         norm_type: p > 0, ``math.inf`` for the largest magnitude.
 
     Returns:
@@ -157,30 +159,30 @@ def global_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
     local = _power_sum(gradients, norm_type)
     if math.isinf(norm_type):
         return _largest(local)
-    return _all_reduce(local, _C.ReduceOp.SUM, "gradient norm").pow_(1.0 / norm_type).squeeze(0)
+    return _all_reduce(local, ReduceOp.SUM, "gradient norm").pow_(1.0 / norm_type).squeeze(0)
 
 
 def _largest(local: Tensor) -> Tensor:
     local.nan_to_num_(nan=math.inf, posinf=math.inf)  # a transport's max may drop a NaN, but not an inf
-    return _all_reduce(local, _C.ReduceOp.MAX, "gradient norm").squeeze(0)
+    return _all_reduce(local, ReduceOp.MAX, "gradient norm").squeeze(0)
 
 
 def _norm_on_any_ranks(gradients: list[Tensor], norm_type: float) -> Tensor:
-    """See [Note: Exact sums]. The host waits."""
+    """Returns the norm by exact sums, see [Note: Exact sums]. The host waits."""
     largest = _largest(_power_sum(gradients, math.inf))
     if math.isinf(norm_type):
         return largest
 
     def add_up(numbers: Tensor) -> Tensor:
-        return _all_reduce(numbers, _C.ReduceOp.SUM, "gradient norm")
+        return _all_reduce(numbers, ReduceOp.SUM, "gradient norm")
 
     return largest.new_tensor(exact_norm(gradients, norm_type, largest.item(), add_up, largest.device))
 
 
 def check_overflow(param_groups: Iterable[Any]) -> bool:
-    """Tell whether any gradient of any rank holds inf or NaN. Collective; the same answer on all ranks.
+    """Returns whether any gradient of any rank has inf or NaN. Collective; the same result on all ranks.
 
-    Before ``init_distributed``, of this process alone.
+    Before ``init_distributed`` it checks this process alone.
 
     Args:
         param_groups: group dicts as of ``optimizer.param_groups``.
@@ -188,42 +190,39 @@ def check_overflow(param_groups: Iterable[Any]) -> bool:
     gradients = _gradients(parameters_of(param_groups))
     if _context.current() is None:
         return _ops.has_inf_nan(gradients)
-    return _all_reduce(_any_overflow(gradients), _C.ReduceOp.MAX, "gradient overflow").item() > 0
+    return _all_reduce(_any_overflow(gradients), ReduceOp.MAX, "gradient overflow").item() > 0
 
 
 def forget_unsent(parameters: Iterable[Tensor]) -> None:
-    """Drop the gradients of ``parameters`` that backwards in :func:`bmtrain.no_sync` left unsent."""
+    """Drops the gradients of ``parameters`` that backwards in :func:`bmtrain.no_sync` left unsent."""
     current = _context.current()
     if current is not None:
-        current.engine.accumulation.forget(parameters)
+        current_engine(current).accumulation.forget(parameters)
 
 
 def first_overflow(parameters: Sequence[Tensor]) -> int:
-    """Find the first parameter with inf or NaN in its gradient on any rank. Collective.
+    """Finds the first parameter with inf or NaN in its gradient on any rank. Collective.
 
     Returns:
         Its index, the same on all ranks; ``len(parameters)`` if there is none.
     """
-    local = len(parameters)
-    for index, p in enumerate(parameters):
-        if _any_overflow(_gradients([p])).item():
-            local = index
-            break
-    number = torch.tensor([local], device=context("gradient overflow").device)
-    return int(_all_reduce(number, _C.ReduceOp.MIN, "gradient overflow").item())
+    flags = [_any_overflow(_gradients([p])) for p in parameters]
+    flags.append(torch.ones(1, device=context("gradient overflow").device))  # sentinel: the search ends here
+    number = torch.cat(flags).argmax().view(1)  # of the first; the host reads a single number
+    return int(_all_reduce(number, ReduceOp.MIN, "gradient overflow").item())
 
 
 def multiply_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiply all gradients in place; 16-bit ones are rounded once, ``factor`` itself is not.
+    """Multiplies all gradients in place; 16-bit gradients are rounded once, ``factor`` is not rounded.
 
     Args:
-        parameters: those whose gradients are multiplied.
+        parameters: the parameters whose gradients are multiplied.
         factor: one number, fp32 or fp64, on any device.
     """
     parameters = list(parameters)
     taken, others = _split(_gradients(parameters), "scale_")
     sent = [] if others else _sent_with_all_of(parameters)
-    numbers: dict[int, _C.SentNumber] = {}
+    numbers: dict[int, SentNumber] = {}
     for copy in sent:
         copy.multiply_by(factor, numbers)
     for grads in taken:
@@ -237,7 +236,7 @@ def multiply_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
 
 
 def _sent_with_all_of(parameters: Sequence[Tensor]) -> list[Any]:
-    """Copies of gradients on the host, see `_ahead`, of nothing but gradients of ``parameters``."""
+    """Returns the copies of gradients on the host (see `_ahead`) that cover only gradients of ``parameters``."""
     copies = {id(copy): copy for p in parameters if (copy := getattr(p, "_sent", None)) is not None}
     if not copies:
         return []
@@ -250,7 +249,7 @@ def _sent_with_all_of(parameters: Sequence[Tensor]) -> list[Any]:
 
 
 def grad_rescale(param_groups: Iterable[Any], scale: float) -> None:
-    """Divide all gradients in place.
+    """Divides all gradients in place.
 
     Args:
         param_groups: group dicts as of ``optimizer.param_groups``.

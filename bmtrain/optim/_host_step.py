@@ -1,43 +1,23 @@
-"""From parameters, gradients and states to the contiguous memory that kernels update."""
+"""Contiguous ranges of parameters, gradients and states for kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._unseen import data_of
+from .._base.unseen import data_of
 from ._arrays import MASTER
-from ._elementwise import Part, Update
+from ._updates import Part, Ranges, Update
 
 __all__ = ["Ranges", "compute_alike", "compute_on_host", "host_ranges", "ranges_of", "split"]
 
 
-class Ranges(NamedTuple):
-    """Parallel lists of contiguous tensors of one device.
-
-    Attributes:
-        weights: fp32 parameters, or fp32 masters of 16-bit ones.
-        rounded: 16-bit parameters that receive the rounded weights; empty if there are none.
-        grads: gradients.
-        arrays: for each array that the formula keeps, a list.
-        steps: the number of each tensor's update, 1 for the first.
-        fresh: whether arrays begin with this update.
-    """
-
-    weights: list[Tensor]
-    rounded: list[Tensor]
-    grads: list[Tensor]
-    arrays: list[list[Tensor]]
-    steps: list[int]
-    fresh: list[bool]
-
-
 def ranges_of(updates: Sequence[Update], names: Sequence[str]) -> Ranges:
-    """Ranges of updates, all of fp32 or all of 16-bit parameters, everything of which lies on one device."""
+    """Returns the ranges of updates of either fp32 or 16-bit parameters, with all tensors on one device."""
     states = [u.state for u in updates]
     return Ranges(
         weights=[u.state.get(MASTER, u.param) for u in updates],
@@ -52,7 +32,7 @@ def ranges_of(updates: Sequence[Update], names: Sequence[str]) -> Ranges:
 def split(
     parts: Sequence[Part], belongs: Callable[[Part, Update], bool]
 ) -> tuple[Sequence[Part], Sequence[Part]]:
-    """The updates that belong somewhere, and the others; no part is empty."""
+    """Splits updates by a predicate; no part is empty."""
     kinds: tuple[list[Part], list[Part]] = [], []
     for part in parts:
         truths = [belongs(part, update) for update in part.updates]
@@ -65,12 +45,12 @@ def split(
     return kinds
 
 
-#: Of `ElementwiseOptimizer._compute`.
+#: Signature of `ElementwiseOptimizer._compute`.
 _Compute = Callable[[Ranges, Sequence[Part]], Any]
 
 
 def compute_alike(parts: Iterable[Part], compute: _Compute) -> None:
-    """Compute parts, all of which lie contiguously where their parameters do, in as few calls as it takes."""
+    """Computes parts that are contiguous on their parameters' devices, in as few calls as possible."""
     kinds: dict[Any, list[Part]] = {}
     for part in parts:
         if part.updates:
@@ -82,7 +62,7 @@ def compute_alike(parts: Iterable[Part], compute: _Compute) -> None:
 
 
 def compute_on_host(parts: Iterable[Part], compute: _Compute) -> None:
-    """Compute parts whose states are in host memory; what else is not, by `host_ranges`."""
+    """Computes parts whose states are in host memory; other tensors are copied by `host_ranges`."""
     direct = []
     for part in parts:
         if all(_is_on_host(u.param) and _is_on_host(u.grad) for u in part.updates):
@@ -95,11 +75,11 @@ def compute_on_host(parts: Iterable[Part], compute: _Compute) -> None:
 
 @contextmanager
 def host_ranges(updates: Sequence[Update], names: Sequence[str]) -> Iterator[Ranges]:
-    """Ranges of updates, all of fp32 or all of 16-bit parameters, whose states are in host memory.
+    """Yields ranges of updates of either fp32 or 16-bit parameters, whose states are in host memory.
 
-    Contiguous host tensors are used as they are. Others (parameters of a device, transposed ones) go through
-    copies; when the block ends, the copies of parameters are written back. Copies of a GPU's are pinned, so that all of
-    them are under way together and the host waits once; those back to it are not waited for.
+    Contiguous host tensors are used directly. Others (parameters on a device, transposed ones) are copied; when the
+    block ends, the copies of parameters are written back. Copies of GPU tensors are pinned and asynchronous: the host
+    waits once for all of them, and not for copies back to the GPU.
     """
     rounds = updates[0].param.dtype != torch.float32
     written: list[tuple[Tensor, Tensor, bool]] = []  # the last: whether the copy need not be waited for
@@ -122,7 +102,7 @@ def host_ranges(updates: Sequence[Update], names: Sequence[str]) -> Iterator[Ran
         if rounds or separate:
             ranges.weights.append(state[MASTER])
         if separate and not rounds:
-            # Whoever changes a state next would not know of a copy under way.
+            # A later change of a state would not wait for a pending copy.
             written.append((param, state[MASTER], False))
     for device in {u.grad.device for u in updates if u.grad.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
@@ -137,7 +117,7 @@ def _is_on_host(tensor: Tensor) -> bool:
 
 
 def _on_host(tensor: Tensor, empty: bool = False) -> Tensor:
-    """The tensor itself if it is contiguous in host memory, else such a copy (with ``empty``, its space only)."""
+    """Returns the tensor if it is contiguous in host memory, else a copy (with ``empty``, uninitialised)."""
     if _is_on_host(tensor):
         return tensor
     if empty and not tensor.is_cuda:

@@ -1,4 +1,4 @@
-"""Updates computed by the CPU, with their state in host memory, and behind the caller's back where they can be."""
+"""Updates computed by the CPU, with state in host memory, overlapped with other work where possible."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _context
+from .._engine.engine import current_engine
+from .._ranks import context
 from . import _overlap
 from ._arrays import MASTER, allocate
-from ._elementwise import ElementwiseOptimizer, Part
+from ._elementwise import ElementwiseOptimizer
 from ._host_step import compute_alike, compute_on_host, split
 from ._overlap import Overlap
 from ._residence import choose_residents, spare_bytes
+from ._updates import Part
 
 __all__ = ["Offloaded"]
 
@@ -22,11 +24,11 @@ __all__ = ["Offloaded"]
 class Offloaded(ElementwiseOptimizer):
     """An optimizer whose state lies in host memory."""
 
-    #: Whether updates go on after `step`.
+    #: Whether updates continue after `step`.
     _overlaps = True
     #: Share of the blocks whose state stays on the run device; None: as many as fit.
     _fraction: float | None = 0.0
-    #: ids of the parameters whose state does; None before that is decided.
+    #: ids of the parameters whose state stays on the run device; None before that is decided.
     _residents: set[int] | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -49,24 +51,24 @@ class Offloaded(ElementwiseOptimizer):
 
     @property
     def resident_fraction(self) -> float:
-        """Share of the blocks whose state lies on the run device, known from the first step on."""
+        """Share of the blocks whose state is on the run device, known from the first step on."""
         return self._resident_fraction
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of `torch.optim.Optimizer`; a given fraction is then one of more blocks."""
+        """Adds a group; a fixed fraction then applies to the blocks of all groups."""
         super().add_param_group(param_group)
         if self._fraction is not None:
             self._residents = None
 
     def _can_stay(self, p: Tensor) -> bool:
-        """Whether the core updates ``p`` where it lies."""
+        """Whether the core can update ``p`` in place."""
         return p.is_contiguous() and (p.device.type == "cpu" or self._has_device_kernel(p.device))
 
     def _has_device_kernel(self, device: torch.device) -> bool:
         return False
 
     def _choose_residents(self) -> None:
-        """Decides once, when the first gradients are there and so the memory that a step takes is known."""
+        """Chooses once, after the first backward, when the memory use of a step is known."""
         stays = [
             p for group in self.param_groups for p in group["params"] if p.requires_grad and self._can_stay(p)
         ]
@@ -81,7 +83,7 @@ class Offloaded(ElementwiseOptimizer):
         return p.numel() * per_element
 
     def _move_states(self) -> None:
-        """Brings what was loaded before the decision to its place."""
+        """Moves states that were loaded before the choice to their device."""
         moving: dict[tuple[torch.device, tuple[str, ...]], list[Tensor]] = {}
         for p, state in self._states.items():
             device = self._state_device(p)
@@ -103,7 +105,7 @@ class Offloaded(ElementwiseOptimizer):
 
     @property
     def staging_bytes(self) -> int:
-        """Host memory, page-locked, through which gradients and parameters of a GPU pass; 0 on CPU ranks."""
+        """Bytes of page-locked host memory for copies of a GPU's gradients and parameters; 0 on CPU ranks."""
         return self._overlap.host_bytes
 
     def _start_overlap(self) -> None:
@@ -113,7 +115,7 @@ class Offloaded(ElementwiseOptimizer):
 
     @property
     def state(self) -> Any:
-        """State by parameter. Whoever reads it waits for the updates under way."""
+        """State by parameter. Reading it waits for pending updates."""
         self._overlap.pending.finish()
         return self.__dict__["state"]
 
@@ -127,7 +129,7 @@ class Offloaded(ElementwiseOptimizer):
         super().__setstate__(state)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Fill all gradients with zeros, or set them to None. Those in use are zeroed once they have been used."""
+        """Fills all gradients with zeros, or sets them to None. Gradients in use are zeroed after their update."""
         self._overlap.forget_sent()
         pending = [update for update in self._overlap.pending if not update.is_finished]
         if not pending:
@@ -158,9 +160,9 @@ class Offloaded(ElementwiseOptimizer):
         residents = self._residents or ()
         resident, others = split(parts, lambda _, u: id(u.param) in residents)
         compute_alike(map(_with_contiguous_gradients, resident), self._compute)
-        current = _context.current()
+        current = context.current()
         if self._overlaps and current is not None and _overlap.needs_staging(current.device):
-            current.engine.lagging_steps += 1
+            current_engine(current).lagging_steps += 1
         if self._overlaps and others:
             others = self._overlap.post(others, self._states, self._add_to, is_early=bool(self._early))
         compute_on_host(others, self._compute)

@@ -1,4 +1,4 @@
-"""Updates computed where the parameters are."""
+"""Updates computed on the device of the parameters."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from typing import Any
 import torch
 
 from .. import _ops
-from .._unseen import data_of
+from .._base.unseen import data_of
 from ._arrays import MASTER
-from ._elementwise import ElementwiseOptimizer, Part, Update
+from ._elementwise import ElementwiseOptimizer
 from ._host_step import compute_alike, compute_on_host, split
+from ._updates import Part, Update
 
 __all__ = ["OnDevice"]
 
 
 class OnDevice(ElementwiseOptimizer):
-    """An optimizer whose state lies on the run device; by the core's kernels where it has them, else by torch.
+    """An optimizer with state on the run device; computed by the core's kernels where available, else by torch.
 
-    The formula's class gives the method `_compute_by_torch`.
+    The formula's class defines the method `_compute_by_torch`.
     """
 
-    #: Whether fp32 parameters of a GPU are the kernel's too, and not torch's, whose bits may define them.
+    #: Whether the kernel also updates fp32 parameters of a GPU; otherwise torch does, whose bits they then have.
     _kernel_takes_fp32 = False
 
     def _compute_by_torch(self, updates: Sequence[Update], options: dict[str, Any]) -> None:
-        """The same by operations of torch, whatever kernels it has for the device; masters only."""
+        """Computes the updates by operations of torch; fp32 weights and masters only."""
         raise NotImplementedError
 
     def _apply(self, parts: list[Part]) -> None:
@@ -44,7 +45,7 @@ class OnDevice(ElementwiseOptimizer):
                 data_of(u.param).copy_(u.state[MASTER])
 
     def _has_kernel(self, part: Part, update: Update) -> bool:
-        """Whether the core updates it where it lies, on a GPU."""
+        """Whether the core has a kernel for the parameter, on a GPU."""
         param, grad, state = update.param, update.grad, update.state
         weight = state.get(MASTER, param)
         return (

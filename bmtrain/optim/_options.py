@@ -1,16 +1,16 @@
-"""Checks of the numbers that optimizers are given."""
+"""Checks of numeric options of optimizers."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .._arguments import require_number
+from .._base.arguments import require_number
 
 __all__ = ["check_betas", "check_not_negative"]
 
 
 def check_not_negative(options: dict[str, Any], *names: str) -> None:
-    """Raise TypeError or ValueError unless all of ``names`` are numbers of 0 or more."""
+    """Raises TypeError or ValueError unless all of ``names`` are numbers of 0 or more."""
     for name in names:
         require_number(name, options[name])
         if not options[name] >= 0:
@@ -18,7 +18,7 @@ def check_not_negative(options: dict[str, Any], *names: str) -> None:
 
 
 def check_betas(options: dict[str, Any]) -> None:
-    """Raise TypeError or ValueError unless ``betas`` are two numbers in [0, 1)."""
+    """Raises TypeError or ValueError unless ``betas`` are two numbers in [0, 1)."""
     betas = options["betas"]
     if not isinstance(betas, (tuple, list)):
         raise TypeError(f"betas: expected a pair of numbers, got {betas!r} ({type(betas).__name__})")

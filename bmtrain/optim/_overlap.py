@@ -1,4 +1,4 @@
-"""The updates of one optimizer that go on after its step. See [Note: Updates that overlap]."""
+"""Updates of one optimizer that continue after its step. See [Note: Updates that overlap]."""
 
 from __future__ import annotations
 
@@ -8,36 +8,37 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import _C, _context
+from .._C import OffloadUpdate
 from .._engine.pending import PendingUpdate, PendingUpdates
+from .._ranks import context
 from ..parameter import DistributedParameter
 from ._ahead import SentAhead, SentBlock
-from ._elementwise import Part
-from ._host_step import Ranges, host_ranges
+from ._host_step import host_ranges
 from ._references import ArenaReferences, is_unwatched
 from ._staging import Staging
+from ._updates import Part, Ranges
 
 if TYPE_CHECKING:
     from .._engine.runtime import BlockRuntime
-    from ._elementwise import Update
+    from ._updates import Update
 
 __all__ = ["Overlap", "needs_staging"]
 
-#: Elements of parameters outside blocks that are waited for together.
+#: Number of elements of parameters outside blocks that form one unit.
 _OUTSIDE = 1 << 20
 
 
 def needs_staging(device: torch.device) -> bool:
-    """Whether the CPU reaches memory of ``device`` by copies only."""
+    """Whether the CPU accesses memory of ``device`` by copies only."""
     return device.type == "cuda"
 
 
 #: Adds ranges to an update of the core: `ElementwiseOptimizer._add_to`.
-AddTo = Callable[[_C.OffloadUpdate, Ranges, Sequence[Part]], None]
+AddTo = Callable[[OffloadUpdate, Ranges, Sequence[Part]], None]
 
 
 class _Unit:
-    """What is waited for as one: a block's parameters, or neighbours outside blocks."""
+    """Parameters with one wait: a block's parameters, or neighbours outside blocks."""
 
     def __init__(self, runtime: BlockRuntime | None, label: str, device: torch.device) -> None:
         self.runtime = runtime
@@ -61,7 +62,7 @@ class _Unit:
 
 
 class Overlap:
-    """Collects the parts of a step and posts those that nobody outside could watch."""
+    """Collects the parts of a step and posts those without references from outside."""
 
     def __init__(self) -> None:
         self.pending = PendingUpdates()
@@ -71,27 +72,27 @@ class Overlap:
 
     @property
     def host_bytes(self) -> int:
-        """Of memory through which gradients and parameters pass."""
+        """Bytes of host memory for copies of gradients and parameters."""
         return sum(way.nbytes for ways in (self._stagings, self._ahead) for way in ways.values())
 
     def forget_sent(self) -> None:
-        """Gradients are zeroed."""
+        """Drops copies of sent gradients, which are being zeroed."""
         for ahead in self._ahead.values():
             ahead.forget()
 
     def post(
         self, parts: Sequence[Part], states: dict[Tensor, dict[str, Any]], add_to: AddTo, *, is_early: bool
     ) -> list[Part]:
-        """Posts what can be in the background.
+        """Posts the updates that can be computed in the background.
 
         Args:
             parts: a whole step, in forward order within each part.
-            states: of all parameters of the optimizer.
-            add_to: the formula's.
-            is_early: a part of a step, inside backward: more is to come.
+            states: states of all parameters of the optimizer.
+            add_to: method of the formula.
+            is_early: it is a part of a step, inside backward, and more parts follow.
 
         Returns:
-            What has to be computed at once.
+            The parts that must be computed at once.
         """
         units, at_once = _units_of(parts)
         posted = []
@@ -106,7 +107,7 @@ class Overlap:
             if not is_early:
                 self._learn(unit)
             posted.append(self._prepare(unit, add_to, sent))
-        _C.OffloadUpdate.post([update.update for update in posted])
+        OffloadUpdate.post([update.update for update in posted])
         self.pending.add(posted)
         if not is_early:
             for ahead in self._ahead.values():
@@ -118,8 +119,8 @@ class Overlap:
         return None if ahead is None or unit.runtime is None else ahead.take(unit.runtime, unit.updates())
 
     def _learn(self, unit: _Unit) -> None:
-        """Lets the gradients of the next step's backward be sent ahead."""
-        current = _context.current()
+        """Prepares to send the gradients of the next step's backward ahead."""
+        current = context.current()
         if unit.runtime is None or current is None or not needs_staging(unit.device):
             return
         if unit.device not in self._ahead:
@@ -132,18 +133,18 @@ class Overlap:
         return self._stagings[device]
 
     def _prepare(self, unit: _Unit, add_to: AddTo, sent: SentBlock | None) -> PendingUpdate:
-        update = _C.OffloadUpdate(unit.label)
+        update = OffloadUpdate(unit.label)
         kept = self._add_staged(update, unit, add_to, sent) if needs_staging(unit.device) else []
         for part in unit.parts if not kept else ():
             with host_ranges(part.updates, part.names) as ranges:
                 add_to(update, ranges, [part])
             kept.append(ranges)
         parameters = [u.param for u in unit.updates()]
-        _C.OffloadUpdate.guard_gradients(update, parameters)
+        OffloadUpdate.guard_gradients(update, parameters)
         return PendingUpdate(update, parameters, kept, unit.runtime)
 
     def _add_staged(
-        self, update: _C.OffloadUpdate, unit: _Unit, add_to: AddTo, sent: SentBlock | None
+        self, update: OffloadUpdate, unit: _Unit, add_to: AddTo, sent: SentBlock | None
     ) -> list[Any]:
         staging, updates = self._staging(unit.device), unit.updates()
         staged = staging.place(updates, sent)
@@ -194,7 +195,7 @@ def _units_of(parts: Sequence[Part]) -> tuple[list[_Unit], list[Part]]:
 
 
 def _is_direct(update: Update) -> bool:
-    """Whether the workers can reach the tensors' memory, and a wait can be put before every access."""
+    """Whether the workers can access the tensors' memory, and every access can be made to wait."""
     param, grad = update.param, update.grad
     return (
         isinstance(param, DistributedParameter)

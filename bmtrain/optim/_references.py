@@ -1,9 +1,8 @@
-"""Who else refers to the memory that an update reads and writes.
+"""Reference counts of the memory that an update reads and writes.
 
 A tensor that a user made from a parameter, a gradient or a state before the step (``p.data``, ``state["exp_avg"]``)
-shows that memory without touching the parameter object, so nothing could wait on its behalf. Here the references are
-counted: if there are more than the library itself has, somebody could watch, and the update must not be in the
-background.
+accesses that memory without the parameter object, so no access could wait. Here the references are counted: if there
+are more than the library's own, an unfinished update could be seen, and it must not run in the background.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._unseen import gradient_of
+from .._base.unseen import gradient_of
 from ._arrays import MASTER
 
 if TYPE_CHECKING:
     from .._engine.runtime import BlockRuntime
-    from ._elementwise import Update
+    from ._updates import Update
 
 __all__ = ["ArenaReferences", "gradients_are_unheld", "is_unwatched"]
 
 
 class ArenaReferences:
-    """How many tensors refer to each piece of memory that an optimizer allocated for its state."""
+    """Numbers of tensors that refer to each allocation of an optimizer's state."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
@@ -36,13 +35,13 @@ class ArenaReferences:
     def note(
         self, parameters: Sequence[Tensor], names: Sequence[str], states: dict[Tensor, dict[str, Any]]
     ) -> None:
-        """Remembers the present counts of the memory of new entries of states, which nobody has seen yet."""
+        """Records the current counts of new state entries, which have no outside references yet."""
         for p in parameters:
             for name in names:
                 self._counts[_address(states[p][name])] = _num_references(states[p][name])
 
     def are_as_noted(self, param: Tensor, state: dict[str, Any]) -> bool:
-        """Whether nobody has made another tensor of that memory since."""
+        """Whether no other tensor of that memory has been made since."""
         return all(
             self._counts.get(_address(state[name])) == _num_references(state[name])
             for name in _allocated(state, param)
@@ -50,7 +49,7 @@ class ArenaReferences:
 
 
 def _allocated(state: dict[str, Any], param: Tensor) -> list[str]:
-    """What of a state is not the parameter itself."""
+    """Returns the names of the tensors in a state except the parameter itself."""
     no_memory = ("step", MASTER) if _shares_memory(state, param) else ("step",)
     return [name for name in state if name not in no_memory]
 
@@ -65,10 +64,10 @@ def is_unwatched(
     """Whether only the library refers to parameters, gradients and states of ``updates``.
 
     Args:
-        updates: of one block, or of parameters outside blocks; each holds one reference to its state.
-        runtime: the block's.
-        states: the optimizer's, by parameter.
-        arenas: of that state.
+        updates: updates of one block, or of parameters outside blocks; each holds one reference to its state.
+        runtime: runtime of the block.
+        states: states of the optimizer, by parameter.
+        arenas: reference counts of these states.
         sent: the memory that copies of the gradients to the host refer to, once for each reference.
     """
     expected = Counter(sent)  # references, by the address of the storage
@@ -122,7 +121,7 @@ def gradients_are_unheld(parameters: Sequence[Tensor], runtime: BlockRuntime) ->
 
 
 def _sent(runtime: BlockRuntime) -> list[int]:
-    """The memory that copies of the block's gradients to the host refer to, once for each reference."""
+    """Returns the memory that copies of the block's gradients to the host refer to, once for each reference."""
     copies = {id(p._sent): p._sent for group in runtime.groups for p in _parameters(group)}
     return [address for copy in copies.values() if copy is not None for address in copy.storages]
 
@@ -137,7 +136,7 @@ def _shares_memory(state: dict[str, Any], param: Tensor) -> bool:
 
 
 def _are_unheld(param: Tensor, states: dict[Tensor, dict[str, Any]]) -> bool:
-    """Whether nobody holds the very objects: the gradient, the state dict, its tensors."""
+    """Whether the objects themselves (gradient, state dict, its tensors) have no other references."""
     base = _baseline()
     return (
         sys.getrefcount(param.grad) == base.gradient
@@ -158,7 +157,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _num_references(tensor: Tensor) -> int:
-    """References to the storage, of tensors and of Python; those of this function are left out."""
+    """Returns the number of references to the storage from tensors and Python, except those of this function."""
     return _raw_references(tensor) - _baseline().storage
 
 
@@ -168,13 +167,13 @@ def _raw_references(tensor: Tensor) -> int:
 
 
 class _Baseline:
-    """What the counts are where there is nobody else: it depends on the versions of Python and torch."""
+    """Reference counts without outside references, which depend on the versions of Python and torch."""
 
     def __init__(self) -> None:
         sample = torch.nn.Parameter(torch.zeros(1, device="cpu"))
         sample.grad = torch.zeros(1, device="cpu")
         self.gradient = sys.getrefcount(sample.grad)
-        self.gradient = sys.getrefcount(sample.grad)  # from the second look on the object is kept
+        self.gradient = sys.getrefcount(sample.grad)  # from the second access on, the object is kept
         self.item = _item_references({"item": torch.zeros(1, device="cpu")}, "item")
         self.storage = _raw_references(torch.zeros(1, device="cpu")) - 1
 

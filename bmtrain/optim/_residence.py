@@ -1,4 +1,4 @@
-"""Which parameters have their optimizer state on the run device although the optimizer offloads."""
+"""Choice of the parameters whose optimizer state stays on the run device under offloading."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _context
+from .._ranks import context
 
 __all__ = ["choose_residents", "spare_bytes"]
 
-#: Of a card's memory, what the library fills at most.
+#: Largest share of a device's memory that the library fills.
 _FULL = 0.85
 
 
 def choose_residents(
     parameters: Sequence[Tensor], fraction: float | None, bytes_of: Any, budget: int
 ) -> tuple[set[int], float]:
-    """The parameters whose state stays on the device, and their share of the blocks.
+    """Returns the parameters whose state stays on the device, and their share of the blocks.
 
-    The blocks that are used first are chosen: there is the least time to bring the others' back.
+    The blocks that are used first are chosen, as there is the least time to update them on the host.
 
     Args:
-        parameters: those that can stay, in forward order.
-        fraction: share of the blocks; 1 takes the parameters outside blocks too. None: as many as fit.
-        bytes_of: of a parameter's state.
-        budget: bytes there are, for None.
+        parameters: the candidates, in forward order.
+        fraction: share of the blocks; 1 includes the parameters outside blocks. None: as many as fit.
+        bytes_of: returns the size of a parameter's state.
+        budget: available bytes, for None.
 
     Returns:
-        ids of parameters; the share of the blocks that they are.
+        ids of parameters, and their share of the blocks.
     """
     blocks, outside = _by_block(parameters)
     if fraction is None:
@@ -57,7 +57,7 @@ def _first_that_fit(blocks: list[list[Tensor]], bytes_of: Any, budget: int) -> l
 
 
 def _by_block(parameters: Iterable[Any]) -> tuple[list[list[Tensor]], list[Tensor]]:
-    """The parameters of each block, blocks in the order of their first parameter, and those of none."""
+    """Returns the parameters of each block, in the order of first parameters, and the parameters outside blocks."""
     blocks: dict[int, list[Tensor]] = {}
     outside: list[Tensor] = []
     for p in parameters:
@@ -68,13 +68,13 @@ def _by_block(parameters: Iterable[Any]) -> tuple[list[list[Tensor]], list[Tenso
 
 
 def spare_bytes(device: torch.device) -> int:
-    """Bytes of a card that neither this process at its peak so far nor anybody else uses; 0 for the CPU."""
+    """Returns the device memory unused by this process at its peak and by other processes; 0 for the CPU."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
     spare = int(_FULL * total) - others - torch.cuda.max_memory_allocated(device)
-    current = _context.current()
+    current = context.current()
     # Over NCCL a rank has its card to itself, and may see no other.
     sharers = 1
     if current is not None and current.backend == "gloo":

@@ -1,5 +1,5 @@
-"""Host memory through which gradients and parameters of a GPU pass. See staged_copies.h, [Note: Updates of parameters
-on a device]."""
+"""Host memory for copies of a GPU's gradients and parameters. See staged_copies.h, [Note: Updates of parameters on a
+device]."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _C
-from .._unseen import data_of
+from .._base.unseen import data_of
+from .._C import OffloadUpdate, SentGradients, SentNumber, StagingLane
 from ._ahead import SentBlock
 from ._arrays import MASTER
-from ._elementwise import Update
-from ._host_step import Ranges, ranges_of
+from ._host_step import ranges_of
+from ._updates import Ranges, Update
 
 __all__ = ["SLOTS", "Staged", "Staging"]
 
@@ -31,10 +31,10 @@ class Staged(NamedTuple):
     slot: int
     gradients: list[Tensor]
     parameters: list[Tensor]
-    sent: _C.SentGradients | None
+    sent: SentGradients | None
 
     def ranges(self, updates: Sequence[Update], names: Sequence[str], first: int) -> Ranges:
-        """What is to be computed of ``updates``, which are number ``first`` and those after it here."""
+        """Returns the ranges to compute for ``updates``, the first of which has number ``first`` here."""
         last = first + len(updates)
         states = [u.state for u in updates]
         rounds = updates[0].param.dtype != torch.float32
@@ -49,13 +49,13 @@ class Staging:
     """The slots of one device.
 
     Args:
-        device: of the parameters.
+        device: device of the parameters.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.lane = _C.StagingLane(device, SLOTS)
+        self.lane = StagingLane(device, SLOTS)
         self._pinned = device.type == "cuda"
-        # Apart, since gradients of one update may arrive while the parameters of the one that had the slot before are
+        # Separate, since gradients of one update may arrive while the parameters of the slot's previous update are
         # still read.
         self._gradients = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(SLOTS)]
         self._parameters = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(SLOTS)]
@@ -63,20 +63,20 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """Of the slots."""
+        """Bytes of the slots."""
         return sum(memory.numel() for memory in (*self._gradients, *self._parameters))
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Host memory that the device reaches, of bytes."""
+        """Allocates page-locked host memory."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
 
-    def send_number(self, number: Tensor) -> _C.SentNumber:
-        """Lets a number of the device come to the host."""
+    def send_number(self, number: Tensor) -> SentNumber:
+        """Starts the copy of a number to the host."""
         wide = number.detach().to(torch.float64).reshape(())
-        return _C.SentNumber(self.lane, wide, self.allocate(wide.element_size()).view(torch.float64).view(()))
+        return SentNumber(self.lane, wide, self.allocate(wide.element_size()).view(torch.float64).view(()))
 
     def place(self, updates: Sequence[Update], sent: SentBlock | None) -> Staged:
-        """Space in the next slot, for what is not ``sent`` already."""
+        """Returns space in the next slot, for gradients that are not ``sent`` already."""
         slot, self._next = self._next, (self._next + 1) % SLOTS
         gradients = (
             self._views(self._gradients, slot, [u.grad for u in updates]) if sent is None else sent.on_host
@@ -85,7 +85,7 @@ class Staging:
         return Staged(slot, gradients, parameters, None if sent is None else sent.copy)
 
     def _views(self, memories: list[Tensor], slot: int, like: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors in the memory of a slot, one after the other."""
+        """Returns consecutive tensors in the memory of a slot."""
         ends, end = [], 0
         for tensor in like:
             end += _padded(tensor)
@@ -100,8 +100,8 @@ class Staging:
             place.view(tensor.dtype).view(tensor.shape) for place, tensor in zip(places, like, strict=True)
         ]
 
-    def attach(self, update: _C.OffloadUpdate, updates: Sequence[Update], staged: Staged) -> None:
-        """Lets ``update``, which computes in ``staged``, take gradients from the device and give parameters back."""
+    def attach(self, update: OffloadUpdate, updates: Sequence[Update], staged: Staged) -> None:
+        """Makes ``update`` copy gradients from the device to ``staged``, and parameters back."""
         update.stage(
             self.lane,
             staged.slot,
@@ -109,7 +109,7 @@ class Staging:
             staged.gradients,
             [data_of(u.param) for u in updates],
             staged.parameters,
-            # Of fp32 parameters it is the master itself that goes back.
+            # For fp32 parameters the master itself is copied back.
             [u.state[MASTER] if u.param.dtype == torch.float32 else None for u in updates],
             staged.sent,
         )

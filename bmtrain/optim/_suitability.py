@@ -1,24 +1,30 @@
-"""Whether an optimizer suits distributed parameters, and whether its user has thought of them."""
+"""Checks and warnings for optimizers of distributed parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-from .. import _context
-from .._deprecate import warn_once
+from .._base.deprecate import warn_once
+from .._engine.engine import current_engine
+from .._ranks import context
 from ..global_var import rank, world_size
 from ..parameter import DistributedParameter
 from ._grad_stats import parameters_of
 
-__all__ = ["refuse_whole_tensor_optimizer", "warn_of_likely_mistakes", "warn_of_unsent_gradients"]
+__all__ = [
+    "refuse_whole_tensor_optimizer",
+    "warn_of_likely_mistakes",
+    "warn_of_uninitialised",
+    "warn_of_unsent_gradients",
+]
 
-#: What optimizers are called that use norms or factors of whole tensors, for which shards are no substitute.
+#: Class names of optimizers that need norms or factors of full tensors, which shards cannot give.
 _WHOLE_TENSOR_KINDS = ("adafactor", "lamb", "larc", "lars", "muon", "shampoo")
 
 
 def refuse_whole_tensor_optimizer(optimizer: Any) -> None:
-    """Raises ValueError for one that computes over whole tensors, if it has distributed parameters."""
+    """Raises ValueError for an optimizer that computes over full tensors, if it has distributed parameters."""
     name = type(optimizer).__name__
     if not any(kind in name.lower() for kind in _WHOLE_TENSOR_KINDS):
         return
@@ -30,7 +36,7 @@ def refuse_whole_tensor_optimizer(optimizer: Any) -> None:
 
 
 def warn_of_likely_mistakes(optimizer: Any) -> None:
-    """Says on rank 0, once, that parameters are plain, or that a group is empty as if chosen by dimensions."""
+    """Warns on rank 0, once, of plain parameters, and of a group that is empty as if selected by dimensions."""
     if rank() != 0:
         return
     trained = [p for p in parameters_of(optimizer.param_groups) if p.requires_grad]
@@ -50,18 +56,25 @@ def warn_of_likely_mistakes(optimizer: Any) -> None:
             "OptimManager.empty_group",
             f"{type(optimizer).__name__}: parameter group {empty[0]} is empty. If the groups were told apart by "
             "p.dim(): a distributed parameter is flat, whatever its shape; choose by name, or by "
-            "len(p._original_shape)",
+            "len(p.full_shape)",
             stacklevel=3,
             category=UserWarning,
         )
 
 
+def warn_of_uninitialised(param_groups: Iterable[Any]) -> None:
+    """Warns on rank 0, at the first step after they were made, of parameters that are not initialised."""
+    current = context.current()
+    if current is not None and (uninitialised := current_engine(current).reads.uninitialised).before_step:
+        uninitialised.check_step(parameters_of(param_groups))
+
+
 def warn_of_unsent_gradients(param_groups: Iterable[Any]) -> None:
-    """Says on rank 0, once, that a step does not see gradients which were left on each rank."""
-    current = _context.current()
+    """Warns on rank 0, once, of a step without gradients that were left unsent on each rank."""
+    current = context.current()
     if current is None or rank() != 0:
         return
-    if current.engine.accumulation.has_unsent_of(parameters_of(param_groups)):
+    if current_engine(current).accumulation.has_unsent_of(parameters_of(param_groups)):
         warn_once(
             "OptimManager.unsent_gradients",
             "OptimManager.step: gradients of backwards in no_sync() were not sent, and this step goes without them: "

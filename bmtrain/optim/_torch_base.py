@@ -1,11 +1,11 @@
-"""torch's optimizer without the compiler that it imports, and without a wrapper that nobody needs.
+"""torch's optimizer base class without the import of the compiler and the wrapper around ``step``.
 
 [Note: The compiler that torch.optim imports]
 Some methods of `torch.optim.Optimizer` are marked as not to be traced by ``torch.compile``, and the first call of one
 of them imports all of ``torch._dynamo``: 800 modules, 70 MiB in every rank, and seconds. Nobody traces before that is
 imported, so until then the methods behind the marks are called.
 
-[Note: A step that nobody watches]
+[Note: Steps without hooks]
 torch wraps every ``step`` in a mark for profilers and the calls of hooks, 6 us of the 22 that a small step takes in
 Python. The wrapper is called for steps that have hooks or are recorded; others are called as they are.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from .. import _C
+from .._C import is_recorded
 
 __all__ = ["TorchOptimizer"]
 
@@ -33,11 +33,11 @@ def _unmarked(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TorchOptimizer(torch.optim.Optimizer):
-    """`torch.optim.Optimizer`; the notes above say what is different."""
+    """`torch.optim.Optimizer` with the differences in the notes above."""
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """What `torch.optim.Optimizer` calls to wrap ``step``."""
+        """Wraps ``step``; called by `torch.optim.Optimizer`."""
         wrapped = torch.optim.Optimizer.profile_hook_step(func)
 
         @functools.wraps(func)
@@ -47,13 +47,13 @@ class TorchOptimizer(torch.optim.Optimizer):
         return step
 
     def _is_watched(self) -> bool:
-        """Whether a step has hooks, or somebody records what torch does."""
+        """Whether a step has hooks, or a profiler is recording."""
         return bool(
             self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
             or torch_optimizer._global_optimizer_pre_hooks
             or torch_optimizer._global_optimizer_post_hooks
-            or _C.is_recorded()
+            or is_recorded()
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

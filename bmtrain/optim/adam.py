@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ._adam_base import AdamBase
-from ._elementwise import Part
-from ._host_step import Ranges
 from ._on_device import OnDevice
+from ._updates import Part, Ranges
 
 __all__ = ["AdamOptimizer"]
 
@@ -27,8 +26,8 @@ class AdamOptimizer(AdamBase, OnDevice):
         eps: added to the denominator after bias correction.
         weight_decay: strength of the weight decay.
         hold_steps: number of first updates of each parameter that move its moments only.
-        scale: initial loss scale that the optimizer is to own; by default none.
-        decoupled: how weights decay: True as in AdamW, False added to the gradient (L2), None as scripts of all
+        scale: initial loss scale of the optimizer; by default none.
+        decoupled: kind of weight decay: True as in AdamW, False added to the gradient (L2), None as scripts of all
             versions have it: decoupled for 16-bit parameters, L2 for fp32 ones.
 
     Raises:

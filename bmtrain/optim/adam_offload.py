@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from .. import _ops
-from .._arguments import require_number
+from .._base.arguments import require_number
 from ._adam_base import AdamBase
-from ._elementwise import Part
-from ._host_step import Ranges
 from ._offloaded import Offloaded
+from ._updates import Part, Ranges
 
 __all__ = ["AdamOffloadOptimizer"]
 
@@ -20,15 +19,15 @@ __all__ = ["AdamOffloadOptimizer"]
 class AdamOffloadOptimizer(AdamBase, Offloaded):
     """Adam as `AdamOptimizer`, with moments and masters in host memory, to rounding.
 
-    Gradients are read from, and parameters written to, the run device; what takes 12 bytes per parameter stays on
-    the host, but for the ``fraction`` of blocks for which the device has room. From a GPU gradients go to the host
-    inside backward, into page-locked memory of up to a quarter of what the host has free.
+    Gradients are read from, and parameters written to, the run device; the state of 12 bytes per parameter stays on
+    the host, except for the ``fraction`` of blocks that fit on the device. Gradients of a GPU are copied to the host
+    inside backward, into page-locked memory of up to a quarter of the host's free memory.
 
-    `step` returns before the parameters are updated: workers go through them in the order of
-    ``params``, and whoever needs one waits for it. A block waits for its own parameters when it is next called, and
-    so does every other access to a distributed parameter, its gradient or the optimizer's state, so that the bits
-    are those of ``overlap=False`` and an unfinished update is never seen. (Plain parameters, and those of which a
-    detached copy, a gradient or a state is held by somebody else, are updated within `step`.)
+    `step` returns before the parameters are updated: workers update them in the order of ``params``, and an access to
+    a parameter waits for its update. A block waits for its own parameters when it is next called, and so does every
+    other access to a distributed parameter, its gradient or the optimizer's state, so that the results are
+    bit-identical to ``overlap=False`` and an unfinished update is never seen. (Plain parameters, and parameters with
+    outside references to a detached copy, a gradient or a state, are updated within `step`.)
 
     Args:
         params: parameters, or group dicts with ``params`` and any of ``lr, betas, eps, weight_decay, maximize``.
@@ -37,11 +36,11 @@ class AdamOffloadOptimizer(AdamBase, Offloaded):
         eps: added to the denominator after bias correction.
         weight_decay: strength of the weight decay.
         hold_steps: number of first updates of each parameter that move its moments only.
-        record_delta: collect what `get_avg_delta` and `get_var_delta` return; updates do not overlap then.
-        scale: initial loss scale that the optimizer is to own; by default none.
-        decoupled: how weights decay: True as in AdamW, False added to the gradient (L2), None as scripts of all
+        record_delta: collect the results of `get_avg_delta` and `get_var_delta`; updates do not overlap then.
+        scale: initial loss scale of the optimizer; by default none.
+        decoupled: kind of weight decay: True as in AdamW, False added to the gradient (L2), None as scripts of all
             versions have it: decoupled for 16-bit parameters, L2 for fp32 ones.
-        overlap: let updates go on after `step`.
+        overlap: let updates continue after `step`.
         fraction: share of the blocks, the first ones, whose state stays on the run device, where they are updated at
             once, to the same bits; 1 takes parameters outside blocks too. None chooses at the first step: on a GPU as
             many as its free memory holds, on CPU ranks none.
@@ -91,14 +90,14 @@ class AdamOffloadOptimizer(AdamBase, Offloaded):
         super().__init__(params, lr, betas, eps, weight_decay, hold_steps, scale, decoupled)
 
     def get_avg_delta(self) -> float:
-        """Return the mean of ``u + weight_decay * w`` over all elements this rank updated in the last step.
+        """Returns the mean of ``u + weight_decay * w`` over all elements this rank updated in the last step.
 
         ``u`` is the update before the learning rate, ``w`` the weight before the step. 0 if nothing was recorded.
         """
         return self._deltas.mean
 
     def get_var_delta(self) -> float:
-        """Return the variance of what `get_avg_delta` is the mean of (divided by the number of elements)."""
+        """Returns the variance of the values that `get_avg_delta` averages (divided by the number of elements)."""
         return self._deltas.variance
 
     def _has_device_kernel(self, device: torch.device) -> bool:
@@ -121,7 +120,7 @@ class AdamOffloadOptimizer(AdamBase, Offloaded):
 
 
 class _Deltas:
-    """Sums of one step, from which mean and variance come."""
+    """Sums of one step for mean and variance."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments import require_number
-from .._deprecate import warn_once
+from .._base.arguments import require_number
+from .._base.deprecate import warn_once
 from ..virtual import check_no_loop
 from ._grad_stats import global_norm, multiply_gradients, parameters_of
 
@@ -23,15 +23,15 @@ def clip_gradients(
     norm_type: float | str = 2,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Scale gradients down so that their norm over all ranks is at most ``max_norm``. Collective.
+    """Scales gradients down so that their norm over all ranks is at most ``max_norm``. Collective.
 
-    Every logical element counts once, wherever it is sharded or repeated; a gradient of None counts as 0. If
-    the norm is inf or NaN the gradients are left as they are, for the following step to find. On a GPU the host does
-    not wait for the norm.
+    Every logical element counts once, whether it is sharded or replicated; a gradient of None counts as 0. If the norm
+    is inf or NaN the gradients stay unchanged, and the following step detects it. On a GPU the host does not wait for
+    the norm.
 
     Args:
         param_groups: group dicts as of ``optimizer.param_groups``, or parameters.
-        max_norm: largest norm that is left alone, of the true (unscaled) gradients.
+        max_norm: largest norm of the true (unscaled) gradients that is not clipped.
         scale: the loss scale that the stored gradients carry.
         norm_type: p of the p-norm, ``"inf"`` or ``math.inf`` for the largest magnitude.
         eps: added to the stored norm before dividing by it.
@@ -40,7 +40,7 @@ def clip_gradients(
         The norm before clipping, unscaled: a 0-dim fp32 tensor on the run device, equal on all ranks.
 
     Raises:
-        TypeError: something else is among the parameters.
+        TypeError: ``param_groups`` has objects that are not parameters.
         ValueError: ``max_norm``, ``scale``, ``norm_type`` or ``eps`` is out of range.
         RuntimeError: before ``init_distributed``.
 

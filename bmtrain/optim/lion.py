@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ._arrays import MASTER
-from ._elementwise import ElementwiseOptimizer, Update
-from ._host_step import Ranges
+from ._elementwise import ElementwiseOptimizer
 from ._offloaded import Offloaded
 from ._on_device import OnDevice
 from ._options import check_betas, check_not_negative
+from ._updates import Ranges, Update
 
 __all__ = ["LionOffloadOptimizer", "LionOptimizer"]
 
@@ -98,7 +98,7 @@ class LionOptimizer(_Lion, OnDevice):
 class LionOffloadOptimizer(_Lion, Offloaded):
     """`LionOptimizer` with momentum and masters in host memory, computed by the CPU.
 
-    On CPU ranks updates go on after `step`, in the same bits, as those of `AdamOffloadOptimizer` do.
+    On CPU ranks updates continue after `step`, with bit-identical results, as with `AdamOffloadOptimizer`.
 
     Args:
         params: parameters, or group dicts with ``params`` and any of the options of `LionOptimizer`.
@@ -106,7 +106,7 @@ class LionOffloadOptimizer(_Lion, Offloaded):
         betas: see `LionOptimizer`.
         weight_decay: see there.
         maximize: see there.
-        overlap: let updates go on after `step`.
+        overlap: let updates continue after `step`.
 
     Raises:
         ValueError: as `LionOptimizer`.

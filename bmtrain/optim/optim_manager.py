@@ -10,15 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments import require_integer, require_keys, require_number, require_tensor
-from .._deprecate import warn_once
+from .._base.arguments import require_integer, require_keys, require_number, require_tensor
+from .._base.deprecate import warn_once
+from .._engine.engine import current_engine
 from ..accumulate import no_sync
 from ..global_var import config, context, num_losses, rank
 from ..virtual import check_no_loop
 from ._early import EarlySteps
 from ._grad_stats import check_overflow, first_overflow, forget_unsent, grad_rescale, parameters_of
+from ._loss_watch import LossWatch
 from ._state import load_optimizer_state, optimizer_state
-from ._suitability import refuse_whole_tensor_optimizer, warn_of_likely_mistakes, warn_of_unsent_gradients
+from ._suitability import (
+    refuse_whole_tensor_optimizer,
+    warn_of_likely_mistakes,
+    warn_of_uninitialised,
+    warn_of_unsent_gradients,
+)
 from .clip_grad import clip_gradients
 
 __all__ = ["OptimManager", "check_overflow", "grad_rescale"]
@@ -34,7 +41,8 @@ class OptimManager:
 
     Args:
         loss_scale: scale to start from; None for no scaling (bfloat16 and float32 need none).
-        loss_scale_factor: factor between successive scales; a value below 1 means its reciprocal.
+        loss_scale_factor: factor between successive scales; a value below 1 means its reciprocal. This and the next
+            three may be None where there is no loss scale.
         loss_scale_steps: good steps before the scale grows.
         min_loss_scale: the scale does not fall below it.
         max_loss_scale: the scale does not grow above it.
@@ -42,7 +50,7 @@ class OptimManager:
             world size divided by the tensor-parallel size, or in a loop over virtual shards their number.
         accumulate: number of backwards whose mean gradient one step uses. The others than the last send nothing (see
             :func:`bmtrain.no_sync`), and until it :meth:`zero_grad` and :meth:`step` do nothing: the loop is the same.
-            After a backward that failed, and after :meth:`load_state_dict`, it begins anew with :meth:`zero_grad`.
+            After a backward that failed, and after :meth:`load_state_dict`, it begins again with :meth:`zero_grad`.
         step_in_backward: update a block inside :meth:`backward`, as soon as its gradient is complete and nothing else
             can change it; :meth:`step` updates the rest. The bits are those of updates within :meth:`step`. There is
             one backward to a step then (or use ``accumulate``), gradients cannot be changed between them, and neither
@@ -65,10 +73,10 @@ class OptimManager:
     def __init__(
         self,
         loss_scale: float | None = None,
-        loss_scale_factor: float = 2,
-        loss_scale_steps: int = 1024,
-        min_loss_scale: float = 1,
-        max_loss_scale: float = math.inf,
+        loss_scale_factor: float | None = 2,
+        loss_scale_steps: int | None = 1024,
+        min_loss_scale: float | None = 1,
+        max_loss_scale: float | None = math.inf,
         grad_scale: float | None = None,
         *,
         accumulate: int = 1,
@@ -80,29 +88,25 @@ class OptimManager:
                 if not value > 0:
                     raise ValueError(f"{name}: expected more than 0 or None, got {value}")
         accumulate = require_integer("accumulate", accumulate, 1)
-        for name, value in (
-            ("min_loss_scale", min_loss_scale),
-            ("max_loss_scale", max_loss_scale),
-            ("loss_scale_steps", loss_scale_steps),
-        ):
-            require_number(name, value)
-        if not 0 < min_loss_scale <= max_loss_scale:
+        has_scale = loss_scale is not None
+        self.min_loss_scale = _number_of_scale("min_loss_scale", min_loss_scale, 1, has_scale)
+        self.max_loss_scale = _number_of_scale("max_loss_scale", max_loss_scale, math.inf, has_scale)
+        self.loss_scale_steps = _number_of_scale("loss_scale_steps", loss_scale_steps, 1024, has_scale)
+        self.loss_scale_factor = _number_of_scale("loss_scale_factor", loss_scale_factor, 2, has_scale)
+        if not 0 < self.min_loss_scale <= self.max_loss_scale:
             raise ValueError(
                 f"expected 0 < min_loss_scale <= max_loss_scale, got {min_loss_scale} and {max_loss_scale}"
             )
         if step_in_backward:
-            _refuse_early_steps(loss_scale is not None)
+            _refuse_early_steps(has_scale)
         self._early = EarlySteps() if step_in_backward else None
         self.loss_scale: float = 1 if loss_scale is None else loss_scale
-        self.loss_scale_enabled = loss_scale is not None
+        self.loss_scale_enabled = has_scale
         self.steps_since_last_scale = 0
-        self.loss_scale_factor = loss_scale_factor
-        self.loss_scale_steps = loss_scale_steps
-        self.min_loss_scale = min_loss_scale
-        self.max_loss_scale = max_loss_scale
         self._grad_scale = grad_scale
         self.accumulate = accumulate
         self._num_backwards = 0  # since the last step
+        self._watch = LossWatch()
         self.optimizers: list[torch.optim.Optimizer] = []
         self.lr_schedulers: list[Any] = []
 
@@ -120,7 +124,7 @@ class OptimManager:
 
     @property
     def grad_scale(self) -> float:
-        """What the loss is divided by, see the class."""
+        """Divisor of the loss, see the class."""
         if self._grad_scale is not None:
             return self._grad_scale
         context("OptimManager")
@@ -131,7 +135,7 @@ class OptimManager:
         self._grad_scale = value
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
-        """Manage an optimizer.
+        """Adds an optimizer.
 
         Args:
             optimizer: one of this library or of ``torch.optim``.
@@ -174,11 +178,11 @@ class OptimManager:
         self.lr_schedulers.append(lr_scheduler)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss that :meth:`backward` differentiates: scaled up, divided by ``grad_scale``."""
+        """Returns the loss that :meth:`backward` differentiates: scaled up, divided by ``grad_scale``."""
         return loss * (self.loss_scale / (self.grad_scale * self.accumulate))
 
     def backward(self, loss: Tensor) -> None:
-        """Backpropagate the scaled loss; several calls before a step accumulate.
+        """Backpropagates the scaled loss; several calls before a step accumulate.
 
         Args:
             loss: this rank's scalar loss, normally the mean over its own batch.
@@ -200,6 +204,7 @@ class OptimManager:
                 f"{tuple(loss.shape)} with requires_grad={loss.requires_grad}"
             )
         self._num_backwards += 1
+        self._watch.see_loss(loss)
         try:
             with self._around_backward():
                 self.scale_loss(loss).backward()
@@ -211,7 +216,7 @@ class OptimManager:
     def _around_backward(self) -> AbstractContextManager[None]:
         if self._is_accumulating():
             return no_sync()
-        if self._early is None or context("OptimManager.backward").engine.virtual.is_open:
+        if self._early is None or current_engine(context("OptimManager.backward")).virtual.is_open:
             return nullcontext()
         return self._early.allowed(self.optimizers)
 
@@ -224,11 +229,11 @@ class OptimManager:
         return 0 < self._num_backwards < self.accumulate
 
     def zero_grad(self, *, set_to_none: bool = False) -> None:
-        """Fill the gradients of all optimizers with zeros, or drop them.
+        """Fills the gradients of all optimizers with zeros, or drops them.
 
         Args:
-            set_to_none: drop them: their memory is free during the forward, and the next backward writes where it would
-                add.
+            set_to_none: drop them: their memory is free during the forward, and the next backward writes gradients
+                instead of adding to them.
         """
         if self._is_accumulating():
             return
@@ -241,11 +246,13 @@ class OptimManager:
     def clip_grad_norm(
         self, param_groups: Iterable[Any], max_norm: float, norm_type: float | str = 2, eps: float = 1e-6
     ) -> Tensor:
-        """Clip gradients by their norm over all ranks, see :func:`~bmtrain.optim.clip_grad.clip_gradients`. Collective.
+        """Clips gradients by their norm over all ranks. Collective.
+
+        See :func:`~bmtrain.optim.clip_grad.clip_gradients`.
 
         Args:
             param_groups: ``optimizer.param_groups``, or parameters.
-            max_norm: largest norm that is left alone, of the mean gradient without loss scale.
+            max_norm: largest norm of the mean gradient, without loss scale, that is not clipped.
             norm_type: p of the p-norm, or ``"inf"``.
             eps: added to the norm before dividing by it.
 
@@ -261,23 +268,35 @@ class OptimManager:
                 "OptimManager.clip_grad_norm: with step_in_backward=True parameters are updated before the norm is "
                 "known; leave one of them out"
             )
-        return clip_gradients(param_groups, max_norm, self.loss_scale, norm_type, eps)
+        norm = clip_gradients(param_groups, max_norm, self.loss_scale, norm_type, eps)
+        self._watch.see_norm(norm)
+        return norm
 
     def step(self) -> None:
-        """Step every optimizer and then its schedule, or skip all if a gradient overflowed.
+        """Steps every optimizer and then its schedule, or skips all if a gradient overflowed.
 
-        Collective over the world with loss scaling.
+        Collective over the world with loss scaling. Warns, once, if all ranks had the same losses, or if the loss
+        stays inf or NaN without a loss scale.
 
         Raises:
-            RuntimeError: in a loop over virtual shards, whose gradients are there when it ends; or, with a loss scale,
-                before :func:`bmtrain.init_distributed`.
+            RuntimeError: without an optimizer; in a loop over virtual shards, whose gradients are there when it ends;
+                or, with a loss scale, before :func:`bmtrain.init_distributed`.
         """
+        if not self.optimizers:
+            context("OptimManager.step")
+            raise RuntimeError(
+                "OptimManager.step: expected at least one optimizer, got none, so that nothing would be trained; call "
+                "add_optimizer() first"
+            )
         if self._is_accumulating():
             return
         self._num_backwards = 0
         check_no_loop("OptimManager.step")
-        warn_of_unsent_gradients(group for optimizer in self.optimizers for group in optimizer.param_groups)
-        if self.loss_scale_enabled and self._skip_on_overflow():
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        warn_of_uninitialised(groups)
+        warn_of_unsent_gradients(groups)
+        self._watch.end_step(parameters_of(groups), self.loss_scale_enabled)
+        if self.loss_scale_enabled and self._skip_on_overflow(groups):
             return
         optimizer: Any
         for optimizer, lr_scheduler in zip(self.optimizers, self.lr_schedulers, strict=True):
@@ -294,9 +313,8 @@ class OptimManager:
         if self.loss_scale_enabled:
             self._count_good_step()
 
-    def _skip_on_overflow(self) -> bool:
+    def _skip_on_overflow(self, groups: list[dict[str, Any]]) -> bool:
         context("OptimManager.step with a loss scale")  # alone, a rank cannot know what the others skip
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         if not check_overflow(groups):
             return False
         old = self.loss_scale
@@ -319,7 +337,7 @@ class OptimManager:
             self.steps_since_last_scale = 0
 
     def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
-        """Return the state of the optimizers, the schedules and the loss scale.
+        """Returns the state of the optimizers, the schedules and the loss scale.
 
         Args:
             gather_opt: gather the optimizers' sharded tensors to full ones, so that the state can be loaded
@@ -337,7 +355,7 @@ class OptimManager:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state of :meth:`state_dict`, which is not modified.
+        """Loads a state of :meth:`state_dict`, which is not modified.
 
         Args:
             state_dict: made with as many optimizers, in the same order.
@@ -373,16 +391,24 @@ class OptimManager:
         self._resume(state_dict)
 
     def _check_resumable(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if it cannot go on from ``state``."""
+        """Raises ValueError if ``state`` does not fit."""
         if self._early is not None:
             _refuse_early_steps(state["loss_scale_enabled"])
 
     def _resume(self, state: Mapping[str, Any]) -> None:
-        """Go on from the numbers in a saved state, with the first backward of a step; optimizers are left alone."""
+        """Restores the numbers of a saved state, at the first backward of a step; optimizers stay unchanged."""
         self._num_backwards = 0
         self.loss_scale = state["loss_scale"]
         self.loss_scale_enabled = state["loss_scale_enabled"]
         self.steps_since_last_scale = state.get("steps_since_last_scale", 0)
+
+
+def _number_of_scale(name: str, value: float | None, default: float, has_scale: bool) -> float:
+    """Returns ``value``, or the default for None, which configuration files use without a loss scale."""
+    if value is None and not has_scale:
+        return default
+    require_number(name, value)
+    return value  # type: ignore[return-value]
 
 
 def _refuse_early_steps(with_loss_scale: bool) -> None:
@@ -396,7 +422,7 @@ def _refuse_early_steps(with_loss_scale: bool) -> None:
 
 
 def _parameter_name(groups: list[dict[str, Any]], index: int) -> str:
-    """A parameter as the optimizers know it: by its place, and by its name if they were given names."""
+    """Returns a parameter's position in the optimizers, with its name if they were given names."""
     names: dict[int, str] = {}
     for group in groups:
         for p, name in zip(group["params"], group.get("param_names", ()), strict=False):

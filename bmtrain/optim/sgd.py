@@ -8,13 +8,13 @@ from typing import Any
 
 from torch.optim.sgd import sgd as torch_sgd
 
-from .._arguments import require_number
+from .._base.arguments import require_number
 from ._arrays import MASTER
-from ._elementwise import ElementwiseOptimizer, Update
-from ._host_step import Ranges
+from ._elementwise import ElementwiseOptimizer
 from ._offloaded import Offloaded
 from ._on_device import OnDevice
 from ._options import check_not_negative
+from ._updates import Ranges, Update
 
 __all__ = ["SGDOffloadOptimizer", "SGDOptimizer"]
 
@@ -109,7 +109,7 @@ class SGDOptimizer(_SGD, OnDevice):
 class SGDOffloadOptimizer(_SGD, Offloaded):
     """`SGDOptimizer` with momentum and masters in host memory, computed by the CPU.
 
-    On CPU ranks updates go on after `step`, in the same bits, as those of `AdamOffloadOptimizer` do.
+    On CPU ranks updates continue after `step`, with bit-identical results, as with `AdamOffloadOptimizer`.
 
     Args:
         params: parameters, or group dicts with ``params`` and any of the options of `SGDOptimizer`.
@@ -119,7 +119,7 @@ class SGDOffloadOptimizer(_SGD, Offloaded):
         weight_decay: see there.
         nesterov: see there.
         maximize: see there.
-        overlap: let updates go on after `step`.
+        overlap: let updates continue after `step`.
 
     Raises:
         ValueError: as `SGDOptimizer`.

@@ -1,4 +1,4 @@
-"""Know before you launch: memory, time and traffic of a training run, predicted."""
+"""Predictions of memory, time and traffic of a training run, before it is launched."""
 
 from .describe import describe_config, describe_module
 from .estimator import MemoryEstimate, Plan, TimeEstimate, estimate, model_state_bytes

@@ -1,4 +1,4 @@
-"""Measuring the machine that this runs on, for ``python -m bmtrain plan --here``.
+"""Measurement of this machine, for ``bmtrain plan --here``.
 
 All ranks measure at the same time, as they compete for processors and memory in a run.
 """
@@ -16,7 +16,7 @@ from dataclasses import asdict
 
 import torch
 
-from .._checkup import Surroundings
+from .._tools.checkup import Surroundings
 from ..global_var import context
 from ..init import init_distributed
 from .machine import Machine
@@ -29,7 +29,7 @@ _TIMEOUT = 120.0
 
 
 def measure_machine(num_ranks: int = 2, dtype: torch.dtype | None = None) -> Machine:
-    """Start ``num_ranks`` ranks here, and measure a layer, copies and gathers in them. Takes some seconds.
+    """Starts ``num_ranks`` ranks here, and measures a layer, copies and gathers in them. Takes some seconds.
 
     Args:
         num_ranks: of this host.
@@ -37,7 +37,7 @@ def measure_machine(num_ranks: int = 2, dtype: torch.dtype | None = None) -> Mac
 
     Raises:
         ValueError: fewer than one rank.
-        OSError: a rank did not end well; with what it said.
+        OSError: a rank failed; the error contains its output.
     """
     if num_ranks < 1:
         raise ValueError(f"devices: expected at least 1, got {num_ranks}")
@@ -78,20 +78,20 @@ def _median_seconds(action: Callable[[], object]) -> float:
 
 
 def measure_ranks(dtype: torch.dtype | None = None) -> Machine:
-    """The machine as the ranks of this job find it, all of them at the same time. Collective.
+    """Measures the machine on all ranks of this job at the same time. Collective.
 
     Args:
         dtype: in which layers compute; processors with units for 16 bits are a few times as fast in it. Default: fp32
             on CPU ranks, bf16 on GPUs.
 
     Returns:
-        what this rank measured; other ranks may have other numbers.
+        the measurements of this rank; other ranks may have other numbers.
 
     Raises:
         NotInitializedError: before `init_distributed`.
     """
     ctx = context("measure_ranks()")
-    group, device = ctx.groups["zero"], ctx.device
+    group, device = ctx.world, ctx.device
 
     def finish() -> None:
         if device.type == "cuda":
@@ -147,7 +147,7 @@ def _name(dtype: torch.dtype) -> str:
 def _layer_flops(
     device: torch.device, dtype: torch.dtype | None, bandwidth: float, finish: Callable[[], None]
 ) -> float:
-    """Operations per second of a transformer layer, less the time in which its activations move."""
+    """Operations per second of a transformer layer, without the time of moving its activations."""
     is_cuda = device.type == "cuda"
     dim, heads, seq, batch = (4096, 32, 1024, 4) if is_cuda else (512, 8, 256, 2)
     dtype = dtype or (torch.bfloat16 if is_cuda else torch.float32)

@@ -1,4 +1,4 @@
-"""``python -m bmtrain plan``: will it fit, how fast will it be, what limits it?
+"""``bmtrain plan``: predicted memory, step time and bottleneck of a training run.
 
 Predicts memory, time and traffic of a training run from the sizes of a model, a machine and the policy of its blocks.
 The step is simulated on a virtual clock by the runtime's own schedule, so what overlaps is not assumed.
@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from .._terminal import columns
+from .._base.terminal import columns
 from .calibrate import measure_machine
 from .describe import describe_config, describe_module
 from .estimator import estimate
@@ -32,10 +33,10 @@ from .search import choose_policy, remedies
 __all__ = ["EPILOG", "add_arguments", "run"]
 
 EPILOG = """examples:
-  python -m bmtrain plan --layers 40 --dim 5120 --heads 40 --machine a100-80gb --nodes 4 --micro-batch 8
-  python -m bmtrain plan --config config.json --machine h100-80gb --choose
-  python -m bmtrain plan --module train.py:build --machine h200-141gb --json plan.json
-  python -m bmtrain plan --published
+  bmtrain plan --layers 40 --dim 5120 --heads 40 --machine a100-80gb --nodes 4 --micro-batch 8
+  bmtrain plan --config config.json --machine h100-80gb --choose
+  bmtrain plan --module train.py:build --machine h200-141gb --json plan.json
+  bmtrain plan --published
 --module names a function without arguments that returns a model (build it under torch.device("meta")) and its
 inputs: (model, input, ...)."""
 
@@ -44,7 +45,7 @@ _Group: TypeAlias = "argparse._ArgumentGroup"  # argparse has no other name for 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the options of ``plan``."""
+    """Describes the options of ``plan``."""
     parser.epilog = EPILOG
     _add_model(parser.add_argument_group("model (a GPT-2 by numbers unless --config or --module is given)"))
     _add_machine(parser.add_argument_group("machine"))
@@ -88,7 +89,12 @@ def _add_machine(machine: _Group) -> None:
 
 
 def _add_policy(policy: _Group) -> None:
-    policy.add_argument("--micro-batch", type=int, default=1, metavar="N", help="samples of one device")
+    policy.add_argument(
+        "--micro-batch",
+        type=int,
+        metavar="N",
+        help="samples of one device (default: those of the inputs of --module, else 1)",
+    )
     policy.add_argument("--level", type=int, default=3, choices=(0, 1, 2, 3), help="ZeRO level")
     policy.add_argument(
         "--zero-size", type=int, metavar="N", help="devices that share a block (default: all)"
@@ -111,10 +117,11 @@ def _add_policy(policy: _Group) -> None:
     policy.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks")
     policy.add_argument("--pipe", type=int, default=1, metavar="N", help="pipeline stages")
     policy.add_argument(
-        "--ring-reduce",
-        action="store_true",
-        help="sum gradients around a ring; by default slices go straight to their owners, as the runtime sends them",
+        "--reduce",
+        choices=("direct", "hosts", "ring"),
+        help="how gradients are summed (default: by hosts where there are several, else directly)",
     )
+    policy.add_argument("--ring-reduce", action="store_true", help="the same as --reduce ring")
     policy.add_argument(
         "--choose", action="store_true", help="find the fastest level, recomputation, offload and micro-batch"
     )
@@ -137,11 +144,11 @@ def _add_output(output: _Group) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan. Returns 1 if it does not fit, 2 for an option that makes no sense, else 0."""
+    """Prints the plan. Returns 1 if it does not fit, 2 for an option that makes no sense, else 0."""
     try:
         return _run(arguments)
     except (ValueError, OSError, ImportError) as error:
-        print(f"python -m bmtrain plan: {error}", file=sys.stderr)
+        print(f"bmtrain plan: {error}", file=sys.stderr)
         return 2
 
 
@@ -153,17 +160,19 @@ def _run(arguments: argparse.Namespace) -> int:
         _write(arguments.json, {"fit": dataclasses.asdict(fit), "cells": [vars(cell) for cell in cells]})
         return 0
     if arguments.scale is not None:
+        _refuse_model(arguments)
         table = draw_scale(arguments.scale, _machine(arguments))
         print("\n".join(table if columns() is None else _aligned(table)))
         return 0
-    model = _model(arguments)
+    model, micro_batch = _model(arguments)
     policy = TrainingPolicy(
-        micro_batch=arguments.micro_batch,
+        micro_batch=micro_batch if arguments.micro_batch is None else arguments.micro_batch,
         level=arguments.level,
         recompute="selective" if arguments.selective else not arguments.no_recompute,
         zero_size=arguments.zero_size,
         compute_dtype=_dtype(arguments.compute_dtype),
         gather_dtype=_dtype(arguments.gather_dtype),
+        reduce=arguments.reduce,
         offload=arguments.offload,
         accumulate=arguments.accumulate,
         tp_size=arguments.tp,
@@ -185,8 +194,19 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0 if plan.fits else 1
 
 
+def _refuse_model(arguments: argparse.Namespace) -> None:
+    """Refuses options of the model with --scale, which draws predefined models."""
+    defaults = {"layers": 24, "dim": 2048, "heads": 16, "vocab": 50257}
+    options = (*defaults, "dim_head", "seq", "config", "module", "dtype", "micro_batch")
+    given = [
+        f"--{name.replace('_', '-')}" for name in options if getattr(arguments, name) != defaults.get(name)
+    ]
+    if given:
+        raise ValueError(f"--scale: draws models of its own (1.3B to 1T); leave out {', '.join(given)}")
+
+
 def _aligned(table: Sequence[str]) -> list[str]:
-    """A table of Markdown as people read it in a terminal, its titles in two lines."""
+    """A Markdown table aligned for a terminal, its titles in two lines."""
     title, _, *rest = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     rows = [[cell.rpartition(" ")[0] for cell in title], [cell.rpartition(" ")[2] for cell in title], *rest]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -212,7 +232,7 @@ def _stored_in(model: ModelDescription, arguments: argparse.Namespace) -> torch.
 
 
 def _require_wide(model: ModelDescription, policy: TrainingPolicy) -> None:
-    """Refuses dtypes that would change nothing, and be printed all the same."""
+    """Refuses dtypes without an effect."""
     if any(buffer.element_size == 4 for block in model.blocks for buffer in block.buffers):
         return
     for option, dtype in (("--compute-dtype", policy.compute_dtype), ("--gather-dtype", policy.gather_dtype)):
@@ -241,7 +261,8 @@ def _machine(arguments: argparse.Namespace, dtype: torch.dtype | None = None) ->
     return machine
 
 
-def _model(arguments: argparse.Namespace) -> ModelDescription:
+def _model(arguments: argparse.Namespace) -> tuple[ModelDescription, int]:
+    """The model, and the micro-batch of its inputs."""
     narrows = arguments.compute_dtype or arguments.gather_dtype
     dtype = _dtype(arguments.dtype) or (torch.float32 if narrows else torch.bfloat16)
     if arguments.config is not None:
@@ -249,13 +270,15 @@ def _model(arguments: argparse.Namespace) -> ModelDescription:
             config = json.loads(arguments.config.read_text())
         except json.JSONDecodeError as error:
             raise ValueError(f"--config: {arguments.config} is not JSON ({error})") from None
-        return describe_config(config, seq_len=arguments.seq, dtype=dtype)
+        return describe_config(config, seq_len=arguments.seq, dtype=dtype), 1
     if arguments.module is not None:
         if arguments.dtype is not None:
             raise ValueError("--dtype: a module has its parameters' own, convert it in its function")
         model, *inputs = _build(arguments.module)
-        return describe_module(model, *inputs)
-    return gpt2(
+        described = describe_module(model, *inputs)
+        first = next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
+        return described, first.shape[0]
+    numbers = gpt2(
         arguments.layers,
         arguments.dim,
         arguments.heads,
@@ -264,6 +287,7 @@ def _model(arguments: argparse.Namespace) -> ModelDescription:
         seq_len=arguments.seq or 1024,
         dtype=dtype,
     )
+    return numbers, 1
 
 
 def _build(place: str) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .._engine.selective import KeptResults, is_dear
+from .._engine.selective import KeptResults, is_expensive
 from ..block_layer import Block
 from .model import BlockDescription, FlatBuffer, ModelDescription, OutsideParameter, transformer
 
@@ -24,15 +24,15 @@ def describe_module(
     blocks: Sequence[torch.nn.Module] | None = None,
     head_bytes: float | None = None,
 ) -> ModelDescription:
-    """Describe a model by running its forward without memory or arithmetic.
+    """Describes a model by running its forward without memory or arithmetic.
 
     Args:
         module: on any device, the meta device included; its parameters stay as they are.
-        inputs: of one forward; the first dimension of the first tensor counts the samples, the second one the tokens.
-            Only shapes and dtypes matter.
+        inputs: of one forward; the first dimension of the first tensor counts the samples, the second one the tokens
+            (a matrix of floating-point numbers has none: one feature vector a sample). Only shapes and dtypes matter.
         blocks: the modules that are, or will be, a :class:`bmtrain.Block` each, in the order of their calls; default:
             all Blocks in ``module``, else the members of its longest ``ModuleList``.
-        head_bytes: of one sample, what a loss outside of ``module`` takes; default: three times the result.
+        head_bytes: memory per sample of a loss outside of ``module``; default: three times the result.
 
     Raises:
         ValueError: no blocks are known, or no input is a tensor.
@@ -68,7 +68,7 @@ def describe_module(
         name=type(module).__name__,
         blocks=tuple(_described(block, watch.records[id(block)], samples) for block in members),
         outside=tuple(_outside(module, owned)),
-        seq_len=first.shape[1] if first.dim() > 1 else 1,
+        seq_len=first.shape[1] if first.dim() > (2 if first.is_floating_point() else 1) else 1,
         head_flops=watch.outside_flops() / samples,
         head_bytes=3 * result_bytes / samples if head_bytes is None else head_bytes,
     )
@@ -108,7 +108,7 @@ def _described(block: torch.nn.Module, record: _Record, samples: int) -> BlockDe
         activation_bytes=max(record.saved_bytes, record.input_bytes) / samples,
         gradient_bytes=2.0 * record.largest_saved / samples,
         kept_bytes=record.kept_bytes / samples,
-        flops_between_kept=(record.flops_at_last_save - record.dear_flops_at_last_save) / samples,
+        flops_between_kept=(record.flops_at_last_save - record.expensive_flops_at_last_save) / samples,
     )
 
 
@@ -149,7 +149,7 @@ def _fake_parameters(module: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _unsharded(module: torch.nn.Module) -> Iterator[None]:
-    """Blocks run their inner modules as they are: their parameters are full already."""
+    """Makes Blocks run their inner modules directly: their parameters are full already."""
     runtimes = [member._runtime for member in module.modules() if type(member) is Block]
     for runtime in runtimes:
         runtime.is_bound = True
@@ -162,16 +162,16 @@ def _unsharded(module: torch.nn.Module) -> Iterator[None]:
 
 @dataclass
 class _Record:
-    """What one block's forward did, all samples together."""
+    """Work and saved tensors of one block's forward, all samples together."""
 
     input_bytes: int = 0
     flops: float = 0.0
     flops_at_last_save: float = 0.0
-    dear_flops: float = 0.0  # of what selective recomputation keeps
-    dear_flops_at_last_save: float = 0.0
+    expensive_flops: float = 0.0  # of what selective recomputation keeps
+    expensive_flops_at_last_save: float = 0.0
     kept: KeptResults = field(default_factory=lambda: KeptResults(lambda tensor: False))
     kept_bytes: int = 0
-    # By address, as long as they are kept. Not tensors: those lead by the graph to whoever watches it.
+    # By address, as long as they are kept. Tensors would keep the graph, and by it this object, alive.
     saved: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
     @property
@@ -184,7 +184,7 @@ class _Record:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of all tensors; memory that several share is counted once."""
+    """Bytes of all tensors; shared memory is counted once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
@@ -197,8 +197,8 @@ def _attention_flops(
     return int(2 * batch * heads * queries * key[2] * (size + value[3]))
 
 
-class _DearResults(TorchDispatchMode):
-    """Keeps what selective recomputation would, and counts the work of it."""
+class _ExpensiveResults(TorchDispatchMode):
+    """Keeps the results that selective recomputation would keep, and counts their work."""
 
     def __init__(self, counter: Any) -> None:
         super().__init__()
@@ -207,11 +207,11 @@ class _DearResults(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not is_dear(func, args, kwargs):
+        if not is_expensive(func, args, kwargs):
             return func(*args, **kwargs)
         begin = self._counter.get_total_flops()
         result = func(*args, **kwargs)
-        self.record.dear_flops += self._counter.get_total_flops() - begin
+        self.record.expensive_flops += self._counter.get_total_flops() - begin
         self.record.kept.keep(func, args, result)
         return result
 
@@ -229,16 +229,16 @@ class _Watch:
         self._counter = FlopCounterMode(display=False, custom_mapping=fused)
         self._running: _Record | None = None
         self._begin = 0.0
-        self._dear = _DearResults(self._counter)
+        self._expensive = _ExpensiveResults(self._counter)
 
     def outside_flops(self) -> float:
-        """Work of no block."""
+        """Work outside blocks."""
         inside = sum(record.flops for record in self.records.values())
         return max(self._counter.get_total_flops() - inside, 0.0)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While the forward runs."""
+        """Records while the forward runs."""
         with ExitStack() as stack:
             for block in self.blocks:
                 enter = block.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -252,8 +252,8 @@ class _Watch:
     def _enter(self, block: torch.nn.Module, args: Any, kwargs: Any) -> None:
         self._running = record = self.records[id(block)]
         self._begin = self._counter.get_total_flops()
-        self._dear.record = record
-        self._dear.__enter__()
+        self._expensive.record = record
+        self._expensive.__enter__()
         record.input_bytes = sum(
             leaf.nbytes
             for leaf in tree_leaves((args, kwargs))
@@ -261,7 +261,7 @@ class _Watch:
         )
 
     def _leave(self, block: torch.nn.Module, args: Any, result: Any) -> None:
-        self._dear.__exit__(None, None, None)
+        self._expensive.__exit__(None, None, None)
         record = self.records[id(block)]
         record.kept.drop_unneeded()
         record.kept_bytes += storage_bytes(record.kept.tensors())
@@ -277,7 +277,7 @@ class _Watch:
             storage = tensor.untyped_storage()
             record.saved[storage._cdata] = storage
             record.flops_at_last_save = record.flops + self._counter.get_total_flops() - self._begin
-            record.dear_flops_at_last_save = record.dear_flops
+            record.expensive_flops_at_last_save = record.expensive_flops
             record.kept.note_need()
 
 
@@ -304,7 +304,7 @@ _GATED = (
 def describe_config(
     config: Any, *, seq_len: int | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> ModelDescription:
-    """Describe a dense decoder by its Hugging Face configuration, without building it.
+    """Describes a dense decoder by its Hugging Face configuration, without building it.
 
     Args:
         config: a ``PretrainedConfig``, or the content of a ``config.json``.

@@ -1,4 +1,4 @@
-"""From a model, a machine and a policy to memory, time and what limits them."""
+"""Estimates of memory, time and bottleneck from a model, a machine and a policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["MemoryEstimate", "Plan", "TimeEstimate", "estimate", "model_state_by
 
 #: The ranges of Adam's state start apart from each other (bmtrain/optim/_arrays.py).
 _STATE_SKEW_BYTES = 3 * 16 * 1024
-#: What kernels and allocators use beside tensors: a share of these, and some bytes in any case.
+#: Memory of kernels and allocators beside tensors: a share of the tensors, and a constant.
 _SCRATCH_SHARE, _SCRATCH_BYTES = 0.015, 6 * 2**20
 
 
@@ -29,14 +29,14 @@ class MemoryEstimate:
     Args:
         weights: shards.
         gathered: full parameters, of blocks and outside of them.
-        gradients: shards, and full gradients on their way to them.
+        gradients: shards, and full gradients that are not yet reduced.
         optimizer: masters and moments.
-        activations: inputs of blocks, what autograd saves, logits.
-        usable: what the device has.
+        activations: inputs of blocks, tensors saved by autograd, logits.
+        usable: memory of the device.
         host: pinned host memory of a node.
-        host_usable: what the node has.
-        pool_peak: largest sum of what the runtime's BufferPool lends.
-        wire: this rank's share of the memory that the ranks of a host map together, and what arrives in sums.
+        host_usable: host memory of the node.
+        pool_peak: peak of the buffers lent by the runtime's BufferPool.
+        wire: this rank's share of the memory that the ranks of a host map together, and receive buffers of reductions.
     """
 
     weights: float
@@ -60,7 +60,7 @@ class MemoryEstimate:
 
     @property
     def scratch(self) -> float:
-        """What kernels and allocators use beside tensors, as ``python -m bmtrain bench plan --memory`` finds it."""
+        """Memory of kernels and allocators beside tensors, as measured by ``bmtrain bench plan --memory``."""
         return _SCRATCH_SHARE * self.tensors + _SCRATCH_BYTES
 
     @property
@@ -70,7 +70,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """Seconds of one optimizer step: the whole, and how long each resource is busy.
+    """Seconds of one optimizer step: in total, and the busy time of each resource.
 
     Args:
         step: from batch to batch.
@@ -94,8 +94,18 @@ class TimeEstimate:
 
     @property
     def bottleneck(self) -> str:
-        """The resource that a faster one of would help most."""
-        parts = {
+        """The resource that limits the step: a faster one would shorten it most."""
+        parts = self._exclusive()
+        return max(parts, key=lambda name: parts[name])
+
+    @property
+    def bottleneck_seconds(self) -> float:
+        """Seconds of a step that the bottleneck takes."""
+        return max(self._exclusive().values())
+
+    def _exclusive(self) -> dict[str, float]:
+        """Exclusive seconds of each resource."""
+        return {
             "compute": self.compute,
             "wire": self.exposed_wire,
             "device memory (optimizer)": self.optimizer,
@@ -103,20 +113,19 @@ class TimeEstimate:
             "host memory": self.host,
             "pipeline": self.idle,
         }
-        return max(parts, key=lambda name: parts[name])
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run would need and how fast it would be.
+    """Predicted memory, time and traffic of a run.
 
     Args:
-        model: what is trained.
-        machine: where.
-        policy: how.
+        model: the model to train.
+        machine: the machine.
+        policy: the training policy.
         memory: on one device.
         time: of one step.
-        traffic: operation -> (messages, bytes on the wire) of one rank and step, as `Communicator.traffic` counts.
+        traffic: operation -> (messages, bytes sent) of one rank and step, as `Communicator.traffic` counts.
         result: the simulated forward and backward.
     """
 
@@ -133,7 +142,7 @@ class Plan:
         return self.memory.fits
 
     def require_fit(self, world_size: int) -> None:
-        """Refuse a run that would end out of memory.
+        """Refuses a run that would end out of memory.
 
         Args:
             world_size: ranks of the run.
@@ -159,7 +168,7 @@ class Plan:
 
     @property
     def samples_per_step(self) -> int:
-        """Of all ranks: ``micro_batch`` for each tensor-parallel group."""
+        """Samples of all ranks: ``micro_batch`` for each tensor-parallel group."""
         groups = self.machine.num_devices // self.policy.tp_size
         return self.policy.micro_batch * self.policy.accumulate * groups
 
@@ -178,7 +187,7 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """The share of the peak that is (Chowdhery et al., PaLM, 2022, appendix B)."""
+        """Model FLOPs utilization: useful operations over the peak (Chowdhery et al., PaLM, 2022, appendix B)."""
         return self.flops_per_device / self.machine.flops
 
     def as_dict(self) -> dict[str, Any]:
@@ -202,7 +211,7 @@ class Plan:
 def model_state_bytes(
     model: ModelDescription, num_ranks: int, num_sharing: int | None = None
 ) -> dict[str, int]:
-    """What one rank keeps of a model between steps: ``weights``, ``gradients`` and ``optimizer``, in bytes.
+    """State of a model that one rank keeps between steps: ``weights``, ``gradients`` and ``optimizer``, in bytes.
 
     Args:
         num_ranks: that share parameters outside blocks.
@@ -234,14 +243,14 @@ def estimate(
     ring_gather: bool = True,
     ring_reduce: bool = False,
 ) -> Plan:
-    """Predict memory, time and traffic of training.
+    """Predicts memory, time and traffic of training.
 
     Args:
         model: by :func:`gpt2`, :func:`describe_module` or :func:`describe_config`.
         machine: one of `MACHINES`, or your own.
-        policy: how it is trained; default: level 3, recomputation, one sample.
+        policy: the training policy; default: level 3, recomputation, one sample.
         ring_gather: gathers go around a ring (NCCL); False: from rank to rank (Gloo).
-        ring_reduce: reductions go around a ring; False: from rank to rank, as the runtime sends them.
+        ring_reduce: reductions go around a ring; False: as ``policy.reduce`` says.
 
     Raises:
         ValueError: the devices do not divide into pipelines of tensor-parallel groups, or of these into parts of
@@ -296,7 +305,7 @@ def estimate(
 
 
 def _wire_bytes(model: ModelDescription, network: Network, policy: BlockPolicy, result: StepResult) -> float:
-    """What ranks that share memory have for communication beside the buffers of their blocks."""
+    """Communication buffers of ranks that share memory, beside the buffers of their blocks."""
     if not network.machine.shares_memory:
         return 0
     num_sharing = policy.num_sharing(network.size)
@@ -305,8 +314,8 @@ def _wire_bytes(model: ModelDescription, network: Network, policy: BlockPolicy, 
 
 
 def _replica_bytes(model: ModelDescription, num_sharing: int, replicas: int) -> float:
-    """Of the largest sum over replicas: all slices in the rings, one for each peer and the sum of this rank's, and
-    this rank's slice as it comes from each peer."""
+    """Bytes of the largest sum over replicas: all slices in the rings, one for each peer and the sum of this rank's,
+    and this rank's slice as received from each peer."""
     if replicas == 1:
         return 0
     sizes = [
@@ -320,11 +329,11 @@ def _replica_bytes(model: ModelDescription, num_sharing: int, replicas: int) -> 
 def _shared_bytes(
     model: ModelDescription, network: Network, policy: BlockPolicy, result: StepResult
 ) -> float:
-    """This rank's share of what the ranks of a host map together.
+    """This rank's share of the memory that the ranks of a host map together.
 
     Buffers that are used in place: gathered parameters once for all ranks, full gradients of each rank. And rings,
-    which hold what goes through them: all parts of the largest gather, and of the largest reduction what goes to the
-    peers and comes from them.
+    which hold all parts of the largest gather, and the slices that the largest reduction sends to and receives from
+    peers.
     """
     ranks = network.size
     if ranks == 1:

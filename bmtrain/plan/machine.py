@@ -1,4 +1,4 @@
-"""What the planner has to know of a machine, and presets of common ones."""
+"""Descriptions of machines for the planner, and presets of common ones."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Machine:
         num_nodes: nodes.
         devices_per_node: ranks of a node.
         memory: of one device.
-        reserved: of it, what the driver, the context and the communication library keep.
+        reserved: the part of it used by the driver, the context and the communication library.
         flops: peak of matrix products in the training dtype, per device and second.
-        efficiency: the share of it that large products reach.
+        efficiency: the share of the peak that large products reach.
         memory_bandwidth: of one device.
         link_bandwidth: of one device to the others of its node.
         link_latency: of one message there.
@@ -30,7 +30,7 @@ class Machine:
         pcie_bandwidth: of one device to host memory.
         host_memory: of one node.
         host_bandwidth: of one node's host memory.
-        source: where the numbers are from.
+        source: the source of the numbers.
         shares_memory: ranks of a node are processes that exchange through memory which they all map: their processors
             do the copying, so it overlaps with nothing that they compute.
 
@@ -77,7 +77,7 @@ class Machine:
 
     @property
     def usable_memory(self) -> float:
-        """What is left of a device's memory for training."""
+        """Memory of a device that is available for training."""
         return self.memory - self.reserved
 
     def sized(self, *, num_nodes: int | None = None, devices_per_node: int | None = None) -> Machine:
@@ -104,7 +104,7 @@ class Machine:
         return self.sized(num_nodes=num_devices // self.devices_per_node)
 
 
-#: Presets: vendors' data sheets for devices and links; nodes as commonly sold. What a sheet does not say (host
+#: Presets: vendors' data sheets for devices and links; nodes as commonly sold. Values that a sheet omits (host
 #: bandwidth, efficiency, latency) is a round figure to be replaced by your own: ``--set network_bandwidth=25e9``.
 MACHINES = {
     "v100-32gb": Machine(

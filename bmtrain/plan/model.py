@@ -1,4 +1,4 @@
-"""What the planner has to know of a model: sizes, work and what is kept, block by block."""
+"""Descriptions of models for the planner: sizes, work and kept activations, block by block."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .. import _C
+from .._C import FlatLayout
 from .._engine.reads import SMALL_BYTES
 
 __all__ = [
@@ -39,25 +39,25 @@ class FlatBuffer:
     trains: bool = True
 
     def partition(self, num_ranks: int) -> int:
-        """Elements of one rank's shard: that of the very layout that the runtime uses."""
-        return _C.FlatLayout(list(self.numels), self.element_size, num_ranks).partition
+        """Elements of one rank's shard, in the runtime's own layout."""
+        return FlatLayout(list(self.numels), self.element_size, num_ranks).partition
 
 
 @dataclass(frozen=True)
 class BlockDescription:
-    """One block, and what it does with one sample.
+    """One block, and its work and memory for one sample.
 
     Args:
         buffers: its parameters.
         flops: floating-point operations of a forward (a multiplication and an addition are two).
         last_matmul_flops: those behind the last tensor that autograd saves, which no second forward repeats.
-        input_bytes: the hidden states it gets.
+        input_bytes: its input hidden states.
         activation_bytes: everything that autograd saves in a forward, the input included.
         gradient_bytes: gradients of activations that exist at once: of the result and of the input of the step of its
             backward that has the largest ones.
-        tp_exchange_bytes: what tensor-parallel ranks add up in a forward.
+        tp_exchange_bytes: sums over tensor-parallel ranks in a forward.
         kept_bytes: results of matrix products and attention that a second forward needs.
-        flops_between_kept: work of a second forward to which these are given.
+        flops_between_kept: work of a second forward that reuses these results.
     """
 
     buffers: tuple[FlatBuffer, ...]
@@ -76,7 +76,7 @@ class BlockDescription:
 
     @property
     def largest_parameter_gradient(self) -> int:
-        """Bytes: autograd makes the gradient of one parameter after the other, and they are added where they belong."""
+        """Bytes of the largest gradient: autograd computes one after the other and accumulates each at once."""
         trained = [buffer for buffer in self.buffers if buffer.trains]
         return max((max(buffer.numels) * buffer.element_size for buffer in trained), default=0)
 
@@ -88,8 +88,8 @@ class OutsideParameter:
     Args:
         numel: its elements.
         element_size: bytes of an element.
-        reads_before: how often the forward reads it before the first block.
-        reads_after: and after the last one.
+        reads_before: number of reads in the forward before the first block.
+        reads_after: number of reads after the last block.
         trains: whether it gets a gradient.
     """
 
@@ -109,8 +109,8 @@ class OutsideReads:
     forward, small ones of a kind together.
 
     Attributes:
-        before_blocks: what is gathered before the first block, and reduced after the backward of all.
-        after_blocks: what is gathered after the last block, and reduced before the backward of all.
+        before_blocks: parameters gathered before the first block, and reduced after the backward of all.
+        after_blocks: parameters gathered after the last block, and reduced before the backward of all.
     """
 
     def __init__(self, params: Sequence[OutsideParameter]) -> None:
@@ -129,7 +129,7 @@ class OutsideReads:
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """A model by numbers; all amounts of work and activations are those of one sample.
+    """A model by numbers; all amounts of work and activations are per sample.
 
     Args:
         name: for reports.
@@ -137,7 +137,7 @@ class ModelDescription:
         outside: parameters outside blocks.
         seq_len: tokens of a sample.
         head_flops: forward work behind the last block.
-        head_bytes: logits, and what the loss keeps and computes from them.
+        head_bytes: logits, and the tensors that the loss keeps and computes from them.
     """
 
     name: str
@@ -162,12 +162,12 @@ class ModelDescription:
         return sum(block.flops for block in self.blocks) + self.head_flops
 
     def computed_in(self, element_size: int) -> ModelDescription:
-        """With the activations of blocks of fp32 parameters in elements of this size."""
+        """The same model, with activations of blocks of fp32 parameters in elements of this size."""
         blocks = tuple(_computed_in(block, element_size) for block in self.blocks)
         return replace(self, blocks=blocks)
 
     def sliced(self, tp_size: int, pipe_size: int) -> ModelDescription:
-        """What one of ``tp_size`` tensor-parallel ranks of one of ``pipe_size`` stages holds and does.
+        """The share of one of ``tp_size`` tensor-parallel ranks of one of ``pipe_size`` stages.
 
         Parameters and work are divided; activations as in Megatron-LM without sequence parallelism: inputs and what
         norms and residuals keep (10 of 34 parts, Korthikanti et al., 2022, section 4.1) stay whole.
@@ -244,7 +244,7 @@ def transformer(
     element_size: int,
     scores: bool,
 ) -> ModelDescription:
-    """A decoder by numbers; see :func:`gpt2` for what is counted.
+    """A decoder by numbers, counted as in :func:`gpt2`.
 
     Args:
         num_kv_heads: heads of keys and values.
@@ -295,7 +295,7 @@ def transformer(
         outside=tuple(outside),
         seq_len=seq_len,
         head_flops=2.0 * seq_len * vocab_size * dim_model,
-        # Logits, what the loss keeps of them, and their gradient.
+        # Logits, the tensors that the loss keeps, and their gradient.
         head_bytes=3.0 * seq_len * vocab_size * element_size,
     )
 
@@ -348,6 +348,10 @@ def gpt2(
     for argument, value in sizes.items():
         if value < 1:
             raise ValueError(f"{argument}: expected at least 1, got {value}")
+    if dim_head is None and dim_model % num_heads:
+        raise ValueError(
+            f"num_heads: expected a divisor of dim_model = {dim_model}, got {num_heads}; or give dim_head (--dim-head)"
+        )
     if attention not in ("fused", "whole"):
         raise ValueError(f"attention: expected 'fused' or 'whole', got {attention!r}")
     return transformer(

@@ -1,4 +1,4 @@
-"""How long a collective takes alone, and how collectives that are under way together share the wire."""
+"""Time of a collective alone, and bandwidth sharing of collectives that run together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["LEAST_SHARED", "NUM_COMMON", "NUM_OWN", "Network", "Transfer", "Wire
 
 #: Bytes from which the ranks of a host use a block's buffers in place (csrc/shard/shard_group.cpp).
 LEAST_SHARED = 1 << 20
-#: Buffers of a size for gathered parameters, and for each rank's gradients (csrc/comm/shm_heap.cpp).
+#: Buffers of a size for gathered parameters, and for each rank's gradients (csrc/comm/shm/shm_heap.cpp).
 NUM_COMMON, NUM_OWN = 2, 2
 #: Messages of one rank to different peers that travel together.
 _MESSAGES_IN_FLIGHT = 8
@@ -18,15 +18,15 @@ _MESSAGES_IN_FLIGHT = 8
 
 @dataclass(frozen=True)
 class Network:
-    """The ranks that share a buffer, and the way between them.
+    """The ranks that share a buffer, and the links between them.
 
     In a ring every byte enters each node once. Sent directly, as the runtime's gradient slices are, a byte enters a
-    node once for each of the node's ranks that needs it: nothing is summed on the way, so ``devices_per_node`` times
+    node once for each of the node's ranks that needs it: nothing is summed in between, so ``devices_per_node`` times
     as much passes the network cards. Between the ranks of one node there is no difference.
 
     Args:
-        machine: where the ranks are.
-        size: how many there are; they fill nodes.
+        machine: the machine of the ranks.
+        size: number of ranks; they fill nodes.
         stride: ranks of a node that belong to other groups of this kind (tensor-parallel neighbours, stages).
     """
 
@@ -44,10 +44,10 @@ class Network:
         return -(-self.size // self.ranks_per_node)
 
     def seconds(self, partition_bytes: float, *, ring: bool) -> float:
-        """An all-gather or reduce-scatter of ``size`` partitions.
+        """Seconds of an all-gather or reduce-scatter of ``size`` partitions.
 
         Args:
-            partition_bytes: what one rank contributes, or gets.
+            partition_bytes: bytes that one rank contributes or receives.
             ring: around a ring, or directly from rank to rank.
         """
         if self.size == 1:
@@ -67,39 +67,48 @@ class Network:
             + (near * machine.link_latency)
         )
 
+    def seconds_by_hosts(self, partition_bytes: float) -> float:
+        """A reduce-scatter of ``size`` partitions in two steps: over the ranks of each node, then over the nodes."""
+        machine, here, nodes = self.machine, self.ranks_per_node, self.num_nodes
+        groups = max(1, min(self.stride, machine.devices_per_node))
+        sent = (nodes - 1) * partition_bytes
+        between = max(sent / machine.link_bandwidth, here * sent * groups / machine.network_bandwidth)
+        latency = (nodes - 1) / _MESSAGES_IN_FLIGHT * machine.network_latency
+        return self.part(here).seconds(nodes * partition_bytes, ring=False) + between + latency
+
     def shares(self, nbytes: float) -> bool:
         """Whether the ranks use a buffer of ``nbytes`` in place, in memory that they all map."""
         return self.machine.shares_memory and 1 < self.size == self.ranks_per_node and nbytes >= LEAST_SHARED
 
     def gather_in_place_seconds(self, partition_bytes: float) -> float:
-        """Each rank copies its partition once, for all."""
+        """Seconds in which each rank copies its partition once, for all."""
         return 2 * partition_bytes / self.machine.memory_bandwidth + self.machine.link_latency
 
     def reduce_in_place_seconds(self, partition_bytes: float) -> float:
-        """Each rank reads its partition of all buffers, and writes the sum."""
+        """Seconds in which each rank reads its partition of all buffers and writes the sum."""
         moved = (self.size + 1) * partition_bytes
         return moved / self.machine.memory_bandwidth + self.machine.link_latency
 
     def all_reduce_seconds(self, nbytes: float, *, ring: bool = True) -> float:
-        """A sum of tensors of ``nbytes``: slices are reduced, then gathered."""
+        """Seconds of a sum of tensors of ``nbytes``: slices are reduced, then gathered."""
         return 2 * self.seconds(nbytes / self.size, ring=ring)
 
     def part(self, num_sharing: int) -> Network:
-        """Of these ranks, as many, one after the other, as share a block."""
+        """A part of consecutive ranks that share a block."""
         return replace(self, size=num_sharing)
 
     def replicas(self, num_sharing: int) -> Network:
-        """Of these ranks, those that hold the same shard if so many share a block."""
+        """The ranks that hold the same shard if ``num_sharing`` ranks share a block."""
         return replace(self, size=self.size // num_sharing, stride=self.stride * num_sharing)
 
 
 @dataclass
 class Transfer:
-    """One collective under way.
+    """One collective in flight.
 
     Args:
         name: what it is for.
-        remaining: seconds of wire that it still needs.
+        remaining: seconds of communication that it still needs.
         begin: when it was started.
         end: when it was over; None before.
     """
@@ -125,18 +134,18 @@ class Wire:
         return transfer
 
     def advance(self, seconds: float) -> None:
-        """Lets ``seconds`` go by."""
+        """Advances the clock by ``seconds``."""
         self._run_until(self.now + seconds, None)
 
     def wait(self, transfer: Transfer) -> float:
-        """Lets time go by until ``transfer`` is over; how long that was."""
+        """Advances the clock to the end of ``transfer``; returns the seconds waited."""
         before = self.now
         if transfer.end is None:
             self._run_until(float("inf"), transfer)
         return self.now - before
 
     def drain(self) -> float:
-        """Waits for everything under way; how long that was."""
+        """Waits for everything in flight; returns the seconds waited."""
         return sum(self.wait(queue[-1]) for queue in list(self._queues.values()) if queue)
 
     def _run_until(self, until: float, awaited: Transfer | None) -> None:
@@ -151,6 +160,6 @@ class Wire:
             for queue in self._queues.values():
                 if queue:
                     queue[0].remaining -= step / len(heads)
-                    # What rounding leaves of a transfer is over as well.
+                    # A remainder of rounding counts as complete.
                     if queue[0].remaining <= 1e-12 * max(1.0, self.now):
                         queue.pop(0).end = self.now

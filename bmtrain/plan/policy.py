@@ -14,19 +14,20 @@ __all__ = ["TrainingPolicy"]
 
 @dataclass(frozen=True)
 class TrainingPolicy:
-    """How a model is trained.
+    """The training policy of a model.
 
     Args:
         micro_batch: samples of one forward of one rank, or of one group of tensor-parallel ranks.
         level: ZeRO level of every block, 0 to 3.
-        recompute: what backward runs again, as for :class:`bmtrain.BlockPolicy`; True is ``"whole"``, False ``"off"``.
+        recompute: recomputation, as for :class:`bmtrain.BlockPolicy`; True is ``"whole"``, False ``"off"``.
         offload: share of the optimizer's work and state that is on the host, from 0 to 1.
         accumulate: forwards and backwards before one optimizer step.
         tp_size: tensor-parallel ranks.
         pipe_size: pipeline stages.
         zero_size: ranks that share a block, as for :class:`bmtrain.BlockPolicy`.
-        compute_dtype: in which blocks of fp32 parameters compute, as for :class:`bmtrain.BlockPolicy`.
-        gather_dtype: in which their parameters travel, as for :class:`bmtrain.BlockPolicy`.
+        compute_dtype: the dtype in which blocks of fp32 parameters compute, as for :class:`bmtrain.BlockPolicy`.
+        gather_dtype: the dtype in which their parameters are gathered, as for :class:`bmtrain.BlockPolicy`.
+        reduce: the reduction of gradients, as for :class:`bmtrain.BlockPolicy`.
 
     Raises:
         ValueError: a number out of its range.
@@ -47,6 +48,7 @@ class TrainingPolicy:
     zero_size: int | None = None
     compute_dtype: torch.dtype | None = None
     gather_dtype: torch.dtype | None = None
+    reduce: Literal["direct", "ring", "hosts"] | None = None
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "accumulate", "tp_size", "pipe_size"):
@@ -63,7 +65,7 @@ class TrainingPolicy:
         return self.recompute is not Recompute.OFF
 
     def block_policy(self) -> BlockPolicy:
-        """The same choice as a Block takes it."""
+        """The same choices as a Block's policy."""
         recompute: Any = self.recompute
         return BlockPolicy(
             level=self.level,
@@ -71,6 +73,7 @@ class TrainingPolicy:
             zero_size=self.zero_size,
             compute_dtype=self.compute_dtype,
             gather_dtype=self.gather_dtype,
+            reduce=self.reduce,
         )
 
     def as_dict(self) -> dict[str, Any]:

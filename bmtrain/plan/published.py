@@ -1,8 +1,8 @@
-"""The user's published measurements, and how far the planner is from them.
+"""The user's published measurements, and the planner's error against them.
 
 A GPT-2 of 13 billion parameters (40 layers, 128 heads of width 40, hidden size 5120, 512 tokens) on 4 servers with 8
 V100-32GB each. The page that published them calls the figures samples per second *of each GPU*. They cannot be: 29.42
-samples per second are 1.6 PFLOP/s of useful work, 13 times the peak of one V100 (125 TFLOP/s). They are those of the
+samples per second are 1.6 PFLOP/s of useful work, 13 times the peak of one V100 (125 TFLOP/s). They are figures of the
 cluster, and are taken as such.
 """
 
@@ -54,19 +54,19 @@ class Fit:
     network_bandwidth: float
 
     def machine(self) -> Machine:
-        """The cluster with them."""
+        """The cluster with these constants."""
         return replace(
             MACHINES["v100-32gb"], efficiency=self.efficiency, network_bandwidth=self.network_bandwidth
         )
 
 
-#: What :func:`fit_constants` finds (``python -m bmtrain plan --published --fit``).
+#: The result of :func:`fit_constants` (``bmtrain plan --published --fit``).
 FITTED = Fit(efficiency=0.4191, network_bandwidth=9.231e9)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of the table: what was published, what is predicted (None: out of memory)."""
+    """One cell of the table: the published and the predicted speed (None: out of memory)."""
 
     system: str
     batch: int
@@ -81,7 +81,7 @@ class Cell:
 
     @property
     def error(self) -> float | None:
-        """Of the predicted speed, whether it is predicted to fit or not; None where none was published."""
+        """Relative error of the predicted speed, predicted to fit or not; None where none was published."""
         return None if self.published is None else self.speed / self.published - 1
 
 

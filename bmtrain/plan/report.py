@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from .._engine.policy import Recompute
 from .estimator import Plan
+from .machine import Machine
 from .published import BATCHES, PUBLISHED, Cell, Fit
 
 __all__ = ["format_plan", "format_published"]
@@ -19,7 +20,7 @@ _RECOMPUTE = {
 
 
 def format_bytes(nbytes: float) -> str:
-    """In units of 1024."""
+    """Bytes as text, in units of 1024."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
@@ -27,8 +28,16 @@ def format_bytes(nbytes: float) -> str:
     return f"{nbytes:.2f} TiB"
 
 
+def format_count(number: int) -> str:
+    """A number of parameters as text, in the usual unit."""
+    for unit, size in (("billion", 1e9), ("million", 1e6)):
+        if number >= size:
+            return f"{number / size:,.2f} {unit}"
+    return f"{number:,}"
+
+
 def format_seconds(seconds: float) -> str:
-    """In the unit that gives the shortest number."""
+    """Seconds as text, in the unit that gives the shortest number."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
@@ -69,8 +78,10 @@ def _time(plan: Plan) -> Iterator[str]:
 
 
 def _traffic(plan: Plan) -> Iterator[str]:
+    if plan.traffic:
+        yield "sent by one rank in a step"
     for name, (messages, nbytes) in plan.traffic.items():
-        yield f"wire of one rank and step: {messages} {name}, {format_bytes(nbytes)}"
+        yield f"  {name:<24}{format_bytes(nbytes):>12}  in {messages} messages"
 
 
 def _policy(plan: Plan) -> str:
@@ -89,27 +100,36 @@ def _policy(plan: Plan) -> str:
     return ", ".join(parts)
 
 
+def _tokens(count: int) -> str:
+    return f"{count} token{'' if count == 1 else 's'}"
+
+
+def _devices(machine: Machine) -> str:
+    count = machine.num_devices
+    return "one device" if count == 1 else f"all {count} devices"
+
+
 def format_plan(plan: Plan, remedies: Sequence[str] = ()) -> str:
     """A plan as text.
 
     Args:
         plan: by :func:`bmtrain.plan.estimate`.
-        remedies: what would make it fit, by :func:`bmtrain.plan.remedies`.
+        remedies: changes that would make it fit, by :func:`bmtrain.plan.remedies`.
     """
     machine = plan.machine
     lines = [
-        f"{plan.model.name}: {plan.model.num_parameters / 1e9:.3f} billion parameters, "
-        f"{plan.model.seq_len} tokens",
+        f"{plan.model.name}: {format_count(plan.model.num_parameters)} parameters, "
+        f"{_tokens(plan.model.seq_len)} a sample",
         f"{machine.num_nodes} x {machine.devices_per_node} {machine.name}; {_policy(plan)}",
         "",
         *_memory(plan),
         "",
         *_time(plan),
         "",
-        f"{plan.tokens_per_second:,.0f} tokens/s, {plan.samples_per_second:,.2f} samples/s",
+        f"{plan.tokens_per_second:,.0f} tokens/s, {plan.samples_per_second:,.2f} samples/s on {_devices(machine)}",
         f"{plan.flops_per_device / 1e12:,.3g} TFLOP/s a device, MFU {plan.mfu:.1%}",
         *_traffic(plan),
-        f"bottleneck: {plan.time.bottleneck}",
+        f"bottleneck: {plan.time.bottleneck}, {plan.time.bottleneck_seconds / plan.time.step:.0%} of the step",
     ]
     if plan.fits:
         lines.append("fits: yes")

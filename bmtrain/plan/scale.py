@@ -1,4 +1,4 @@
-"""Scaling curves from 1 to 4,096 devices, simulated: ``python -m bmtrain plan --scale DIR``."""
+"""Scaling curves from 1 to 4,096 devices, simulated: ``bmtrain plan --scale DIR``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .._base.pictures import COLORS, new_figure, plain
 from .estimator import Plan, estimate
 from .machine import MACHINES, Machine
 from .model import ModelDescription, gpt2
@@ -21,12 +22,12 @@ _BATCHES = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class Curve:
-    """One model at growing numbers of devices; the batch of a device stays, so the batch of all grows.
+    """One model at growing numbers of devices; the batch per device stays, so the total batch grows.
 
     Args:
         label: in the pictures.
-        model: what is trained.
-        policy: how; its micro-batch is the largest one of 1, 2, 4, 8, 16 that fits at each number of devices.
+        model: the model to train.
+        policy: its policy, whose micro-batch is the largest one of 1, 2, 4, 8, 16 that fits at each number of devices.
     """
 
     label: str
@@ -34,14 +35,14 @@ class Curve:
     policy: TrainingPolicy
 
     def points(self, machine: Machine) -> list[tuple[Plan, Plan]]:
-        """For each number of devices at which the model fits: with reductions around a ring, and with direct slices."""
+        """Plans for each number of devices at which the model fits: with ring reductions, and with direct slices."""
         factor = self.policy.tp_size * self.policy.pipe_size
         plans = []
         for count in COUNTS:
             if count % factor == 0:
                 plan = self._largest(machine.with_devices(count))
                 if plan is not None:
-                    direct = estimate(self.model, plan.machine, plan.policy, ring_reduce=False)
+                    direct = estimate(self.model, plan.machine, replace(plan.policy, reduce="direct"))
                     plans.append((plan, direct))
         return plans
 
@@ -63,15 +64,14 @@ CURVES = (
     Curve("175B, TP 8", gpt2(96, 12288, 96, seq_len=2048), TrainingPolicy(tp_size=8)),
     Curve("1T, TP 8, PP 8", gpt2(128, 25600, 160, seq_len=2048), TrainingPolicy(tp_size=8, pipe_size=8)),
 )
-_COLORS = ("#4c78a8", "#f2a93b", "#e45756", "#54a24b", "#b279a2")
 
 
 def draw_scale(directory: Path, machine: Machine | None = None) -> list[str]:
-    """Draw the pictures and make the table of ``docs/explanation/scale.md``.
+    """Draws the pictures and makes the table of ``docs/explanation/scale.md``.
 
     Args:
         directory: where ``scale-mfu.png`` and ``scale-parts.png`` are written.
-        machine: whose nodes; default: eight H100 a node.
+        machine: the nodes; default: eight H100 a node.
 
     Returns:
         The lines of a Markdown table.
@@ -79,28 +79,29 @@ def draw_scale(directory: Path, machine: Machine | None = None) -> list[str]:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("drawing needs matplotlib: pip install matplotlib") from None
+    figure = new_figure(11, 4.8)
     machine = MACHINES["h100-80gb"] if machine is None else machine
     found = {curve.label: curve.points(machine) for curve in CURVES}
     directory.mkdir(parents=True, exist_ok=True)
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
-    for color, curve in zip(_COLORS, CURVES, strict=True):
+    for color, curve in zip(COLORS, CURVES, strict=True):
         plans = found[curve.label]
         devices = [ring.machine.num_devices for ring, _ in plans]
-        look: dict[str, Any] = {"color": color, "marker": "."}
-        left.plot(devices, [100 * ring.mfu for ring, _ in plans], "-", label=curve.label, **look)
-        left.plot(devices, [100 * direct.mfu for _, direct in plans], "--", **look)
-        right.plot(devices, [ring.memory.total / 2**30 for ring, _ in plans], label=curve.label, **look)
-    left.set_ylabel("MFU, %  (solid: ring reduction, dashed: direct slices)")
+        left.plot(devices, [100 * ring.mfu for ring, _ in plans], color=color, linewidth=4, alpha=0.35)
+        left.plot(devices, [100 * direct.mfu for _, direct in plans], color=color, linestyle="--")
+        memory = [ring.memory.total / 2**30 for ring, _ in plans]
+        right.plot(devices, memory, color=color, marker=".", label=curve.label)
+    left.plot([], [], color="gray", linewidth=4, alpha=0.35, label="ring reduction")
+    left.plot([], [], color="gray", linestyle="--", label="direct slices")
+    left.legend(loc="lower left", frameon=False)
+    left.set_ylabel("MFU, %")
     left.set_ylim(0)
     right.set_ylabel("memory of a device, GiB")
-    right.axhline(machine.usable_memory / 2**30, color="gray", linewidth=0.8)
+    usable = machine.usable_memory / 2**30
+    right.axhline(usable, color="gray", linewidth=0.8)
+    right.annotate(
+        f"usable: {usable:.1f} GiB", (1, usable), xytext=(0, 3), textcoords="offset points", color="gray"
+    )
     right.set_yscale("log", base=2)
     right.yaxis.set_major_formatter(lambda size, _: f"{size:.0f}")
     for axes in (left, right):
@@ -122,21 +123,17 @@ def _count_axis(axes: Any, machine: Machine) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda count, _: f"{count:,.0f}")
     axes.set_xlabel(f"{machine.name} devices, {machine.devices_per_node} a node")
-    axes.spines[["top", "right"]].set_visible(False)
+    plain(axes)
 
 
 def _draw_parts(ring: list[Plan], direct: list[Plan], path: Path, machine: Machine) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 4.2)
     for axes, plans, title in zip(
         figure.subplots(1, 2, sharey=True), (ring, direct), ("ring reduction", "direct slices"), strict=True
     ):
         devices = [str(plan.machine.num_devices) for plan in plans]
         base = [0.0] * len(plans)
-        for name, color in (("compute", _COLORS[0]), ("exposed_wire", _COLORS[2]), ("optimizer", _COLORS[3])):
+        for name, color in (("compute", COLORS[0]), ("exposed_wire", COLORS[2]), ("optimizer", COLORS[3])):
             # Of one sample, as the batch that fits grows with the number of devices.
             values = [1e3 * getattr(plan.time, name) / plan.policy.micro_batch for plan in plans]
             axes.bar(devices, values, bottom=base, color=color, label=name.replace("_", " "))

@@ -1,4 +1,4 @@
-"""Choosing a policy, and finding what would make a run fit."""
+"""Search for the best policy, and for changes that would make a run fit."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def choose_policy(
     """The fastest plan that fits, over ZeRO level, recomputation, offload and micro-batch.
 
     Args:
-        model: what is trained.
-        machine: where.
-        base: what is not chosen (accumulation, tensor-parallel size, stages).
+        model: the model to train.
+        machine: the machine.
+        base: the choices that stay (accumulation, tensor-parallel size, stages).
         ring_reduce: as for :func:`estimate`.
 
     Returns:
@@ -59,7 +59,7 @@ def choose_policy(
 
 
 def _at_level(policy: TrainingPolicy, level: int) -> TrainingPolicy:
-    """At level 0 without what says how blocks are shared and gathered."""
+    """The policy at a ZeRO level; at level 0 without the options of sharding and gathering."""
     if level == 0:
         return replace(policy, level=level, zero_size=None, gather_dtype=None)
     return replace(policy, level=level)
@@ -82,20 +82,29 @@ def _largest_batch(
 
 def _changes(policy: TrainingPolicy) -> Iterator[tuple[str, TrainingPolicy]]:
     for level in range(policy.level + 1, 4):
-        yield f"ZeRO level {level} instead of {policy.level}", replace(policy, level=level)
+        yield f"ZeRO level {level} instead of {policy.level} (--level {level})", replace(policy, level=level)
     if policy.zero_size is not None:
-        yield "sharding over all devices", replace(policy, zero_size=None)
+        yield "sharding over all devices (no --zero-size)", replace(policy, zero_size=None)
     if policy.recompute is Recompute.OFF:
-        yield "recomputation of all but products", replace(policy, recompute=Recompute.SELECTIVE)
+        yield (
+            "recomputation of all but products (--selective)",
+            replace(policy, recompute=Recompute.SELECTIVE),
+        )
     if policy.recompute is not Recompute.WHOLE:
-        yield "recomputation", replace(policy, recompute=Recompute.WHOLE)
+        yield "recomputation of everything (the default)", replace(policy, recompute=Recompute.WHOLE)
     batch = policy.micro_batch // 2
     while batch >= 1:
-        yield f"micro-batch {batch} instead of {policy.micro_batch}", replace(policy, micro_batch=batch)
+        yield (
+            f"micro-batch {batch} instead of {policy.micro_batch} (--micro-batch {batch})",
+            replace(policy, micro_batch=batch),
+        )
         batch //= 2
     for offload in _OFFLOADS:
         if offload > policy.offload:
-            yield f"offload {offload:g} of the optimizer to the host", replace(policy, offload=offload)
+            yield (
+                f"{offload:.0%} of the optimizer on the host (--offload {offload:g})",
+                replace(policy, offload=offload),
+            )
 
 
 def remedies(plan: Plan, *, ring_reduce: bool = False) -> list[str]:
@@ -109,19 +118,21 @@ def remedies(plan: Plan, *, ring_reduce: bool = False) -> list[str]:
         >>> from bmtrain.plan import MACHINES, TrainingPolicy, estimate, gpt2, remedies
         >>> plan = estimate(gpt2(40, 5120, 40), MACHINES["a100-80gb"].with_devices(2), TrainingPolicy())
         >>> plan.fits, remedies(plan)[-1]
-        (False, '4 devices instead of 2')
+        (False, '4 devices instead of 2 (--nodes 2)')
     """
     if plan.fits:
         return []
     found, kinds = [], set()
     for change, policy in _changes(plan.policy):
-        kind = change.split()[0]
+        kind = change.rpartition("(")[2].split()[0]
         if kind not in kinds and estimate(plan.model, plan.machine, policy, ring_reduce=ring_reduce).fits:
             kinds.add(kind)
             found.append(change)
     for doubling in range(1, 8):
         machine = plan.machine.sized(num_nodes=plan.machine.num_nodes * 2**doubling)
         if estimate(plan.model, machine, plan.policy, ring_reduce=ring_reduce).fits:
-            found.append(f"{machine.num_devices} devices instead of {plan.machine.num_devices}")
+            found.append(
+                f"{machine.num_devices} devices instead of {plan.machine.num_devices} (--nodes {machine.num_nodes})"
+            )
             break
     return found

@@ -1,4 +1,4 @@
-"""What stands for the core's buffers in a simulated step, and what it moves: a clock, and counts of bytes."""
+"""Substitutes for the core's buffers in a simulated step: a clock, and counts of moved bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from .. import _C
+from .._C import ShardGroup
 from .._engine.policy import BlockPolicy
 from .model import FlatBuffer
 from .network import NUM_COMMON, Network, Transfer, Wire
@@ -20,11 +20,11 @@ SMALL_ALL_REDUCE = 64 * 1024
 #: Of parameters, by the size of an element.
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
-_State = _C.ShardGroup.State
+_State = ShardGroup.State
 
 
 class SimulatedEvent(NamedTuple):
-    """What took time: ``gather``, ``compute``, ``reduce`` or ``wait``, for which block, from when to when (seconds)."""
+    """A span of ``gather``, ``compute``, ``reduce`` or ``wait``: its block, begin and end (seconds)."""
 
     kind: str
     block: str
@@ -33,7 +33,7 @@ class SimulatedEvent(NamedTuple):
 
 
 class MemoryMeter:
-    """Bytes by what they are for, and how they were divided when there were most."""
+    """Bytes by purpose, and their division at the peak."""
 
     def __init__(self, fixed: dict[str, float]) -> None:
         self.now = dict(fixed)
@@ -43,7 +43,7 @@ class MemoryMeter:
         self.pool_peak = 0.0
 
     def add(self, purpose: str, nbytes: float) -> None:
-        """Takes ``nbytes``, or gives them back if negative."""
+        """Adds ``nbytes``; negative values free them."""
         self.now[purpose] = self.now.get(purpose, 0.0) + nbytes
         total = sum(self.now.values())
         if total > self.peak:
@@ -53,10 +53,10 @@ class MemoryMeter:
 
 
 class CommonBuffers:
-    """Buffers for gathered parameters that the ranks of a host write together (csrc/comm/shm_heap.cpp).
+    """Buffers for gathered parameters that the ranks of a host write together (csrc/comm/shm/shm_heap.cpp).
 
     Attributes:
-        made: how many there are, by a rank's part of each in bytes. They stay.
+        made: the number of buffers by a rank's part of each in bytes. They are never freed.
     """
 
     def __init__(self) -> None:
@@ -64,19 +64,19 @@ class CommonBuffers:
         self._lent: dict[int, int] = {}
 
     def borrow(self, partition_bytes: int) -> None:
-        """One for a gather: there are two, and as many as are in use at one time."""
+        """Takes one for a gather: there are two, or as many as are in use at one time."""
         lent = self._lent[partition_bytes] = self._lent.get(partition_bytes, 0) + 1
         made = self.made.get(partition_bytes, 0)
         self.made[partition_bytes] = max(made, lent, min(made + 1, NUM_COMMON))
 
     def give_back(self, partition_bytes: int) -> None:
-        """After its release."""
+        """Returns one after its release."""
         self._lent[partition_bytes] -= 1
 
 
 @dataclass
 class Simulation:
-    """What all parts of a simulated step share."""
+    """State that all parts of a simulated step share."""
 
     wire: Wire
     network: Network
@@ -90,19 +90,19 @@ class Simulation:
     waiting: float = 0.0
 
     def count(self, operation: str, wire_bytes: int) -> None:
-        """One message, as `Communicator.traffic` counts it."""
+        """Counts one message, as `Communicator.traffic` does."""
         messages, nbytes = self.traffic.get(operation, (0, 0))
         self.traffic[operation] = (messages + 1, nbytes + wire_bytes)
 
     def compute(self, block: str, seconds: float) -> None:
-        """The device computes."""
+        """Advances the clock by computation of the device."""
         begin = self.wire.now
         self.wire.advance(seconds)
         self.computing += seconds
         self.events.append(SimulatedEvent("compute", block, begin, self.wire.now))
 
     def wait(self, kind: str, transfer: Transfer) -> None:
-        """The device waits for a collective."""
+        """Advances the clock while the device waits for a collective."""
         begin = self.wire.now
         waited = self.wire.wait(transfer)
         assert transfer.end is not None
@@ -113,7 +113,7 @@ class Simulation:
 
 
 class Widths(NamedTuple):
-    """Bytes of an element: of parameters, while they travel, once they are gathered, while their gradients travel."""
+    """Bytes of an element: of parameters, in their gather, once gathered, and in the reduction of gradients."""
 
     stored: int
     gather: int
@@ -122,13 +122,13 @@ class Widths(NamedTuple):
 
     @classmethod
     def of(cls, buffer: FlatBuffer, policy: BlockPolicy) -> Widths:
-        """Those of a block's buffer."""
+        """The widths of a block's buffer."""
         dtypes = policy.dtypes_of(_DTYPES[buffer.element_size])
         return cls(buffer.element_size, *(dtype.itemsize for dtype in dtypes))
 
 
 class _Gathers:
-    """The gathered buffer of a `ShardGroup`: when it is there, and what bringing it there takes."""
+    """The gathered buffer of a `ShardGroup`: its lifetime, and the cost of the gather."""
 
     def __init__(
         self, simulation: Simulation, label: str, partition: int, network: Network, widths: Widths
@@ -136,10 +136,10 @@ class _Gathers:
         self._simulation, self._label, self._network = simulation, label, network
         self._part = partition * widths.gather
         self._is_shared = network.shares(network.size * self._part)
-        # Each rank's part in the dtype that travels; what ranks write together is elsewhere.
+        # Each rank's part in the dtype of the gather; common buffers are counted elsewhere.
         self._has_buffer = network.size > 1 or widths.gather != widths.stored
         self._copies_in_place = widths.gather != widths.stored
-        #: Bytes of the gathered parameters where they are not what has travelled.
+        #: Bytes of the gathered parameters where they are a copy of the received data.
         self._widened = network.size * partition * widths.compute * (widths.gather != widths.compute)
         self._is_in_place = False
         self._holds_wire = False
@@ -190,7 +190,7 @@ class _Gathers:
 
 
 class _Reduction:
-    """The gradients of a `ShardGroup` on their way: to those that share it, then to its replicas."""
+    """The reduction of a `ShardGroup`'s gradients: over the ranks that share it, then over its replicas."""
 
     def __init__(
         self,
@@ -200,10 +200,12 @@ class _Reduction:
         network: Network,
         replicas: Network,
         widths: Widths,
+        way: str,
     ) -> None:
         self._simulation, self._label, self._network, self._replicas = simulation, label, network, replicas
+        self._reduction_path = way
         self._part = partition * widths.reduce
-        self._is_shared = network.shares(network.size * self._part)
+        self._is_shared = way == "direct" and network.shares(network.size * self._part)
         # Where nothing is shared out the gradients themselves are summed, else the shards.
         self._summed = partition, widths.stored if network.size > 1 else widths.reduce
         self._buffers = 0
@@ -227,13 +229,28 @@ class _Reduction:
         if network.size == 1:
             self._start_sum_over_replicas()
             return
-        simulation.count("all_to_all", (network.size - 1) * self._part)
-        if self._is_shared:
-            seconds = network.reduce_in_place_seconds(self._part)
+        if self._reduction_path == "hosts":
+            seconds = self._sum_by_hosts()
+        elif self._reduction_path == "ring":
+            simulation.count("reduce_scatter", (network.size - 1) * self._part)
+            seconds = network.seconds(self._part, ring=True)
         else:
-            self._take_buffer()
-            seconds = network.seconds(self._part, ring=simulation.ring_reduce)
+            simulation.count("all_to_all", (network.size - 1) * self._part)
+            if self._is_shared:
+                seconds = network.reduce_in_place_seconds(self._part)
+            else:
+                self._take_buffer()
+                seconds = network.seconds(self._part, ring=False)
         self._transfer = simulation.wire.start("reduce", self._label, seconds)
+
+    def _sum_by_hosts(self) -> float:
+        """Seconds of two exchanges, one after the other."""
+        network, simulation = self._network, self._simulation
+        self._take_buffer()
+        here, nodes = network.ranks_per_node, network.num_nodes
+        simulation.count("all_to_all", (here - 1) * nodes * self._part)
+        simulation.count("all_to_all", (nodes - 1) * self._part)
+        return network.seconds_by_hosts(self._part)
 
     def _start_sum_over_replicas(self) -> None:
         if self._replicas.size > 1:
@@ -243,8 +260,8 @@ class _Reduction:
             self._transfer = simulation.wire.start("reduce", self._label, seconds)
             self._sums_replicas = True
 
-    def go_on(self) -> bool:
-        """Begins the sum over replicas once that before it has ended; whether there is such a sum."""
+    def continue_sum(self) -> bool:
+        """Starts the sum over replicas after the first reduction; returns whether there is one."""
         if self._transfer is None or self._replicas.size == 1 or self._network.size == 1:
             return False
         if not self._sums_replicas:
@@ -254,7 +271,7 @@ class _Reduction:
         return True
 
     def finish(self) -> None:
-        self.go_on()
+        self.continue_sum()
         if self._transfer is not None:
             self._simulation.wait("reduce", self._transfer)
         self._transfer, self._sums_replicas = None, False
@@ -262,15 +279,24 @@ class _Reduction:
 
 
 def _all_reduce_bytes(numel: int, width: int, ranks: int) -> int:
-    """What a rank sends: small tensors to everybody, large ones slice by slice (csrc/comm/gloo_communicator.cpp)."""
+    """Bytes sent: small tensors to all ranks, large ones slice by slice (csrc/comm/gloo/gloo_communicator.cpp)."""
     if numel * width <= SMALL_ALL_REDUCE:
         return (ranks - 1) * numel * width
     own = -(-numel // ranks)
     return (numel - own + own * (ranks - 1)) * width
 
 
+def _reduction_path(simulation: Simulation, policy: BlockPolicy, num_sharing: int) -> str:
+    """The reduction of gradients; see `BlockPolicy.reduce`."""
+    network = simulation.network
+    if simulation.ring_reduce or policy.reduce == "ring":
+        return "ring"
+    has_hosts = num_sharing == network.size and 1 < network.ranks_per_node < network.size
+    return "hosts" if has_hosts and policy.reduce != "direct" else "direct"
+
+
 class SimulatedShards:
-    """Stands for a `ShardGroup`: the same states and the same buffers, without the bytes."""
+    """A substitute for `ShardGroup`: the same states and buffers, without data."""
 
     def __init__(self, simulation: Simulation, label: str, buffer: FlatBuffer, policy: BlockPolicy) -> None:
         network = simulation.network
@@ -279,16 +305,17 @@ class SimulatedShards:
         widths = Widths.of(buffer, policy)
         partition = buffer.partition(num_sharing)
         self._gathers = _Gathers(simulation, label, partition, sharing, widths)
-        self._reduction = _Reduction(simulation, label, partition, sharing, replicas, widths)
+        way = _reduction_path(simulation, policy, num_sharing)
+        self._reduction = _Reduction(simulation, label, partition, sharing, replicas, widths, way)
         self.trains = buffer.trains
         self.state = _State.SHARDED
 
     def version(self) -> int:
-        """Nothing is written to while a step runs."""
+        """A constant: no shard is written while a step runs."""
         return 0
 
     def adopt_data(self) -> bool:
-        """Nobody puts tensors in place of the shards."""
+        """Returns False: no tensors replace the shards."""
         return False
 
     def start_gather(self, in_place: bool = False) -> None:
@@ -317,19 +344,19 @@ class SimulatedShards:
         self._reduction.begin()
 
     def join_backward(self, trains: list[bool]) -> None:
-        """Gradients of several backwards have one place."""
+        """Does nothing: gradients of several backwards share one buffer."""
 
     def cancel_backward(self) -> None:
-        """No simulated backward fails."""
+        """Does nothing: no simulated backward fails."""
 
     def start_reduce(self) -> None:
         self._reduction.start()
 
     def continue_reduce(self) -> bool:
-        return self._reduction.go_on()
+        return self._reduction.continue_sum()
 
     def await_reduce(self) -> None:
-        """Waiting and summing are one here."""
+        """Does nothing: `finish_reduce` waits."""
 
-    def finish_reduce(self) -> None:
+    def finish_reduce(self, tree: None = None) -> None:
         self._reduction.finish()

@@ -1,11 +1,11 @@
 """A training step on a virtual clock, run by the runtime's own schedule.
 
-[Note: What is simulated]
-Order of gathers, what is gathered ahead, what stays for the backward, when a reduction is waited for, which buffers
-exist at once: none of this is written down here. `BlockRuntime`, `Engine` and `Schedule` of ``bmtrain/_engine`` decide
-it, as they do in a run; they are given `SimulatedShards` in place of the core's `ShardGroup`, which move a virtual
-clock and count bytes where the core moves bytes. What is added is the order inside one block call (`_forward` and
-`_backward`, after ``_engine/island.py``) and what happens outside blocks.
+[Note: Simulation by the runtime]
+Order of gathers, prefetches, parameters that stay for the backward, waits for reductions, and buffers that exist at
+once: none of this is modelled here. `BlockRuntime`, `Engine` and `Schedule` of ``bmtrain/_engine`` decide
+it, as they do in a run; they are given `SimulatedShards` in place of the core's `ShardGroup`, which advance a virtual
+clock and count bytes where the core moves bytes. This file adds the order inside one block call (`_forward` and
+`_backward`, after ``_engine/island.py``) and the work outside blocks.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 
 from .._engine.engine import Engine
 from .._engine.policy import Recompute
+from .._engine.running import Phase
 from .._engine.runtime import BlockRuntime
-from .._engine.schedule import Phase
+from .._shards.sharding import slot_length
 from .model import BlockDescription, ModelDescription, OutsideParameter, OutsideReads
 from .network import Network, Wire
 from .policy import TrainingPolicy
@@ -28,14 +29,14 @@ __all__ = ["Rates", "SimulatedStep", "StepResult"]
 
 
 class _SimulatedEngine(Engine):
-    """The engine of a process in which no autograd runs: the end of a backward is told."""
+    """The engine of a process without autograd: the end of a backward is reported by the simulation."""
 
     def call_at_end_of_backward(self) -> None:
-        """`SimulatedStep` finishes the reductions."""
+        """Does nothing: `SimulatedStep` finishes the reductions."""
 
 
 class Rates(NamedTuple):
-    """How fast one device works: floating-point operations and bytes of its memory, per second."""
+    """Speed of one device: floating-point operations and bytes of its memory, per second."""
 
     flops: float
     bytes: float
@@ -44,7 +45,7 @@ class Rates(NamedTuple):
 class StepResult(NamedTuple):
     """One simulated forward and backward, after the order of blocks has been learnt.
 
-    Times are in seconds; ``traffic`` is what `Communicator.traffic` counts.
+    Times are in seconds; ``traffic`` as `Communicator.traffic`.
     """
 
     seconds: float
@@ -61,13 +62,13 @@ class SimulatedStep:
     """A model's forward and backward on one rank.
 
     Args:
-        model: what this rank holds and does for one sample.
-        policy: how it is trained.
+        model: this rank's part of the model, per sample.
+        policy: the training policy.
         samples: of this rank in one pass.
         network: the ranks that share the parameters.
-        rates: how fast the device is.
+        rates: the speed of the device.
         tp: the tensor-parallel ranks, if there are any.
-        fixed: bytes that are there all the time, by purpose.
+        fixed: bytes that are allocated all the time, by purpose.
         ring_gather: gathers go around a ring.
         ring_reduce: reductions do.
         overlaps: False makes every collective wait for its end (for peers that do not overlap).
@@ -144,7 +145,7 @@ class SimulatedStep:
         memory = self.simulation.memory
         runtime.open(Phase.FORWARD)
         self._wait_for_all()
-        # While the block runs everything that it saves is there only if it is kept.
+        # While the block runs, its saved tensors exist only if they are kept.
         memory.add("activations", self._kept(block) * self.samples)
         self._compute(runtime.label, block.flops, 2 * block.activation_bytes)
         self._exchange(block, 1)
@@ -161,7 +162,7 @@ class SimulatedStep:
             self._exchange(block, 1)
         training: Any = [group for group in runtime.groups if group.trains]  # type: ignore[attr-defined]
         runtime.begin_backward({group: [True] for group in training})
-        # The hidden state has a gradient on its way around the layer and one through it.
+        # The hidden state has a gradient of the residual path and one of the layer.
         passing = (
             block.gradient_bytes + 2 * block.input_bytes
         ) * self.samples + block.largest_parameter_gradient
@@ -193,7 +194,7 @@ class SimulatedStep:
         self.simulation.compute(label, seconds)
 
     def _exchange(self, block: BlockDescription, times: int) -> None:
-        """Tensor-parallel ranks add up what each has computed; nothing else can go on."""
+        """Sums over the tensor-parallel ranks; nothing else can continue meanwhile."""
         if self.tp is not None and block.tp_exchange_bytes:
             # Two sums in a pass, after the attention and after the feed-forward layer.
             half = block.tp_exchange_bytes / 2 * self.samples
@@ -210,11 +211,12 @@ class SimulatedStep:
     def _outside(
         self, kind: str, operation: str, messages: Sequence[Sequence[OutsideParameter]], ring: bool
     ) -> None:
-        """Each message is waited for; autograd holds what was gathered (no time is lost with one)."""
+        """Waits for each message; autograd holds the gathered parameters (no wait with one message)."""
         simulation = self.simulation
         sign = 1 if kind == "gather" else -1
         for together in messages:
-            nbytes = sum(p.partition(simulation.network.size) * p.element_size for p in together)
+            width = together[0].element_size
+            nbytes = width * slot_length(sum(p.partition(simulation.network.size) for p in together), width)
             simulation.memory.add("outside blocks", sign * simulation.network.size * nbytes)
             if simulation.network.size > 1:
                 simulation.count(operation, (simulation.network.size - 1) * nbytes)

@@ -1,4 +1,4 @@
-"""See while it runs: what each rank did, block by block, and for what it waited."""
+"""Timelines of a running job: the work and the waits of each rank, block by block."""
 
 from .recorder import Timeline, record, record_from_environment
 from .summary import Summary, summarize

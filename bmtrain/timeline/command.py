@@ -1,4 +1,4 @@
-"""``python -m bmtrain timeline DIR``: where the time of recorded steps went.
+"""``bmtrain timeline DIR``: summary of the time of recorded steps.
 
 Record with BMTRAIN_TIMELINE=DIR in the environment of a run (BMTRAIN_TIMELINE_STEPS=N steps, 10 if not set), or with
 bmtrain.timeline.record(directory=DIR). This prints a summary, and writes DIR/trace.json with all ranks, for
@@ -20,7 +20,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the options of ``timeline``."""
+    """Describes the options of ``timeline``."""
     parser.add_argument("directory", type=Path, metavar="DIR", help="where the ranks have written")
     parser.add_argument(
         "--step", type=int, default=-1, metavar="N", help="the step drawn (default: the last)"
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the summary, write the merged trace and the picture. Returns 2 if there is nothing to read."""
+    """Prints the summary, writes the merged trace and the picture. Returns 2 if there is nothing to read."""
     directory: Path = arguments.directory
     try:
         spans = read_traces(directory)
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
             draw(spans, picture, arguments.step)
             written.append(str(picture))
     except (ValueError, OSError, ImportError) as error:
-        print(f"python -m bmtrain timeline: {error}", file=sys.stderr)
+        print(f"bmtrain timeline: {error}", file=sys.stderr)
         return 2
     print(summary)
     print(f"written: {', '.join(written)}")

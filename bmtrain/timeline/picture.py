@@ -5,24 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from .._base.pictures import BLUE, GREEN, ORANGE, RED, VIOLET, new_figure
 from .trace import Span
 
 __all__ = ["draw"]
 
 _COLORS = {
-    "forward": "#4c78a8",
+    "forward": BLUE,
     "backward": "#1f4e79",
     "evaluate": "#9ecae9",
-    "wait": "#e45756",
-    "optimizer": "#54a24b",
-    "gather": "#f2a93b",
-    "reduce": "#b279a2",
+    "wait": RED,
+    "optimizer": GREEN,
+    "gather": ORANGE,
+    "reduce": VIOLET,
 }
+_OUTSIDE = "#e6e6e6"
 _MOST_RANKS = 8
 
 
 def draw(spans: Mapping[int, Sequence[Span]], path: Path, step: int = -1) -> None:
-    """Draw three lanes for each rank: gathers, what it does itself, reductions.
+    """Draws three lanes for each rank: gathers, what it does itself, reductions.
 
     Args:
         spans: rank -> what it recorded; the first eight ranks are drawn.
@@ -33,15 +35,8 @@ def draw(spans: Mapping[int, Sequence[Span]], path: Path, step: int = -1) -> Non
         ImportError: matplotlib is not installed.
         ValueError: there is no such step.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError:
-        raise ImportError("drawing needs matplotlib: pip install matplotlib, or pass --no-png") from None
     ranks = sorted(spans)[:_MOST_RANKS]
-    figure = Figure(figsize=(12, 1.2 + 1.1 * len(ranks)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(12, 1.2 + 1.1 * len(ranks), ", or pass --no-png")
     axes = figure.subplots()
     labels, places = [], []
     for number, rank in enumerate(ranks):
@@ -53,6 +48,8 @@ def draw(spans: Mapping[int, Sequence[Span]], path: Path, step: int = -1) -> Non
             row = 4 * number + lane
             labels.append((f"rank {rank}: gathers", "computes, waits", "reductions")[lane])
             places.append(row)
+            if lane == 1:  # what no span covers is the rank's own too: head, loss, data, Python
+                axes.barh(row, (end - begin) * 1e3, height=0.84, color=_OUTSIDE)
             for span in spans[rank]:
                 if span.kind in kinds and span.begin >= begin and span.end <= end:
                     color = _COLORS[span.detail if span.kind == "compute" else span.kind]
@@ -61,9 +58,12 @@ def draw(spans: Mapping[int, Sequence[Span]], path: Path, step: int = -1) -> Non
                         bar, (row - 0.42, 0.84), facecolors=color, edgecolor="white", linewidth=0.4
                     )
     axes.set_yticks(places, labels)
-    axes.invert_yaxis()
+    axes.set_ylim(places[-1] + 0.7, -0.7)
     axes.set_xlabel("ms since the step began")
+    from matplotlib.patches import Patch
+
     patches = [Patch(color=color, label=name) for name, color in _COLORS.items() if name != "evaluate"]
+    patches.append(Patch(color=_OUTSIDE, label="outside blocks (head, loss, Python)"))
     figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)

@@ -1,8 +1,8 @@
-"""Recording: the engine tells when things begin and end, nothing else is touched.
+"""Recorder of spans: the engine reports where operations begin and end.
 
-[Note: What recording costs]
-Off, the engine calls an :class:`Observer` that does nothing where something begins or ends. On, a :class:`Timeline` is
-in its place, which notes the time and appends a tuple. On CUDA the time is an event on the current stream, read when
+[Note: Overhead of recording]
+Off, the engine calls an :class:`Observer` that does nothing where an operation begins or ends. On, a :class:`Timeline`
+replaces it, which records the time and appends a tuple. On CUDA the time is an event on the current stream, read when
 the recording is over, so nothing waits for the device; the spans are the device's then, not the host's.
 """
 
@@ -23,17 +23,17 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from .. import _C
-from .._arguments import require_integer, require_path
-from .._context import current
+from .._base.arguments import require_integer, require_path
+from .._C import ShardGroup
+from .._engine.engine import current_engine
 from .._engine.observer import Observer
+from .._ranks.context import current
 from ..global_var import context
 from .summary import Summary, summarize
 from .trace import Span, write_trace
 
 if TYPE_CHECKING:
-    from .._engine.runtime import BlockRuntime
-    from .._engine.schedule import Phase
+    from .._engine.running import Phase, RunningBlock
 
 __all__ = ["Timeline", "record", "record_from_environment"]
 
@@ -61,7 +61,7 @@ class _HostClock:
 
 
 class _DeviceClock:
-    """When the device reaches what has been given to the current stream."""
+    """The times at which the device reaches the present end of the current stream."""
 
     def __init__(self) -> None:
         self._begin = self.now()
@@ -84,16 +84,20 @@ class _Mark(NamedTuple):
     detail: str
 
 
+class _Reserved(Observer):
+    """A placeholder for a recording that skips steps first, so that no other recording starts meanwhile."""
+
+
 class Timeline(Observer):
-    """What this rank does, from ``start`` (or ``with``) until ``stop`` or ``steps`` optimizer steps later.
+    """A recording of this rank, from ``start`` (or ``with``) until ``stop`` or ``steps`` optimizer steps later.
 
     Args:
-        steps: stop by itself after so many; None: when told.
+        steps: stop by itself after so many; None: at ``stop``.
         skip: optimizer steps before the recording begins.
         directory: where the trace is written when it stops; None: nowhere.
 
     Attributes:
-        spans: what was recorded, by its end; complete once stopped.
+        spans: the recorded spans, by their end; complete once stopped.
     """
 
     def __init__(
@@ -111,6 +115,7 @@ class Timeline(Observer):
         self._phases: dict[int, str] = {}
         self._reducing: dict[int, str] = {}
         self._remove_hooks: list[Callable[[], None]] = []
+        self._reserved = _Reserved()
 
     # ---- on and off
 
@@ -120,7 +125,7 @@ class Timeline(Observer):
         Raises:
             RuntimeError: another one is running, or bmtrain is not initialized.
         """
-        engine = context("timeline.record").engine
+        engine = current_engine(context("timeline.record"))
         if type(engine.observer) is not Observer or self.is_running:
             raise RuntimeError("timeline: a recording is running already; stop it first")
         self.is_running = True
@@ -133,27 +138,28 @@ class Timeline(Observer):
             register_optimizer_step_pre_hook(self._before_step).remove,
             register_optimizer_step_post_hook(self._after_step).remove,
         ]
+        engine.observer = self._reserved
         if self._skip == 0:
             self._begin()
         return self
 
     def _begin(self) -> None:
-        context().engine.observer = self
+        current_engine(context()).observer = self
         self._open = {"step": self._clock.now()}
 
     def stop(self) -> None:
-        """End; write the trace if there is a directory. Does nothing the second time."""
+        """Ends; writes the trace if there is a directory. Does nothing the second time."""
         if not self.is_running:
             return
         self.is_running = False
         for remove in self._remove_hooks:
             remove()
         place = current()
-        if place is not None and place.engine.observer is self:
-            place.engine.observer = Observer()
+        if place is not None and current_engine(place).observer in (self, self._reserved):
+            current_engine(place).observer = Observer()
         seconds = self._clock.seconds
         self.spans = [Span(m.kind, m.name, seconds(m.begin), seconds(m.end), m.detail) for m in self._marks]
-        self._stepping = None  # whoever keeps the recording does not keep the optimizer and its state
+        self._stepping = None  # a kept recording does not keep the optimizer and its state
         self._marks.clear()
         if self._directory is not None:
             write_trace(self._directory, self.spans, self._rank, self._began)
@@ -182,13 +188,15 @@ class Timeline(Observer):
         self._open["optimizer"] = self._clock.now()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        engine = context().engine
+        engine = current_engine(context())
         self._stepping = self._stepping or optimizer
         counts = self._stepping is optimizer  # a step of several optimizers is counted once
-        if engine.observer is not self:
+        if engine.observer is self._reserved:
             self._skip -= int(counts)
             if self._skip <= 0:
                 self._begin()
+            return
+        if engine.observer is not self:  # bmtrain has been initialized again since
             return
         self._close("optimizer", "optimizer", type(optimizer).__name__)
         if counts:
@@ -198,42 +206,42 @@ class Timeline(Observer):
                 return
             self._open["step"] = self._clock.now()
 
-    # ---- told by the engine
+    # ---- called by the engine
 
     def _close(self, key: Any, kind: str, name: str, detail: str = "") -> None:
         begin = self._open.pop(key, None)
         if begin is not None:
             self._marks.append(_Mark(kind, name, begin, self._clock.now(), detail))
 
-    def gathering(self, runtime: BlockRuntime) -> None:
+    def gathering(self, runtime: RunningBlock) -> None:
         if any(group.layout.num_ranks > 1 for group in runtime.groups):
             self._open["gather", id(runtime)] = self._clock.now()
 
-    def awaiting_gather(self, runtime: BlockRuntime) -> None:
+    def awaiting_gather(self, runtime: RunningBlock) -> None:
         if ("gather", id(runtime)) in self._open:
             self._open["wait"] = self._clock.now()
 
-    def gathered(self, runtime: BlockRuntime) -> None:
+    def gathered(self, runtime: RunningBlock) -> None:
         self._close("wait", "wait", runtime.label, "gather")
         self._close(("gather", id(runtime)), "gather", runtime.label)
 
-    def computing(self, runtime: BlockRuntime, phase: Phase) -> None:
+    def computing(self, runtime: RunningBlock, phase: Phase) -> None:
         self._phases[id(runtime)] = phase.value
         self._open["compute", id(runtime)] = self._clock.now()
 
-    def computed(self, runtime: BlockRuntime) -> None:
+    def computed(self, runtime: RunningBlock) -> None:
         self._close(("compute", id(runtime)), "compute", runtime.label, self._phases.pop(id(runtime), ""))
 
-    def reducing(self, runtime: BlockRuntime, groups: Sequence[_C.ShardGroup]) -> None:
+    def reducing(self, runtime: RunningBlock, groups: Sequence[ShardGroup]) -> None:
         if any(group.layout.num_ranks * group.num_replicas > 1 for group in groups):
             self._reducing[id(groups)] = runtime.label
             self._open["reduce", id(groups)] = self._clock.now()
 
-    def awaiting_reduction(self, groups: Sequence[_C.ShardGroup]) -> None:
+    def awaiting_reduction(self, groups: Sequence[ShardGroup]) -> None:
         if id(groups) in self._reducing:
             self._open["wait"] = self._clock.now()
 
-    def reduced(self, groups: Sequence[_C.ShardGroup]) -> None:
+    def reduced(self, groups: Sequence[ShardGroup]) -> None:
         label = self._reducing.pop(id(groups), "")
         self._close("wait", "wait", label, "reduce")
         self._close(("reduce", id(groups)), "reduce", label)
@@ -250,15 +258,15 @@ class Timeline(Observer):
 def record(
     steps: int | None = None, *, skip: int = 0, directory: str | os.PathLike[str] | None = None
 ) -> Timeline:
-    """Record what this rank does while the ``with`` block runs.
+    """Records the work and the waits of this rank while the ``with`` block runs.
 
     Args:
         steps: stop after so many optimizer steps; None: at the end of the block.
         skip: steps before that; the order of blocks is learnt in the first two or three.
-        directory: where to write ``rank00000.json``, for ``python -m bmtrain timeline`` and trace viewers.
+        directory: where to write ``rank00000.json``, for ``bmtrain timeline`` and trace viewers.
 
     Returns:
-        The recording, a context manager; ``.spans`` and ``.summary()`` tell what happened.
+        The recording, a context manager; with ``.spans`` and ``.summary()``.
 
     Example::
 
@@ -271,10 +279,10 @@ def record(
 
 
 def record_from_environment() -> None:
-    """Start a recording if ``BMTRAIN_TIMELINE`` names a directory; it ends after ``BMTRAIN_TIMELINE_STEPS`` steps.
+    """Starts a recording if ``BMTRAIN_TIMELINE`` names a directory; it ends after ``BMTRAIN_TIMELINE_STEPS`` steps.
 
     Raises:
-        ValueError: the number of steps is none.
+        ValueError: the number of steps is not a number.
     """
     directory = os.environ.get("BMTRAIN_TIMELINE")
     if not directory:

@@ -1,4 +1,4 @@
-"""What a timeline says in one screen."""
+"""Summary of a timeline, on one screen."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class RankTime:
 
     Args:
         total: from the first step's begin to the last one's end.
-        compute: blocks run, without what they wait for.
-        gather_wait: nothing goes on because parameters are not there.
-        reduce_wait: nothing goes on because gradients are not there (summing those that are is computing).
-        stage_wait: nothing goes on because another pipeline stage has not sent or received.
-        update_wait: nothing goes on because the optimizer still updates parameters in the background.
+        compute: blocks run, without their waits.
+        gather_wait: waits for parameters.
+        reduce_wait: waits for gradients (summing the received ones is computing).
+        stage_wait: waits for another pipeline stage to send or receive.
+        update_wait: waits for updates of the optimizer in the background.
         optimizer: optimizers step.
     """
 
@@ -40,7 +40,7 @@ class RankTime:
 
     @property
     def other(self) -> float:
-        """Everything else: what runs outside blocks."""
+        """Seconds of everything else: work outside blocks."""
         return max(self.total - self.compute - self._waits - self.optimizer, 0.0)
 
     @property
@@ -49,7 +49,7 @@ class RankTime:
 
     @property
     def exposed(self) -> float:
-        """The share of the time in which the rank waits for parameters or gradients to travel."""
+        """The share of the time in which the rank waits for communication of parameters or gradients."""
         return (self.gather_wait + self.reduce_wait) / self.total if self.total else 0.0
 
     @property
@@ -69,7 +69,7 @@ class BlockTime:
 
 @dataclass(frozen=True)
 class Summary:
-    """Where the time of the recorded steps went.
+    """The distribution of the time of the recorded steps.
 
     Attributes:
         ranks: by rank.
@@ -132,10 +132,10 @@ class Summary:
 
 
 def summarize(spans: Mapping[int, Sequence[Span]]) -> Summary:
-    """Add up the spans of each rank, complete steps only.
+    """Adds up the spans of each rank, complete steps only.
 
     Args:
-        spans: rank -> what it recorded.
+        spans: rank -> its recorded spans.
 
     Raises:
         ValueError: no rank recorded a complete step.

@@ -1,7 +1,7 @@
 """Recorded spans, and the file format in which trace viewers read them.
 
 The format is Chrome's (Google, "Trace Event Format", 2016), which Perfetto reads as well: complete events (``X``) for
-what the rank itself does, pairs of asynchronous events (``b``, ``e``) for collectives, which overlap with it and with
+the rank's own work, pairs of asynchronous events (``b``, ``e``) for collectives, which overlap with it and with
 each other.
 """
 
@@ -14,20 +14,20 @@ from typing import Any, NamedTuple
 
 __all__ = ["KINDS", "Span", "merge", "read_traces", "trace_events", "write_trace"]
 
-#: Kind of span -> its row in a viewer. The first four are what the rank does, the others are under way beside it.
+#: Kind of span -> its row in a viewer. The first four are the rank's own work, the others run beside it.
 KINDS = {"compute": 1, "wait": 2, "optimizer": 3, "step": 0, "gather": 4, "reduce": 5}
 _BESIDE = ("gather", "reduce")
 
 
 class Span(NamedTuple):
-    """Something that took time on one rank.
+    """An interval of time on one rank.
 
     Args:
         kind: ``compute``, ``wait``, ``optimizer``, ``step``, ``gather`` or ``reduce``.
-        name: the block, or what it is otherwise.
+        name: the block, or another description.
         begin: seconds since the recording began.
         end: the same.
-        detail: ``forward``, ``backward``, ``evaluate``; of a wait, what for: ``gather``, ``reduce``,
+        detail: ``forward``, ``backward``, ``evaluate``; of a wait, its reason: ``gather``, ``reduce``,
             ``stage`` (of a pipeline) or ``update``.
     """
 
@@ -59,13 +59,13 @@ def trace_events(spans: Iterable[Span], rank: int) -> Iterator[dict[str, Any]]:
 
 
 def write_trace(directory: Path, spans: Sequence[Span], rank: int, began: float = 0.0) -> None:
-    """Write one rank's spans as a file that trace viewers open.
+    """Writes one rank's spans as a file that trace viewers open.
 
     Args:
         directory: made if it is missing.
-        spans: what was recorded.
-        rank: who recorded it.
-        began: when, in seconds since the epoch; it puts the ranks' times together.
+        spans: the recorded spans.
+        rank: the rank that recorded them.
+        began: the start in seconds since the epoch; it aligns the ranks' times.
     """
     directory.mkdir(parents=True, exist_ok=True)
     events = list(trace_events(spans, rank))
@@ -74,7 +74,7 @@ def write_trace(directory: Path, spans: Sequence[Span], rank: int, began: float 
 
 
 def merge(spans: Mapping[int, Iterable[Span]]) -> dict[str, Any]:
-    """The spans of all ranks as one trace, what a viewer opens."""
+    """The spans of all ranks as one trace for a viewer."""
     events = [event for rank, recorded in spans.items() for event in trace_events(recorded, rank)]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 

@@ -69,6 +69,12 @@ class Communicator {
   /// input.numel() == size() * output.numel(); output is slice rank() of the reduction.
   [[nodiscard]] virtual WorkPtr reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op,
                                                const std::string& label) = 0;
+  /// As reduce_scatter by sum, with the fewest bytes between hosts: NCCL's own, which adds in the tensor's
+  /// dtype and in an order of its own.
+  [[nodiscard]] virtual WorkPtr ring_reduce_scatter(at::Tensor output, at::Tensor input,
+                                                    const std::string& label) {
+    return reduce_scatter(std::move(output), std::move(input), ReduceOp::kSum, label);
+  }
   /// In place.
   [[nodiscard]] virtual WorkPtr all_reduce(at::Tensor tensor, ReduceOp op, const std::string& label) = 0;
   /// In place on `root`; unspecified contents elsewhere.
@@ -87,7 +93,7 @@ class Communicator {
   [[nodiscard]] virtual c10::DataPtr borrow_output(std::int64_t /*nbytes*/) { return {}; }
   /// Ends what borrow_output() began; freeing the memory without it makes that unusable for later gathers.
   virtual void give_back_output(const void* /*data*/, std::int64_t /*nbytes*/) {}
-  /// Memory for the input of all_to_all_in_place(); null if there is none, now or ever.
+  /// Memory for the input of all_to_all_in_place(), or null. For 0 bytes: null, and what is idle is freed.
   [[nodiscard]] virtual c10::DataPtr borrow_input(std::int64_t /*nbytes*/) { return {}; }
   /// An all_to_all whose output stays where the ranks have it; input from elsewhere than borrow_input() is
   /// copied. `input` must not change until the other ranks have read it, which borrow_input() takes care of.
@@ -102,6 +108,15 @@ class Communicator {
   // Point to point; messages between one pair arrive in the order they were sent.
   [[nodiscard]] virtual WorkPtr send(at::Tensor tensor, int peer, const std::string& label) = 0;
   [[nodiscard]] virtual WorkPtr recv(at::Tensor tensor, int peer, const std::string& label) = 0;
+
+  /// Lets go of what operations that have completed still hold, events among them. Never blocks for long.
+  virtual void forget_completed() {}
+  /// Waits until nothing is under way: operations, or, of a closed communicator, its end. False if that takes
+  /// longer than so many seconds.
+  [[nodiscard]] virtual bool settle(double /*seconds*/) { return true; }
+  /// Why results that were waited for may be over data that never came; empty while all is well, and where
+  /// Work::wait itself raises.
+  [[nodiscard]] virtual std::string failure() const { return {}; }
 
   /// Blocks until every rank has arrived.
   virtual void barrier(const std::string& label) = 0;

@@ -10,6 +10,7 @@
 #include <exception>
 #include <mutex>
 #include <optional>
+#include <string_view>
 #include <utility>
 
 #include "common/check.h"
@@ -25,6 +26,40 @@ c10::Stream stream_of(c10::Device device, std::int64_t id) {
 // A thread that has chosen no device is on device 0. torch's events change to their own and then back, and
 // going back by setDevice makes CUDA open device 0 in this process, which takes memory of that device for
 // each rank of the host. A DeviceGuard around them goes back without that.
+
+// [Note: Queries during a capture]
+// While a program records a CUDA graph in torch's default mode, CUDA refuses queries of events to every
+// thread of the process, and ends the recording. A thread in the relaxed mode may ask about events that were
+// recorded outside of the graph, and disturbs nothing. What is refused all the same is no failure of the
+// device: whoever asked asks again later.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { exchange(); }
+  ~RelaxedCapture() { exchange(); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  static constexpr int kRelaxed = 2;  // cudaStreamCaptureModeRelaxed
+  using Exchange = int (*)(int* mode);
+
+  // The thread's mode becomes `mode_`, which becomes the thread's. No CUDA header: [Note: A device behind an
+  // interface].
+  void exchange() {
+    static const auto call =
+        reinterpret_cast<Exchange>(dlsym(RTLD_DEFAULT, "cudaThreadExchangeStreamCaptureMode"));
+    if (call != nullptr) {
+      static_cast<void>(call(&mode_));
+    }
+  }
+
+  int mode_ = kRelaxed;
+};
+
+// CUDA has a dozen results that refuse something during a capture (900 to 908); all of their texts say so.
+bool is_about_capture(const std::exception& error) {
+  return std::string_view(error.what()).find("captur") != std::string_view::npos;
+}
 
 // An event in torch's streams.
 class TorchEvent final : public DeviceEvent {
@@ -48,7 +83,18 @@ class TorchEvent final : public DeviceEvent {
     const c10::DeviceGuard guard(device_);
     event_->block(stream_of(device_, stream));
   }
-  [[nodiscard]] bool is_complete() override { return event_->query(); }
+  [[nodiscard]] bool is_complete() override {
+    const c10::DeviceGuard guard(device_);
+    const RelaxedCapture relaxed;
+    try {
+      return event_->query();
+    } catch (const std::exception& error) {
+      if (is_about_capture(error)) {
+        return false;
+      }
+      throw;
+    }
+  }
 
  private:
   c10::Device device_;

@@ -24,7 +24,8 @@ class DeviceEvent {
   virtual void record(std::int64_t stream) = 0;
   /// Later work of `stream` waits for the mark; the host does not.
   virtual void block(std::int64_t stream) = 0;
-  /// Whether everything before the mark has completed. Throws if the device failed.
+  /// Whether everything before the mark is known to have completed; false where a graph that is being
+  /// captured does not let us ask. Throws if the device failed.
   [[nodiscard]] virtual bool is_complete() = 0;
 };
 

@@ -46,10 +46,34 @@ __global__ void __launch_bounds__(kThreads)
       [&](std::int64_t i) { out[i] = from_float<Out>(to_float(source[i])); });
 }
 
-struct Sources {
+// Sources travel as kernel arguments: all their pointers, or the first one and the distance between them.
+// Each kind has a kernel of its own, as one that asks which it has runs out of registers.
+struct ListedSources {
+  static constexpr int kUnroll = 4;
   const void* pointers[kMostSources];
   int count;
+
+  template <typename T>
+  __host__ __device__ const T* at(int s) const {
+    return static_cast<const T*>(pointers[s]);
+  }
 };
+
+struct SpacedSources {
+  static constexpr int kUnroll = 2;  // more runs out of registers
+  const void* first;
+  std::int64_t spacing;  // in elements
+  int count;
+
+  template <typename T>
+  __host__ __device__ const T* at(int s) const {
+    return static_cast<const T*>(first) + s * spacing;
+  }
+};
+
+std::int64_t distance(const void* from, const void* to) {
+  return reinterpret_cast<std::intptr_t>(to) - reinterpret_cast<std::intptr_t>(from);
+}
 
 template <typename T>
 using SumTiles = Tiles<16 / static_cast<int>(sizeof(T)), sizeof(T) == 8 ? 1 : 2>;
@@ -61,18 +85,19 @@ __device__ T finished(typename Sum<T>::Type total, typename Sum<T>::Type factor,
   return Sum<T>::rounded(accumulate ? total + Sum<T>::of(old) : total);
 }
 
-template <typename T>
+template <typename T, typename Sources>
 __global__ void __launch_bounds__(kThreads)
     sum_kernel(T* out, const __grid_constant__ Sources sources, std::int64_t n, Alignment alignment,
                bool accumulate, typename Sum<T>::Type factor) {
   using Tiling = SumTiles<T>;
   using Wide = typename Sum<T>::Type;
-  const auto source = [&](int s) { return static_cast<const T*>(sources.pointers[s]); };
+  const auto source = [&](int s) { return sources.template at<T>(s); };
   Tiling::visit_all(
       n, alignment,
       [&](std::int64_t i) {
         typename Tiling::template Wide<Wide> total = {};
         typename Tiling::template Packs<T> in;
+#pragma unroll Sources::kUnroll
         for (int s = 0; s < sources.count; ++s) {
           Tiling::load(source(s) + i, in);
           Tiling::for_each([&](int u, int k) {
@@ -145,21 +170,28 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(double* result, const 
   if (threadIdx.x == 0) *result = total;
 }
 
-template <typename T>
+template <typename T, typename Sources>
 cudaError_t launch_sum(void* out, const Sources& sources, std::int64_t n, bool accumulate, double factor,
                        cudaStream_t stream) {
   using Tiling = SumTiles<T>;
   auto* const to = static_cast<T*>(out);
   Alignment alignment = Tiling::alignment_of(placed(to));
   for (int s = 0; s < sources.count; ++s) {
-    const Placed source = placed(static_cast<const T*>(sources.pointers[s]));
+    const Placed source = placed(sources.template at<T>(s));
     alignment.has_packs = alignment.has_packs && Tiling::alignment_of(placed(to), source).has_packs;
   }
-  return launch(stream, grid_for(Tiling::count(n, alignment)), sum_kernel<T>, to, sources, n, alignment,
-                accumulate, static_cast<typename Sum<T>::Type>(factor));
+  return launch(stream, grid_for(Tiling::count(n, alignment)), sum_kernel<T, Sources>, to, sources, n,
+                alignment, accumulate, static_cast<typename Sum<T>::Type>(factor));
 }
 
 }  // namespace
+
+bool is_evenly_spaced(const void* const* pointers, int count) {
+  for (int s = 2; s < count; ++s) {
+    if (distance(pointers[s - 1], pointers[s]) != distance(pointers[0], pointers[1])) return false;
+  }
+  return count < 2 || pointers[0] != pointers[1];
+}
 
 cudaError_t cast(void* out, DType out_dtype, const void* source, DType source_dtype, std::int64_t n,
                  cudaStream_t stream) {
@@ -180,16 +212,25 @@ cudaError_t cast(void* out, DType out_dtype, const void* source, DType source_dt
 
 cudaError_t ordered_sum(void* out, const void* const* sources, int num_sources, std::int64_t n, DType dtype,
                         bool accumulate, double factor, cudaStream_t stream) {
-  // They travel as kernel arguments; more would need a second pass, over rounded sums.
-  if (num_sources > kMostSources) return cudaErrorInvalidValue;
+  // More would need a second pass, over rounded sums.
+  const bool fits = num_sources <= kMostSources;
+  if (!fits && !is_evenly_spaced(sources, num_sources)) return cudaErrorInvalidValue;
   if (n == 0) return cudaSuccess;
-  Sources batch = {};
-  batch.count = num_sources;
-  std::copy(sources, sources + num_sources, batch.pointers);
-  if (dtype == DType::kFloat64) return launch_sum<double>(out, batch, n, accumulate, factor, stream);
-  return with_element_type(dtype, [&](auto type) {
-    return launch_sum<typename decltype(type)::Type>(out, batch, n, accumulate, factor, stream);
-  });
+  const auto sum = [&](const auto& batch) {
+    if (dtype == DType::kFloat64) return launch_sum<double>(out, batch, n, accumulate, factor, stream);
+    return with_element_type(dtype, [&](auto type) {
+      return launch_sum<typename decltype(type)::Type>(out, batch, n, accumulate, factor, stream);
+    });
+  };
+  if (!fits) {
+    const std::int64_t spacing = distance(sources[0], sources[1]);
+    if (spacing % size_of(dtype) != 0) return cudaErrorInvalidValue;
+    return sum(SpacedSources{sources[0], spacing / size_of(dtype), num_sources});
+  }
+  ListedSources listed = {};
+  listed.count = num_sources;
+  std::copy(sources, sources + num_sources, listed.pointers);
+  return sum(listed);
 }
 
 cudaError_t scale(void* x, std::int64_t n, DType dtype, const float* factor, cudaStream_t stream) {

@@ -14,13 +14,17 @@ namespace bmtrain::cuda {
                                std::int64_t n, cudaStream_t stream);
 
 /// out[i] = factor * (sources[0][i] + sources[1][i] + ...), summed in this order, plus the old out[i] if
-/// `accumulate`. 16-bit values are summed in fp32 and rounded once. `sources` is a host array; `out` may be
-/// one of them.
+/// `accumulate`. 16-bit values are summed in fp32 and rounded once. `sources` is a host array, with at most
+/// kMostSources pointers unless these are evenly spaced, as slices of one buffer are; `out` may be one of
+/// them.
 [[nodiscard]] cudaError_t ordered_sum(void* out, const void* const* sources, int num_sources, std::int64_t n,
                                       DType dtype, bool accumulate, double factor, cudaStream_t stream);
 
-/// Sources that one ordered_sum takes.
+/// Sources that one ordered_sum takes wherever they lie.
 constexpr int kMostSources = 64;
+
+/// Whether each pointer is as far from the one before it as all others, and none like it.
+[[nodiscard]] bool is_evenly_spaced(const void* const* pointers, int count);
 
 /// x[i] *= *factor in place, in fp32 and rounded once; memory is left alone where the factor is 1. fp32, fp16
 /// and bf16.

@@ -3,7 +3,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/scalar_tensor.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -20,9 +19,9 @@
 
 #include "common/check.h"
 #include "common/per_process.h"
+#include "common/scale.h"
 #include "common/thread_pool.h"
 #include "cpu/isa.h"
-#include "ops.h"
 
 namespace bmtrain {
 namespace {
@@ -30,9 +29,8 @@ namespace {
 // Elements of a chunk: some tens of microseconds, so that a waiting thread finds chunks to share.
 constexpr std::int64_t kChunk = std::int64_t{1} << 15;
 
-// One worker beside the threads that compute already: an update is bound by memory, and whoever waits for it
-// helps with all of torch's threads.
-int num_workers() { return std::max(1, at::get_num_threads() / 4); }
+// 0: they follow torch's.
+std::atomic<int> update_threads{0};
 
 struct Disturbance {
   std::mutex mutex;  // protects what follows
@@ -105,7 +103,7 @@ void scale_piece(const cpu::StepSlice& slice, std::int64_t offset, std::int64_t 
   auto* const grad = static_cast<char*>(const_cast<void*>(slice.grad)) + offset * size_of(slice.grad_dtype);
   const at::Tensor piece = at::from_blob(grad, {numel}, torch_dtype(slice.grad_dtype));
   for (const double factor : factors) {
-    ops::scale({piece}, at::scalar_tensor(factor, at::kDouble));
+    scale_exactly(piece, factor);
   }
 }
 
@@ -227,7 +225,7 @@ void OffloadUpdate::post(const std::vector<std::shared_ptr<OffloadUpdate>>& upda
       copies->begin_if_free();
     }
   }
-  per_process<UpdateQueue>().post(queued, num_workers());
+  per_process<UpdateQueue>().post(queued, num_update_workers());
 }
 
 Update::State OffloadUpdate::state() const { return update_ ? update_->state() : Update::State::kReady; }
@@ -291,6 +289,19 @@ bool OffloadUpdate::lead_graphs_to(const std::vector<at::Tensor>& parameters) {
   return std::any_of(parameters.begin(), parameters.end(), [](const at::Tensor& parameter) {
     return torch::autograd::impl::try_get_grad_accumulator(parameter) != nullptr;
   });
+}
+
+// One worker for every four threads that compute already: an update is bound by memory, and the thread that
+// waits for it helps with all of torch's. Where the number of threads was chosen for updates, all but the
+// waiting one.
+int num_update_workers() {
+  const int chosen = update_threads.load(std::memory_order_relaxed);
+  return std::max(1, chosen > 0 ? chosen - 1 : at::get_num_threads() / 4);
+}
+
+void set_update_threads(int count) {
+  BMT_CHECK(ValueError, count >= 0, "count: expected at least 0, got ", count);
+  update_threads.store(count, std::memory_order_relaxed);
 }
 
 void disturb_updates(std::int64_t max_delay_microseconds, const std::string& failing_label) {

@@ -59,6 +59,12 @@ class OffloadUpdate {
   std::shared_ptr<Update> update_;  // once posted
 };
 
+/// How many threads an update may use, the waiting one included, where that is not to follow torch's threads;
+/// 0: it is.
+void set_update_threads(int count);
+/// How many threads work on updates beside those that wait for one.
+[[nodiscard]] int num_update_workers();
+
 /// For tests: delays each chunk by a random time, and lets those of the block with this label fail.
 void disturb_updates(std::int64_t max_delay_microseconds, const std::string& failing_label);
 

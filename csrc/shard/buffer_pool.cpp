@@ -11,10 +11,9 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
+#include <iterator>
 #include <mutex>
 #include <new>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -60,13 +59,6 @@ void poison(const c10::DataPtr& memory, std::int64_t nbytes) {
   }
 }
 
-// What comes later in `owner` comes after what `user` has queued.
-void order(c10::Device device, c10::StreamId owner, c10::StreamId user) {
-  c10::Event used(device.type());
-  used.record(c10::Stream(c10::Stream::UNSAFE, device, user));
-  used.block(c10::Stream(c10::Stream::UNSAFE, device, owner));
-}
-
 // The calling thread's stream of a device; the CPU has one.
 c10::StreamId current_stream(c10::Device device) {
   return device.is_cpu() ? 0 : c10::impl::VirtualGuardImpl(device.type()).getStream(device).id();
@@ -89,45 +81,31 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
   c10::DataPtr acquire(std::int64_t nbytes, c10::Device device) {
     c10::DataPtr memory;
     const c10::StreamId stream = current_stream(device);
-    std::shared_ptr<BufferSource> source;
     {
       const std::lock_guard lock(mutex_);
-      source = source_for(nbytes, device);
-      auto& idle = idle_[{nbytes, device.index(), stream}];
-      if (!idle.empty()) {
-        memory = std::move(idle.back());
-        idle.pop_back();
-        stats_.bytes_idle -= nbytes;
-      }
+      memory = take_idle(nbytes, device.index(), stream);
     }
     const bool is_fresh = !memory;
     if (is_fresh) {
-      memory = source ? source->allocate(nbytes) : allocate(nbytes, device);
+      memory = allocate_or_trim(nbytes, device);
       if (poison_) {
         poison(memory, nbytes);
       }
     }
     count_use(nbytes, is_fresh);
     void* address = memory.get();
-    auto lease = std::make_unique<Lease>(
-        Lease{shared_from_this(), std::move(memory), nbytes, stream, source != nullptr});
+    auto lease = std::make_unique<Lease>(Lease{shared_from_this(), std::move(memory), nbytes, stream});
     return {address, lease.release(), &Shelf::give_back, device};
   }
 
-  void set_source(std::shared_ptr<BufferSource> source, std::int64_t least_bytes) {
-    trim();  // else whether a buffer is of the source would depend on what was idle
-    const std::lock_guard lock(mutex_);
-    BMT_CHECK(StateError, stats_.buffers_in_use == 0, "buffer source: ", stats_.buffers_in_use,
-              " buffers are in use");
-    source_ = std::move(source);
-    least_bytes_ = least_bytes;
-  }
-
-  void trim() {
+  // Returns whether there was anything to give back.
+  bool trim() {
     decltype(idle_) dropped;  // freed after the lock is released
     const std::lock_guard lock(mutex_);
     dropped.swap(idle_);
     stats_.bytes_idle = 0;
+    largest_ = 0;
+    return !dropped.empty();
   }
 
   Stats stats() const {
@@ -142,16 +120,74 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
   }
 
  private:
+  // A buffer that nobody uses.
+  struct Idle {
+    c10::DataPtr memory;
+    std::int64_t nbytes;
+    c10::DeviceIndex device;
+    c10::StreamId stream;  // on a device, memory is free in the order of the stream that has used it
+
+    [[nodiscard]] bool is_like(const Idle& other) const {
+      return nbytes == other.nbytes && device == other.device && stream == other.stream;
+    }
+  };
+
   struct Lease {
     std::shared_ptr<Shelf> shelf;
     c10::DataPtr memory;
     std::int64_t nbytes;
     c10::StreamId stream;
-    bool is_from_source;
   };
 
-  [[nodiscard]] std::shared_ptr<BufferSource> source_for(std::int64_t nbytes, c10::Device device) const {
-    return source_ && nbytes >= least_bytes_ && source_->device() == device ? source_ : nullptr;
+  // The one that was used last; null if there is none.
+  [[nodiscard]] c10::DataPtr take_idle(std::int64_t nbytes, c10::DeviceIndex device, c10::StreamId stream) {
+    const auto found = std::find_if(idle_.rbegin(), idle_.rend(), [&](const Idle& idle) {
+      return idle.nbytes == nbytes && idle.device == device && idle.stream == stream;
+    });
+    if (found == idle_.rend()) {
+      return {};
+    }
+    c10::DataPtr memory = std::move(found->memory);
+    idle_.erase(std::next(found).base());
+    stats_.bytes_idle -= nbytes;
+    return memory;
+  }
+
+  [[nodiscard]] c10::DataPtr allocate_or_trim(std::int64_t nbytes, c10::Device device) {
+    try {
+      return allocate(nbytes, device);
+    } catch (const std::exception&) {  // torch's allocators and the C++ library have errors of their own
+      if (!trim()) {
+        throw;
+      }
+    }
+    return allocate(nbytes, device);
+  }
+
+  // Moves to `dropped` what is too much beside a new one, see [Note: What stays idle].
+  void make_room_for(const Idle& added, std::vector<Idle>& dropped) {
+    const auto drop = [&](auto place) {
+      stats_.bytes_idle -= place->nbytes;
+      dropped.push_back(std::move(*place));
+      idle_.erase(place);
+    };
+    const auto first_to_go = [&](auto&& matches) {
+      return std::find_if(idle_.begin(), idle_.end(), matches);
+    };
+    const auto is_like = [&](const Idle& idle) { return idle.is_like(added); };
+    if (std::count_if(idle_.begin(), idle_.end(), is_like) >= idle_per_class_) {
+      drop(first_to_go(is_like));
+    }
+    largest_ = std::max(largest_, added.nbytes);
+    std::int64_t excess = added.nbytes - idle_per_class_ * largest_ - largest_ / 8;
+    for (const Idle& idle : idle_) {
+      excess += idle.nbytes;
+    }
+    while (excess > 0) {
+      const auto oldest = first_to_go([](const Idle&) { return true; });
+      excess -= oldest->nbytes;
+      drop(oldest);
+    }
   }
 
   // After the buffer is there: where there is no memory, none is in use.
@@ -159,6 +195,7 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
     const std::lock_guard lock(mutex_);
     stats_.bytes_in_use += nbytes;
     stats_.buffers_in_use += 1;
+    largest_ = std::max(largest_, nbytes);
     stats_.peak_bytes_in_use = std::max(stats_.peak_bytes_in_use, stats_.bytes_in_use);
     stats_.peak_buffers_in_use = std::max(stats_.peak_buffers_in_use, stats_.buffers_in_use);
     stats_.allocations += is_fresh ? 1 : 0;
@@ -174,33 +211,32 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
     const c10::Device device = lease->memory.device();
     const c10::StreamId stream = current_stream(device);
     const bool moves = stream != lease->stream;
-    if (moves && lease->is_from_source) {
-      order(device, lease->stream, stream);
-    } else if (moves) {  // torch's allocator sees to it that nobody has it before this stream is done
+    if (moves) {  // torch's allocator sees to it that nobody has it before this stream is done
       const c10::impl::VirtualGuardImpl guard(device.type());
       guard.recordDataPtrOnStream(lease->memory, c10::Stream(c10::Stream::UNSAFE, device, stream));
     }
+    std::vector<Idle> dropped;  // freed after the lock is released
     const std::lock_guard lock(shelf.mutex_);
     shelf.stats_.bytes_in_use -= lease->nbytes;
     shelf.stats_.buffers_in_use -= 1;
-    if (moves && !lease->is_from_source) {
+    if (moves || shelf.idle_per_class_ == 0) {
       return;
     }
-    auto& idle = shelf.idle_[{lease->nbytes, device.index(), lease->stream}];
-    if (lease->is_from_source || static_cast<std::int64_t>(idle.size()) < shelf.idle_per_class_) {
-      idle.push_back(std::move(lease->memory));
-      shelf.stats_.bytes_idle += lease->nbytes;
-    }
+    Idle idle{.memory = std::move(lease->memory),
+              .nbytes = lease->nbytes,
+              .device = device.index(),
+              .stream = lease->stream};
+    shelf.make_room_for(idle, dropped);
+    shelf.idle_.push_back(std::move(idle));
+    shelf.stats_.bytes_idle += lease->nbytes;
   }
 
   const std::int64_t idle_per_class_;
   const bool poison_;
-  std::shared_ptr<BufferSource> source_;  // may be null
-  std::int64_t least_bytes_ = 0;
   mutable std::mutex mutex_;  // protects everything below; buffers may come back
                               // from any thread
-  // By size, device and stream: on a device, memory is free in the order of the stream that has used it.
-  std::map<std::tuple<std::int64_t, c10::DeviceIndex, c10::StreamId>, std::vector<c10::DataPtr>> idle_;
+  std::vector<Idle> idle_;    // that which has been idle longest first
+  std::int64_t largest_ = 0;  // bytes of the largest buffer that was used since the pool was trimmed
   Stats stats_;
 };
 
@@ -214,10 +250,6 @@ BufferPool::~BufferPool() = default;
 c10::DataPtr BufferPool::acquire(std::int64_t nbytes, c10::Device device) {
   BMT_CHECK(ValueError, nbytes >= 0, "nbytes: expected at least 0, got ", nbytes);
   return shelf_->acquire(nbytes, device);
-}
-
-void BufferPool::set_source(std::shared_ptr<BufferSource> source, std::int64_t least_bytes) {
-  shelf_->set_source(std::move(source), least_bytes);
 }
 
 void BufferPool::trim() { shelf_->trim(); }

@@ -3,9 +3,17 @@
 //
 // A buffer is handed out as a c10::DataPtr whose deleter brings it back, so a
 // buffer in use can never be handed out twice, whatever path an error takes.
-// Idle buffers are kept per size class, up to `idle_per_class`; the rest goes
-// back to the operating system: large host buffers are mapped directly, because
-// the C library keeps what it is given.
+// Idle buffers are kept up to `idle_per_class` of each size, and together not
+// many more bytes than `idle_per_class` of the largest size, see [Note: What stays
+// idle]; the rest goes back to the operating system: large host buffers are mapped
+// directly, because the C library keeps what it is given.
+//
+// [Note: What stays idle]
+// A model of many different blocks would otherwise keep idle_per_class buffers of each of their sizes: twice
+// the whole model, on any number of ranks. Beyond the limit those go that have been idle longest. The limit
+// leaves an eighth for the small buffers of blocks with several kinds of parameters, which would otherwise
+// drive out a large one each time. Where memory runs out, all idle buffers go, and the allocation is tried
+// once more.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -13,8 +21,6 @@
 
 #include <cstdint>
 #include <memory>
-
-#include "shard/buffer_source.h"
 
 namespace bmtrain {
 
@@ -30,11 +36,6 @@ class BufferPool {
   /// A buffer of at least `nbytes` with arbitrary contents; demand beyond the
   /// idle buffers allocates, never waits.
   [[nodiscard]] c10::DataPtr acquire(std::int64_t nbytes, c10::Device device);
-
-  /// From here on, takes buffers of `least_bytes` and more on the source's device from there. They stay in
-  /// the pool until it is trimmed, because freeing them would make the host wait. StateError if buffers are
-  /// in use.
-  void set_source(std::shared_ptr<BufferSource> source, std::int64_t least_bytes);
 
   /// Gives all idle buffers back to the system.
   void trim();

@@ -15,7 +15,7 @@ std::int64_t round_up(std::int64_t a, std::int64_t b) { return ceil_div(a, b) * 
 }  // namespace
 
 FlatLayout::FlatLayout(std::vector<std::int64_t> numels, std::int64_t element_size, std::int64_t num_ranks,
-                       std::int64_t alignment_bytes)
+                       std::int64_t alignment_bytes, std::optional<std::int64_t> partition)
     : num_ranks_(num_ranks) {
   BMT_CHECK(ValueError, num_ranks >= 1, "num_ranks: expected at least 1, got ", num_ranks);
   BMT_CHECK(ValueError, element_size >= 1, "element_size: expected at least 1 byte, got ", element_size);
@@ -32,7 +32,12 @@ FlatLayout::FlatLayout(std::vector<std::int64_t> numels, std::int64_t element_si
     total_ = offset + numel;
   }
   total_ = round_up(total_, alignment);
-  partition_ = ceil_div(total_, num_ranks_);
+  const std::int64_t slice = std::max<std::int64_t>(1, std::min(kSliceBytes, alignment_bytes) / element_size);
+  const std::int64_t share = ceil_div(total_, num_ranks_);
+  partition_ = partition.value_or(round_up(share, slice));
+  BMT_CHECK(ValueError, !partition || (partition_ >= share && partition_ <= kMost / num_ranks_),
+            "partition: expected at least ", share, ", one of ", num_ranks_, " shares of ", total_,
+            " elements, got ", partition_);
 }
 
 const Span& FlatLayout::span(std::size_t index) const {

@@ -280,11 +280,11 @@ void ShardGroup::bind() {
 }
 
 void ShardGroup::drop_unused_gradient() {
-  // On a GPU the caching allocator would keep the memory, in the order of streams; nothing is won there.
-  if (gradient_shard_.defined() && options_.device.is_cpu() && !is_summed_ &&
-      gradient_shard_.storage().use_count() == 1) {
-    gradient_shard_ = at::Tensor();
+  if (!gradient_shard_.defined() || is_summed_ || num_references().second > 1) {
+    return;
   }
+  gradient_shard_ = at::Tensor();                            // a user who holds a view keeps it as it is
+  static_cast<void>(options_.reduce_comm->borrow_input(0));  // frees what gradients have travelled in
 }
 
 void ShardGroup::make_sinks() {

@@ -40,6 +40,15 @@
 // order: over the ranks that share the buffer, then over the replicas, so that all replicas hold the same
 // bits. With one rank per part that is plain data parallelism.
 //
+// [Note: Ways of a reduction]
+// Slices of gradients go straight to the rank that sums them, in rank order and in fp32: one rounding, and
+// the same bits on every run. But of several hosts each pair of ranks exchanges a slice, which is as many
+// times the bytes of a ring between the hosts as a host has ranks. Or they are summed on the way. Around
+// NCCL's ring, in its order and with its roundings. Or in two steps, each in rank order and in fp32: over the
+// ranks of a host, which exchange slices for all ranks with the same place on their hosts, then over the
+// hosts, between which a host's sum travels in the dtype of the gradients. So its order is fixed too, and it
+// is rounded once more.
+//
 // [Note: Dtypes]
 // Shard, gradient shard and `.grad` have the parameters' dtype. Gathered parameters may have a narrower one,
 // in which they also travel: each rank converts its shard straight into its place in the gathered buffer.
@@ -72,6 +81,9 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   /// kGathered until release.
   enum class State : std::uint8_t { kSharded, kGathering, kGathered };
 
+  /// See [Note: Ways of a reduction].
+  enum class ReduceWay : std::uint8_t { kDirect, kRing, kHosts };
+
   struct Options {
     std::string label;                              // names the block in errors and records
     std::vector<at::Tensor> parameters;             // whose data become views of the shard
@@ -80,6 +92,9 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
     std::shared_ptr<Communicator> gather_comm,
         reduce_comm;                             // of the group of ranks that share the buffer
     std::shared_ptr<Communicator> replica_comm;  // of the ranks with the same shard; may be null
+    ReduceWay reduce_way;
+    std::shared_ptr<Communicator> host_comm,  // by kHosts: of the ranks of this host, which follow each other
+        hosts_comm;                           // and of those with the same place on their hosts
     std::shared_ptr<BufferPool> pool;
     at::ScalarType dtype;
     at::ScalarType gather_dtype;   // of parameters on the wire
@@ -160,8 +175,8 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   [[nodiscard]] at::Tensor take_place(std::size_t index, at::ScalarType dtype);
   /// Starts sending each rank its slice of the received gradient.
   void start_reduce();
-  /// Ends the sum over the ranks that share the buffer and starts the one over replicas, see [Note:
-  /// Replicas]. Returns whether there is such a sum, under way now.
+  /// Ends the first sum and starts the next one, over hosts or replicas, if there is one: see [Note: Ways of
+  /// a reduction] and [Note: Replicas]. Returns whether such a sum is under way now.
   bool continue_reduce();
   /// Waits until everything that this rank sums has come; the sum is finish_reduce()'s.
   void await_reduce();
@@ -182,6 +197,9 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
 
  private:
   enum class GradientMode : std::uint8_t { kSkip, kWrite, kAccumulate, kForeign };
+  // What reduce_work_ is for: the ranks that share the buffer (or those of this host), the sums of the hosts,
+  // or the sums of the replicas.
+  enum class Sum : std::uint8_t { kOverRanks, kOverHosts, kOverReplicas };
 
   void allocate();
   void check_data() const;
@@ -208,7 +226,12 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   [[nodiscard]] bool is_reducing() const { return received_.defined() || peer_slices_; }
   // What each rank sent in rank order, or their sum.
   [[nodiscard]] std::vector<at::Tensor> received_slices() const;
+  [[nodiscard]] at::Tensor full_buffer();
+  void start_sum_over_host();
+  void start_sum_over_hosts();
   void start_sum_over_replicas();
+  // Waits for the sum under way and starts the next one; false if it is the last.
+  bool start_next_sum();
   void sum_into_shard(const std::vector<at::Tensor>& slices);
   void end_reduction() noexcept;
   // Memory for the shard, without bytes yet, and views of it; where nothing is gathered also the full ones.
@@ -250,9 +273,9 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   at::Tensor received_;                      // one slice per rank, or their sum; only during a reduction
   std::shared_ptr<PeerSlices> peer_slices_;  // in its place, where ranks read each other's gradients
   WorkPtr reduce_work_;
-  bool sums_replicas_ = false;  // reduce_work_ is the second of two sums
-  bool is_summed_ = false;      // ahead of finish_reduce()
-  at::Tensor sum_ahead_;        // then, unless the gradient shard has it
+  Sum sum_ = Sum::kOverRanks;
+  bool is_summed_ = false;  // ahead of finish_reduce()
+  at::Tensor sum_ahead_;    // then, unless the gradient shard has it
   std::vector<std::weak_ptr<ShardGroup>> under_way_;
   at::Tensor gradient_shard_;
 };

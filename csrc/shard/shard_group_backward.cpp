@@ -7,10 +7,10 @@
 
 #include <utility>
 
+#include "comm/slice_sum.h"
 #include "common/check.h"
 #include "common/delays.h"
 #include "shard/shard_group.h"
-#include "shard/slice_sum.h"
 #include "shard/storage.h"
 
 namespace bmtrain {
@@ -117,15 +117,50 @@ void ShardGroup::start_reduce() {
     start_sum_over_replicas();
     return;
   }
+  if (options_.reduce_way == ReduceWay::kRing) {
+    received_ = at::empty({layout_.partition()}, gradient_.options());
+    reduce_work_ = options_.reduce_comm->ring_reduce_scatter(received_, gradient_, options_.label);
+    return;
+  }
+  if (options_.reduce_way == ReduceWay::kHosts) {
+    start_sum_over_host();
+    return;
+  }
   if (is_worth_sharing(options_.reduce_dtype) && options_.reduce_comm->works_in_place()) {
     reduce_work_ = options_.reduce_comm->all_to_all_in_place(gradient_, peer_slices_, options_.label);
     return;
   }
+  received_ = full_buffer();
+  reduce_work_ = options_.reduce_comm->all_to_all(received_, gradient_, options_.label);
+}
+
+at::Tensor ShardGroup::full_buffer() {
   c10::Storage storage = empty_storage(options_.device);
   put_memory(storage, options_.pool->acquire(full_bytes(options_.reduce_dtype), options_.device),
              full_bytes(options_.reduce_dtype));
-  received_ = view_of_storage(storage, options_.reduce_dtype, 0, {layout_.padded_total()});
-  reduce_work_ = options_.reduce_comm->all_to_all(received_, gradient_, options_.label);
+  return view_of_storage(storage, options_.reduce_dtype, 0, {layout_.padded_total()});
+}
+
+// Each rank of this host gets what is for the ranks with its place, one slice for each host.
+void ShardGroup::start_sum_over_host() {
+  const std::vector<std::int64_t> by_rank = {options_.host_comm->size(), options_.hosts_comm->size(),
+                                             layout_.partition()};
+  const at::Tensor ordered = full_buffer();
+  ordered.view(by_rank).copy_(gradient_.view({by_rank[1], by_rank[0], by_rank[2]}).transpose(0, 1));
+  gradient_ = ordered;
+  received_ = full_buffer();
+  reduce_work_ = options_.host_comm->all_to_all(received_, gradient_, options_.label);
+}
+
+void ShardGroup::start_sum_over_hosts() {
+  const at::Tensor sums = at::empty({options_.hosts_comm->size() * layout_.partition()}, received_.options());
+  sum_slices(sums, received_.view({options_.host_comm->size(), sums.numel()}).unbind(0),
+             /*accumulate=*/false);
+  end_reduction();
+  gradient_ = sums;
+  received_ = at::empty_like(sums);
+  reduce_work_ = options_.hosts_comm->all_to_all(received_, gradient_, options_.label);
+  sum_ = Sum::kOverHosts;
 }
 
 void ShardGroup::start_sum_over_replicas() {
@@ -153,27 +188,42 @@ void ShardGroup::zero_untouched() {
   zero(clean_until, layout_.padded_total());
 }
 
-bool ShardGroup::continue_reduce() {
-  if (!is_reducing() || num_replicas() == 1 || layout_.num_ranks() == 1) {
+bool ShardGroup::start_next_sum() {
+  if (!is_reducing() || layout_.num_ranks() == 1) {
     return false;
   }
-  if (!sums_replicas_) {
-    reduce_work_->wait();
-    reduce_work_.reset();
-    const c10::AutoGradMode no_grad(false);
-    const c10::InferenceMode normal_tensors(false);
-    const at::Tensor sum = at::empty_like(shard_);
-    sum_slices(sum, received_slices(), /*accumulate=*/false);
-    end_reduction();
-    received_ = sum;
-    start_sum_over_replicas();
-    sums_replicas_ = true;
+  const bool over_hosts = sum_ == Sum::kOverRanks && options_.reduce_way == ReduceWay::kHosts;
+  const bool over_replicas = !over_hosts && sum_ != Sum::kOverReplicas && num_replicas() > 1;
+  if (!over_hosts && !over_replicas) {
+    return false;
   }
+  reduce_work_->wait();
+  reduce_work_.reset();
+  const c10::AutoGradMode no_grad(false);
+  const c10::InferenceMode normal_tensors(false);
+  if (over_hosts) {
+    start_sum_over_hosts();
+    return true;
+  }
+  const at::Tensor sum = at::empty_like(shard_);
+  sum_slices(sum, received_slices(), /*accumulate=*/false);
+  end_reduction();
+  received_ = sum;
+  start_sum_over_replicas();
+  sum_ = Sum::kOverReplicas;
   return true;
 }
 
+bool ShardGroup::continue_reduce() {
+  if (sum_ == Sum::kOverRanks) {
+    start_next_sum();
+  }
+  return sum_ != Sum::kOverRanks;
+}
+
 void ShardGroup::await_reduce() {
-  continue_reduce();
+  while (start_next_sum()) {
+  }
   if (reduce_work_) {
     reduce_work_->wait();
     reduce_work_.reset();
@@ -228,7 +278,7 @@ void ShardGroup::finish_reduce(TreeSum* tree) {
     return;
   }
   await_reduce();
-  sums_replicas_ = false;
+  sum_ = Sum::kOverRanks;
   const c10::AutoGradMode no_grad(false);
   const c10::InferenceMode normal_tensors(false);
   if (!peer_slices_) {
@@ -247,6 +297,8 @@ void ShardGroup::finish_reduce(TreeSum* tree) {
   }
   const std::vector<at::Tensor> slices = received_slices();
   if (tree != nullptr) {
+    BMT_CHECK(StateError, options_.reduce_way == ReduceWay::kDirect, options_.label,
+              ": virtual shards need the gradients of each rank, not sums of several");
     for (const at::Tensor& slice : slices) {
       tree->push(slice);
     }
@@ -423,7 +475,8 @@ void ShardGroup::cancel_backward() noexcept {
     }
     reduce_work_.reset();
   }
-  sums_replicas_ = is_summed_ = false;
+  sum_ = Sum::kOverRanks;
+  is_summed_ = false;
   gradient_views_.clear();
   end_reduction();
 }

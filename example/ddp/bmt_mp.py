@@ -11,7 +11,7 @@ import os
 import torch
 import torch.multiprocessing as mp
 from bmt_trainer import train
-from task import parse_options
+from task import device_kind, parse_options
 
 import bmtrain as bmt
 
@@ -28,5 +28,5 @@ def main(rank: int, world_size: int, options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     options = parse_options()
     world_size = torch.cuda.device_count() or options.num_ranks
-    print(f"GPU_Count: {world_size}", flush=True)
+    print(f"{device_kind()}_Count: {world_size}", flush=True)
     mp.spawn(main, args=(world_size, options), nprocs=world_size)

@@ -7,7 +7,7 @@ python -m torch.distributed.launch --use-env --nproc-per-node=4 bmt_torchrun.py 
 from __future__ import annotations
 
 from bmt_trainer import train
-from task import parse_options
+from task import device_kind, parse_options
 
 import bmtrain as bmt
 
@@ -15,7 +15,7 @@ import bmtrain as bmt
 def main() -> None:
     options = parse_options()
     bmt.init_distributed()
-    bmt.print_rank(f"GPU_Count: {bmt.world_size()}", flush=True)
+    bmt.print_rank(f"{device_kind()}_Count: {bmt.world_size()}", flush=True)
     bmt.synchronize()
     train(options)
 

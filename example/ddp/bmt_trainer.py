@@ -24,17 +24,19 @@ def train(options: argparse.Namespace) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     optim_manager = bmt.optim.OptimManager()  # changed
     optim_manager.add_optimizer(optimizer)
-    sampler = DistributedSampler(make_dataset(), bmt.world_size(), rank)  # changed: told who this rank is
+    sampler = DistributedSampler(make_dataset())
     loader = DataLoader(sampler.dataset, batch_size=options.batch_size, sampler=sampler)
 
     for epoch in range(options.max_epochs):
         sampler.set_epoch(epoch)
-        log_line(rank, epoch, options.batch_size, len(loader))
+        losses = []
         for inputs, targets in loader:
             optim_manager.zero_grad()  # changed, as the next two
             loss = torch.nn.functional.mse_loss(model(inputs.to(device)), targets.to(device))
             optim_manager.backward(loss)  # gradients of the mean of all ranks' losses
             optim_manager.step()
+            losses.append(loss.detach())
+        log_line(rank, epoch, options.batch_size, losses)
 
     if options.save:
         bmt.save(model, options.save)  # changed: all ranks give their shards, rank 0 writes

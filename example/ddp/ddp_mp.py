@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from ddp_trainer import train
-from task import parse_options
+from task import device_kind, parse_options
 
 
 def main(rank: int, world_size: int, options: argparse.Namespace) -> None:
@@ -32,5 +32,5 @@ def main(rank: int, world_size: int, options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     options = parse_options()
     world_size = torch.cuda.device_count() or options.num_ranks
-    print(f"GPU_Count: {world_size}", flush=True)
+    print(f"{device_kind()}_Count: {world_size}", flush=True)
     mp.spawn(main, args=(world_size, options), nprocs=world_size)

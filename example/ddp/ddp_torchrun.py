@@ -13,7 +13,7 @@ import os
 import torch
 import torch.distributed as dist
 from ddp_trainer import train
-from task import parse_options
+from task import device_kind, parse_options
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
         torch.cuda.set_device(local_rank)
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     if dist.get_rank() == 0:
-        print(f"GPU_Count: {dist.get_world_size()}", flush=True)
+        print(f"{device_kind()}_Count: {dist.get_world_size()}", flush=True)
     dist.barrier()
     train(options, local_rank)
     dist.destroy_process_group()

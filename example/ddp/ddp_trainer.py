@@ -29,12 +29,14 @@ def train(options: argparse.Namespace, local_rank: int) -> None:
 
     for epoch in range(options.max_epochs):
         sampler.set_epoch(epoch)  # or every epoch has the same order
-        log_line(rank, epoch, options.batch_size, len(loader))
+        losses = []
         for inputs, targets in loader:
             optimizer.zero_grad()
             loss = torch.nn.functional.mse_loss(model(inputs.to(device)), targets.to(device))
             loss.backward()
             optimizer.step()
+            losses.append(loss.detach())
+        log_line(rank, epoch, options.batch_size, losses)
 
     if rank == 0 and options.save:
         torch.save(model.module.state_dict(), options.save)

@@ -11,7 +11,7 @@ import sys
 import torch
 from torch.utils.data import TensorDataset
 
-__all__ = ["DIM", "LEARNING_RATE", "log_line", "make_dataset", "parse_options"]
+__all__ = ["DIM", "LEARNING_RATE", "device_kind", "log_line", "make_dataset", "parse_options"]
 
 NUM_SAMPLES = 4096
 DIM = 20
@@ -38,7 +38,19 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def log_line(rank: int, epoch: int, batch_size: int, num_steps: int) -> None:
-    """Say what this rank is about to do. One write, so that the ranks' lines stay whole."""
-    sys.stdout.write(f"GPU:{rank} | Epoch: {epoch} | Batchsize: {batch_size} | Steps: {num_steps}\n")
+def device_kind() -> str:
+    """What a rank computes on: GPU or CPU."""
+    return "GPU" if torch.cuda.is_available() else "CPU"
+
+
+def log_line(rank: int, epoch: int, batch_size: int, losses: list[torch.Tensor]) -> None:
+    """Say what this rank has done in an epoch, in one write, so that the ranks' lines stay whole.
+
+    Args:
+        losses: of this rank's steps, on its own samples.
+    """
+    mean = torch.stack(losses).mean().item()
+    sys.stdout.write(
+        f"{device_kind()}:{rank} | Epoch: {epoch} | Batchsize: {batch_size} | Steps: {len(losses)} | Loss: {mean:.4f}\n"
+    )
     sys.stdout.flush()

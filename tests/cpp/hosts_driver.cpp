@@ -19,7 +19,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/hosts_communicator.h"
+#include "comm/hosts/hosts_communicator.h"
 #include "common/check.h"
 #include "cpu/kernels.h"
 #include "expect.h"

@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/shm_link.h"
+#include "comm/shm/shm_link.h"
 #include "common/check.h"
 #include "common/float_environment.h"
 #include "expect.h"

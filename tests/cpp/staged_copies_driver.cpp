@@ -28,7 +28,7 @@
 #include "common/device_runtime.h"
 #include "cpu/isa.h"
 #include "expect.h"
-#include "ops.h"
+#include "ops/ops.h"
 #include "optim/offload_update.h"
 
 namespace {

@@ -9,8 +9,8 @@
 #include <thread>
 #include <vector>
 
-#include "comm/flight_recorder.h"
-#include "comm/watchdog.h"
+#include "comm/guard/flight_recorder.h"
+#include "comm/guard/watchdog.h"
 #include "expect.h"
 
 namespace {

@@ -7,16 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from emulated_gpu import EmulatedGpu
-from harness.fake_nccl import build_fake
+from harness.fake_nccl import build_fake, install_one_of_two
 
-from bmtrain import _C, _comm, _context
-from bmtrain._context import Context, Group
+from bmtrain import _C
+from bmtrain._ranks import context
 from bmtrain.optim import _overlap
-from bmtrain.topology import GroupKind, Topology
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="session")
@@ -50,21 +46,9 @@ def one_of_two(fake: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
     """This process as rank 0 of 2, connected by the fake NCCL."""
     fake.fake_mirror(1)
     fake.fake_journal.restype = ctypes.c_char_p
-    library = _C.NcclLibrary([])
-    world = [
-        _C.NcclCommunicator(library, library.make_unique_id(), 0, 2, name, CPU, 60.0)
-        for name in ("zero", "zero.reduce")
-    ]
-    place = Topology(0, 2, 1, 1)
-    groups = {}
-    for kind in GroupKind:
-        members = place.members(kind)
-        pair = world if len(members) == 2 else [_comm.create_single(kind.value) for _ in range(2)]
-        rank, number = place.get_group_rank(kind), place.get_group_id(kind)
-        groups[kind.value] = Group(kind.value, pair[0], pair[1], rank, len(members), number)
-    _context.install(Context(place, CPU, "nccl", 0, 2, 60.0, 0, groups))
+    install_one_of_two()
     yield fake
-    _context.uninstall()
+    context.uninstall()
 
 
 @pytest.fixture

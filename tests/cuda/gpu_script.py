@@ -12,7 +12,7 @@ import sys
 import torch
 
 import bmtrain as bmt
-from bmtrain.benchmark._gpt import GPT
+from bmtrain._tools.gpt import GPT
 
 STEPS = 20
 

@@ -12,7 +12,7 @@ python=${BMTRAIN_PYTHON:-python3}
 folder=${1:-docs/results/gpu}
 seconds=${BMTRAIN_GPU_SECONDS:-570}
 status=0
-export BMTRAIN_CUDA=1 BMTRAIN_WERROR=0 MAX_JOBS="${MAX_JOBS:-$(nproc)}" PYTHONUNBUFFERED=1
+export BMTRAIN_CUDA=1 MAX_JOBS="${MAX_JOBS:-$(nproc)}" PYTHONUNBUFFERED=1
 TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$(
     "$python" -W ignore -c 'import torch; torch.cuda.init(); print("%d.%d" % torch.cuda.get_device_capability())' 2>/dev/null
 )} || {

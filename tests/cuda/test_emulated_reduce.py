@@ -71,6 +71,23 @@ def test_ordered_sum(gpu: EmulatedGpu, num: int, dtype: torch.dtype, offsets: tu
             assert same_bits(out, expected)
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("num", [65, 130])
+@pytest.mark.parametrize("begin", [0, 1])
+def test_ordered_sum_of_the_slices_of_more_ranks(
+    gpu: EmulatedGpu, num: int, dtype: torch.dtype, begin: int
+) -> None:
+    """Pointers of so many would not fit among a kernel's arguments."""
+    for size in (40, 517):
+        received = finite(num * 520, dtype, 0, 3)
+        sources = [whole[begin : begin + size] for whole in received.chunk(num)]
+        for accumulate, factor in ((False, 1.0), (True, 0.37)):
+            out = finite(size, dtype, begin, 99)
+            expected = _ops.ordered_sum_(out.clone(), sources, accumulate=accumulate, factor=factor)
+            launch_sum(gpu, out, sources, accumulate, factor)
+            assert same_bits(out, expected)
+
+
 def test_a_sum_may_be_written_over_one_of_its_sources(gpu: EmulatedGpu) -> None:
     sources = [finite(3001, torch.bfloat16, 0, seed) for seed in range(3)]
     expected = _ops.ordered_sum_(torch.empty(3001, dtype=torch.bfloat16), sources)
@@ -82,6 +99,9 @@ def test_what_the_kernels_do_not_take(gpu: EmulatedGpu) -> None:
     x = torch.zeros(3, dtype=torch.float64)
     with pytest.raises(ValueError, match="CUDA error 1"):
         launch_sum(gpu, x, [x] * 65, False, 1.0)
+    many = list(torch.zeros(66, 3, dtype=torch.float64))
+    with pytest.raises(ValueError, match="CUDA error 1"):  # not evenly spaced
+        launch_sum(gpu, x, [*many[:64], many[65]], False, 1.0)
     calls: list[Callable[[], Traffic]] = [
         lambda: gpu.launch("cast", x, 3, x, 3, 3, writes=[x]),
         lambda: gpu.launch("scale", x, 3, 3, x, writes=[x]),

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bmtrain import _context
-from bmtrain._checkup import gpus
+from bmtrain._ranks import context as _context
+from bmtrain._tools.checkup import gpus
 from bmtrain.benchmark import gpu
 from bmtrain.cpu_run import Redirection
 

@@ -18,11 +18,13 @@ from harness.fake_nccl import ROOT
 from torch import Tensor
 
 import bmtrain as bmt
-from bmtrain import _C, _comm, _context
-from bmtrain._comm_nccl import find_candidates
-from bmtrain._context import Context, Group, Streams
+from bmtrain import _C
 from bmtrain._engine.engine import Engine
 from bmtrain._engine.host_activations import CudaMover
+from bmtrain._ranks import comm as _comm
+from bmtrain._ranks import context as _context
+from bmtrain._ranks.comm_nccl import find_candidates
+from bmtrain._ranks.context import Context, Group, Streams
 from bmtrain.topology import GroupKind, Topology
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -168,7 +170,7 @@ def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.C
             kind.value, pair[0], pair[1], place.get_group_rank(kind), len(members), number
         )
     streams = Streams.for_device(device)
-    _context.install(Context(place, device, "nccl", 0, 2, 60.0, 0, groups, streams=streams))
+    _context.install(Context(place, device, "nccl", 0, 2, 60.0, 0, groups, Engine(device), streams=streams))
     yield ctypes.CDLL(str(path))
     _context.uninstall()
 

@@ -5,6 +5,8 @@ installed: without a driver it can still be opened, and refuses cleanly."""
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,10 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from harness.fake_nccl import ROOT
 from torch import Tensor
 
-from bmtrain import _C, _comm
-from bmtrain._groups import connect_groups
+from bmtrain import _C
+from bmtrain._ranks import comm as _comm
+from bmtrain._ranks import comm_nccl, init_options
+from bmtrain._ranks.groups import connect_groups
 from bmtrain.errors import CommunicationError
 from bmtrain.topology import GroupKind, Topology
 
@@ -81,6 +86,85 @@ def test_reduce_scatter_sums_in_rank_order_and_fp32(fake: ctypes.CDLL, dtype: to
     expected = (total / (4 if op == "AVG" else 1)).to(dtype)
     assert torch.equal(torch.cat(outputs), expected)
     assert (fake.fake_calls(b"ReduceScatter") > 0) == (dtype == torch.float32)
+
+
+@pytest.mark.parametrize(("peers", "groups"), [(5, 1), (3, 2), (2, 3), (1, 5)])
+def test_an_exchange_with_many_ranks_is_several_groups(fake: ctypes.CDLL, peers: int, groups: int) -> None:
+    """NCCL takes 2,048 calls in a group, two for each peer."""
+    ranks = Ranks(5)
+    assert [comm.peers_per_group for comm in ranks.comms] == [1024] * 5
+    for comm in ranks.comms:
+        comm.peers_per_group = peers
+    inputs, received = spread(5, 20), [torch.full((20,), torch.nan) for _ in range(5)]
+    ranks.run(lambda comm: comm.all_to_all(received[comm.rank], inputs[comm.rank]))
+    for rank in range(5):
+        assert torch.equal(received[rank], torch.cat([x.chunk(5)[rank] for x in inputs]))
+    assert fake.fake_calls(b"GroupStart") == 5 * groups
+    assert fake.fake_calls(b"Send") == fake.fake_calls(b"Recv") == 25
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_ring_reduce_scatter_is_the_librarys_own(fake: ctypes.CDLL, dtype: torch.dtype) -> None:
+    ranks = Ranks(2)
+    inputs, outputs = (
+        [torch.ones(8, dtype=dtype) for _ in range(2)],
+        [torch.zeros(4, dtype=dtype) for _ in range(2)],
+    )
+    for comm in ranks.comms:
+        comm.ring_reduce_scatter(outputs[comm.rank], inputs[comm.rank])
+    assert fake.fake_calls(b"ReduceScatter") == 2
+    assert fake.fake_calls(b"Send") == 0
+    assert ranks.comms[0].traffic()["reduce_scatter"] == (1, 4 * dtype.itemsize)
+
+
+def test_what_has_completed_is_not_asked_again(fake: ctypes.CDLL) -> None:
+    """So that nobody asks events while a program captures a graph after `synchronize`."""
+    comm, watchdog = Ranks(1).comms[0], _C.Watchdog(60.0)
+    guarded = _C.GuardedCommunicator(comm, watchdog, "zero/0", [0], False)
+    fake.fake_stuck(1, 0)
+    works = [guarded.all_reduce(torch.ones(1), _C.ReduceOp.SUM) for _ in range(3)]
+    works[-1].wait()
+    fake.fake_stuck(0, 0)
+    guarded.forget_completed()
+    asked = fake.fake_asked()
+    comm.poll()
+    assert watchdog.overdue() is None
+    assert works[0].is_completed()
+    assert fake.fake_asked() == asked
+
+
+@pytest.mark.parametrize(
+    ("version", "driver", "before", "after"),
+    [
+        ("2.28.9", 12030, None, "1"),
+        ("2.26.2", 13000, None, "1"),
+        ("2.25.1", 13000, None, None),
+        ("2.28.9", 12020, None, None),
+        ("2.28.9", 13000, "0", "0"),
+    ],
+)
+def test_the_order_of_launches_is_asked_for_where_it_can_be_had(
+    monkeypatch: pytest.MonkeyPatch, version: str, driver: int, before: str | None, after: str | None
+) -> None:
+    environment = {} if before is None else {"NCCL_LAUNCH_ORDER_IMPLICIT": before}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(comm_nccl, "_driver_version", lambda: driver)
+    comm_nccl.order_launches(version)
+    assert environment.get("NCCL_LAUNCH_ORDER_IMPLICIT") == after
+
+
+@pytest.mark.parametrize("backend", [None, "nccl"])
+def test_rocm_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch, backend: str | None) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match=r"backend: .*ROCm.*not supported.*use 'gloo'"):
+        init_options._choose_backend(backend)
+    assert init_options._choose_backend("gloo") == "gloo"
+
+
+def test_the_host_sleeps_shortly_while_nccl_launches() -> None:
+    compiler = [os.environ.get("CXX", "c++"), "-std=c++20", "-fsyntax-only", "-Wall", "-Icsrc"]
+    subprocess.run([*compiler, "tests/cuda/host/pause.cpp"], cwd=ROOT, check=True, timeout=120)
 
 
 def test_reductions_and_messages(fake: ctypes.CDLL) -> None:

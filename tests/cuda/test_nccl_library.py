@@ -16,7 +16,7 @@ from harness import run_process
 from harness.fake_nccl import ROOT, build_fake
 
 from bmtrain import _C
-from bmtrain._comm_nccl import find_candidates
+from bmtrain._ranks.comm_nccl import find_candidates
 from bmtrain.errors import CommunicationError
 
 CPU = torch.device("cpu")

@@ -14,6 +14,7 @@ from harness.offloaded import LAYERS, Model, values_of
 
 import bmtrain as bmt
 from bmtrain import _C
+from bmtrain._engine.engine import current_engine
 from bmtrain._engine.observer import Observer
 from bmtrain.global_var import context
 from bmtrain.optim._staging import SLOTS
@@ -142,7 +143,7 @@ def test_the_host_waits_for_an_update_once_the_block_before_is_launched(staged: 
     for number in range(4):  # the last one leaves every update under way
         run.step(number)
     labels = [block._runtime.label for block in run.model.layers]
-    engine = context().engine
+    engine = current_engine(context())
     engine.observer = waits = Waits()
     try:
         loss = run.model(run.x).float().square().mean()

@@ -34,6 +34,21 @@ class Layer(bmt.DistributedModule):
         return result
 
 
+class WithBuffers(Layer):
+    """As layers have them: frequencies of rotary positions, running statistics, masks small and large."""
+
+    def __init__(self, number: int, fake: ctypes.CDLL) -> None:
+        super().__init__(number, fake)
+        self.norm = torch.nn.BatchNorm1d(16, affine=False)
+        self.register_buffer("inv_freq", torch.rand(16))
+        self.register_buffer("mask", torch.ones(16, 16).tril())
+        self.register_buffer("large_mask", torch.ones(256, 256))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.norm(super().forward(x * self.inv_freq.cos())) * self.mask[-1]
+        return result * self.large_mask[-1, :16]
+
+
 HOST_WAITS = (
     torch.Tensor.item,
     torch.Tensor.tolist,
@@ -210,7 +225,7 @@ def test_what_the_host_reads_in_a_step(
     one_of_two: ctypes.CDLL, dtype: torch.dtype, loss_scale: float | None, norm_type: Any, reads: int
 ) -> None:
     torch.manual_seed(0)
-    model = bmt.TransformerBlockList([bmt.Block(Layer(number, one_of_two)) for number in range(LAYERS)])
+    model = bmt.TransformerBlockList([bmt.Block(WithBuffers(number, one_of_two)) for number in range(LAYERS)])
     model.to(dtype)
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-3)
     schedule = bmt.lr_scheduler.Cosine(optimizer, start_lr=1e-3, warmup_iter=2, end_iter=100)

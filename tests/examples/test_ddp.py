@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "example" / "ddp"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
 LAUNCH = ["-m", "torch.distributed.launch", "--use-env", "--nproc-per-node=4"]
-LINES = ["GPU_Count: 4"] + [
-    f"GPU:{rank} | Epoch: {epoch} | Batchsize: 32 | Steps: 32" for epoch in range(2) for rank in range(4)
+LINES = ["CPU_Count: 4"] + [
+    f"CPU:{rank} | Epoch: {epoch} | Batchsize: 32 | Steps: 32" for epoch in range(2) for rank in range(4)
 ]
 
 
@@ -61,12 +61,19 @@ def run_script(script: str, *arguments: str) -> None:
 
 
 def check_lines(output: list[str]) -> None:
-    told = [line for line in output if line.startswith("GPU")]
+    told, losses = [], []
+    for line in output:
+        if line.startswith("CPU"):
+            line, _, loss = line.partition(" | Loss: ")
+            told.append(line)
+            losses += [float(loss)] if loss else []
     assert told[0] == LINES[0]
     assert sorted(told) == sorted(LINES)
     for rank in range(4):  # every rank's epochs are in order
-        own = [line for line in told if line.startswith(f"GPU:{rank} ")]
+        own = [line for line in told if line.startswith(f"CPU:{rank} ")]
         assert own == [LINES[1 + rank], LINES[5 + rank]]
+    assert len(losses) == 8
+    assert sum(losses[4:]) < sum(losses[:4])  # of the second epoch and of the first
 
 
 def check_weights(expected_in: Path, found_in: Path) -> None:

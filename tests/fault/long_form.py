@@ -29,7 +29,9 @@ from harness.ends import after_dead_peers, after_interrupts, broken_promises
 from test_faults import COLLECTIVES, caught, stop_for_good
 
 import bmtrain
-from bmtrain import _C, _context, soak
+from bmtrain import _C
+from bmtrain._ranks import context as _context
+from bmtrain.benchmark import soak
 
 # The time-out counts from the start of an operation, which may be a little before the signal.
 _EARLY_SECONDS = 0.1

@@ -32,7 +32,7 @@ mkdir -p "$copy"
 find "$copy" -mindepth 1 -maxdepth 1 ! -name build -exec rm -rf {} + # what the checkout has no longer
 tar --exclude=./build --exclude=./.git --exclude='*.so' -cf - . | tar -C "$copy" -xf -
 cd "$copy"
-BMTRAIN_SANITIZE=address,undefined BMTRAIN_WERROR=0 "$python" setup.py --quiet build_ext --inplace
+BMTRAIN_SANITIZE=address,undefined "$python" setup.py --quiet build_ext --inplace
 compiler="${CXX:-g++}"
 # Python itself is not built with sanitizers, and torch throws through the library that they have to know first. What
 # torch and Python keep until their end is no leak of ours.

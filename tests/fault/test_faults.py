@@ -15,7 +15,9 @@ import torch
 from harness import Outcome, Status, rank_outcomes, run_process, run_ranks
 
 import bmtrain
-from bmtrain import _C, _blame, _context
+from bmtrain import _C
+from bmtrain._ranks import context as _context
+from bmtrain._watch import blame
 from bmtrain.errors import CommunicationError
 
 WORLD = 4
@@ -189,7 +191,7 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
     assert "gives up: rank 1 did not come" in outcomes[1].output
     assert [outcome.output.count("gives up") for outcome in outcomes] == [1] * WORLD  # one report each
     flights = {rank: json.loads((tmp_path / f"flight-rank{rank}.json").read_text()) for rank in range(WORLD)}
-    verdict, lines = _blame.read_flights(flights)
+    verdict, lines = blame.read_flights(flights)
     assert verdict.culprits == (1,)
     assert any(line.startswith("ranks 0, 2-3: in all_gather #2") for line in lines)
     zero = next(g for g in flights[0]["groups"] if g["group"] == "zero/0/gather")

@@ -257,7 +257,10 @@ def main() -> None:
     _die_with_parent(int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Any torch optimizer imports torch._dynamo when it is made: a second of every new rank that trains.
-    for name in ("torch", "torch._dynamo", "numpy", "pytest", "_pytest.assertion.rewrite", "bmtrain"):
+    ours = [
+        f"bmtrain.{name}" for name in ("init", "optim", "distributed", "nn", "loss", "wrapper", "inspect")
+    ]
+    for name in ("torch", "torch._dynamo", "numpy", "pytest", "_pytest.assertion.rewrite", *ours):
         try:
             importlib.import_module(name)
         except Exception:  # what is missing shows in the call that needs it, with that rank's traceback

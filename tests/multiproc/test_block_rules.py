@@ -166,6 +166,44 @@ def test_buffers_are_updated_once(world: int, use_checkpoint: bool) -> None:
     run_ranks(world, buffers, use_checkpoint)
 
 
+class CountsUnseen(torch.nn.Module):
+    """Writes to buffers without a version, first in a later forward; two modules share one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 6)
+        self.other = torch.nn.Linear(6, 6)
+        self.register_buffer("seen", torch.ones(6))
+        self.other.register_buffer("seen", self.seen)
+        self.times = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.times += 1
+        if self.times > 1:  # in both runs of all later forwards
+            self.seen.data.mul_(1.5)
+        out: torch.Tensor = self.other(self.linear(x) * self.other.seen)
+        return out
+
+
+def written_unseen(recompute: str) -> None:
+    plain, model = twins(CountsUnseen)
+    block = bmt.Block(model, policy=bmt.BlockPolicy(recompute=recompute))
+    x = torch.randn(8, 6)
+    for _ in range(3):
+        plain.zero_grad()
+        block.zero_grad()
+        for module in (plain, block):
+            module(x).square().sum().backward()
+        assert block._module.seen is block._module.other.seen
+        torch.testing.assert_close(block._module.seen, plain.seen)
+    check_gradients(plain, block, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("recompute", ["whole", "selective", "off"])
+def test_buffers_may_be_written_without_a_version(recompute: str) -> None:
+    run_ranks(1, written_unseen, recompute)
+
+
 def flags_switched() -> None:
     plain, _ = twins(lambda: Layer(dropout=0.5))
     for switch in ("eval", "inner"):

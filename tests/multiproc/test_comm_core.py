@@ -12,8 +12,9 @@ import torch
 from harness import run_ranks
 
 import bmtrain
-from bmtrain import _C, _shm_meeting
-from bmtrain._comm import REDUCE_OPS
+from bmtrain import _C
+from bmtrain._ranks import shm_meeting
+from bmtrain._ranks.comm import REDUCE_OPS
 
 DTYPES = [
     torch.bool,
@@ -52,7 +53,7 @@ def run_over(transport: str, world: int, function: Callable[[], Any], **options:
 def on_hosts_of_two(function: str) -> Any:
     """Ranks of one machine that take it for several."""
     host = int(os.environ["RANK"]) // 2
-    _shm_meeting.place = lambda: f"host {host}"  # type: ignore[assignment]
+    shm_meeting.place = lambda: f"host {host}"  # type: ignore[assignment]
     bmtrain.init_distributed(timeout=60)
     assert bmtrain.config["comm"].backend == "shm+gloo"
     return globals()[function]()

@@ -78,11 +78,11 @@ def test_stalled_rank(transport: str) -> None:
     assert named == [0, 2]
 
 
-KINDS = ["operation", "size", "block", "message"]
+KINDS = ["operation", "size", "block", "message", "parameter", "layer", "state dict"]
 
 
 def disagree(ports: list[int]) -> str:
-    """Four jobs of two ranks at the same time: over Gloo each takes as long as the time-out."""
+    """Jobs of two ranks at the same time: over Gloo each takes as long as the time-out."""
     kind = KINDS[int(os.environ["RANK"]) // 2]
     rank = str(int(os.environ["RANK"]) % 2)
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
@@ -91,6 +91,8 @@ def disagree(ports: list[int]) -> str:
     comm = bmtrain.config["comm"]
     comm.barrier()
     size, odd = comm.size, comm.rank == 1
+    whole = [bmtrain.DistributedParameter(torch.full((6, 6), float(i))) for i in range(2)]
+    layers = [bmtrain.nn.Linear(6, 6) for _ in range(2)]
     with pytest.raises(CommunicationError) as error:
         if kind == "operation":
             if odd:
@@ -102,6 +104,12 @@ def disagree(ports: list[int]) -> str:
             comm.all_gather(torch.empty(numel * size), torch.ones(numel), "block 1").wait()
         elif kind == "block":
             comm.all_gather(torch.empty(4 * size), torch.ones(4), f"block {comm.rank}").wait()
+        elif kind == "parameter":
+            whole[comm.rank].gather()
+        elif kind == "layer":
+            layers[comm.rank](torch.ones(6))
+        elif kind == "state dict":
+            layers[comm.rank].state_dict()
         elif odd:  # a message of another size than the receiver expects
             comm.send(torch.ones(100), 0, "loss").wait()
             comm.barrier()  # a message is sent when it lies in shared memory, read or not
@@ -117,6 +125,10 @@ def test_ranks_that_disagree(transport: str) -> None:
         for rank, message in enumerate(messages[2 * job : 2 * job + 2]):
             assert f"rank {rank} of 2" in message, kind
             assert f"rank {1 - rank}" in message.split(":", 1)[1], f"{kind}: {message}"
+            if kind == "parameter":
+                assert f"parameter {rank} of shape (6, 6)" in message
+            elif kind == "layer":
+                assert f"parameters {2 + 2 * rank}-{3 + 2 * rank}" in message
 
 
 def abort_from_another_thread() -> str:

@@ -9,7 +9,8 @@ import torch
 from harness import run_ranks
 
 import bmtrain
-from bmtrain import _objects, nccl
+from bmtrain import nccl
+from bmtrain._ranks import objects as _objects
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 4])
 

@@ -13,8 +13,9 @@ import torch
 from harness import RankError, Status, rank_outcomes, run_ranks
 
 import bmtrain
-from bmtrain import _C, _shm_meeting
-from bmtrain._comm import REDUCE_OPS
+from bmtrain import _C
+from bmtrain._ranks import shm_meeting
+from bmtrain._ranks.comm import REDUCE_OPS
 from bmtrain.errors import CommunicationError
 
 MIB = 2**20
@@ -41,11 +42,11 @@ def connect_from(places: list[str], lacks: list[str], file: str) -> str:
     """A second pair of communicators, between ranks that say they are elsewhere or cannot share memory."""
     from torch.distributed import FileStore
 
-    from bmtrain import _comm
+    from bmtrain._ranks import comm as _comm
 
     comm = bmtrain.config["comm"]
-    _shm_meeting.place = lambda: places[comm.rank]
-    _shm_meeting.why_not = lambda: lacks[comm.rank]
+    shm_meeting.place = lambda: places[comm.rank]
+    shm_meeting.why_not = lambda: lacks[comm.rank]
     store = FileStore(file, comm.size)
     made = _comm.create_gloo(store, "again", comm.rank, comm.size, 20.0, "again")
     x = torch.full((5,), comm.rank + 1.0)
@@ -200,7 +201,7 @@ def fork_a_child() -> float:
     comm = bmtrain.config["comm"]
     child = os.fork()
     if child == 0:
-        bmtrain._context.uninstall()
+        bmtrain._ranks.context.uninstall()
         os._exit(0)
     os.waitpid(child, 0)
     comm.barrier()
@@ -240,7 +241,9 @@ def close_with_work_under_way() -> bool:
     comm = bmtrain.config["comm"]
     got = torch.empty(MIB * comm.size)
     work = comm.all_gather(got, torch.full((MIB,), float(comm.rank)))
-    bmtrain._context.current().groups["zero"].reduce_comm.barrier()  # both have published, neither has read
+    bmtrain._ranks.context.current().groups[
+        "zero"
+    ].reduce_comm.barrier()  # both have published, neither has read
     if comm.rank == 1:
         comm.close()
         time.sleep(0.3)  # the other rank goes on meanwhile

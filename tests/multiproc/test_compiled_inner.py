@@ -10,6 +10,7 @@ from harness import run_ranks
 from torch import nn
 
 import bmtrain
+from bmtrain._engine.engine import current_engine
 from bmtrain._engine.observer import Observer
 from bmtrain.global_var import context
 from bmtrain.optim import AdamOffloadOptimizer, OptimManager
@@ -54,7 +55,7 @@ def train(backend: str | None, recompute: bool) -> tuple[list[torch.Tensor], lis
     optimizer = AdamOffloadOptimizer(model.parameters(), lr=1e-2)
     manager = OptimManager()
     manager.add_optimizer(optimizer)
-    engine, losses = context().engine, []
+    engine, losses = current_engine(context()), []
     before, engine.observer = engine.observer, Counter()
     try:
         for step in range(4):

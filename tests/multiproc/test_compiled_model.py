@@ -148,3 +148,35 @@ def communicate() -> None:
 
 def test_collectives_and_divided_layers_break_the_graph() -> None:
     run_ranks(2, communicate, init={"tp_size": 2}, timeout=120)
+
+
+def stepped(compiles: bool, in_block: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 4)  # an optimizer of it is looked at as well, once something was wrapped
+    model: nn.Module = bmtrain.BMTrainModelWrapper(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    model = bmtrain.Block(model) if in_block else model
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain)]
+    steps = [torch.compile(o.step, backend="eager") if compiles else o.step for o in optimizers]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        plain(model(torch.ones(2, 4))).square().sum().backward()
+        for step in steps:
+            step()
+    return [*(full_value(p) for p in model.parameters()), *(p.detach() for p in plain.parameters())]
+
+
+def compare_steps() -> None:
+    for in_block in (False, True):
+        for x, y in zip(stepped(True, in_block), stepped(False, in_block), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+    early = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(early.parameters(), lr=0.1)
+    bmtrain.BMTrainModelWrapper(early)
+    with pytest.raises(Exception, match="no longer the model's"):
+        torch.compile(optimizer.step, backend="eager")()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_compiled_optimizer_step_is_the_step(world_size: int) -> None:
+    run_ranks(world_size, compare_steps)

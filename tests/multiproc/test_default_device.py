@@ -45,3 +45,35 @@ def test_a_default_device_changes_nothing(optimizer: str, dtype: str, tmp_path: 
     (losses, state), (other_losses, other_state) = results
     assert losses == other_losses
     assert differences(state, other_state) == []
+
+
+class Notes(bmt.DistributedModule):
+    """Knows where the tensors went that its forwards made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = bmt.nn.Linear(4, 4)
+        self.found: list[str] = []
+
+    def forward(self, x):
+        self.found.append(torch.empty(1).device.type)
+        return self.linear(x)
+
+
+def devices_of_two_runs(first: str | None, second: str | None) -> list[str]:
+    block = bmt.Block(Notes())
+    with nullcontext() if first is None else torch.device(first):
+        loss = block(torch.ones(4, device="cpu")).sum()
+    with nullcontext() if second is None else torch.device(second):
+        loss.backward()
+        after = torch.empty(1).device.type
+    assert after == (second or "cpu")
+    return block.found
+
+
+@pytest.mark.parametrize("recompute_on", [None, "cpu", "meta"])
+@pytest.mark.parametrize("device", [None, "meta"])
+def test_a_forward_runs_again_under_the_device_of_its_first_run(
+    device: str | None, recompute_on: str | None
+) -> None:
+    assert run_ranks(1, devices_of_two_runs, device, recompute_on) == [[device or "cpu"] * 2]

@@ -18,9 +18,9 @@ import torch
 from harness import free_port, run_process, run_ranks
 
 import bmtrain
-from bmtrain._checkup import Check, Surroundings, check_up, gpus, machine
-from bmtrain._checkup.gpus import prove
-from bmtrain.doctor import run_checks
+from bmtrain._tools.checkup import Check, Surroundings, check_up, gpus, machine
+from bmtrain._tools.checkup.gpus import prove
+from bmtrain._tools.doctor import run_checks
 
 
 def here(**changes) -> Surroundings:
@@ -61,7 +61,7 @@ def unwritable_shared_memory(folder: Path, stack: ExitStack) -> Check:
 
 def forced_too_high(folder: Path, stack: ExitStack) -> Check:
     patch = stack.enter_context(pytest.MonkeyPatch.context())
-    patch.setattr(machine._C, "highest_cpu_isa", lambda: "avx2")
+    patch.setattr(machine, "highest_cpu_isa", lambda: "avx2")
     return machine.check_processor(here(environ={"BMTRAIN_CPU_ISA": "avx512"}))
 
 
@@ -81,7 +81,7 @@ def unknown_transport(folder: Path, stack: ExitStack) -> Check:
 
 def shared_memory_refused(folder: Path, stack: ExitStack) -> Check:
     patch = stack.enter_context(pytest.MonkeyPatch.context())
-    patch.setattr("bmtrain._shm_meeting.why_not", lambda: "memory files are refused here")
+    patch.setattr("bmtrain._ranks.shm_meeting.why_not", lambda: "memory files are refused here")
     return machine.check_transport(here(environ={"BMTRAIN_CPU_TRANSPORT": "shm"}))
 
 
@@ -114,7 +114,7 @@ def card_without_kernels(folder: Path, stack: ExitStack) -> Check:
     patch.setattr(torch.cuda, "get_device_name", lambda number: "Tesla T4")
     patch.setattr(torch.cuda, "get_device_capability", lambda number: (7, 5))
     build = {**bmtrain.build_info(), "cuda": "13.0", "cuda_arch_list": "9.0"}
-    patch.setattr("bmtrain._build.build_info", lambda: build)
+    patch.setattr("bmtrain._base.build.build_info", lambda: build)
     return machine.check_cuda(here(build=build))
 
 
@@ -207,7 +207,7 @@ def one_failing_check(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield Check("memory", "enough")
         yield Check("port", "taken", "take another")
 
-    monkeypatch.setattr("bmtrain.doctor.check_up", checks)
+    monkeypatch.setattr("bmtrain._tools.doctor.check_up", checks)
     yield
 
 

@@ -22,7 +22,7 @@ from bmtrain.global_var import context
 def rank_that_is_late() -> tuple[int, list[int]]:
     """Bytes of a block's gradients, and in place for gradients when one rank is far behind in each backward."""
     model = model_of(delay=lambda call: 0.05 * bmt.rank() * (call % 2 == 0), use_checkpoint=True)
-    comm, sizes = context().groups["zero"].reduce_comm, []
+    comm, sizes = context().world.reduce_comm, []
     for step in range(3):
         model(inputs(step)).sum().backward()
         sizes.append(comm.bytes_in_place)
@@ -36,7 +36,7 @@ def test_two_buffers_of_gradients_however_late_a_rank_is() -> None:
 
 def gradients_of_a_model_that_is_gone() -> tuple[int, int, list[float]]:
     """Bytes in place for gradients after a model's backward, and after many of another one."""
-    comm = context().groups["zero"].reduce_comm
+    comm = context().world.reduce_comm
     model_of(3)(inputs()).sum().backward()
     before = comm.bytes_in_place
     other = bmt.Block(Small(), use_checkpoint=False)
@@ -90,7 +90,7 @@ def gradients(model: bmt.TransformerBlockList, set_to_none: bool = True) -> list
 def goes_on_with_other_memory(folder: str) -> tuple[int, int]:
     """Rank 1 reads the first gradients only after rank 0 has had memory for the third: no program does that, and the
     ranks would wait for each other for ever."""
-    comm: Any = context().groups["zero"].reduce_comm.inner  # type: ignore[attr-defined]
+    comm: Any = context().world.reduce_comm.inner  # type: ignore[attr-defined]
     model, file = model_of(kind=Told, use_checkpoint=False), Path(folder) / "went on"
     expected = gradients(model)
 
@@ -123,7 +123,7 @@ def test_after_its_longest_wait_a_rank_sends_gradients_in_other_memory(tmp_path:
 
 def sums_what_has_come(folder: str, set_to_none: bool) -> int:
     """Rank 1 stays in a block until rank 0 has memory for its third gradients, which needs the first to be read."""
-    comm: Any = context().groups["zero"].reduce_comm.inner  # type: ignore[attr-defined]
+    comm: Any = context().world.reduce_comm.inner  # type: ignore[attr-defined]
     comm.longest_wait = 40
     model = model_of(kind=Told, use_checkpoint=False)
     sent, went_on = (Path(folder) / name for name in ("sent", "went on"))
@@ -153,7 +153,7 @@ def test_what_has_come_is_summed_before_the_block_ends(tmp_path: Path, set_to_no
 
 
 def dies_while_waited_for(folder: str) -> str:
-    comm: Any = context().groups["zero"].reduce_comm.inner  # type: ignore[attr-defined]
+    comm: Any = context().world.reduce_comm.inner  # type: ignore[attr-defined]
     comm.longest_wait = 1000  # longer than the test may last
     model, file = model_of(kind=Told, use_checkpoint=False), Path(folder) / "about to wait"
 
@@ -182,7 +182,7 @@ def test_who_waits_for_a_buffer_learns_that_its_reader_died(tmp_path: Path) -> N
 
 
 def longest_wait() -> None:
-    comm: Any = context().groups["zero"].reduce_comm.inner  # type: ignore[attr-defined]
+    comm: Any = context().world.reduce_comm.inner  # type: ignore[attr-defined]
     assert comm.longest_wait == 10
     for wrong in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="longest_wait: expected 0 to"):
@@ -191,3 +191,34 @@ def longest_wait() -> None:
 
 def test_longest_wait_is_checked() -> None:
     run_ranks(2, longest_wait, fresh=True)
+
+
+def gradients_between_steps() -> tuple[int, int, int, int]:
+    """Bytes of gradient shards and in place for gradients, after a backward and after the next forward."""
+    model = model_of(3)
+    comm = context().world.reduce_comm
+    first = gradients(model)
+    shown = bmt.memory_report(model)  # from here on torch counts a reference more to each shard's memory
+    kept = [p.grad for p in model.parameters()]
+    before = comm.bytes_in_place
+    comm.barrier("test")  # all ranks have read what they were sent
+    for p in model.parameters():
+        p.grad = None
+    loss = model(inputs().requires_grad_()).square().sum()
+    forward = bmt.memory_report(model).gradients, comm.bytes_in_place
+    loss.backward()
+    assert [p.grad.double().sum().item() for p in model.parameters()] == first
+    assert all(
+        now is not then and now.equal(then)
+        for now, then in zip((p.grad for p in model.parameters()), kept, strict=True)
+    )
+    return shown.gradients, before, *forward
+
+
+def test_gradients_make_room_for_activations() -> None:
+    for shards, in_place, shards_in_forward, in_place_in_forward in run_ranks(
+        2, gradients_between_steps, fresh=True
+    ):
+        assert shards > 0 and in_place > 0
+        assert shards_in_forward == 0
+        assert in_place_in_forward == 0

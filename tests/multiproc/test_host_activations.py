@@ -16,6 +16,7 @@ import torch
 from harness import run_ranks
 
 import bmtrain as bmt
+from bmtrain._engine.engine import current_engine
 from bmtrain.global_var import context
 
 LAYERS, DIM, ROWS = 3, 8, 4
@@ -45,7 +46,7 @@ class CopyingMover:
 
 @contextmanager
 def moving():
-    engine = context().engine
+    engine = current_engine(context())
     engine.mover = mover = CopyingMover()
     try:
         yield mover
@@ -113,6 +114,49 @@ def test_each_is_moved_once_each_way_and_nothing_changes(
     for out, back in run_ranks(2, moved_and_not, {"level": level, "recompute": recompute}):
         assert sorted(out) == sorted(LAYERS * moved)
         assert sorted(back) == sorted(out)
+
+
+class Gates(bmt.DistributedModule):
+    """The gates of torch's GRU cell: chunks of one storage, each with a version of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = bmt.nn.Linear(DIM, 3 * DIM)
+
+    def forward(self, x, mask):
+        reset, update, new = self.up(x).unsafe_chunk(3, dim=-1)
+        reset = reset.add_(x).sigmoid_()
+        update = update.add_(mask).sigmoid_()
+        new = new.add_(reset * x).tanh_()
+        return (x - new) * update + new
+
+
+class WritesToData(Layer):
+    def forward(self, x, mask):
+        kept = torch.exp(x)
+        once = kept * mask
+        kept.data.mul_(2)
+        return self.down(torch.cat([once, kept[:, :DIM] * mask], dim=-1))
+
+
+def written_without_a_version(layer: type[torch.nn.Module], recompute: str) -> None:
+    found = []
+    for offloads in (False, True):
+        with moving():
+            torch.manual_seed(0)
+            policy = bmt.BlockPolicy(recompute=recompute, offload_activations=offloads)
+            block = bmt.Block(layer(), policy=policy)
+            bmt.init_parameters(block)
+            found.append(passes(block))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("recompute", ["whole", "selective", "off"])
+@pytest.mark.parametrize("layer", [Gates, WritesToData])
+def test_tensors_of_one_storage_may_count_their_own_versions(
+    layer: type[torch.nn.Module], recompute: str
+) -> None:
+    run_ranks(1, written_without_a_version, layer, recompute)
 
 
 def memory_that_is_left(recompute: str) -> None:

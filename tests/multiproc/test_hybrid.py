@@ -13,6 +13,8 @@ from harness import run_ranks
 from harness.kits import TanhLinear
 
 import bmtrain as bmt
+from bmtrain._engine.engine import current_engine
+from bmtrain._ranks.groups import parts_of
 from bmtrain.global_var import context
 
 WORLD, SHARING, LAYERS, DIM, MICROS = 4, 2, 3, 8, 2
@@ -44,7 +46,7 @@ def trained(policy: dict[str, Any], accumulates: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     model = build(zero_size=SHARING, **policy)
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=0.01)
-    sharing, replicas = context().parts_of("zero", SHARING)
+    sharing, replicas = parts_of(context(), "zero", SHARING)
     for step in range(3):
         optimizer.zero_grad()
         dtype = policy.get("gather_dtype")
@@ -88,7 +90,7 @@ def trained(policy: dict[str, Any], accumulates: bool) -> dict[str, Any]:
         "mine": [param.detach().clone() for param in model.parameters()],
         "inspected": [row["grad_mean"] for row in bmt.inspect.inspect_model(model, "*")],
         "wanted_means": [float(value.mean()) for value in expected.values()],
-        "in_use": context().engine.pool.stats()["buffers_in_use"],
+        "in_use": current_engine(context()).pool.stats()["buffers_in_use"],
     }
 
 

@@ -35,7 +35,7 @@ class InStep(Layer):
 
 
 def copied_in_a_step(options: dict[str, Any], accumulated: int = 0) -> tuple[int, int, int]:
-    model, group = model_of(kind=InStep, **options), context().groups["zero"]
+    model, group = model_of(kind=InStep, **options), context().world
     for step in range(4):
         group.comm.reset_traffic()
         group.reduce_comm.reset_traffic()
@@ -76,7 +76,7 @@ def test_what_stays_gathered_is_copied_once(policy: bmt.BlockPolicy, accumulated
 
 def step_without_communication() -> tuple[int, int, int]:
     """Bytes copied, and bytes in place before and after a step of another model that moves nothing."""
-    model, comm = model_of(), context().groups["zero"].comm
+    model, comm = model_of(), context().world.comm
     with silence():
         silent = model_of()
     for step in range(3):
@@ -269,7 +269,7 @@ def models_that_end_gathered(late: int, level: int) -> tuple[list[float], list[i
         model = None
         gc.collect()
         results += [loss.item(), *(p.grad.double().sum().item() for p in other.parameters())]
-        sizes.append(context().groups["zero"].comm.bytes_in_place)
+        sizes.append(context().world.comm.bytes_in_place)
     return results, sizes
 
 
@@ -286,7 +286,7 @@ def test_models_dropped_while_gathered(level: int) -> None:
 
 def memory_of_a_model_that_is_gone() -> tuple[int, int]:
     """Bytes in place of a model that is gone, right after it and after many gathers of another one."""
-    comm = context().groups["zero"].comm
+    comm = context().world.comm
     before = comm.bytes_in_place
     model = model_of(5, zero_level=2)
     first = model(inputs())

@@ -14,7 +14,8 @@ import pytest
 from harness import Status, free_port, rank_outcomes, run_ranks
 
 import bmtrain
-from bmtrain import _comm, _context, _shm_meeting
+from bmtrain._base import said
+from bmtrain._ranks import comm, context, shm_meeting
 
 
 def attempt(**arguments: Any) -> str:
@@ -56,7 +57,7 @@ def fail_then_succeed(bad: list[dict[str, Any]]) -> list[str]:
     assert not bmtrain.init.is_initialized()
     assert attempt() == ""
     bmtrain.synchronize()
-    _context.uninstall()
+    context.uninstall()
     return found
 
 
@@ -209,29 +210,79 @@ def test_the_server_dies_while_others_wait() -> None:
     assert second.value.startswith("CommunicationError: rank 1 of 3: lost the rendezvous at 127.0.0.1")
 
 
-def killed_while_connecting(transport: str) -> str:
-    """Rank 1 is killed where the others already wait for it."""
+def killed_while_connecting(transport: str, victim: int) -> str:
+    """A rank is killed where the others already wait for it."""
     function = "connect_gloo" if transport == "gloo" else "_meet"
-    if os.environ["RANK"] == "1":
-        setattr(_comm, function, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    if os.environ["RANK"] == str(victim):
+        setattr(comm, function, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     return attempt(timeout=300)
 
 
+@pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_a_rank_is_killed_while_the_ranks_connect(transport: str) -> None:
-    """Long before the time-out."""
+def test_a_rank_is_killed_while_the_ranks_connect(transport: str, victim: int) -> None:
+    """Long before the time-out; rank 0 has the store and the watchdogs' hub as well."""
     variables = {"BMTRAIN_CPU_TRANSPORT": transport}
     outcomes = rank_outcomes(
-        3, killed_while_connecting, transport, init=False, environment=variables, fresh=True
+        3, killed_while_connecting, transport, victim, init=False, environment=variables, fresh=True
     )
-    assert outcomes[1].status is Status.DIED
-    for rank in (0, 2):
-        assert "cannot connect the ranks: rank 1 died" in outcomes[rank].value, outcomes[rank]
+    assert outcomes[victim].status is Status.DIED
+    for rank in {0, 1, 2} - {victim}:
+        words = f"cannot connect the ranks: rank {victim} " + ("(died|ended)" if victim == 0 else "died")
+        assert re.search(words, outcomes[rank].value), outcomes[rank]
+
+
+def told_by_a_server_that_ends(connections: int) -> str:
+    """Rank 1, whose server accepts so many connections and ends."""
+    server = socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+
+    def end() -> None:
+        accepted = [server.accept()[0] for _ in range(connections)]
+        for one in [server, *accepted]:
+            one.close()
+
+    threading.Thread(target=end, daemon=True).start()
+    os.environ.update(RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    return attempt(timeout=15)
+
+
+def test_rank_0_ends_while_others_connect_to_it() -> None:
+    """It is told that it ended, and not that another program has the port."""
+    [message] = run_ranks(1, told_by_a_server_that_ends, 2, init=False, fresh=True)
+    assert message.startswith("CommunicationError: rank 1 of 2: rank 0 ended while this rank connected"), (
+        message
+    )
+
+
+def with_a_moved_port(moved: str) -> str:
+    """As in a program that sets MASTER_PORT although torchrun has said that its agent serves the old one."""
+    os.environ.update(MASTER_PORT=moved, TORCHELASTIC_USE_AGENT_STORE="True")
+    return attempt()
+
+
+def test_a_port_that_was_moved_after_torchrun_had_set_it() -> None:
+    """Rank 0 serves where the launcher does not, and says so."""
+    outcomes = rank_outcomes(2, with_a_moved_port, str(free_port()), init=False, fresh=True)
+    assert [outcome.value for outcome in outcomes] == ["", ""], outcomes
+    assert "rank 0 serves the rendezvous at 127.0.0.1:" in outcomes[0].output
+    assert "was MASTER_ADDR or MASTER_PORT changed" in outcomes[0].output
+
+
+def with_little_patience() -> str:
+    said._FIRST_SECONDS = 0.5
+    os.environ.update(WORLD_SIZE="3", LOCAL_WORLD_SIZE="3")
+    return attempt(timeout=3)
+
+
+def test_a_long_wait_says_for_whom() -> None:
+    for outcome in rank_outcomes(2, with_little_patience, init=False, fresh=True):
+        assert "missing rank 2" in outcome.value
+        assert "bmtrain: waiting for rank 2 at 127.0.0.1:" in outcome.output
 
 
 def with_few_descriptors() -> str:
     if os.environ["RANK"] == "1":
-        meet = _shm_meeting._meet
+        meet = shm_meeting._meet
 
         def meet_and_run_out(*arguments: Any) -> Any:
             peers = meet(*arguments)
@@ -239,7 +290,7 @@ def with_few_descriptors() -> str:
             resource.setrlimit(resource.RLIMIT_NOFILE, (highest, highest))
             return peers
 
-        _shm_meeting._meet = meet_and_run_out
+        shm_meeting._meet = meet_and_run_out
     return attempt()
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from harness import Status, free_port, rank_outcomes, run_ranks
 
 import bmtrain
-from bmtrain import _context
+from bmtrain._ranks import context as _context
 from bmtrain.topology import GroupKind, Topology
 
 # World size: pipe_size and tp_size of the calls made one after the other.

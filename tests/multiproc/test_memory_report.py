@@ -11,6 +11,7 @@ from harness import run_ranks
 from harness.kits import TanhLinear
 
 import bmtrain as bmt
+from bmtrain._engine.engine import current_engine
 from bmtrain.global_var import context
 
 LAYERS, DIM, ROWS = 4, 256, 8
@@ -30,7 +31,7 @@ class Model(bmt.DistributedModule):
 
 def of_phases(policy: dict[str, Any]) -> dict[str, Any]:
     gc.collect()  # blocks of what ran in these ranks before
-    context().engine.pool.trim()
+    current_engine(context()).pool.trim()
     with bmt.default_policy(bmt.BlockPolicy(**policy)):
         model = Model()
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=0.01)
@@ -53,7 +54,7 @@ def of_phases(policy: dict[str, Any]) -> dict[str, Any]:
     for report in reports.values():
         assert report.process <= report.peak_process
         assert report.process > 2**20
-    in_use = context().engine.pool.stats()["bytes_in_use"]
+    in_use = current_engine(context()).pool.stats()["bytes_in_use"]
     assert reports["backward"].gathered + reports["backward"].unreduced == in_use
     return reports
 
@@ -115,7 +116,7 @@ def of_large_blocks(dim: int) -> tuple[str, list[bmt.MemoryReport]]:
         bmt.memory_report(reset_peaks=True)
         layers(x).square().sum().backward()
         reports.append(bmt.memory_report())
-    return context().groups["zero"].comm.backend, reports
+    return context().world.comm.backend, reports
 
 
 def test_report_counts_buffers_that_are_used_in_place():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import warnings
 from collections.abc import Callable
 
@@ -12,7 +13,7 @@ import torch
 from harness import Status, rank_outcomes, run_ranks
 
 import bmtrain as bmt
-from bmtrain import _deprecate
+from bmtrain._base import deprecate
 from bmtrain.errors import CommunicationError
 
 OPTIMIZERS = [torch.optim.SGD, bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer]
@@ -65,7 +66,7 @@ def warned_of(*groups: list[torch.nn.Parameter]) -> list[str]:
 
 
 def plain_and_empty() -> list[list[str]]:
-    _deprecate._seen.difference_update({"OptimManager.plain_parameters", "OptimManager.empty_group"})
+    deprecate._seen.difference_update({"OptimManager.plain_parameters", "OptimManager.empty_group"})
     shards = list(bmt.BMTrainModelWrapper(torch.nn.Linear(4, 4)).parameters())
     plain = list(torch.nn.Linear(4, 4).parameters())
     matrices = [p for p in shards if p.dim() >= 2]
@@ -173,7 +174,7 @@ def test_the_state_of_a_manager_is_not_taken_for_that_of_an_optimizer() -> None:
 
 
 def stepped_unsent() -> list[str]:
-    _deprecate._seen.discard("OptimManager.unsent_gradients")
+    deprecate._seen.discard("OptimManager.unsent_gradients")
     model = torch.nn.Sequential(
         bmt.Block(bmt.BMTrainModelWrapper(torch.nn.Linear(4, 4))),
         bmt.BMTrainModelWrapper(torch.nn.Linear(4, 4)),
@@ -191,7 +192,7 @@ def stepped_unsent() -> list[str]:
         assert not caught
         for manager in (managers[0], managers[1], managers[0]):
             manager.step()
-        _deprecate._seen.discard("OptimManager.unsent_gradients")
+        deprecate._seen.discard("OptimManager.unsent_gradients")
         managers[1].step()
     assert all(w.filename == __file__ for w in caught)
     for manager in managers:
@@ -289,9 +290,62 @@ class Choice(bmt.DistributedModule):
 
 
 def train_apart() -> None:
-    with pytest.raises(CommunicationError, match="parameters [01] of 2"):
+    with pytest.raises(CommunicationError, match='parameters [01]"'):
         Choice()(torch.ones(6)).sum().backward()
 
 
 def test_ranks_that_train_different_parameters_do_not_sum_in_silence() -> None:
     run_ranks(2, train_apart, fresh=True)
+
+
+def trained(mistake: str, scale: float | None = None, steps: int = 5) -> list[str]:
+    """What a training with a mistake says."""
+    deprecate._seen.difference_update({"OptimManager.same_samples", "OptimManager.not_finite"})
+    model = bmt.BMTrainModelWrapper(torch.nn.Linear(4, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    manager = bmt.optim.OptimManager(loss_scale=scale)
+    manager.add_optimizer(optimizer)
+    own = 0 if mistake == "same samples" else bmt.rank()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(steps):
+            manager.zero_grad()
+            x = torch.full((2, 4), float(1 + step + own))
+            if mistake == "nan" or (mistake == "one nan" and step in (1, 2, 4)):
+                x = x / 0
+            loss = model(x).square().mean()
+            if mistake == "constant once" and step == 1:
+                loss = loss * 0
+            manager.backward(loss)
+            if mistake == "one nan":
+                manager.zero_grad()
+            if mistake == "norm":
+                next(model.parameters()).grad.fill_(torch.inf)
+                manager.clip_grad_norm(optimizer.param_groups, 1.0)
+            manager.step()
+    assert all(w.filename == __file__ for w in caught)
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "options", "said"),
+    [
+        ("", {}, ""),
+        ("constant once", {}, ""),
+        ("one nan", {}, ""),
+        ("same samples", {}, r"all 2 ranks were equal bit for bit.*bmtrain\.data\.loader"),
+        ("nan", {}, r"the loss was inf or NaN in 3 steps in a row.*loss_scale"),
+        ("norm", {}, r"the gradient norm was inf or NaN in 3 steps in a row"),
+        ("nan", {"scale": 4.0}, ""),
+    ],
+)
+def test_a_loss_that_shows_a_mistake_is_told_once(mistake: str, options: dict[str, float], said: str) -> None:
+    first, second = run_ranks(2, trained, mistake, **options)
+    assert not second
+    assert len(first) == bool(said)
+    if said:
+        assert re.search(said, first[0])
+
+
+def test_ranks_that_compute_one_loss_may_have_the_same() -> None:
+    assert run_ranks(2, trained, "same samples", init={"tp_size": 2}) == [[], []]

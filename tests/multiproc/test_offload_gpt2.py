@@ -61,8 +61,8 @@ def train(
     """Clipping, a loss scale with an overflow, accumulation, groups, a schedule, and a state in mid-flight."""
     _C.disturb_updates(100 if overlap else 0)
     model = make_model(dtype)
-    decayed = [p for p in model.parameters() if len(p._original_shape) > 1]
-    others = [p for p in model.parameters() if len(p._original_shape) <= 1]
+    decayed = [p for p in model.parameters() if len(p.full_shape) > 1]
+    others = [p for p in model.parameters() if len(p.full_shape) <= 1]
     optimizer = CLASSES[kind](
         [{"params": decayed}, {"params": others, "weight_decay": 0.0}], weight_decay=0.1, overlap=overlap
     )

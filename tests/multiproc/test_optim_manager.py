@@ -22,10 +22,12 @@ from harness.managed_model import (
     own_loss,
     whole,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import bmtrain as bmt
 from bmtrain.lr_scheduler import Noam
 from bmtrain.optim import clip_grad_norm
+from bmtrain.optim._grad_stats import first_overflow
 from bmtrain.optim.optim_manager import check_overflow
 
 WORLDS = [1, 2, 4]
@@ -48,20 +50,22 @@ def test_gradient_of_the_mean_loss(world: int, loss_scale: float | None) -> None
     run_ranks(world, gradient_of_the_mean_loss, loss_scale)
 
 
-def tensor_parallel_gradient() -> None:  # BC-40: two tp ranks share a loss
+def tensor_parallel_gradient(parts_add_up: bool) -> None:  # BC-40: two tp ranks share a loss
     model, reference = Model(True), Model(False)
-    manager = make_manager(torch.optim.SGD(model.parameters(), lr=0.1))
-    assert manager.grad_scale == 2
+    grad_scale = None if parts_add_up else bmt.config["zero_size"]  # as in 1.0: each rank's loss is a mean
+    manager = make_manager(torch.optim.SGD(model.parameters(), lr=0.1), grad_scale=grad_scale)
+    assert manager.grad_scale == (2 if parts_add_up else 4)
     topology = bmt.config["topology"]
     shared = batch().chunk(2)[topology.tp_idx]
-    # Each tp rank takes half of the tokens; the sum of their parts is the loss they share.
-    manager.backward(loss_of(model, shared.chunk(2)[topology.tp_id]) / 2)
+    own = loss_of(model, shared.chunk(2)[topology.tp_id])  # each tp rank takes half of the tokens
+    manager.backward(own / 2 if parts_add_up else own)
     loss_of(reference, batch()).backward()
     assert_gradients(model, reference)
 
 
-def test_tensor_parallel_gradient() -> None:
-    run_ranks(4, tensor_parallel_gradient, init={"tp_size": 2})
+@pytest.mark.parametrize("parts_add_up", [True, False])
+def test_tensor_parallel_gradient(parts_add_up: bool) -> None:
+    run_ranks(4, tensor_parallel_gradient, parts_add_up, init={"tp_size": 2})
 
 
 def steps_equal_one_process(clip: float | None, loss_scale: float | None) -> None:  # BC-41
@@ -282,3 +286,28 @@ def two_managers_and_a_teacher() -> None:  # BC-52
 @pytest.mark.parametrize("world", WORLDS)
 def test_two_managers_and_a_teacher(world: int) -> None:
     run_ranks(world, two_managers_and_a_teacher)
+
+
+class Reads(TorchDispatchMode):
+    """Counts the numbers that the host reads."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket is torch.ops.aten._local_scalar_dense
+        return func(*args, **(kwargs or {}))
+
+
+def overflow_at(where: dict[int, int]) -> tuple[int, int]:
+    """The first parameter that overflowed, given that of each rank, and the number of reads."""
+    params = [bmt.DistributedParameter(torch.zeros(4)) for _ in range(5)]
+    for number, param in enumerate(params[1:], 1):  # the first has no gradient
+        param.grad = torch.full_like(param, math.nan if where.get(bmt.rank()) == number else 1.0)
+    with Reads() as reads:
+        found = first_overflow(params)
+    return found, reads.count
+
+
+def test_the_first_overflow_is_found_by_one_read() -> None:
+    for where, first in (({}, 5), ({1: 2}, 2), ({0: 4, 1: 3}, 3)):
+        assert run_ranks(2, overflow_at, where) == [(first, 1)] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from harness.managed_model import (
 from torch import Tensor
 
 import bmtrain as bmt
+from bmtrain._base.host_memory import available_bytes
 from bmtrain.lr_scheduler import Noam
-from bmtrain.optim import OptimManager
+from bmtrain.optim import OptimManager, _host_copies
 from bmtrain.parameter import gather_flat
 
 WORLDS = [1, 2, 4]
@@ -159,3 +161,27 @@ def test_legacy_loop(world: int, name: str) -> None:
     old = run_ranks(world, legacy_loop, name, False)
     new = run_ranks(world, legacy_loop, name, True)
     torch.testing.assert_close(old, new, rtol=0, atol=0)
+
+
+def large_state(name: str) -> list[list[str]]:
+    model, manager = build(name, 0.1)
+    train(model, manager, range(1))
+    entries = manager.state_dict(gather_opt=True)["optimizers"][0]["state"].values()
+    arrays = [value for entry in entries for value in entry.values() if getattr(value, "dim", int)() == 1]
+    needed = 2 * sum(array.nbytes for array in arrays)  # of two ranks
+    heard = []
+    for free in (2 * needed, 2 * needed - 1, 1):
+        _host_copies.available_bytes = lambda: free  # noqa: B023
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            manager.state_dict(gather_opt=True)
+        heard.append([str(warning.message) for warning in caught])
+    _host_copies.available_bytes = available_bytes
+    return heard
+
+
+@pytest.mark.parametrize("name", ["AdamOptimizer", "Adam"])
+def test_a_state_that_hosts_cannot_hold_is_told_once(name: str) -> None:
+    first, second = run_ranks(2, large_state, name, fresh=True)
+    assert [len(heard) for heard in first] == [0, 1, 0] and "checkpoint.save()" in first[1][0]
+    assert second == [[], [], []]

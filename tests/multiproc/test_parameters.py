@@ -33,6 +33,7 @@ def shards(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
     assert (p._start_partition, p._end_partition) == (begin, min(begin + chunk, numel))
     assert repr(p).startswith(f"DistributedParameter(shape={tuple(shape)}, local=tensor(")
     assert p._original_shape == torch.Size(shape) and not p._in_block and p.group is None
+    assert (p.full_shape, p.full_numel) == (full.shape, full.numel())
     for read in (p.gather, p.gather_all):
         assert torch.equal(read(), full)
     assert torch.equal(full_value(p), full)

@@ -12,8 +12,9 @@ import torch
 from harness import run_ranks
 
 import bmtrain as bmt
+from bmtrain._engine.engine import current_engine
 from bmtrain._engine.observer import Observer
-from bmtrain.benchmark._gpt import GPT
+from bmtrain._tools.gpt import GPT
 from bmtrain.global_var import context
 from bmtrain.plan import MACHINES, TrainingPolicy, describe_module, estimate
 from bmtrain.plan.network import Network
@@ -55,7 +56,7 @@ def predicted_and_counted(options: dict[str, Any], dtype: torch.dtype, dim: int)
     batch = torch.randint(0, 101, (2, 33))
     described = describe_module(model, batch)
     optimizer = bmt.optim.AdamOptimizer(model.parameters())
-    pool = context().engine.pool
+    pool = current_engine(context()).pool
     for _ in range(4):
         optimizer.zero_grad()
         for comm in context().communicators():
@@ -158,7 +159,7 @@ def simulated_and_real_order(options: dict[str, Any]) -> tuple[list, list]:
     batch = torch.randint(0, 101, (2, 33))
     described = describe_module(model, batch)
     real, simulated = Order(), Order()
-    engine = context().engine
+    engine = current_engine(context())
     for number in range(4):
         if number == 3:
             engine.observer = real

@@ -13,6 +13,7 @@ from harness.kits import TanhLinear
 from harness.tanh_model import DIM, LAYERS, MICROS, Model, batches
 
 import bmtrain as bmt
+from bmtrain._engine.engine import current_engine
 from bmtrain._engine.runtime import BlockRuntime
 from bmtrain.global_var import context
 
@@ -45,7 +46,7 @@ def counted_window(policy: dict[str, Any], accumulates: bool) -> tuple[Counts, i
     with bmt.default_policy(bmt.BlockPolicy(**policy)):
         model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    pool, group = context().engine.pool, context().groups["zero"]
+    pool, group = current_engine(context()).pool, context().world
     for step in range(3):  # the order of blocks is learnt in the first
         values = {n: p.gather().detach() for n, p in model.named_parameters()}
         for name, value in values.items():  # blocks see what has travelled
@@ -174,7 +175,7 @@ def test_policies_on_one_rank(case):
 def kept_always() -> list[int]:
     with bmt.default_policy(bmt.BlockPolicy(level=1)):
         model = Model()
-    group = context().groups["zero"]
+    group = context().world
     x = torch.randn(2, DIM)
     counts = []
     shard = model.layers[0]._storages[0].shards.parameters[0]

@@ -10,6 +10,7 @@ import torch
 from harness import run_ranks
 
 import bmtrain as bmt
+from bmtrain._engine.engine import current_engine
 from bmtrain.global_var import context
 
 LAYERS, DIM, MICROS = 3, 13, 2
@@ -44,7 +45,7 @@ def trained(policy: dict[str, Any], accumulates: bool) -> dict[str, Any]:
         layers = bmt.TransformerBlockList([bmt.Block(Layer()) for _ in range(LAYERS)])
     pair = torch.ones(2), torch.arange(2)
     optimizer = bmt.optim.AdamOptimizer(layers.parameters(), lr=0.01)
-    group = context().groups["zero"]
+    group = context().world
     for step in range(3):
         # What a forward sees: on every rank, and on one alone, what has travelled.
         exact = {name: param.gather().detach() for name, param in layers.named_parameters()}
@@ -94,7 +95,7 @@ def trained(policy: dict[str, Any], accumulates: bool) -> dict[str, Any]:
         "gathered": traffic.get("all_gather", (0, 0)),
         "reduced": traffic.get("all_to_all", traffic.get("all_reduce", (0, 0))),
         "numel": shards.layout.partition,
-        "in_use": context().engine.pool.stats()["buffers_in_use"],
+        "in_use": current_engine(context()).pool.stats()["buffers_in_use"],
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -186,3 +187,88 @@ def swapped_often() -> None:
 def test_whole_tensors_where_shards_of_before_have_been_are_whole() -> None:
     for world in (2, 3):
         run_ranks(world, swapped_often)
+
+
+Write = Callable[[torch.nn.Parameter, int], None]
+
+
+def written_between_blocks(write: Write, level: int, in_backward: bool) -> list[float]:
+    """Each step multiplies weights by its number: those of the second block when the first one has run, or those of
+    the first when the backward begins."""
+    policy = bmt.BlockPolicy(level=level)
+    blocks = [
+        bmt.Block(bmt.BMTrainModelWrapper(torch.nn.Linear(8, 8, bias=False)), policy=policy) for _ in range(3)
+    ]
+    for block in blocks:
+        for param in block.parameters():
+            param.data.fill_(0.125)
+    results = []
+    for step in range(1, 5):
+        x = torch.ones(2, 8, requires_grad=True)
+        first = blocks[0](x)
+        if not in_backward:
+            write(next(blocks[1].parameters()), step)
+            if bmt.rank() == 0:  # who only looks may do so alone
+                assert blocks[2]._module.weight.data.numel()
+        out = blocks[2](blocks[1](first))
+        if in_backward:
+            out.register_hook(lambda gradient, step=step: write(next(blocks[0].parameters()), step))
+        out.sum().backward()
+        results += [float(out.detach().sum()), float(x.grad.sum())]
+    return results
+
+
+def times(param: torch.nn.Parameter, factor: int) -> None:
+    param.data.mul_(factor)
+
+
+def times_by_replacing(param: torch.nn.Parameter, factor: int) -> None:
+    param.data = param.data * factor
+
+
+def times_by_what_was_kept(param: torch.nn.Parameter, factor: int) -> None:
+    if factor == 1:
+        param.__dict__["kept"] = param.data
+    param.__dict__["kept"].mul_(factor)
+
+
+@pytest.mark.parametrize("level", (3, 2, 1))
+@pytest.mark.parametrize(
+    ("write", "in_backward"),
+    [
+        (times, False),
+        (times, True),
+        (times_by_what_was_kept, False),
+        (times_by_what_was_kept, True),
+        (times_by_replacing, False),
+    ],
+)
+def test_what_is_written_to_data_between_two_blocks_counts_at_once(
+    write: Write, in_backward: bool, level: int
+) -> None:
+    values = [16.0, 16.0, 32.0, 32.0, 96.0, 96.0, 384.0, 384.0]
+    if in_backward:
+        values = [16.0, 16.0, 16.0, 32.0, 32.0, 96.0, 96.0, 384.0]
+    for world in (1, 2):
+        assert run_ranks(world, written_between_blocks, write, level, in_backward) == [values] * world
+
+
+class ReadsTwice(bmt.DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = bmt.DistributedParameter(torch.ones(8))
+        self.other = bmt.DistributedParameter(torch.ones(8))
+
+    def forward(self) -> tuple[float, float]:
+        before = self.weight.sum().item()
+        self._parameters["weight"].data.mul_(2)
+        return before, self.weight.sum().item()
+
+
+def read_twice() -> tuple[float, float]:
+    return ReadsTwice()()
+
+
+def test_what_is_written_to_data_between_two_reads_counts() -> None:
+    for world in (1, 2):
+        assert run_ranks(world, read_twice) == [(8.0, 16.0)] * world

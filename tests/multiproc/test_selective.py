@@ -214,10 +214,10 @@ def test_what_was_written_to_unseen_is_computed_again(name):
 def test_attention_that_draws_random_numbers_runs_again():
     # On the CPU attention with dropout is made of products; on GPUs it is one operator.
     operator = torch.ops.aten._scaled_dot_product_flash_attention.default
-    assert selective.is_dear(operator, (None, None, None), {})
-    assert selective.is_dear(operator, (None, None, None, 0.0, True), {})
-    assert not selective.is_dear(operator, (None, None, None, 0.1), {})
-    assert not selective.is_dear(operator, (None, None, None), {"dropout_p": 0.1})
+    assert selective.is_expensive(operator, (None, None, None), {})
+    assert selective.is_expensive(operator, (None, None, None, 0.0, True), {})
+    assert not selective.is_expensive(operator, (None, None, None, 0.1), {})
+    assert not selective.is_expensive(operator, (None, None, None), {"dropout_p": 0.1})
 
 
 def test_recompute_argument():

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 from harness import run_ranks
 
-from bmtrain import _context, init_distributed
-from bmtrain.soak import Finding, broken_promises, odd_schedules, train_once
+from bmtrain import init_distributed
+from bmtrain._ranks import context
+from bmtrain.benchmark.soak import Finding, broken_promises, odd_schedules, train_once
 
 
 def several_runs(runs: int, steps: int) -> list[Finding]:
@@ -16,7 +17,7 @@ def several_runs(runs: int, steps: int) -> list[Finding]:
     for _ in range(runs):
         init_distributed(seed=1, timeout=45)
         found.append(train_once(steps))
-        _context.uninstall()
+        context.uninstall()
     return found
 
 

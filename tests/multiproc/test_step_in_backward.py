@@ -104,8 +104,8 @@ def train(
     model.extra = extra
     if change is not None:
         change(model)
-    decayed = [p for p in model.parameters() if len(p._original_shape) > 1]
-    others = [p for p in model.parameters() if len(p._original_shape) <= 1]
+    decayed = [p for p in model.parameters() if len(p.full_shape) > 1]
+    others = [p for p in model.parameters() if len(p.full_shape) <= 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others}]
     optimizer = OPTIMIZERS[kind](groups, lr=1e-2)
     manager = OptimManager(step_in_backward=early, accumulate=accumulate)

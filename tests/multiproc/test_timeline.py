@@ -14,8 +14,9 @@ from harness import run_ranks
 
 import bmtrain as bmt
 from bmtrain.__main__ import main
+from bmtrain._engine.engine import current_engine
 from bmtrain._engine.observer import Observer
-from bmtrain.benchmark._gpt import GPT
+from bmtrain._tools.gpt import GPT
 from bmtrain.global_var import context
 from bmtrain.timeline import Span, read_traces, summarize, write_trace
 from bmtrain.wrapper import BMTrainModelWrapper, model_wrapper_dispatch
@@ -45,8 +46,10 @@ def training(**options):
 
 def recorded(directory: str, options: dict) -> dict:
     step = training(**options)
-    engine = context().engine
+    engine = current_engine(context())
     with bmt.timeline.record(steps=2, skip=3, directory=directory) as timeline:
+        with pytest.raises(RuntimeError, match="running already"):  # while it skips steps, too
+            bmt.timeline.record().start()
         losses = [step() for _ in range(3)]
         off = type(engine.observer) is Observer and not timeline.is_running
         losses += [step() for _ in range(5)]

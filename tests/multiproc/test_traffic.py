@@ -9,6 +9,8 @@ import torch
 from harness import run_ranks
 
 import bmtrain as bmt
+from bmtrain._engine.engine import current_engine
+from bmtrain._shards.sharding import slot_length
 from bmtrain.global_var import context
 
 LAYERS, DIM = 5, 16
@@ -46,7 +48,7 @@ class Model(bmt.DistributedModule):
 
 
 def traffic_of_step(step) -> dict[str, tuple[int, int]]:
-    group = context().groups["zero"]
+    group = context().world
     group.comm.reset_traffic()
     group.reduce_comm.reset_traffic()
     step()
@@ -83,7 +85,7 @@ def test_a_step_sends_what_the_formula_says(world, options, gathers):
         traffic, partitions, head = outcome["traffic"], outcome["partitions"], outcome["head"]
         assert len(set(partitions)) == 1
         block_bytes = 4 * (world - 1) * partitions[0]
-        head_bytes = 4 * (world - 1) * sum(head)
+        head_bytes = 4 * (world - 1) * slot_length(sum(head), 4)
         assert traffic["all_gather"] == (gathers + 1, gathers * block_bytes + head_bytes)
         assert traffic["all_to_all"] == (LAYERS, LAYERS * block_bytes)
         assert traffic["reduce_scatter"] == (1, head_bytes)
@@ -98,7 +100,9 @@ def evaluation_traffic() -> tuple[int, int]:
             model(x)
 
     evaluate()
-    return traffic_of_step(evaluate)["all_gather"][0], context().engine.pool.stats()["buffers_in_use"]
+    return traffic_of_step(evaluate)["all_gather"][0], current_engine(context()).pool.stats()[
+        "buffers_in_use"
+    ]
 
 
 def test_evaluation_gathers_each_block_once_and_keeps_none():
@@ -120,7 +124,7 @@ def other_paths() -> list[int]:
             hidden.sum().backward()
 
         counts.append(traffic_of_step(step)["all_to_all"][0])
-    pool = context().engine.pool.stats()
+    pool = current_engine(context()).pool.stats()
     return [*counts, pool["buffers_in_use"]]
 
 
@@ -135,7 +139,7 @@ def storage_bytes(tensors) -> int:
 
 def held_between_steps(dtype: torch.dtype) -> dict[str, int]:
     gc.collect()  # what ran in these ranks before may have left buffers in cycles of garbage
-    context().engine.pool.reset_peaks()
+    current_engine(context()).pool.reset_peaks()
     layers = [Layer().to(dtype) for _ in range(LAYERS)]
     model = bmt.TransformerBlockList(layers)
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-3)
@@ -146,7 +150,7 @@ def held_between_steps(dtype: torch.dtype) -> dict[str, int]:
         optimizer.step()
     params = list(model.parameters())
     state = [t for p in params for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)]
-    pool = context().engine.pool.stats()
+    pool = current_engine(context()).pool.stats()
     return {
         "numel": sum(p._original_shape.numel() for p in params),
         "parameters": storage_bytes(params),

@@ -174,7 +174,7 @@ def gradients(virtual: bool) -> list[torch.Tensor]:
         run.manager.backward(run.model(batch.chunk(bmt.world_size())[bmt.rank()]))
     assert sorted(called) == list(range(len(list(run.model.parameters()))))
     norms = [run.manager.clip_grad_norm(run.optimizer.param_groups, 1e9, p) for p in (1, 2, math.inf)]
-    return [*norms, *(p._spec.gather(p.grad) for p in run.model.parameters())]
+    return [*norms, *(p._spec.gather(p.grad, p._label) for p in run.model.parameters())]
 
 
 def test_gradients_are_those_of_the_whole_batch():

@@ -13,8 +13,8 @@ from harness import run_ranks
 from harness.peaks import GIVE_BACK, peak_of
 
 import bmtrain as bmt
-from bmtrain import _safetensors
-from bmtrain._safetensors import SafetensorsFile, write_safetensors
+from bmtrain._files import safetensors
+from bmtrain._files.safetensors import SafetensorsFile, write_safetensors
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
@@ -100,10 +100,10 @@ def test_a_model_of_hugging_face_from_its_files_and_back(family: str, world: int
 
 
 def load_and_compare(family: str, files: str) -> dict[str, int]:
-    from bmtrain import _safetensors
+    from bmtrain._files import safetensors
 
     read = 0
-    original = _safetensors.SafetensorsFile.read
+    original = safetensors.SafetensorsFile.read
 
     def counting(self: Any, *args: Any) -> torch.Tensor:
         nonlocal read
@@ -112,11 +112,11 @@ def load_and_compare(family: str, files: str) -> dict[str, int]:
         return values
 
     model = make_sharded(family)
-    _safetensors.SafetensorsFile.read = counting  # type: ignore[method-assign]
+    safetensors.SafetensorsFile.read = counting  # type: ignore[method-assign]
     try:
         bmt.weights.load(model, files)
     finally:
-        _safetensors.SafetensorsFile.read = original  # type: ignore[method-assign]
+        safetensors.SafetensorsFile.read = original  # type: ignore[method-assign]
     state, expected = model.state_dict(), make_plain(family).state_dict()
     assert all(torch.equal(state[key], value) for key, value in expected.items())
     buffers, wanted = dict(model.named_buffers()), dict(make_plain(family).named_buffers())
@@ -303,11 +303,11 @@ def slice_of_columns(folder: str) -> int:
         opened.append(args)
         return open(*args, **kwargs)
 
-    _safetensors.open = counting  # type: ignore[attr-defined]
+    safetensors.open = counting  # type: ignore[attr-defined]
     try:
         bmt.weights.load(layer, folder)
     finally:
-        del _safetensors.open  # type: ignore[attr-defined]
+        del safetensors.open  # type: ignore[attr-defined]
     assert torch.equal(layer.state_dict()["weight"], plain.weight)
     return len(opened)
 

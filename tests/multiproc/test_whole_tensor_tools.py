@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed.checkpoint.state_dict as dcp
 from harness import run_ranks
 
 import bmtrain as bmt
@@ -114,6 +116,35 @@ def gradients_come_and_go() -> None:
 
 def test_the_attribute_is_torchs_own() -> None:
     run_ranks(2, gradients_come_and_go)
+
+
+def states_by_torchs_functions(in_a_plain_module: bool) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ModuleList([torch.nn.Linear(5, 3)]))
+    model = bmt.BMTrainModelWrapper(net)
+    root = torch.nn.Sequential(model) if in_a_plain_module else model
+    before = copy.deepcopy(root.state_dict())
+    whole = dcp.StateDictOptions(full_state_dict=True)
+    for kind in (torch.optim.AdamW, bmt.optim.AdamOptimizer, torch.optim.SGD):
+        optimizer = kind(root.parameters(), lr=0.1)
+        empty = {"state": {}, "param_groups": []}
+        for function, *arguments in (
+            (dcp.get_optimizer_state_dict,),
+            (dcp.set_optimizer_state_dict, empty),
+            (dcp.get_state_dict,),
+        ):
+            for options in (None, whole):
+                with pytest.raises(RuntimeError, match=rf"{function.__name__}.*gather_opt=True"):
+                    function(root, optimizer, *arguments, options=options)
+        assert not optimizer.state
+    weights = dcp.get_model_state_dict(root, options=whole)
+    assert weights.keys() == before.keys() and all(torch.equal(weights[key], before[key]) for key in before)
+    dcp.set_model_state_dict(root, {key: value * 2 for key, value in before.items()}, options=whole)
+    assert all(torch.equal(value, before[key] * 2) for key, value in root.state_dict().items())
+
+
+@pytest.mark.parametrize("in_a_plain_module", [False, True])
+def test_optimizer_states_by_torchs_functions_are_refused(in_a_plain_module: bool) -> None:
+    run_ranks(2, states_by_torchs_functions, in_a_plain_module)
 
 
 class Lamb(torch.optim.Optimizer):

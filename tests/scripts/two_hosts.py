@@ -42,10 +42,12 @@ def sent_bytes_of_all() -> int:
 
 
 def main() -> None:
-    """Write ``{"losses": [...], "sent": bytes, "backends": [...]}`` to the file named by the first argument."""
+    """Write ``{"losses": [...], "sent": bytes, "backends": [...]}`` to the file named by the first argument; the second
+    one is how gradients are summed."""
     bmt.init_distributed(seed=1, tp_size=2)
     torch.manual_seed(1)
-    model = bmt.TransformerBlockList([bmt.Block(Layer(), use_checkpoint=True) for _ in range(BLOCKS)])
+    policy = bmt.BlockPolicy(reduce=sys.argv[2] if len(sys.argv) > 2 else None)
+    model = bmt.TransformerBlockList([bmt.Block(Layer(), policy=policy) for _ in range(BLOCKS)])
     bmt.init_parameters(model)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=1e-3))

@@ -13,7 +13,7 @@ from kernel_levels import same_bits
 from torch import nn
 
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer
-from bmtrain.optim._elementwise import Update
+from bmtrain.optim._updates import Update
 
 BOTH = (AdamOptimizer, AdamOffloadOptimizer)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

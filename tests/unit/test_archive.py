@@ -12,7 +12,7 @@ import torch
 from harness import run_ranks
 
 import bmtrain as bmt
-from bmtrain._archive import check_archive, read_archive
+from bmtrain._files.archive import check_archive, read_archive
 from bmtrain.errors import UnreadableFileError
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bmtrain import _blame
 from bmtrain.__main__ import main
+from bmtrain._watch import blame
 
 ZERO, TP = "zero/0/gather", "tp/0/gather"
 
@@ -114,7 +114,7 @@ def test_judge(
     culprits: tuple[int, ...],
     words: str,
 ) -> None:
-    verdict = _blame.judge(failed, states, absent)
+    verdict = blame.judge(failed, states, absent)
     assert verdict.culprits == culprits
     assert verdict.text.startswith(words)
 
@@ -123,7 +123,7 @@ def test_the_operation_is_named_once() -> None:
     """What the transport told, and what its peer had told it: the error that is raised begins with it anyway."""
     inner = 'all_gather #3 for "block: 1" (40 bytes) on group "zero", rank {} of 2: the connection to rank {} was lost'
     failed = failure("failed", what=f"{inner.format(0, 1)} (see its output): {inner.format(1, 0)}")
-    text = _blame.judge(failed, {0: WAITS}, {}).text
+    text = blame.judge(failed, {0: WAITS}, {}).text
     assert (
         text
         == "rank 0: the connection to rank 1 was lost (see its output): the connection to rank 0 was lost"
@@ -138,7 +138,7 @@ def test_the_chain_of_waits_is_followed() -> None:
     two["groups"] += state(5, group=TP)["groups"]
     zero = state(4, record())
     zero["groups"] += state(6, group=TP)["groups"]
-    verdict = _blame.judge(failure(), {0: zero, 1: one, 2: two, 3: zero}, {})
+    verdict = blame.judge(failure(), {0: zero, 1: one, 2: two, 3: zero}, {})
     assert verdict.culprits == (2,)
     assert "train.py:7 in main" in verdict.text
 
@@ -148,7 +148,7 @@ def test_ranks_that_wait_for_each_other() -> None:
     zero["groups"] += state(5, group=TP)["groups"]
     one = state(3)
     one["groups"] += state(6, record("all_reduce", 5), group=TP)["groups"]
-    verdict = _blame.judge(failure(), {0: zero, 1: one}, {})
+    verdict = blame.judge(failure(), {0: zero, 1: one}, {})
     assert verdict.culprits == (0, 1)
     assert "wait for each other" in verdict.text
 
@@ -164,17 +164,17 @@ def test_ranks_that_wait_for_each_other() -> None:
     ],
 )
 def test_mismatch_names_both_and_the_difference(field: str, value: Any, noun: str) -> None:
-    verdict = _blame.mismatch({0: record(), 1: record(), 2: record(**{field: value})}, "zero")
+    verdict = blame.mismatch({0: record(), 1: record(), 2: record(**{field: value})}, "zero")
     assert verdict is not None
     assert verdict.culprits == (2,)
     assert verdict.text.startswith(f"{noun}")
     assert "ranks 0-1 called" in verdict.text
     assert "rank 2 called" in verdict.text
-    assert _blame.mismatch({0: record(), 1: record()}, "zero") is None
+    assert blame.mismatch({0: record(), 1: record()}, "zero") is None
 
 
 def test_table_merges_equal_ranks() -> None:
-    lines = _blame.table({0: WAITS, 1: state(3), 2: WAITS}, {3: "silent"})
+    lines = blame.table({0: WAITS, 1: state(3), 2: WAITS}, {3: "silent"})
     assert lines[0].startswith("ranks 0, 2: in all_gather #3")
     assert lines[1].startswith("rank 1: in no operation, after all_gather #2")
     assert lines[2].startswith("no answer from rank 3")
@@ -219,4 +219,4 @@ def test_blame_refuses_what_is_no_record(tmp_path: Path, capsys: pytest.CaptureF
     ],
 )
 def test_a_suspicion_is_checked(states: dict[int, Any], stuck: bool) -> None:
-    assert _blame.is_stuck(failure("suspicion"), states) is stuck
+    assert blame.is_stuck(failure("suspicion"), states) is stuck

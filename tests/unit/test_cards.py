@@ -8,9 +8,10 @@ import types
 import pytest
 import torch
 
-from bmtrain import _build, _cards
-from bmtrain._cards import check_card, choose_cards
-from bmtrain._rendezvous import Peer
+from bmtrain._base import build
+from bmtrain._ranks import cards as _cards
+from bmtrain._ranks.cards import check_card, choose_cards
+from bmtrain._ranks.rendezvous import Peer
 from bmtrain.errors import BMTrainError
 from bmtrain.optim import _residence
 
@@ -82,13 +83,13 @@ def test_state_on_the_card_leaves_room_for_ranks_that_share_it(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 1000))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     context = types.SimpleNamespace(backend=backend, local_size=4)
-    monkeypatch.setattr(_residence._context, "current", lambda: context)
+    monkeypatch.setattr(_residence.context, "current", lambda: context)
     assert _residence.spare_bytes(torch.device("cuda", 0)) == 850 // share
 
 
 def test_a_card_without_kernels_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     built: dict[str, object] = {"cuda_arch_list": "9.0"}
-    monkeypatch.setattr(_build, "build_info", lambda: built)
+    monkeypatch.setattr(build, "build_info", lambda: built)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "Tesla T4")
     with pytest.raises(BMTrainError, match=r"built for compute capability 9.0, and Tesla T4 has 7.5.*=7.5"):

@@ -8,11 +8,12 @@ from harness import run_ranks
 
 import bmtrain
 from bmtrain import _C, nccl
-from bmtrain._comm import create_single
+from bmtrain._ranks.comm import create_single
 
 
 def before_init() -> None:
-    from bmtrain import _objects, benchmark, distributed
+    from bmtrain import benchmark, distributed
+    from bmtrain._ranks import objects
 
     x = torch.ones(4)
     comm = create_single("x")
@@ -23,8 +24,8 @@ def before_init() -> None:
         lambda: distributed.reduce_scatter(x),
         lambda: distributed.send_activations(x, 0, comm),
         lambda: distributed.recv_activations(0, comm),
-        lambda: _objects.allgather_objects(1),
-        lambda: _objects.broadcast_object(1),
+        lambda: objects.allgather_objects(1),
+        lambda: objects.broadcast_object(1),
         benchmark.all_gather,
     ):
         with pytest.raises(RuntimeError, match="not initialized"):
@@ -68,8 +69,8 @@ def test_numbers_of_nccl() -> None:
 
 
 def test_raw_names_in_distributed_ops() -> None:
-    from bmtrain.distributed import ops
+    from bmtrain.distributed import ops as collectives
 
-    assert ops.ncclAllReduce is nccl.allReduce
-    assert ops.ncclSend is nccl.send
-    assert ops.all_reduce is bmtrain.distributed.all_reduce
+    assert collectives.ncclAllReduce is nccl.allReduce
+    assert collectives.ncclSend is nccl.send
+    assert collectives.all_reduce is bmtrain.distributed.all_reduce

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bmtrain.__main__ import main
-from bmtrain._archive import check_archive
+from bmtrain._files.archive import check_archive
 from bmtrain.convert import convert
 from bmtrain.errors import UnreadableFileError
 
@@ -92,7 +92,7 @@ def test_files_of_the_reference_implementation(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save(make_state(), tmp_path / "a.pt")
     assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "b.safetensors")]) == 0
-    assert "100 %" in capsys.readouterr().err
+    assert "11 tensors" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "b")]) == 1
     assert "cannot tell what to write" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "none.pt"), str(tmp_path / "b.pt")]) == 1
@@ -111,3 +111,25 @@ def test_damaged_sources_are_refused_and_nothing_appears(tmp_path: Path) -> None
     with pytest.raises(UnreadableFileError, match="damaged"):
         convert(tmp_path / "a.pt", tmp_path / "out.pt")
     assert not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "kind"), [("b.pt", None), ("b.safetensors", None), ("b", "safetensors"), ("b", "checkpoint")]
+)
+def test_weights_that_are_there_are_replaced_only_when_asked(
+    target: str, kind: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"weight": torch.ones(3)}, tmp_path / "a.pt")
+    torch.save({"weight": torch.zeros(3)}, tmp_path / "other.pt")
+    line = ["convert", str(tmp_path / "a.pt"), str(tmp_path / target), *(["--to", kind] if kind else [])]
+    assert main(line) == 0
+    with pytest.raises(FileExistsError, match="expected a place without weights, and there is"):
+        convert(tmp_path / "other.pt", tmp_path / target, kind)
+    line[1] = str(tmp_path / "other.pt")
+    assert main(line) == 1
+    assert "--overwrite" in capsys.readouterr().err
+    convert(tmp_path / target, tmp_path / "kept.pt")
+    assert torch.load(tmp_path / "kept.pt", weights_only=True)["weight"].sum() == 3
+    assert main([*line, "--overwrite"]) == 0
+    convert(tmp_path / target, tmp_path / "kept.pt", overwrite=True)
+    assert torch.load(tmp_path / "kept.pt", weights_only=True)["weight"].sum() == 0

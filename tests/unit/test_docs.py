@@ -1,6 +1,7 @@
 """Every block of code in the READMEs and in docs/ runs, or says why it does not.
 
-- The Python blocks of a page run in order, as one program, on 1 and 2 ranks.
+- The Python blocks of a page run in order, as one program, on 1 and 2 ranks. The program asserts what the page says; an
+  assertion that would distract readers is in a comment, ``<!-- assert: ... -->``.
 - A block of shell commands, or of another language, follows a comment that says so: ``<!-- runs: path of the test that
   runs it -->`` or ``<!-- not run: why -->``. A comment of the second kind exempts a Python block as well.
 - A block without a language, or in ``text``, is a picture or an output.
@@ -28,6 +29,8 @@ _FENCE = re.compile(
     r"(?:^<!-- *(?P<mark>runs|not run): *(?P<why>.+?) *-->\n+)?^```(?P<language>[\w{}-]*)\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
+#: Runs after a page's program.
+_ASSERTION = re.compile(r"^<!-- assert: (.+) -->$", re.MULTILINE)
 _DIRECTIVES = ("{include}", "{toctree}", "{eval-rst}", "{automodule}")
 
 
@@ -62,7 +65,10 @@ def program(page: str) -> str:
         if fence.language == "python" and fence.mark is None:
             lines += [""] * (fence.line - len(lines))
             lines += fence.code.splitlines()
-    return "\n".join(lines) + "\n" if lines else ""
+    if not lines:
+        return ""
+    hidden = _ASSERTION.findall((ROOT / page).read_text(encoding="utf-8"))
+    return "\n".join([*lines, *(f"assert {condition}" for condition in hidden)]) + "\n"
 
 
 def run_program(text: str, name: str, folder: str) -> None:
@@ -87,6 +93,7 @@ TRANSLATED = [page for page in pages() if twin(page) is not None]
 PUBLIC = [
     "bmtrain",
     "bmtrain.benchmark",
+    "bmtrain.data",
     "bmtrain.debug",
     "bmtrain.distributed",
     "bmtrain.distributed.checkpoint",
@@ -122,6 +129,12 @@ NEEDED = {
 @pytest.mark.parametrize("page", PROGRAMS)
 def test_programs(page: str, world: int, tmp_path: Path) -> None:
     run_ranks(world, run_program, program(page), page, str(tmp_path), init=False, fresh=True, timeout=200)
+
+
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_programs_assert_what_the_page_says(page: str) -> None:
+    nodes = ast.walk(ast.parse(program(page)))
+    assert any(isinstance(node, ast.Assert) for node in nodes), f"{page}: its program only runs"
 
 
 @pytest.mark.parametrize("page", ["docs/tutorial/own.md"])
@@ -163,14 +176,18 @@ def script(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look there
     spec.loader.exec_module(module)
     return module
+
+
+OUTPUTS = script("outputs")
 
 
 @pytest.fixture(scope="module")
 def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built pages; there must be no warning."""
-    for needed in ("sphinx", "furo", "myst_parser"):
+    for needed in ("sphinx", "furo", "myst_parser", "sphinx_copybutton"):
         pytest.importorskip(needed)
     folder = tmp_path_factory.mktemp("html")
     build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", ROOT / "docs", folder]
@@ -196,6 +213,13 @@ def test_every_public_name_is_in_the_reference(name: str, html: Path) -> None:
         ("clip_grad_norm", "howto/whole-tensors.html"),
         ("分片", "zh/explanation/sharding.html"),
         ("重计算 策略", "zh/explanation/policies.html"),
+        ("mixed precision", "howto/precision.html"),
+        ("gradient accumulation", "explanation/policies.html"),
+        ("activation checkpointing", "explanation/policies.html"),
+        ("混合精度", "zh/howto/precision.html"),
+        ("断点续训", "zh/howto/checkpoints.html"),
+        ("显存", "zh/howto/memory.html"),
+        ("梯度累积", "zh/explanation/policies.html"),
     ],
 )
 def test_pages_are_found(words: str, page: str, html: Path) -> None:
@@ -209,13 +233,13 @@ def test_pages_are_found(words: str, page: str, html: Path) -> None:
 
 
 @pytest.mark.slow
-def test_pages_fit_into_a_phone_and_a_screen(html: Path) -> None:
-    """No page is wider than its window, and no picture is missing."""
+def test_pages_fit_into_every_window(html: Path) -> None:
+    """No page is wider than its window, from a phone to a large screen, and no picture is missing."""
     screenshots = script("screenshots")
     browser = screenshots.find_browser()
     if browser is None:
         pytest.skip("no browser: docs/screenshots.py takes chromium")
-    assert screenshots.measure(browser, html, list(screenshots.PAGES), [390, 1280]) == []
+    assert screenshots.measure(browser, html, list(screenshots.PAGES), list(screenshots.WIDTHS)) == []
 
 
 @pytest.mark.slow
@@ -228,6 +252,20 @@ def test_what_stands_around_a_page_has_its_language(html: Path) -> None:
         others = (word for other, told in folders.items() if other != folder for word in told)
         assert not any(word in page for word in others)
         assert 'href="doctor.html"' in sidebar
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("page", "other"),
+    [
+        ("howto/plan", "../zh/howto/plan.html"),
+        ("zh/howto/plan", "../../howto/plan.html"),
+        ("index", "zh/index.html"),
+    ],
+)
+def test_a_page_leads_to_the_same_page_in_the_other_language(page: str, other: str, html: Path) -> None:
+    text = (html / f"{page}.html").read_text(encoding="utf-8")
+    assert re.search(rf'class="language-switch">\s*<a href="{re.escape(other)}"', text)
 
 
 def test_links_inside_lead_somewhere() -> None:
@@ -292,6 +330,18 @@ def test_pictures_are_what_the_script_draws() -> None:
     drawn = draw.pictures()
     there = {path.name: path.read_text() for path in (ROOT / "docs" / "images").glob("*.svg")}
     assert there == drawn, "run python docs/draw.py"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if output.is_slow else [])
+        for name, output in OUTPUTS.OUTPUTS.items()
+    ],
+)
+def test_pages_show_what_commands_print(name: str) -> None:
+    assert list(OUTPUTS.pages_with(name)), f"no page shows {name}"
+    assert OUTPUTS.differing(name) == [], f"run python docs/outputs.py {name}"
 
 
 def test_pages_name_commands_that_exist() -> None:

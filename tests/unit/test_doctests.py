@@ -11,8 +11,8 @@ from harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_RANK = {
-    "_launch",
-    "_rendezvous",
+    "_ranks.launch",
+    "_ranks.rendezvous",
     "debug",
     "global_var",
     "init",
@@ -31,7 +31,7 @@ def run_examples(name: str) -> tuple[int, str]:
     import torch
 
     import bmtrain
-    from bmtrain import _context
+    from bmtrain._ranks import context
 
     module = importlib.import_module(f"bmtrain.{name}")
     output: list[str] = []
@@ -39,11 +39,11 @@ def run_examples(name: str) -> tuple[int, str]:
     options = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     names = {"bmt": bmtrain, "bmtrain": bmtrain, "torch": torch}
     for test in doctest.DocTestFinder(exclude_empty=True).find(module, extraglobs=names):
-        _context.uninstall()
+        context.uninstall()
         if not any("init_distributed(" in example.source for example in test.examples):
             bmtrain.init_distributed()
         failed += doctest.DocTestRunner(optionflags=options).run(test, out=output.append).failed
-    _context.uninstall()
+    context.uninstall()
     return failed, "".join(output)
 
 

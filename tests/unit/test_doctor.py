@@ -9,8 +9,8 @@ import torch
 from harness import run_process, run_ranks
 
 import bmtrain
-from bmtrain import doctor
 from bmtrain.__main__ import main
+from bmtrain._tools import doctor
 
 
 def test_every_documented_name_resolves() -> None:

@@ -12,13 +12,17 @@ UNITS = {
         "tests/cpp/shared_mappings.cpp",
         "tests/cpp/thread_backend.cpp",
         "tests/cpp/hosts_driver.cpp",
-        "csrc/comm/hosts_communicator.cpp",
+        "csrc/comm/hosts/hosts_communicator.cpp",
     ],
-    "gloo": ["csrc/comm/gloo_*.cpp", "csrc/comm/arguments.cpp", "csrc/comm/ordered_reduce.cpp"],
-    "link": ["csrc/comm/shm_link*.cpp", "csrc/comm/shm_ring.cpp", "csrc/comm/shm_segment.cpp"],
+    "gloo": ["csrc/comm/gloo/gloo_*.cpp", "csrc/comm/arguments.cpp", "csrc/comm/ordered_reduce.cpp"],
+    "link": ["csrc/comm/shm/shm_link*.cpp", "csrc/comm/shm/shm_ring.cpp", "csrc/comm/shm/shm_segment.cpp"],
     "float": ["csrc/common/float_environment.cpp"],
-    "heap": ["csrc/comm/shm_heap*.cpp"],
-    "shm": ["csrc/comm/shm_communicator.cpp", "csrc/comm/host_tensor.cpp", "csrc/common/tensor_dtype.cpp"],
+    "heap": ["csrc/comm/shm/shm_heap*.cpp"],
+    "shm": [
+        "csrc/comm/shm/shm_communicator.cpp",
+        "csrc/comm/host_tensor.cpp",
+        "csrc/common/tensor_dtype.cpp",
+    ],
 }
 
 

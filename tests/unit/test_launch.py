@@ -10,9 +10,13 @@ import sys
 from types import MappingProxyType
 
 import pytest
+import torch
 
-from bmtrain._launch import Launch, read_launch
-from bmtrain._rendezvous_store import _listen_on, _listens_on
+from bmtrain import _C
+from bmtrain._ranks.launch import Launch, read_launch
+from bmtrain._ranks.rendezvous import Peer
+from bmtrain._ranks.rendezvous_store import _listen_on, _listens_on
+from bmtrain.init import _share_processors
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -203,13 +207,47 @@ def test_whether_this_process_listens_on_a_port() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "interfaces"),
+    ("host", "one_host", "interfaces"),
     [
-        ("127.0.0.1", {"127.0.0.1"}),
-        ("localhost", {"::", "0.0.0.0"}),  # a name may lead to several
-        ("192.0.2.1", {"::", "0.0.0.0"}),  # of no host: reserved for documents
+        ("127.0.0.1", False, {"127.0.0.1"}),
+        ("localhost", False, {"::", "0.0.0.0"}),  # a name may lead to several
+        ("localhost", True, {"::1", "127.0.0.1"}),  # for this host alone
+        ("192.0.2.1", False, {"::", "0.0.0.0"}),  # of no host: reserved for documents
     ],
 )
-def test_the_rendezvous_is_served_where_the_launcher_says(host: str, interfaces: set[str]) -> None:
-    with _listen_on(host, 0) as server:
+def test_the_rendezvous_is_served_where_the_launcher_says(
+    host: str, one_host: bool, interfaces: set[str]
+) -> None:
+    with _listen_on(host, 0, one_host) as server:
         assert server.getsockname()[0] in interfaces
+
+
+@pytest.mark.parametrize(
+    ("environment", "workers"),
+    [
+        (
+            {"TORCHELASTIC_RUN_ID": "job", "OMP_NUM_THREADS": "1"},
+            5,
+        ),  # torchrun's default: its share of 12 by 2
+        ({"TORCHELASTIC_RUN_ID": "job", "OMP_NUM_THREADS": "8"}, 2),  # chosen: a quarter of torch's threads
+        ({"OMP_NUM_THREADS": "1"}, 1),
+    ],
+)
+def test_offloaded_updates_have_the_ranks_share_of_processors_under_torchrun(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], workers: int
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    cpus = ",".join(map(str, range(12)))
+    peers = [Peer(rank, "host", 1, rank, cpus, [], 0) for rank in range(2)]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+        _share_processors(peers[0], peers)
+        assert _C.num_update_workers() == workers
+        assert torch.get_num_threads() == int(environment["OMP_NUM_THREADS"])
+    finally:
+        torch.set_num_threads(before)
+        _C.set_processor_share(len(os.sched_getaffinity(0)))
+        _C.set_update_threads(0)

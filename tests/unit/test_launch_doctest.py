@@ -8,20 +8,20 @@ import importlib
 import pytest
 from harness import run_ranks
 
-MODULES = ["_launch", "debug", "global_var", "init", "topology", "utils"]
+MODULES = ["_ranks.launch", "debug", "global_var", "init", "topology", "utils"]
 
 
 def run_examples(name: str) -> tuple[int, int, str]:
-    from bmtrain import _context
+    from bmtrain._ranks import context
 
     module = importlib.import_module(f"bmtrain.{name}")
     output: list[str] = []
     failed = attempted = 0
     for test in doctest.DocTestFinder(exclude_empty=True).find(module):
-        _context.uninstall()
+        context.uninstall()
         result = doctest.DocTestRunner().run(test, out=output.append)
         failed, attempted = failed + result.failed, attempted + result.attempted
-    _context.uninstall()
+    context.uninstall()
     return failed, attempted, "".join(output)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import bmtrain.loss
-from bmtrain import _deprecate
+from bmtrain._base import deprecate
 from bmtrain.loss import FusedCrossEntropy, _function, fused_linear_cross_entropy
 from bmtrain.loss._function import has_inf_nan
 
@@ -260,7 +260,7 @@ def test_weight_of_any_float_dtype_positional(weight_dtype: torch.dtype) -> None
 
 
 def test_inplace_is_accepted_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_deprecate, "_seen", set())
+    monkeypatch.setattr(deprecate, "_seen", set())
     logits, target = make(5, 5, torch.float16)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -8,7 +8,8 @@ import warnings
 import pytest
 import torch
 
-from bmtrain import _deprecate, lr_scheduler
+from bmtrain import lr_scheduler
+from bmtrain._base import deprecate
 from bmtrain.lr_scheduler import Cosine, Exponential, Linear, Noam, NoDecay, WarmupLRScheduler
 
 BASE = 0.3
@@ -137,7 +138,7 @@ def test_base_class_names_the_missing_method() -> None:
 
 
 def test_misspelt_names_still_work_and_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_deprecate, "_seen", set())
+    monkeypatch.setattr(deprecate, "_seen", set())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert lr_scheduler.WarmupLRSchduler is lr_scheduler.warmup.WarmupLRSchduler is WarmupLRScheduler

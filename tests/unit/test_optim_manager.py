@@ -52,6 +52,26 @@ def test_attributes() -> None:
     assert manager.scale_loss(torch.tensor(10.0)) == 2**21
 
 
+FACTORS = ("loss_scale_factor", "loss_scale_steps", "min_loss_scale", "max_loss_scale")
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_without_a_scale_its_factors_may_be_none(name: str) -> None:
+    assert getattr(OptimManager(None, **{name: None}), name) == getattr(OptimManager(), name)
+    with pytest.raises(TypeError, match=name):
+        OptimManager(2.0, **{name: None})
+
+
+def step_without_optimizers() -> None:
+    for manager in (OptimManager(), OptimManager(loss_scale=2)):
+        with pytest.raises(RuntimeError, match=r"add_optimizer\(\) first"):
+            manager.step()
+
+
+def test_a_step_needs_an_optimizer() -> None:
+    run_ranks(1, step_without_optimizers)
+
+
 def before_init() -> None:
     params = parameters()
     with pytest.raises(RuntimeError, match="not initialized"):
@@ -80,7 +100,7 @@ def test_an_optimizer_is_added_once() -> None:
 
 
 def test_an_owned_scale_gives_way_and_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bmt._deprecate, "_seen", set())
+    monkeypatch.setattr(bmt._base.deprecate, "_seen", set())
     optimizer = torch.optim.SGD(parameters(), lr=0.1)
     optimizer._owned_scale = 2.0  # type: ignore[attr-defined]
     with warnings.catch_warnings(record=True) as caught:

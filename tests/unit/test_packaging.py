@@ -6,6 +6,7 @@ import ast
 import importlib.metadata
 import importlib.util
 import json
+import platform
 import subprocess
 import sys
 import tarfile
@@ -18,7 +19,7 @@ import torch
 from harness import run_process
 
 import bmtrain
-from bmtrain import _build
+from bmtrain._base import build
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,7 +38,7 @@ def record(monkeypatch: pytest.MonkeyPatch, folder: Path, **built: object) -> No
     """Pretend that the core was built like this."""
     file = folder / "_build_config.json"
     file.write_text(json.dumps(built))
-    monkeypatch.setattr(_build, "_CONFIG", file)
+    monkeypatch.setattr(build, "_CONFIG", file)
 
 
 def test_build_info_describes_this_build() -> None:
@@ -45,6 +46,7 @@ def test_build_info_describes_this_build() -> None:
     assert info["version"] == bmtrain.__version__
     assert info["torch"] == info["running_torch"] == str(torch.__version__)
     assert Path(str(info["extension"])).is_relative_to(ROOT)
+    assert not info["warnings"]
     assert "-ffp-contract=off" in str(info["flags"])
     assert "-march" not in str(info["flags"])
     assert "fast-math" not in str(info["flags"])
@@ -53,7 +55,7 @@ def test_build_info_describes_this_build() -> None:
 def test_core_of_another_torch_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     record(monkeypatch, tmp_path, torch="2.1.0+cpu", cuda=None)
     with pytest.raises(ImportError, match=r"built for torch 2\.1\.0\+cpu, but torch .*pip install") as caught:
-        _build.load_extension()
+        build.load_extension()
     assert str(torch.__version__) in str(caught.value)
 
 
@@ -69,7 +71,7 @@ def test_core_of_another_torch_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     ],
 )
 def test_which_torch_fits(built: dict[str, str | None], running: tuple[str, str | None], fits: bool) -> None:
-    assert (_build._mismatch(built, *running) == "") == fits
+    assert (build._mismatch(built, *running) == "") == fits
 
 
 def test_missing_core_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,12 +81,12 @@ def test_missing_core_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(importlib, "import_module", find_nothing)
     # As somebody does in a clone.
     with pytest.raises(ImportError, match="another folder; else run `pip install -e"):
-        _build.load_extension()
-    monkeypatch.setattr(_build, "__file__", "/usr/lib/python3/site-packages/bmtrain/_build.py")
+        build.load_extension()
+    monkeypatch.setattr(build, "__file__", "/usr/lib/python3/site-packages/bmtrain/_base/build.py")
     with pytest.raises(
         ImportError, match="not built for this Python: in its source tree, run `pip install .`"
     ):
-        _build.load_extension()
+        build.load_extension()
 
 
 def test_import_is_light_and_silent() -> None:
@@ -97,10 +99,45 @@ heavy = {"torch._dynamo", "torch._inductor", "tensorboard", "matplotlib", "rich"
 assert not heavy & (set(sys.modules) - before), heavy & (set(sys.modules) - before)
 assert threading.active_count() == 1, threading.enumerate()
 assert not torch.cuda.is_initialized()
+ours = [name for name in sys.modules if name.partition(".")[0] == "bmtrain"]
+assert len(ours) <= 100, (len(ours), ours)
 """
     assert (
         run_process([sys.executable, "-W", "error::UserWarning", "-c", program], directory=ROOT).stdout == ""
     )
+
+
+def test_every_name_of_the_package_is_there() -> None:
+    """Also a name that loads its module on first use, in any order, for `dir` and for type checkers."""
+    program = """
+import random, bmtrain
+names = [*bmtrain.__all__, *bmtrain._ON_FIRST_USE]
+assert set(names) <= set(dir(bmtrain))
+random.shuffle(names)
+for name in names:
+    getattr(bmtrain, name)
+import bmtrain.plan, bmtrain.synchronize
+assert bmtrain.plan.estimate and callable(bmtrain.synchronize) and bmtrain.distributed.checkpoint.save
+for name in bmtrain._ON_FIRST_USE:
+    assert getattr(bmtrain, name).__name__ == f"bmtrain.{name}"
+try:
+    bmtrain.optin
+except AttributeError as error:
+    assert "'optin'" in str(error)
+else:
+    raise AssertionError
+"""
+    run_process([sys.executable, "-c", program], directory=ROOT)
+    tree = ast.parse((ROOT / "bmtrain" / "__init__.py").read_text())
+    [block, _] = [node for node in tree.body if isinstance(node, ast.If)]
+    shown = {
+        (node.module, name.name)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+    }
+    table = bmtrain._ON_FIRST_USE
+    assert shown == {(None, name) for name in table} | {(m, name) for m in table for name in table[m]}
 
 
 def test_stubs_name_what_the_core_has() -> None:
@@ -139,6 +176,52 @@ def test_cuda_sources_are_for_cuda_builds(setup_script: types.ModuleType, tmp_pa
     assert set(setup_script.find_sources(cuda=True)) == everything
 
 
+def test_an_old_torch_is_refused_before_anything_is_downloaded(
+    setup_script: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.5.1+cu121")
+    with pytest.raises(SystemExit, match=r"needs torch >= 2\.11, .* has 2\.5\.1"):
+        setup_script.require_torch()
+
+
+def test_few_files_are_compiled_as_one(setup_script: types.ModuleType, tmp_path: Path) -> None:
+    """Each source once; bindings, instruction sets and CUDA alone; an unchanged group keeps its time."""
+    names = [*(f"csrc/shard/{letter}.cpp" for letter in "abcde"), "csrc/ops/ops.cpp"]
+    alone = ["csrc/bindings/shard.cpp", "csrc/cpu/avx2.cpp", "csrc/ops/ops_cuda.cpp", "csrc/cuda/adam.cu"]
+    found = setup_script.group_sources([*names, *alone], tmp_path)
+    assert found[: len(alone)] == alone
+    groups = [Path(name) for name in found[len(alone) :]]
+    included = "".join(group.read_text() for group in groups)
+    assert included.splitlines() == [f'#include "{name.removeprefix("csrc/")}"' for name in names]
+    assert all(group.read_text().count("\n") <= setup_script.GROUP_SIZE for group in groups)
+    times = [group.stat().st_mtime_ns for group in groups]
+    setup_script.group_sources([*names, *alone], tmp_path)
+    assert [group.stat().st_mtime_ns for group in groups] == times
+
+
+def test_the_build_says_how_far_it_is_and_keeps_warnings(
+    setup_script: types.ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Those of an object stay until it is compiled again without."""
+    file = tmp_path / "warnings.json"
+
+    def build(*lines: str) -> dict[str, str]:
+        with setup_script.CompilerOutput(file):
+            subprocess.run(["printf", "%s\\n", *lines], check=True)
+        found: dict[str, str] = json.loads(file.read_text())
+        return found
+
+    first, second = "@compiled 1 2 c++ -c a.cpp -o a.o", "@compiled 2 2 c++ -c b.cpp -o b.o"
+    found = build(first, "a.cpp:1: warning: unused", second, "note: nothing")
+    assert list(found) == ["a.o"] and "unused" in found["a.o"]
+    told = capfd.readouterr().out
+    assert (
+        "compiling: 2 of 2 files" in told and "a.cpp:1: warning: unused" in told and "@compiled" not in told
+    )
+    assert list(build("ninja: no work to do.")) == ["a.o"]
+    assert build(first) == {}
+
+
 @pytest.mark.parametrize(
     ("cards", "expected"),
     [
@@ -172,6 +255,32 @@ def test_cuda_on_request_fails_loudly(
         setup_script.wants_cuda(without)
     monkeypatch.setenv("BMTRAIN_CUDA", "0")
     assert setup_script.wants_cuda(without) is False
+
+
+@pytest.mark.parametrize("headers", ["include", f"targets/{platform.machine()}-linux/include"])
+def test_toolkits_of_both_layouts_are_found(
+    setup_script: types.ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, headers: str
+) -> None:
+    for file in ("bin/nvcc", f"{headers}/cuda_runtime_api.h"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert setup_script.find_toolkit() == tmp_path
+    assert setup_script.find_headers(tmp_path) == tmp_path / headers
+
+
+def test_a_build_without_kernels_says_so(
+    setup_script: types.ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("BMTRAIN_CUDA", raising=False)
+    monkeypatch.setattr(setup_script, "find_toolkit", lambda: None)
+    version = types.SimpleNamespace(cuda="13.0")
+    with_cuda = types.SimpleNamespace(version=version, __version__="2.13.0+cu130")
+    assert setup_script.wants_cuda(with_cuda) is False
+    assert "WITHOUT CUDA kernels" in capsys.readouterr().err
+    monkeypatch.setenv("BMTRAIN_CUDA", "0")
+    assert setup_script.wants_cuda(with_cuda) is False
+    assert capsys.readouterr().err == ""
 
 
 def test_isolated_build_finds_the_torch_around_it(
@@ -235,6 +344,12 @@ def test_source_distribution_can_be_built_from(tmp_path: Path) -> None:
         text=True,
         check=False,
     ).stdout.split()
-    expected = tracked or ["setup.py", "pyproject.toml", "LICENSE", "csrc/bindings.h", "bmtrain/py.typed"]
+    expected = tracked or [
+        "setup.py",
+        "pyproject.toml",
+        "LICENSE",
+        "csrc/bindings/bindings.h",
+        "bmtrain/py.typed",
+    ]
     assert [name for name in expected if name not in names] == []
     assert not [name for name in names if name.endswith((".so", ".pyc"))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from bmtrain.__main__ import main
-from bmtrain.benchmark._gpt import GPT
+from bmtrain._tools.gpt import GPT
 from bmtrain.errors import DoesNotFitError
 from bmtrain.plan import (
     MACHINES,
@@ -80,6 +81,39 @@ def test_what_cannot_be_described_is_told() -> None:
         TrainingPolicy(offload=2)
     with pytest.raises(ValueError, match="level: expected 0, 1, 2 or 3"):
         TrainingPolicy(level=4)
+
+
+def test_each_way_of_summing_gradients_is_counted() -> None:
+    machine = MACHINES["a100-80gb"].with_devices(32)
+    plans = {
+        policy.reduce: estimate(SMALL, machine, policy)
+        for policy in (
+            TrainingPolicy(),
+            TrainingPolicy(reduce="direct"),
+            TrainingPolicy(reduce="hosts"),
+            TrainingPolicy(reduce="ring"),
+        )
+    }
+    assert plans[None].traffic == plans["hosts"].traffic
+    messages, nbytes = plans["direct"].traffic["all_to_all"]
+    of_others = plans["direct"].traffic["reduce_scatter"]  # parameters outside of blocks
+    assert plans["ring"].traffic["reduce_scatter"] == (of_others[0] + messages, of_others[1] + nbytes)
+    slices = nbytes // 31  # one of each block
+    assert plans["hosts"].traffic["all_to_all"] == (2 * messages, (7 * 4 + 3) * slices)
+    network = Network(machine, 32)
+    entering = {"direct": 8 * 24, "hosts": 8 * 3}  # partitions that a node receives
+    slow = dataclasses.replace(machine, network_bandwidth=1e9)
+    seconds = dataclasses.replace(network, machine=slow).seconds(1e9, ring=False)
+    assert seconds == pytest.approx(entering["direct"], rel=0.1)
+    assert dataclasses.replace(network, machine=slow).seconds_by_hosts(1e9) == pytest.approx(
+        entering["hosts"], rel=0.1
+    )
+    one_node = machine.with_devices(8)
+    by_hosts, direct = (
+        estimate(SMALL, one_node, TrainingPolicy(reduce="hosts")),
+        estimate(SMALL, one_node, TrainingPolicy(reduce="direct")),
+    )
+    assert by_hosts.traffic == direct.traffic
 
 
 def test_sums_over_replicas_have_rings_and_what_arrives() -> None:
@@ -219,7 +253,7 @@ def write_model(folder: Path) -> Path:
     """A file whose `build` makes a GPT of fp32."""
     script = folder / "model.py"
     script.write_text(
-        "import torch\nfrom bmtrain.benchmark._gpt import GPT\n"
+        "import torch\nfrom bmtrain._tools.gpt import GPT\n"
         "def build():\n    with torch.device('meta'):\n"
         "        return GPT(4, 64, 4, 100, 16), torch.zeros(2, 17, dtype=torch.long)\n"
     )
@@ -276,7 +310,36 @@ def test_command_counts_the_dtypes_that_it_prints(
 
 def test_command_describes_a_file_s_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--module", f"{write_model(tmp_path)}:build"]) == 0
-    assert "GPT: 0.000 billion" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert re.match(r"GPT: [\d,.]+( million)? parameters, \d+ tokens? a sample", told)
+
+
+def test_inputs_of_a_module_are_the_micro_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Features are no tokens, and the batch of the inputs is planned unless another one is given."""
+    (tmp_path / "net.py").write_text(
+        "import torch\ndef build():\n    with torch.device('meta'):\n"
+        "        layers = torch.nn.ModuleList([torch.nn.Linear(512, 512)])\n"
+        "        class Net(torch.nn.Module):\n"
+        "            def __init__(self): super().__init__(); self.layers = layers\n"
+        "            def forward(self, x): return self.layers[0](x)\n"
+        "        return Net(), torch.empty(8, 512)\n"
+    )
+    place = f"{tmp_path / 'net.py'}:build"
+    assert main(["plan", "--module", place]) == 0
+    told = capsys.readouterr().out
+    assert "Net: 262,656 parameters, 1 token a sample" in told
+    assert "micro-batch 8" in told
+    assert main(["plan", "--module", place, "--micro-batch", "2"]) == 0
+    assert "micro-batch 2" in capsys.readouterr().out
+
+
+def test_the_report_says_whose_figures_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--layers", "40", "--dim", "5120", "--heads", "40", "--devices", "2"]) == 1
+    told = capsys.readouterr().out
+    assert "samples/s on all 2 devices" in told
+    assert told.count("sent by one rank in a step") == 1
+    assert re.search(r"bottleneck: [\w ()]+, \d+% of the step", told)
+    assert "(--offload " in told and "(--nodes " in told
 
 
 @pytest.mark.parametrize(
@@ -312,6 +375,8 @@ def test_this_machine_is_measured_in_what_blocks_compute_in(
         (["--config", "/nowhere/config.json"], "/nowhere/config.json"),
         (["--module", "/nowhere/model.py:build"], "there is no file"),
         (["--micro-batch", "0"], "micro_batch: expected at least 1"),
+        (["--dim", "100", "--heads", "3"], "expected a divisor of dim_model = 100, got 3"),
+        (["--scale", "nowhere", "--layers", "4"], "models of its own (1.3B to 1T); leave out --layers"),
         (["--tp", "3"], "multiple of tp_size"),
         (["--nodes", "0"], "num_nodes: expected at least 1"),
     ],

@@ -15,7 +15,7 @@ from torch import nn
 
 import bmtrain
 from bmtrain.optim import LionOffloadOptimizer, LionOptimizer, OptimManager, SGDOffloadOptimizer, SGDOptimizer
-from bmtrain.optim._elementwise import Update
+from bmtrain.optim._updates import Update
 from bmtrain.wrapper import model_wrapper_dispatch
 
 SGD = (SGDOptimizer, SGDOffloadOptimizer)

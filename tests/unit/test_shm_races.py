@@ -10,12 +10,15 @@ from harness.sanitized import build_with_torch, run_driver, torch_environment
 # Names of the heap are also those of others.
 UNITS = {
     "link": [
-        *(f"csrc/comm/{name}.cpp" for name in ("shm_link*", "shm_ring", "shm_segment", "host_tensor")),
+        *(
+            f"csrc/comm/{name}.cpp"
+            for name in ("shm/shm_link*", "shm/shm_ring", "shm/shm_segment", "host_tensor")
+        ),
         "csrc/common/float_environment.cpp",
         "tests/cpp/shared_mappings.cpp",
         "tests/cpp/shm_link_driver.cpp",
     ],
-    "heap": ["csrc/comm/shm_heap*.cpp"],
+    "heap": ["csrc/comm/shm/shm_heap*.cpp"],
 }
 
 

@@ -17,7 +17,7 @@ UNITS = {
         ),
         *(
             f"csrc/common/{name}.cpp"
-            for name in ("thread_pool", "latch", "float_environment", "tensor_dtype", "delays")
+            for name in ("thread_pool", "latch", "float_environment", "tensor_dtype", "delays", "scale")
         ),
     ],
     "slices": ["csrc/optim/momentum.cpp"],

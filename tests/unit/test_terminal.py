@@ -13,7 +13,7 @@ import torch
 from harness.terminal import in_terminal, screen_lines
 
 from bmtrain.__main__ import main
-from bmtrain._terminal import fold
+from bmtrain._base.terminal import fold
 from bmtrain.timeline import Span, write_trace
 
 WIDTHS = (80, 120)
@@ -26,6 +26,7 @@ COMMANDS: dict[str, list[str]] = {
             "",
             "doctor",
             "convert",
+            "launch",
             "plan",
             "timeline",
             "blame",
@@ -41,7 +42,7 @@ COMMANDS: dict[str, list[str]] = {
     "plan that does not fit": ["plan", "--layers", "40", "--dim", "5120", "--heads", "40", "--devices", "1"],
     "plan --published": ["plan", "--published"],
     "timeline": ["timeline", "TRACE", "--no-png"],
-    "convert": ["convert", "a.pt", "b.safetensors"],
+    "convert": ["convert", "a.pt", "b.safetensors", "--overwrite"],
 }
 
 _ALL = """
@@ -93,6 +94,12 @@ def test_no_line_is_wider_than_the_terminal(name: str, width: int, screens: Scre
     ("arguments", "said"),
     [
         (["nothing"], "invalid choice: 'nothing'"),
+        (["plann"], "did you mean plan?"),
+        (["bench", "stp"], "did you mean step? (see bmtrain bench --help)"),
+        (["plan", "--layrs", "4"], "--layrs 4; did you mean --layers? (see bmtrain plan --help)"),
+        (["bench", "step", "--repeet", "2"], "did you mean --repeat? (see bmtrain bench step --help)"),
+        (["launch", "/nowhere.py"], "/nowhere.py"),
+        (["launch", "--nproc", "0", "a.py"], "--nproc: expected a number of ranks from 1, got '0'"),
         (["plan", "--nothing"], "unrecognized arguments: --nothing"),
         (["plan", "--layers", "x"], "--layers: invalid int value"),
         (["plan", "--layers", "-1"], "expected at least 1, got -1"),
@@ -136,12 +143,12 @@ def test_no_command_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_pipe_gets_whole_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No codes of terminals; progress in lines of its own, a few of them."""
+    """No codes of terminals; progress in lines of its own, few of them, and at the end what was done."""
     torch.save({str(i): torch.ones(1000) for i in range(30)}, tmp_path / "a.pt")
     assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "b.safetensors")]) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert all(re.fullmatch(r"convert: +\d+ %, [\d.]+ of [\d.]+ MB", line) for line in lines)
-    assert 5 < len(lines) <= 11 and lines[-1].startswith("convert: 100 %")
+    assert all(re.fullmatch(r"convert: +\d+ %, [\d.]+ of [\d.]+ MB", line) for line in lines[:-1])
+    assert len(lines) <= 3 and lines[-1] == f"convert: wrote {tmp_path / 'b.safetensors'}: 30 tensors, 0.1 MB"
 
 
 def test_folding() -> None:
@@ -159,5 +166,5 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     done = subprocess.run(
         ["bash", "-c", shell], cwd=Path(__file__).parents[2], capture_output=True, text=True
     )
-    assert done.stdout.startswith("bmtrain.")
+    assert done.stdout.startswith("documented name")
     assert done.stderr == ""

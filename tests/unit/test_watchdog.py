@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import selectors
 import socket
 import threading
@@ -11,10 +12,11 @@ from collections.abc import Callable, Iterator
 import pytest
 from torch.distributed import HashStore
 
-from bmtrain import _watch_hub, _watchdog
-from bmtrain._watch_hub import Hub
-from bmtrain._watch_lines import HubLine, Lines, Patience, listen
-from bmtrain._watchdog import Watch
+from bmtrain._watch import hub as _watch_hub
+from bmtrain._watch import watchdog
+from bmtrain._watch.hub import Hub
+from bmtrain._watch.lines import HubLine, Lines, Patience, listen
+from bmtrain._watch.watchdog import Watch
 from bmtrain.errors import CommunicationError
 
 WORLD = 4
@@ -83,6 +85,26 @@ def test_a_rank_that_ended_in_good_order_is_no_failure(watches: list[Watch]) -> 
     assert verdicts(watches[:3]) == {"rank 3 ended while others still wait"}
 
 
+def test_rank_0_calls_its_host_by_a_name_that_leads_elsewhere_to_another() -> None:
+    """``MASTER_ADDR=localhost`` on the first of several hosts: the others take the address they were given."""
+    store, hosts = HashStore(), ["one", "two"]
+    names = ["localhost", "127.0.0.2"]
+    made: list[Watch] = []
+
+    def start(rank: int) -> None:
+        made.append(Watch.join(store, rank, timeout=30.0, host=names[rank], hosts=hosts))
+
+    threads = [threading.Thread(target=start, args=[rank]) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    other = max(made, key=lambda watch: watch._rank)
+    assert other.host_of_rank_0().removeprefix("::ffff:") == "127.0.0.2"
+    for watch in made:
+        watch.stop()
+
+
 def test_the_hub_is_lost(watches: list[Watch]) -> None:
     """Each judges by itself, alike."""
     for watch in watches[1:]:
@@ -97,10 +119,12 @@ def test_the_hub_ends_in_good_order(watches: list[Watch]) -> None:
     await_(lambda: all(watch._hub_absent == "left" for watch in watches[1:]))
     watches[2].core.report("failed", "the connection to rank 1 was lost")
     assert verdicts(watches[2:3]) == {"rank 2: the connection to rank 1 was lost"}
+    watches[3].core.report("failed", "the connection to rank 0 was lost")
+    assert verdicts(watches[3:]) == {"rank 0 ended while others still wait"}
 
 
 def test_a_silent_hub_is_blamed(watches: list[Watch], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_watchdog, "_VERDICT_SECONDS", 0.5)
+    monkeypatch.setattr(watchdog, "_VERDICT_SECONDS", 0.5)
     monkeypatch.setattr(Hub, "handle", lambda *arguments: None)
     watches[2].core.report("failed", "the connection to rank 1 was lost")
     assert verdicts(watches[2:3]) == {"no answer from rank 0: stopped, stuck, or out of reach"}
@@ -231,7 +255,7 @@ def test_a_hub_that_was_silent_before_the_time_out_is_blamed_at_it(
     watch = watches[2]
     assert watch._line is not None
     watch._line._unheard = time.monotonic() - 7.0  # it was asked then
-    watch._hand_in(dict(LATE))
+    watch._report_failure(dict(LATE))
     assert verdicts([watch]) == {
         "no answer from rank 0: stopped, stuck, or out of reach (timed out after 60 s)"
     }
@@ -259,13 +283,13 @@ def test_who_does_not_know_the_secret_is_not_let_in() -> None:
     store = HashStore()
     first = join(store, 0, 2)
     try:
-        address, port, _ = _watchdog.json.loads(store.get("watch"))
+        address, port, _ = json.loads(store.get("watch"))
         for line in (b'{"rank": 1, "secret": "guess"}\n', b"GET / HTTP/1.1\r\n\r\n", b"\xff\xfe\n", b"[]\n"):
             with socket.create_connection((address, port), 10) as stranger:
                 stranger.sendall(line)
                 assert stranger.recv(100) == b""  # closed without an answer
-        store.set("watch", _watchdog.json.dumps([address, port, "guess"]))
-        with pytest.raises(CommunicationError, match="cannot reach the watchdog of rank 0"):
+        store.set("watch", json.dumps([address, port, "guess"]))
+        with pytest.raises(CommunicationError, match="before its watchdog let this rank in"):
             join(store, 1, 2, 10.0)
         assert not first.core.verdict
     finally:
@@ -275,7 +299,7 @@ def test_who_does_not_know_the_secret_is_not_let_in() -> None:
 def test_messages_are_put_together() -> None:
     left, right = socket.socketpair()
     lines = Lines.__new__(Lines)
-    lines.connection, lines._rest = right, b""
+    lines.connection, lines._rest, lines.longest = right, b"", None
     left.sendall(b'{"do": "a"}\n{"do"')
     assert lines.receive() == [{"do": "a"}]
     left.sendall(b': "b"}\n')
@@ -285,12 +309,16 @@ def test_messages_are_put_together() -> None:
     lines.close()
 
 
+EVERYWHERE = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
 @pytest.mark.parametrize(
     ("host", "several_hosts", "interface"),
     [
         ("127.0.0.1", False, "127.0.0.1"),
-        ("127.0.0.1", True, "0.0.0.0"),  # leads here on this host only
-        ("no.such.host.invalid", True, "0.0.0.0"),
+        ("127.0.0.1", True, EVERYWHERE),  # leads here on this host only
+        ("localhost", True, EVERYWHERE),
+        ("no.such.host.invalid", True, EVERYWHERE),
     ],
 )
 def test_the_hub_is_served_where_the_launcher_says(host: str, several_hosts: bool, interface: str) -> None:

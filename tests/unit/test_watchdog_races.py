@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 from harness.sanitized import build_driver, run_driver
 
-SOURCES = ("tests/cpp/watchdog_driver.cpp", "csrc/comm/watchdog.cpp", "csrc/comm/flight_recorder.cpp")
+SOURCES = (
+    "tests/cpp/watchdog_driver.cpp",
+    "csrc/comm/guard/watchdog.cpp",
+    "csrc/comm/guard/flight_recorder.cpp",
+)
 
 
 @pytest.mark.parametrize("sanitizers", ["thread", "address,undefined"])

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from ..._agree import broadcast_json, failing_together, on_rank_0
-from ..._arguments import require_integer, require_path
+from ..._base.arguments import require_integer, require_path
+from ..._ranks.agree import broadcast_json, failing_together, on_rank_0
 from ...global_var import context
 from ...store import finish_background_save
 from ...store import load as load_file
@@ -229,7 +229,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
         >>> checkpoint.latest("no/such/folder") is None
         True
     """
-    from ..._context import current
+    from ..._ranks.context import current
 
     require_path("folder", folder)
     if current() is None:

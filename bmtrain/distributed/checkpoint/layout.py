@@ -13,7 +13,7 @@ import re
 import warnings
 from pathlib import Path
 
-from ..._atomic_file import AtomicFile
+from ..._base.atomic_file import AtomicFile
 from ...errors import UnreadableFileError
 from .manifest import DTYPES, Manifest
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from ..._agree import broadcast_json, failing_together, on_all_ranks, on_rank_0
-from ..._engine.outline import outline_of
-from ..._model_check import check_model_state
+from ..._model.check import check_model_state
+from ..._model.outline import outline_of
+from ..._ranks.agree import broadcast_json, failing_together, on_all_ranks, on_rank_0
 from ...global_var import context
+from ...optim._old_bounds import bounds_before
 from ...optim._state import load_optimizer_state
 from ...optim.optim_manager import OptimManager
 from .layout import check_sizes, read_manifest
@@ -162,7 +163,8 @@ class Loading:
         if "shard" in described:
             self._reader.request(described["shard"], spread_of(p), *local_run(p))
         elif "replica" in described:
-            if described["of_shard"] and not self.same_layout:
+            has_moved = "slice_bytes" not in described and bounds_before(p) is not None
+            if described["of_shard"] and (has_moved or not self.same_layout):
                 raise ValueError(
                     f"optimizer {label} is not sharded like its parameter: it loads at the same layout only"
                 )

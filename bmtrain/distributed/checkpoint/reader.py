@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from ..._shared_state import DistributedTensorWrapper, decode
+from ..._base.memory import bytes_of
+from ..._files.shared_state import DistributedTensorWrapper, decode
 from ...errors import UnreadableFileError
 from ...global_var import context
 from ...parameter import DistributedParameter
-from ._memory import bytes_of
 from .manifest import CHUNK, DTYPES, Manifest, Piece, StoredTensorInfo
 from .snapshot import own_name
 from .spread import Spread, local_run, spread_of

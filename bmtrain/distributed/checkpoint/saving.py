@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..._agree import broadcast_json, failing_together, on_all_ranks, on_rank_0
+from ..._ranks.agree import broadcast_json, failing_together, on_all_ranks, on_rank_0
 from ...global_var import context
 from ...store import SaveHandle
 from .snapshot import Snapshot, take_snapshot

@@ -1,4 +1,4 @@
-"""What this rank contributes to a checkpoint: runs of tensors, and values."""
+"""This rank's part of a checkpoint: runs of tensors, and values."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 
-from ..._agree import broadcast_json
-from ..._engine.outline import outline_of
-from ..._engine.stage import StagedShardSpec
-from ..._shared_state import encode
-from ..._unseen import data_of
+from ..._base.memory import bytes_of, in_host_memory
+from ..._base.unseen import data_of
+from ..._files.shared_state import encode
+from ..._model.outline import outline_of
+from ..._ranks.agree import broadcast_json
+from ..._ranks.context import require_intact
+from ..._shards.stage import StagedShardSpec
 from ...global_var import context
+from ...optim._old_bounds import SLICE_BYTES
 from ...optim.optim_manager import OptimManager
 from ...parameter import DistributedParameter
-from ._memory import bytes_of, in_host_memory
 from .manifest import dtype_name
 from .spread import Spread, local_run, spread_of
 
@@ -51,7 +53,7 @@ class Run:
 
 @dataclass
 class Snapshot:
-    """All that one rank has to say.
+    """All that one rank must say.
 
     Args:
         runs: what it alone writes.
@@ -157,6 +159,7 @@ def take_snapshot(
     Raises:
         TypeError: something cannot be stored.
         RuntimeError: a parameter has no values yet.
+        CommunicationError: on GPUs, after a failure.
     """
     rank = context("checkpoint.save").topology.rank
     snapshot = Snapshot()
@@ -176,6 +179,7 @@ def take_snapshot(
         snapshot.values["extra"] = snapshot.add_value("extra", extra)
     snapshot.own["data"] = snapshot.add_value(f"data/{rank}", data, own=True)
     snapshot.own["random"] = snapshot.add_value(f"random/{rank}", random_state(), own=True)
+    require_intact("checkpoint.save()")
     return snapshot
 
 
@@ -224,7 +228,7 @@ def _add_optimizer(snapshot: Snapshot, name: str, optimizer: Any) -> dict[str, A
                 described[key] = {"shard": full}
                 snapshot.add_shard(full, p, value)
             else:
-                described[key] = {"replica": full, "of_shard": is_shard}
+                described[key] = {"replica": full, "of_shard": is_shard, "slice_bytes": SLICE_BYTES}
                 snapshot.replicas.append(_whole(full, value))
     snapshot.entries.append(entries)
     others = {key: value for key, value in state.items() if key not in _HANDLED}

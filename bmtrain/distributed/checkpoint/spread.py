@@ -1,4 +1,4 @@
-"""How the elements of one logical tensor are cut: into tensor-parallel slices, and these into runs."""
+"""The division of one logical tensor: into tensor-parallel slices, and these into runs."""
 
 from __future__ import annotations
 

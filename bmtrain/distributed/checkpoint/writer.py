@@ -13,12 +13,12 @@ from pathlib import Path
 from threading import Event
 from typing import Any, BinaryIO
 
-from ..._agree import describe_error, rebuild_error
-from ..._atomic_file import AtomicFile, NamedFile, sync_folder
-from ..._blame import ranks_text
+from ..._base.atomic_file import AtomicFile, NamedFile, sync_folder
+from ..._base.memory import bytes_of, in_host_memory
+from ..._ranks.agree import describe_error, rebuild_error
+from ..._watch.blame import ranks_text
 from ...errors import CommunicationError, UnreadableFileError
 from ...topology import Topology
-from ._memory import bytes_of, in_host_memory
 from .layout import (
     MANIFEST,
     check_sizes,

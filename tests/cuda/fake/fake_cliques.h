@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/nccl_api.h"
+#include "comm/nccl/nccl_api.h"
 #include "fake_device.h"
 #include "type_sizes.h"
 
@@ -30,11 +30,9 @@ struct Fault {
 std::map<std::string, Fault> faults;
 std::map<std::string, int> num_calls;
 Result async_error = Result::kSuccess;
-bool is_stuck = false;                   // operations never complete
-bool is_mirrored = false;                // the other ranks do, with the same data, what one rank does
-bool is_in_progress = false;             // calls stay in progress
-std::map<void*, std::size_t> allocated;  // by ncclMemAlloc
-int num_misused = 0;  // freed while registered, deregistered twice or too late, destroyed with registrations
+bool is_stuck = false;        // operations never complete
+bool is_mirrored = false;     // the other ranks do, with the same data, what one rank does
+bool is_in_progress = false;  // calls stay in progress
 int num_open = 0, num_aborted = 0, num_destroyed = 0;
 
 Result called(const std::string& name) {
@@ -77,8 +75,6 @@ struct OpaqueComm {
   std::int64_t num_issued = 0, num_splits = 0;
   std::vector<Call> group;
   Stream stream = nullptr;
-  std::map<void*, void*> registered = {};  // memory by handle
-  bool is_finalized = false;
   OpaqueComm** part_to = nullptr;  // where a split that is in progress puts what it makes
   OpaqueComm* part = nullptr;
   std::shared_ptr<bool> is_aborted = std::make_shared<bool>(false);

@@ -11,7 +11,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "comm/nccl_api.h"
+#include "comm/nccl/nccl_api.h"
 #include "common/device_runtime.h"
 
 namespace fake {
@@ -61,7 +61,7 @@ bool has_lock() {
   return check != nullptr && check() != 0;
 }
 
-int num_asked_with_lock = 0;
+int num_asked = 0, num_asked_with_lock = 0;
 int records_before_failure = -1;  // negative: the device does not fail
 std::int64_t last_event = 0;
 int num_resets = 0;  // what was marked before the last one has happened
@@ -92,6 +92,7 @@ class Event final : public bmtrain::DeviceEvent {
   }
   [[nodiscard]] bool is_complete() override {
     const std::lock_guard lock(mutex);
+    num_asked += 1;
     num_asked_with_lock += has_lock() ? 1 : 0;
     const bool was_forced = std::exchange(is_forced, true);
     advance();

@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/nccl_api.h"
+#include "comm/nccl/nccl_api.h"
 #include "common/device_runtime.h"
 #include "fake_cliques.h"
 #include "fake_device.h"
@@ -67,9 +67,8 @@ Result ncclCommSplit(Comm comm, int color, int key, Comm* result, Config* /*conf
 }
 #endif
 
-Result ncclCommFinalize(Comm comm) {
+Result ncclCommFinalize(Comm /*comm*/) {
   const std::lock_guard lock(mutex);
-  comm->is_finalized = true;
   return is_in_progress || is_stuck ? Result::kInProgress : called("CommFinalize");
 }
 
@@ -78,7 +77,6 @@ Result ncclCommDestroy(Comm comm) {
   const Result result = called("CommDestroy");
   if (result == Result::kSuccess) {
     num_destroyed += 1;
-    num_misused += comm->registered.empty() ? 0 : 1;
     std::erase(all_comms, comm);
     delete comm;
   }
@@ -103,44 +101,6 @@ Result ncclCommGetAsyncError(Comm /*comm*/, Result* error) {
                                            : Result::kSuccess;
   return called("CommGetAsyncError");
 }
-
-#ifndef FAKE_WITHOUT_MEMORY
-Result ncclMemAlloc(void** memory, std::size_t size) {
-  const std::lock_guard lock(mutex);
-  const Result result = called("MemAlloc");
-  if (result != Result::kSuccess) return result;
-  *memory = std::malloc(size);
-  allocated[*memory] = size;
-  return Result::kSuccess;
-}
-
-Result ncclMemFree(void* memory) {
-  const std::lock_guard lock(mutex);
-  num_misused += allocated.erase(memory) == 1 ? 0 : 1;
-  for (Comm comm : all_comms) {
-    for (const auto& [handle, registered] : comm->registered) num_misused += registered == memory ? 1 : 0;
-  }
-  std::free(memory);
-  return called("MemFree");
-}
-
-Result ncclCommRegister(Comm comm, void* memory, std::size_t size, void** handle) {
-  const std::lock_guard lock(mutex);
-  const Result result = called("CommRegister");
-  if (result != Result::kSuccess) return result;
-  static std::intptr_t last = 0;
-  *handle = reinterpret_cast<void*>(++last);
-  num_misused += allocated.count(memory) == 1 && allocated[memory] == size ? 0 : 1;
-  comm->registered[*handle] = memory;
-  return Result::kSuccess;
-}
-
-Result ncclCommDeregister(Comm comm, void* handle) {
-  const std::lock_guard lock(mutex);
-  num_misused += comm->registered.erase(handle) == 1 && !comm->is_finalized ? 0 : 1;
-  return called("CommDeregister");
-}
-#endif
 
 const char* ncclGetErrorString(Result result) {
   return result == Result::kRemoteError ? "remote process exited or there was a network error" : "fake error";
@@ -248,7 +208,12 @@ void fake_note(const char* line) {
   const std::lock_guard lock(mutex);
   note(line);
 }
-/// How often somebody asked whether an event had happened and held the interpreter's lock.
+/// How often somebody asked whether an event had happened.
+int fake_asked() {
+  const std::lock_guard lock(mutex);
+  return num_asked;
+}
+/// How often somebody did and held the interpreter's lock.
 int fake_asked_with_lock() {
   const std::lock_guard lock(mutex);
   return num_asked_with_lock;
@@ -263,21 +228,6 @@ const char* fake_journal() {
 int fake_calls(const char* name) {
   const std::lock_guard lock(mutex);
   return num_calls[name];
-}
-/// Pieces of memory of ncclMemAlloc, and registrations, that there are; and what was done wrong with them.
-int fake_allocated() {
-  const std::lock_guard lock(mutex);
-  return static_cast<int>(allocated.size());
-}
-int fake_registered() {
-  const std::lock_guard lock(mutex);
-  std::size_t count = 0;
-  for (Comm comm : all_comms) count += comm->registered.size();
-  return static_cast<int>(count);
-}
-int fake_misused() {
-  const std::lock_guard lock(mutex);
-  return num_misused;
 }
 int fake_open() {
   const std::lock_guard lock(mutex);
@@ -294,7 +244,7 @@ void fake_reset() {
   cliques.clear();
   streams.clear();
   num_resets += 1;
-  num_misused = num_asked_with_lock = 0;
+  num_asked_with_lock = 0;
   records_before_failure = -1;
   async_error = Result::kSuccess;
   is_stuck = is_in_progress = is_mirrored = is_lazy = false;

@@ -1,7 +1,7 @@
 // An NCCL for one GPU: the other ranks do, with the same data, what this one does. Operations are copies on
 // the stream they are given, and every stream is delayed at random, so that what is not ordered by events
-// goes wrong. What it takes in is the interface of NCCL as comm/nccl_api.h has it, less what tests do not
-// need.
+// goes wrong. What it takes in is the interface of NCCL as comm/nccl/nccl_api.h has it, less what tests do
+// not need.
 #include <cuda_runtime.h>
 #include <unistd.h>
 
@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/nccl_api.h"
+#include "comm/nccl/nccl_api.h"
 #include "type_sizes.h"
 
 using bmtrain::nccl::Config;

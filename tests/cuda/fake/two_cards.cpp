@@ -7,12 +7,21 @@
 #include <atomic>
 #include <cstdint>
 #include <new>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+#include "common/device_runtime.h"
 
 namespace {
 
 thread_local c10::DeviceIndex current = 0;
 std::atomic<int> opened = 0;  // bit d: device d
 std::atomic<int> num_events = 0;
+
+constexpr int kRelaxed = 2;
+thread_local int mode = 0;  // of captures: global
+std::atomic<bool> is_capturing = false, is_broken = false;
 
 c10::Device card(c10::DeviceIndex index) { return c10::Device(c10::DeviceType::CUDA, index); }
 
@@ -57,7 +66,16 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     setDevice(stream.device());
     setDevice(before);
   }
-  bool queryEvent(void* /*event*/) const override { return true; }
+  // As cudaEventQuery: it works on the thread's device, and is refused while somebody captures a graph, which
+  // it ends, unless the thread is in the relaxed mode.
+  bool queryEvent(void* /*event*/) const override {
+    opened |= 1 << current;
+    if (is_capturing && mode != kRelaxed) {
+      is_broken = true;
+      throw std::runtime_error("CUDA error: operation not permitted when stream is capturing");
+    }
+    return true;
+  }
   void destroyEvent(void* event, c10::DeviceIndex index) const noexcept override {
     if (event == nullptr) return;
     const c10::Device before = getDevice();
@@ -91,6 +109,27 @@ REGISTER_ALLOCATOR(c10::DeviceType::CUDA, &allocator)
 }  // namespace
 
 extern "C" {
+#ifndef WITHOUT_MODES  // as where the CUDA runtime is linked into torch, and its functions cannot be found by
+                       // name
+int cudaThreadExchangeStreamCaptureMode(int* wanted) {
+  std::swap(*wanted, mode);
+  return 0;
+}
+#endif
+void cards_capture(int on) { is_capturing = on != 0; }
+int cards_capture_is_broken() { return is_broken; }
+/// What the library's runtime of card 1 says about an event there, in a thread that has chosen no card; and
+/// whether it left the thread's mode as it was (2 if not).
+int cards_ask() {
+  int answer = 0;
+  std::thread([&answer] {
+    const auto event = bmtrain::device_runtime(card(1))->make_event();
+    event->record(3);
+    answer = event->is_complete() ? 1 : 0;
+    if (mode != 0) answer = 2;
+  }).join();
+  return answer;
+}
 void cards_use(int device) { Guard().setDevice(card(static_cast<c10::DeviceIndex>(device))); }
 int cards_opened() { return opened; }
 int cards_num_events() { return num_events; }

@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-#include "comm/nccl_api.h"
+#include "comm/nccl/nccl_api.h"
 
 inline std::size_t size_of(bmtrain::nccl::Type type) {
   using bmtrain::nccl::Type;

@@ -1,6 +1,6 @@
-// An NCCL between processes that each have a simulated device: what comm/nccl_api.h calls of it. Operations
-// are work of the stream they are given; data goes through files in SIMULATED_NCCL_FOLDER (default:
-// /dev/shm), which is the caller's to empty.
+// An NCCL between processes that each have a simulated device: what comm/nccl/nccl_api.h calls of it.
+// Operations are work of the stream they are given; data goes through files in SIMULATED_NCCL_FOLDER
+// (default: /dev/shm), which is the caller's to empty.
 #include <cuda_runtime.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -24,7 +24,7 @@
 #include <vector>
 
 #include "../fake/type_sizes.h"
-#include "comm/nccl_api.h"
+#include "comm/nccl/nccl_api.h"
 
 using bmtrain::nccl::Comm;
 using bmtrain::nccl::Config;
@@ -419,17 +419,5 @@ Result ncclRecv(void* to, std::size_t count, Type type, int peer, Comm comm, Str
   grouped[{comm, stream}].receives.push_back({static_cast<char*>(to), count * size_of(type), peer});
   return ncclGroupEnd();
 }
-
-Result ncclMemAlloc(void** memory, std::size_t size) {
-  return cudaMalloc(memory, size) == cudaSuccess ? Result::kSuccess : Result::kUnhandledCudaError;
-}
-Result ncclMemFree(void* memory) {
-  return cudaFree(memory) == cudaSuccess ? Result::kSuccess : Result::kUnhandledCudaError;
-}
-Result ncclCommRegister(Comm /*comm*/, void* memory, std::size_t /*size*/, void** handle) {
-  *handle = memory;
-  return Result::kSuccess;
-}
-Result ncclCommDeregister(Comm /*comm*/, void* /*handle*/) { return Result::kSuccess; }
 
 }  // extern "C"

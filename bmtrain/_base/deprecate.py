@@ -1,0 +1,38 @@
+"""Warnings about old spellings, each given once per process."""
+
+from __future__ import annotations
+
+import warnings
+
+__all__ = ["warn_once"]
+
+# Keys already warned about. Process-wide on purpose: "once" means once for the whole program, whatever
+# warning filters are active (a filter of "always" would otherwise repeat a warning every step).
+_seen: set[str] = set()
+
+
+def warn_once(
+    key: str, message: str, stacklevel: int = 2, category: type[Warning] = DeprecationWarning
+) -> None:
+    """Issues a warning the first time that ``key`` is seen in this process.
+
+    Args:
+        key: names the kind of call, for example ``"init_distributed.zero_level"``.
+        message: the old spelling and its replacement.
+        stacklevel: as in :func:`warnings.warn` called in place of this function: 1 is the line that calls
+            ``warn_once``, 2 (default) its caller, normally the user's line.
+        category: class of the warning.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     for _ in range(3):
+        ...         warn_once("doctest.old", "old() is deprecated: use new()")
+        >>> len(caught)
+        1
+    """
+    if key in _seen:
+        return
+    _seen.add(key)
+    warnings.warn(message, category, stacklevel=stacklevel + 1)

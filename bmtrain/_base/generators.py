@@ -1,0 +1,44 @@
+"""Seeding and restoring all random generators of a process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import torch
+
+__all__ = ["kept_generators", "seed_generators"]
+
+
+def _numpy() -> ModuleType | None:
+    try:
+        import numpy
+    except ImportError:
+        return None
+    module: ModuleType = numpy
+    return module
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds ``torch`` (all its devices), ``random`` and, where there is one, ``numpy``."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = _numpy()
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+@contextmanager
+def kept_generators(device: torch.device) -> Iterator[None]:
+    """Restores the state of the generators at the end; of torch, the generators of the CPU and of ``device``."""
+    numpy, python = _numpy(), random.getstate()
+    arrays = numpy.random.get_state() if numpy is not None else None
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None:
+                numpy.random.set_state(arrays)

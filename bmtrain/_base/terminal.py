@@ -1,0 +1,127 @@
+"""Terminal output: text folded to the width of the terminal, and whole lines in files and pipes."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import io
+import os
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import IO, Any, NoReturn
+
+__all__ = ["CommandParser", "columns", "fold", "print_whole"]
+
+
+def columns(stream: IO[str] | None = None) -> int | None:
+    """Columns of the terminal that a stream (by default the standard output) goes to, or that COLUMNS asks for.
+
+    None where it is no terminal and COLUMNS is not set.
+    """
+    stream = sys.stdout if stream is None else stream
+    return shutil.get_terminal_size().columns if stream.isatty() or os.environ.get("COLUMNS") else None
+
+
+def fold(line: str, indent: int, width: int | None) -> str:
+    """A line as several of at most ``width`` columns, all but the first indented; None leaves it as it is.
+
+    Example:
+        >>> print(fold("ok      core           up to date with its sources", 23, 40))
+        ok      core           up to date with
+                               its sources
+    """
+    if width is None or len(line) <= width or width <= indent + 10:
+        return line
+    indent = min(indent, max(width - max(map(len, line.split())), 0))  # a path is not broken
+    return "\n".join(
+        textwrap.wrap(
+            line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+        )
+    )
+
+
+def print_whole(*values: Any, **options: Any) -> None:
+    """`print`, in one call of ``write``.
+
+    torchrun starts ranks with ``python -u``, where `print` writes each piece by itself and lines of several ranks mix.
+
+    Example:
+        >>> print_whole("rank", 0, sep=" ")
+        rank 0
+    """
+    file = options.pop("file", None) or sys.stdout
+    flush = options.pop("flush", False)
+    text = io.StringIO()
+    print(*values, file=text, **options)
+    if file is not None:
+        file.write(text.getvalue())
+        if flush:
+            file.flush()
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Fills paragraphs to the width of the terminal; indented lines are commands, and can be copied from it."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.replace("``", "").strip().split("\n\n")
+        return "\n\n".join(self._paragraph(paragraph, width) for paragraph in paragraphs)
+
+    def _paragraph(self, text: str, width: int) -> str:
+        parts: list[str] = []
+        prose: list[str] = []
+        for line in [*text.splitlines(), None]:
+            if line is not None and not line.startswith(" "):
+                prose.append(line)
+                continue
+            if prose:
+                parts.append(textwrap.fill(" ".join(prose), width, break_on_hyphens=False))
+                prose = []
+            if line is not None:
+                parts.append(_command(line, width))
+        return "\n".join(parts)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
+def _command(line: str, width: int) -> str:
+    """A line of shell, continued with backslashes where it is too long."""
+    if len(line) <= width:
+        return line
+    indent = " " * (len(line) - len(line.lstrip()))
+    words = re.sub(r"(--[\w-]+) (?!-)", "\\1\0", line.strip())  # an option stays with its value
+    parts = textwrap.wrap(
+        words, width - 2, initial_indent=indent, subsequent_indent=indent + "    ",
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+    return " \\\n".join(parts).replace("\0", " ")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Reports an error of a command line in one line, and shows help in the width of the terminal."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**{"formatter_class": _HelpFormatter, **options})  # type: ignore[arg-type]
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
+        """Refuses unknown arguments itself, so that errors of a subcommand name the subcommand."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown and self._subparsers is None:
+            known = [option for option in self._option_string_actions if option.startswith("--")]
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with status 2 and an error that suggests the closest known spelling."""
+        choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if choice is not None:
+            near = difflib.get_close_matches(choice[1], re.findall(r"[\w.-]+", choice[2]), 1)
+            message += f"; did you mean {near[0]}?" if near else ""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")

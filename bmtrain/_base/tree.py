@@ -1,0 +1,192 @@
+"""Traversal of the tensors in arguments and results of any nested structure.
+
+Tuples (named ones too) are rebuilt where a tensor in them is replaced. Mutable containers keep their
+identity and are changed in place: lists and other mutable sequences, dicts and other mutable mappings,
+dataclasses, and objects that keep their state in ``__dict__``, such as key-value caches. Modules, optimizers,
+functions and types are leaves.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
+from operator import is_
+from typing import Any
+
+import torch
+
+__all__ = [
+    "data_fields",
+    "distinct",
+    "has_containers",
+    "replace_arguments",
+    "replace_tensors",
+    "snapshot",
+    "tensors_of",
+]
+
+_LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.device, torch.dtype, torch.Size)
+_OPAQUE = (torch.nn.Module, torch.optim.Optimizer, type)
+_BYTES = (bytearray, memoryview)
+_NO_CONTAINERS = (torch.Tensor, *_LEAVES)
+_SHARED = (*_NO_CONTAINERS, *_OPAQUE)
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    """The attributes of an object that is traversed, in ``__dict__`` or ``__slots__``; none for leaves."""
+    if isinstance(value, _OPAQUE) or callable(value):
+        return []
+    found = list(getattr(value, "__dict__", {}).items())
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                found.append((name, getattr(value, name)))
+    return found
+
+
+def data_fields(value: Any) -> list[tuple[str, Any]]:
+    """The fields of a dataclass; no attributes of other objects."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, _OPAQUE):
+        return []
+    names = (field.name for field in dataclasses.fields(value))
+    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+
+
+def replace_tensors(
+    value: Any,
+    function: Callable[[torch.Tensor], Any],
+    _seen: dict[int, Any] | None = None,
+    attributes: Callable[[Any], list[tuple[str, Any]]] = _attributes,
+) -> Any:
+    """``value`` with every tensor in it replaced by ``function(tensor)``; what can be written to, in place.
+
+    ``attributes`` returns those of an object that are walked.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, _LEAVES):
+        return value
+    if isinstance(value, tuple):
+        items = [replace_tensors(item, function, _seen, attributes) for item in value]
+        if all(map(is_, items, value)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    seen = {} if _seen is None else _seen
+    if id(value) in seen:
+        return value
+    seen[id(value)] = value
+    if isinstance(value, MutableSequence) and not isinstance(value, _BYTES):
+        for index, item in enumerate(value):
+            new = replace_tensors(item, function, seen, attributes)
+            if new is not item:
+                value[index] = new
+    elif isinstance(value, MutableMapping):
+        for key, item in list(value.items()):
+            new = replace_tensors(item, function, seen, attributes)
+            if new is not item:
+                value[key] = new
+    for name, item in attributes(value):
+        new = replace_tensors(item, function, seen, attributes)
+        if new is not item:
+            object.__setattr__(value, name, new)
+    return value
+
+
+def replace_arguments(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    function: Callable[[torch.Tensor], Any],
+    attributes: Callable[[Any], list[tuple[str, Any]]] = _attributes,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with every tensor in them replaced, see :func:`replace_tensors`."""
+
+    def replaced(value: Any) -> Any:
+        return replace_tensors(value, function, attributes=attributes)
+
+    return (
+        tuple([replaced(value) for value in args]),
+        {name: replaced(value) for name, value in kwargs.items()} if kwargs else kwargs,
+    )
+
+
+def tensors_of(value: Any, _seen: dict[int, Any] | None = None) -> Iterator[torch.Tensor]:
+    """The tensors in ``value``, in the order in which :func:`replace_tensors` meets them."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if isinstance(value, _LEAVES):
+        return
+    seen = {} if _seen is None else _seen
+    if isinstance(value, tuple):
+        for item in value:
+            yield from tensors_of(item, seen)
+        return
+    if id(value) in seen:
+        return
+    seen[id(value)] = value
+    if isinstance(value, MutableSequence) and not isinstance(value, _BYTES):
+        for item in value:
+            yield from tensors_of(item, seen)
+    elif isinstance(value, MutableMapping):
+        for item in value.values():
+            yield from tensors_of(item, seen)
+    for _, item in _attributes(value):
+        yield from tensors_of(item, seen)
+
+
+def has_containers(value: Any) -> bool:
+    """Whether ``value`` is or contains a mutable object other than a tensor."""
+    if isinstance(value, _NO_CONTAINERS):
+        return False
+    if isinstance(value, tuple):
+        return any(map(has_containers, value))
+    return not isinstance(value, _OPAQUE) and not callable(value)
+
+
+def snapshot(value: Any, _seen: dict[int, Any] | None = None) -> Any:
+    """A copy of all mutable containers in ``value``, so that a forward can be run again on its original
+    arguments.
+
+    Tensors are shared, not copied. An object that occurs twice occurs twice in the copy as well.
+
+    Raises:
+        TypeError: for a generator, which can be read only once.
+    """
+    if isinstance(value, _SHARED):
+        return value
+    seen = {} if _seen is None else _seen
+    if isinstance(value, tuple):
+        items = [snapshot(item, seen) for item in value]
+        if all(map(is_, items, value)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if id(value) in seen:
+        return seen[id(value)]
+    if callable(value):
+        return value
+    try:
+        clone = seen[id(value)] = copy.copy(value)
+    except Exception as error:
+        if isinstance(value, Iterator):
+            raise TypeError(
+                f"argument of type {type(value).__name__}: it can be read only once, but a Block with "
+                "use_checkpoint=True runs its forward twice; pass a list or tuple"
+            ) from error
+        return value  # a lock, a process group: nothing that a forward changes
+    if isinstance(clone, MutableSequence) and not isinstance(clone, _BYTES):
+        for index, item in enumerate(clone):
+            clone[index] = snapshot(item, seen)
+    elif isinstance(clone, MutableMapping):
+        for key, item in list(clone.items()):
+            clone[key] = snapshot(item, seen)
+    if clone is not value:
+        for name, item in _attributes(clone):
+            object.__setattr__(clone, name, snapshot(item, seen))
+    return clone
+
+
+def distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Every tensor once, in order."""
+    return list({id(tensor): tensor for tensor in tensors}.values())

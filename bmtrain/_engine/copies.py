@@ -1,0 +1,135 @@
+"""Gathered copies of parameters, and detection of writes to them, which do not reach shards."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .._base.deprecate import warn_once
+from .._base.unseen import TORCH_DATA, data_of
+from ..global_var import rank
+
+if TYPE_CHECKING:
+    from ..parameter import DistributedParameter
+
+__all__ = ["GatheredCopy", "Source", "source_of", "warn_of_lost_write"]
+
+_SOURCE = "_bmtrain_source"  # in the __dict__ of a tensor that was gathered
+_KEPT = "_bmtrain_source_of_data"  # in the __dict__ of its `.data`
+
+
+class Source:
+    """Origin of a gathered copy. When the copy is freed, it warns of writes to it.
+
+    Args:
+        param: the parameter.
+        copy: the copy.
+        label: names the parameter for the warning.
+    """
+
+    __slots__ = ("_label", "_param", "_watched")
+
+    def __init__(self, param: DistributedParameter, copy: torch.Tensor, label: str) -> None:
+        self._param = weakref.ref(param)
+        self._label = label
+        #: Aliases that share a version counter with the copy, and the version when they were recorded.
+        self._watched: list[tuple[torch.Tensor, int]] = []
+        copy.__dict__[_SOURCE] = self
+        if not copy.is_meta:
+            self.watch(copy)
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Counts writes to ``tensor`` as writes to the copy."""
+        if not tensor.is_inference():  # inference tensors have no version
+            self._watched.append((tensor.detach(), tensor._version))
+
+    def note_write(self) -> None:
+        """Records that the copy's data were replaced."""
+        self._watched = [(alias, -1) for alias, _ in self._watched]
+
+    def parameter(self) -> DistributedParameter | None:
+        """Returns the parameter, or None if it has been freed."""
+        return self._param()
+
+    def __del__(self) -> None:
+        if any(alias._version != version for alias, version in self._watched):
+            why = "outside of Blocks, reading a distributed parameter gives"
+            warn_of_lost_write(self._label, f"a write to {self._label}", why)
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return _no_source, ()
+
+
+def warn_of_lost_write(key: str, what: str, why: str) -> None:
+    """Warns on rank 0, once for each ``key``, that ``what`` has changed a copy only."""
+    if sys.is_finalizing() or rank() != 0:
+        return
+    warn_once(
+        f"copies.{key}",
+        f"{what} is lost: {why} a gathered copy. Write in `with bmtrain.whole(module, write=True):`, or initialise by "
+        "init_method= and bmtrain.init_parameters()",
+        stacklevel=3,
+        category=UserWarning,
+    )
+
+
+def _no_source() -> None:
+    return None
+
+
+def source_of(tensor: torch.Tensor) -> DistributedParameter | None:
+    """Returns the parameter that ``tensor`` was gathered from, or None."""
+    source: Source | None = tensor.__dict__.get(_SOURCE)
+    return None if source is None else source.parameter()
+
+
+class GatheredCopy(torch.Tensor):
+    """A gathered parameter: a tensor that tracks reads of its ``.data``."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def data(self) -> torch.Tensor:
+        value = data_of(self)
+        source = self.__dict__.get(_SOURCE)
+        if source is not None:
+            source.watch(value)
+            value.__dict__[_KEPT] = source  # while one of the two may be written to
+        return value
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        source = self.__dict__.get(_SOURCE)
+        if source is not None:
+            source.note_write()
+        TORCH_DATA.__set__(self, value)
+
+    def detach(self) -> torch.Tensor:
+        """Returns a detached tensor of the same class, without which ``torch.nn.Parameter(copy)`` raises."""
+        value = super().detach()
+        value.__class__ = GatheredCopy
+        return value
+
+    def _plain(self) -> torch.Tensor:
+        plain = self.as_subclass(torch.Tensor)
+        if isinstance(self, torch.nn.Parameter):  # a parameter made from a copy
+            return torch.nn.Parameter(plain.detach(), self.requires_grad)
+        return plain
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self._plain())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = copy.deepcopy(self._plain(), memo)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)

@@ -1,0 +1,1 @@
+"""Formats of files: torch archives, safetensors, shared state."""

@@ -1,0 +1,1 @@
+"""Models of Blocks: storage, construction, state dicts, outlines."""

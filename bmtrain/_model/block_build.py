@@ -1,0 +1,91 @@
+"""Preparation and checks of a module before a Block is built around it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .._shards.block_ref import GREW, OWNER, BlockRef
+from .._shards.stage import StagedShardSpec
+from ..parameter import DistributedParameter
+from .state_dict import install_hooks_below
+
+if TYPE_CHECKING:
+    from .._ranks.context import Group
+
+__all__ = ["adopt_parameters", "dissolve_inner_blocks", "leave_to_stage"]
+
+
+def dissolve_inner_blocks(module: torch.nn.Module, block_class: type) -> torch.nn.Module:
+    """Returns ``module`` with every Block in it replaced by the module that the Block was built around."""
+    if type(module) is block_class:
+        _release_parameters(module)
+        module = module.__dict__["_module"]
+    for owner in list(module.modules()):
+        for name, child in owner._modules.items():
+            if type(child) is block_class:
+                _release_parameters(child)
+                owner._modules[name] = child.__dict__["_module"]
+    return module
+
+
+def _release_parameters(block: Any) -> None:
+    for storage in block._storages:
+        storage.shards.adopt_data()
+    for param in block.parameters():
+        if isinstance(param, DistributedParameter):
+            param._block = None
+
+
+def adopt_parameters(
+    block: Any, module: torch.nn.Module, reference: BlockRef
+) -> list[tuple[str, DistributedParameter]]:
+    """Checks the parameters below ``module``, marks its modules as belonging to ``block``, and returns the parameters.
+
+    Raises:
+        ValueError: a parameter is not distributed, or another Block owns it.
+    """
+    named: dict[int, tuple[str, DistributedParameter]] = {}
+    for name, param in module.named_parameters():
+        if not isinstance(param, DistributedParameter):
+            shape = "unknown" if isinstance(param, torch.nn.UninitializedParameter) else tuple(param.shape)
+            raise ValueError(
+                f"{block._label}: parameter {name!r} of shape {shape} is a {type(param).__name__}; a "
+                "Block needs bmtrain.DistributedParameter (or wrap the model with bmtrain.BMTrainModelWrapper)"
+            )
+        owner = param._block() if param._block is not None else None
+        if owner is not None and owner is not block:
+            raise ValueError(
+                f"parameter {name!r} of {block._label} belongs to another Block already: {owner._label}; put what "
+                "uses it in one Block, or hold the module that owns it outside of Blocks and pass the tensor"
+            )
+        named[id(param)] = (name, param)
+    for child in module.modules():
+        child.__dict__[OWNER] = reference
+        child.__dict__.pop(GREW, None)
+    install_hooks_below(module)
+    return list(named.values())
+
+
+def leave_to_stage(block: Any, pipe: Group, owner: int) -> None:
+    """Frees the block's shards on all stages of the pipeline except ``owner``."""
+    for storage in block._storages:
+        for index, param in enumerate(storage.parameters):
+            param._spec = StagedShardSpec(
+                param._original_shape,
+                storage.group,
+                storage.shards.layout,
+                index,
+                storage.replicas,
+                pipe,
+                owner,
+            )
+            if pipe.rank != owner and not param.is_meta:
+                param.data = param.data.new_empty(0)
+    if pipe.rank != owner:
+        block.__dict__["_storages"] = []
+        # Not a new runtime, which would take a number: later Blocks must get the same numbers on all stages.
+        block._runtime.replace_groups([])
+        block._runtime.other_stage = owner
+        block._runtime.reference.runtime = None

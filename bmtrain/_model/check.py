@@ -1,0 +1,91 @@
+"""Check of a state dict against a model, before the model is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..parameter import DistributedParameter
+
+__all__ = ["check_model_state", "loads_by_itself"]
+
+_OURS = ("torch.", "bmtrain.", "transformers.")
+
+
+def check_model_state(
+    model: torch.nn.Module, own: Mapping[str, Any], given: Mapping[str, Any], strict: bool
+) -> None:
+    """Raises the error that ``load_state_dict`` would raise at its end. Local.
+
+    A model with loading methods or hooks of its own may rename or change entries while loading: for such a model only
+    keys in both ``own`` and ``given`` are compared.
+
+    Args:
+        own: entries of the model's state dict: tensors, parameters, values.
+        given: entries to load: values, and tensors or handles with a shape and a dtype.
+        strict: whether missing and unexpected keys are errors.
+
+    Raises:
+        RuntimeError: keys, shapes or kinds differ.
+    """
+    problems: list[str] = []
+    is_custom = loads_by_itself(model)
+    if strict and not is_custom:
+        missing = [key for key in own if key not in given and not key.endswith("num_batches_tracked")]
+        unexpected = [key for key in given if key not in own]
+        for kind, keys in (("Missing", missing), ("Unexpected", unexpected)):
+            if keys:
+                listed = ", ".join(f'"{key}"' for key in keys)
+                problems.append(f"{kind} key(s) in state_dict: {listed}. ")
+    if not is_custom:
+        for key, target in own.items():
+            if key in given and isinstance(target, torch.Tensor):
+                problem = _misfit(key, target, given[key])
+                if problem:
+                    problems.append(problem)
+    if any("key(s) in" in problem for problem in problems):
+        problems.append(
+            "strict=False loads the keys that match, and returns the missing and the unexpected ones."
+        )
+    if problems:
+        listed = "\n\t".join(problems)
+        raise RuntimeError(f"Error(s) in loading state_dict for {model.__class__.__name__}:\n\t{listed}")
+
+
+def _misfit(key: str, target: torch.Tensor, value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    dtype = getattr(value, "dtype", None)
+    if shape is None or not isinstance(dtype, torch.dtype):
+        return (
+            f"While copying the parameter named {key!r}, expected torch.Tensor or Tensor-like object from checkpoint "
+            f"but received {type(value)}"
+        )
+    is_sharded = isinstance(target, DistributedParameter)
+    expected = tuple(target._tp_original_shape) if is_sharded else tuple(target.shape)  # type: ignore[attr-defined]
+    if tuple(shape) != expected and not (not is_sharded and expected == () and tuple(shape) == (1,)):
+        return (
+            f"size mismatch for {key}: copying a param with shape {tuple(shape)} from checkpoint, the shape "
+            f"in current model is {expected}."
+        )
+    if dtype.is_complex and not target.dtype.is_complex:
+        return f"dtype mismatch for {key}: copying a param of {dtype} from checkpoint, the model has {target.dtype}."
+    return ""
+
+
+def loads_by_itself(model: torch.nn.Module) -> bool:
+    """Whether a module of the model has a loading method or hook that is not torch's or this library's."""
+    methods = ("load_state_dict", "_load_from_state_dict", "state_dict")
+    for module in model.modules():
+        for hook in (*module._load_state_dict_pre_hooks.values(), *module._state_dict_hooks.values()):
+            function = getattr(hook, "hook", hook)
+            if not (getattr(function, "__module__", "") or "").startswith(_OURS):
+                return True
+        for name in methods:
+            if name in module.__dict__:
+                return True
+            method = getattr(type(module), name)
+            if not method.__module__.startswith(_OURS):
+                return True
+    return False

@@ -1,0 +1,75 @@
+"""Notes on errors of torch: the block that raised them, and a remedy."""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ..errors import BMTrainError
+
+__all__ = ["name_block", "name_strict"]
+
+_ENGINE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "_engine")
+
+
+def _add(error: Exception, note: str, unless: str) -> None:
+    """Adds a note to the error (from Python 3.11), unless it has a note that contains ``unless``."""
+    if hasattr(error, "add_note") and not any(unless in known for known in getattr(error, "__notes__", ())):
+        error.add_note(note)
+
+
+def name_block(error: Exception, label: str, parameters: Any, arguments: Any) -> None:
+    """Adds the block whose forward raised, and its operands: torch names dtypes and shapes, but no layer.
+
+    Args:
+        label: name of the block; with nested calls the innermost one is named.
+        parameters: parameters of the block.
+        arguments: arguments of its forward, tensors or trees of them.
+    """
+    if isinstance(error, BMTrainError):
+        return
+    error.__traceback__ = _without_engine(error.__traceback__)
+    kinds = sorted({str(p.dtype) for p in parameters}) or ["none"]
+    given = [
+        f"{leaf.dtype} {tuple(leaf.shape)}"
+        for leaf in tree_leaves(arguments)
+        if isinstance(leaf, torch.Tensor)
+    ]
+    _add(
+        error,
+        f"in the forward of block {label}: parameters in {', '.join(kinds)}; arguments {', '.join(given) or 'none'}",
+        unless="in the forward of block",
+    )
+
+
+def _without_engine(trace: TracebackType | None) -> TracebackType | None:
+    """Removes frames between the block's call and its module's code, unless the engine itself has raised."""
+    frames: list[TracebackType] = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    if not frames or _is_engine(frames[-1]):
+        return frames[0] if frames else None
+    kept: TracebackType | None = None
+    for frame in reversed(frames):
+        if not _is_engine(frame):
+            kept = TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return kept
+
+
+def _is_engine(trace: TracebackType) -> bool:
+    return os.path.dirname(trace.tb_frame.f_code.co_filename) == _ENGINE
+
+
+def name_strict(error: RuntimeError) -> None:
+    """Adds a remedy for keys that are missing or unexpected on purpose."""
+    if "key(s) in state_dict" in str(error):
+        _add(
+            error,
+            "strict=False loads the keys that match, and returns the missing and the unexpected ones",
+            unless="strict=False",
+        )

@@ -1,0 +1,1 @@
+"""Ranks and their connections: launch, rendezvous, groups, communicators, collectives, the context."""

@@ -1,0 +1,163 @@
+"""Agreement of ranks: values as JSON from one rank to all, and errors raised by every rank alike."""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from .. import errors
+from .._base.aside import Aside
+from .._C import Communicator, ReduceOp
+from .comm import wire_device
+from .context import context
+
+__all__ = [
+    "broadcast_json",
+    "describe_error",
+    "failing_together",
+    "on_all_ranks",
+    "on_rank_0",
+    "rebuild_error",
+]
+
+T = TypeVar("T")
+
+_PULSE = 5.0  # seconds between two signs of life while rank 0 works
+
+
+def broadcast_json(value: T, root: int = 0, label: str = "", comm: Communicator | None = None) -> T:
+    """The value of rank ``root`` on every rank; tuples arrive as lists. Collective.
+
+    Args:
+        value: any value that JSON can represent; ignored on the other ranks.
+        root: rank in the group.
+        label: the purpose, for errors.
+        comm: the group; default all ranks.
+    """
+    comm = comm or context().world.comm
+    if comm.size == 1:
+        return value
+    device = wire_device(comm)
+    data = json.dumps(value).encode() if comm.rank == root else b""
+    size = torch.tensor([len(data)], device=device)
+    comm.broadcast(size, root, label).wait()
+    buffer = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+    if comm.rank == root:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    comm.broadcast(buffer, root, label).wait()
+    if comm.rank == root:
+        return value
+    received: T = json.loads(_bytes_of(buffer.cpu()))
+    return received
+
+
+def _raise_together(error: Exception | None, label: str = "") -> None:
+    """Raises the error of the lowest rank that has one on every rank, with equal class and text. Collective.
+
+    Follows every step that a single rank can fail, before the next collective.
+    """
+    comm = context().world.comm
+    if comm.size > 1:
+        device = wire_device(comm)
+        flags = torch.empty(comm.size, dtype=torch.uint8, device=device)
+        mine = torch.tensor([error is not None], device=device).to(torch.uint8)
+        comm.all_gather(flags, mine, label).wait()
+        failed = flags.nonzero().flatten().tolist()
+        if not failed:
+            return
+        told = broadcast_json(describe_error(error) if error is not None else None, failed[0], label)
+        if comm.rank != failed[0]:
+            raise rebuild_error(told) from error  # type: ignore[arg-type]
+    if error is not None:
+        raise error
+
+
+@contextmanager
+def failing_together(label: str) -> Iterator[None]:
+    """Encloses code that may fail on a single rank; at its end all ranks raise the error. Collective."""
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    _raise_together(problem, label)
+
+
+def on_rank_0(function: Callable[[], T], label: str = "") -> T | None:
+    """Calls ``function`` on rank 0 while the others wait, however long it takes. Collective.
+
+    An error is raised by all ranks.
+
+    Returns:
+        the result of ``function`` on rank 0; None elsewhere.
+    """
+    current = context()
+    comm = current.world.comm
+    if comm.size == 1:
+        return function()
+    job = Aside(function, "bmtrain-job") if comm.rank == 0 else None
+    pulse = min(_PULSE, current.timeout / 4)
+    running = torch.ones(1, dtype=torch.uint8, device=wire_device(comm))
+    while running.item():
+        if job is not None:
+            running.fill_(not job.wait(pulse))
+        comm.broadcast(running, 0, label).wait()  # a sign of life: no wait is longer than the group's timeout
+    with failing_together(label):
+        if job is not None:
+            job.result()
+    return None if job is None else job.result()
+
+
+def on_all_ranks(function: Callable[[], T], label: str = "") -> T:
+    """Calls ``function``, which does not communicate, on every rank, however long it takes on some. Collective.
+
+    An error of any rank is raised by all, when all are done.
+
+    Returns:
+        the result of ``function`` on this rank.
+    """
+    current = context()
+    comm = current.world.comm
+    if comm.size == 1:
+        return function()
+    job = Aside(function, "bmtrain-job")
+    pulse = min(_PULSE, current.timeout / 4)
+    running = torch.ones(1, dtype=torch.int32, device=wire_device(comm))
+    while running.item():
+        running.fill_(not job.wait(pulse))
+        comm.all_reduce(running, ReduceOp.MAX, label).wait()
+    with failing_together(label):
+        job.result()
+    return job.result()
+
+
+def _bytes_of(buffer: torch.Tensor) -> bytes:
+    return ctypes.string_at(buffer.data_ptr(), buffer.numel())
+
+
+def describe_error(error: Exception) -> dict[str, Any]:
+    """An error as JSON, from which :func:`rebuild_error` restores it on another rank."""
+    args = list(error.args)
+    if isinstance(error, OSError) and error.filename is not None:
+        args = [error.errno, error.strerror, str(error.filename)]
+    if not all(isinstance(arg, (str, int, float, type(None))) for arg in args):
+        args = [str(error)]
+    return {"class": type(error).__name__, "args": args, "text": str(error)}
+
+
+def rebuild_error(told: dict[str, Any]) -> Exception:
+    """The error that was described, of the same class and text where the class is known here."""
+    name, text = told["class"], told["text"]
+    for namespace in (builtins, errors, torch):
+        known = getattr(namespace, name, None)
+        if isinstance(known, type) and issubclass(known, Exception):
+            error = known(*told["args"])
+            if str(error) == text:
+                return error
+    return RuntimeError(f"{name}: {text}")

@@ -1,0 +1,316 @@
+"""The only process-wide state: everything that `init_distributed` established and built."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from ..errors import CommunicationError
+from ..topology import GroupKind, Topology
+
+if TYPE_CHECKING:
+    from .._C import Communicator
+    from .._watch.watchdog import Watch
+
+__all__ = [
+    "Context",
+    "Group",
+    "Parts",
+    "Streams",
+    "current",
+    "install",
+    "refuse_child",
+    "require_intact",
+    "uninstall",
+]
+
+
+@dataclass(frozen=True)
+class Group:
+    """One group of ranks as this rank sees it.
+
+    The two communicators connect the same ranks. Gathers of parameters use the first, reductions of
+    gradients the second, so that a gather of one block overlaps the reduction of another.
+
+    Attributes:
+        name: family of the group, a :class:`~bmtrain.topology.GroupKind` value.
+        comm: all-gathers and everything a user calls; shown as ``config["..._comm"]``.
+        reduce_comm: reductions of the sharded buffers.
+        rank: this process inside the group.
+        size: number of ranks.
+        group_id: number of the group in its family.
+    """
+
+    name: str
+    comm: Communicator
+    reduce_comm: Communicator
+    rank: int
+    size: int
+    group_id: int
+
+
+class Parts(NamedTuple):
+    """Division of a group into parts that shard a tensor.
+
+    Attributes:
+        sharing: the ranks with this one that hold one shard each.
+        replicas: the ranks that hold the same shard as this one; None if there are no others.
+    """
+
+    sharing: Group
+    replicas: Group | None = None
+
+
+class EngineOfBlocks(Protocol):
+    """The interface of the engine (which is built on parameters) that parameters call."""
+
+    @property
+    def observer(self) -> _WaitObserver: ...
+
+    def to_reduce_now(self, param: Any, gradient: torch.Tensor) -> torch.Tensor | None: ...
+
+    def note_accumulated(self, param: Any) -> None: ...
+
+    def check_optimizer(self, optimizer: Any) -> None: ...
+
+    @property
+    def is_summing_virtual_shards(self) -> bool: ...
+
+
+class _WaitObserver(Protocol):
+    def waiting(self, name: str, reason: str) -> AbstractContextManager[None]: ...
+
+
+class InertStream:
+    """Replaces a CUDA stream or event on a CPU run: all work is complete already."""
+
+    def synchronize(self) -> None:
+        """Nothing is pending."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self, event: Any = None) -> Any:
+        """Returns ``event``, or an inert one."""
+        return self if event is None else event
+
+    def record(self, stream: Any = None) -> None:
+        """Nothing to mark."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """Everything queued before has completed."""
+        return True
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The CUDA streams and the event that `config` shows; inert objects on a CPU run."""
+
+    calc_stream: Any = field(default_factory=InertStream)
+    load_stream: Any = field(default_factory=InertStream)
+    barrier_stream: Any = field(default_factory=InertStream)
+    tp_comm_stream: Any = field(default_factory=InertStream)
+    pp_comm_stream: Any = field(default_factory=InertStream)
+    load_event: Any = field(default_factory=InertStream)
+
+    @classmethod
+    def for_device(cls, device: torch.device) -> Streams:
+        """Real streams on a CUDA device, inert ones elsewhere."""
+        if device.type != "cuda":
+            return cls()
+        with torch.cuda.device(device):
+            return cls(
+                calc_stream=torch.cuda.current_stream(),
+                load_stream=torch.cuda.Stream(priority=-1),
+                barrier_stream=torch.cuda.Stream(),
+                tp_comm_stream=torch.cuda.Stream(),
+                pp_comm_stream=torch.cuda.Stream(),
+                load_event=torch.cuda.Event(),
+            )
+
+
+@dataclass(frozen=True)
+class Context:
+    """Everything `init_distributed` established, read-only.
+
+    Attributes:
+        topology: coordinates of this rank.
+        device: the run device of this rank.
+        backend: ``"single"`` (one process), ``"gloo"`` or ``"nccl"``.
+        local_rank: this process among those of its host.
+        local_size: processes on its host.
+        timeout: seconds after which an operation of the library gives up.
+        seed: value the random generators of every rank were seeded with.
+        groups: one :class:`Group` per :class:`~bmtrain.topology.GroupKind`. Groups with the same members
+            share their communicators.
+        engine: runs Blocks; `current_engine()` of `_engine/engine.py` gives it with its own type.
+        zero_level: ZeRO level of Blocks that do not name one.
+        pipe_enabled: whether a pipeline was asked for, be it of one stage.
+        micros: number of micro-batches a pipeline cuts the batch into.
+        streams: the streams that `config` shows.
+        watch: the watchdog; None in a single process.
+        virtual_shards: number of virtual shards of a step; 0 without.
+        places: of each rank of the job, equal for those of one host; empty for a single process.
+    """
+
+    topology: Topology
+    device: torch.device
+    backend: str
+    local_rank: int
+    local_size: int
+    timeout: float
+    seed: int
+    groups: Mapping[str, Group]
+    engine: EngineOfBlocks
+    zero_level: int = 3
+    pipe_enabled: bool = False
+    micros: int = 1
+    streams: Streams = field(default_factory=Streams)
+    watch: Watch | None = None
+    virtual_shards: int = 0
+    places: tuple[str, ...] = ()
+    #: Parts of groups that were connected, by family and number of sharing ranks: see `_groups.parts_of`.
+    parts: dict[tuple[str, int], Parts] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def world(self) -> Group:
+        """The group of all ranks."""
+        return self.groups[GroupKind.ZERO.value]
+
+    def zero_group(self, tp_mode: bool = False, pipe: bool = False) -> Group:
+        """The group that shards a parameter.
+
+        Args:
+            tp_mode: whether the parameter is tensor-parallel (each rank of a tp group has its own part).
+            pipe: whether it belongs to a pipeline stage.
+        """
+        if pipe:
+            kind = GroupKind.PP_TP_ZERO if tp_mode else GroupKind.PP_ZERO
+        else:
+            kind = GroupKind.TP_ZERO if tp_mode else GroupKind.ZERO
+        return self.groups[kind.value]
+
+    def require_intact(self, what: str) -> None:
+        """Raises if values of this rank cannot be trusted, when ``what`` has read them or is about to return them.
+
+        [Note: Values behind a failure]
+        On a GPU the host queues work behind operations that have not ended. When a communicator is aborted its kernels
+        leave, and work queued behind them (a norm, an update, a loss) runs on data that never arrived. The abort is
+        recorded before that: a caller that waits for the device and then checks knows whether values can be trusted.
+        On the CPU a caller that waits for an operation raises, and nothing is queued.
+
+        Raises:
+            CommunicationError: a communicator of this process has failed.
+        """
+        if self.backend != "nccl":
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        for comm in self.communicators():
+            if why := comm.failure():
+                raise CommunicationError(
+                    f"{what}: refused, because parameters, gradients and optimizer state of this rank may have been "
+                    f"computed from data that never came: go on from the last checkpoint. What failed: {why}"
+                )
+
+    def communicators(self) -> list[Communicator]:
+        """The communicators of all groups and parts, each once."""
+        groups = [*self.groups.values()]
+        for parts in self.parts.values():
+            groups += [parts.sharing] + ([] if parts.replicas is None else [parts.replicas])
+        found = {id(comm): comm for group in groups for comm in (group.comm, group.reduce_comm)}
+        return list(found.values())
+
+
+_current: Context | None = None
+#: The rank that this process was forked from.
+forked_from: int | None = None
+
+
+def _note_fork() -> None:
+    global forked_from
+    if _current is not None and _current.world.size > 1:
+        forked_from = _current.topology.rank
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def refuse_child(what: str) -> None:
+    """Raises in a forked process; called before ``what`` communicates with the other ranks.
+
+    Raises:
+        RuntimeError: this process was forked from a rank, and shares connections with it that only the rank may use.
+    """
+    if forked_from is not None:
+        raise RuntimeError(
+            f"{what}: this process was forked from rank {forked_from} after init_distributed() (a worker of a "
+            "DataLoader, os.fork, multiprocessing) and is no rank itself; do this in the rank"
+        )
+
+
+def current() -> Context | None:
+    """The installed context, None before `init_distributed`."""
+    return _current
+
+
+def context(needed_by: str | None = None) -> Context:
+    """The context of this process.
+
+    Args:
+        needed_by: the caller, for the error.
+
+    Raises:
+        RuntimeError: before `init_distributed`, or in a process forked from a rank.
+    """
+    found = current()
+    if found is None:
+        needs = f" before using {needed_by}" if needed_by else " first"
+        raise RuntimeError(f"bmtrain is not initialized: call bmtrain.init_distributed(){needs}")
+    if forked_from is not None:
+        refuse_child(needed_by or "bmtrain")
+    return found
+
+
+def install(context: Context) -> None:
+    """Makes ``context`` the context of this process.
+
+    Raises:
+        RuntimeError: if there is one already.
+    """
+    global _current
+    if _current is not None:
+        raise RuntimeError(
+            "bmtrain is initialized already: init_distributed() may be called once per process"
+        )
+    _current = context
+
+
+def require_intact(what: str) -> None:
+    """`Context.require_intact` of this process; nothing before `init_distributed`."""
+    if _current is not None:
+        _current.require_intact(what)
+
+
+def uninstall() -> None:
+    """Closes this process's communicators and forgets the context; tests use it to try another topology."""
+    global _current
+    context, _current = _current, None
+    if context is not None:
+        parts = [group for both in context.parts.values() for group in both if group is not None]
+        for group in (*context.groups.values(), *parts):
+            group.comm.close()
+            group.reduce_comm.close()
+        if context.watch is not None:
+            context.watch.stop()

@@ -1,0 +1,57 @@
+"""Checks and conversions of the arguments of collectives."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor
+
+from .._C import Communicator
+from .context import context
+
+__all__ = ["check_root", "fresh_copy", "resolve_comm"]
+
+
+def resolve_comm(name: str, x: Tensor, comm: Communicator | None, argument: str = "x") -> Communicator:
+    """Checks the tensor of a collective and returns its communicator, the world's for None.
+
+    Args:
+        name: of the collective, for errors.
+        x: its tensor argument.
+        comm: its argument ``comm``.
+        argument: the collective's name of ``x``.
+
+    Raises:
+        TypeError: ``x`` is no dense tensor with memory, or ``comm`` no communicator.
+        RuntimeError: before :func:`bmtrain.init_distributed`.
+    """
+    current = context(f"{name}()")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: {argument}: expected a tensor, got {type(x).__name__}")
+    if x.layout != torch.strided or x.device.type == "meta":
+        raise TypeError(
+            f"{name}: {argument}: expected a dense tensor with memory, got {x.layout} on {x.device.type}"
+        )
+    if x.is_quantized:  # the other ranks would read its integers without its scale
+        raise TypeError(f"{name}: {argument}: expected plain numbers, got a quantised tensor of {x.dtype}")
+    if comm is None:
+        return current.world.comm
+    if not isinstance(comm, Communicator):
+        raise TypeError(f"{name}: comm: expected a communicator, got {type(comm).__name__}")
+    return comm
+
+
+def check_root(root: int, comm: Communicator) -> None:
+    """Raises TypeError or ValueError unless ``root`` is a rank of ``comm``."""
+    try:
+        operator.index(root)
+    except TypeError:
+        raise TypeError(f"root: expected an integer, got {type(root).__name__}") from None
+    if not 0 <= root < comm.size:
+        raise ValueError(f"root: expected a rank of the group, 0 to {comm.size - 1}, got {root}")
+
+
+def fresh_copy(x: Tensor) -> Tensor:
+    """A fresh contiguous copy, whatever the strides of ``x``."""
+    return x.detach().clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,1 @@
+"""Sharded parameters: bounds of shards, gathering, reduction, references to Blocks."""

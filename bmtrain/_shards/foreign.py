@@ -1,0 +1,182 @@
+"""Refusal of torch features that would shard shards again or treat them as full parameters."""
+
+from __future__ import annotations
+
+import functools
+import os
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch.nn.parallel import distributed as ddp
+
+from .._ranks import context
+from ..global_var import world_size
+
+__all__ = [
+    "check_substitute",
+    "keep_reparametrized",
+    "refuse_change",
+    "refuse_fsdp",
+    "refuse_listing",
+    "refuse_reparametrizing",
+    "refuse_replicated",
+    "require_gathering",
+]
+
+#: Attributes that torch.distributed.fsdp looks up on every parameter before it shards it.
+_ASKED_BY_FSDP = frozenset({"_fsdp_orig_uid", "_fsdp_flattened"})
+
+
+def refuse_fsdp(name: str) -> None:
+    """Refuses FSDP, recognised by the missing attribute of a distributed parameter that it reads.
+
+    Raises:
+        RuntimeError: ``name`` is an attribute that only FSDP reads.
+    """
+    if name in _ASKED_BY_FSDP:
+        raise RuntimeError(
+            "FSDP (fully_shard, FullyShardedDataParallel) of a model with DistributedParameters, which are shards "
+            "already: use one or the other"
+        )
+
+
+def refuse_listing(owner: str, reader: FrameType | None) -> None:
+    """Refuses some callers that list the parameters of a distributed module.
+
+    Args:
+        owner: the module's class, for the message.
+        reader: frame of the caller.
+
+    Raises:
+        RuntimeError: the caller is DistributedDataParallel, or a function of torch.distributed.checkpoint that treats
+            sharded optimizer states as full ones.
+    """
+    while reader is not None and reader.f_code.co_name.startswith("<"):  # a comprehension before Python 3.12
+        reader = reader.f_back
+    if reader is None:
+        return
+    file = reader.f_code.co_filename
+    if file == ddp.__file__ and world_size() > 1:
+        raise _replicated(owner)
+    if file == _STATES_FILE and (name := _function_on_optimizers(reader)):
+        raise RuntimeError(
+            f"{name} of torch.distributed.checkpoint.state_dict was given {owner}, whose optimizer states are shards, "
+            "which it takes for whole tensors: use OptimManager.state_dict(gather_opt=True) and load_state_dict(), "
+            "state_dict(gather=True) of bmtrain's optimizers, or bmtrain.distributed.checkpoint"
+        )
+
+
+#: Source file of torch.distributed.checkpoint.state_dict, whose import is slow.
+_STATES_FILE = os.path.join(os.path.dirname(torch.distributed.__file__), "checkpoint", "state_dict.py")
+
+
+def _function_on_optimizers(reader: FrameType | None) -> str:
+    """Returns the function of torch's state_dict.py that was called with optimizers, or an empty string."""
+    name, has_optimizers = "", False
+    while reader is not None and reader.f_code.co_filename == _STATES_FILE:
+        name = reader.f_code.co_name
+        has_optimizers |= name == "_verify_options" and bool(reader.f_locals.get("optims"))
+        reader = reader.f_back
+    return name if has_optimizers else ""
+
+
+def refuse_replicated(param: torch.Tensor) -> None:
+    """Refuses DistributedDataParallel before ``param``, which is outside of Blocks, is gathered.
+
+    Raises:
+        RuntimeError: the running forward belongs to a DistributedDataParallel that holds the parameter through a plain
+            module.
+    """
+    model = ddp.DistributedDataParallel._active_ddp_module
+    if model is not None and world_size() > 1 and any(param is member for member in model._module_parameters):
+        raise _replicated(f"a DistributedParameter of a {type(model.module).__name__}")
+
+
+def _replicated(owner: str) -> RuntimeError:
+    return RuntimeError(
+        f"DistributedDataParallel around {owner}, which is distributed already: it gives every rank the shards of "
+        "rank 0; leave it out, backward() sums the gradients over the ranks"
+    )
+
+
+#: Modules of torch that replace a parameter by a value computed from it.
+_REPARAMETRIZING = frozenset(f"torch.nn.utils.{name}" for name in ("prune", "spectral_norm", "weight_norm"))
+_OF_PARAMETRIZE = {"register_parametrization": "registering", "remove_parametrizations": "removing"}
+
+
+def refuse_reparametrizing(owner: str, reader: FrameType | None) -> None:
+    """Refuses callers that would reparametrize a shard.
+
+    Args:
+        owner: the module's class, for the message.
+        reader: frame that registers a parameter of a distributed module, or reads its parametrizations.
+
+    Raises:
+        RuntimeError: the caller treats the shard as the full parameter, and would leave a plain parameter on this rank.
+    """
+    if reader is None:
+        return
+    tool = reader.f_globals.get("__name__")
+    if tool in _REPARAMETRIZING:
+        refuse_change(f"applying {tool}", owner)
+    asker = reader.f_back if reader.f_code.co_name == "is_parametrized" else None
+    if asker is not None and asker.f_code.co_name in _OF_PARAMETRIZE:
+        refuse_change(f"{_OF_PARAMETRIZE[asker.f_code.co_name]} a parametrization", owner)
+
+
+def keep_reparametrized(module: torch.nn.Module) -> None:
+    """Keeps reparametrizations of a module that is wrapped, and makes their removal an error.
+
+    They compute with the gathered parameters, so they continue to work.
+    """
+    for hook in module._forward_pre_hooks.values():
+        for base in type(hook).__mro__:
+            if base.__module__ in _REPARAMETRIZING:
+                what = f"removing {base.__module__}"
+                vars(hook)["remove"] = functools.partial(refuse_change, what, type(module).__name__)
+
+
+def refuse_change(what: str, owner: str, *_: object) -> NoReturn:
+    """Raises RuntimeError: ``what`` would treat shards as full parameters."""
+    raise RuntimeError(
+        f"{owner}: {what} after BMTrainModelWrapper, when parameters are shards: do it before, or load state_dict() "
+        "into the model without the wrapper and do it there"
+    )
+
+
+def require_gathering(what: str) -> None:
+    """Checks that ``what`` may gather parameters here.
+
+    Raises:
+        RuntimeError: a transform of torch.func is running, or this process was forked from a rank.
+    """
+    if context.forked_from is None and peek_interpreter_stack() is None:
+        return
+    context.refuse_child(what)
+    raise RuntimeError(
+        f"{what} inside a transform of torch.func (grad, vmap, jvp, jacrev, ...): parameters that are gathered "
+        "over the ranks cannot be transformed; use backward(), or torch.func.functional_call with the full "
+        "tensors of model.state_dict() on a model without Blocks"
+    )
+
+
+def check_substitute(owner: str, name: str, value: torch.Tensor, shapes: dict[str, Any]) -> None:
+    """Checks a tensor that ``torch.func.functional_call`` has put in the place of a distributed parameter.
+
+    Args:
+        owner: the class of the module.
+        name: name of the parameter.
+        value: the tensor.
+        shapes: full shapes of the module's distributed parameters, by name.
+
+    Raises:
+        ValueError: ``value`` is a shard.
+    """
+    shape = shapes.get(name)
+    if shape is not None and value.dim() == 1 and value.shape != shape:
+        raise ValueError(
+            f"functional_call: expected a full tensor of shape {tuple(shape)} for {owner}.{name}, got a shard of "
+            f"shape {tuple(value.shape)}; parameters() gives shards, state_dict() full tensors"
+        )

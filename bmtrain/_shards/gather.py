@@ -1,0 +1,47 @@
+"""Autograd function that gathers one parameter, and reduces its gradient into the shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..global_var import context
+from .sharded import Sharded
+
+__all__ = ["OpAllGather", "changed_by_hooks"]
+
+
+def changed_by_hooks(param: Sharded, gradient: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's full gradient after the user's hooks on the parameter, as a dense tensor."""
+    for hook in list((param._gradient_hooks or {}).values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+class OpAllGather(torch.autograd.Function):
+    """Gathers a shard into the full tensor; backward sums full gradients over ranks into shards."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Any) -> torch.Tensor:
+        ctx.param = param
+        ctx.spec = param._spec
+        with context().engine.observer.waiting("outside blocks", "gather"):
+            flat = param._spec.gather(param, param._label)
+        full: torch.Tensor = flat.new_empty(0)  # not a view of `flat`, so that callers may write to it
+        shape = param._original_shape
+        strides = torch.empty(shape, device="meta").stride()
+        return full.set_(flat.untyped_storage(), flat.storage_offset(), shape, strides)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
+        engine = context().engine
+        gradient = engine.to_reduce_now(ctx.param, changed_by_hooks(ctx.param, grad))
+        if gradient is None:
+            return None
+        with engine.observer.waiting("outside blocks", "reduce"):
+            reduced: torch.Tensor = ctx.spec.reduce_scatter(gradient.reshape(-1), ctx.param._label)
+        return reduced

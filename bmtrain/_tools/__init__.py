@@ -1,0 +1,1 @@
+"""Commands for people: doctor, launch, soak. Nothing below imports them."""

@@ -1,0 +1,73 @@
+"""``bmtrain launch``: start a training script on several ranks of this host.
+
+The ranks are started by torch's own launcher, as torchrun does it, which also starts jobs on several hosts. A failure
+ends in one line, after what the ranks themselves said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of the command."""
+    parser.epilog = "example:\n  bmtrain launch --nproc 2 train.py --lr 0.1"
+    parser.add_argument(
+        "--nproc",
+        type=_positive,
+        metavar="N",
+        help="number of ranks (default: one for each GPU, or 2 without any)",
+    )
+    parser.add_argument("script", type=Path, help="the training script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of ranks from 1, got {text!r}")
+    return int(text)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Starts the ranks and waits for them.
+
+    Returns:
+        0; the exit status of the rank that failed first, or 128 and its signal; 2 if there is no such script; 130 if
+        the user ended it.
+    """
+    if not options.script.is_file():
+        print(f"bmtrain launch: expected a Python script, found no file {options.script}", file=sys.stderr)
+        return 2
+    import torch
+    from torch.distributed import run as launcher
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    num_ranks = options.nproc or torch.cuda.device_count() or 2
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(cores // num_ranks, 1)))
+    logging.getLogger("torch.distributed.elastic").setLevel(
+        logging.CRITICAL
+    )  # pages about what one line says
+    line = ["--standalone", f"--nproc-per-node={num_ranks}", str(options.script), *options.arguments]
+    try:
+        launcher.run(launcher.parse_args(line))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        ending = f"was ended by {signal.Signals(-failure.exitcode).name}" if failure.exitcode < 0 else (
+            f"ended with status {failure.exitcode}"
+        )  # fmt: skip
+        print(f"bmtrain launch: rank {rank} of {num_ranks} failed first: it {ending}", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except (SignalException, KeyboardInterrupt) as error:
+        name = error.sigval.name if isinstance(error, SignalException) else "SIGINT"
+        print(f"bmtrain launch: stopped by {name}", file=sys.stderr)
+        return 130
+    return 0

@@ -1,0 +1,65 @@
+"""The forced end of a process that does not react to a verdict against it. See csrc/comm/guard/sentinel.h."""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from .._C import Sentinel
+
+__all__ = ["LastResort"]
+
+# Time for a rank at fault to react to the verdict.
+_GRACE_SECONDS = 10.0
+
+# Signal and file of faulthandler's stacks: one pair per process, as a handler cannot distinguish callers.
+_stacks: list[Any] = []
+
+
+def _register() -> tuple[int, int]:
+    """The signal that makes faulthandler write all stacks, and the file that it writes to."""
+    if not _stacks:
+        number = int(signal.SIGRTMAX) - 5
+        try:
+            file: Any = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - as long as the process
+            descriptor = file.fileno()
+        except OSError:
+            file, descriptor = 2, 2
+        faulthandler.register(number, file=file, all_threads=True, chain=False)
+        _stacks.extend((number, descriptor, file))
+    return _stacks[0], _stacks[1]
+
+
+class LastResort:
+    """Ends this process if it does not react to a verdict against it.
+
+    Args:
+        who: the beginning of the printed line.
+        timeout: of operations.
+        silence: longest allowed silence of the watchdog's thread, in seconds.
+    """
+
+    def __init__(self, who: str, timeout: float, silence: float) -> None:
+        self._grace = min(_GRACE_SECONDS, timeout)
+        self._core = Sentinel(f"bmtrain: {who}", *_register(), silence + self._grace)
+
+    def beat(self) -> None:
+        """Records that the watchdog's thread is alive."""
+        self._core.beat()
+
+    def set_lines(self, lines: Sequence[int]) -> None:
+        """Sets the connections (file descriptors) to the other watchdogs; called before one is closed."""
+        self._core.set_lines(list(lines))
+
+    def arm(self, verdict: str) -> None:
+        """Starts the countdown: this rank is at fault."""
+        sys.stderr.flush()
+        self._core.arm(self._grace, f"{verdict}; for {self._grace:g} s since then it has not noticed")
+
+    def release(self) -> None:
+        """Stops the countdown: this rank has reacted."""
+        self._core.release()

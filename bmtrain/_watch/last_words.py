@@ -1,0 +1,159 @@
+"""Causes of a process's end that only the process itself can see: an uncaught exception, and Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+from .._base import position
+from .._base.said import say
+from .._C import end_by_signal
+from ..errors import CommunicationError
+
+__all__ = ["LastWords"]
+
+# Delay of the exit of a victim after the cause: launchers report the first rank that exits as the cause.
+_VICTIM_SECONDS = 1.0
+
+
+class LastWords:
+    """The interpreter's hooks, from `set` to `restore`.
+
+    Args:
+        tell: is called with ``"exception"`` or ``"interrupted"`` and the exception's text, after its traceback
+            was printed; returns when the process may end.
+        is_victim: whether an exception only repeats a reported failure, so that its traceback can be omitted.
+
+    Attributes:
+        signals: readable when a signal has come.
+        raised_at: the position at which the exception that ends this process was raised.
+    """
+
+    def __init__(self, tell: Callable[[str, str], None], is_victim: Callable[[BaseException], bool]) -> None:
+        self.signals, self._waker = socket.socketpair()
+        self.signals.setblocking(False)
+        self._waker.setblocking(False)
+        self.raised_at: str | None = None
+        self._tell = tell
+        self._is_victim = is_victim
+        self._pid = os.getpid()
+        self._old_hook: Any = None
+        self._wakes = False  # whether signals are written to us
+        self._over = False
+
+    def set(self) -> None:
+        """Installs the hooks; for signals only on the main thread, and unless an event loop handles them."""
+        self._old_hook, sys.excepthook = sys.excepthook, self._uncaught
+        if threading.current_thread() is threading.main_thread():
+            old = signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+            self._wakes = old == -1
+            if not self._wakes:
+                signal.set_wakeup_fd(old, warn_on_full_buffer=False)
+            elif signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+                signal.signal(
+                    signal.SIGTERM, self._terminate
+                )  # written to us, too: the watchdog ends the process
+
+    def restore(self) -> None:
+        """Restores the previous hooks, unless other code has replaced ours since."""
+        if sys.excepthook == self._uncaught:
+            sys.excepthook = self._old_hook
+        if self._wakes and threading.current_thread() is threading.main_thread():
+            current = signal.set_wakeup_fd(-1)
+            if current not in (-1, self._waker.fileno()):
+                signal.set_wakeup_fd(current, warn_on_full_buffer=False)
+            if signal.getsignal(signal.SIGTERM) == self._terminate:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._over = True
+
+    def wake(self) -> None:
+        """Makes `signals` readable."""
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\0")
+
+    def take(self) -> tuple[bool, bool]:
+        """Reads the signals; returns whether one will raise KeyboardInterrupt, and whether one ends the process."""
+        with contextlib.suppress(OSError):
+            numbers = self.signals.recv(4096)
+            # Another handler than Python's own may want the step to end first.
+            interrupted = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            terminated = signal.getsignal(signal.SIGTERM) == self._terminate
+            return signal.SIGINT in numbers and interrupted, signal.SIGTERM in numbers and terminated
+        return False, False
+
+    def _terminate(self, number: int, _: Any) -> None:
+        """SIGTERM's handler: does nothing as long as the watchdog, which has seen the signal, will end the process."""
+        if self._over or os.getpid() != self._pid:
+            end_by_signal(number)
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self.signals.close()
+        self._waker.close()
+
+    def after_fork(self) -> None:
+        """In a child: its signals must not reach the parent."""
+        if self._wakes:
+            signal.set_wakeup_fd(-1)
+            if signal.getsignal(signal.SIGTERM) == self._terminate:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.close()
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Reports the exception to the other ranks before this process ends; they are waiting for it.
+
+        The traceback comes first: a launcher ends this process as soon as another one has raised.
+        """
+        self.raised_at = position.of_traceback(trace)
+        ours = os.getpid() == self._pid
+        quiet = ours and (issubclass(kind, KeyboardInterrupt) or self._only_repeats(error))
+        try:
+            if not quiet:
+                with _in_one_write():
+                    self._old_hook(kind, error, trace)
+        finally:
+            if os.getpid() == self._pid:
+                interrupted = issubclass(kind, KeyboardInterrupt)
+                what = kind.__name__ + _summary(str(error))
+                self._tell("interrupted" if interrupted else "exception", what)
+                if issubclass(kind, CommunicationError):
+                    time.sleep(_VICTIM_SECONDS)
+
+    def _only_repeats(self, error: BaseException) -> bool:
+        """Whether this exception and its context only repeat a reported failure."""
+        context = error.__cause__ or error.__context__
+        return self._is_victim(error) and (context is None or isinstance(context, CommunicationError))
+
+
+@contextlib.contextmanager
+def _in_one_write() -> Iterator[None]:
+    """Collects the output to stderr and writes it at once, so that it does not mix with lines of other ranks."""
+    usual, sys.stderr = sys.stderr, io.StringIO()
+    try:
+        yield
+    finally:
+        text, sys.stderr = sys.stderr.getvalue(), usual
+        if text:
+            say(text)
+
+
+def _summary(text: str) -> str:
+    """The first line of an exception's text, and the last one where it holds another process's traceback.
+
+    >>> _summary("a bad sample\\nand more"), _summary("")
+    (': a bad sample', '')
+    >>> _summary("Caught ValueError in worker 0.\\nOriginal Traceback (most recent call last):\\nValueError: no 7")
+    ': Caught ValueError in worker 0. ValueError: no 7'
+    """
+    lines = text.strip().splitlines()
+    shown = [lines[0], lines[-1]] if "Traceback (most recent call last)" in text else lines[:1]
+    return f": {' '.join(shown)}" if shown else ""

@@ -1,0 +1,69 @@
+"""The report on a verdict: printed once in each output, and a flight record of each rank."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from pathlib import Path
+
+from .._base.said import say_once
+from . import flights
+from .lines import Message
+
+__all__ = ["Reporter"]
+
+# Intended failures, which need no diagnosis.
+_ORDERED = ("interrupted", "terminated")
+
+
+class Reporter:
+    """Prints verdicts and suspicions of a job.
+
+    Args:
+        rank: this rank.
+        world: number of ranks.
+        secret: of the job, by which the ranks recognise each other's reports.
+    """
+
+    def __init__(self, rank: int, world: int, secret: str) -> None:
+        self._rank, self._world = rank, world
+        self._mark = hashlib.sha256(secret.encode()).hexdigest()[:16]  # visible to other users
+
+    def report(self, verdict: Message, position: str | None, groups: list[Message]) -> None:
+        """Prints the report on a verdict.
+
+        Args:
+            verdict: as the hub sends it.
+            position: the position of this rank's script.
+            groups: the operations of this rank, for the flight record.
+        """
+        lines = [f"bmtrain: rank {self._rank} of {self._world} gives up: {verdict['text']}"]
+        if verdict["failure"]["kind"] not in _ORDERED:
+            lines += [f"    {line}" for line in verdict["table"]]
+        folder = os.environ.get("BMTRAIN_FLIGHT_DIR")
+        if folder:
+            lines.append(f"    flight record: {self._write_flight(Path(folder), verdict, position, groups)}")
+        say_once(f"{self._mark}-report", "\n".join(lines))
+
+    def notice(self, notice: Message) -> None:
+        """Prints a suspicion about a run that continues."""
+        lines = [f"bmtrain: {notice['text']}", *(f"    {line}" for line in notice["table"])]
+        say_once(f"{self._mark}-notice-{notice['number']}", "\n".join(lines))
+
+    def _write_flight(
+        self, folder: Path, verdict: Message, position: str | None, groups: list[Message]
+    ) -> str:
+        """Writes this rank's last operations; returns the path, or the reason of a failure."""
+        flight = {
+            "rank": self._rank,
+            "world_size": self._world,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "verdict": verdict["text"],
+            "failure": verdict["failure"],
+            "absent": verdict["absent"],
+            "position": position,
+            "groups": groups,
+        }
+        return flights.write_flight(folder, flight)

@@ -1,0 +1,237 @@
+"""A data loader that gives each rank its own samples and can resume in the middle of an epoch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+
+from ._base.arguments import require_integer, require_keys
+from ._ranks import context as _context
+from .global_var import config, context
+
+__all__ = ["Loader", "loader"]
+
+_CHOSEN_HERE = ("batch_sampler", "drop_last", "generator", "sampler")
+
+
+def loader(
+    dataset: Dataset[Any], batch_size: int, seed: int = 0, *, shuffle: bool = True, **options: Any
+) -> Loader:
+    """Loads a dataset in batches, with different samples on each rank.
+
+    A step takes the next ``batch_size * W`` samples of the epoch's order, of which rank *r* of *W* gets every *W*-th,
+    beginning with the *r*-th, as with torch's ``DistributedSampler``. Tensor-parallel ranks, which compute one loss
+    together, get the same samples. With virtual shards a batch belongs to one shard, and shards take the place of
+    ranks: a step sees the same samples on any number of ranks. Samples at the end of an epoch that do not fill a step
+    are dropped.
+
+    Args:
+        dataset: has a length and takes indices; the same on all ranks.
+        batch_size: samples in a batch: of one rank, or of one virtual shard.
+        seed: of the order, which is another one in each epoch; the same on all ranks.
+        shuffle: False for the order of the dataset.
+        options: of ``torch.utils.data.DataLoader``: ``num_workers``, ``collate_fn``, ``pin_memory``, ...
+
+    Returns:
+        An iterable of batches in host memory, with ``state_dict()`` and ``load_state_dict()``.
+
+    Raises:
+        TypeError: ``dataset`` has no length or takes no indices; or an option is one that the loader decides.
+        ValueError: the samples do not fill one step.
+        RuntimeError: before :func:`bmtrain.init_distributed`.
+
+    Example:
+        >>> batches = bmtrain.data.loader(range(6), batch_size=3, shuffle=False)
+        >>> for epoch in range(2):
+        ...     for batch in batches:
+        ...         print(epoch, batch.tolist())
+        0 [0, 1, 2]
+        0 [3, 4, 5]
+        1 [0, 1, 2]
+        1 [3, 4, 5]
+    """
+    ctx = context("data.loader")
+    if isinstance(dataset, IterableDataset) or not all(
+        hasattr(dataset, name) for name in ("__len__", "__getitem__")
+    ):
+        raise TypeError(
+            f"dataset: expected one with a length and indices, got {type(dataset).__name__}; one that is only iterated "
+            'has to leave out the samples of other ranks itself: by config["tp_zero_rank"] of config["tp_zero_size"]'
+        )
+    for name in _CHOSEN_HERE:
+        if name in options:
+            raise TypeError(f"{name}: the loader decides that; for another choice use torch's DataLoader")
+    batch_size = require_integer("batch_size", batch_size, 1)
+    if ctx.virtual_shards:
+        world = ctx.topology.world_size
+        parts, mine = ctx.virtual_shards, range(ctx.topology.rank, ctx.virtual_shards, world)
+    else:
+        parts = config["tp_zero_size"]
+        mine = range(config["tp_zero_rank"], parts, parts)
+    batches = _Batches(
+        len(dataset),  # type: ignore[arg-type]  # a Dataset need not have a length, this one has
+        batch_size,
+        parts,
+        mine,
+        require_integer("seed", seed),
+        shuffle,
+    )
+    return Loader(dataset, batches, options)
+
+
+class _Batches(Sampler[list[int]]):
+    """Indices of this rank's batches, from ``first`` of ``epoch`` on."""
+
+    def __init__(
+        self, num_samples: int, batch_size: int, parts: int, mine: range, seed: int, shuffle: bool
+    ) -> None:
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.parts = parts
+        self.mine = mine
+        self.seed = seed
+        self.shuffle = shuffle
+        self.step = batch_size * parts  # samples of all ranks
+        self.epoch = 0
+        self.first = 0
+        if num_samples < self.step:
+            raise ValueError(
+                f"dataset: expected at least {self.step} samples, {batch_size} for each of {parts} "
+                f"{'rank' if parts == 1 else 'ranks or virtual shards'}, got {num_samples}"
+            )
+
+    def __len__(self) -> int:
+        """Number of batches in a whole epoch."""
+        return self.num_samples // self.step * len(self.mine)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self._order()
+        for first in range(self.first, self.num_samples - self.step + 1, self.step):
+            for part in self.mine:
+                yield order[first + part : first + self.step : self.parts].tolist()
+
+    def _order(self) -> torch.Tensor:
+        """The order of ``torch.utils.data.DistributedSampler`` with the same seed."""
+        if not self.shuffle:
+            return torch.arange(self.num_samples)
+        return torch.randperm(
+            self.num_samples, generator=torch.Generator().manual_seed(self.seed + self.epoch)
+        )
+
+
+class Loader:
+    """Batches of one epoch after the other, see :func:`loader`.
+
+    Each ``for`` runs through one epoch, the next one through the next; the first after :meth:`load_state_dict` through
+    what was left of the saved one.
+
+    Attributes:
+        dataset: the dataset.
+        epoch: number of the running epoch; between two epochs, of the next.
+    """
+
+    def __init__(self, dataset: Dataset[Any], batches: _Batches, options: dict[str, Any]) -> None:
+        self.dataset = dataset
+        self.epoch = 0
+        self._samples = 0  # consumed in this epoch, by all ranks together
+        self._is_running = False
+        self._batches = batches
+        # A generator of its own: that of the program gives the same numbers whether or not a run was interrupted.
+        self._generator = torch.Generator()
+        self._torch_loader: DataLoader[Any] = DataLoader(
+            dataset, batch_sampler=batches, generator=self._generator, **options
+        )
+
+    def __len__(self) -> int:
+        """Number of this rank's batches in an epoch."""
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._is_running:  # the loop over the epoch before was left by `break`
+            self._go_to(self.epoch + 1)
+        self._is_running = True
+        first, batches = self._samples, self._batches
+        batches.epoch, batches.first = self.epoch, first
+        # Workers draw other random numbers on each rank.
+        self._generator.manual_seed(hash((batches.seed, self.epoch, batches.mine[0])) & (2**63 - 1))
+        for number, batch in enumerate(self._torch_loader, 1):
+            self._samples = first + number // len(batches.mine) * batches.step
+            yield batch
+        self._go_to(self.epoch + 1)
+
+    def _go_to(self, epoch: int, samples: int = 0) -> None:
+        self.epoch = epoch
+        self._samples = samples
+        self._is_running = False
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns the position of the loop: the same on all ranks, for any number of ranks.
+
+        The current batch counts as done: call this after its step.
+
+        Example:
+            >>> batches = bmtrain.data.loader(range(10), batch_size=2, shuffle=False)
+            >>> for batch in batches:
+            ...     if 4 in batch:
+            ...         state = batches.state_dict()  # for instance in `extra=` of a checkpoint
+            >>> batches.load_state_dict(state)
+            >>> [batch.tolist() for batch in batches]
+            [[6, 7], [8, 9]]
+        """
+        return {
+            "epoch": self.epoch,
+            "samples": self._samples,
+            "seed": self._batches.seed,
+            "size": self._batches.num_samples,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Continues after the batch at which :meth:`state_dict` was called, on as many ranks as then or others.
+
+        Args:
+            state_dict: of a loader of the same dataset with the same seed.
+
+        Raises:
+            TypeError: ``state_dict`` is not a dict.
+            ValueError: something is missing in it, or the dataset's size or the seed is another one.
+        """
+        require_keys("state_dict", state_dict, ("epoch", "samples", "seed", "size"))
+        for name, now in (("seed", self._batches.seed), ("size", self._batches.num_samples)):
+            if state_dict[name] != now:
+                raise ValueError(
+                    f"state_dict: expected the {name} of this loader's order, {now}, got {state_dict[name]}: the "
+                    "samples that are left of the epoch would be others"
+                )
+        self._go_to(state_dict["epoch"], state_dict["samples"])
+
+
+def adapt_distributed_sampler() -> None:
+    """Makes torch's ``DistributedSampler(dataset)`` use the ranks of this library where no process group was made.
+
+    The sampler queries torch.distributed, which knows no ranks in a program that calls only `init_distributed`, and
+    whose error would recommend a process group that is not needed.
+    """
+    plain = DistributedSampler.__init__
+    if hasattr(plain, "_bmtrain"):
+        return
+
+    @functools.wraps(plain)
+    def init(
+        self: DistributedSampler[Any],
+        dataset: Dataset[Any],
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        if _context.current() is not None and not torch.distributed.is_initialized():
+            num_replicas = config["tp_zero_size"] if num_replicas is None else num_replicas
+            rank = config["tp_zero_rank"] if rank is None else rank
+        plain(self, dataset, num_replicas, rank, *args, **kwargs)
+
+    init._bmtrain = True  # type: ignore[attr-defined]
+    DistributedSampler.__init__ = init  # type: ignore[method-assign]

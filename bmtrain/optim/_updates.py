@@ -1,0 +1,47 @@
+"""Updates of one step: parameters with gradients and state, for the optimizers and the core."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+__all__ = ["Part", "Ranges", "Update"]
+
+
+class Update(NamedTuple):
+    """One parameter in one step."""
+
+    param: Tensor
+    grad: Tensor
+    state: dict[str, Any]
+    #: Whether arrays of the state begin with this step.
+    is_fresh: bool = False
+
+
+class Part(NamedTuple):
+    """Updates of one group, all of fp32 or all of 16-bit parameters, with the arrays that they need and its options."""
+
+    updates: list[Update]
+    names: tuple[str, ...]
+    options: dict[str, Any]
+
+
+class Ranges(NamedTuple):
+    """Parallel lists of contiguous tensors of one device.
+
+    Attributes:
+        weights: fp32 parameters, or fp32 masters of 16-bit ones.
+        rounded: 16-bit parameters that receive the rounded weights; empty if there are none.
+        grads: gradients.
+        arrays: for each array that the formula keeps, a list.
+        steps: the number of each tensor's update, 1 for the first.
+        fresh: whether arrays begin with this update.
+    """
+
+    weights: list[Tensor]
+    rounded: list[Tensor]
+    grads: list[Tensor]
+    arrays: list[list[Tensor]]
+    steps: list[int]
+    fresh: list[bool]

@@ -1,0 +1,222 @@
+// What Python sees of the kernels, beside the operators of ops.cpp.
+#include <ATen/record_function.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+#include <utility>
+
+#include "bindings/bindings.h"
+#include "common/check.h"
+#include "common/tensor_dtype.h"
+#include "common/thread_pool.h"
+#include "cpu/isa.h"
+#include "cpu/kernels.h"
+#include "optim/offload_update.h"
+
+namespace bmtrain {
+
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+using Tensors = std::vector<at::Tensor>;
+using Integers = std::vector<std::int64_t>;
+using Dicts = std::vector<py::dict>;
+
+// The options of groups, each a dict by their names.
+template <typename Options, typename Read>
+Groups<Options> groups_from(const Integers& sizes, const Dicts& dicts, const Read& read) {
+  Groups<Options> groups{sizes, std::vector<Options>(dicts.size())};
+  for (std::size_t g = 0; g < dicts.size(); ++g) {
+    read(groups.options[g], [&](const char* name, auto& value) {
+      value = py::cast<std::decay_t<decltype(value)>>(dicts[g][name]);
+    });
+  }
+  return groups;
+}
+
+AdamGroups adam_groups(const Integers& sizes, const Dicts& dicts) {
+  return groups_from<AdamOptions>(sizes, dicts, [](AdamOptions& options, const auto& get) {
+    get("lr", options.lr);
+    get("beta1", options.beta1);
+    get("beta2", options.beta2);
+    get("eps", options.eps);
+    get("weight_decay", options.weight_decay);
+    get("scale", options.scale);
+    get("decoupled", options.decoupled);
+    get("maximize", options.maximize);
+    get("hold_steps", options.hold_steps);
+  });
+}
+
+SgdGroups sgd_groups(const Integers& sizes, const Dicts& dicts) {
+  return groups_from<SgdOptions>(sizes, dicts, [](SgdOptions& options, const auto& get) {
+    get("lr", options.lr);
+    get("momentum", options.momentum);
+    get("dampening", options.dampening);
+    get("weight_decay", options.weight_decay);
+    get("scale", options.scale);
+    get("nesterov", options.nesterov);
+    get("maximize", options.maximize);
+  });
+}
+
+LionGroups lion_groups(const Integers& sizes, const Dicts& dicts) {
+  return groups_from<LionOptions>(sizes, dicts, [](LionOptions& options, const auto& get) {
+    get("lr", options.lr);
+    get("beta1", options.beta1);
+    get("beta2", options.beta2);
+    get("weight_decay", options.weight_decay);
+    get("scale", options.scale);
+    get("maximize", options.maximize);
+  });
+}
+
+void add_adam(OffloadUpdate& self, const Tensors& weights, const Tensors& rounded, const Tensors& grads,
+              const Tensors& exp_avgs, const Tensors& exp_avg_sqs, const Integers& steps,
+              const Integers& sizes, const Dicts& groups) {
+  self.add_adam({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, adam_groups(sizes, groups));
+}
+
+void add_sgd(OffloadUpdate& self, const Tensors& weights, const Tensors& rounded, const Tensors& grads,
+             const Tensors& momenta, const Integers& fresh, const Integers& sizes, const Dicts& groups) {
+  self.add_sgd({{weights, rounded, grads}, momenta, fresh}, sgd_groups(sizes, groups));
+}
+
+void add_lion(OffloadUpdate& self, const Tensors& weights, const Tensors& rounded, const Tensors& grads,
+              const Tensors& momenta, const Integers& sizes, const Dicts& groups) {
+  self.add_lion({{weights, rounded, grads}, momenta, {}}, lion_groups(sizes, groups));
+}
+
+// [Note: Steps past the dispatcher]
+// The operators of a step take a dozen lists, which torch's dispatcher packs and unpacks in 10 us, and more
+// for each tensor: a third of that for the same function called as it is. Optimizers of host tensors come
+// here; the operators are for GPUs, and for tensors without data.
+std::tuple<double, double> adam_step_of(const Tensors& weights, const Tensors& rounded, const Tensors& grads,
+                                        const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
+                                        const Integers& steps, const Integers& sizes, const Dicts& dicts,
+                                        bool torch_sqrt, bool with_delta) {
+  AdamGroups groups = adam_groups(sizes, dicts);
+  for (AdamOptions& options : groups.options) options.torch_sqrt = torch_sqrt;
+  const py::gil_scoped_release no_gil;
+  const cpu::DeltaSums sums =
+      adam_step({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, groups, with_delta);
+  return {sums.sum, sums.sum_of_squares};
+}
+
+void sgd_step_of(const Tensors& weights, const Tensors& rounded, const Tensors& grads, const Tensors& momenta,
+                 const Integers& fresh, const Integers& sizes, const Dicts& dicts) {
+  const SgdGroups groups = sgd_groups(sizes, dicts);
+  const py::gil_scoped_release no_gil;
+  sgd_step({{weights, rounded, grads}, momenta, fresh}, groups);
+}
+
+void lion_step_of(const Tensors& weights, const Tensors& rounded, const Tensors& grads,
+                  const Tensors& momenta, const Integers& sizes, const Dicts& dicts) {
+  const LionGroups groups = lion_groups(sizes, dicts);
+  const py::gil_scoped_release no_gil;
+  lion_step({{weights, rounded, grads}, momenta, {}}, groups);
+}
+
+void stage(OffloadUpdate& self, const std::shared_ptr<StagingLane>& lane, int slot, const Tensors& gradients,
+           const Tensors& host_gradients, const Tensors& parameters, const Tensors& host_parameters,
+           const std::vector<std::optional<at::Tensor>>& sources,
+           const std::shared_ptr<SentGradients>& sent) {
+  Tensors defined;
+  for (const std::optional<at::Tensor>& source : sources) defined.push_back(source.value_or(at::Tensor()));
+  self.stage(std::make_shared<StagedCopies>(lane, slot, StagedTensors{gradients, host_gradients},
+                                            StagedTensors{parameters, host_parameters}, defined, sent));
+}
+
+void bind_offload_update(py::module_& module) {
+  py::class_<StagingLane, std::shared_ptr<StagingLane>>(
+      module, "StagingLane", "The streams and slots by which updates reach parameters of a device.")
+      .def(py::init<c10::Device, int>(), py::arg("device"), py::arg("num_slots"));
+  py::class_<SentNumber, std::shared_ptr<SentNumber>>(module, "SentNumber",
+                                                      "A number of the device on its way to the host.")
+      .def(py::init<std::shared_ptr<StagingLane>, at::Tensor, at::Tensor>(), py::arg("lane"),
+           py::arg("number"), py::arg("on_host"));
+  py::class_<SentGradients, std::shared_ptr<SentGradients>>(
+      module, "SentGradients", "Gradients that go to the host before there is an update to use them.")
+      .def(py::init([](std::shared_ptr<StagingLane> lane, const Tensors& on_device, const Tensors& on_host) {
+             return std::make_shared<SentGradients>(std::move(lane), StagedTensors{on_device, on_host});
+           }),
+           py::arg("lane"), py::arg("on_device"), py::arg("on_host"))
+      .def("scale", &SentGradients::scale, py::arg("factor"))
+      .def("drop", &SentGradients::drop);
+  py::class_<OffloadUpdate, std::shared_ptr<OffloadUpdate>> update(module, "OffloadUpdate");
+  py::enum_<Update::State>(update, "State")
+      .value("READY", Update::State::kReady)
+      .value("UPDATING", Update::State::kUpdating)
+      .value("DONE", Update::State::kDone)
+      .value("FAILED", Update::State::kFailed);
+  update.def(py::init<std::string>(), py::arg("label"))
+      .def("add_adam", &add_adam, py::arg("weights"), py::arg("rounded"), py::arg("grads"),
+           py::arg("exp_avgs"), py::arg("exp_avg_sqs"), py::arg("steps"), py::arg("sizes"), py::arg("groups"))
+      .def("add_sgd", &add_sgd, py::arg("weights"), py::arg("rounded"), py::arg("grads"), py::arg("momenta"),
+           py::arg("fresh"), py::arg("sizes"), py::arg("groups"))
+      .def("add_lion", &add_lion, py::arg("weights"), py::arg("rounded"), py::arg("grads"),
+           py::arg("momenta"), py::arg("sizes"), py::arg("groups"))
+      .def("stage", &stage, py::arg("lane"), py::arg("slot"), py::arg("gradients"), py::arg("host_gradients"),
+           py::arg("parameters"), py::arg("host_parameters"), py::arg("sources"), py::arg("sent") = nullptr)
+      .def_static("post", &OffloadUpdate::post, py::arg("updates"))
+      .def_static("guard_gradients", &OffloadUpdate::guard_gradients, py::arg("update"),
+                  py::arg("parameters"))
+      .def_property_readonly("state", &OffloadUpdate::state)
+      .def("zero_gradients_afterwards", &OffloadUpdate::zero_gradients_afterwards)
+      .def("wait", &OffloadUpdate::wait, NoGil());
+  module.def("lead_graphs_to", &OffloadUpdate::lead_graphs_to, py::arg("parameters"),
+             "Whether a graph that exists leads to one of the parameters as they are, shards.");
+  module.def("set_update_threads", &set_update_threads, py::arg("count"),
+             "How many threads an offloaded update may use; 0: as many as follow from torch's.");
+  module.def("num_update_workers", &num_update_workers,
+             "How many threads work on offloaded updates beside those that wait for one.");
+  module.def("disturb_updates", &disturb_updates, py::arg("max_delay_microseconds"),
+             py::arg("failing_label") = "",
+             "Delays chunks by random times, or lets a block's fail; for tests.");
+}
+
+void zero_in_shares(const at::Tensor& tensor) {
+  BMT_CHECK(TypeError, tensor.is_cpu() && tensor.is_contiguous(),
+            "zero_in_shares: expected a contiguous CPU tensor, got one on ", tensor.device());
+  cpu::zero(tensor.mutable_data_ptr(), tensor.numel(), dtype_of(tensor.scalar_type(), "zero_in_shares"));
+}
+
+void bind_steps(py::module_& module) {
+  module.def("zero_in_shares", &zero_in_shares, NoGil(), py::arg("tensor"),
+             "Zeroes a tensor, each page by the thread that will update it in a step of as many threads.");
+  module.def("adam_step", &adam_step_of, py::arg("weights"), py::arg("rounded"), py::arg("grads"),
+             py::arg("exp_avgs"), py::arg("exp_avg_sqs"), py::arg("steps"), py::arg("sizes"),
+             py::arg("groups"), py::kw_only(), py::arg("torch_sqrt") = false, py::arg("with_delta") = false,
+             "What the operator adam_ does to CPU tensors; groups are dicts.");
+  module.def("sgd_step", &sgd_step_of, py::arg("weights"), py::arg("rounded"), py::arg("grads"),
+             py::arg("momenta"), py::arg("fresh"), py::arg("sizes"), py::arg("groups"),
+             "What the operator sgd_ does to CPU tensors; groups are dicts.");
+  module.def("lion_step", &lion_step_of, py::arg("weights"), py::arg("rounded"), py::arg("grads"),
+             py::arg("momenta"), py::arg("sizes"), py::arg("groups"),
+             "What the operator lion_ does to CPU tensors; groups are dicts.");
+}
+
+}  // namespace
+
+void bind_optim(py::module_& module) {
+  bind_offload_update(module);
+  bind_steps(module);
+  module.def(
+      "cpu_isa", [] { return std::string(cpu::name_of(cpu::isa_level())); },
+      "The instruction set level of the CPU kernels: base, avx2 or avx512. ValueError for a BMTRAIN_CPU_ISA "
+      "that "
+      "this machine cannot run.");
+  module.def(
+      "highest_cpu_isa", [] { return std::string(cpu::name_of(cpu::highest_isa_level())); },
+      "The highest level this machine can run.");
+  module.def("set_processor_share", &set_processor_share, py::arg("count"),
+             "Says how many processors this process may count on: loops of more threads never wait awake.");
+  module.def(
+      "is_recorded", &at::hasCallbacks,
+      "Whether a profiler, or anybody else, is told of the functions of torch that this thread calls.");
+  module.def("force_cpu_isa", &cpu::force_isa_level, py::arg("level"),
+             "Changes the level of the whole process; for tests that compare levels.");
+}
+
+}  // namespace bmtrain

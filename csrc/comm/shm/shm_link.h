@@ -1,0 +1,227 @@
+// The ranks of one host as one of them sees them: what it still has to send and to receive, and who moves it.
+//
+// [Note: Who moves the bytes]
+// Posting an operation copies what it sends into this rank's rings, as far as there is space; waiting copies
+// what it receives out of its peers' rings. So with every processor busy nothing is done twice and nobody is
+// interrupted: a gather that was posted early is one copy from memory when it is waited for. Only where a
+// ring is full does somebody depend on a peer that computes; then the background threads of both carry on.
+//
+// [Note: Order]
+// A rank sends its collectives through one ring, in the order in which they were posted, and receives them
+// in that order from each peer; messages between a pair have a ring of their own. An operation of two
+// phases holds back what was posted after it until its second phase is under way: otherwise a rank could find
+// an operation it has not posted yet in front of the one it waits for.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "comm/shm/shm_heap.h"
+#include "comm/shm/shm_ring.h"
+#include "comm/shm/shm_segment.h"
+
+namespace bmtrain {
+
+class ShmLink;
+
+/// The slices of an all_to_all, each in a buffer of its sender or in memory of this process.
+class ShmPeerSlices final : public PeerSlices {
+ public:
+  ShmPeerSlices(std::weak_ptr<ShmLink> link, int size) : link_(std::move(link)) {
+    by_rank.resize(static_cast<std::size_t>(size));
+  }
+  ~ShmPeerSlices() override { release(); }
+  ShmPeerSlices(const ShmPeerSlices&) = delete;
+  ShmPeerSlices& operator=(const ShmPeerSlices&) = delete;
+  void release() final;
+
+  std::vector<std::pair<int, int>> in_place;  // rank and slot of the buffers that are read here
+  std::vector<at::Tensor> copies;
+
+ private:
+  std::weak_ptr<ShmLink> link_;
+};
+
+/// Where a piece lies: in private memory, so that it goes through the rings, or in a buffer used in place.
+enum class ShmPlace : std::uint8_t { kPrivate, kOwn, kCommon };
+
+/// Bytes to be sent, or to be received from `peer`.
+struct ShmPiece {
+  char* data = nullptr;
+  std::int64_t bytes = 0;
+  int peer = ShmRing::kEverybody;
+  int phase = 0;
+  ShmPlace place = ShmPlace::kPrivate;
+  int slot = ShmHeap::kNone;  // of the buffer, unless kPrivate
+};
+
+/// One operation: the pieces it consists of, and what is done between its phases.
+struct ShmOperation {
+  const char* op = "";
+  std::string label;
+  std::int64_t sequence = 0;
+  std::int64_t bytes = 0;
+  std::uint64_t fingerprint = 0;
+  int message_peer = -1;  // of a send or receive; -1 for collectives
+  /// Runs once when all pieces of phase 0 are through, before any of phase 1 is sent: on any thread, which
+  /// then rounds as the one that posted the operation.
+  std::function<void()> combine;
+  /// Kept alive until the operation is over; as everything below protected by the link's mutex.
+  std::vector<at::Tensor> tensors;
+  int left[2] = {0, 0};  // pieces of each phase that are not through
+  bool combined = false;
+  bool done = false;
+  bool is_common = false;    // a gather into a buffer that the ranks write together
+  unsigned environment = 0;  // of the thread that posted it
+  /// Where pieces without `data` are received: they stay where they are, if they can.
+  std::shared_ptr<ShmPeerSlices> slices;
+};
+using ShmOperationPtr = std::shared_ptr<ShmOperation>;
+
+class ShmLink : public std::enable_shared_from_this<ShmLink> {
+ public:
+  /// `files` are the memory files of all ranks in rank order; `watches` has for each rank two descriptors (or
+  /// -1) that become readable when that process is gone, and which belong to the link if this returns.
+  ShmLink(const std::vector<int>& files, std::vector<int> watches, int rank, int size, std::string name,
+          double timeout_seconds);
+  ~ShmLink();
+  ShmLink(const ShmLink&) = delete;
+  ShmLink& operator=(const ShmLink&) = delete;
+
+  [[nodiscard]] static std::size_t segment_bytes(int size);
+  [[nodiscard]] int rank() const { return rank_; }
+  [[nodiscard]] int size() const { return size_; }
+  [[nodiscard]] const std::string& name() const { return name_; }
+
+  /// Numbers the operation and starts it. Pieces of no bytes are left out. Raises StateError when closed,
+  /// CommunicationError when aborted.
+  void post(const ShmOperationPtr& operation, std::vector<ShmPiece> sends, std::vector<ShmPiece> receives);
+  /// Blocks until it is over; on failure aborts the link and raises CommunicationError.
+  void await(ShmOperation& operation);
+  [[nodiscard]] bool is_done(ShmOperation& operation);
+
+  void abort(const std::string& reason);
+  void close();
+  [[nodiscard]] bool closed();
+
+  // Buffers used in place; see ShmHeap.
+
+  /// Waits while only peers use what there is of `bytes`, for longest_wait() at most, after which there is
+  /// none; see [Note: Waiting for readers].
+  [[nodiscard]] c10::DataPtr borrow_own(std::int64_t bytes);
+  [[nodiscard]] std::chrono::milliseconds longest_wait() const { return longest_wait_; }
+  void set_longest_wait(std::chrono::milliseconds wait) { longest_wait_ = wait; }
+  [[nodiscard]] c10::DataPtr borrow_common(std::int64_t bytes);
+  void give_back_common(const void* view, std::int64_t bytes);
+  /// The slot of the own buffer that a tensor fills, about to be published; kNone if it is in none.
+  [[nodiscard]] int publish_own(const at::Tensor& tensor);
+  [[nodiscard]] int find_common(const at::Tensor& tensor);
+  void end_own(int slot) { heap_->end_own(slot); }
+  void end_common(int slot, std::uint64_t use);
+  [[nodiscard]] std::int64_t bytes_in_place();
+  void finish_reading(int peer, int slot);
+
+  /// Bytes that this process copied for operations, since construction or the last reset.
+  [[nodiscard]] std::int64_t bytes_copied() const { return copied_.load(std::memory_order_relaxed); }
+  void count_copied(std::int64_t bytes) { copied_.fetch_add(bytes, std::memory_order_relaxed); }
+  void reset_copied() { copied_.store(0, std::memory_order_relaxed); }
+
+ private:
+  struct Pending {
+    ShmOperationPtr operation;
+    ShmPiece piece;
+    std::int64_t moved = 0;
+  };
+  using Queue = std::deque<Pending>;
+  // What comes from, and what goes to, one other rank.
+  struct Peer {
+    Queue collectives;
+    Queue messages;
+    Queue sends;  // messages to it
+    bool died = false;
+  };
+
+  [[nodiscard]] std::string describe(const ShmOperation& operation) const;
+  [[nodiscard]] ShmHeader& header(int rank) const { return segments_[index(rank)].header(); }
+  [[nodiscard]] static std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
+  // Moves whatever can be moved now; false if nothing could.
+  bool progress();
+  bool send_queue(Queue& queue, ShmRingWriter& ring);
+  // Sends of one piece what can be sent now; returns how much.
+  std::uint64_t send_some(Pending& pending, ShmRingWriter& ring, const ShmDescriptor& meta,
+                          const std::function<bool(int)>& is_past);
+  bool receive_queue(Queue& queue, ShmRingReader& ring, int peer);
+  // Aborts the link if that fails.
+  void receive_chunk(Pending& pending, const ShmDescriptor& chunk, const ShmRingReader& ring, int peer);
+  // Whether anything that was posted is still to be moved.
+  [[nodiscard]] bool is_busy() const;
+  // Tells the peers that nothing more comes from here, and that nothing more is read.
+  void leave();
+  void settle(ShmOperation& operation);
+  // Takes the first piece, which is through, off the queue.
+  void retire(Queue& queue);
+  void notify(int peer) const;
+  // Wakes those whose sends wait for something that has happened here now.
+  void call_blocked() const;
+  [[nodiscard]] bool is_gone(int peer) const;
+  // The ranks that have not let go of a common buffer's use before the present one.
+  [[nodiscard]] std::vector<int> users_behind(int slot) const;
+  [[nodiscard]] bool any_is_gone() const;
+  // Gives the lock away until the bell has rung since `seen`, for some milliseconds at most; then looks for
+  // the dead.
+  void sleep_until_called(std::unique_lock<std::mutex>& lock, std::uint32_t seen,
+                          std::chrono::steady_clock::time_point deadline);
+  // Looks which processes have ended; true if one more has.
+  bool look_for_the_dead();
+  // The ranks without which the operation cannot go on.
+  [[nodiscard]] std::vector<int> blockers(const ShmOperation& operation) const;
+  void add_readers_behind(const Pending& pending, std::vector<int>& ranks) const;
+  [[noreturn]] void fail_lost(const ShmOperation& operation, int peer);
+  [[noreturn]] void fail_late(const ShmOperation& operation, const std::vector<int>& peers);
+  [[nodiscard]] std::string lost_message(const ShmOperation& operation, int peer) const;
+  void abort_locked(const std::string& reason);
+  void run_in_background();
+
+  const int rank_;
+  const int size_;
+  const std::string name_;
+  const std::chrono::milliseconds timeout_;
+  std::vector<ShmSegment> segments_;
+  const std::vector<int> watches_;
+  const int process_;  // a forked child has the memory, but is not the rank
+  std::atomic<std::int64_t> copied_ = 0;
+  std::atomic<std::chrono::milliseconds> longest_wait_{std::chrono::seconds{10}};
+
+  std::mutex mutex_;  // protects everything below but stop_
+  std::unique_ptr<ShmHeap> heap_;
+  ShmRingWriter collective_writer_;
+  std::vector<ShmRingReader> collective_readers_;
+  std::vector<ShmRingWriter> message_writers_;
+  std::vector<ShmRingReader> message_readers_;
+  Queue collective_sends_;
+  std::vector<Peer> peers_;
+  std::int64_t sequence_ = 0;
+  std::vector<std::int64_t> messages_sent_;
+  std::vector<std::int64_t> messages_received_;
+  // Destroyed by whoever calls next: the background thread must not drop a tensor that Python knows.
+  std::vector<ShmOperationPtr> finished_;
+  bool closed_ = false;
+  bool aborted_ = false;
+  std::string reason_;
+
+  std::atomic<bool> stop_ = false;
+  std::thread background_;
+};
+
+}  // namespace bmtrain

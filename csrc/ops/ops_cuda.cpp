@@ -1,0 +1,260 @@
+// The operators of ops.cpp over CUDA tensors: checks, then the kernels, on the current stream. None of them
+// makes the host wait.
+#include "ops/ops_cuda.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/library.h>
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "common/check.h"
+#include "common/tensor_dtype.h"
+#include "common/typed.h"
+#include "cuda/adam.h"
+#include "cuda/cross_entropy.h"
+#include "cuda/momentum.h"
+#include "cuda/reduce.h"
+#include "ops/ops.h"
+#include "optim/adam.h"
+#include "optim/momentum.h"
+
+namespace bmtrain::ops {
+namespace {
+
+void check_memory(const at::Tensor& tensor, const at::Tensor& first, const char* what) {
+  BMT_CHECK(TypeError, tensor.is_cuda() && tensor.device() == first.device(), what,
+            ": expected tensors of one CUDA device, got ", tensor.device(), " and ", first.device());
+  BMT_CHECK(TypeError, tensor.is_contiguous(), what, ": expected a contiguous tensor, got strides ",
+            tensor.strides(), " for shape ", tensor.sizes());
+}
+
+DType narrow_dtype_of(const at::Tensor& tensor, const char* what) {
+  const DType dtype = dtype_of(tensor.scalar_type(), what);
+  BMT_CHECK(TypeError, dtype != DType::kFloat64, what,
+            ": expected float32, float16 or bfloat16, got float64");
+  return dtype;
+}
+
+// Contiguous memory; neighbours of one dtype become one, so that a model's gradients are a launch per block.
+struct Range {
+  void* data;
+  std::int64_t numel;
+  DType dtype;
+};
+
+std::vector<Range> ranges_of(at::TensorList tensors, const char* what) {
+  std::vector<Range> ranges;
+  for (const at::Tensor& tensor : tensors) {
+    check_memory(tensor, tensors[0], what);
+    const Range next{tensor.data_ptr(), tensor.numel(), narrow_dtype_of(tensor, what)};
+    const bool follows =
+        !ranges.empty() && ranges.back().dtype == next.dtype &&
+        static_cast<char*>(ranges.back().data) + ranges.back().numel * size_of(next.dtype) == next.data;
+    if (follows) {
+      ranges.back().numel += next.numel;
+    } else if (next.numel > 0) {
+      ranges.push_back(next);
+    }
+  }
+  return ranges;
+}
+
+void cast_cuda(at::Tensor out, const at::Tensor& source) {
+  check_memory(out, out, "cast_: out");
+  check_memory(source, out, "cast_: source");
+  BMT_CHECK(ValueError, out.numel() == source.numel(), "cast_: expected source with ", out.numel(),
+            " elements like out, got ", source.numel());
+  const c10::cuda::CUDAGuard guard(out.device());
+  C10_CUDA_CHECK(cuda::cast(out.mutable_data_ptr(), narrow_dtype_of(out, "cast_: out"),
+                            source.const_data_ptr(), narrow_dtype_of(source, "cast_: source"), out.numel(),
+                            c10::cuda::getCurrentCUDAStream()));
+}
+
+void scale_cuda(at::TensorList tensors, const at::Tensor& factor) {
+  BMT_CHECK(ValueError, factor.numel() == 1, "scale_: factor: expected one number, got ", factor.numel());
+  const c10::cuda::CUDAGuard guard(tensors[0].device());
+  const at::Tensor by = factor.to(tensors[0].device(), at::kFloat);
+  for (const Range& range : ranges_of(tensors, "scale_")) {
+    C10_CUDA_CHECK(cuda::scale(range.data, range.numel, range.dtype, by.const_data_ptr<float>(),
+                               c10::cuda::getCurrentCUDAStream()));
+  }
+}
+
+at::Tensor squared_sum_cuda(at::TensorList tensors) {
+  const c10::cuda::CUDAGuard guard(tensors[0].device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  const auto options = tensors[0].options().dtype(at::kDouble);
+  const at::Tensor partial = at::zeros({cuda::kPartialSums}, options);
+  for (const Range& range : ranges_of(tensors, "squared_sum")) {
+    C10_CUDA_CHECK(
+        cuda::squared_sum(partial.mutable_data_ptr<double>(), range.data, range.numel, range.dtype, stream));
+  }
+  at::Tensor total = at::empty({}, options);
+  C10_CUDA_CHECK(
+      cuda::finish_squared_sum(total.mutable_data_ptr<double>(), partial.const_data_ptr<double>(), stream));
+  return total;
+}
+
+std::tuple<double, double> adam_cuda(at::TensorList weights, at::TensorList rounded, at::TensorList grads,
+                                     at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
+                                     at::IntArrayRef steps, at::IntArrayRef sizes, Numbers lr, Numbers beta1,
+                                     Numbers beta2, Numbers eps, Numbers weight_decay, Numbers scale,
+                                     at::IntArrayRef decoupled, at::IntArrayRef maximize,
+                                     at::IntArrayRef hold_steps, bool /*torch_sqrt*/, bool with_delta) {
+  BMT_CHECK(ValueError, !with_delta, "adam_: sums of updates are for CPU tensors");
+  // The square root is IEEE's here, and so is torch's.
+  const AdamGroups groups = groups_of(
+      AdamLists{sizes, lr, beta1, beta2, eps, weight_decay, scale, decoupled, maximize, hold_steps});
+  const std::vector<cpu::AdamSlice> slices =
+      adam_slices({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, groups);
+  for (const cpu::AdamSlice& slice : slices) {
+    BMT_CHECK(TypeError, slice.bf16_exp_avg == nullptr,
+              "adam_: expected float32 moments on CUDA, got bfloat16");
+  }
+  const c10::cuda::CUDAGuard guard(weights[0].device());
+  C10_CUDA_CHECK(cuda::adam(slices.data(), static_cast<std::int64_t>(slices.size()), {},
+                            c10::cuda::getCurrentCUDAStream()));
+  return {0, 0};
+}
+
+void momentum_cuda(at::TensorList weights, const std::vector<cpu::MomentumSlice>& slices) {
+  const c10::cuda::CUDAGuard guard(weights[0].device());
+  C10_CUDA_CHECK(cuda::momentum(slices.data(), static_cast<std::int64_t>(slices.size()), {},
+                                c10::cuda::getCurrentCUDAStream()));
+}
+
+void sgd_cuda(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList momenta,
+              at::IntArrayRef fresh, at::IntArrayRef sizes, Numbers lr, Numbers momentum, Numbers dampening,
+              Numbers weight_decay, Numbers scale, at::IntArrayRef nesterov, at::IntArrayRef maximize) {
+  const SgdGroups groups =
+      groups_of(SgdLists{sizes, lr, momentum, dampening, weight_decay, scale, nesterov, maximize});
+  momentum_cuda(weights, sgd_slices({{weights, rounded, grads}, momenta, fresh}, groups));
+}
+
+void lion_cuda(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList momenta,
+               at::IntArrayRef sizes, Numbers lr, Numbers beta1, Numbers beta2, Numbers weight_decay,
+               Numbers scale, at::IntArrayRef maximize) {
+  const LionGroups groups = groups_of(LionLists{sizes, lr, beta1, beta2, weight_decay, scale, maximize});
+  momentum_cuda(weights, lion_slices({{weights, rounded, grads}, momenta, {}}, groups));
+}
+
+// One number per row, fp32 (or of `dtype`), on the device of the logits.
+template <typename T>
+const T* column(const at::Tensor& tensor, const at::Tensor& logits, at::ScalarType dtype, const char* what) {
+  check_memory(tensor, logits, what);
+  BMT_CHECK(TypeError, tensor.scalar_type() == dtype, what, ": expected ", dtype, ", got ",
+            tensor.scalar_type());
+  BMT_CHECK(ValueError, tensor.numel() == logits.size(0), what, ": expected one number for each of ",
+            logits.size(0), " rows, got ", tensor.numel());
+  return tensor.const_data_ptr<T>();
+}
+
+cuda::Logits rows_of(const at::Tensor& logits, const at::Tensor& target,
+                     const std::optional<at::Tensor>& weight, bool smooth) {
+  check_memory(logits, logits, "cross_entropy: logits");
+  BMT_CHECK(ValueError, logits.dim() == 2, "cross_entropy: logits: expected (rows, columns), got shape ",
+            logits.sizes());
+  const float* of_columns = nullptr;
+  if (weight.has_value()) {
+    check_memory(*weight, logits, "cross_entropy: weight");
+    BMT_CHECK(TypeError, weight->scalar_type() == at::kFloat, "cross_entropy: weight: expected float32, got ",
+              weight->scalar_type());
+    BMT_CHECK(ValueError, weight->numel() == logits.size(1),
+              "cross_entropy: weight: expected one for each of ", logits.size(1), " columns, got ",
+              weight->numel());
+    of_columns = weight->const_data_ptr<float>();
+  }
+  return {logits.const_data_ptr(),
+          narrow_dtype_of(logits, "cross_entropy: logits"),
+          logits.size(0),
+          logits.size(1),
+          column<std::int64_t>(target, logits, at::kLong, "cross_entropy: target"),
+          of_columns,
+          smooth};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cross_entropy_sums_cuda(
+    const at::Tensor& logits, const at::Tensor& target, const std::optional<at::Tensor>& weight, bool smooth,
+    bool divided) {
+  const cuda::Logits rows = rows_of(logits, target, weight, smooth);
+  const c10::cuda::CUDAGuard guard(logits.device());
+  const auto options = logits.options().dtype(at::kFloat);
+  const auto make = [&](std::int64_t numel) { return at::empty({numel}, options); };
+  at::Tensor maximum = make(rows.num_rows), exp_sum = make(rows.num_rows), target_logit = make(rows.num_rows);
+  at::Tensor smoothed = make(smooth ? rows.num_rows : 0);
+  const cuda::RowSums out{maximum.mutable_data_ptr<float>(), exp_sum.mutable_data_ptr<float>(),
+                          target_logit.mutable_data_ptr<float>(),
+                          smooth ? smoothed.mutable_data_ptr<float>() : nullptr, divided};
+  C10_CUDA_CHECK(cuda::cross_entropy_sums(rows, out, c10::cuda::getCurrentCUDAStream()));
+  return {maximum, exp_sum, target_logit, smoothed};
+}
+
+void cross_entropy_gradient_cuda(at::Tensor out, const at::Tensor& logits, const at::Tensor& target,
+                                 const std::optional<at::Tensor>& weight, const at::Tensor& maximum,
+                                 const at::Tensor& log_sum, const at::Tensor& scale, const at::Tensor& hit,
+                                 const at::Tensor& spread, const at::Tensor& ignored) {
+  const cuda::Logits rows = rows_of(logits, target, weight, /*smooth=*/false);
+  check_memory(out, logits, "cross_entropy: out");
+  BMT_CHECK(ValueError, out.sizes() == logits.sizes() && out.scalar_type() == logits.scalar_type(),
+            "cross_entropy: out: expected shape and dtype of logits, ", logits.sizes(), " of ",
+            logits.scalar_type(), ", got ", out.sizes(), " of ", out.scalar_type());
+  const auto number = [&](const at::Tensor& tensor, const char* what) {
+    return column<float>(tensor, logits, at::kFloat, what);
+  };
+  const cuda::RowFactors factors{number(maximum, "cross_entropy: maximum"),
+                                 number(log_sum, "cross_entropy: log_sum"),
+                                 number(scale, "cross_entropy: scale"),
+                                 number(hit, "cross_entropy: hit"),
+                                 number(spread, "cross_entropy: spread"),
+                                 column<bool>(ignored, logits, at::kBool, "cross_entropy: ignored")};
+  const c10::cuda::CUDAGuard guard(logits.device());
+  C10_CUDA_CHECK(
+      cuda::cross_entropy_gradient(rows, factors, out.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
+}
+
+}  // namespace
+
+void ordered_sum_cuda(at::Tensor out, at::TensorList sources, bool accumulate, double factor) {
+  check_memory(out, out, "ordered_sum_: out");
+  std::vector<const void*> pointers;
+  for (const at::Tensor& source : sources) {
+    check_memory(source, out, "ordered_sum_: sources");
+    BMT_CHECK(ValueError, source.numel() == out.numel(), "ordered_sum_: expected sources with ", out.numel(),
+              " elements like out, got ", source.numel());
+    BMT_CHECK(TypeError, source.scalar_type() == out.scalar_type(), "ordered_sum_: expected sources of ",
+              out.scalar_type(), " like out, got ", source.scalar_type());
+    pointers.push_back(source.const_data_ptr());
+  }
+  const auto count = static_cast<int>(pointers.size());
+  BMT_CHECK(ValueError, count <= cuda::kMostSources || cuda::is_evenly_spaced(pointers.data(), count),
+            "ordered_sum_: expected at most ", cuda::kMostSources,
+            " sources on CUDA, or evenly spaced slices of one tensor, got ", count);
+  const c10::cuda::CUDAGuard guard(out.device());
+  C10_CUDA_CHECK(cuda::ordered_sum(out.mutable_data_ptr(), pointers.data(), count, out.numel(),
+                                   dtype_of(out.scalar_type(), "ordered_sum_: out"), accumulate, factor,
+                                   c10::cuda::getCurrentCUDAStream()));
+}
+
+}  // namespace bmtrain::ops
+
+TORCH_LIBRARY_IMPL(bmtrain, CUDA, m) {
+  using bmtrain::Typed;
+  using namespace bmtrain::ops;  // NOLINT(google-build-using-namespace)
+  m.impl("cast_", &Typed<cast_cuda>::call);
+  m.impl("ordered_sum_", &Typed<ordered_sum_cuda>::call);
+  m.impl("scale_", &Typed<scale_cuda>::call);
+  m.impl("squared_sum", &Typed<squared_sum_cuda>::call);
+  m.impl("adam_", &Typed<adam_cuda>::call);
+  m.impl("sgd_", &Typed<sgd_cuda>::call);
+  m.impl("lion_", &Typed<lion_cuda>::call);
+  m.impl("cross_entropy_sums", &Typed<cross_entropy_sums_cuda>::call);
+  m.impl("cross_entropy_gradient_", &Typed<cross_entropy_gradient_cuda>::call);
+}

@@ -1,0 +1,332 @@
+"""Common mistakes, by number: what a script prints for each of them, on one rank or on all, and on how many lines.
+
+Those that another file tests are in `ELSEWHERE`. None is silent, and none ends in advice of torch that is wrong here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from harness import Status, rank_outcomes, run_ranks
+from torch.utils.data import DistributedSampler
+
+import bmtrain as bmt
+from bmtrain._base import deprecate as _deprecate
+from bmtrain._ranks import context as _context
+
+ROOT = Path(__file__).parents[2]
+MOST_LINES = 40
+#: Texts of torch that advise something that is wrong, or unsafe, in a program of this library.
+WRONG_ADVICE = ("make sure to call init_process_group", "weights_only` set to `False`", "add_safe_globals")
+
+
+def linear(*args: int) -> torch.nn.Module:
+    return bmt.BMTrainModelWrapper(torch.nn.Linear(*(args or (4, 4))))
+
+
+def not_initialized() -> None:
+    linear()
+
+
+def wrong_dtype() -> None:
+    bmt.Block(bmt.BMTrainModelWrapper(torch.nn.Linear(4, 4).half()))(torch.ones(2, 4))
+
+
+def wrapped_twice() -> None:
+    block = bmt.Block(bmt.Block(bmt.BMTrainModelWrapper(linear())))
+    block(torch.ones(2, 4)).sum().backward()
+
+
+def plain_module_in_a_block() -> None:
+    bmt.Block(torch.nn.Linear(4, 4))
+
+
+def optimizer_before_wrapping() -> None:
+    model = torch.nn.Linear(4, 4)
+    manager = managed(torch.optim.SGD(model.parameters(), lr=0.1))
+    model = bmt.BMTrainModelWrapper(model)
+    manager.backward(model(torch.ones(2, 4)).sum())
+    manager.step()
+
+
+def plain_parameter() -> None:
+    managed(torch.optim.SGD([*linear().parameters(), torch.nn.Parameter(torch.ones(4))], lr=0.1))
+
+
+def missing_key() -> None:
+    linear().load_state_dict({"weight": torch.ones(4, 4)})
+
+
+def missing_key_in_a_file() -> None:
+    name = f"missing-{bmt.rank()}.pt"
+    torch.save({"weight": torch.ones(4, 4)}, name)
+    bmt.load(linear(), name)
+
+
+def loss_of_several_numbers() -> None:
+    bmt.optim.OptimManager().backward(linear()(torch.ones(2, 4)))
+
+
+def sampler_without_rank() -> None:
+    sampler = DistributedSampler(range(10))  # type: ignore[arg-type]
+    assert (sampler.num_replicas, sampler.rank) == (bmt.world_size(), bmt.rank())
+
+
+def same_samples() -> None:
+    trained(torch.ones(2, 4))
+
+
+def not_finite() -> None:
+    trained(torch.full((2, 4), torch.inf))
+
+
+def too_big() -> None:
+    bmt.nn.Linear(1 << 22, 1 << 22)
+
+
+class Code:
+    """An object that a file of tensors may not hold."""
+
+
+def no_checkpoint() -> None:
+    name = f"other-{bmt.rank()}.pt"
+    torch.save({"weight": Code()}, name)
+    bmt.load(linear(), name)
+
+
+def printed_on_one_rank() -> None:
+    model = linear()
+    if bmt.rank() == 0:
+        assert "Linear" in repr(model)
+    assert model.weight.shape == (4, 4)
+    bmt.synchronize()
+
+
+def not_drawn() -> None:
+    bmt.nn.Linear(4, 4)(torch.ones(2, 4))
+
+
+def step_without_optimizer() -> None:
+    manager = bmt.optim.OptimManager()
+    manager.backward(linear()(torch.ones(2, 4)).sum())
+    manager.step()
+
+
+def managed(optimizer: torch.optim.Optimizer) -> bmt.optim.OptimManager:
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    return manager
+
+
+def trained(x: torch.Tensor) -> None:
+    model = linear()
+    manager = managed(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(4):
+        manager.zero_grad()
+        manager.backward(model(x).sum())
+        manager.step()
+
+
+class Mistake(NamedTuple):
+    """A mistake after which the program could go on, so that many share one launch."""
+
+    number: int
+    make: Callable[[], None]
+    says: str = ""  # the empty one: it is none any more
+    on_rank_0_only: bool = False
+
+
+RECOVERABLE = [
+    Mistake(1, not_initialized, r"bmtrain is not initialized: call bmtrain\.init_distributed\(\)"),
+    Mistake(
+        2, wrong_dtype, r"in the forward of block .*: parameters in torch\.float16; arguments torch\.float32"
+    ),
+    Mistake(3, wrapped_twice),
+    Mistake(
+        4, plain_module_in_a_block, r"parameter 'weight' of shape \(4, 4\) is a Parameter; a Block needs"
+    ),
+    Mistake(5, optimizer_before_wrapping, r"after the model has been wrapped"),
+    Mistake(6, plain_parameter, r"1 of its 3 parameters are plain ones", on_rank_0_only=True),
+    Mistake(8, missing_key, r'Missing key.*"bias"[\s\S]*strict=False'),
+    Mistake(8, missing_key_in_a_file, r'Missing key.*"bias"[\s\S]*strict=False'),
+    Mistake(9, loss_of_several_numbers, r"loss: expected one number .*, got shape \(2, 4\)"),
+    Mistake(10, sampler_without_rank),
+    Mistake(
+        11, same_samples, r"all 2 ranks were equal bit for bit.*bmtrain\.data\.loader", on_rank_0_only=True
+    ),
+    Mistake(14, too_big, r"65,536\.0 GiB.*meta.*python -m bmtrain plan"),
+    Mistake(15, not_finite, r"the loss was inf or NaN in 3 steps in a row.*loss_scale", on_rank_0_only=True),
+    Mistake(27, no_checkpoint, r"not a readable file of tensors: it contains \S*Code"),
+    Mistake(34, printed_on_one_rank),
+    Mistake(
+        35,
+        not_drawn,
+        r"never initialised.*: weight, bias; call bmtrain\.init_parameters",
+        on_rank_0_only=True,
+    ),
+    Mistake(36, step_without_optimizer, r"expected at least one optimizer, got none"),
+]
+
+
+def make_all(folder: str) -> list[str]:
+    """What this rank would print after each: the traceback and the warnings."""
+    os.chdir(folder)
+    said = []
+    for mistake in RECOVERABLE:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _deprecate._seen.clear()  # what is said once is said for each of them
+            try:
+                mistake.make()
+                text = ""
+            except Exception:
+                text = traceback.format_exc()
+        said.append(text + "".join(f"{w.category.__name__}: {w.message}\n" for w in caught))
+        if mistake.number == 1:
+            bmt.init_distributed()
+    return said
+
+
+def test_mistakes_that_are_said_at_once(tmp_path: Path) -> None:
+    ranks = run_ranks(2, make_all, str(tmp_path), init=False, fresh=True)
+    for mistake, *texts in zip(RECOVERABLE, *ranks, strict=True):
+        for rank, text in enumerate(texts):
+            if mistake.says and not (rank and mistake.on_rank_0_only):
+                assert re.search(mistake.says, text), (mistake, text)
+            else:
+                assert not text, (mistake, text)
+            assert len(text.splitlines()) <= MOST_LINES, (mistake, text)
+            for advice in WRONG_ADVICE:
+                assert advice not in text, (mistake, text)
+
+
+# ---- mistakes that end the job
+
+
+def batches_apart() -> None:
+    """A rank leaves a batch out: the next call is another one than the others'."""
+    model, head = bmt.Block(linear()), bmt.Block(linear(4, 8))
+    for step in range(3):
+        if bmt.rank() == 1 and step == 1:
+            continue
+        head(model(torch.ones(2, 4)).detach() * (1 if step else 2)).sum().backward()
+
+
+def one_batch_less() -> None:
+    model = bmt.Block(linear())
+    for _ in range(3 - bmt.rank()):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def killed() -> None:
+    if bmt.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    bmt.synchronize()
+
+
+def raised() -> None:
+    if bmt.rank() == 1:
+        raise ValueError("bad sample")
+    bmt.synchronize()
+
+
+def interrupted() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the harness ignores it
+    threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+    time.sleep(5)
+
+
+def forward_on_one_rank() -> None:
+    model = bmt.Block(linear())
+    if bmt.rank() == 0:
+        model(torch.ones(2, 4))
+    bmt.synchronize()
+
+
+def state_on_one_rank() -> None:
+    model = bmt.Block(linear())
+    if bmt.rank() == 0:
+        model.state_dict()
+
+
+def as_script(name: str) -> None:
+    """To the end of a program: with what the interpreter prints of an exception."""
+    try:
+        globals()[name]()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.stderr.flush()
+        os._exit(1)
+    _context.uninstall()  # as at the end of a script
+    os._exit(0)
+
+
+LEFT = r"rank 1 ended while others still wait|connection to rank 1 was lost"
+ENDING: list[tuple[int, Callable[[], None], str]] = [
+    (12, batches_apart, LEFT),
+    (13, one_batch_less, LEFT),
+    (16, killed, r"rank 1 died"),
+    (17, raised, r"gives up: rank 1 raised ValueError: bad sample"),
+    (24, interrupted, r"KeyboardInterrupt|interrupted"),
+    (29, forward_on_one_rank, r"rank 0 called all_gather .* rank 1 called barrier|only rank 0"),
+    (30, state_on_one_rank, LEFT),
+]
+
+
+@pytest.mark.parametrize(("number", "mistake", "says"), ENDING, ids=[str(case[0]) for case in ENDING])
+def test_mistakes_that_end_the_job(number: int, mistake: Callable[[], None], says: str) -> None:
+    outcomes = rank_outcomes(2, as_script, mistake.__name__, init={"timeout": 30}, fresh=True, timeout=60)
+    assert all(outcome.status is Status.DIED for outcome in outcomes), outcomes
+    assert any(outcome.exitcode for outcome in outcomes)
+    output = outcomes[0].output if number != 24 else outcomes[0].output + outcomes[1].output
+    assert re.search(says, output), output
+    for outcome in outcomes:
+        assert len(outcome.output.splitlines()) <= MOST_LINES, outcome.output
+        assert not any(advice in outcome.output for advice in WRONG_ADVICE)
+
+
+def mistyped() -> None:
+    import runpy
+
+    sys.path.insert(0, str(ROOT / "example"))
+    sys.argv = ["train.py", "--stepps", "3"]
+    runpy.run_path(str(ROOT / "example" / "train.py"), run_name="__main__")
+
+
+def test_a_mistyped_option_is_said_in_one_line_by_one_rank() -> None:  # 28
+    outcomes = rank_outcomes(2, mistyped, init=False, fresh=True)
+    assert outcomes[0].output.splitlines() == [
+        "train.py: error: unrecognized arguments: --stepps 3 (--help lists all options)"
+    ]
+    assert not outcomes[1].output
+    assert all(outcome.error == "SystemExit" and outcome.message == "2" for outcome in outcomes), outcomes
+
+
+#: Number, file and test of mistakes that have a test of their own.
+ELSEWHERE = [
+    (7, "multiproc/test_optim_manager_state.py", "test_state_of_one_rank_fits_no_other_layout"),
+    (18, "multiproc/test_init_failures.py", "test_a_port_that_another_program_has"),
+    (19, "multiproc/test_init_failures.py", "test_a_missing_rank_is_named_on_every_rank"),
+    (20, "unit/test_packaging.py", "test_build_without_torch_says_what_to_run"),
+    (25, "multiproc/test_store_failures.py", "test_a_full_disk_is_an_error_that_names_the_file"),
+    (26, "fault/test_checkpoint_damage.py", "test_damage_is_noticed_and_named"),
+    (32, "multiproc/test_whole_tensor_tools.py", "test_refused_on_shards_naming_what_to_use"),
+    (33, "multiproc/test_data.py", "test_goes_on_in_the_middle_of_an_epoch"),
+]
+
+
+@pytest.mark.parametrize(("number", "file", "test"), ELSEWHERE)
+def test_the_others_have_tests(number: int, file: str, test: str) -> None:
+    assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8")

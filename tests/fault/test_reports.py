@@ -1,0 +1,197 @@
+"""What is printed: one report in each output, one traceback (of the cause), and whole lines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from harness import free_port, rank_outcomes, run_process
+
+import bmtrain
+from bmtrain import _C
+from bmtrain._ranks import context as contexts
+from bmtrain.errors import CommunicationError
+
+ROOT = Path(bmtrain.__file__).parents[1]
+WORLD = 3
+
+PROLOGUE = """
+import os, signal, sys, time, torch, bmtrain
+bmtrain.init_distributed(timeout=300)
+comm = bmtrain.config["comm"]
+bmtrain.synchronize()
+"""
+FAULTS = {
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "raised": "raise ValueError('a bad sample')",
+    "left": "sys.exit(0)",
+    "failed": "sys.exit(7)",
+    "terminated": "os.kill(os.getpid(), signal.SIGTERM); time.sleep(30)",
+}
+SENTENCES = {
+    "killed": "rank {} died: connections closed without a word (SIGKILL)",
+    "raised": "rank {} raised ValueError: a bad sample",
+    "left": "rank {} ended while others still wait (exit code 0)",
+    "failed": "rank {} ended while others still wait (exit code 7)",
+    "terminated": "rank {} was ended by SIGTERM, at ",
+}
+
+
+def start(script: str, transport: str = "shm") -> list[subprocess.Popen[str]]:
+    """All ranks with one output, as on a terminal; that of the first process."""
+    read, write = os.pipe()
+    port, ranks = str(free_port()), []
+    for rank in range(WORLD):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(WORLD),
+            "LOCAL_WORLD_SIZE": str(WORLD),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "BMTRAIN_CPU_TRANSPORT": transport,
+        }
+        command = [sys.executable, "-c", script]
+        ranks.append(subprocess.Popen(command, env=environment, stdout=write, stderr=write, text=True))
+    os.close(write)
+    ranks[0].stdout = os.fdopen(read, errors="replace")
+    return ranks
+
+
+def output_of(ranks: list[subprocess.Popen[str]]) -> str:
+    try:
+        for rank in ranks:
+            rank.wait(120)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert ranks[0].stdout is not None
+    return ranks[0].stdout.read()
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_failure_is_one_report(fault: str, victim: int, transport: str) -> None:
+    if transport == "gloo" and fault not in ("left", "killed"):
+        pytest.skip("told by the watchdog alone, whatever carries the bytes")
+    script = f"{PROLOGUE}\nif comm.rank == {victim}:\n    {FAULTS[fault]}\nwhile True:\n    bmtrain.synchronize()\n"
+    output = output_of(start(script, transport))
+    assert output.count("gives up: ") == 1, output
+    sentence = SENTENCES[fault].format(victim)
+    if victim == 0:  # its parent waits for it here, and so may ask for the exit code before the others do
+        sentence = sentence.partition(" (")[0]
+    assert f"gives up: {sentence}" in output
+    assert output.count("Traceback") == (fault == "raised"), output
+    assert len(output.splitlines()) <= 12, output
+
+
+def test_ctrl_c_is_one_line() -> None:
+    ranks = start(f"{PROLOGUE}\nos.write(1, b'ready\\n')\nwhile True:\n    bmtrain.synchronize()\n")
+    assert ranks[0].stdout is not None
+    for _ in ranks:
+        assert ranks[0].stdout.readline() == "ready\n"
+    for rank in ranks:  # a terminal sends it to all
+        rank.send_signal(signal.SIGINT)
+    [line] = output_of(ranks).splitlines()
+    assert "was interrupted (Ctrl-C), at <string>:" in line
+
+
+@pytest.mark.parametrize(
+    "repeat", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
+def test_under_torchrun_the_report_comes_before_its_sigterm(repeat: int, tmp_path: Path) -> None:
+    """The survivors compute, in no operation that could notice: the signal is what makes them look."""
+    script = tmp_path / "script.py"
+    computing = "end = time.time() + 60\nwhile time.time() < end:\n    pass\n"
+    script.write_text(f"{PROLOGUE}\nif comm.rank == 1:\n    {FAULTS['killed']}\n{computing}")
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--standalone",
+        str(script),
+    ]
+    done = run_process(command, timeout=200, check=False, environment={"PYTHONPATH": str(ROOT)})
+    assert done.stdout.count("gives up: rank 1 died: connections closed without a word") == 1, done.stdout
+    assert "Signal 9" in done.stdout.partition("Root Cause")[2]
+
+
+def save_alone() -> str:
+    """As a trainer that saves on rank 0: the others are in the next step."""
+    comm = bmtrain.config["comm"]
+    comm.barrier()
+    with pytest.raises(CommunicationError) as error:
+        if comm.rank == 0:
+            comm.all_gather(torch.empty(30), torch.ones(10), "state_dict").wait()
+        else:
+            comm.all_reduce(torch.ones(10), _C.ReduceOp.SUM, "loss").wait()
+    return str(error.value)
+
+
+def test_a_call_that_one_rank_makes_is_told_within_seconds() -> None:
+    """Over Gloo, which notices nothing; the time-out is far away."""
+    variables = {"BMTRAIN_CPU_TRANSPORT": "gloo"}
+    options = {"environment": variables, "init": {"timeout": 300}, "fresh": True, "timeout": 60}
+    for outcome in rank_outcomes(WORLD, save_alone, **options):
+        assert 'operation differs on group "zero": ranks 1-2 called all_reduce #2 for "loss"' in outcome.value
+        assert "rank 0 called all_gather #2" in outcome.value
+        assert "test_reports.py:" in outcome.output
+        assert " in save_alone" in outcome.output
+        assert "Every rank has to make the same calls" in outcome.output
+
+
+def wait_in_other_groups() -> float:
+    """Each in a group of its own order: not certain to be for ever, so that it is only reported."""
+    context = contexts.current()
+    assert context is not None
+    one, other = context.world.comm, context.world.reduce_comm
+    one.barrier()
+    first, second = (one, other) if one.rank == 0 else (other, one)
+    x = torch.ones(4)
+
+    def come_later() -> None:
+        time.sleep(9)
+        second.all_reduce(torch.ones(4), _C.ReduceOp.SUM, "loss").wait()
+
+    thread = threading.Thread(target=come_later)
+    thread.start()
+    first.all_reduce(x, _C.ReduceOp.SUM, "loss").wait()
+    thread.join()
+    return float(x[0])
+
+
+def test_ranks_that_wait_for_each_other_are_told_and_may_go_on() -> None:
+    options = {"init": {"timeout": 300}, "fresh": True, "timeout": 90}
+    outcomes = rank_outcomes(2, wait_in_other_groups, **options)
+    assert [outcome.value for outcome in outcomes] == [2.0, 2.0], outcomes
+    for outcome in outcomes:
+        assert outcome.output.count("ranks 0-1 wait for each other: ") == 1, outcome.output
+        assert "Unless that changes, the job ends at the time-out" in outcome.output
+        assert "gives up" not in outcome.output
+
+
+def wait_for_a_slow_rank() -> str:
+    comm = bmtrain.config["comm"]
+    comm.barrier()
+    if comm.rank == 1:
+        time.sleep(7)
+    comm.all_reduce(torch.ones(4), _C.ReduceOp.SUM).wait()
+    return "through"
+
+
+def test_a_slow_rank_is_not_reported() -> None:
+    options = {"init": {"timeout": 300}, "fresh": True, "timeout": 90}
+    for outcome in rank_outcomes(2, wait_for_a_slow_rank, **options):
+        assert (outcome.value, outcome.output) == ("through", "")

@@ -1,0 +1,383 @@
+"""Parameters outside of a forward: printing them costs nothing, and what is written to them reaches the shards or is
+told."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+
+import bmtrain as bmt
+from bmtrain.global_var import context
+from bmtrain.zero_context import ZeroContext
+
+
+class Described(torch.nn.Module):
+    """Prints what it reads from a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(3, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale[:, 0]
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.scale.shape)}, {self.scale.dtype}, {self.scale.device}, {self.scale.numel()}"
+
+
+class Net(torch.nn.Module):
+    """Parameters in Blocks and outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(5, 3)
+        self.layers = torch.nn.ModuleList(
+            [torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3), Described()) for _ in range(2)]
+        )
+        self.attention = torch.nn.MultiheadAttention(4, 2)
+        self.out = torch.nn.Linear(3, 700)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x.float())
+
+
+def wrapped() -> Any:
+    torch.manual_seed(0)
+    return bmt.BMTrainModelWrapper(Net())
+
+
+def messages() -> dict[str, Any]:
+    group = context().world
+    return dict(group.comm.traffic())
+
+
+# --- printing
+
+
+def printed_by_one_rank() -> list[str]:
+    model = wrapped()
+    bmt.synchronize()
+    context().world.comm.reset_traffic()
+    texts: list[str] = []
+    if bmt.rank() == 0:
+        modules = (model, model.embed, model.layers[0], model.layers[1][2], model.attention)
+        texts = [repr(module) for module in modules]
+        bmt.print_rank(model)
+    assert messages() == {}
+    bmt.synchronize()
+    return texts
+
+
+def test_one_rank_prints_a_model() -> None:
+    assert run_ranks(2, printed_by_one_rank)[0] == run_ranks(1, printed_by_one_rank)[0]
+
+
+# --- writing
+
+
+def expected_of(change: Callable[[torch.nn.Module], Any]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Net()
+    torch.manual_seed(7)
+    with torch.no_grad():
+        change(model)
+    return model.state_dict()
+
+
+def assert_state(model: torch.nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    found = model.state_dict()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def change_all(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(2).view(-1)[-1] = 5.0
+    model.out.weight[1:3] = 0
+    model.layers[0][0].weight.data.fill_(3)
+    torch.nn.init.xavier_normal_(model.layers[1][0].weight)
+
+
+def written(policy: dict[str, Any]) -> None:
+    with bmt.default_policy(bmt.BlockPolicy(**policy)):
+        model = wrapped()
+    x = torch.randn(4, 5)
+    model(x).sum().backward()  # Blocks are gathered, or have been
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    with torch.no_grad():
+        model(x)
+    torch.manual_seed(7)
+    with bmt.whole(model, write=True) as inside:
+        assert inside is model and all(p.shape == p.full_shape for p in model.parameters())
+        change_all(model)
+        values = model(x)
+        state = model.state_dict()
+    assert all(p.shape == (p._spec.local_part[1],) for p in model.parameters())
+    expected = expected_of(change_all)
+    assert_state(model, expected)
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+    if "compute_dtype" not in policy:
+        with torch.no_grad():
+            assert torch.allclose(model(x), values, atol=1e-5)
+    for gradient, p in zip(gradients, [p for p in model.parameters() if p.grad is not None], strict=True):
+        assert torch.equal(gradient, p.grad)
+    model(x).sum().backward()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_what_is_written_reaches_the_shards(world: int) -> None:
+    run_ranks(world, written, {})
+
+
+@pytest.mark.parametrize(
+    "policy", [{"level": 0}, {"level": 1}, {"level": 2}, {"compute_dtype": torch.bfloat16}]
+)
+def test_under_every_policy(policy: dict[str, Any]) -> None:
+    run_ranks(2, written, policy)
+
+
+def zero_context() -> None:
+    model = wrapped()
+    with ZeroContext(model.layers[0]) as block:
+        block[0].weight.copy_(torch.arange(9.0).view(3, 3))
+        block[1].bias.data = torch.full((3,), 4.0)
+        with pytest.raises(RuntimeError, match="full already"):
+            ZeroContext(model.layers[0]).__enter__()
+    state = model.state_dict()
+    assert state["layers.0.0.weight"].flatten().tolist() == list(range(9))
+    assert state["layers.0.1.bias"].tolist() == [4.0] * 3
+
+
+def not_written() -> None:
+    model = wrapped()
+    before = copy.deepcopy(model.state_dict())
+    with bmt.whole(model):
+        change_all(model)
+    assert_state(model, before)
+    with pytest.raises(ZeroDivisionError), bmt.whole([model.embed, model.layers[0]], write=True):
+        model.embed.weight.zero_()
+        raise ZeroDivisionError
+    assert_state(model, before)
+    with pytest.raises(RuntimeError, match="another shape|with shape"), bmt.whole(model.embed, write=True):
+        model.embed.weight.data = torch.zeros(2)
+    assert_state(model, before)
+    with bmt.whole(model.layers[0][0], write=True):  # a part of a Block
+        model.layers[0][0].weight.zero_()
+        clone = copy.deepcopy(model.layers[0][0])
+    assert model.state_dict()["layers.0.0.weight"].abs().max() == 0
+    assert clone.state_dict()["weight"].abs().max() == 0
+
+
+def test_contexts() -> None:
+    for program in (zero_context, not_written):
+        run_ranks(2, program)
+
+
+def masters_follow() -> None:
+    model = bmt.BMTrainModelWrapper(torch.nn.Linear(6, 5, dtype=torch.bfloat16))
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=0.0)
+    model(torch.ones(2, 6, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    with bmt.whole(model, write=True):
+        model.weight.fill_(3.0)
+    optimizer.step()
+    assert model.state_dict()["weight"].float().unique().tolist() == [3.0]
+
+
+def test_optimizers_go_on_from_what_was_written() -> None:
+    run_ranks(2, masters_follow)
+
+
+# --- initialising a built model
+
+
+def by_init(module: torch.nn.Module) -> None:
+    if isinstance(module, torch.nn.Linear):
+        torch.nn.init.xavier_uniform_(module.weight)
+        if module.bias is not None:
+            module.bias.data.normal_(0, 0.02)
+    elif isinstance(module, torch.nn.MultiheadAttention):
+        torch.nn.init.orthogonal_(module.in_proj_weight)
+
+
+def apply_init(model: torch.nn.Module) -> None:
+    model.apply(by_init)
+
+
+def reset(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        for name in ("reset_parameters", "_reset_parameters"):
+            if hasattr(module, name):
+                getattr(module, name)()
+
+
+def initialised(change: Callable[[torch.nn.Module], Any], on_meta: bool) -> dict[str, torch.Tensor]:
+    if on_meta:  # as with FSDP2
+        with torch.device("meta"):
+            model = Net()
+        model = bmt.BMTrainModelWrapper(model).to_empty(device=bmt.config["device"])
+    else:
+        model = wrapped()
+    torch.manual_seed(7)
+    change(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state = model.state_dict()
+    return {name: value for name, value in state.items() if "2.scale" not in name or not on_meta}
+
+
+@pytest.mark.parametrize("change", [apply_init, reset])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_initialised_as_by_one_process(change: Callable[[torch.nn.Module], Any], world: int) -> None:
+    expected = expected_of(change)
+    for state in run_ranks(world, initialised, change, False):
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+def test_the_flow_of_meta_device_to_empty_and_reset() -> None:
+    expected = expected_of(reset)
+    for state in run_ranks(2, initialised, reset, True):
+        assert state.keys() < expected.keys()
+        assert all(torch.equal(expected[name], value) for name, value in state.items())
+
+
+class Holder(bmt.DistributedModule):
+    """Has a plain module that holds a distributed parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = torch.nn.Module()
+        self.plain.weight = bmt.DistributedParameter(torch.zeros(4, 3))
+        self.weight = bmt.DistributedParameter(torch.zeros(4, 3))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.ones_(self.weight)
+
+
+def own_modules() -> None:
+    model = Holder()
+    assert model.state_dict()["weight"].eq(1).all()
+    model.apply(lambda module: torch.nn.init.eye_(module.weight))
+    assert all(torch.equal(value, torch.eye(4, 3)) for value in model.state_dict().values())
+
+
+def test_modules_of_ones_own() -> None:
+    run_ranks(2, own_modules)
+
+
+# --- writes that are lost
+
+
+class Clamped(bmt.DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = bmt.DistributedParameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.scale.clamp_(max=0.5)
+        return x * self.scale
+
+
+@torch.no_grad()
+def in_place(model: Any) -> None:
+    model.out.weight.mul_(0)
+
+
+def through_data(model: Any) -> None:
+    model.out.weight.data[0].fill_(3)
+
+
+def by_data(model: Any) -> None:
+    model.out.weight.data = torch.zeros(700, 3)
+
+
+def in_forward(model: Any) -> None:
+    Clamped()(torch.ones(3, requires_grad=True)).sum().backward()
+
+
+class ClampedData(Clamped):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.scale.data.max() == 1
+        self.scale.data.clamp_(max=0.5)
+        return x * self.scale
+
+
+class ReadsData(Clamped):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale.data.max() * self.scale
+
+
+def data_in_forward(model: Any) -> None:
+    ClampedData()(torch.ones(3, requires_grad=True)).sum().backward()
+
+
+def in_block(model: Any) -> None:
+    block = bmt.Block(ClampedData())
+    block(torch.ones(3, requires_grad=True)).sum().backward()
+    assert block.state_dict()["scale"].tolist() == [1, 1, 1] or bmt.world_size() == 1
+
+
+WRITES = [(in_place, "Linear.weight"), (through_data, "Linear.weight"), (by_data, "Linear.weight"),
+          (in_forward, "Clamped.scale"), (data_in_forward, "ClampedData.scale"),
+          (in_block, "a parameter in the forward of ClampedData#2")]  # fmt: skip
+
+
+def warnings_of(act: Callable[[Any], None]) -> list[str]:
+    model = wrapped()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        act(model)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(("write", "name"), WRITES)
+def test_a_lost_write_is_told(write: Callable[[Any], None], name: str) -> None:
+    first, second = run_ranks(2, warnings_of, write, fresh=True)
+    assert (
+        len(first) == 1 and first[0].startswith(f"a write to {name} is lost") and "bmtrain.whole" in first[0]
+    )
+    assert second == []
+
+
+def reads_only(model: Any) -> None:
+    weight = model.out.weight
+    assert torch.equal(weight, weight.data) and type(weight + 1) is torch.Tensor
+    assert repr(weight).startswith("tensor(") and isinstance(weight, torch.Tensor)
+    assert type(copy.deepcopy(model.out.bias.detach())) is torch.Tensor
+    file = io.BytesIO()
+    torch.save(weight.detach(), file)
+    torch.save(weight, file)
+    plain = torch.nn.Linear(3, 700)
+    plain.weight = torch.nn.Parameter(weight)
+    table = torch.nn.Embedding.from_pretrained(weight, freeze=False)
+    for module in (plain, table, copy.deepcopy(table), pickle.loads(pickle.dumps(plain))):
+        assert isinstance(module.weight, torch.nn.Parameter) and module.weight.requires_grad
+        assert torch.equal(module.state_dict()["weight"], weight) and repr(module.weight).startswith("Param")
+    assert isinstance(bmt.BMTrainModelWrapper(plain)._parameters["weight"], bmt.DistributedParameter)
+    gathered = next(model.out.parameters()).gather()
+    with torch.no_grad():
+        gathered.zero_()  # somebody's own copy
+    model(torch.randn(2, 5)).sum().backward()
+    for module in (ReadsData(), bmt.Block(ReadsData())):
+        module(torch.ones(3)).sum().backward()
+    model.tied = torch.nn.Module()
+    model.out.weight = weight
+    assert model.out._parameters["weight"] is next(model.out.parameters())
+
+
+def test_reads_are_no_writes() -> None:
+    assert run_ranks(2, warnings_of, reads_only, fresh=True) == [[], []]
