@@ -33,7 +33,7 @@ TORCH_MINIMUM = (2, 11)
 TORCH_TO_INSTALL = "torch==2.13.0"
 CONFIG_FILE = "_build_config.json"  # read by bmtrain/_base/build.py
 BUILDING = {"build", "build_ext", "bdist_wheel", "editable_wheel", "develop"}
-GROUP_SIZE = 4  # sources compiled as one
+BINDINGS_GROUP_SIZE = 3  # sources compiled as one; each takes as long as other folders
 
 
 def require_setuptools() -> None:
@@ -183,9 +183,9 @@ def find_sources(cuda: bool) -> list[str]:
 
 
 def group_sources(sources: list[str], folder: Path) -> list[str]:
-    """Compile a few files of a folder as one: most of their time goes to torch's headers, which they share.
+    """Compile the files of a folder as one: most of their time goes to torch's headers, which they share.
 
-    Bindings and the kernels of an instruction set, which take longest, stay alone, and so does what is CUDA's.
+    The kernels of an instruction set stay alone, and so does what is CUDA's.
 
     Args:
         sources: relative to the tree.
@@ -197,17 +197,13 @@ def group_sources(sources: list[str], folder: Path) -> list[str]:
     alone, folders = [], {}
     for source in sources:
         path = Path(source)
-        if (
-            path.suffix != ".cpp"
-            or path.stem.endswith("_cuda")
-            or path.parent.name in ("bindings", "cpu", "cuda")
-        ):
+        if path.suffix != ".cpp" or path.stem.endswith("_cuda") or path.parent.name in ("cpu", "cuda"):
             alone.append(source)
         else:
             folders.setdefault(path.parent, []).append(path)
     folder.mkdir(parents=True, exist_ok=True)
     for place, paths in folders.items():
-        count = -(-len(paths) // GROUP_SIZE)
+        count = -(-len(paths) // BINDINGS_GROUP_SIZE) if place.name == "bindings" else 1
         for n in range(count):
             part = paths[n * len(paths) // count : (n + 1) * len(paths) // count]
             text = "".join(f'#include "{path.relative_to("csrc").as_posix()}"\n' for path in part)

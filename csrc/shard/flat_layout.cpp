@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "common/check.h"
+#include "common/sizes.h"
 
 namespace bmtrain {
 namespace {
@@ -10,7 +11,6 @@ namespace {
 constexpr std::int64_t kMost = std::int64_t{1} << 60;
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-std::int64_t round_up(std::int64_t a, std::int64_t b) { return ceil_div(a, b) * b; }
 
 }  // namespace
 

@@ -9,11 +9,11 @@
 #include <cstring>
 
 #include "common/check.h"
+#include "common/sizes.h"
 
 namespace bmtrain {
 namespace {
 
-constexpr std::uint64_t kPage = 4096;
 constexpr std::uint64_t kAlignment = std::uint64_t{1} << 21;  // of a huge page
 // Far beyond what rank 0 uses for its own buffers; files take memory only where they are used.
 constexpr std::uint64_t kCommonBegin = std::uint64_t{1} << 40;
@@ -23,8 +23,6 @@ constexpr int kOwnBuffers = 2;
 constexpr int kCommonBuffers = 2;
 // Of a buffer that so many uses of others have passed over, the memory is given back.
 constexpr std::uint64_t kIdleUses = 4096;
-
-std::uint64_t round_up(std::uint64_t value, std::uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
 }  // namespace
 

@@ -3,13 +3,12 @@
 #include <algorithm>
 #include <cstring>
 
+#include "common/sizes.h"
+
 namespace bmtrain {
 namespace {
 
 constexpr std::size_t kLine = 64;
-constexpr std::size_t kPage = 4096;
-
-std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
 
 }  // namespace
 
