@@ -1,4 +1,4 @@
-"""Policies of blocks: sharding, recomputation and communication of one block, as data."""
+"""Block policies: sharding, recomputation and communication of one block, as data."""
 
 from __future__ import annotations
 
