@@ -26,7 +26,7 @@ from .._base.said import Waiting
 from .._watch.blame import ranks_text
 from ..errors import BMTrainError, CommunicationError
 from .launch import Launch
-from .rendezvous_store import first_line, open_store, server_of, settle_server
+from .rendezvous_store import first_line, loopback_hint, open_store, server_of, settle_server
 
 __all__ = ["Peer", "Rendezvous"]
 
@@ -189,7 +189,7 @@ class Rendezvous:
         return (
             f"rendezvous at {self._launch.meeting}: expected {world} ranks within {self._timeout:g} s, got "
             f"{world - len(missing)}; missing {ranks_text(missing)}: see whether they started, and whether their "
-            "errors came first"
+            f"errors came first{loopback_hint(self._launch)}"
         )
 
     def _linger(self) -> None:

@@ -22,7 +22,7 @@ from .._watch.lines import listen_everywhere
 from ..errors import BMTrainError, CommunicationError
 from .launch import Launch, Meeting
 
-__all__ = ["first_line", "open_store", "server_of", "settle_server"]
+__all__ = ["first_line", "loopback_hint", "open_store", "server_of", "settle_server"]
 
 # How long a host name may stay unknown: cluster name services lag behind the start of the processes.
 _NAME_SECONDS = 30.0
@@ -38,6 +38,18 @@ _served: dict[int, Store] = {}
 def server_of(launch: Launch) -> str:
     """Names the process that serves the rendezvous."""
     return "the launcher" if launch.meeting.served else "rank 0"
+
+
+def loopback_hint(launch: Launch) -> str:
+    """The remedy where ranks of several hosts are to meet at an address that every host takes for itself, or ""."""
+    meeting = launch.meeting
+    several_hosts = launch.local_size not in (None, launch.world_size)
+    if meeting.scheme != "tcp" or not several_hosts or _loopback_of(meeting.host) is None:
+        return ""
+    return (
+        f" ({meeting.host} is every host itself, and this job has ranks on several: set MASTER_ADDR to an address of "
+        "rank 0's host that the others reach)"
+    )
 
 
 def settle_server(launch: Launch) -> Launch:
@@ -172,6 +184,7 @@ class _Opening:
                 if waiting.is_due():
                     waiting.report(
                         f"{server_of(self._launch)}, which is to serve the rendezvous at {meeting}"
+                        f"{loopback_hint(self._launch)}"
                     )
             time.sleep(min(pause, max(deadline - now, 0.0) + 0.01))
             pause = min(pause * 1.5, 0.5)
@@ -191,6 +204,7 @@ class _Opening:
         return (
             f"{self._who}: nobody answers at {meeting} after {self._timeout:g} s ({reason}): expected "
             f"{server_of(self._launch)} there; see whether it runs and whether MASTER_ADDR and MASTER_PORT are right"
+            f"{loopback_hint(self._launch)}"
         )
 
     def _connect(self, connect: Callable[[], Store]) -> Store:
@@ -253,7 +267,7 @@ def _listen_on(host: str, port: int, one_host: bool) -> socket.socket:
     may be one that only a router in between knows. Then it listens on every interface.
     """
     with contextlib.suppress(ValueError):
-        address = ipaddress.ip_address(_loopback_of(host) if one_host else host)
+        address = ipaddress.ip_address((_loopback_of(host) or host) if one_host else host)
         try:
             return socket.create_server(
                 (str(address), port), family=socket.AF_INET6 if address.version == 6 else socket.AF_INET
@@ -264,14 +278,14 @@ def _listen_on(host: str, port: int, one_host: bool) -> socket.socket:
     return listen_everywhere(port)
 
 
-def _loopback_of(host: str) -> str:
-    """The address of a name that only resolves to this host itself (``localhost``); other names unchanged."""
+def _loopback_of(host: str) -> str | None:
+    """The address of a name that only resolves to this host itself (``localhost``); None for other names."""
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)}
     except (OSError, UnicodeError):
-        return host
+        return None
     if not all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found):
-        return host
+        return None
     return min(found, key=lambda address: ":" in address)  # every client also tries that of version 4
 
 

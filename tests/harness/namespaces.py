@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -18,8 +18,10 @@ def ip(*arguments: str) -> None:
 
 
 @contextlib.contextmanager
-def joined_hosts() -> Iterator[list[tuple[str, str]]]:
-    """Namespace and interface of two hosts, 10.77.0.1 and 10.77.0.2. Skips the test where they cannot be made."""
+def joined_hosts(
+    addresses: Sequence[str] = ("10.77.0.1/24", "10.77.0.2/24"),
+) -> Iterator[list[tuple[str, str]]]:
+    """Namespace and interface of two hosts with these addresses. Skips the test where they cannot be made."""
     mark = os.getpid() % 100_000
     hosts = [(f"bmtrain-{mark}-{side}", f"bmt{mark}{side}") for side in "ab"]
     try:
@@ -27,8 +29,10 @@ def joined_hosts() -> Iterator[list[tuple[str, str]]]:
             ip("netns", "add", namespace)
         (first, one), (second, other) = hosts
         ip("link", "add", one, "netns", first, "type", "veth", "peer", "name", other, "netns", second)
-        for number, (namespace, interface) in enumerate(hosts, start=1):
-            ip("-n", namespace, "address", "add", f"10.77.0.{number}/24", "dev", interface)
+        for address, (namespace, interface) in zip(addresses, hosts, strict=True):
+            # "nodad": without the second in which IPv6 looks whether another host has the address.
+            options = ["nodad"] if ":" in address else []
+            ip("-n", namespace, "address", "add", address, "dev", interface, *options)
             ip("-n", namespace, "link", "set", interface, "up")
             ip("-n", namespace, "link", "set", "lo", "up")
     except (OSError, subprocess.CalledProcessError) as error:
