@@ -16,6 +16,7 @@ from ._base.opaque import opaque
 from ._base.unseen import TORCH_DATA, TORCH_GRAD, data_of, gradient_of
 from ._C import ReduceOp
 from ._ranks.comm import wire_device
+from ._ranks.context import require_intact
 from ._shards.block_ref import BlockRef
 from ._shards.data_version import DataVersion
 from ._shards.foreign import refuse_fsdp, refuse_replicated, require_gathering
@@ -356,6 +357,7 @@ class DistributedParameter(torch.nn.Parameter):
         return clone
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        require_intact("pickling a parameter")
         attributes = {k: v for k, v in self.__dict__.items() if k not in ("_spec", *_NOT_COPIED)}
         spec = self._spec.portable(self.element_size())
         return _rebuild, (type(self), self._own_part().clone(), self.requires_grad, spec, attributes)

@@ -23,7 +23,7 @@ from ._model.check import check_model_state, loads_by_itself
 from ._model.outline import outline_of
 from ._model.state_dict import collecting, install_hooks_below
 from ._ranks.agree import failing_together, on_rank_0
-from ._ranks.context import require_intact
+from ._ranks.context import current, require_intact
 from ._ranks.objects import allgather_object, allgather_objects, broadcast_object
 from .block_layer import Block
 from .global_var import config, context
@@ -74,11 +74,13 @@ def save(
     context("save()")
     finish_background_save()
     state = _full_state(model, copy=non_blocking)
+    resume = f"continue with bmtrain.load(model, {os.fspath(file_name)!r})"
     if not non_blocking:
         on_rank_0(lambda: _write(state, AtomicFile(file_name)), "save")
+        note_saved(resume)
         return None
     target = on_rank_0(lambda: AtomicFile(file_name), "save")
-    handle = SaveHandle(None if target is None else lambda: _write(state, target))
+    handle = SaveHandle(None if target is None else lambda: _write(state, target), resume)
     handle.start()
     return handle
 
@@ -270,14 +272,22 @@ def _write(state: Mapping[str, Any], target: AtomicFile) -> None:
         torch.save(state, file)
 
 
+def note_saved(resume: str) -> None:
+    """Lets the report of a later failure, or of Ctrl-C, say how to continue."""
+    known = current()
+    if known is not None and known.watch is not None:
+        known.watch.note_saved(resume)
+
+
 # ---- saving in the background
 
 
 class SaveHandle:
     """A save in the background. (On ranks other than 0 there is nothing to wait for.)"""
 
-    def __init__(self, write: Callable[[], None] | None) -> None:
+    def __init__(self, write: Callable[[], None] | None, resume: str) -> None:
         self._write = write
+        self._resume = resume
         self._error: Exception | None = None  # for as long as the handle lives
         self._is_told = False  # whether the error has been raised
         self._thread = threading.Thread(target=self._run, name="bmtrain-save") if write is not None else None
@@ -293,6 +303,7 @@ class SaveHandle:
     def _run(self) -> None:
         try:
             self._write()  # type: ignore[misc]
+            note_saved(self._resume)
         except Exception as error:
             self._error = error
         finally:

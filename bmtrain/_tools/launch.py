@@ -53,9 +53,9 @@ def run(options: argparse.Namespace) -> int:
     num_ranks = options.nproc or torch.cuda.device_count() or 2
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(cores // num_ranks, 1)))
-    logging.getLogger("torch.distributed.elastic").setLevel(
-        logging.CRITICAL
-    )  # pages about what one line says
+    for logger in logging.root.manager.loggerDict:  # which write pages about what one line says
+        if logger.startswith("torch.distributed.elastic"):
+            logging.getLogger(logger).setLevel(logging.CRITICAL)
     line = ["--standalone", f"--nproc-per-node={num_ranks}", str(options.script), *options.arguments]
     try:
         launcher.run(launcher.parse_args(line))

@@ -97,6 +97,7 @@ class Hub:
         self._absent: dict[int, str] = {}
         self._processes: dict[int, str] = {}
         self._on_lines = on_lines
+        self.resume = ""  # how to continue from what this run has saved
         self._again = 0.0  # when to check whether a rank that announced its end has exited
         self._rounds = Rounds(world)
         self._leaving: set[int] = set()
@@ -298,7 +299,8 @@ class Hub:
         absent = {rank: self._absent.get(rank, why) for rank, why in missing.items()}
         if case.prints is not None:  # more of them may have come since
             case.failure.update(_accusation(case.prints) or {})
-        self._verdict = {"do": "verdict", **blame.verdict(case.failure, case.states, absent)}
+        verdict = blame.verdict(case.failure, case.states, absent)
+        self._verdict = {"do": "verdict", **verdict, "resume": self.resume}
         self._send_all(self._verdict)
 
     def _check_deadlock(self, rank: int, state: Message) -> None:

@@ -39,8 +39,11 @@ class Reporter:
             groups: the operations of this rank, for the flight record.
         """
         lines = [f"bmtrain: rank {self._rank} of {self._world} gives up: {verdict['text']}"]
-        if verdict["failure"]["kind"] not in _ORDERED:
-            lines += [f"    {line}" for line in verdict["table"]]
+        resume = verdict.get("resume", "")
+        if verdict["failure"]["kind"] in _ORDERED:
+            lines[0] += f"; {resume}" if resume else ""
+        else:
+            lines += [f"    {line}" for line in (*verdict["table"], resume) if line]
         folder = os.environ.get("BMTRAIN_FLIGHT_DIR")
         if folder:
             lines.append(f"    flight record: {self._write_flight(Path(folder), verdict, position, groups)}")

@@ -165,6 +165,11 @@ class Watch:
         assert self._hub is not None
         return self._hub.listen_beside()
 
+    def note_saved(self, resume: str) -> None:
+        """Records, on rank 0, how to continue from what was just saved; reports of a failure show it."""
+        if self._hub is not None:
+            self._hub.resume = resume
+
     def stop(self) -> None:
         """Ends in good order: the other ranks continue without this one."""
         if self._stopping or os.getpid() != self._pid:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import pickle
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -78,11 +79,12 @@ def reads(
         "save": lambda: bmt.save(model, folder / "model.pt"),
         "weights": lambda: bmt.weights.save(model, folder / "model.safetensors"),
         "checkpoint": lambda: bmt.distributed.checkpoint.save(folder, 1, model, manager),
+        "pickle": lambda: pickle.dumps(next(model.parameters())),  # as torch.save does
     }
 
 
 @pytest.mark.parametrize("level", [0, 3])
-@pytest.mark.parametrize("what", ["model", "optimizer", "manager", "save", "weights", "checkpoint"])
+@pytest.mark.parametrize("what", ["model", "optimizer", "manager", "save", "weights", "checkpoint", "pickle"])
 def test_values_behind_a_failure_are_refused(
     one_of_two: ctypes.CDLL, tmp_path: Path, level: int, what: str
 ) -> None:

@@ -96,8 +96,15 @@ def test_one_failure_is_one_report(fault: str, victim: int, transport: str) -> N
     assert len(output.splitlines()) <= 12, output
 
 
-def test_ctrl_c_is_one_line() -> None:
-    ranks = start(f"{PROLOGUE}\nos.write(1, b'ready\\n')\nwhile True:\n    bmtrain.synchronize()\n")
+@pytest.mark.parametrize("saves", ["", "model.pt", "in the background"])
+def test_ctrl_c_is_one_line(saves: str, tmp_path: Path) -> None:
+    file = str(tmp_path / "model.pt")
+    background = saves == "in the background"
+    saving = f"bmtrain.save(torch.nn.Linear(2, 2), {file!r}, non_blocking={background})" if saves else ""
+    if background:
+        saving += "\nbmtrain.store.finish_background_save()"
+    ready = "os.write(1, b'ready\\n')\nwhile True:\n    bmtrain.synchronize()\n"
+    ranks = start(f"{PROLOGUE}\n{saving}\n{ready}")
     assert ranks[0].stdout is not None
     for _ in ranks:
         assert ranks[0].stdout.readline() == "ready\n"
@@ -105,6 +112,7 @@ def test_ctrl_c_is_one_line() -> None:
         rank.send_signal(signal.SIGINT)
     [line] = output_of(ranks).splitlines()
     assert "was interrupted (Ctrl-C), at <string>:" in line
+    assert line.endswith(f"; continue with bmtrain.load(model, {file!r})" if saves else " in <module>"), line
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -40,3 +43,49 @@ def test_launch(way: str, status: int, last: str, tmp_path: Path) -> None:
     if last:
         assert lines[-1] == last
     assert len(lines) <= 3
+
+
+_TRAINING = """
+import bmtrain, torch
+bmtrain.init_distributed(timeout=300)
+block = bmtrain.Block(bmtrain.nn.Linear(8, 8))
+bmtrain.init_parameters(block)
+for step in range(1_000_000):
+    block(torch.ones(2, 8)).sum().backward()
+    if step == 2:
+        bmtrain.distributed.checkpoint.save("out", step, block)
+        print("saved", flush=True)
+"""
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_shows_no_traceback(times: int, tmp_path: Path) -> None:
+    """A terminal sends it to the launcher and to all ranks."""
+    script = tmp_path / "train.py"
+    script.write_text(_TRAINING)
+    command = [sys.executable, "-m", "bmtrain", "launch", "--nproc", "2", str(script)]
+    root = Path(__file__).parents[2]
+    launched = subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    assert launched.stdout is not None
+    try:
+        for _ in range(2):
+            assert launched.stdout.readline() == "saved\n"
+        for _ in range(times):
+            os.killpg(launched.pid, signal.SIGINT)
+        output, _ = launched.communicate(timeout=60)
+    finally:
+        launched.kill()
+    assert launched.returncode == 130, output
+    assert len(output.splitlines()) == 2, output
+    report, last = output.splitlines()
+    assert "was interrupted (Ctrl-C), at " in report
+    assert report.endswith("; continue with checkpoint.load('out/step-0000002', model, optimizer)")
+    assert last == "bmtrain launch: stopped by SIGINT"

@@ -12,7 +12,7 @@ import torch
 
 from ..._ranks.agree import broadcast_json, failing_together, on_all_ranks, on_rank_0
 from ...global_var import context
-from ...store import SaveHandle
+from ...store import SaveHandle, note_saved
 from .snapshot import Snapshot, take_snapshot
 from .writer import Saving
 
@@ -29,7 +29,7 @@ class CheckpointHandle(SaveHandle):
     """
 
     def __init__(self, path: Path, saving: Saving | None = None, snapshot: Snapshot | None = None) -> None:
-        super().__init__(None if saving is None else self._save)
+        super().__init__(None if saving is None else self._save, _resume(path))
         self.path = path
         self._saving = saving
         self._snapshot = snapshot
@@ -82,6 +82,10 @@ class CheckpointHandle(SaveHandle):
             raise self._error
 
 
+def _resume(target: Path) -> str:
+    return f"continue with checkpoint.load({os.fspath(target)!r}, model, optimizer)"
+
+
 def start_saving(
     target: Path,
     step: int,
@@ -110,6 +114,7 @@ def start_saving(
         saving.clean_up()
         raise
     if not non_blocking:
+        note_saved(_resume(target))
         return CheckpointHandle(target)
     snapshot.detach()
     handle = CheckpointHandle(target, saving, snapshot)
