@@ -14,12 +14,19 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from .._base import position
 from .._base.said import say
 from .._C import end_by_signal
 from ..errors import CommunicationError
 
 __all__ = ["LastWords"]
+
+_OUT_OF_MEMORY = (
+    'bmtrain: out of memory. Build large models with `with torch.device("meta"):`; init_parameters() or loading then '
+    "makes the shards alone. `python -m bmtrain plan` says what fits"
+)
 
 # Delay of the exit of a victim after the cause: launchers report the first rank that exits as the cause.
 _VICTIM_SECONDS = 1.0
@@ -120,6 +127,8 @@ class LastWords:
             if not quiet:
                 with _in_one_write():
                     self._old_hook(kind, error, trace)
+                    if _is_out_of_memory(error):
+                        print(_OUT_OF_MEMORY, file=sys.stderr)
         finally:
             if os.getpid() == self._pid:
                 interrupted = issubclass(kind, KeyboardInterrupt)
@@ -144,6 +153,11 @@ def _in_one_write() -> Iterator[None]:
         text, sys.stderr = sys.stderr.getvalue(), usual
         if text:
             say(text)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether one of torch's allocators has raised it."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(error)
 
 
 def _summary(text: str) -> str:

@@ -43,13 +43,15 @@ class Counter(Observer):
         self.events.append(f"reduce {runtime.label}")
 
 
-def train(backend: str | None, recompute: bool) -> tuple[list[torch.Tensor], list[str], list[str]]:
+def train(
+    backend: str | None, recompute: bool, mode: str | None = None
+) -> tuple[list[torch.Tensor], list[str], list[str]]:
     torch.manual_seed(0)
     blocks = []
     for _ in range(2):
         inner = model_wrapper_dispatch(Inner())
         if backend is not None:
-            inner.compile(backend=backend, fullgraph=True)
+            inner.compile(backend=backend, fullgraph=True, mode=mode)
         blocks.append(bmtrain.Block(inner, use_checkpoint=recompute))
     model = nn.Sequential(*blocks)
     optimizer = AdamOffloadOptimizer(model.parameters(), lr=1e-2)
@@ -73,9 +75,9 @@ def train(backend: str | None, recompute: bool) -> tuple[list[torch.Tensor], lis
     return [*losses, *weights], events, sorted(model.state_dict())
 
 
-def compare(backend: str, recompute: bool) -> None:
+def compare(backend: str, recompute: bool, mode: str | None = None) -> None:
     expected, messages, names = train(None, recompute)
-    compiled, messages_compiled, names_compiled = train(backend, recompute)
+    compiled, messages_compiled, names_compiled = train(backend, recompute, mode)
     for a, b in zip(compiled, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert messages_compiled == messages
@@ -89,5 +91,6 @@ def test_traced_and_differentiated_ahead(recompute: bool) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_code() -> None:
-    run_ranks(1, compare, "inductor", True, environment=ENVIRONMENT, timeout=300)
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])  # without CUDA graphs: these need a GPU
+def test_compiled_code(mode: str | None) -> None:
+    run_ranks(1, compare, "inductor", True, mode, environment=ENVIRONMENT, timeout=300)

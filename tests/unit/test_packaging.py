@@ -184,6 +184,25 @@ def test_an_old_torch_is_refused_before_anything_is_downloaded(
         setup_script.require_torch()
 
 
+def test_an_old_python_is_named(tmp_path: Path) -> None:
+    old = tmp_path / "python3.9"
+    old.write_text("#!/bin/sh\nexit 1\n")  # its answer to the question for its version
+    old.chmod(0o755)
+    script = ["bash", "-c", f"cd {tmp_path}; . {ROOT}/tests/env.sh"]
+    done = run_process(script, environment={"BMTRAIN_PYTHON": str(old)}, check=False)
+    assert done.returncode != 0
+    assert f"set-up: {old} is not a Python >= 3.10; name one in BMTRAIN_PYTHON" in done.stdout
+    assert len(done.stdout.splitlines()) <= 2, done.stdout
+
+
+def test_a_build_without_a_compiler_names_it(
+    setup_script: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "nope-g++ -O2")
+    with pytest.raises(SystemExit, match=r"needs a C\+\+20 compiler, and there is no nope-g\+\+ \(Debian"):
+        setup_script.require_compiler()
+
+
 def test_the_files_of_a_folder_are_compiled_as_one(setup_script: types.ModuleType, tmp_path: Path) -> None:
     """Each source once; bindings in threes, instruction sets and CUDA alone; an unchanged group keeps its time."""
     names = [
