@@ -134,9 +134,12 @@ def flat_buffer() -> str:
 
 def one_step(level: int) -> str:
     """Which blocks of a rank are whole over one step: a row a block, time to the right."""
-    blocks, x0, width, height = 3, 90, 84, 34
+    blocks, x0, width, height = 3, 72, 70, 34
     names = ["forward 0", "forward 1", "forward 2", "backward 2", "backward 1", "backward 0", "step"]
-    title = {3: "level 3: whole only while it runs", 2: "level 2: whole until its backward is over"}[level]
+    title = {
+        3: "level 3: full parameters only while the block runs",
+        2: "level 2: full parameters until the block's backward is over",
+    }[level]
     parts = [_text(20, 26, title, 14, anchor="start")]
     for column, name in enumerate(names):
         parts.append(_text(x0 + (column + 0.5) * width, 54, name, 12))
@@ -165,13 +168,13 @@ def step_peers() -> str:
         if line.startswith("| level 3, ")
     ]
     names = ("no communication", "bmtrain", "FSDP2")
-    x0, scale, bar, gap = 190, 0.38, 20, 16
+    x0, scale, bar, gap = 144, 0.25, 20, 16
     parts = [
         _text(20, 26, "milliseconds per step, 2 CPU ranks, level 3 (shorter is better)", 14, anchor="start")
     ]
     for index, (name, colour) in enumerate(zip(names, (COLOURS[2], COLOURS[0], COLOURS[1]), strict=True)):
-        parts.append(_rectangle(20 + 170 * index, 40, 14, 14, colour))
-        parts.append(_text(40 + 170 * index, 52, name, 12, anchor="start"))
+        parts.append(_rectangle(20 + 150 * index, 40, 14, 14, colour))
+        parts.append(_text(40 + 150 * index, 52, name, 12, anchor="start"))
     y = 72.0
     for row in rows:
         parts.append(_text(20, y + 1.5 * bar + 5, row[0].removeprefix("level 3, "), anchor="start"))

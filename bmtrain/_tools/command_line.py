@@ -23,7 +23,7 @@ COMMANDS = {
     "plan": ("plan.command", "predict memory, time and traffic of a run"),
     "launch": ("_tools.launch", "start a training script on several ranks of this host"),
     "timeline": ("timeline.command", "show what recorded steps spent their time on"),
-    "blame": ("_watch.flights", "name the rank by which a job failed"),
+    "blame": ("_watch.flights", "find the rank that made a job fail"),
     "convert": ("convert", "convert files of weights"),
     "run": ("cpu_run", "run a GPU training script on the CPU"),
     "soak": ("benchmark.soak", "run a long stress test and check for leaks and drift"),

@@ -1,9 +1,9 @@
-"""``bmtrain doctor``: is this installation fit for training? Each problem is named with its remedy.
+"""``bmtrain doctor``: checks of an installation before training, with a remedy for each problem.
 
-Looks at torch, compiler, core, processor, devices, NCCL, shared memory, memory and port, lets the ranks meet, and
-tries a collective and an Adam step. Under a launcher (torchrun -m bmtrain doctor) every rank reports.
+Checks torch, compiler, core, processor, devices, NCCL, shared memory, memory and port, connects the ranks, and tries a
+collective and an Adam step. Under a launcher (torchrun -m bmtrain doctor) every rank reports.
 
-With --gpus it proves the GPUs instead: kernels against the CPU's, exchanges with known answers, training against plain
+With --gpus it tests the GPUs instead: kernels against the CPU's, collectives with known results, training against plain
 torch, on one rank for each GPU of this host, or on the ranks of the launcher.
 """
 
@@ -243,13 +243,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api", action="store_true", help="list every documented name and what it resolves to instead"
     )
     parser.add_argument(
-        "--gpus", action="store_true", help="prove that training works on all GPUs together instead"
+        "--gpus", action="store_true", help="test training on all GPUs together instead"
     )
     parser.add_argument(
         "--timeout",
         type=float,
         metavar="SECONDS",
-        help=f"for the ranks to meet (default: {_TIMEOUT:.0f}, with GPUs {_TIMEOUT_OF_GPUS:.0f})",
+        help=f"limit for connecting the ranks (default: {_TIMEOUT:.0f}, with GPUs {_TIMEOUT_OF_GPUS:.0f})",
     )
 
 

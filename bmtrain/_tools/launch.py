@@ -1,7 +1,7 @@
 """``bmtrain launch``: start a training script on several ranks of this host.
 
-The ranks are started by torch's own launcher, as torchrun does it, which also starts jobs on several hosts. A failure
-ends in one line, after what the ranks themselves said.
+It uses torch's own launcher, like torchrun, which also starts jobs on several hosts. A failure ends in one line that
+names the rank that failed first, after the output of the ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``bmtrain blame``: name the rank by which a job failed, from the flight records that its ranks left."""
+"""``bmtrain blame``: the rank that made a job fail, from the flight records of its ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["add_arguments", "run", "write_flight"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command line of ``bmtrain blame``."""
-    parser.add_argument("folder", type=Path, help="what BMTRAIN_FLIGHT_DIR was, of all hosts in one place")
+    parser.add_argument("folder", type=Path, help="BMTRAIN_FLIGHT_DIR of the job, with the records of all hosts")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -2,7 +2,7 @@
 
 All variants live in the same ranks and run in turn, so that a busy machine disturbs them alike. A time is that of the
 slowest rank, from a barrier to the result; the table shows medians. The processor time beside it (mean of the ranks) is
-what an exchange takes away from computing that it overlaps with.
+the computing time that an overlapped exchange costs.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Everything runs in turn in one process on one card: Adam over 16-bit gradients, the norm of gradients, cross-entropy
 over a large vocabulary, and the step of a GPT, with its optimizer on the card and on the host. Times are medians
-between events of the device. A ratio "of copy" says how much of the bandwidth, measured just before, at which torch
-copies memory on this card a pass reached, by the bytes that it cannot avoid; "of bound" how long a step with its
-optimizer on the host takes in terms of the least that the card, its bus and the host's memory allow.
+between events of the device. A ratio "of copy" is the bandwidth of a pass, counting only bytes that it must move,
+relative to torch's copy on this card, measured just before; "of bound" is the time of a step with its optimizer on the
+host relative to the lower bound given by the card, its bus and the host's memory.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Exposed time of the offloaded optimizer step: updates inside the step, and overlapped.
 
 The same GPT is trained three times by the same ranks: without any update, with updates that are computed inside
-``step()`` (``overlap=False``), and with updates that continue while the next forward runs. What a variant takes longer
-than the first is the exposed part of its optimizer. The variants take turns of several steps; the overlap's last
-updates of a turn are waited for after the clock has stopped, as its first ones began before the clock did.
+``step()`` (``overlap=False``), and with updates that continue while the next forward runs. The additional time over the
+first variant is the exposed part of the optimizer. The variants take turns of several steps. The clock stops before the
+last overlapped updates of a turn end, because updates that began before it started are included.
 """
 
 from __future__ import annotations

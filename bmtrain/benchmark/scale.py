@@ -1,8 +1,8 @@
 """Cost of a step against the number of blocks and of ranks, and of one Block on the host.
 
 A GPT whose layers are Blocks (level 3, recomputed) is trained with more and more layers on --ranks-of-blocks ranks, to
-show whether a step is linear in them, and with --layers layers on more and more ranks, to show what each rank keeps
-between steps. The host's cost is that of Blocks around a module that does next to nothing.
+show whether the time of a step is linear in them, and with --layers layers on more and more ranks, to show the memory
+of each rank between steps. The cost on the host is measured with Blocks around a nearly empty module.
 """
 
 from __future__ import annotations

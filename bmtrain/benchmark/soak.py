@@ -91,12 +91,12 @@ def _growth(memory: list[int]) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describes the options of ``soak``."""
     parser.add_argument("--ranks", type=int, default=2, help="ranks, all on this host")
-    parser.add_argument("--steps", type=int, default=5000, help="of each run")
-    parser.add_argument("--runs", type=int, default=2, help="one after the other, in the same processes")
+    parser.add_argument("--steps", type=int, default=5000, help="steps per run")
+    parser.add_argument("--runs", type=int, default=2, help="runs, one after the other in the same processes")
     parser.add_argument(
         "--schedules", type=int, default=0, help="random schedules to compare with the serial result instead"
     )
-    parser.add_argument("--json", type=Path, help="file to write what was found to")
+    parser.add_argument("--json", type=Path, help="write the results to this file as well")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ medians and their ratio to the step without communication that does the same wor
 model alone, with the same recomputation and precision. The additional time of a step is exposed communication
 and the management of the shards. The silent variants are ours with communicators that move
 nothing, their shards and buffers as usual: the additional time of a step over them is communication alone. The
-processor time of rank 0 tells waiting from working.
+processor time of rank 0 distinguishes waiting from computing.
 
 With --memory each variant runs in processes of its own instead, set to return freed memory, with the same modules
 imported, and the peaks of all ranks are shown. The variants bmtrain-3-torch... do the same work as those of FSDP2,

@@ -3,7 +3,7 @@
 The same GPT is trained three times by the same ranks, on the same rows. In one piece, each rank computes its part of
 the batch at once; with micro-batches, one virtual shard's rows at a time, whose gradients add up on the rank and are
 sent once (``OptimManager(accumulate=...)``); with virtual shards, each micro-step sends its gradients, and they are
-summed by the tree. All clip, with the norm that belongs to them. The variants take turns.
+summed along the tree. All variants clip gradients, and take turns.
 """
 
 from __future__ import annotations

@@ -151,19 +151,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source", help="file of torch.save, safetensors file, index or folder, checkpoint, or folder of these"
     )
-    parser.add_argument("target", help="what to write: NAME.pt, NAME.safetensors, or with --to a folder")
-    parser.add_argument("--to", choices=KINDS, help="kind of the target, where its name does not say it")
+    parser.add_argument("target", help="NAME.pt, NAME.safetensors, or with --to a folder")
+    parser.add_argument("--to", choices=KINDS, help="kind of the target, if its name does not determine it")
     parser.add_argument(
         "--layout",
         choices=LAYOUTS,
         metavar="LAYOUT",
-        help="names and shapes of the target, if others: gpt2 (of example/models/gpt.py), hf-gpt2, hf-llama, or "
+        help="names and shapes of the target, if they differ from the source: gpt2 (of example/models/gpt.py), hf-gpt2, hf-llama, or "
         "hf-llama-fused (queries, keys and values in one matrix, as Phi-3 has it)",
     )
     parser.add_argument(
         "--max-shard-size", type=_size, metavar="BYTES", help="split a safetensors folder into files"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace what is at the target already")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing target")
 
 
 _EXAMPLES = """examples:
@@ -171,8 +171,7 @@ _EXAMPLES = """examples:
   bmtrain convert model.pt weights --to safetensors --max-shard-size 5000000000
   bmtrain convert out/model.pt weights --to safetensors --layout hf-gpt2
 
-Values stay what they are, bit for bit. One tensor is held at a time. What is to be written appears when it is
-complete."""
+Values are preserved bit for bit. One tensor is in memory at a time. The target appears once it is complete."""
 
 
 def _size(text: str) -> int:

@@ -1,8 +1,8 @@
 """Runs an unmodified GPU training script on CPU ranks.
 
-Everything that asks for ``cuda`` gets the CPU instead, in this process alone: devices, ``.cuda()``, streams, events,
-memory statistics, autocast, pinned memory, nccl process groups. At the end rank 0 says what was redirected. Under a
-launcher every rank does so:
+Every use of ``cuda`` is redirected to the CPU, in this process alone: devices, ``.cuda()``, streams, events, memory
+statistics, autocast, pinned memory, nccl process groups. At the end rank 0 lists the redirected calls. It works under
+a launcher too:
 
   torchrun --nproc_per_node 2 -m bmtrain run --cpu script.py --lr 0.1
 """

@@ -1,7 +1,7 @@
 """``bmtrain plan``: predicted memory, step time and bottleneck of a training run.
 
 Predicts memory, time and traffic of a training run from the sizes of a model, a machine and the policy of its blocks.
-The step is simulated on a virtual clock by the runtime's own schedule, so what overlaps is not assumed.
+The runtime's own schedule simulates the step on a virtual clock, so overlap is a result and not an assumption.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _add_model(model: _Group) -> None:
     model.add_argument("--heads", type=int, default=16, metavar="N", help="(default: %(default)s)")
     model.add_argument("--dim-head", type=int, metavar="N", help="default: dim / heads")
     model.add_argument("--vocab", type=int, default=50257, metavar="N", help="(default: %(default)s)")
-    model.add_argument("--seq", type=int, metavar="N", help="tokens of a sample (default: 1024)")
+    model.add_argument("--seq", type=int, metavar="N", help="tokens per sample (default: 1024)")
     model.add_argument("--config", type=Path, metavar="FILE", help="a Hugging Face config.json instead")
     model.add_argument("--module", metavar="FILE:FUNCTION", help="a module instead, see below")
     model.add_argument(
@@ -78,7 +78,7 @@ def _add_machine(machine: _Group) -> None:
         "--here", action="store_true", help="measure this machine with --devices ranks (default: 2) instead"
     )
     machine.add_argument("--nodes", type=int, metavar="N", help="default: the preset's")
-    machine.add_argument("--devices", type=int, metavar="N", help="of a node; default: the preset's")
+    machine.add_argument("--devices", type=int, metavar="N", help="devices per node; default: the preset's")
     machine.add_argument(
         "--set",
         action="append",
@@ -93,11 +93,11 @@ def _add_policy(policy: _Group) -> None:
         "--micro-batch",
         type=int,
         metavar="N",
-        help="samples of one device (default: those of the inputs of --module, else 1)",
+        help="samples per device (default: the batch size of --module's inputs, else 1)",
     )
     policy.add_argument("--level", type=int, default=3, choices=(0, 1, 2, 3), help="ZeRO level")
     policy.add_argument(
-        "--zero-size", type=int, metavar="N", help="devices that share a block (default: all)"
+        "--zero-size", type=int, metavar="N", help="devices that shard a block (default: all)"
     )
     recompute = policy.add_mutually_exclusive_group()
     recompute.add_argument("--no-recompute", action="store_true", help="keep activations")
@@ -105,15 +105,15 @@ def _add_policy(policy: _Group) -> None:
         "--selective", action="store_true", help="keep results of matrix products and attention"
     )
     policy.add_argument(
-        "--compute-dtype", choices=("float16", "bfloat16"), help="in which blocks of fp32 parameters compute"
+        "--compute-dtype", choices=("float16", "bfloat16"), help="dtype of compute, over fp32 parameters"
     )
     policy.add_argument(
-        "--gather-dtype", choices=("float16", "bfloat16"), help="in which their parameters travel"
+        "--gather-dtype", choices=("float16", "bfloat16"), help="dtype of sent fp32 parameters"
     )
     policy.add_argument(
         "--offload", type=float, default=0.0, metavar="F", help="share of the optimizer on the host, 0 to 1"
     )
-    policy.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches of a step")
+    policy.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches per step")
     policy.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks")
     policy.add_argument("--pipe", type=int, default=1, metavar="N", help="pipeline stages")
     policy.add_argument(
@@ -139,7 +139,7 @@ def _add_output(output: _Group) -> None:
         help="draw scaling curves from 1 to 4,096 devices of --machine instead",
     )
     output.add_argument(
-        "--fit", action="store_true", help="with --published: fit its two constants anew (15 s)"
+        "--fit", action="store_true", help="with --published: fit its two constants again (15 s)"
     )
 
 
