@@ -242,9 +242,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api", action="store_true", help="list every documented name and what it resolves to instead"
     )
-    parser.add_argument(
-        "--gpus", action="store_true", help="test training on all GPUs together instead"
-    )
+    parser.add_argument("--gpus", action="store_true", help="test training on all GPUs together instead")
     parser.add_argument(
         "--timeout",
         type=float,

@@ -17,7 +17,9 @@ __all__ = ["add_arguments", "run", "write_flight"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command line of ``bmtrain blame``."""
-    parser.add_argument("folder", type=Path, help="BMTRAIN_FLIGHT_DIR of the job, with the records of all hosts")
+    parser.add_argument(
+        "folder", type=Path, help="BMTRAIN_FLIGHT_DIR of the job, with the records of all hosts"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -48,5 +48,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | Non
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints the table in the width of the terminal; unfolded to files and pipes."""
-    print(table(header, rows, columns()), flush=True)
+    """Prints the table, without columns that have no figure, in the width of the terminal; unfolded to files and pipes.
+
+    Example:
+        >>> print_table(["variant", "ms", "MB"], [["alone", "824", "-"]])
+        variant   ms
+        alone    824
+    """
+    shown = [i for i in range(len(header)) if not rows or any(row[i] != "-" for row in rows)]
+    rows = [[row[i] for i in shown] for row in rows]
+    print(table([header[i] for i in shown], rows, columns()), flush=True)

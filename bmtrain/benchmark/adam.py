@@ -5,8 +5,8 @@ and written), and the 16-bit parameter (2); in fp32: gradient (4), weight and mo
 that has the loads and stores of a 16-bit step and computes nothing, over the memory of the 16-bit offloaded step
 (its placement changes the time by a few percent), and a copy of as many bytes. With bf16 moments a step touches 20. All
 candidates take turns, so that a busy machine disturbs them alike; the table shows the median and the fastest turn, and
-the median share of the ceiling that a candidate reaches in the same turn. A turn is one step that brings the candidate's
-memory into the caches as far as it fits, and then steps over 2^24 elements in all, whose mean counts.
+the median share of the ceiling that a candidate reaches in the same turn. A turn is one step that brings its memory
+into the caches as far as it fits, and then steps over 2^24 elements in all, whose mean counts.
 
 With ``--formula sgd`` (with momentum) or ``lion`` a step touches 20 bytes, and the ceiling is the copy.
 """

@@ -252,7 +252,7 @@ def _resources() -> tuple[int, int, int]:
 
 
 def _report(arguments: argparse.Namespace, runs: list[list[Finding]], broken: list[str]) -> None:
-    print(f"{arguments.steps} steps a run")
+    print(f"{arguments.steps} steps per run")
     rows = [
         [
             f"run {number}, rank {index}",
@@ -267,7 +267,7 @@ def _report(arguments: argparse.Namespace, runs: list[list[Finding]], broken: li
         for index, found in enumerate(findings)
     ]
     print_table(["", "weights", "loss", "MiB", "growth", "files", "threads"], rows)
-    print("\n".join(broken) if broken else "every promise kept")
+    print("\n".join(broken) if broken else "no leaks, all runs bit-identical")
     if arguments.json:
         lines = [[asdict(found) for found in findings] for findings in runs]
         arguments.json.write_text(json.dumps({"runs": lines, "broken": broken}, indent=1) + "\n")

@@ -195,7 +195,9 @@ def _print_table(results: list[Result], arguments: argparse.Namespace) -> None:
     medians = {result.variant: result.median for result in results}
     first = results[0].median
     tokens = arguments.batch * arguments.seq * arguments.ranks
-    print(f"\n{arguments.ranks} ranks, {arguments.layers} layers of {arguments.dim}, {tokens} tokens a step")
+    print(
+        f"\n{arguments.ranks} ranks, {arguments.layers} layers of {arguments.dim}, {tokens} tokens per step"
+    )
     rows = []
     for result in results:
         base = medians.get(reference_of(result.variant), first)

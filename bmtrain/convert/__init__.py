@@ -157,8 +157,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layout",
         choices=LAYOUTS,
         metavar="LAYOUT",
-        help="names and shapes of the target, if they differ from the source: gpt2 (of example/models/gpt.py), hf-gpt2, hf-llama, or "
-        "hf-llama-fused (queries, keys and values in one matrix, as Phi-3 has it)",
+        help="names and shapes of the target, if not those of the source: gpt2 (of example/models/gpt.py), hf-gpt2, "
+        "hf-llama, or hf-llama-fused (queries, keys and values in one matrix, as Phi-3 has it)",
     )
     parser.add_argument(
         "--max-shard-size", type=_size, metavar="BYTES", help="split a safetensors folder into files"

@@ -48,6 +48,11 @@ def _row(name: str, text: str, share: float) -> str:
     return f"  {name:<24}{text:>12}  {bar:<{_BAR}}{share:>7.1%}"
 
 
+def _label(name: str) -> str:
+    """The name of a part for people; programs and JSON have the short one."""
+    return name.replace("wire", "communication")
+
+
 def _memory(plan: Plan) -> Iterator[str]:
     memory = plan.memory
     yield f"memory of one device, of {format_bytes(memory.usable)} usable"
@@ -55,9 +60,9 @@ def _memory(plan: Plan) -> Iterator[str]:
         nbytes = getattr(memory, name)
         if name == "wire" and not nbytes:
             continue
-        yield _row(name, format_bytes(nbytes), nbytes / memory.usable)
+        yield _row(_label(name), format_bytes(nbytes), nbytes / memory.usable)
     if memory.host:
-        yield _row("pinned host, of a node", format_bytes(memory.host), memory.host / memory.host_usable)
+        yield _row("pinned host, per node", format_bytes(memory.host), memory.host / memory.host_usable)
 
 
 def _time(plan: Plan) -> Iterator[str]:
@@ -65,21 +70,21 @@ def _time(plan: Plan) -> Iterator[str]:
     yield f"one step: {format_seconds(time.step)}"
     parts = {
         "compute": time.compute,
-        "wire": time.wire,
-        "  of it exposed": time.exposed_wire,
+        "communication": time.wire,
+        "  exposed": time.exposed_wire,
         "optimizer on the device": time.optimizer,
         "PCIe": time.pcie,
         "host memory": time.host,
         "pipeline waits": time.idle,
     }
     for name, seconds in parts.items():
-        if seconds or name in ("compute", "wire", "  of it exposed"):
+        if seconds or name in ("compute", "communication", "  exposed"):
             yield _row(name, format_seconds(seconds), seconds / time.step)
 
 
 def _traffic(plan: Plan) -> Iterator[str]:
     if plan.traffic:
-        yield "sent by one rank in a step"
+        yield "sent per rank in a step"
     for name, (messages, nbytes) in plan.traffic.items():
         yield f"  {name:<24}{format_bytes(nbytes):>12}  in {messages} messages"
 
@@ -94,7 +99,7 @@ def _policy(plan: Plan) -> str:
     if policy.gather_dtype not in (None, policy.compute_dtype):
         parts.append(f"gathered in {str(policy.gather_dtype).removeprefix('torch.')}")
     parts += [f"offload {policy.offload:g}"] * bool(policy.offload)
-    parts += [f"{policy.accumulate} micro-batches a step"] * (policy.accumulate > 1)
+    parts += [f"{policy.accumulate} micro-batches per step"] * (policy.accumulate > 1)
     parts += [f"tensor parallel {policy.tp_size}"] * (policy.tp_size > 1)
     parts += [f"{policy.pipe_size} stages"] * (policy.pipe_size > 1)
     return ", ".join(parts)
@@ -119,7 +124,7 @@ def format_plan(plan: Plan, remedies: Sequence[str] = ()) -> str:
     machine = plan.machine
     lines = [
         f"{plan.model.name}: {format_count(plan.model.num_parameters)} parameters, "
-        f"{_tokens(plan.model.seq_len)} a sample",
+        f"{_tokens(plan.model.seq_len)} per sample",
         f"{machine.num_nodes} x {machine.devices_per_node} {machine.name}; {_policy(plan)}",
         "",
         *_memory(plan),
@@ -127,9 +132,9 @@ def format_plan(plan: Plan, remedies: Sequence[str] = ()) -> str:
         *_time(plan),
         "",
         f"{plan.tokens_per_second:,.0f} tokens/s, {plan.samples_per_second:,.2f} samples/s on {_devices(machine)}",
-        f"{plan.flops_per_device / 1e12:,.3g} TFLOP/s a device, MFU {plan.mfu:.1%}",
+        f"{plan.flops_per_device / 1e12:,.3g} TFLOP/s per device, MFU {plan.mfu:.1%}",
         *_traffic(plan),
-        f"bottleneck: {plan.time.bottleneck}, {plan.time.bottleneck_seconds / plan.time.step:.0%} of the step",
+        f"bottleneck: {_label(plan.time.bottleneck)}, {plan.time.bottleneck_seconds / plan.time.step:.0%} of the step",
     ]
     if plan.fits:
         lines.append("fits: yes")

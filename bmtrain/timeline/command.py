@@ -21,7 +21,9 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describes the options of ``timeline``."""
-    parser.add_argument("directory", type=Path, metavar="DIR", help="the recording: BMTRAIN_TIMELINE of the run")
+    parser.add_argument(
+        "directory", type=Path, metavar="DIR", help="the recording: BMTRAIN_TIMELINE of the run"
+    )
     parser.add_argument(
         "--step", type=int, default=-1, metavar="N", help="the step drawn (default: the last)"
     )

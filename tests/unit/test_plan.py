@@ -311,7 +311,7 @@ def test_command_counts_the_dtypes_that_it_prints(
 def test_command_describes_a_file_s_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--module", f"{write_model(tmp_path)}:build"]) == 0
     told = capsys.readouterr().out
-    assert re.match(r"GPT: [\d,.]+( million)? parameters, \d+ tokens? a sample", told)
+    assert re.match(r"GPT: [\d,.]+( million)? parameters, \d+ tokens? per sample", told)
 
 
 def test_inputs_of_a_module_are_the_micro_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,7 +327,7 @@ def test_inputs_of_a_module_are_the_micro_batch(tmp_path: Path, capsys: pytest.C
     place = f"{tmp_path / 'net.py'}:build"
     assert main(["plan", "--module", place]) == 0
     told = capsys.readouterr().out
-    assert "Net: 262,656 parameters, 1 token a sample" in told
+    assert "Net: 262,656 parameters, 1 token per sample" in told
     assert "micro-batch 8" in told
     assert main(["plan", "--module", place, "--micro-batch", "2"]) == 0
     assert "micro-batch 2" in capsys.readouterr().out
@@ -337,7 +337,7 @@ def test_the_report_says_whose_figures_they_are(capsys: pytest.CaptureFixture[st
     assert main(["plan", "--layers", "40", "--dim", "5120", "--heads", "40", "--devices", "2"]) == 1
     told = capsys.readouterr().out
     assert "samples/s on all 2 devices" in told
-    assert told.count("sent by one rank in a step") == 1
+    assert told.count("sent per rank in a step") == 1
     assert re.search(r"bottleneck: [\w ()]+, \d+% of the step", told)
     assert "(--offload " in told and "(--nodes " in told
 
