@@ -96,7 +96,7 @@ def draw_scale(directory: Path, machine: Machine | None = None) -> list[str]:
     left.legend(loc="lower left", frameon=False)
     left.set_ylabel("MFU, %")
     left.set_ylim(0)
-    right.set_ylabel("memory of a device, GiB")
+    right.set_ylabel("memory per device, GiB")
     usable = machine.usable_memory / 2**30
     right.axhline(usable, color="gray", linewidth=0.8)
     right.annotate(
@@ -122,7 +122,7 @@ def draw_scale(directory: Path, machine: Machine | None = None) -> list[str]:
 def _count_axis(axes: Any, machine: Machine) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda count, _: f"{count:,.0f}")
-    axes.set_xlabel(f"{machine.name} devices, {machine.devices_per_node} a node")
+    axes.set_xlabel(f"{machine.name} devices, {machine.devices_per_node} per node")
     plain(axes)
 
 
@@ -145,7 +145,7 @@ def _draw_parts(ring: list[Plan], direct: list[Plan], path: Path, machine: Machi
     figure.legend(
         *figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False
     )
-    figure.axes[0].set_ylabel("ms of a step per sample of a device")
+    figure.axes[0].set_ylabel("ms per step and sample of a device")
     figure.savefig(path, dpi=110)
 
 
