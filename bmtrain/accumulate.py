@@ -36,4 +36,4 @@ def no_sync() -> AbstractContextManager[None]:
     engine = current_engine(context())
     if engine.virtual.is_open:
         raise RuntimeError("no_sync: virtual shards are summed one by one; leave it out of a loop over them")
-    return engine.accumulation.no_sync()
+    return engine.gradients.no_sync()

@@ -16,11 +16,11 @@ from ._base.layer_sequence import LayerSequence
 from ._base.layers import run_layers, stacked
 from ._base.opaque import opaque
 from ._base.stand_in import SHARED, StandIn
+from ._engine.block_state import BlockState
 from ._engine.engine import current_engine
-from ._engine.island import run_block
 from ._engine.policy import BlockMode, BlockPolicy, Recompute
-from ._engine.recompute import ModuleState
-from ._engine.runtime import BlockRuntime
+from ._engine.run_block import run_block
+from ._engine.run_state import ModuleState
 from ._model.block_build import adopt_parameters, dissolve_inner_blocks
 from ._model.notes import name_block
 from ._model.storage import build_storage
@@ -82,7 +82,7 @@ class Block(StandIn):
         torch.Size([2, 4])
     """
 
-    _runtime: BlockRuntime
+    _runtime: BlockState
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Block(StandIn):
         own = self.__dict__
         own["_policy"] = policy
         own["_mode"] = mode
-        own["_label"] = f"{type(inner_module).__name__}#{current_engine(context()).schedule.next_number}"
+        own["_label"] = f"{type(inner_module).__name__}#{current_engine(context()).num_blocks}"
         own["_modules_state"] = ModuleState(inner_module)
         own["_links"] = [None, None]
         own["_shares_with"] = None
@@ -135,13 +135,12 @@ class Block(StandIn):
         named = adopt_parameters(self, self._module, reference)
         # In place: Blocks that share this storage see the new one.
         self._storages[:] = build_storage(named, self._mode, self._policy, self._label, reference)
-        groups = [storage.shards for storage in self._storages]
+        buffers = [storage.shards for storage in self._storages]
+        engine = current_engine(context())
         if "_runtime" in self.__dict__:
-            self._runtime.replace_groups(groups)
+            engine.replace_buffers(self._runtime, buffers)
         else:
-            self.__dict__["_runtime"] = BlockRuntime(
-                current_engine(context()), self._label, groups, self._policy
-            )
+            self.__dict__["_runtime"] = BlockState(engine, self._label, buffers, self._policy)
         reference.runtime = weakref.ref(self._runtime)
         self._runtime.reference = reference
 

@@ -21,13 +21,14 @@ from ._C import set_processor_share, set_update_threads
 from ._engine.engine import Engine
 from ._ranks import context as _context
 from ._ranks.cards import choose_cards, use_card, visible_cards
-from ._ranks.context import Context, Streams
+from ._ranks.context import Context
 from ._ranks.groups import connect_groups
 from ._ranks.init_options import InitOptions, check_loss_scale
 from ._ranks.launch import Launch, read_launch
 from ._ranks.orderly_end import register
 from ._ranks.rendezvous import Peer, Rendezvous
 from ._ranks.shm_meeting import place as place_in_memory
+from ._ranks.streams import Streams
 from ._version import __version__
 from ._watch.watchdog import Watch
 from .data import adapt_distributed_sampler

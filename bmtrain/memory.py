@@ -17,7 +17,8 @@ from .global_var import context
 from .parameter import DistributedParameter
 
 if TYPE_CHECKING:
-    from ._engine.running import RunningBlock, RunningCall
+    from ._engine.block_state import BlockState
+    from ._engine.call import BlockCall
 
 __all__ = ["MemoryReport", "memory_report"]
 
@@ -100,7 +101,7 @@ def memory_report(
     if model is not None and not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     current = context("memory_report()")
-    groups = [group for runtime in current_engine(current).runtimes for group in runtime.groups]
+    groups = [group for block in current_engine(current).blocks for group in block.buffers]
     outside = [param for param in _parameters(model) if not _is_in_block(param)]
     parameters = _Memory(group.shard for group in groups).add(outside)
     gradients = _Memory(group.gradient_shard for group in groups).add(param.grad for param in outside)
@@ -112,11 +113,9 @@ def memory_report(
         optimizer=_Memory(_states(optim)).without(parameters).nbytes,
         gathered=sum(group.gathered_bytes for group in groups),
         unreduced=sum(group.unreduced_bytes for group in groups),
-        activations=_activations(current_engine(current).runtimes),
+        activations=_activations(current_engine(current).blocks),
         offloaded=sum(
-            call.host.nbytes
-            for call in _open_calls(current_engine(current).runtimes)
-            if call.host is not None
+            call.host.nbytes for call in _open_calls(current_engine(current).blocks) if call.host is not None
         ),
         staging=sum(_staging_bytes(optim)),
         idle_buffers=pool["bytes_idle"],
@@ -179,9 +178,9 @@ def _states(optim: Any) -> Iterator[torch.Tensor]:
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def _activations(runtimes: Iterable[RunningBlock]) -> int | None:
+def _activations(blocks: Iterable[BlockState]) -> int | None:
     kept = _Memory(())
-    for call in _open_calls(runtimes):
+    for call in _open_calls(blocks):
         tensors = call.kept_for_backward()
         if tensors is None:
             return None
@@ -189,8 +188,8 @@ def _activations(runtimes: Iterable[RunningBlock]) -> int | None:
     return kept.nbytes
 
 
-def _open_calls(runtimes: Iterable[RunningBlock]) -> list[RunningCall]:
-    return [call for runtime in runtimes for call in runtime.open_calls]
+def _open_calls(blocks: Iterable[BlockState]) -> list[BlockCall]:
+    return [call for block in blocks for call in block.open_calls]
 
 
 def _process_bytes(device: torch.device) -> tuple[int, int]:

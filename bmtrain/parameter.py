@@ -16,14 +16,15 @@ from ._base.opaque import opaque
 from ._base.unseen import TORCH_DATA, TORCH_GRAD, data_of, gradient_of
 from ._C import ReduceOp
 from ._ranks.comm import wire_device
-from ._ranks.context import require_intact
+from ._ranks.context import require_gathering, require_intact
 from ._shards.block_ref import BlockRef
 from ._shards.data_version import DataVersion
-from ._shards.foreign import refuse_fsdp, refuse_replicated, require_gathering
+from ._shards.foreign import refuse_fsdp, refuse_replicated
+from ._shards.full_values import copy_of_part, full_value, gather_flat, load_full_value, shard_of
 from ._shards.gather import OpAllGather
 from ._shards.grad_readers import CHECKED_FILES, is_shown
 from ._shards.initializer import ParameterInitializer
-from ._shards.meta import make_shard, no_values
+from ._shards.meta import no_values
 from ._shards.sharding import ShardSpec, merge_slices, merged_shape
 from ._shards.stage import spec_from_portable
 from .global_var import context
@@ -108,7 +109,7 @@ class DistributedParameter(torch.nn.Parameter):
             raise ValueError(
                 f"tp_split_dim: expected -1 to {data.dim() - 1} for shape {tuple(shape)}, got {tp_split_dim}"
             )
-        local = data.detach() if data.is_meta else _copy_of_part(data, tp_mode)
+        local = data.detach() if data.is_meta else copy_of_part(data, tp_mode)
         param = cls._from_local(local, requires_grad)
         param._original_shape = shape
         param._init_method = init_method
@@ -202,8 +203,7 @@ class DistributedParameter(torch.nn.Parameter):
 
     @property
     def _end_partition(self) -> int:
-        begin, count = self._spec.local_part
-        return begin + count
+        return sum(self._spec.local_part)
 
     @property
     def _in_block(self) -> bool:
@@ -408,7 +408,7 @@ def _gradient_outside_of_graphs(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def _note_accumulated(param: torch.Tensor) -> None:
-    context().engine.note_accumulated(param)
+    context().engine.gradients.note_accumulated(param)
 
 
 def _rebuild(
@@ -428,76 +428,3 @@ def _rebuild(
             f"{param._spec.local_part[1]}; save() and load() move parameters between numbers of ranks"
         )
     return param
-
-
-def _copy_of_part(data: torch.Tensor, tp_mode: bool) -> torch.Tensor:
-    """Returns a copy of this rank's shard of ``data``, on the run device."""
-    ctx = context()
-    part = ShardSpec(data.shape, ctx.zero_group(tp_mode, False)).slice_of(data.detach().reshape(-1))
-    with torch.inference_mode(False):  # so that a parameter built in inference mode can be trained
-        return torch.empty(part.numel(), dtype=data.dtype, device=ctx.device).copy_(part)
-
-
-def gather_flat(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Gathers a tensor that is sharded like ``param``.
-
-    Args:
-        param: a distributed parameter (any other tensor: ``local`` is returned flattened).
-        local: 1-D, one element for each element of this rank's shard; any dtype, host or run device.
-
-    Returns:
-        The full 1-D tensor in the parameter's element order, tensor-parallel slices merged, on ``local``'s device.
-        Collective.
-    """
-    if not isinstance(param, DistributedParameter):
-        return local.reshape(-1)
-    device = local.device
-    flat = param._spec.gather(local.to(context().device), param._label)
-    if param._tp_split_dim >= 0:
-        flat = merge_slices(flat.view(param._original_shape), param._tp_split_dim).reshape(-1)
-    return flat.to(device)
-
-
-def shard_of(param: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a full tensor (tensor-parallel slices merged): 1-D, on ``full``'s device. Local.
-
-    Raises:
-        ValueError: if the number of elements is not the parameter's.
-    """
-    if not isinstance(param, DistributedParameter):
-        return full.reshape(-1)
-    expected = param._tp_original_shape
-    if full.numel() != expected.numel():
-        raise ValueError(
-            f"full: expected {expected.numel()} elements for shape {tuple(expected)}, got {full.numel()}"
-        )
-    if param._tp_split_dim >= 0:
-        tp = context().groups["tp"]
-        full = full.reshape(expected).chunk(tp.size, dim=param._tp_split_dim)[tp.rank]
-    return param._spec.slice_of(full.reshape(-1))
-
-
-@torch.no_grad()
-def full_value(param: torch.Tensor) -> torch.Tensor:
-    """Returns the full (tensor-parallel merged) value, detached, on the run device. Collective."""
-    if not isinstance(param, DistributedParameter):
-        return param.detach()
-    param.require_data()
-    return gather_flat(param, param._own_part().detach()).view(param._tp_original_shape)
-
-
-@torch.no_grad()
-def load_full_value(param: torch.Tensor, full: torch.Tensor) -> None:
-    """Copies this rank's part of ``full`` into the parameter, converting the dtype. Local.
-
-    Raises:
-        ValueError: if the shape is not the parameter's full shape.
-    """
-    if not isinstance(param, DistributedParameter):
-        param.copy_(full)
-        return
-    if full.shape != param._tp_original_shape:
-        raise ValueError(f"full: expected shape {tuple(param._tp_original_shape)}, got {tuple(full.shape)}")
-    make_shard(param)
-    param.copy_(shard_of(param, full))
-    param._unversioned_writes += 1

@@ -71,12 +71,14 @@ class VirtualShards:
             raise RuntimeError("virtual_shards: a loop over virtual shards is running already")
         engine.virtual.begin_step()
         try:
-            with kept_generators(ctx.device):
+            with kept_generators(ctx.device), engine.gradients.going_to(engine.virtual):
                 for first in range(0, self.count, world):
                     engine.virtual.begin_shard()
                     seed_generators(_seed_of(ctx.seed, self.step, first + rank))
                     yield VirtualShard(first + rank, self.count)
-            engine.publish_virtual(self.count)
+            with engine.gradients.ending():
+                engine.virtual.publish(self.count)
+            engine.gradients.run_accumulated_hooks()
         finally:  # after an error, or a `break`: nothing remains
             engine.virtual.forget()
 

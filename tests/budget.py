@@ -19,7 +19,7 @@ PYTHON = {
     "watch": ("_watch", 2050),
     "ranks": ("_ranks global_var nccl synchronize utils", 4450),
     "shards": ("_shards parameter", 1500),
-    "engine": ("_engine", 4650),
+    "engine": ("_engine", 4810),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 3600),
     "files": ("_files distributed store weights", 3400),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 6700),

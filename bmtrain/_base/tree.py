@@ -8,7 +8,6 @@ functions and types are leaves.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
 from operator import is_
@@ -22,18 +21,17 @@ __all__ = [
     "has_containers",
     "replace_arguments",
     "replace_tensors",
-    "snapshot",
     "tensors_of",
 ]
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.device, torch.dtype, torch.Size)
 _OPAQUE = (torch.nn.Module, torch.optim.Optimizer, type)
-_BYTES = (bytearray, memoryview)
+BYTES = (bytearray, memoryview)
 _NO_CONTAINERS = (torch.Tensor, *_LEAVES)
-_SHARED = (*_NO_CONTAINERS, *_OPAQUE)
+SHARED = (*_NO_CONTAINERS, *_OPAQUE)
 
 
-def _attributes(value: Any) -> list[tuple[str, Any]]:
+def attributes_of(value: Any) -> list[tuple[str, Any]]:
     """The attributes of an object that is traversed, in ``__dict__`` or ``__slots__``; none for leaves."""
     if isinstance(value, _OPAQUE) or callable(value):
         return []
@@ -58,7 +56,7 @@ def replace_tensors(
     value: Any,
     function: Callable[[torch.Tensor], Any],
     _seen: dict[int, Any] | None = None,
-    attributes: Callable[[Any], list[tuple[str, Any]]] = _attributes,
+    attributes: Callable[[Any], list[tuple[str, Any]]] = attributes_of,
 ) -> Any:
     """``value`` with every tensor in it replaced by ``function(tensor)``; what can be written to, in place.
 
@@ -77,7 +75,7 @@ def replace_tensors(
     if id(value) in seen:
         return value
     seen[id(value)] = value
-    if isinstance(value, MutableSequence) and not isinstance(value, _BYTES):
+    if isinstance(value, MutableSequence) and not isinstance(value, BYTES):
         for index, item in enumerate(value):
             new = replace_tensors(item, function, seen, attributes)
             if new is not item:
@@ -98,7 +96,7 @@ def replace_arguments(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     function: Callable[[torch.Tensor], Any],
-    attributes: Callable[[Any], list[tuple[str, Any]]] = _attributes,
+    attributes: Callable[[Any], list[tuple[str, Any]]] = attributes_of,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call with every tensor in them replaced, see :func:`replace_tensors`."""
 
@@ -126,13 +124,13 @@ def tensors_of(value: Any, _seen: dict[int, Any] | None = None) -> Iterator[torc
     if id(value) in seen:
         return
     seen[id(value)] = value
-    if isinstance(value, MutableSequence) and not isinstance(value, _BYTES):
+    if isinstance(value, MutableSequence) and not isinstance(value, BYTES):
         for item in value:
             yield from tensors_of(item, seen)
     elif isinstance(value, MutableMapping):
         for item in value.values():
             yield from tensors_of(item, seen)
-    for _, item in _attributes(value):
+    for _, item in attributes_of(value):
         yield from tensors_of(item, seen)
 
 
@@ -143,48 +141,6 @@ def has_containers(value: Any) -> bool:
     if isinstance(value, tuple):
         return any(map(has_containers, value))
     return not isinstance(value, _OPAQUE) and not callable(value)
-
-
-def snapshot(value: Any, _seen: dict[int, Any] | None = None) -> Any:
-    """A copy of all mutable containers in ``value``, so that a forward can be run again on its original
-    arguments.
-
-    Tensors are shared, not copied. An object that occurs twice occurs twice in the copy as well.
-
-    Raises:
-        TypeError: for a generator, which can be read only once.
-    """
-    if isinstance(value, _SHARED):
-        return value
-    seen = {} if _seen is None else _seen
-    if isinstance(value, tuple):
-        items = [snapshot(item, seen) for item in value]
-        if all(map(is_, items, value)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if id(value) in seen:
-        return seen[id(value)]
-    if callable(value):
-        return value
-    try:
-        clone = seen[id(value)] = copy.copy(value)
-    except Exception as error:
-        if isinstance(value, Iterator):
-            raise TypeError(
-                f"argument of type {type(value).__name__}: it can be read only once, but a Block with "
-                "use_checkpoint=True runs its forward twice; pass a list or tuple"
-            ) from error
-        return value  # a lock, a process group: nothing that a forward changes
-    if isinstance(clone, MutableSequence) and not isinstance(clone, _BYTES):
-        for index, item in enumerate(clone):
-            clone[index] = snapshot(item, seen)
-    elif isinstance(clone, MutableMapping):
-        for key, item in list(clone.items()):
-            clone[key] = snapshot(item, seen)
-    if clone is not value:
-        for name, item in _attributes(clone):
-            object.__setattr__(clone, name, snapshot(item, seen))
-    return clone
 
 
 def distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,203 +1,310 @@
-"""State shared by all blocks of a process."""
+"""Calls of blocks: gathering, prefetching and releasing their parameters, and the state that all blocks share.
+
+[Note: Overlap of gather and compute]
+When a block starts, the gather of the block expected next is started, so that communication overlaps with compute. The
+expected call is the one that followed the last time the same two calls followed each other: nothing is declared;
+forward, backward, shared blocks and evaluation follow one rule; and a program that takes another path loses the overlap
+of that one step only. A prefetched gather is used only by the very next block call; otherwise it is dropped, so it
+never shows parameters older than the call before (optimizer steps and loads drop it as well). All ranks make the same
+calls in the same order, so they expect the same blocks, and their collectives match.
+
+Where the CPU updates parameters of a device, the host must wait for the update before it can start the gather. In the
+first forward after a step it therefore prefetches only when the present block's kernels have been launched, so that
+the device computes while the host waits. Ranks wait for different times, but decide by the step alone.
+"""
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from .._C import BufferPool, OpenIslands, ShardGroup
+from ..errors import CommunicationError
 from ..global_var import context
-from .accumulation import Accumulation
+from .block_state import BlockState
+from .gradients import Gradients
 from .host_activations import CudaMover, HostStack, Mover
 from .observer import Observer
+from .phase import Event, Phase
 from .policy import BlockPolicy
 from .reads import Reads
 from .replaced import ReplacedParameters
-from .running import ReductionListener, RunningBlock, RunningCall
-from .schedule import Schedule
 from .virtual_sum import VirtualSum
 from .wrapped import WrappedModels
 
 if TYPE_CHECKING:
     from .._ranks.context import Context
-    from ..parameter import DistributedParameter
 
 __all__ = ["Engine", "current_engine", "default_policy"]
 
 #: Idle buffers kept per size. A backward uses up to five (the gathered block and the prefetched one; a gradient being
 #: accumulated, one being sent and one being received), a forward two: more idle ones would add to its activations.
 SLOTS_PER_CLASS = 2
+_NO_WAIT = nullcontext()
+
+_Follower: TypeAlias = "tuple[Event, weakref.ref[BlockState]]"
+
+
+class Schedule:
+    """The order of block calls. It knows which call is expected next, and starts nothing."""
+
+    def __init__(self) -> None:
+        self._last: Event | None = None
+        self._before_last: Event | None = None
+        self._followers: dict[tuple[Event | None, Event], _Follower] = {}
+        self._follower: _Follower | None = None  # of the last two calls
+
+    def enter(self, block: BlockState, phase: Phase) -> None:
+        """Records that a call of ``block`` starts."""
+        event, last = block.events[phase], self._last
+        if last is not None:
+            if self._follower is None or self._follower[0] is not event:
+                self._followers[self._before_last, last] = event, weakref.ref(block)
+            starts_a_pass = phase is not Phase.BACKWARD and phase is not last.phase
+            self._before_last = None if starts_a_pass else last
+        self._last = event
+        self._follower = self._followers.get((self._before_last, event))
+
+    def expected(self) -> tuple[Event, BlockState] | None:
+        """Returns the call expected after the current one, or None if it cannot be predicted."""
+        if self._last is None or self._follower is None:
+            return None
+        event, reference = self._follower
+        block = reference()
+        if block is None:
+            return None
+        # Parameters change between a backward and the next forward, may change between two evaluations, and between
+        # the forward of one model and the evaluation of another (a momentum teacher): neither another kind of pass
+        # nor a return to an earlier block is a reason to gather.
+        if event.phase is not Phase.BACKWARD and (
+            event.phase is not self._last.phase or event.block <= self._last.block
+        ):
+            return None
+        return event, block
+
+    def expects_backward_of(self, block: BlockState) -> bool:
+        """Whether the backward of the running block is expected right after it."""
+        follower = self.expected()
+        return follower is not None and follower[0] is block.events[Phase.BACKWARD]
 
 
 class Engine:
-    """State shared by all blocks of a process: buffers, the learnt order of calls, and pending reductions."""
+    """Runs the blocks of a process, one call after the other. See [Note: Overlap of gather and compute].
+
+    Attributes:
+        default_policy: policy for Blocks built without one (set by `default_policy`).
+        pool: memory of gathered parameters and full gradients.
+        blocks: all live blocks.
+        num_blocks: how many there have been; it is the number that the next one gets.
+        schedule: the learnt order of calls.
+        gradients: gradients that have not reached their shards.
+        islands: islands of blocks in which autograd is running.
+        calls: the calls whose forward is running, outermost first.
+        lagging_steps: number of steps whose updates the CPU computes while the device runs.
+        observer: receives the events of a step; None if nothing records them.
+        mover: moves activations between device and host; None on CPU runs.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        #: Policy for Blocks built without one (set by `default_policy`).
         self.default_policy: BlockPolicy | None = None
-        #: Number of blocks that are recomputing their forward.
-        self.recomputing = 0
-        #: Islands of blocks in which autograd is running.
-        self.islands = OpenIslands()
-        #: The calls whose forward is running, outermost first.
-        self.calls: list[RunningCall] = []
-        #: All live blocks.
-        self.runtimes: weakref.WeakSet[RunningBlock] = weakref.WeakSet()
         self.pool = BufferPool(SLOTS_PER_CLASS, bool(int(os.environ.get("BMTRAIN_POISON_BUFFERS", "0"))))
+        self.blocks: weakref.WeakSet[BlockState] = weakref.WeakSet()
+        self.num_blocks = 0
         self.schedule = Schedule()
+        self.islands = OpenIslands()
+        self.gradients = Gradients(self)
+        self.virtual = VirtualSum(self.gradients.unsent)
+        self.calls: list[Any] = []
+        self.lagging_steps = 0
+        self.observer: Observer | None = None
         self.reads = Reads()
         self.replaced = ReplacedParameters()
         self.wrapped = WrappedModels()
-        #: Moves activations between device and host; None on CPU runs.
         self.mover: Mover | None = CudaMover(device) if device.type == "cuda" else None
         self.host_stack = HostStack()
-        self.accumulation = Accumulation()
-        self.virtual = VirtualSum()
-        self._reductions: list[tuple[RunningBlock, Sequence[ShardGroup]]] = []
-        #: Listeners, notified when the gradients of a block have reached their shards.
-        self.after_reduction: weakref.WeakSet[ReductionListener] = weakref.WeakSet()
-        #: Number of steps whose updates the CPU computes while the device runs. See `Schedule`.
-        self.lagging_steps = 0
-        self._callback_task = -1
-        self._is_ending = False
-        self._accumulated: dict[int, DistributedParameter] = {}
-        #: Receives the events of a step; a recording replaces it.
-        self.observer = Observer()
+        self._ahead: BlockState | None = None  # gathered for the next call
+        self._late: BlockState | None = None  # to be gathered once the present block has been launched
 
-    @property
-    def is_summing_virtual_shards(self) -> bool:
-        """Whether a step of :func:`bmtrain.virtual_shards` is under way."""
-        return self.virtual.is_open
+    def add_block(self, block: BlockState) -> int:
+        """Adds a new block, and returns its number."""
+        self.blocks.add(block)
+        self.num_blocks += 1
+        return self.num_blocks - 1
 
-    @contextmanager
-    def running_again(self) -> Iterator[None]:
-        """Context manager for the recomputation of a block's forward."""
-        self.recomputing += 1
-        try:
-            yield
-        finally:
-            self.recomputing -= 1
+    def replace_buffers(self, block: BlockState, buffers: Sequence[ShardGroup]) -> None:
+        """Gives a block other buffers; pending operations on the old ones are dropped."""
+        self.drop_ahead()
+        block.drop_gathered()
+        block.buffers = tuple(buffers)
+        block.is_gathered = False
+
+    # ---- one call, from open() to close()
+
+    def open(self, block: BlockState, phase: Phase) -> None:
+        """Makes a block's parameters full tensors; `close` or `abandon` must follow, after errors too. Collective."""
+        block.seen_step = self.lagging_steps
+        if block.pending:
+            self._finish_updates(block)
+        if phase is not Phase.BACKWARD:
+            self.gradients.drop_stale()
+        adopted = block.adopt_data()
+        if block.is_gathered and ((adopted and phase is not Phase.BACKWARD) or not block.is_current()):
+            block.drop_gathered()
+        if not block.is_held:
+            self._enter(block, phase)
+        self._start_gather(block)
+        observer = self.observer
+        if observer is not None:
+            observer.awaiting_gather(block)
+        block.finish_gather()
+        if observer is not None:
+            observer.gathered(block)
+        block.bind(is_watched=phase is not Phase.BACKWARD)
+        if not block.is_held:
+            self._gather_ahead()
+        if observer is not None:
+            observer.computing(block, phase)
+
+    def keeps_for_backward(self, block: BlockState) -> bool:
+        """Whether the gathered parameters of the running block should stay until its backward."""
+        return block.policy.level <= 2 or self.schedule.expects_backward_of(block)
+
+    def close(self, block: BlockState, *, keep: bool) -> None:
+        """Makes the parameters shards again; ``keep`` leaves the gathered buffers for the backward."""
+        self._end_call(block, keep)
+        self._gather_late()
+
+    def abandon(self, block: BlockState) -> None:
+        """Makes the parameters shards after an error or Ctrl-C, whatever had begun, and drops gathered memory."""
+        with suppress(CommunicationError):  # of a pending gather: the caller raises the first error
+            self._end_call(block, keep=False)
+            block.drop_gathered()
+            self.drop_ahead()
+
+    def _end_call(self, block: BlockState, keep: bool) -> None:
+        if self.observer is not None:
+            self.observer.computed(block)
+        block.unbind()
+        self._keep_or_drop(block, keep)
+
+    def _keep_or_drop(self, block: BlockState, keep: bool) -> None:
+        """Releases the gathered parameters, unless the policy or a pending backward keeps them."""
+        if block.policy.level == 1:
+            return
+        if block.policy.keep_gathered and self.gradients.is_window_open():
+            self.gradients.unsent.gathered[block.number] = block
+        elif not keep:
+            block.drop_gathered()
+
+    def _finish_updates(self, block: BlockState) -> None:
+        """Waits for pending optimizer updates. See [Note: Updates that overlap]."""
+        with self.waiting(block.label, "update"):
+            for update in tuple(block.pending):
+                update.finish()
+
+    # ---- gathers
+
+    def _enter(self, block: BlockState, phase: Phase) -> None:
+        """Records the call, and drops gathered parameters that must not be used in it, or not be used any more."""
+        self.schedule.enter(block, phase)
+        self._late = None
+        if self._ahead is block:  # open() has dropped gathers that are not current
+            self._ahead = None
+            return
+        self.drop_ahead()
+        if phase is not Phase.BACKWARD and not self._is_of_this_round(block):
+            block.drop_gathered()  # kept for a backward that did not run: perhaps of older parameters
+
+    def _start_gather(self, block: BlockState) -> None:
+        """Starts the gather, unless the parameters are gathered."""
+        if block.is_gathered:
+            return
+        if self.observer is not None:
+            self.observer.gathering(block)
+        with self.waiting(block.label, "gather"):
+            block.start_gather(self.gradients.round)
+
+    def _gather_ahead(self) -> None:
+        """Starts the gather of the block expected next, unless that is for :meth:`_gather_late`."""
+        follower = self.schedule.expected()
+        if follower is None:
+            return
+        event, block = follower
+        # The same on all ranks, which wait for different times.
+        if event.phase is not Phase.BACKWARD and block.seen_step != self.lagging_steps:
+            self._late = block
+        else:
+            self._prefetch(block)
+
+    def _gather_late(self) -> None:
+        """Prefetches a block whose update the host must wait for, after the present block was launched."""
+        late, self._late = self._late, None
+        if late is not None:
+            self._prefetch(late)
+
+    def _prefetch(self, block: BlockState) -> None:
+        """Starts a gather for a later call, unless the parameters are gathered already."""
+        if block.is_bound or (
+            block.is_gathered and (block.policy.level != 1 or self._is_of_this_round(block))
+        ):
+            return
+        block.drop_gathered()
+        if block.pending:
+            self._finish_updates(block)
+        block.adopt_data()
+        self._start_gather(block)
+        self._ahead = block
+
+    def drop_ahead(self) -> None:
+        """Drops a prefetched gather that is not used (it is waited for first)."""
+        ahead, self._ahead, self._late = self._ahead, None, None
+        if ahead is not None:
+            ahead.drop_gathered()
+
+    def _is_of_this_round(self, block: BlockState) -> bool:
+        """Whether the gathered parameters are valid for another forward: kept by the policy, and unchanged."""
+        return (
+            (block.policy.level == 1 or (block.policy.keep_gathered and self.gradients.is_window_open()))
+            and block.gathered_round == self.gradients.round
+            and block.is_current()
+        )
+
+    def hold(self, block: BlockState) -> None:
+        """Keeps the parameters gathered for several calls, until :meth:`let_go`.
+
+        The next call gathers them again, unless the policy has kept them and they are unchanged.
+        """
+        block.is_held = False
+        if not self._is_of_this_round(block):
+            block.drop_gathered()
+        block.is_held = True
+
+    def let_go(self, block: BlockState) -> None:
+        """Ends :meth:`hold`."""
+        block.is_held = False
+        self._keep_or_drop(block, keep=False)
+
+    # ---- shared by all blocks, and parameters outside them
+
+    def waiting(self, name: str, reason: str) -> AbstractContextManager[None]:
+        """Context manager for waits of this rank, for the observer. See :meth:`Observer.waiting`."""
+        return _NO_WAIT if self.observer is None else self.observer.waiting(name, reason)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuses steps of parameters that the wrapper has replaced, and warns of plain ones put in since."""
         self.replaced.check(optimizer)
         self.wrapped.check_step()
 
-    def add_reduction(self, runtime: RunningBlock, groups: Sequence[ShardGroup]) -> None:
-        """Takes over a started reduction, and completes the previous one: at most one overlaps with compute.
-
-        The sum over replicas, which follows the sum over the ranks that share a block, overlaps with one more block.
-        """
-        under_way = self._reductions
-        if under_way:
-            latest = under_way.pop()
-            self.finish_reductions()
-            under_way.append(latest)
-            goes_on = False
-            for group in latest[1]:
-                goes_on |= group.continue_reduce()
-            if not goes_on:
-                self.finish_reductions()
-        under_way.append((runtime, groups))
-        if not self._is_ending:
-            self.call_at_end_of_backward()
-
-    def to_reduce_now(self, param: DistributedParameter, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Decides where the full gradient of a parameter outside Blocks goes.
-
-        Returns:
-            The gradient to reduce into the shard in this backward, including unsent gradients; None if the sum over
-            virtual shards or ``no_sync()`` has taken it.
-        """
-        if self.virtual.is_open:
-            self.virtual.add_outside(param, gradient)
-            return None
-        if self.accumulation.is_on:
-            self.accumulation.add_outside(param, gradient)
-            return None
-        if self.accumulation.is_open:
-            self.call_at_end_of_backward()
-        return self.accumulation.with_unsent(param, gradient)
-
-    def note_accumulated(self, param: DistributedParameter) -> None:
-        """Schedules the post-accumulate hooks of ``param`` for the end of backward, when gradients are complete."""
-        if self.virtual.is_open or self.accumulation.keeps_outside(param):
-            return  # autograd calls this for a gradient that went to the sum, or is unsent, too
-        self._accumulated[id(param)] = param
-        if (
-            self.islands.count == 0 and not self._is_ending
-        ):  # else the island, or the end of backward, does it
-            self.call_at_end_of_backward()
-
-    def call_at_end_of_backward(self) -> None:
-        """Makes all gradients complete when the running backward returns."""
-        task = torch._C._current_graph_task_id()
-        if task != self._callback_task:
-            self._callback_task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _end_backward(self) -> None:
-        self._is_ending = True
-        try:
-            if self.islands.count == 0 and not self.accumulation.is_on:
-                self.accumulation.close()
-            self.finish_reductions()
-        finally:
-            self._is_ending = False
-        if self.islands.count == 0:
-            self._run_accumulated_hooks()
-
-    def publish_virtual(self, num_shards: int) -> None:
-        """Completes the gradients of a step of virtual shards."""
-        self._is_ending = True
-        try:
-            self.virtual.publish(num_shards)
-        finally:
-            self._is_ending = False
-        self._run_accumulated_hooks()
-
-    def _run_accumulated_hooks(self) -> None:
-        accumulated, self._accumulated = self._accumulated, {}
-        for param in accumulated.values():
-            param._run_accumulated_hooks()
-
-    def reductions_under_way(self) -> list[ShardGroup]:
-        """Buffers whose gradients may be summed on arrival; trees (:attr:`virtual`) have a fixed order."""
-        return [] if self.virtual.is_open else [group for _, groups in self._reductions for group in groups]
-
-    def finish_reduction_of(self, groups: Iterable[ShardGroup]) -> None:
-        """Completes the pending reduction if it involves one of ``groups`` (a block that ran twice in a row)."""
-        for _, under_way in self._reductions:
-            if not set(under_way).isdisjoint(groups):
-                self.finish_reductions()
-                return
-
-    def drop_stale_reductions(self) -> None:
-        """Drops pending reductions of a backward that failed: the gradients may have been zeroed since."""
-        if (self._reductions or self._accumulated) and torch._C._current_graph_task_id() == -1:
-            self._accumulated.clear()
-            while self._reductions:
-                for group in self._reductions.pop(0)[1]:
-                    group.cancel_backward()
-
-    def finish_reductions(self) -> None:
-        """Waits until every gradient sent has reached its shard."""
-        while self._reductions:
-            runtime, groups = self._reductions.pop(0)
-            self.observer.awaiting_reduction(groups)
-            for group in groups:
-                group.await_reduce()
-            self.observer.reduced(groups)
-            for group in groups:
-                group.finish_reduce(self.virtual.tree_of(group) if self.virtual.is_open else None)
-            for user in tuple(self.after_reduction):
-                user.reduced(runtime)
+    @property
+    def is_summing_virtual_shards(self) -> bool:
+        """Whether a step of :func:`bmtrain.virtual_shards` is under way."""
+        return self.virtual.is_open
 
 
 def current_engine(context: Context) -> Engine:

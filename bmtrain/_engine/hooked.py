@@ -7,14 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from .._base.tree import tensors_of
-from .runtime import BlockRuntime, unreturned_tensor_error
+from .._C import GraphRoots
+from .block_state import unreturned_tensor_error
+from .call import BlockCall, Part, Run
 
 __all__ = ["HookedResults"]
 
 
-class HookedResults:
+class HookedResults(Part):
     """Tensors that forward hooks of a block's inner modules received in one call.
 
     A hook may keep a tensor for a loss (transformers collects attentions and router logits like that). Such a tensor
@@ -22,47 +25,57 @@ class HookedResults:
     order when the forward runs again.
     """
 
-    def __init__(self, runtime: BlockRuntime) -> None:
-        self._runtime = runtime
+    packs_saved = True
+
+    def __init__(self, call: BlockCall) -> None:
+        self._block = call.block
         self._first: list[weakref.ref[torch.Tensor]] = []
         self._second: list[torch.Tensor] = []
         self._has_run = False
         self._kept: list[int] = []  # indices of the kept tensors among those of the first run
+        call.forward = self._watched(call.forward)
+        call.take_out = self._taken_out
 
-    def watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Runs ``forward`` and records the tensors that hooks receive; the first call is the first run."""
-        note = self._note_again if self._has_run else self._note
-        self._has_run = True
-        self._second = []
 
         def see(module: torch.nn.Module, _args: Any, output: Any) -> None:
             if module._forward_hooks and not torch.compiler.is_compiling():
                 for tensor in tensors_of(output):
                     if tensor.grad_fn is not None:
-                        note(tensor)
+                        self._note(tensor)
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            self._second = []
             handle = torch.nn.modules.module.register_module_forward_hook(see)
             try:
                 return forward(*args, **kwargs)
             finally:
                 handle.remove()
+                self._has_run = True
 
         return run
 
     def _note(self, tensor: torch.Tensor) -> None:
+        if self._has_run:
+            self._second.append(tensor)
+            return
         tensor.register_hook(self._refuse_other_ways)
         self._first.append(weakref.ref(tensor))
 
-    def _note_again(self, tensor: torch.Tensor) -> None:
-        self._second.append(tensor)
-
     def _refuse_other_ways(self, _gradient: torch.Tensor) -> None:
-        engine = self._runtime.engine
+        engine = self._block.engine
         if engine.islands.count == 0 and not engine.calls:  # else the block itself asks for gradients
-            raise RuntimeError(unreturned_tensor_error(self._runtime.label))
+            raise RuntimeError(unreturned_tensor_error(self._block.label))
 
-    def kept(self) -> list[torch.Tensor]:
+    def first_run(self, call: BlockCall, run: Run, args: Any, kwargs: dict[str, Any]) -> Any:
+        with _without_history(self._block.label):  # inner parts pack saved tensors in their own ways
+            return run(args, kwargs)
+
+    def results(self, again: bool) -> list[torch.Tensor]:
+        return self._kept_again() if again else self._kept_first()
+
+    def _kept_first(self) -> list[torch.Tensor]:
         """Returns the tensors of the first run that are still referenced and can become results."""
         alive = [(index, reference()) for index, reference in enumerate(self._first)]
         kept = [
@@ -73,23 +86,24 @@ class HookedResults:
         self._kept = [index for index, _ in kept]
         return [tensor for _, tensor in kept]
 
-    def kept_again(self) -> list[torch.Tensor]:
-        """Returns the tensors of the second run that correspond to `kept`."""
+    def _kept_again(self) -> list[torch.Tensor]:
         if any(index >= len(self._second) for index in self._kept):
             return []  # another path, detected by the number of results
         return [self._second[index] for index in self._kept]
 
-    def taken_out(self, outputs: list[torch.Tensor], others: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the outer tensors of the outputs: a tensor kept by a hook is used itself, and leaves its graph.
-
-        Args:
-            others: inner tensors that must stay what they are.
-        """
-        kept = {id(tensor) for tensor in self.kept()} - {id(tensor) for tensor in others}
+    def _taken_out(self, call: BlockCall) -> list[torch.Tensor]:
+        """Returns the outer tensors of the outputs: a tensor kept by a hook is used itself, and leaves its graph."""
+        outputs, call.outputs = call.outputs, [get_gradient_edge(output) for output in call.outputs]
+        call.roots = GraphRoots(outputs)
+        must_stay = [
+            *call.inner,
+            *(t for part in call.parts if part is not self for t in part.results(False)),
+        ]
+        kept = {id(tensor) for tensor in self._kept_first()} - {id(tensor) for tensor in must_stay}
         return [output.detach_() if id(output) in kept else output.detach() for output in outputs]
 
 
-def without_history(label: str) -> Any:
+def _without_history(label: str) -> Any:
     """Context manager in which autograd saves tensors without their graph.
 
     A tensor that leaves the graph would otherwise form a reference cycle with the block's node.

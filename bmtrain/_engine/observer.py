@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .._C import ShardGroup
-    from .running import Phase, RunningBlock
+    from .block_state import BlockState
+    from .phase import Phase
 
 __all__ = ["Observer"]
 
@@ -16,24 +17,24 @@ _NOTHING = nullcontext()
 
 
 class Observer:
-    """Receives the events of the engine; this base class ignores them, and recorders override it."""
+    """Receives the events of the engine (`Engine.observer`); this base class ignores them."""
 
-    def gathering(self, runtime: RunningBlock) -> None:
+    def gathering(self, runtime: BlockState) -> None:
         """The gather of a block's parameters is about to start."""
 
-    def awaiting_gather(self, runtime: RunningBlock) -> None:
+    def awaiting_gather(self, runtime: BlockState) -> None:
         """The block cannot continue without its parameters."""
 
-    def gathered(self, runtime: RunningBlock) -> None:
+    def gathered(self, runtime: BlockState) -> None:
         """The parameters are there."""
 
-    def computing(self, runtime: RunningBlock, phase: Phase) -> None:
+    def computing(self, runtime: BlockState, phase: Phase) -> None:
         """The block runs, forward or backward."""
 
-    def computed(self, runtime: RunningBlock) -> None:
+    def computed(self, runtime: BlockState) -> None:
         """The block has run."""
 
-    def reducing(self, runtime: RunningBlock, groups: Sequence[ShardGroup]) -> None:
+    def reducing(self, runtime: BlockState, groups: Sequence[ShardGroup]) -> None:
         """A block's gradients are sent off."""
 
     def awaiting_reduction(self, groups: Sequence[ShardGroup]) -> None:

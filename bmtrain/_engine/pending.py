@@ -3,7 +3,7 @@
 [Note: Updates that overlap]
 `AdamOffloadOptimizer.step` hands the updates to workers of the core and returns. No code may see an unfinished one:
 
-- A block waits for its own parameters before it is gathered: `BlockRuntime.pending`.
+- A block waits for its own parameters before it is gathered: `BlockState.pending`.
 - Any other access reaches the parameter object. While its update is pending the object's class is a subclass whose
   ``__torch_function__`` runs before every operation and attribute of torch; it waits, restores the object's class, and
   continues with the access. So an access costs nothing without a pending update.
@@ -28,7 +28,7 @@ import torch
 
 if TYPE_CHECKING:
     from .._C import OffloadUpdate
-    from .running import RunningBlock
+    from .block_state import BlockState
 
 __all__ = ["PendingUpdate", "PendingUpdates"]
 
@@ -50,7 +50,7 @@ class PendingUpdate:
         update: OffloadUpdate,
         parameters: Sequence[torch.Tensor],
         tensors: Any,
-        runtime: RunningBlock | None,
+        runtime: BlockState | None,
     ) -> None:
         self.update = update
         self.parameters = tuple(parameters)

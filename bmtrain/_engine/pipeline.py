@@ -73,6 +73,7 @@ class PipelineCall:
         # Per micro-batch: each layer's input, then the stage's output.
         self.states: list[list[torch.Tensor]] = []
         self.is_spent = False
+        self._engine = current_engine(context())
         recorder = active_recorder.get()
         self.recordings = None if recorder is None else StageRecordings(pipe, recorder)
 
@@ -82,7 +83,7 @@ class PipelineCall:
         """Runs all micro-batches; returns this rank's batch of the output (and of the layers' inputs)."""
         self.hidden_shape, self.hidden_dtype, self.device = hidden.shape, hidden.dtype, hidden.device
         for block in self.blocks:
-            block._runtime.hold()
+            self._engine.hold(block._runtime)
         try:
             self._run_micros(hidden, arguments)
         finally:
@@ -218,7 +219,7 @@ class PipelineCall:
         """This stage's share of a backward."""
         sending, comm = [], channel(self.pipe, self.pipe.rank)
         for block in self.blocks:
-            block._runtime.defer_reduction()
+            block._runtime.defers = True
         for index, states in enumerate(self.states):
             roots = states[: len(state_grads)]
             root_grads = [grad[index] for grad in state_grads]
@@ -236,7 +237,7 @@ class PipelineCall:
         for work, _ in sending:
             _wait_for_stage(work)
         for block in reversed(self.blocks):
-            block._runtime.reduce_deferred()
+            self._engine.gradients.send_deferred(block._runtime)
 
     def _incoming_gradients(self, whole: torch.Tensor | None, reached: int) -> _Incoming | None:
         """Returns the gradients of this stage's output: from outside, from the next stage, or none."""
@@ -269,12 +270,12 @@ class PipelineCall:
     def give_out(self, results: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Delivers the recorded tensors to the recorder; returns the caller's results."""
         if self.recordings is not None:
-            self.recordings.deliver(results[self.num_results :], current_engine(context()))
+            self.recordings.deliver(results[self.num_results :], self._engine)
         return results[: self.num_results]
 
     def _release_blocks(self) -> None:
         for block in self.blocks:
-            block._runtime.let_go()
+            self._engine.let_go(block._runtime)
 
 
 class _Incoming:
@@ -335,7 +336,7 @@ def run_pipeline(
 
 
 def _wait_for_stage(work: Work) -> None:
-    with current_engine(context()).observer.waiting("pipeline", "stage"):
+    with current_engine(context()).waiting("pipeline", "stage"):
         work.wait()
 
 

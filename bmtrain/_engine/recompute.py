@@ -1,4 +1,4 @@
-"""Recomputation of a forward in backward, under the state of its first run.
+"""Recomputation: the part of a call that runs its forward again in backward, in the state of the first run.
 
 [Note: Early stop]
 In the first forward, saved-tensor hooks replace what autograd saves by numbered slots. In backward the forward
@@ -14,25 +14,148 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 
+from .._base.argument_copies import snapshot
+from .._base.tree import replace_arguments, replace_tensors, tensors_of
 from .._C import next_node_number
+from .block_state import BlockState, unreturned_tensor_error
+from .call import BlockCall, Part, Run
+from .host_activations import HostActivations
 from .policy import Recompute
-from .runtime import BlockRuntime, unreturned_tensor_error
+from .run_state import ModeSnapshot, trainable_as
 from .selective import KeptResults
 
-if TYPE_CHECKING:
-    from .host_activations import HostActivations
-
-__all__ = ["ModuleSnapshot", "ModuleState", "SavedTensors", "StopForward"]
-
-#: Buffers up to this size are copied before each forward; larger ones only once they are known to be updated.
-SMALL_BUFFER_BYTES = 1 << 16
+__all__ = ["Replay", "SavedTensors", "Unchanged"]
 
 
-class StopForward(BaseException):
+class Replay(Part):
+    """Runs the forward of a call again in its backward: with the same arguments, state and random numbers.
+
+    It keeps the arguments and empty slots for the tensors that autograd saves, which the second run fills.
+    """
+
+    packs_saved = True
+
+    def __init__(self, call: BlockCall) -> None:
+        self._saved = SavedTensors(call.block)
+        self._unchanged = Unchanged(call.block.label)  # arguments
+        self._away: list[Any] | None = None  # handles of the offloaded leaves
+
+    # ---- the first run
+
+    def first_run(self, call: BlockCall, run: Run, args: Any, kwargs: dict[str, Any]) -> Any:
+        for tensor in tensors_of((args, kwargs)):
+            if call.host is None or not tensor.requires_grad:  # else Offload notes its leaf
+                self._unchanged.note(tensor)
+        self._arguments = snapshot((args, kwargs)) if call.has_state else (args, kwargs)
+        self._modes = ModeSnapshot(call.engine.device)
+        self._before = call.modules.before_forward()
+        with self._saved.record():
+            result = run(args, kwargs)
+        self._before.after_forward()
+        return result
+
+    def after_forward(self, call: BlockCall, outer: dict[int, torch.Tensor]) -> None:
+        host = call.host
+        if host is not None and call.outputs:
+            self._away = [host.put(tensor) for tensor in call.inner]
+            known = dict(zip(map(id, call.inner), call.leaves, strict=True))
+            self._arguments = replace_tensors(self._arguments, lambda tensor: known.get(id(tensor), tensor))
+            self._saved.put_away(host)
+
+    # ---- the second run
+
+    def before_backward(self, call: BlockCall) -> None:
+        self._unchanged.check()
+
+    def graph(
+        self, call: BlockCall, outputs: list[Any], leaves: list[torch.Tensor]
+    ) -> tuple[list[Any], list[torch.Tensor]]:
+        """Returns the graph of the first run, whose slots the second run has filled; else the graph of the second."""
+        fresh = self._leaves_of_second_run(leaves, call.host)
+        args, kwargs, result = self._second_run(call, dict(zip(map(id, leaves), fresh, strict=True)))
+        if self._saved.is_complete:
+            return outputs, leaves
+        found = call.outputs_among(result, args, kwargs, fresh, again=True)
+        if len(found) != len(outputs):
+            raise RuntimeError(
+                f"{call.block.label}: the forward took another path when it was run again: {len(found)} results "
+                f"require grad, {len(outputs)} did at first"
+            )
+        return found, fresh
+
+    def _leaves_of_second_run(
+        self, leaves: list[torch.Tensor], host: HostActivations | None
+    ) -> list[torch.Tensor]:
+        """Returns new leaves with the values of the first run's leaves."""
+        sources = leaves if host is None or self._away is None else map(host.take, self._away)
+        return [source.detach().requires_grad_() for source in sources]
+
+    def _second_run(self, call: BlockCall, fresh: dict[int, torch.Tensor]) -> tuple[Any, Any, Any]:
+        """Runs the forward again until all tensors that the first run saved are computed.
+
+        Args:
+            fresh: replacements of the first run's leaves, by their identity.
+
+        Returns:
+            (arguments, keyword arguments, result); the result is None if the run stopped early.
+        """
+        args, kwargs = snapshot(self._arguments) if call.has_state else self._arguments
+        args, kwargs = replace_arguments(args, kwargs, lambda tensor: fresh.get(id(tensor), tensor))
+        with (
+            self._modes.restored(),
+            self._before.restored(call.block.label),
+            trainable_as(call.block, call.trains),
+            torch.enable_grad(),
+            self._saved.refill(stop_early=not call.modules.has_forward_hooks()),
+        ):
+            try:
+                return args, kwargs, call.run_forward(args, kwargs)
+            except _StopForward:
+                return args, kwargs, None
+
+    # ---- what is kept between them
+
+    def kept(self) -> Iterator[torch.Tensor]:
+        """The tensors kept for the second run."""
+        return chain(tensors_of(self._arguments), self._saved.kept_results())
+
+    def drop(self, *, for_good: bool) -> None:
+        self._saved.drop(for_good=for_good)
+
+
+class Unchanged:
+    """Tensors that must not be written to before a block's backward.
+
+    Args:
+        label: name of the block, for errors.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._versions: list[tuple[torch.Tensor, int]] = []
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Records the version of ``tensor`` for `check()`; inference tensors have none and are skipped."""
+        if not tensor.is_inference():
+            self._versions.append((tensor, tensor._version))
+
+    def check(self) -> None:
+        """Raises RuntimeError if one of the tensors was written to."""
+        for number, (tensor, version) in enumerate(self._versions):
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"{self._label}: tensor argument {number} (shape {tuple(tensor.shape)}) was modified in "
+                    f"place after the block's forward started (version {tensor._version}, expected {version}), "
+                    "so its forward cannot be run again; pass a copy"
+                )
+
+
+class _StopForward(BaseException):
     """Ends the second run of a forward; a BaseException, so that user code does not catch it."""
 
 
@@ -59,7 +182,7 @@ class SavedTensors:
     block is gathered.
     """
 
-    def __init__(self, runtime: BlockRuntime) -> None:
+    def __init__(self, runtime: BlockState) -> None:
         self._label = runtime.label
         self._in_gathered_buffer = runtime.owns_storage
         is_selective = runtime.policy.recompute is Recompute.SELECTIVE
@@ -108,7 +231,7 @@ class SavedTensors:
 
     @contextmanager
     def refill(self, *, stop_early: bool) -> Iterator[None]:
-        """Context manager for the second run; ``stop_early`` raises :class:`StopForward` when all slots are filled."""
+        """Context manager for the second run; ``stop_early`` raises :class:`_StopForward` when all slots are filled."""
         with self._refilling_hooks(stop_early), self._kept.giving_out() if self._kept else nullcontext():
             yield
 
@@ -125,7 +248,7 @@ class SavedTensors:
                 self.differs = True
             self._values.append(kept)
             if stop_early and index + 1 == len(self._saves) and not self.differs:
-                raise StopForward
+                raise _StopForward
             return kept
 
         return torch.autograd.graph.saved_tensors_hooks(pack, self._checked)
@@ -161,155 +284,3 @@ class SavedTensors:
         self.differs = False
         if self._kept and for_good:
             self._kept.drop()
-
-
-class _Buffer(NamedTuple):
-    """A buffer at the start of a forward; ``old`` is a copy, or None if none was made."""
-
-    owner: torch.nn.Module
-    name: str
-    tensor: torch.Tensor
-    version: int
-    old: torch.Tensor | None
-
-
-class ModuleState:
-    """State of modules that may change between two runs of a forward: training flags, and buffers it updates.
-
-    Small buffers are copied before each forward, and a second run gets the copies, updated or not: batch norm and
-    writes through `.data` count no version, and on a GPU a comparison would make the host wait. Copying large buffers
-    (tables of positions, masks) each time would be slow: they are copied before the first forward only, which shows
-    whether it updates them.
-    """
-
-    def __init__(self, root: torch.nn.Module) -> None:
-        self.root = root
-        self._modules: list[torch.nn.Module] = [root]
-        self._children: list[torch.nn.Module | None] = [None]
-        self._large: set[tuple[int, str]] | None = None  # known to be updated; None before the first forward
-
-    def _walk(self) -> list[torch.nn.Module]:
-        children: list[torch.nn.Module | None] = []
-        for module in self._modules:
-            children += module._modules.values()  # a comprehension costs a call of its own before Python 3.12
-        if children != self._children:
-            self._modules = list(self.root.modules())
-            self._children = [child for module in self._modules for child in module._modules.values()]
-        return self._modules
-
-    def has_forward_hooks(self) -> bool:
-        """Whether an inner module has forward hooks."""
-        hooks = torch.nn.modules.module
-        return bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks) or any(
-            module._forward_hooks or module._forward_pre_hooks for module in self._walk()
-        )
-
-    def has_own_forward_hooks(self) -> bool:
-        """Whether one of the modules has a forward hook that receives its result."""
-        for module in self._walk():  # noqa: SIM110 (a generator costs as much again, for each module)
-            if module._forward_hooks:
-                return True
-        return False
-
-    def buffers(self) -> Iterator[torch.Tensor]:
-        """Yields all buffers of the modules."""
-        for module in self._walk():
-            yield from (buffer for buffer in module._buffers.values() if buffer is not None)
-
-    def before_forward(self) -> ModuleSnapshot:
-        """Takes a snapshot; :meth:`ModuleSnapshot.after_forward` must be called when the forward has run."""
-        modules = self._walk()
-        buffers = []
-        copies: dict[int, torch.Tensor] = {}  # one of each tensor, as modules may share it
-        for owner in modules:
-            for name, tensor in owner._buffers.items():
-                if tensor is not None:
-                    copied = (
-                        tensor.nbytes <= SMALL_BUFFER_BYTES
-                        or self._large is None
-                        or (id(owner), name) in self._large
-                    )
-                    if copied and id(tensor) not in copies:
-                        copies[id(tensor)] = tensor.clone()
-                    buffers.append(_Buffer(owner, name, tensor, tensor._version, copies.get(id(tensor))))
-        return ModuleSnapshot(self, modules, [module.training for module in modules], buffers)
-
-    def learn(self, updated: list[_Buffer]) -> None:
-        """Records the large buffers that a forward updated."""
-        known = self._large or set()
-        known.update((id(b.owner), b.name) for b in updated if b.tensor.nbytes > SMALL_BUFFER_BYTES)
-        self._large = known
-
-
-class ModuleSnapshot:
-    """Training flags and buffers at the start of one forward."""
-
-    def __init__(
-        self,
-        state: ModuleState,
-        modules: list[torch.nn.Module],
-        training: list[bool],
-        buffers: list[_Buffer],
-    ) -> None:
-        self._state = state
-        self._modules = modules
-        self._training = training
-        self._buffers = buffers
-
-    def after_forward(self) -> None:
-        """Keeps old values only of the buffers that the forward updated or may have updated."""
-        self._buffers = [buffer for buffer in self._buffers if _may_be_updated(buffer)]
-        self._state.learn(self._buffers)
-
-    @contextmanager
-    def restored(self, label: str) -> Iterator[None]:
-        """Context manager with the old flags and (new tensors of) the old values; the current ones are put back."""
-        flipped = [
-            module
-            for module, flag in zip(self._modules, self._training, strict=True)
-            if module.training is not flag
-        ]
-        values: dict[int, torch.Tensor] = {}
-        for noted in self._buffers:
-            if id(noted.tensor) not in values:
-                values[id(noted.tensor)] = _old_value(noted, label)
-        old = [(noted.owner, noted.name, values[id(noted.tensor)]) for noted in self._buffers]
-        current = [(owner, name, owner._buffers.get(name)) for owner, name, _ in old]
-        for module in flipped:
-            module.__dict__["training"] = not module.training
-        for owner, name, value in old:
-            owner._buffers[name] = value
-        try:
-            yield
-        finally:
-            for module in flipped:
-                module.__dict__["training"] = not module.training
-            for owner, name, buffer in current:
-                owner._buffers[name] = buffer
-
-
-def _may_be_updated(buffer: _Buffer) -> bool:
-    if (
-        buffer.tensor._version != buffer.version
-        or buffer.owner._buffers.get(buffer.name) is not buffer.tensor
-    ):
-        return True
-    if buffer.old is None:
-        return False
-    if buffer.tensor.nbytes <= SMALL_BUFFER_BYTES and buffer.old.stride() == buffer.tensor.stride():
-        return True
-    # A copy with other strides (of an expanded tensor) could make a kernel round differently.
-    return not torch.equal(buffer.old, buffer.tensor)
-
-
-def _old_value(buffer: _Buffer, label: str) -> torch.Tensor:
-    if buffer.old is None and buffer.tensor._version == buffer.version:
-        return buffer.tensor.clone()  # replaced, not written to
-    if buffer.old is None:
-        raise RuntimeError(
-            f"{label}: the forward updated its buffer {buffer.name!r} (shape {tuple(buffer.tensor.shape)}), "
-            "which earlier "
-            "forwards left alone, so that there is no copy to run it again with; build the Block with "
-            "use_checkpoint=False, or repeat the step"
-        )
-    return buffer.old.clone()

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from .running import RunningCall
+from .call import BlockCall, Part
 
-__all__ = ["Recorder", "Recordings", "TotalGradient", "active_recorder", "place_outside", "running_call"]
+__all__ = [
+    "Recorder",
+    "Recordings",
+    "TotalGradient",
+    "active_recorder",
+    "place_outside",
+    "record_again",
+    "running_call",
+]
 
 
 class Recorder(Protocol):
@@ -23,14 +30,14 @@ class Recorder(Protocol):
 
 
 class _RunsCalls(Protocol):
-    calls: list[RunningCall]
+    calls: list[BlockCall]
 
 
 #: The current recorder: an inspector, or within a pipeline the stage.
 active_recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
 
-def running_call(engine: _RunsCalls) -> RunningCall | None:
+def running_call(engine: _RunsCalls) -> BlockCall | None:
     """Returns the innermost block call whose forward is running, or None."""
     return engine.calls[-1] if engine.calls else None
 
@@ -43,7 +50,23 @@ def place_outside(entry: dict[str, Any], tensor: torch.Tensor, engine: _RunsCall
     tensor.retain_grad()
     call = None if engine is None else running_call(engine)
     if call is not None:
-        call.recordings.want(tensor, lambda outer: place_outside(entry, outer, engine))
+        known = _recordings_of(call)
+        if known is None:
+            known = Recordings()
+            call.parts.append(known)
+        known.want(tensor, lambda outer: place_outside(entry, outer, engine))
+
+
+def record_again(call: BlockCall | None, tensor: torch.Tensor) -> None:
+    """Records a tensor of the second run of ``call``, in order."""
+    known = None if call is None else _recordings_of(call)
+    if known is not None and tensor.requires_grad:
+        tensor.retain_grad()
+        known.again.append(tensor)
+
+
+def _recordings_of(call: BlockCall) -> Recordings | None:
+    return next((part for part in call.parts if isinstance(part, Recordings)), None)
 
 
 class TotalGradient:
@@ -70,16 +93,19 @@ class TotalGradient:
             outer.grad = gradient if before is None else before + gradient
 
 
-class Recordings:
+class Recordings(Part):
     """The tensors recorded in one block call.
 
     They become outputs of the call, matched by order when its forward runs again. An inner recorded tensor retains its
     total gradient; the outer tensor would only get the part from outside, so the total is passed to it.
+
+    Attributes:
+        again: the tensors of the second run.
     """
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        self.again: list[torch.Tensor] = []  # the tensors of the second run
+        self.again: list[torch.Tensor] = []
         self._receivers: list[Callable[[torch.Tensor], None]] = []
         self._totals: list[TotalGradient | None] = []
 
@@ -88,32 +114,26 @@ class Recordings:
         self.tensors.append(tensor)
         self._receivers.append(receive)
 
-    def record_again(self, tensor: torch.Tensor) -> None:
-        """Records the tensors of the second run, in order."""
-        if self.tensors and tensor.requires_grad:
-            tensor.retain_grad()
-            self.again.append(tensor)
+    def results(self, again: bool) -> list[torch.Tensor]:
+        return self.again if again else self.tensors
 
-    def deliver(self, outputs: Mapping[int, torch.Tensor], inputs: Mapping[int, torch.Tensor]) -> None:
-        """Delivers the outer tensors.
-
-        Args:
-            outputs, inputs: outer tensors by the identity of the inner tensor.
-        """
+    def after_forward(self, call: BlockCall, outer: dict[int, torch.Tensor]) -> None:
+        """Delivers the outer tensors."""
+        inputs = dict(zip(map(id, call.inner), call.inputs, strict=True))
         done: set[int] = set()
         for tensor, receive in zip(self.tensors, self._receivers, strict=True):
-            outer = outputs.get(id(tensor))
-            if outer is None or id(outer) in done:
+            known = outer.get(id(tensor))
+            if known is None or id(known) in done:
                 self._totals.append(None)  # an input gets its total gradient outside
             else:
-                done.add(id(outer))
-                self._totals.append(TotalGradient(outer))
-            receive(inputs.get(id(tensor), tensor) if outer is None else outer)
+                done.add(id(known))
+                self._totals.append(TotalGradient(known))
+            receive(inputs.get(id(tensor), tensor) if known is None else known)
         self._receivers = []
 
-    def hand_over_gradients(self, *, second: bool) -> None:
+    def after_backward(self, *, again: bool) -> None:
         """Adds the retained gradients of the first (or second) run's tensors to the outer gradients."""
-        inner = self.again if second else self.tensors
+        inner = self.again if again else self.tensors
         for tensor, total in zip(inner, self._totals, strict=True):
             if total is not None:
                 if tensor.grad is not None:

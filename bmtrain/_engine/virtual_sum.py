@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from .._C import ShardGroup, TreeSum
+from .gradients import Destination
+from .unsent import Unsent
 
 if TYPE_CHECKING:
     from ..parameter import DistributedParameter
@@ -53,13 +55,39 @@ class _Sums:
         return f"a parameter of shape {tuple(self.owner._original_shape)}"
 
 
-class VirtualSum:
-    """Sums over the virtual shards of the current step; closed between steps."""
+class VirtualSum(Destination):
+    """Gradients are summed over the virtual shards of a step, and are there when it ends; closed between steps."""
 
-    def __init__(self) -> None:
+    sums_on_arrival = False
+
+    def __init__(self, unsent: Unsent) -> None:
+        super().__init__(unsent)
         self.is_open = False
         self._sums: dict[int, _Sums] = {}
         self._arrivals: Counter[int] = Counter()  # in this micro-step
+
+    # ---- the destination of gradients
+
+    def of_parameter(self, param: DistributedParameter, gradient: torch.Tensor) -> None:
+        """Adds the full gradient of a parameter outside blocks. Collective."""
+        _refuse_replicas(1 if param._spec.replicas is None else param._spec.replicas.size)
+        tree = self._tree(param)
+        for part in param._spec.scatter(gradient.reshape(-1), param._label):
+            tree.push(part)
+
+    def keeps(self, param: DistributedParameter) -> bool:
+        return True
+
+    def tree_of(self, buffer: ShardGroup) -> TreeSum:
+        _refuse_replicas(buffer.num_replicas)
+        return self._tree(buffer)
+
+    def _tree(self, owner: ShardGroup | DistributedParameter) -> TreeSum:
+        arrival = self._arrivals[id(owner)]
+        self._arrivals[id(owner)] += 1
+        return self._sums.setdefault(id(owner), _Sums(owner)).tree(arrival)
+
+    # ---- steps
 
     def begin_step(self) -> None:
         """Opens the sum: gradients are collected here until `publish` or `forget`."""
@@ -74,23 +102,6 @@ class VirtualSum:
         """Ends a step, and drops its sums."""
         self.is_open = False
         self._sums.clear()
-
-    def tree_of(self, group: ShardGroup) -> TreeSum:
-        """Returns the tree for the gradients of a block's buffer in the running backward."""
-        _refuse_replicas(group.num_replicas)
-        return self._tree(group)
-
-    def add_outside(self, param: DistributedParameter, gradient: torch.Tensor) -> None:
-        """Adds the full gradient of a parameter outside blocks. Collective."""
-        _refuse_replicas(1 if param._spec.replicas is None else param._spec.replicas.size)
-        tree = self._tree(param)
-        for part in param._spec.scatter(gradient.reshape(-1), param._label):
-            tree.push(part)
-
-    def _tree(self, owner: ShardGroup | DistributedParameter) -> TreeSum:
-        arrival = self._arrivals[id(owner)]
-        self._arrivals[id(owner)] += 1
-        return self._sums.setdefault(id(owner), _Sums(owner)).tree(arrival)
 
     @torch.no_grad()
     def publish(self, num_shards: int) -> None:

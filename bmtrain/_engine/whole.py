@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from .._base.unseen import TORCH_DATA, data_of
-from .._shards.foreign import require_gathering
+from .._ranks.context import require_gathering
 
 if TYPE_CHECKING:
     from ..parameter import DistributedParameter
-    from .runtime import BlockRuntime
+    from .block_state import BlockState
 
 __all__ = ["WholeParameters", "holding_whole", "writable", "writable_now"]
 
@@ -112,8 +112,8 @@ def holding_whole(params: Iterable[DistributedParameter], *, write: bool) -> Ite
         held.restore(written=write and is_done)
 
 
-def _runtimes_of(params: Iterable[DistributedParameter]) -> list[BlockRuntime]:
-    found: dict[int, BlockRuntime] = {}
+def _runtimes_of(params: Iterable[DistributedParameter]) -> list[BlockState]:
+    found: dict[int, BlockState] = {}
     for param in params:
         reference = None if param._block is None else param._block.runtime
         runtime = None if reference is None else reference()

@@ -85,7 +85,7 @@ def leave_to_stage(block: Any, pipe: Group, owner: int) -> None:
                 param.data = param.data.new_empty(0)
     if pipe.rank != owner:
         block.__dict__["_storages"] = []
-        # Not a new runtime, which would take a number: later Blocks must get the same numbers on all stages.
-        block._runtime.replace_groups([])
+        # Not a new state, which would take a number: later Blocks must get the same numbers on all stages.
+        block._runtime.engine.replace_buffers(block._runtime, [])
         block._runtime.other_stage = owner
         block._runtime.reference.runtime = None

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 
 from ..errors import CommunicationError
 from ..topology import GroupKind, Topology
+from .streams import Streams
 
 if TYPE_CHECKING:
     from .._C import Communicator
@@ -21,10 +23,10 @@ __all__ = [
     "Context",
     "Group",
     "Parts",
-    "Streams",
     "current",
     "install",
     "refuse_child",
+    "require_gathering",
     "require_intact",
     "uninstall",
 ]
@@ -70,11 +72,9 @@ class EngineOfBlocks(Protocol):
     """The interface of the engine (which is built on parameters) that parameters call."""
 
     @property
-    def observer(self) -> _WaitObserver: ...
+    def gradients(self) -> _Gradients: ...
 
-    def to_reduce_now(self, param: Any, gradient: torch.Tensor) -> torch.Tensor | None: ...
-
-    def note_accumulated(self, param: Any) -> None: ...
+    def waiting(self, name: str, reason: str) -> AbstractContextManager[None]: ...
 
     def check_optimizer(self, optimizer: Any) -> None: ...
 
@@ -82,62 +82,10 @@ class EngineOfBlocks(Protocol):
     def is_summing_virtual_shards(self) -> bool: ...
 
 
-class _WaitObserver(Protocol):
-    def waiting(self, name: str, reason: str) -> AbstractContextManager[None]: ...
+class _Gradients(Protocol):
+    def of_parameter(self, param: Any, gradient: torch.Tensor) -> torch.Tensor | None: ...
 
-
-class InertStream:
-    """Replaces a CUDA stream or event on a CPU run: all work is complete already."""
-
-    def synchronize(self) -> None:
-        """Nothing is pending."""
-
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
-
-    def record_event(self, event: Any = None) -> Any:
-        """Returns ``event``, or an inert one."""
-        return self if event is None else event
-
-    def record(self, stream: Any = None) -> None:
-        """Nothing to mark."""
-
-    def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
-
-    def query(self) -> bool:
-        """Everything queued before has completed."""
-        return True
-
-
-@dataclass(frozen=True)
-class Streams:
-    """The CUDA streams and the event that `config` shows; inert objects on a CPU run."""
-
-    calc_stream: Any = field(default_factory=InertStream)
-    load_stream: Any = field(default_factory=InertStream)
-    barrier_stream: Any = field(default_factory=InertStream)
-    tp_comm_stream: Any = field(default_factory=InertStream)
-    pp_comm_stream: Any = field(default_factory=InertStream)
-    load_event: Any = field(default_factory=InertStream)
-
-    @classmethod
-    def for_device(cls, device: torch.device) -> Streams:
-        """Real streams on a CUDA device, inert ones elsewhere."""
-        if device.type != "cuda":
-            return cls()
-        with torch.cuda.device(device):
-            return cls(
-                calc_stream=torch.cuda.current_stream(),
-                load_stream=torch.cuda.Stream(priority=-1),
-                barrier_stream=torch.cuda.Stream(),
-                tp_comm_stream=torch.cuda.Stream(),
-                pp_comm_stream=torch.cuda.Stream(),
-                load_event=torch.cuda.Event(),
-            )
+    def note_accumulated(self, param: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -258,6 +206,22 @@ def refuse_child(what: str) -> None:
             f"{what}: this process was forked from rank {forked_from} after init_distributed() (a worker of a "
             "DataLoader, os.fork, multiprocessing) and is no rank itself; do this in the rank"
         )
+
+
+def require_gathering(what: str) -> None:
+    """Checks that ``what`` may gather parameters here.
+
+    Raises:
+        RuntimeError: a transform of torch.func is running, or this process was forked from a rank.
+    """
+    if forked_from is None and peek_interpreter_stack() is None:
+        return
+    refuse_child(what)
+    raise RuntimeError(
+        f"{what} inside a transform of torch.func (grad, vmap, jvp, jacrev, ...): parameters that are gathered "
+        "over the ranks cannot be transformed; use backward(), or torch.func.functional_call with the full "
+        "tensors of model.state_dict() on a model without Blocks"
+    )
 
 
 def current() -> Context | None:

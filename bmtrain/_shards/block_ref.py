@@ -32,7 +32,7 @@ class BlockRef(weakref.ref[Any]):
 
     homes: dict[int, StorageWeakRef]
     members: tuple[weakref.ref[Any], ...] = ()
-    runtime: weakref.ref[Any] | None = None  # a BlockRuntime
+    runtime: weakref.ref[Any] | None = None  # a BlockState
     #: Version shared by all of these parameters; set when `.data` of one of them is first read.
     _data_version: DataVersion | None = None
 

@@ -8,10 +8,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
-from torch._C._functorch import peek_interpreter_stack
 from torch.nn.parallel import distributed as ddp
 
-from .._ranks import context
 from ..global_var import world_size
 
 __all__ = [
@@ -22,7 +20,6 @@ __all__ = [
     "refuse_listing",
     "refuse_reparametrizing",
     "refuse_replicated",
-    "require_gathering",
 ]
 
 #: Attributes that torch.distributed.fsdp looks up on every parameter before it shards it.
@@ -143,22 +140,6 @@ def refuse_change(what: str, owner: str, *_: object) -> NoReturn:
     raise RuntimeError(
         f"{owner}: {what} after BMTrainModelWrapper, when parameters are shards: do it before, or load state_dict() "
         "into the model without the wrapper and do it there"
-    )
-
-
-def require_gathering(what: str) -> None:
-    """Checks that ``what`` may gather parameters here.
-
-    Raises:
-        RuntimeError: a transform of torch.func is running, or this process was forked from a rank.
-    """
-    if context.forked_from is None and peek_interpreter_stack() is None:
-        return
-    context.refuse_child(what)
-    raise RuntimeError(
-        f"{what} inside a transform of torch.func (grad, vmap, jvp, jacrev, ...): parameters that are gathered "
-        "over the ranks cannot be transformed; use backward(), or torch.func.functional_call with the full "
-        "tensors of model.state_dict() on a model without Blocks"
     )
 
 

@@ -28,7 +28,7 @@ class OpAllGather(torch.autograd.Function):
     def forward(ctx: Any, param: Any) -> torch.Tensor:
         ctx.param = param
         ctx.spec = param._spec
-        with context().engine.observer.waiting("outside blocks", "gather"):
+        with context().engine.waiting("outside blocks", "gather"):
             flat = param._spec.gather(param, param._label)
         full: torch.Tensor = flat.new_empty(0)  # not a view of `flat`, so that callers may write to it
         shape = param._original_shape
@@ -39,9 +39,9 @@ class OpAllGather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
         engine = context().engine
-        gradient = engine.to_reduce_now(ctx.param, changed_by_hooks(ctx.param, grad))
+        gradient = engine.gradients.of_parameter(ctx.param, grad)
         if gradient is None:
             return None
-        with engine.observer.waiting("outside blocks", "reduce"):
+        with engine.waiting("outside blocks", "reduce"):
             reduced: torch.Tensor = ctx.spec.reduce_scatter(gradient.reshape(-1), ctx.param._label)
         return reduced

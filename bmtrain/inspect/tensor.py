@@ -8,7 +8,7 @@ import torch
 
 from .._base.arguments import require_tensor, require_text
 from .._engine.engine import current_engine
-from .._engine.recording import active_recorder, place_outside, running_call
+from .._engine.recording import active_recorder, place_outside, record_again, running_call
 from .._ranks import context as _context
 from .._ranks.comm import wire_device
 from ..global_var import context
@@ -161,8 +161,7 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None) -> None:
     current = _context.current()
     call = running_call(current_engine(current)) if current is not None else None
     if torch._C._current_graph_task_id() != -1:  # in a backward: a forward that runs again
-        if call is not None:
-            call.recordings.record_again(x)
+        record_again(call, x)
         return
     recorder = active_recorder.get()
     if recorder is None:

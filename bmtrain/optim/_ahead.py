@@ -5,7 +5,7 @@ The copies are described in csrc/optim/sent_gradients.h, [Note: Gradients sent a
 [Note: Changes of a sent gradient]
 A step uses the copy of a gradient if the gradient is unchanged since it was sent. In between it could be changed by
 
-- the engine, in another reduction of the block, which it reports (`Engine.after_reduction`);
+- the engine, in another reduction of the block, which it reports (`Gradients.listeners`);
 - code that reads ``.grad``: it gets the tensor itself, whose memory can be written undetected (``p.grad.data``). The
   attribute is ours (`DistributedParameter.grad`); reading it drops the copy, and so does setting it. Only functions of
   the library that change nothing read the gradient without this (`gradient_of`);
@@ -32,7 +32,7 @@ from .._C import SentGradients, SentNumber, StagingLane, lead_graphs_to
 from ._references import gradients_are_unheld
 
 if TYPE_CHECKING:
-    from .._engine.runtime import BlockRuntime
+    from .._engine.block_state import BlockState
     from ._updates import Update
 
 __all__ = ["SentAhead", "SentBlock"]
@@ -80,7 +80,7 @@ class SentAhead:
 
     def __init__(self, staging: _WayToHost) -> None:
         self._staging = staging
-        self._shares: weakref.WeakKeyDictionary[BlockRuntime, _Share] = weakref.WeakKeyDictionary()
+        self._shares: weakref.WeakKeyDictionary[BlockState, _Share] = weakref.WeakKeyDictionary()
         self._left: int | None = None  # bytes that more blocks may take
 
     @property
@@ -88,7 +88,7 @@ class SentAhead:
         """Bytes of host memory."""
         return sum(share.nbytes for share in self._shares.values())
 
-    def reduced(self, runtime: BlockRuntime) -> None:
+    def reduced(self, runtime: BlockState) -> None:
         """The gradients of a block have reached its shards; further backwards may follow before the step."""
         share = self._shares.get(runtime)
         if share is None:
@@ -98,12 +98,12 @@ class SentAhead:
         if share.num_reductions >= share.num_expected and share.may_send(runtime):
             share.send(runtime)
 
-    def take(self, runtime: BlockRuntime, updates: Sequence[Update]) -> SentBlock | None:
+    def take(self, runtime: BlockState, updates: Sequence[Update]) -> SentBlock | None:
         """Returns the copies of the gradients of ``updates``, or None if the gradients have changed."""
         share = self._shares.get(runtime)
         return None if share is None else share.take(updates)
 
-    def learn(self, runtime: BlockRuntime, updates: Sequence[Update], local_size: int) -> None:
+    def learn(self, runtime: BlockState, updates: Sequence[Update], local_size: int) -> None:
         """Allocates host memory for the gradients of a block, with their sizes in this step."""
         known = self._shares.get(runtime)
         if known is not None and known.fits(updates):
@@ -118,7 +118,7 @@ class SentAhead:
             self._left -= share.nbytes
             share.allocate()
             self._shares[runtime] = share
-            runtime.engine.after_reduction.add(self)
+            runtime.engine.gradients.listeners.add(self)
 
     def end_step(self) -> None:
         """Ends the step: the next backward belongs to another one."""
@@ -174,7 +174,7 @@ class _Share:
 
     # ---- sending
 
-    def may_send(self, runtime: BlockRuntime) -> bool:
+    def may_send(self, runtime: BlockState) -> bool:
         """Whether the gradients are complete, and expected to stay unchanged."""
         return not (
             runtime.open_calls
@@ -185,7 +185,7 @@ class _Share:
         )
 
     @torch.no_grad()
-    def send(self, runtime: BlockRuntime) -> None:
+    def send(self, runtime: BlockState) -> None:
         """Starts the copies, unless a gradient has other references."""
         gradients = [gradient_of(p) for p in self.parameters]
         for gradient, (shape, dtype) in zip(gradients, self._shapes, strict=True):

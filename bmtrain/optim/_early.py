@@ -21,7 +21,7 @@ from .._engine.engine import current_engine
 from ..global_var import context
 
 if TYPE_CHECKING:
-    from .._engine.running import RunningBlock
+    from .._engine.block_state import BlockState
 
 __all__ = ["EarlySteps"]
 
@@ -58,20 +58,20 @@ class EarlySteps:
             for group in optimizer.param_groups
             for p in group["params"]
         }
-        engine.after_reduction.add(self)
+        engine.gradients.listeners.add(self)
         try:
             yield
         finally:
-            engine.after_reduction.discard(self)
+            engine.gradients.listeners.discard(self)
             self._owners = {}
 
     def finish(self) -> None:
         """Ends the step."""
         self._is_spent = False
 
-    def reduced(self, runtime: RunningBlock) -> None:
+    def reduced(self, runtime: BlockState) -> None:
         """The gradients of a block have reached its shards."""
-        parameters: list[Any] = [p for group in runtime.groups for p in group.parameters if p.requires_grad]
+        parameters: list[Any] = [p for group in runtime.buffers for p in group.parameters if p.requires_grad]
         if runtime.open_calls or any(p._accumulated_hooks for p in parameters):
             return
         if lead_graphs_to(parameters):

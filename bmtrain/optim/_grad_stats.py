@@ -197,7 +197,7 @@ def forget_unsent(parameters: Iterable[Tensor]) -> None:
     """Drops the gradients of ``parameters`` that backwards in :func:`bmtrain.no_sync` left unsent."""
     current = _context.current()
     if current is not None:
-        current_engine(current).accumulation.forget(parameters)
+        current_engine(current).gradients.unsent.forget(parameters)
 
 
 def first_overflow(parameters: Sequence[Tensor]) -> int:

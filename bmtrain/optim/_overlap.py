@@ -19,7 +19,7 @@ from ._staging import Staging
 from ._updates import Part, Ranges
 
 if TYPE_CHECKING:
-    from .._engine.runtime import BlockRuntime
+    from .._engine.block_state import BlockState
     from ._updates import Update
 
 __all__ = ["Overlap", "needs_staging"]
@@ -40,7 +40,7 @@ AddTo = Callable[[OffloadUpdate, Ranges, Sequence[Part]], None]
 class _Unit:
     """Parameters with one wait: a block's parameters, or neighbours outside blocks."""
 
-    def __init__(self, runtime: BlockRuntime | None, label: str, device: torch.device) -> None:
+    def __init__(self, runtime: BlockState | None, label: str, device: torch.device) -> None:
         self.runtime = runtime
         self.label = label
         self.device = device
@@ -206,7 +206,7 @@ def _is_direct(update: Update) -> bool:
     )
 
 
-def _runtime_of(param: Any) -> BlockRuntime | None:
+def _runtime_of(param: Any) -> BlockState | None:
     block = param._block
     return None if block is None or block.runtime is None else block.runtime()
 

@@ -20,7 +20,7 @@ from .._base.unseen import gradient_of
 from ._arrays import MASTER
 
 if TYPE_CHECKING:
-    from .._engine.runtime import BlockRuntime
+    from .._engine.block_state import BlockState
     from ._updates import Update
 
 __all__ = ["ArenaReferences", "gradients_are_unheld", "is_unwatched"]
@@ -56,7 +56,7 @@ def _allocated(state: dict[str, Any], param: Tensor) -> list[str]:
 
 def is_unwatched(
     updates: Sequence[Update],
-    runtime: BlockRuntime | None,
+    runtime: BlockState | None,
     states: dict[Tensor, dict[str, Any]],
     arenas: ArenaReferences,
     sent: Sequence[int] = (),
@@ -73,7 +73,7 @@ def is_unwatched(
     expected = Counter(sent)  # references, by the address of the storage
     tensors: dict[int, Tensor] = {}
     if runtime is not None:
-        for group in runtime.groups:
+        for group in runtime.buffers:
             shard, gradient = group.shard, group.gradient_shard
             to_shard, to_gradient = group.num_references()
             expected[_address(shard)] += to_shard
@@ -99,11 +99,11 @@ def is_unwatched(
     return all(expected[address] == _num_references(tensor) for address, tensor in tensors.items())
 
 
-def gradients_are_unheld(parameters: Sequence[Tensor], runtime: BlockRuntime) -> bool:
+def gradients_are_unheld(parameters: Sequence[Tensor], runtime: BlockState) -> bool:
     """Whether only the library refers to the gradients of some of a block's parameters."""
     expected: Counter[int] = Counter(_sent(runtime))
     tensors: dict[int, Tensor] = {}
-    for group in runtime.groups:
+    for group in runtime.buffers:
         gradient = group.gradient_shard
         if gradient is not None:
             expected[_address(gradient)] += group.num_references()[1]
@@ -120,9 +120,9 @@ def gradients_are_unheld(parameters: Sequence[Tensor], runtime: BlockRuntime) ->
     return all(expected[address] == _num_references(tensor) for address, tensor in tensors.items())
 
 
-def _sent(runtime: BlockRuntime) -> list[int]:
+def _sent(runtime: BlockState) -> list[int]:
     """Returns the memory that copies of the block's gradients to the host refer to, once for each reference."""
-    copies = {id(p._sent): p._sent for group in runtime.groups for p in _parameters(group)}
+    copies = {id(p._sent): p._sent for group in runtime.buffers for p in _parameters(group)}
     return [address for copy in copies.values() if copy is not None for address in copy.storages]
 
 

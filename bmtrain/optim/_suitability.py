@@ -74,7 +74,7 @@ def warn_of_unsent_gradients(param_groups: Iterable[Any]) -> None:
     current = context.current()
     if current is None or rank() != 0:
         return
-    if current_engine(current).accumulation.has_unsent_of(parameters_of(param_groups)):
+    if current_engine(current).gradients.unsent.has_any_of(parameters_of(param_groups)):
         warn_once(
             "OptimManager.unsent_gradients",
             "OptimManager.step: gradients of backwards in no_sync() were not sent, and this step goes without them: "

@@ -2,10 +2,10 @@
 
 [Note: Simulation by the runtime]
 Order of gathers, prefetches, parameters that stay for the backward, waits for reductions, and buffers that exist at
-once: none of this is modelled here. `BlockRuntime`, `Engine` and `Schedule` of ``bmtrain/_engine`` decide
+once: none of this is modelled here. `Engine`, `Schedule` and `Gradients` of ``bmtrain/_engine`` decide
 it, as they do in a run; they are given `SimulatedShards` in place of the core's `ShardGroup`, which advance a virtual
 clock and count bytes where the core moves bytes. This file adds the order inside one block call (`_forward` and
-`_backward`, after ``_engine/island.py``) and the work outside blocks.
+`_backward`, after ``_engine/call.py``) and the work outside blocks.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._engine.block_state import BlockState
 from .._engine.engine import Engine
+from .._engine.gradients import Gradients
+from .._engine.phase import Phase
 from .._engine.policy import Recompute
-from .._engine.running import Phase
-from .._engine.runtime import BlockRuntime
 from .._shards.sharding import slot_length
 from .model import BlockDescription, ModelDescription, OutsideParameter, OutsideReads
 from .network import Network, Wire
@@ -28,8 +29,8 @@ from .simulated_shards import CommonBuffers, MemoryMeter, SimulatedEvent, Simula
 __all__ = ["Rates", "SimulatedStep", "StepResult"]
 
 
-class _SimulatedEngine(Engine):
-    """The engine of a process without autograd: the end of a backward is reported by the simulation."""
+class _SimulatedGradients(Gradients):
+    """Gradients of a process without autograd: the end of a backward is reported by the simulation."""
 
     def call_at_end_of_backward(self) -> None:
         """Does nothing: `SimulatedStep` finishes the reductions."""
@@ -93,15 +94,16 @@ class SimulatedStep:
         self.model, self.policy, self.samples = model, policy, samples
         self.rates, self.tp, self.overlaps, self.early_stop = rates, tp, overlaps, early_stop
         self.simulation = Simulation(Wire(), network, MemoryMeter(fixed or {}), ring_gather, ring_reduce)
-        self.engine = _SimulatedEngine(torch.device("cpu"))
-        self.runtimes: list[BlockRuntime] = []
+        self.engine = Engine(torch.device("cpu"))
+        self.engine.gradients = _SimulatedGradients(self.engine)
+        self.blocks: list[BlockState] = []
         chosen = policy.block_policy()
         for number, block in enumerate(model.blocks):
             label = f"block {number}"
             shards: Any = [
                 SimulatedShards(self.simulation, label, buffer, chosen) for buffer in block.buffers
             ]
-            self.runtimes.append(BlockRuntime(self.engine, label, shards, chosen))
+            self.blocks.append(BlockState(self.engine, label, shards, chosen))
 
     def run(self) -> StepResult:
         """Three passes, of which the last one counts: the first two teach the schedule."""
@@ -127,52 +129,52 @@ class SimulatedStep:
         model, memory = self.model, self.simulation.memory
         outside = OutsideReads(model.outside)
         self._gather_outside(outside.before_blocks)
-        for runtime, block in zip(self.runtimes, model.blocks, strict=True):
-            self._forward(runtime, block)
+        for state, block in zip(self.blocks, model.blocks, strict=True):
+            self._forward(state, block)
         self._gather_outside(outside.after_blocks)
         memory.add("activations", model.head_bytes * self.samples)
         self._compute("head", 3 * model.head_flops, 2 * model.head_bytes)
         memory.add("activations", -model.head_bytes * self.samples)
         self._reduce_outside(outside.after_blocks)
-        for runtime, block in zip(reversed(self.runtimes), reversed(model.blocks), strict=True):
-            self._backward(runtime, block)
+        for state, block in zip(reversed(self.blocks), reversed(model.blocks), strict=True):
+            self._backward(state, block)
         self._reduce_outside(outside.before_blocks)
-        self.engine.accumulation.close()
-        self.engine.finish_reductions()
+        self.engine.gradients.close_round()
+        self.engine.gradients.finish()
         memory.add("outside blocks", -memory.now.get("outside blocks", 0.0))  # autograd lets go of the last
 
-    def _forward(self, runtime: BlockRuntime, block: BlockDescription) -> None:
+    def _forward(self, state: BlockState, block: BlockDescription) -> None:
         memory = self.simulation.memory
-        runtime.open(Phase.FORWARD)
+        self.engine.open(state, Phase.FORWARD)
         self._wait_for_all()
         # While the block runs, its saved tensors exist only if they are kept.
         memory.add("activations", self._kept(block) * self.samples)
-        self._compute(runtime.label, block.flops, 2 * block.activation_bytes)
+        self._compute(state.label, block.flops, 2 * block.activation_bytes)
         self._exchange(block, 1)
-        runtime.close(keep=runtime.keeps_for_backward())
+        self.engine.close(state, keep=self.engine.keeps_for_backward(state))
 
-    def _backward(self, runtime: BlockRuntime, block: BlockDescription) -> None:
+    def _backward(self, state: BlockState, block: BlockDescription) -> None:
         memory = self.simulation.memory
-        runtime.open(Phase.BACKWARD)
+        self.engine.open(state, Phase.BACKWARD)
         self._wait_for_all()
         again = max(block.activation_bytes - self._kept(block), 0.0) * self.samples
         memory.add("activations", again)
         if self.policy.recomputes:
-            self._compute(runtime.label, self._flops_again(block), 2 * block.activation_bytes)
+            self._compute(state.label, self._flops_again(block), 2 * block.activation_bytes)
             self._exchange(block, 1)
-        training: Any = [group for group in runtime.groups if group.trains]  # type: ignore[attr-defined]
-        runtime.begin_backward({group: [True] for group in training})
+        training: Any = [buffer for buffer in state.buffers if buffer.trains]  # type: ignore[attr-defined]
+        self.engine.gradients.begin(state, {buffer: [True] for buffer in training})
         # The hidden state has a gradient of the residual path and one of the layer.
         passing = (
             block.gradient_bytes + 2 * block.input_bytes
         ) * self.samples + block.largest_parameter_gradient
         memory.add("activations", passing)
-        self._compute(runtime.label, 2 * block.flops, 3 * block.activation_bytes)
+        self._compute(state.label, 2 * block.flops, 3 * block.activation_bytes)
         memory.add("activations", -passing)
         self._exchange(block, 1)
         memory.add("activations", -again - self._kept(block) * self.samples)
-        runtime.close(keep=self.engine.schedule.expects_backward_of(runtime))
-        runtime.start_reduce(training)
+        self.engine.close(state, keep=self.engine.schedule.expects_backward_of(state))
+        self.engine.gradients.send(state, training)
         self._wait_for_all()
 
     def _kept(self, block: BlockDescription) -> float:

@@ -1,8 +1,8 @@
 """Recorder of spans: the engine reports where operations begin and end.
 
 [Note: Overhead of recording]
-Off, the engine calls an :class:`Observer` that does nothing where an operation begins or ends. On, a :class:`Timeline`
-replaces it, which records the time and appends a tuple. On CUDA the time is an event on the current stream, read when
+Off, the engine has no :class:`Observer`. On, it calls a :class:`Timeline` where an operation begins or ends, which
+records the time and appends a tuple. On CUDA the time is an event on the current stream, read when
 the recording is over, so nothing waits for the device; the spans are the device's then, not the host's.
 """
 
@@ -33,7 +33,8 @@ from .summary import Summary, summarize
 from .trace import Span, write_trace
 
 if TYPE_CHECKING:
-    from .._engine.running import Phase, RunningBlock
+    from .._engine.block_state import BlockState
+    from .._engine.phase import Phase
 
 __all__ = ["Timeline", "record", "record_from_environment"]
 
@@ -126,7 +127,7 @@ class Timeline(Observer):
             RuntimeError: another one is running, or bmtrain is not initialized.
         """
         engine = current_engine(context("timeline.record"))
-        if type(engine.observer) is not Observer or self.is_running:
+        if engine.observer is not None or self.is_running:
             raise RuntimeError("timeline: a recording is running already; stop it first")
         self.is_running = True
         self._rank = context().topology.rank
@@ -156,7 +157,7 @@ class Timeline(Observer):
             remove()
         place = current()
         if place is not None and current_engine(place).observer in (self, self._reserved):
-            current_engine(place).observer = Observer()
+            current_engine(place).observer = None
         seconds = self._clock.seconds
         self.spans = [Span(m.kind, m.name, seconds(m.begin), seconds(m.end), m.detail) for m in self._marks]
         self._stepping = None  # a kept recording does not keep the optimizer and its state
@@ -213,26 +214,26 @@ class Timeline(Observer):
         if begin is not None:
             self._marks.append(_Mark(kind, name, begin, self._clock.now(), detail))
 
-    def gathering(self, runtime: RunningBlock) -> None:
-        if any(group.layout.num_ranks > 1 for group in runtime.groups):
+    def gathering(self, runtime: BlockState) -> None:
+        if any(group.layout.num_ranks > 1 for group in runtime.buffers):
             self._open["gather", id(runtime)] = self._clock.now()
 
-    def awaiting_gather(self, runtime: RunningBlock) -> None:
+    def awaiting_gather(self, runtime: BlockState) -> None:
         if ("gather", id(runtime)) in self._open:
             self._open["wait"] = self._clock.now()
 
-    def gathered(self, runtime: RunningBlock) -> None:
+    def gathered(self, runtime: BlockState) -> None:
         self._close("wait", "wait", runtime.label, "gather")
         self._close(("gather", id(runtime)), "gather", runtime.label)
 
-    def computing(self, runtime: RunningBlock, phase: Phase) -> None:
+    def computing(self, runtime: BlockState, phase: Phase) -> None:
         self._phases[id(runtime)] = phase.value
         self._open["compute", id(runtime)] = self._clock.now()
 
-    def computed(self, runtime: RunningBlock) -> None:
+    def computed(self, runtime: BlockState) -> None:
         self._close(("compute", id(runtime)), "compute", runtime.label, self._phases.pop(id(runtime), ""))
 
-    def reducing(self, runtime: RunningBlock, groups: Sequence[ShardGroup]) -> None:
+    def reducing(self, runtime: BlockState, groups: Sequence[ShardGroup]) -> None:
         if any(group.layout.num_ranks * group.num_replicas > 1 for group in groups):
             self._reducing[id(groups)] = runtime.label
             self._open["reduce", id(groups)] = self._clock.now()

@@ -24,7 +24,8 @@ from bmtrain._engine.host_activations import CudaMover
 from bmtrain._ranks import comm as _comm
 from bmtrain._ranks import context as _context
 from bmtrain._ranks.comm_nccl import find_candidates
-from bmtrain._ranks.context import Context, Group, Streams
+from bmtrain._ranks.context import Context, Group
+from bmtrain._ranks.streams import Streams
 from bmtrain.topology import GroupKind, Topology
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

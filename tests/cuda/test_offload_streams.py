@@ -152,7 +152,7 @@ def test_the_host_waits_for_an_update_once_the_block_before_is_launched(staged: 
         waits.events = []
         run.model(run.x)
     finally:
-        engine.observer = Observer()
+        engine.observer = None
     for before, label in pairwise(labels):
         at = lagging.index(("update", label))
         assert lagging.index(("launched", before)) < at < lagging.index(("gather", label))

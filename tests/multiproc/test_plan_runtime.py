@@ -165,7 +165,7 @@ def simulated_and_real_order(options: dict[str, Any]) -> tuple[list, list]:
             engine.observer = real
         model.zero_grad()
         model(batch).backward()
-    engine.observer = Observer()
+    engine.observer = None
     machine = MACHINES["a100-80gb"].with_devices(bmt.world_size())
     step = SimulatedStep(described, policy, 2, Network(machine, bmt.world_size()), Rates(1e12, 1e12))
     step.engine.observer = simulated

@@ -14,7 +14,7 @@ from harness.tanh_model import DIM, LAYERS, MICROS, Model, batches
 
 import bmtrain as bmt
 from bmtrain._engine.engine import current_engine
-from bmtrain._engine.runtime import BlockRuntime
+from bmtrain._engine.observer import Observer
 from bmtrain.global_var import context
 
 
@@ -257,20 +257,20 @@ class Noted(TanhLinear):
 def noted_step(options: dict[str, Any]) -> list[tuple[str, int]]:
     layers = bmt.TransformerBlockList([bmt.Block(Noted(i), **options) for i in range(LAYERS)])
     numbers = {block._runtime: index for index, block in enumerate(layers)}
-    start_gather = BlockRuntime._start_gather
 
-    def noted(runtime: BlockRuntime) -> None:
-        if runtime in numbers and not runtime._is_gathered:
-            EVENTS.append(("gather", numbers[runtime]))
-        start_gather(runtime)
+    class Gathers(Observer):
+        def gathering(self, block: Any) -> None:
+            if block in numbers:
+                EVENTS.append(("gather", numbers[block]))
 
-    BlockRuntime._start_gather = noted
+    engine = current_engine(context())
+    engine.observer = Gathers()
     try:
         for _ in range(3):
             EVENTS.clear()
             layers(torch.randn(2, DIM)).sum().backward()
     finally:
-        BlockRuntime._start_gather = start_gather
+        engine.observer = None
     return list(EVENTS)
 
 

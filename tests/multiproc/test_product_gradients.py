@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import bmtrain as bmt
-from bmtrain._engine import island
+from bmtrain._engine import call
 from bmtrain.wrapper import model_wrapper_dispatch
 
 SIZE = 24
@@ -166,17 +166,17 @@ CASES = {
 def gradients(model: torch.nn.Module, case: Case, dtype: torch.dtype) -> dict[str, Any]:
     x = torch.linspace(-1, 1, 6 * SIZE, dtype=dtype).reshape(case.dims).requires_grad_()
     found: list[int] = []
-    original = island.write_products_in_place
+    original = call.write_products_in_place
 
     def counting(roots: Any, packed: bool) -> int:
         found.append(original(roots, packed))
         return found[-1]
 
-    island.write_products_in_place = counting
+    call.write_products_in_place = counting
     try:
         case.train(model, model(x).square().sum())
     finally:
-        island.write_products_in_place = original
+        call.write_products_in_place = original
     grads = {
         name.rpartition(".")[2]: None if p.grad is None else p.grad.reshape(-1)
         for name, p in model.named_parameters()

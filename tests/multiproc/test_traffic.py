@@ -189,7 +189,7 @@ def gradients_come_and_go() -> None:
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=0.0)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
-    groups = [group for block in model for group in block._runtime.groups]
+    groups = [group for block in model for group in block._runtime.buffers]
     x = torch.randn(4, DIM)
     seen = []
     for _ in range(3):

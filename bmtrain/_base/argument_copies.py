@@ -1,0 +1,54 @@
+"""Copies of arguments, so that a forward can be run again on what it got."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, MutableMapping, MutableSequence
+from operator import is_
+from typing import Any
+
+from .tree import BYTES, SHARED, attributes_of
+
+__all__ = ["snapshot"]
+
+
+def snapshot(value: Any, _seen: dict[int, Any] | None = None) -> Any:
+    """A copy of all mutable containers in ``value``, so that a forward can be run again on its original
+    arguments.
+
+    Tensors are shared, not copied. An object that occurs twice occurs twice in the copy as well.
+
+    Raises:
+        TypeError: for a generator, which can be read only once.
+    """
+    if isinstance(value, SHARED):
+        return value
+    seen = {} if _seen is None else _seen
+    if isinstance(value, tuple):
+        items = [snapshot(item, seen) for item in value]
+        if all(map(is_, items, value)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if id(value) in seen:
+        return seen[id(value)]
+    if callable(value):
+        return value
+    try:
+        clone = seen[id(value)] = copy.copy(value)
+    except Exception as error:
+        if isinstance(value, Iterator):
+            raise TypeError(
+                f"argument of type {type(value).__name__}: it can be read only once, but a Block with "
+                "use_checkpoint=True runs its forward twice; pass a list or tuple"
+            ) from error
+        return value  # a lock, a process group: nothing that a forward changes
+    if isinstance(clone, MutableSequence) and not isinstance(clone, BYTES):
+        for index, item in enumerate(clone):
+            clone[index] = snapshot(item, seen)
+    elif isinstance(clone, MutableMapping):
+        for key, item in list(clone.items()):
+            clone[key] = snapshot(item, seen)
+    if clone is not value:
+        for name, item in attributes_of(clone):
+            object.__setattr__(clone, name, snapshot(item, seen))
+    return clone

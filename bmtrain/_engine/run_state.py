@@ -1,0 +1,243 @@
+"""State that may change between two runs of a forward: of modules, random numbers and torch's global modes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+from .block_state import BlockState
+
+__all__ = ["ModeSnapshot", "ModuleSnapshot", "ModuleState", "trainable_as"]
+
+#: Buffers up to this size are copied before each forward; larger ones only once they are known to be updated.
+SMALL_BUFFER_BYTES = 1 << 16
+
+
+class _Buffer(NamedTuple):
+    """A buffer at the start of a forward; ``old`` is a copy, or None if none was made."""
+
+    owner: torch.nn.Module
+    name: str
+    tensor: torch.Tensor
+    version: int
+    old: torch.Tensor | None
+
+
+class ModuleState:
+    """State of modules that may change between two runs of a forward: training flags, and buffers it updates.
+
+    Small buffers are copied before each forward, and a second run gets the copies, updated or not: batch norm and
+    writes through `.data` count no version, and on a GPU a comparison would make the host wait. Copying large buffers
+    (tables of positions, masks) each time would be slow: they are copied before the first forward only, which shows
+    whether it updates them.
+    """
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        self.root = root
+        self._modules: list[torch.nn.Module] = [root]
+        self._children: list[torch.nn.Module | None] = [None]
+        self._large: set[tuple[int, str]] | None = None  # known to be updated; None before the first forward
+
+    def _walk(self) -> list[torch.nn.Module]:
+        children: list[torch.nn.Module | None] = []
+        for module in self._modules:
+            children += module._modules.values()  # a comprehension costs a call of its own before Python 3.12
+        if children != self._children:
+            self._modules = list(self.root.modules())
+            self._children = [child for module in self._modules for child in module._modules.values()]
+        return self._modules
+
+    def has_forward_hooks(self) -> bool:
+        """Whether an inner module has forward hooks."""
+        hooks = torch.nn.modules.module
+        return bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks) or any(
+            module._forward_hooks or module._forward_pre_hooks for module in self._walk()
+        )
+
+    def has_own_forward_hooks(self) -> bool:
+        """Whether one of the modules has a forward hook that receives its result."""
+        for module in self._walk():  # noqa: SIM110 (a generator costs as much again, for each module)
+            if module._forward_hooks:
+                return True
+        return False
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """Yields all buffers of the modules."""
+        for module in self._walk():
+            yield from (buffer for buffer in module._buffers.values() if buffer is not None)
+
+    def before_forward(self) -> ModuleSnapshot:
+        """Takes a snapshot; :meth:`ModuleSnapshot.after_forward` must be called when the forward has run."""
+        modules = self._walk()
+        buffers = []
+        copies: dict[int, torch.Tensor] = {}  # one of each tensor, as modules may share it
+        for owner in modules:
+            for name, tensor in owner._buffers.items():
+                if tensor is not None:
+                    copied = (
+                        tensor.nbytes <= SMALL_BUFFER_BYTES
+                        or self._large is None
+                        or (id(owner), name) in self._large
+                    )
+                    if copied and id(tensor) not in copies:
+                        copies[id(tensor)] = tensor.clone()
+                    buffers.append(_Buffer(owner, name, tensor, tensor._version, copies.get(id(tensor))))
+        return ModuleSnapshot(self, modules, [module.training for module in modules], buffers)
+
+    def learn(self, updated: list[_Buffer]) -> None:
+        """Records the large buffers that a forward updated."""
+        known = self._large or set()
+        known.update((id(b.owner), b.name) for b in updated if b.tensor.nbytes > SMALL_BUFFER_BYTES)
+        self._large = known
+
+
+class ModuleSnapshot:
+    """Training flags and buffers at the start of one forward."""
+
+    def __init__(
+        self,
+        state: ModuleState,
+        modules: list[torch.nn.Module],
+        training: list[bool],
+        buffers: list[_Buffer],
+    ) -> None:
+        self._state = state
+        self._modules = modules
+        self._training = training
+        self._buffers = buffers
+
+    def after_forward(self) -> None:
+        """Keeps old values only of the buffers that the forward updated or may have updated."""
+        self._buffers = [buffer for buffer in self._buffers if _may_be_updated(buffer)]
+        self._state.learn(self._buffers)
+
+    @contextmanager
+    def restored(self, label: str) -> Iterator[None]:
+        """Context manager with the old flags and (new tensors of) the old values; the current ones are put back."""
+        flipped = [
+            module
+            for module, flag in zip(self._modules, self._training, strict=True)
+            if module.training is not flag
+        ]
+        values: dict[int, torch.Tensor] = {}
+        for noted in self._buffers:
+            if id(noted.tensor) not in values:
+                values[id(noted.tensor)] = _old_value(noted, label)
+        old = [(noted.owner, noted.name, values[id(noted.tensor)]) for noted in self._buffers]
+        current = [(owner, name, owner._buffers.get(name)) for owner, name, _ in old]
+        for module in flipped:
+            module.__dict__["training"] = not module.training
+        for owner, name, value in old:
+            owner._buffers[name] = value
+        try:
+            yield
+        finally:
+            for module in flipped:
+                module.__dict__["training"] = not module.training
+            for owner, name, buffer in current:
+                owner._buffers[name] = buffer
+
+
+def _may_be_updated(buffer: _Buffer) -> bool:
+    if (
+        buffer.tensor._version != buffer.version
+        or buffer.owner._buffers.get(buffer.name) is not buffer.tensor
+    ):
+        return True
+    if buffer.old is None:
+        return False
+    if buffer.tensor.nbytes <= SMALL_BUFFER_BYTES and buffer.old.stride() == buffer.tensor.stride():
+        return True
+    # A copy with other strides (of an expanded tensor) could make a kernel round differently.
+    return not torch.equal(buffer.old, buffer.tensor)
+
+
+def _old_value(buffer: _Buffer, label: str) -> torch.Tensor:
+    if buffer.old is None and buffer.tensor._version == buffer.version:
+        return buffer.tensor.clone()  # replaced, not written to
+    if buffer.old is None:
+        raise RuntimeError(
+            f"{label}: the forward updated its buffer {buffer.name!r} (shape {tuple(buffer.tensor.shape)}), "
+            "which earlier "
+            "forwards left alone, so that there is no copy to run it again with; build the Block with "
+            "use_checkpoint=False, or repeat the step"
+        )
+    return buffer.old.clone()
+
+
+@contextmanager
+def trainable_as(block: BlockState, trains: list[list[bool]]) -> Iterator[None]:
+    """Restores the ``requires_grad`` that the parameters had in the first run."""
+    changed = [
+        (param, flag)
+        for buffer, flags in zip(block.buffers, trains, strict=True)
+        if buffer.requires_grad() != flags
+        for param, flag in zip(buffer.parameters, flags, strict=True)
+        if param.requires_grad != flag
+    ]
+    for param, flag in changed:
+        param.requires_grad_(flag)
+    try:
+        yield
+    finally:
+        for param, flag in changed:
+            param.requires_grad_(not flag)
+
+
+class ModeSnapshot:
+    """Random-number and autocast state, and the default device, at the start of a forward."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cpu_rng = torch.get_rng_state()
+        self._cuda_rng = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._autocast = _autocast_state(device)
+        self._default_device = _default_device()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Context manager that restores the state of the snapshot, and afterwards the current one."""
+        cpu_rng = torch.get_rng_state()
+        cuda_rng = torch.cuda.get_rng_state(self._device) if self._cuda_rng is not None else None
+        autocast = _autocast_state(self._device)
+        default = self._default_device
+        placing = nullcontext() if default == _default_device() else (default or torch.device("cpu"))
+        try:
+            torch.set_rng_state(self._cpu_rng)
+            if self._cuda_rng is not None:
+                torch.cuda.set_rng_state(self._cuda_rng, self._device)
+            _set_autocast(self._autocast)
+            with placing:
+                yield
+        finally:
+            _set_autocast(autocast)
+            torch.set_rng_state(cpu_rng)
+            if cuda_rng is not None:
+                torch.cuda.set_rng_state(cuda_rng, self._device)
+
+
+def _default_device() -> torch.device | None:
+    """Returns the default device of this thread, or None if none was set."""
+    if not torch._C._len_torch_function_stack():
+        return None
+    modes = reversed(_get_current_function_mode_stack())
+    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
+
+
+_Autocast = tuple[tuple[str, bool, torch.dtype], ...]
+
+
+def _autocast_state(device: torch.device) -> _Autocast:
+    kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
+def _set_autocast(state: _Autocast) -> None:
+    for kind, enabled, dtype in state:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)

@@ -1,0 +1,64 @@
+"""The CUDA streams that `config` shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = ["Streams"]
+
+
+class InertStream:
+    """Replaces a CUDA stream or event on a CPU run: all work is complete already."""
+
+    def synchronize(self) -> None:
+        """Nothing is pending."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self, event: Any = None) -> Any:
+        """Returns ``event``, or an inert one."""
+        return self if event is None else event
+
+    def record(self, stream: Any = None) -> None:
+        """Nothing to mark."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """Everything queued before has completed."""
+        return True
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The CUDA streams and the event that `config` shows; inert objects on a CPU run."""
+
+    calc_stream: Any = field(default_factory=InertStream)
+    load_stream: Any = field(default_factory=InertStream)
+    barrier_stream: Any = field(default_factory=InertStream)
+    tp_comm_stream: Any = field(default_factory=InertStream)
+    pp_comm_stream: Any = field(default_factory=InertStream)
+    load_event: Any = field(default_factory=InertStream)
+
+    @classmethod
+    def for_device(cls, device: torch.device) -> Streams:
+        """Real streams on a CUDA device, inert ones elsewhere."""
+        if device.type != "cuda":
+            return cls()
+        with torch.cuda.device(device):
+            return cls(
+                calc_stream=torch.cuda.current_stream(),
+                load_stream=torch.cuda.Stream(priority=-1),
+                barrier_stream=torch.cuda.Stream(),
+                tp_comm_stream=torch.cuda.Stream(),
+                pp_comm_stream=torch.cuda.Stream(),
+                load_event=torch.cuda.Event(),
+            )

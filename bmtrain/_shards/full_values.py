@@ -1,0 +1,92 @@
+"""Conversions between tensors that are sharded like a parameter and full tensors."""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import torch
+
+from ..global_var import context
+from .meta import make_shard
+from .sharding import ShardSpec, merge_slices
+
+__all__ = ["copy_of_part", "full_value", "gather_flat", "load_full_value", "shard_of"]
+
+
+def _is_sharded(param: torch.Tensor) -> TypeGuard[Any]:
+    return hasattr(param, "_original_shape")
+
+
+def copy_of_part(data: torch.Tensor, tp_mode: bool) -> torch.Tensor:
+    """Returns a copy of this rank's shard of ``data``, on the run device."""
+    ctx = context()
+    part = ShardSpec(data.shape, ctx.zero_group(tp_mode, False)).slice_of(data.detach().reshape(-1))
+    with torch.inference_mode(False):  # so that a parameter built in inference mode can be trained
+        return torch.empty(part.numel(), dtype=data.dtype, device=ctx.device).copy_(part)
+
+
+def gather_flat(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Gathers a tensor that is sharded like ``param``.
+
+    Args:
+        param: a distributed parameter (any other tensor: ``local`` is returned flattened).
+        local: 1-D, one element for each element of this rank's shard; any dtype, host or run device.
+
+    Returns:
+        The full 1-D tensor in the parameter's element order, tensor-parallel slices merged, on ``local``'s device.
+        Collective.
+    """
+    if not _is_sharded(param):
+        return local.reshape(-1)
+    device = local.device
+    flat = param._spec.gather(local.to(context().device), param._label)
+    if param._tp_split_dim >= 0:
+        flat = merge_slices(flat.view(param._original_shape), param._tp_split_dim).reshape(-1)
+    result: torch.Tensor = flat.to(device)
+    return result
+
+
+def shard_of(param: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a full tensor (tensor-parallel slices merged): 1-D, on ``full``'s device. Local.
+
+    Raises:
+        ValueError: if the number of elements is not the parameter's.
+    """
+    if not _is_sharded(param):
+        return full.reshape(-1)
+    expected = param._tp_original_shape
+    if full.numel() != expected.numel():
+        raise ValueError(
+            f"full: expected {expected.numel()} elements for shape {tuple(expected)}, got {full.numel()}"
+        )
+    if param._tp_split_dim >= 0:
+        tp = context().groups["tp"]
+        full = full.reshape(expected).chunk(tp.size, dim=param._tp_split_dim)[tp.rank]
+    part: torch.Tensor = param._spec.slice_of(full.reshape(-1))
+    return part
+
+
+@torch.no_grad()
+def full_value(param: torch.Tensor) -> torch.Tensor:
+    """Returns the full (tensor-parallel merged) value, detached, on the run device. Collective."""
+    if not _is_sharded(param):
+        return param.detach()
+    param.require_data()
+    return gather_flat(param, param._own_part().detach()).view(param._tp_original_shape)
+
+
+@torch.no_grad()
+def load_full_value(param: torch.Tensor, full: torch.Tensor) -> None:
+    """Copies this rank's part of ``full`` into the parameter, converting the dtype. Local.
+
+    Raises:
+        ValueError: if the shape is not the parameter's full shape.
+    """
+    if not _is_sharded(param):
+        param.copy_(full)
+        return
+    if full.shape != param._tp_original_shape:
+        raise ValueError(f"full: expected shape {tuple(param._tp_original_shape)}, got {tuple(full.shape)}")
+    make_shard(param)
+    param.copy_(shard_of(param, full))
+    param._unversioned_writes += 1

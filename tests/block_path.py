@@ -1,0 +1,76 @@
+"""Python files of one Block's forward and backward, measured by profiling a step, and held by two ceilings.
+
+    python tests/block_path.py
+
+Prints the files that a recomputed Block of one module executes, in the order of first use, with their lines. Exit
+status 1 if a ceiling is exceeded. The page docs/explanation/architecture.md describes the files.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+import bmtrain
+
+ROOT = Path(bmtrain.__file__).resolve().parents[1]
+#: Ceilings. A commit that raises one gives the reason in its message.
+FILES, LINES = 14, 3140
+#: Steps in which the order of calls is learnt, before the one that is measured.
+LEARNING_STEPS = 2
+
+
+class Layer(bmtrain.DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = bmtrain.DistributedParameter(torch.full((4, 4), 0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight)
+
+
+def executed_files() -> list[Path]:
+    """Returns the files of bmtrain that the third forward and backward of a list of Blocks execute; needs one rank."""
+    layers = bmtrain.TransformerBlockList([bmtrain.Block(Layer()) for _ in range(3)])
+    x = torch.ones(2, 4)
+    for _ in range(LEARNING_STEPS):
+        layers(x).sum().backward()
+    found: dict[str, None] = {}
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            found.setdefault(frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    try:
+        layers(x).sum().backward()
+    finally:
+        sys.setprofile(None)
+    package = ROOT / "bmtrain"
+    return [Path(name) for name in found if package in Path(name).parents]
+
+
+def main() -> int:
+    bmtrain.init_distributed()
+    total = 0
+    files = executed_files()
+    for path in files:
+        lines = path.read_bytes().count(b"\n")
+        total += lines
+        print(f"{lines:>6}  {path.relative_to(ROOT)}")
+    print(f"{len(files)} files (ceiling: {FILES}), {total} lines (ceiling: {LINES})")
+    if len(files) > FILES or total > LINES:
+        print(
+            "error: remove code from the path of a Block, or give the reason for a higher ceiling",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

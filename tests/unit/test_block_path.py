@@ -1,0 +1,27 @@
+"""The files that a Block's forward and backward execute: ceilings of their number and lines, and the page's table."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def files() -> list[str]:
+    command = [sys.executable, "tests/block_path.py"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return re.findall(r"^ *\d+  (\S+)$", ended.stdout, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", ["docs/explanation/architecture.md", "docs/zh/explanation/architecture.md"])
+def test_the_page_lists_the_executed_files(files: list[str], page: str) -> None:
+    section = (ROOT / page).read_text(encoding="utf-8").rpartition("\n## ")[2]
+    assert re.findall(r"^\| `(bmtrain/[^`]+)` \|", section, flags=re.MULTILINE) == files
+    assert re.search(rf"\b{len(files)} ", section)
