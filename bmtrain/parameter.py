@@ -86,7 +86,7 @@ class DistributedParameter(torch.nn.Parameter):
     _data_version: DataVersion | None = None
     _gradient_hooks: OrderedDict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None
     _accumulated_hooks: OrderedDict[int, Callable[[torch.Tensor], None]] | None
-    #: A copy of the gradient, dropped when the gradient may have changed; see `optim/_ahead.py`.
+    #: A copy of the gradient, dropped when the gradient may have changed; see `optim/places/overlap/ahead.py`.
     _sent: Any = None
 
     def __new__(

@@ -10,8 +10,9 @@
 - A backward through a graph recorded before the step changes gradients without touching the parameter object; its
   accumulation node waits (`OffloadUpdate.guard_gradients`).
 - Accesses through other tensors of the same memory (a detached alias, a gradient) cannot be detected; the optimizer
-  counts such references before it posts an update, and computes it at once if there are any (`optim/_references.py`).
-  Every rank decides by itself: no message and no bit depends on the answer, only the time of the computation.
+  counts such references before it posts an update, and computes it at once if there are any
+  (`optim/places/overlap/references.py`). Every rank decides by itself: no message and no bit depends on the answer,
+  only the time of the computation.
 """
 
 from __future__ import annotations

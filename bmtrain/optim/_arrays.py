@@ -36,13 +36,23 @@ _GROUP = 16  # elements: a cache line of fp32
 _SKEW = 133 * 64  # bytes: 8 KiB and a few cache lines
 
 
+class NamesArrays(Protocol):
+    """Protocol of formulas: the arrays that one may keep, and those required to load a state."""
+
+    @property
+    def arrays(self) -> tuple[str, ...]: ...
+
+    @property
+    def needed_arrays(self) -> tuple[str, ...]: ...
+
+
 class KeepsArrays(Protocol):
     """Protocol of optimizers whose state is arrays with one number for each element of a parameter."""
 
     state: Any
     param_groups: list[dict[str, Any]]
-    _arrays: tuple[str, ...]
-    _needed_arrays: tuple[str, ...]
+
+    def formula_of(self, p: Tensor) -> NamesArrays: ...
 
     def has_master(self, p: Tensor) -> bool: ...
 
@@ -148,10 +158,16 @@ def _agreed_entries(
     optimizer: KeepsArrays, parameters: Sequence[Tensor]
 ) -> list[tuple[int, tuple[str, ...]]]:
     """Returns each parameter's number of steps (-1 if no rank has state), and the arrays that any rank has."""
-    kinds = optimizer._arrays
+    states = optimizer.state
+    kinds = [optimizer.formula_of(p).arrays for p in parameters]
+    longest = max(map(len, kinds), default=0)
     own = [
-        [state["step"], *(name in state for name in kinds)] if state else [-1, *(False for _ in kinds)]
-        for state in (optimizer.state.get(p) for p in parameters)
+        [
+            state["step"] if state else -1,
+            *(name in state for name in names),
+            *(False,) * (longest - len(names)),
+        ]
+        for state, names in zip((states.get(p, {}) for p in parameters), kinds, strict=True)
     ]
     current = context.current()
     if current is not None and own:
@@ -159,7 +175,10 @@ def _agreed_entries(
         numbers = torch.tensor(own, dtype=torch.float64, device=wire_device(comm))
         comm.all_reduce(numbers, ReduceOp.MAX, "optimizer state").wait()
         own = [[int(number) for number in row] for row in numbers.tolist()]
-    return [(row[0], tuple(n for n, has in zip(kinds, row[1:], strict=True) if has)) for row in own]
+    return [
+        (step, tuple(name for name, has in zip(names, flags, strict=False) if has))
+        for (step, *flags), names in zip(own, kinds, strict=True)
+    ]
 
 
 def read_state(
@@ -232,7 +251,8 @@ def _read_groups(optimizer: KeepsArrays, saved: Sequence[dict[str, Any]]) -> lis
 def _read_entry(
     optimizer: KeepsArrays, p: Tensor, number: Any, entry: dict[str, Any], whole: bool
 ) -> dict[str, Any]:
-    known = (*optimizer._arrays, MASTER)
+    formula = optimizer.formula_of(p)
+    known = (*formula.arrays, MASTER)
     tensors = [name for name, value in entry.items() if isinstance(value, Tensor) and name != "step"]
     if tensors and not set(tensors) & set(known):
         raise ValueError(
@@ -240,11 +260,11 @@ def _read_entry(
             f"got one of another optimizer, with {tensors}"
         )
     # Where the formula does not count steps, torch's own optimizer does not either.
-    read: dict[str, Any] = {"step": int(entry["step"] if optimizer._needed_arrays else entry.get("step", 0))}
+    read: dict[str, Any] = {"step": int(entry["step"] if formula.needed_arrays else entry.get("step", 0))}
     for name in known:
         value = entry.get(name)
         if value is None:
-            if name in optimizer._needed_arrays:
+            if name in formula.needed_arrays:
                 raise ValueError(f"state dict: parameter {number}: expected {name}, got only {sorted(entry)}")
             continue
         if whole and isinstance(p, DistributedParameter):

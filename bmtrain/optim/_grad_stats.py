@@ -24,6 +24,7 @@ from .._ranks import context as _context
 from ..global_var import context
 from ..parameter import DistributedParameter
 from ._exact_norm import exact_norm
+from .places.overlap.ahead import copies_of
 
 __all__ = [
     "check_overflow",
@@ -221,7 +222,7 @@ def multiply_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
     """
     parameters = list(parameters)
     taken, others = _split(_gradients(parameters), "scale_")
-    sent = [] if others else _sent_with_all_of(parameters)
+    sent = [] if others else copies_of(parameters)
     numbers: dict[int, SentNumber] = {}
     for copy in sent:
         copy.multiply_by(factor, numbers)
@@ -233,19 +234,6 @@ def multiply_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
         number = factor.item()  # the host waits, where there is no kernel
         for grad in others if number != 1 else ():
             grad.mul_(number)
-
-
-def _sent_with_all_of(parameters: Sequence[Tensor]) -> list[Any]:
-    """Returns the copies of gradients on the host (see `_ahead`) that cover only gradients of ``parameters``."""
-    copies = {id(copy): copy for p in parameters if (copy := getattr(p, "_sent", None)) is not None}
-    if not copies:
-        return []
-    members = set(map(id, parameters))
-    return [
-        copy
-        for copy in copies.values()
-        if copy.is_current() and all(id(p) in members for p in copy.parameters)
-    ]
 
 
 def grad_rescale(param_groups: Iterable[Any], scale: float) -> None:

@@ -1,4 +1,4 @@
-"""Updates of one step: parameters with gradients and state, for the optimizers and the core."""
+"""Updates of one step: parameters with gradients and state, and ranges of tensors for kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Part", "Ranges", "Update"]
+__all__ = ["Ranges", "Update"]
 
 
 class Update(NamedTuple):
@@ -17,14 +17,6 @@ class Update(NamedTuple):
     state: dict[str, Any]
     #: Whether arrays of the state begin with this step.
     is_fresh: bool = False
-
-
-class Part(NamedTuple):
-    """Updates of one group, all of fp32 or all of 16-bit parameters, with the arrays that they need and its options."""
-
-    updates: list[Update]
-    names: tuple[str, ...]
-    options: dict[str, Any]
 
 
 class Ranges(NamedTuple):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from ._adam_base import AdamBase
-from ._on_device import OnDevice
-from ._updates import Part, Ranges
+from ._sharded import ShardedOptimizer
+from .formulas import Adam
+from .places import OnDevice
 
 __all__ = ["AdamOptimizer"]
 
 
-class AdamOptimizer(AdamBase, OnDevice):
+class AdamOptimizer(ShardedOptimizer):
     """Adam (Kingma and Ba, 2015) for fp32, fp16 and bf16 parameters, sharded or not.
 
     fp32 parameters are updated with the bits of `torch.optim.Adam`, weight decay added to the gradient, or, with
@@ -41,6 +41,8 @@ class AdamOptimizer(AdamBase, OnDevice):
         tensor([0.5000, 0.5000, 0.5000], dtype=torch.bfloat16)
     """
 
+    _formula_class, _place_class = Adam, OnDevice
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -53,7 +55,9 @@ class AdamOptimizer(AdamBase, OnDevice):
         scale: float | None = None,
         decoupled: bool | None = None,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, hold_steps, scale, decoupled)
+        formula = {"decoupled": decoupled, "hold_steps": hold_steps}
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": False}
+        super().__init__(params, defaults, formula=formula, scale=scale)
 
     def get_avg_delta(self) -> float:
         """Not recorded here.
@@ -74,7 +78,3 @@ class AdamOptimizer(AdamBase, OnDevice):
         raise NotImplementedError(
             "AdamOptimizer records no deltas: use AdamOffloadOptimizer(record_delta=True)"
         )
-
-    def _compute(self, ranges: Ranges, parts: Sequence[Part], **flags: bool) -> Any:
-        # Of fp32 parameters only those of the CPU come here.
-        return super()._compute(ranges, parts, torch_sqrt=not ranges.rounded, **flags)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from .. import _ops
 from .._base.arguments import require_number
-from ._adam_base import AdamBase
-from ._offloaded import Offloaded
-from ._updates import Part, Ranges
+from ._offload import OffloadOptimizer
+from .formulas import Adam
+from .formulas.adam import Deltas
+from .places import OnHost
 
 __all__ = ["AdamOffloadOptimizer"]
 
+_Deltas = Deltas  # by its name in pickles of versions before
 
-class AdamOffloadOptimizer(AdamBase, Offloaded):
+
+class AdamOffloadOptimizer(OffloadOptimizer):
     """Adam as `AdamOptimizer`, with moments and masters in host memory, to rounding.
 
     Gradients are read from, and parameters written to, the run device; the state of 12 bytes per parameter stays on
@@ -60,6 +62,8 @@ class AdamOffloadOptimizer(AdamBase, Offloaded):
         (tensor([-0.5000,  0.5000]), 0.0)
     """
 
+    _formula_class, _place_class = Adam, OnHost
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -82,60 +86,21 @@ class AdamOffloadOptimizer(AdamBase, Offloaded):
             require_number("fraction", fraction)
             if not 0 <= fraction <= 1:
                 raise ValueError(f"fraction: expected a number from 0 to 1, or None, got {fraction}")
-        self._fraction = fraction
-        self._state_dtype = state_dtype
-        self._record_delta = bool(record_delta)
-        self._deltas = _Deltas()
-        self._overlaps = bool(overlap) and not record_delta
-        super().__init__(params, lr, betas, eps, weight_decay, hold_steps, scale, decoupled)
+        formula = {"decoupled": decoupled, "hold_steps": hold_steps, "record_delta": bool(record_delta)}
+        overlaps = bool(overlap) and not record_delta
+        place = {"overlaps": overlaps, "fraction": fraction, "state_dtype": state_dtype}
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": False}
+        super().__init__(params, defaults, formula=formula, place=place, scale=scale)
 
     def get_avg_delta(self) -> float:
         """Returns the mean of ``u + weight_decay * w`` over all elements this rank updated in the last step.
 
         ``u`` is the update before the learning rate, ``w`` the weight before the step. 0 if nothing was recorded.
         """
-        return self._deltas.mean
+        mean: float = self._formula.deltas.mean
+        return mean
 
     def get_var_delta(self) -> float:
         """Returns the variance of the values that `get_avg_delta` averages (divided by the number of elements)."""
-        return self._deltas.variance
-
-    def _has_device_kernel(self, device: torch.device) -> bool:
-        # Of the kernels those of the CPU alone know bf16 moments and the sums of updates.
-        wide = self._state_dtype == torch.float32 and not self._record_delta
-        return wide and _ops.has_kernels(f"{self._formula}_", device.type)
-
-    def _start_step(self) -> None:
-        super()._start_step()
-        self._deltas = _Deltas()
-
-    def _compute(self, ranges: Ranges, parts: Sequence[Part], **flags: bool) -> Any:
-        sums = super()._compute(ranges, parts, with_delta=self._record_delta, **flags)
-        if self._record_delta:
-            self._deltas.add(_ops.DeltaSums(*sums), sum(weight.numel() for weight in ranges.weights))
-        return sums
-
-    def _own_attributes(self) -> tuple[str, ...]:
-        return (*super()._own_attributes(), "_record_delta", "_deltas")
-
-
-class _Deltas:
-    """Sums of one step for mean and variance."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.total = 0.0
-        self.squares = 0.0
-
-    def add(self, sums: _ops.DeltaSums, count: int) -> None:
-        self.count += count
-        self.total += sums.total
-        self.squares += sums.squares
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.count if self.count else 0.0
-
-    @property
-    def variance(self) -> float:
-        return max(self.squares / self.count - self.mean**2, 0.0) if self.count else 0.0
+        variance: float = self._formula.deltas.variance
+        return variance

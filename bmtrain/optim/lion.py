@@ -2,59 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from ._arrays import MASTER
-from ._elementwise import ElementwiseOptimizer
-from ._offloaded import Offloaded
-from ._on_device import OnDevice
-from ._options import check_betas, check_not_negative
-from ._updates import Ranges, Update
+from ._offload import OffloadOptimizer
+from ._sharded import ShardedOptimizer
+from .formulas import Lion
+from .places import OnDevice, OnHost
 
 __all__ = ["LionOffloadOptimizer", "LionOptimizer"]
 
 
-class _Lion(ElementwiseOptimizer):
-    """Algorithm 2 of the paper."""
-
-    _arrays = _needed_arrays = ("exp_avg",)
-    _formula = "lion"
-    _kernel_takes_fp32 = True
-
-    def _check_options(self, options: dict[str, Any]) -> None:
-        check_not_negative(options, "lr", "weight_decay")
-        check_betas(options)
-
-    def _options_of(self, group: dict[str, Any], *, is_low: bool, scale: float) -> dict[str, Any]:
-        return {
-            "lr": float(group["lr"]),
-            "beta1": group["betas"][0],
-            "beta2": group["betas"][1],
-            "weight_decay": group["weight_decay"],
-            "scale": scale,
-            "maximize": group["maximize"],
-        }
-
-    def _lists_of(self, ranges: Ranges) -> Sequence[Any]:
-        return ranges.weights, ranges.rounded, ranges.grads, ranges.arrays[0]
-
-    def _compute_by_torch(self, updates: Sequence[Update], options: dict[str, Any]) -> None:
-        lr, beta1, beta2 = options["lr"], options["beta1"], options["beta2"]
-        divisor = -options["scale"] if options["maximize"] else options["scale"]
-        for u in updates:
-            weight, momentum, grad = (
-                u.state.get(MASTER, u.param),
-                u.state["exp_avg"],
-                u.grad.float() / divisor,
-            )
-            if options["weight_decay"]:
-                weight.mul_(1 - lr * options["weight_decay"])
-            weight.add_((momentum * beta1).add_(grad, alpha=1 - beta1).sign_(), alpha=-lr)
-            momentum.mul_(beta2).add_(grad, alpha=1 - beta2)
-
-
-class LionOptimizer(_Lion, OnDevice):
+class LionOptimizer(ShardedOptimizer):
     """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023) for fp32, fp16 and bf16 parameters.
 
     Every weight moves by ``lr`` in the direction of a sign, ``sign(beta1 * m + (1 - beta1) * g)``, after it has decayed
@@ -81,6 +40,8 @@ class LionOptimizer(_Lion, OnDevice):
         tensor([0.7500, 1.2500, 1.0000])
     """
 
+    _formula_class, _place_class = Lion, OnDevice
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -90,12 +51,11 @@ class LionOptimizer(_Lion, OnDevice):
         *,
         maximize: bool = False,
     ) -> None:
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        )
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults)
 
 
-class LionOffloadOptimizer(_Lion, Offloaded):
+class LionOffloadOptimizer(OffloadOptimizer):
     """`LionOptimizer` with momentum and masters in host memory, computed by the CPU.
 
     On CPU ranks updates continue after `step`, with bit-identical results, as with `AdamOffloadOptimizer`.
@@ -120,6 +80,8 @@ class LionOffloadOptimizer(_Lion, Offloaded):
         tensor([0.5000, 1.5000])
     """
 
+    _formula_class, _place_class = Lion, OnHost
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -130,7 +92,5 @@ class LionOffloadOptimizer(_Lion, Offloaded):
         maximize: bool = False,
         overlap: bool = True,
     ) -> None:
-        self._overlaps = bool(overlap)
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        )
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, place={"overlaps": bool(overlap)})

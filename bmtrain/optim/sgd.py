@@ -2,69 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from torch.optim.sgd import sgd as torch_sgd
-
-from .._base.arguments import require_number
-from ._arrays import MASTER
-from ._elementwise import ElementwiseOptimizer
-from ._offloaded import Offloaded
-from ._on_device import OnDevice
-from ._options import check_not_negative
-from ._updates import Ranges, Update
+from ._offload import OffloadOptimizer
+from ._sharded import ShardedOptimizer
+from .formulas import SGD
+from .places import OnDevice, OnHost
 
 __all__ = ["SGDOffloadOptimizer", "SGDOptimizer"]
 
-_MOMENTUM = "momentum_buffer"
 
-
-class _SGD(ElementwiseOptimizer):
-    """The formula of `torch.optim.SGD`."""
-
-    _arrays = (_MOMENTUM,)
-    _formula = "sgd"
-
-    def _check_options(self, options: dict[str, Any]) -> None:
-        check_not_negative(options, "lr", "momentum", "weight_decay")
-        require_number("dampening", options["dampening"])
-        if not math.isfinite(options["dampening"]):
-            raise ValueError(f"dampening: expected a finite number, got {options['dampening']}")
-        if options["nesterov"] and (options["momentum"] <= 0 or options["dampening"] != 0):
-            raise ValueError(
-                "nesterov: expected a momentum above 0 and no dampening, got momentum "
-                f"{options['momentum']} and dampening {options['dampening']}"
-            )
-
-    def _arrays_of(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return (_MOMENTUM,) if group["momentum"] else ()
-
-    def _options_of(self, group: dict[str, Any], *, is_low: bool, scale: float) -> dict[str, Any]:
-        names = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
-        return {"lr": float(group["lr"]), **{name: group[name] for name in names}, "scale": scale}
-
-    def _lists_of(self, ranges: Ranges) -> Sequence[Any]:
-        momenta = ranges.arrays[0] if ranges.arrays else []
-        return ranges.weights, ranges.rounded, ranges.grads, momenta, ranges.fresh
-
-    def _compute_by_torch(self, updates: Sequence[Update], options: dict[str, Any]) -> None:
-        numbers = dict(options)
-        scale = numbers.pop("scale")
-        momenta = [None if u.is_fresh else u.state.get(_MOMENTUM) for u in updates]
-        torch_sgd(
-            [u.state.get(MASTER, u.param) for u in updates],
-            [u.grad.float() if scale == 1 else u.grad.float() / scale for u in updates],
-            momenta,
-            **numbers,
-        )
-        for u, momentum in zip(updates, momenta, strict=True):
-            if u.is_fresh and momentum is not None:
-                u.state[_MOMENTUM].copy_(momentum)
-
-
-class SGDOptimizer(_SGD, OnDevice):
+class SGDOptimizer(ShardedOptimizer):
     """Stochastic gradient descent with momentum, for fp32, fp16 and bf16 parameters, sharded or not.
 
     fp32 parameters are updated with the bits of `torch.optim.SGD`; 16-bit parameters have an fp32 master and always are
@@ -92,6 +41,8 @@ class SGDOptimizer(_SGD, OnDevice):
         tensor([0.3750, 0.3750, 0.3750], dtype=torch.bfloat16)
     """
 
+    _formula_class, _place_class = SGD, OnDevice
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -103,10 +54,11 @@ class SGDOptimizer(_SGD, OnDevice):
         *,
         maximize: bool = False,
     ) -> None:
-        super().__init__(params, _defaults(lr, momentum, dampening, weight_decay, nesterov, maximize))
+        defaults = _defaults(lr, momentum, dampening, weight_decay, nesterov, maximize)
+        super().__init__(params, defaults)
 
 
-class SGDOffloadOptimizer(_SGD, Offloaded):
+class SGDOffloadOptimizer(OffloadOptimizer):
     """`SGDOptimizer` with momentum and masters in host memory, computed by the CPU.
 
     On CPU ranks updates continue after `step`, with bit-identical results, as with `AdamOffloadOptimizer`.
@@ -133,6 +85,8 @@ class SGDOffloadOptimizer(_SGD, Offloaded):
         tensor([0.5000, 1.5000])
     """
 
+    _formula_class, _place_class = SGD, OnHost
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -145,8 +99,8 @@ class SGDOffloadOptimizer(_SGD, Offloaded):
         maximize: bool = False,
         overlap: bool = True,
     ) -> None:
-        self._overlaps = bool(overlap)
-        super().__init__(params, _defaults(lr, momentum, dampening, weight_decay, nesterov, maximize))
+        defaults = _defaults(lr, momentum, dampening, weight_decay, nesterov, maximize)
+        super().__init__(params, defaults, place={"overlaps": bool(overlap)})
 
 
 def _defaults(

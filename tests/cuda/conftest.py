@@ -12,7 +12,7 @@ from harness.fake_nccl import build_fake, install_one_of_two
 
 from bmtrain import _C
 from bmtrain._ranks import context
-from bmtrain.optim import _overlap
+from bmtrain.optim.places.overlap import posting
 
 
 @pytest.fixture(scope="session")
@@ -54,6 +54,6 @@ def one_of_two(fake: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
 @pytest.fixture
 def staged(one_of_two: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
     """Parameters of the fake device, which the CPU's workers are not to reach but by copies."""
-    monkeypatch.setattr(_overlap, "needs_staging", lambda device: True)
+    monkeypatch.setattr(posting, "needs_staging", lambda device: True)
     yield one_of_two
     _C.disturb_updates(0)

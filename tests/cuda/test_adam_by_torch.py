@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from bmtrain.optim import AdamOptimizer, _adam_base
+from bmtrain.optim import AdamOptimizer
+from bmtrain.optim.formulas import adam as formula
 
 
 class OnGpu(torch.nn.Parameter):
@@ -23,14 +24,14 @@ def test_bits_are_those_of_one_call_for_all(
     batch: int, expected: int, hold_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[int, Any]] = []
-    adam = _adam_base.torch_adam
+    adam = formula.torch_adam
 
     def counted(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
         calls.append((len(params), kwargs["foreach"]))
         adam(params, *args, **kwargs)
 
-    monkeypatch.setattr(_adam_base, "torch_adam", counted)
-    monkeypatch.setattr(_adam_base, "_BATCH", batch)
+    monkeypatch.setattr(formula, "torch_adam", counted)
+    monkeypatch.setattr(formula, "_BATCH", batch)
     start = [torch.randn(size) for size in (200, 100, 250, 7)]
     ours = [OnGpu(x.clone()) for x in start]
     theirs = [torch.nn.Parameter(x.clone()) for x in start]

@@ -16,7 +16,7 @@ from harness.offloaded import LAYERS, values_of
 
 import bmtrain as bmt
 from bmtrain import _C
-from bmtrain.optim import _ahead
+from bmtrain.optim.places.overlap import ahead
 
 #: Blocks of the last of six steps whose gradients come from a copy that was made inside backward.
 USED = {
@@ -43,7 +43,7 @@ USED = {
 def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of blocks whose copies a step has taken, step by step."""
     counts: list[int] = []
-    take, end_step = _ahead.SentAhead.take, _ahead.SentAhead.end_step
+    take, end_step = ahead.SentAhead.take, ahead.SentAhead.end_step
     taken = 0
 
     def counting_take(self: Any, *args: Any) -> Any:
@@ -58,8 +58,8 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         taken = 0
         end_step(self)
 
-    monkeypatch.setattr(_ahead.SentAhead, "take", counting_take)
-    monkeypatch.setattr(_ahead.SentAhead, "end_step", counting_end)
+    monkeypatch.setattr(ahead.SentAhead, "take", counting_take)
+    monkeypatch.setattr(ahead.SentAhead, "end_step", counting_end)
     return counts
 
 
@@ -209,7 +209,7 @@ def test_host_memory_is_bounded(
 ) -> None:
     """The first blocks, which the next forward needs first, have their room; the others go through the slots."""
     of_a_block = 2048  # bytes: 512 with the bias, and what this rank has of the weight
-    monkeypatch.setattr(_ahead, "available_bytes", lambda: 2 * 4 * 2 * of_a_block + 100)  # for two ranks
+    monkeypatch.setattr(ahead, "available_bytes", lambda: 2 * 4 * 2 * of_a_block + 100)  # for two ranks
     run = Run(overlap=True)
     before = bmt.memory_report(run.model, run.manager)
     expected = bits(Run(overlap=False), clipped)

@@ -17,7 +17,7 @@ from bmtrain import _C
 from bmtrain._engine.engine import current_engine
 from bmtrain._engine.observer import Observer
 from bmtrain.global_var import context
-from bmtrain.optim._staging import SLOTS
+from bmtrain.optim.places.overlap.staging import SLOTS
 
 
 class Run:
@@ -66,7 +66,7 @@ def test_no_bit_changes(staged: ctypes.CDLL, dtype: torch.dtype, lazy: bool) -> 
     found = run.steps(9)
     for x, y in zip(found, expected, strict=True):
         assert torch.equal(x, y)
-    staging = run.optimizer._overlap._stagings.popitem()[1]
+    staging = run.optimizer._place.overlap._stagings.popitem()[1]
     assert len({memory.data_ptr() for memory in (*staging._gradients, *staging._parameters)}) == 2 * SLOTS
 
 

@@ -10,7 +10,7 @@ from harness import run_ranks
 
 import bmtrain as bmt
 from bmtrain.optim import AdamOffloadOptimizer, OptimManager
-from bmtrain.optim._residence import choose_residents
+from bmtrain.optim.places.residence import choose_residents
 
 LAYERS = 3
 

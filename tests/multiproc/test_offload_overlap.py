@@ -19,6 +19,7 @@ from harness import run_process, run_ranks
 
 import bmtrain as bmt
 from bmtrain import _C
+from bmtrain._engine.engine import current_engine
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer
 from bmtrain.parameter import full_value
 
@@ -399,3 +400,21 @@ print("end")
 
 def test_exit_in_mid_flight() -> None:
     assert run_process([sys.executable, "-c", EXIT]).stdout.split() == ["end"]
+
+
+def unsent_after_zero_grad() -> None:
+    """A backward that is not sent, through one block only, so that the update of the others stays pending."""
+    model, optimizer, x = build(torch.float32, True)
+    backward(model, x)
+    optimizer.step()
+    with bmt.no_sync():
+        model.layers[0](x).float().sum().backward()
+    assert any(is_pending(model))
+    optimizer.zero_grad()
+    gradients = current_engine(bmt.global_var.context()).gradients
+    assert not gradients.unsent.has_any_of(model.parameters())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_zero_grad_drops_unsent_gradients_while_updates_are_pending(world: int) -> None:
+    run_ranks(world, unsent_after_zero_grad)

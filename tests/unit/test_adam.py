@@ -14,6 +14,8 @@ from torch import nn
 
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer
 from bmtrain.optim._updates import Update
+from bmtrain.optim.formulas import Part
+from bmtrain.optim.places.device import apply_by_torch
 
 BOTH = (AdamOptimizer, AdamOffloadOptimizer)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -284,10 +286,11 @@ def test_the_path_of_other_devices_gives_the_same(dtype: torch.dtype) -> None:
             q.grad = p.grad.clone()
         a.step(scale=3)
         with torch.no_grad():
-            b._create_state({q: b._arrays for q in by_torch if q not in b.state})
-            updates = [Update(q, q.grad, b._prepare(q)) for q in by_torch if q.grad is not None]
-            options = b._options_of(b.param_groups[0], is_low=dtype != torch.float32, scale=3.0)
-            b._apply_by_torch(updates, options)
+            adam = b._formula
+            b._create_state({q: adam.arrays for q in by_torch if q not in b.state})
+            updates = [Update(q, q.grad, b._prepare(q, b.state[q])) for q in by_torch if q.grad is not None]
+            numbers = adam.numbers_of(b.param_groups[0], is_low=dtype != torch.float32, scale=3.0)
+            apply_by_torch([Part(updates, adam.arrays, numbers, adam)])
     for p, q in zip(fused, by_torch, strict=True):
         if dtype == torch.float32:
             assert same_bits(p.data, q.data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import importlib
 import types
 
 import pytest
@@ -13,9 +13,9 @@ from bmtrain._ranks import cards as _cards
 from bmtrain._ranks.cards import check_card, choose_cards
 from bmtrain._ranks.rendezvous import Peer
 from bmtrain.errors import BMTrainError
-from bmtrain.optim import _residence
+from bmtrain.optim.places import residence
 
-init = sys.modules["bmtrain.init"]
+init = importlib.import_module("bmtrain.init")
 
 FOUR = ["A", "B", "C", "D"]
 
@@ -83,8 +83,8 @@ def test_state_on_the_card_leaves_room_for_ranks_that_share_it(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 1000))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     context = types.SimpleNamespace(backend=backend, local_size=4)
-    monkeypatch.setattr(_residence.context, "current", lambda: context)
-    assert _residence.spare_bytes(torch.device("cuda", 0)) == 850 // share
+    monkeypatch.setattr(residence.context, "current", lambda: context)
+    assert residence.spare_bytes(torch.device("cuda", 0)) == 850 // share
 
 
 def test_a_card_without_kernels_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,8 @@ from torch import nn
 import bmtrain
 from bmtrain.optim import LionOffloadOptimizer, LionOptimizer, OptimManager, SGDOffloadOptimizer, SGDOptimizer
 from bmtrain.optim._updates import Update
+from bmtrain.optim.formulas import Part
+from bmtrain.optim.places.device import apply_by_torch
 from bmtrain.wrapper import model_wrapper_dispatch
 
 SGD = (SGDOptimizer, SGDOffloadOptimizer)
@@ -218,9 +220,15 @@ def test_the_path_of_other_devices_gives_the_same(kind: str, dtype: torch.dtype)
         a.step(scale=3)
         with torch.no_grad():
             fresh = {q for q in by_torch if q not in b.state}
-            b._create_state(dict.fromkeys(fresh, b._arrays))
-            updates = [Update(q, q.grad, b._prepare(q), q in fresh) for q in by_torch if q.grad is not None]
-            b._apply_by_torch(updates, b._options_of(b.param_groups[0], is_low=False, scale=3.0))
+            formula = b._formula
+            b._create_state(dict.fromkeys(fresh, formula.arrays))
+            updates = [
+                Update(q, q.grad, b._prepare(q, b.state[q]), q in fresh)
+                for q in by_torch
+                if q.grad is not None
+            ]
+            numbers = formula.numbers_of(b.param_groups[0], is_low=False, scale=3.0)
+            apply_by_torch([Part(updates, formula.arrays, numbers, formula)])
     assert all(same_bits(p.data, q.data) for p, q in zip(fused, by_torch, strict=True))
 
 

@@ -1,26 +1,28 @@
-"""Base class of elementwise optimizers: loss scale, state, masters, order of a step."""
+"""Base class of optimizers over shards, of a formula and a place: loss scale, state, masters, order of a step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import _ops
 from .._base.arguments import require_number
+from .._base.deprecate import warn_once
 from .._base.unseen import gradient_of
-from .._C import OffloadUpdate
 from .._ranks.context import require_intact
 from ..global_var import num_losses
 from ._arrays import MASTER, allocate, gathered_state, layout_of, read_state, take_changed_value
 from ._grad_stats import check_overflow, forget_unsent, parameters_of
-from ._torch_base import TorchOptimizer
-from ._updates import Part, Ranges, Update
+from ._untraced import UntracedOptimizer
+from ._updates import Update
+from .formulas import Formula, Part
+from .places import Place
 
-__all__ = ["ElementwiseOptimizer", "check_scale"]
+__all__ = ["ShardedOptimizer", "check_scale"]
 
 _UNSET: Any = object()
 _OWN = ("_early", "_owned_scale", "_steps_since_last_scale", "_seen")  # attributes that copies keep
@@ -30,34 +32,45 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _Group = tuple[dict[str, Any], Sequence[Tensor], Sequence[tuple[Tensor, Tensor]]]
 
 
-class ElementwiseOptimizer(TorchOptimizer):
-    """An elementwise optimizer over shards and plain parameters.
-
-    16-bit parameters have an fp32 master. A subclass defines, by the hooks below, the arrays of its formula and the
-    computation of a list of updates; the place of computation is defined by `OnDevice` and `Offloaded`.
+class ShardedOptimizer(UntracedOptimizer):
+    """An optimizer over shards and plain parameters. 16-bit parameters have an fp32 master.
 
     Args:
         params: parameters, or group dicts.
         defaults: options of groups that do not name them.
+        formula: settings of the formula.
+        place: settings of the place.
         scale: initial loss scale of the optimizer; None for none.
     """
 
     _bmtrain_optimizer = True
-    #: Name of the formula in the core: `adam_step`, the operator `adam_` and `OffloadUpdate.add_adam`.
-    _formula: str
-    #: The arrays that the formula may keep for each element, and the arrays required to load a state.
-    _arrays: tuple[str, ...] = ()
-    _needed_arrays: tuple[str, ...] = ()
-    #: Dtype of the arrays.
-    _state_dtype = torch.float32
+    #: What is computed, and where.
+    _formula_class: type[Formula]
+    _place_class: type[Place]
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], scale: float | None = None) -> None:
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        *,
+        formula: Mapping[str, Any] = MappingProxyType({}),
+        place: Mapping[str, Any] = MappingProxyType({}),
+        scale: float | None = None,
+    ) -> None:
+        self._compose(formula, place)
+        if scale is not None:
+            check_scale(scale)
+            warn_once(
+                "optimizer.scale",
+                f"{type(self).__name__}(scale=) is deprecated: write OptimManager(loss_scale=...)",
+                stacklevel=3,
+            )
         self._owned_scale: float | None = None if scale is None else float(scale)
         self._steps_since_last_scale = 0
         # Mark of the value last written by this optimizer, by parameter with a master, see _value_mark.
         self._seen: dict[Tensor, tuple[int, int]] = {}
         self._early: set[int] = set()  # ids of parameters that this step has updated already
-        self._check_options(defaults)
+        self._formula.check(defaults)
         if not isinstance(params, Iterable):
             raise TypeError(
                 f"params: expected parameters or group dicts, got {params!r:.80} ({type(params).__name__})"
@@ -70,50 +83,13 @@ class ElementwiseOptimizer(TorchOptimizer):
         Raises:
             ValueError: an option is out of its range.
         """
-        self._check_options({**self.defaults, **param_group})
+        self._formula.check({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        self._place.note_new_group()
 
-    # ---- hooks: the formula
-
-    def _check_options(self, options: dict[str, Any]) -> None:
-        """Raises ValueError for an option of a group that is out of its range."""
-        raise NotImplementedError
-
-    def _arrays_of(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Returns the arrays that a step with the options of ``group`` needs."""
-        return self._arrays
-
-    def _options_of(self, group: dict[str, Any], *, is_low: bool, scale: float) -> dict[str, Any]:
-        """Returns the options for the core, for the 16-bit (``is_low``) or the fp32 parameters of a group."""
-        raise NotImplementedError
-
-    def _lists_of(self, ranges: Ranges) -> Sequence[Any]:
-        """Returns the lists of tensors for the core, in its order."""
-        raise NotImplementedError
-
-    def _compute(self, ranges: Ranges, parts: Sequence[Part], **flags: bool) -> Any:
-        """Updates the ranges of ``parts`` in place by the core; ``flags`` are options of the operator."""
-        sizes, groups = _groups_of(parts)
-        return _ops.step_of_groups(self._formula, self._lists_of(ranges), sizes, groups, **flags)
-
-    def _add_to(self, update: OffloadUpdate, ranges: Ranges, parts: Sequence[Part]) -> None:
-        """Adds the ranges to an update of the core that continues after the step."""
-        getattr(update, f"add_{self._formula}")(*self._lists_of(ranges), *_groups_of(parts))
-
-    # ---- hooks: place of computation
-
-    def _start_step(self) -> None:
-        """Called at the start of a step."""
-
-    def _apply(self, parts: list[Part]) -> None:
-        """Computes a step (which may have no updates), or its early part.
-
-        The state's ``step`` and the parameters' versions already count it.
-        """
-        raise NotImplementedError
-
-    def _note_new_state(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
-        """Called for new state entries of parameters, in allocations without other references."""
+    def _compose(self, formula: Mapping[str, Any], place: Mapping[str, Any]) -> None:
+        self._formula: Any = self._formula_class(**formula)
+        self._place: Any = self._place_class(self._formula, **place)
 
     # ---- loss scale
 
@@ -137,12 +113,6 @@ class ElementwiseOptimizer(TorchOptimizer):
         check_scale(scale)
         self._owned_scale = float(scale)
         self._steps_since_last_scale = 0
-
-    @property
-    def _states(self) -> dict[Tensor, dict[str, Any]]:
-        """The state by parameter, without the wait of `state` for pending updates."""
-        states: dict[Tensor, dict[str, Any]] = self.__dict__["state"]
-        return states
 
     # ---- the step
 
@@ -180,7 +150,7 @@ class ElementwiseOptimizer(TorchOptimizer):
             self._steps_since_last_scale += 1
         if not early:
             self._start_step()
-        self._step_members(ready, float(scale))
+        self._step_members(ready, float(scale), is_early=False)
         return loss
 
     @torch.no_grad()
@@ -189,11 +159,15 @@ class ElementwiseOptimizer(TorchOptimizer):
         if not self._early:
             self._start_step()
         self._early.update(map(id, members))
-        self._step_members([(group, members, _with_gradients(members))], 1.0)
+        self._step_members([(group, members, _with_gradients(members))], 1.0, is_early=True)
 
-    def _step_members(self, groups: Sequence[_Group], scale: float) -> None:
+    def _start_step(self) -> None:
+        self._formula.start_step()
+        self._place.start_step(self.param_groups, self._states)
+
+    def _step_members(self, groups: Sequence[_Group], scale: float, *, is_early: bool) -> None:
         for group, _, pairs in groups:
-            names = self._arrays_of(group)
+            names = self._formula.arrays_of(group)
             _check_bounds(pairs, self._states, names[0] if names else MASTER)
         parts = [part for group, _, pairs in groups for part in self._parts_of(group, pairs, scale)]
         # Before the updates: later, an access to a parameter waits for its pending update. Empty shards too: all ranks
@@ -203,13 +177,15 @@ class ElementwiseOptimizer(TorchOptimizer):
         )
         for part in parts:
             for update in part.updates:
-                self._mark_seen(update.param)
-        self._apply(parts)
+                if MASTER in update.state:
+                    self._mark_seen(update.param)
+        self._place.apply(parts, self._states, is_early=is_early)
 
     def _parts_of(
         self, group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]], scale: float
     ) -> Iterator[Part]:
-        names, states = self._arrays_of(group), self._states
+        formula, states = self._formula, self._states
+        names = formula.arrays_of(group)
         required = frozenset(names)
         fresh = [(state := states.get(p)) is None or not required <= state.keys() for p, _ in pairs]
         if any(fresh):
@@ -218,20 +194,20 @@ class ElementwiseOptimizer(TorchOptimizer):
         wide: list[Update] = []
         for (p, grad), is_fresh in zip(pairs, fresh, strict=True):
             kind = wide if p.dtype is torch.float32 else low
-            kind.append(Update(p, grad, self._prepare(p), is_fresh))
+            kind.append(Update(p, grad, self._prepare(p, states[p]), is_fresh))
         for updates in (low, wide):
             if updates:
-                yield Part(updates, names, self._options_of(group, is_low=updates is low, scale=scale))
+                numbers = formula.numbers_of(group, is_low=updates is low, scale=scale)
+                yield Part(updates, names, numbers, formula)
 
-    def _prepare(self, p: Tensor) -> dict[str, Any]:
+    def _prepare(self, p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """Returns the state with its step count advanced and its master up to date."""
-        state = self._states[p]
-        if (MASTER in state) != self.has_master(p):
+        if (MASTER in state) != self._place.has_master(p):
             self._follow_dtype(p, state)
         state["step"] += 1
         master = state.get(MASTER)
         if master is not None:
-            if self.shares_master(p):
+            if self._place.shares_master(p):
                 if master.data_ptr() != p.data_ptr():
                     state[MASTER] = p.detach()
             elif self._seen.get(p) != _value_mark(p):
@@ -246,47 +222,64 @@ class ElementwiseOptimizer(TorchOptimizer):
             self._create_state({p: ()})
 
     def _mark_seen(self, p: Tensor) -> None:
-        if self.has_master(p) and not self.shares_master(p):
+        if self._place.has_master(p) and not self._place.shares_master(p):
             self._seen[p] = _value_mark(p)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Fills all gradients with zeros, or sets them to None; drops unsent gradients."""
         forget_unsent(parameters_of(self.param_groups))
-        super().zero_grad(set_to_none=set_to_none)
+        if not self._place.zero_grad(self.param_groups, set_to_none):
+            super().zero_grad(set_to_none=set_to_none)
 
     # ---- state
 
+    @property
+    def state(self) -> Any:
+        """State by parameter. Reading it waits for pending updates."""
+        self._place.finish()
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.__dict__["state"] = value
+
+    def formula_of(self, p: Tensor) -> Formula:
+        """Returns the formula that updates ``p``."""
+        formula: Formula = self._formula
+        return formula
+
     def has_master(self, p: Tensor) -> bool:
         """Whether the state of ``p`` has an fp32 copy of its value."""
-        return p.dtype != torch.float32
+        has_master: bool = self._place.has_master(p)
+        return has_master
 
-    def shares_master(self, p: Tensor) -> bool:
-        """Whether that copy is the parameter itself."""
-        return False
-
-    def _state_device(self, p: Tensor) -> torch.device:
-        return p.device
+    @property
+    def _states(self) -> dict[Tensor, dict[str, Any]]:
+        """The state by parameter, without a wait."""
+        states: dict[Tensor, dict[str, Any]] = self.__dict__["state"]
+        return states
 
     def _create_state(self, wanted: Mapping[Tensor, Sequence[str]]) -> None:
         """Allocates missing arrays of parameters as zeros, and masters of their current values.
 
         Tensors made in one call are contiguous.
         """
+        place = self._place
         kinds: dict[tuple[torch.device, tuple[str, ...]], list[Tensor]] = {}
         for p, names in wanted.items():
             state = self._states.get(p, {})
             lacking = tuple(name for name in names if name not in state)
-            if MASTER not in state and self.has_master(p) and not self.shares_master(p):
+            if MASTER not in state and place.has_master(p) and not place.shares_master(p):
                 lacking += (MASTER,)
-            kinds.setdefault((self._state_device(p), lacking), []).append(p)
+            kinds.setdefault((place.device_of(p), lacking), []).append(p)
         for (device, lacking), members in kinds.items():
             self._allocate_state(members, lacking, device)
-            self._note_new_state(members, lacking)
+            place.note_new_state(members, lacking, self._states)
 
     def _allocate_state(
         self, parameters: Sequence[Tensor], names: tuple[str, ...], device: torch.device
     ) -> None:
-        dtypes = [torch.float32 if name == MASTER else self._state_dtype for name in names]
+        dtypes = [torch.float32 if name == MASTER else self._place.state_dtype for name in names]
         arrays = allocate([p.shape for p in parameters], dtypes, device)
         for k, p in enumerate(parameters):
             state = self._states.setdefault(p, {"step": 0})
@@ -294,7 +287,7 @@ class ElementwiseOptimizer(TorchOptimizer):
                 state[name] = array[k]
             if MASTER in names:
                 state[MASTER].copy_(p.detach())
-            elif MASTER not in state and self.has_master(p):
+            elif MASTER not in state and self._place.has_master(p):
                 state[MASTER] = p.detach()
             self._mark_seen(p)
 
@@ -338,28 +331,40 @@ class ElementwiseOptimizer(TorchOptimizer):
         self.__setstate__({"param_groups": groups})
         self.state.clear()
         self._seen.clear()
-        self._create_state({p: [n for n in self._arrays if n in entry] for p, entry in found.items()})
+        self._create_state(
+            {p: [n for n in self.formula_of(p).arrays if n in entry] for p, entry in found.items()}
+        )
         for p, entry in found.items():
             state = self.state[p]
             state["step"] = entry["step"]
-            for name in (*self._arrays, MASTER):
+            for name in (*self.formula_of(p).arrays, MASTER):
                 if name in entry and name in state:
                     state[name].copy_(entry[name])
             self._mark_seen(p)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    # ---- copies and pickles
+
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        return {**state, **{name: getattr(self, name) for name in self._own_attributes()}}
+        own = {name: getattr(self, name) for name in _OWN}
+        return {**state, **own, **_settings_of(self._formula), **_settings_of(self._place)}
 
-    def _own_attributes(self) -> tuple[str, ...]:
-        return _OWN
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_place" not in self.__dict__:
+            state = dict(state)
+            self._compose(*(_take_settings(state, kind) for kind in (self._formula_class, self._place_class)))
+        super().__setstate__(state)
 
 
-def _groups_of(parts: Sequence[Part]) -> tuple[list[int], list[dict[str, Any]]]:
-    """Returns the number of updates of each part, and its options."""
-    return [len(part.updates) for part in parts], [part.options for part in parts]
+def _settings_of(part: Formula | Place) -> dict[str, Any]:
+    return {f"_{name}": getattr(part, name) for name in part.settings}
+
+
+def _take_settings(state: dict[str, Any], kind: type[Formula] | type[Place]) -> dict[str, Any]:
+    """Removes settings from the state of a copy; one of an earlier version may lack some."""
+    return {name: state.pop(f"_{name}") for name in kind.settings if f"_{name}" in state}
 
 
 def _value_mark(p: Tensor) -> tuple[int, int]:

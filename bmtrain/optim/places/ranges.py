@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base.unseen import data_of
-from ._arrays import MASTER
-from ._updates import Part, Ranges, Update
+from ..._base.unseen import data_of
+from .._arrays import MASTER
+from .._updates import Ranges, Update
+from ..formulas import Part
 
 __all__ = ["Ranges", "compute_alike", "compute_on_host", "host_ranges", "ranges_of", "split"]
 
@@ -45,23 +46,25 @@ def split(
     return kinds
 
 
-#: Signature of `ElementwiseOptimizer._compute`.
-_Compute = Callable[[Ranges, Sequence[Part]], Any]
+def compute_alike(parts: Iterable[Part], *, as_torch: bool = False) -> None:
+    """Computes parts that are contiguous on their parameters' devices by kernels, in as few calls as possible.
 
-
-def compute_alike(parts: Iterable[Part], compute: _Compute) -> None:
-    """Computes parts that are contiguous on their parameters' devices, in as few calls as possible."""
+    Args:
+        parts: the parts.
+        as_torch: see `Formula.compute`.
+    """
     kinds: dict[Any, list[Part]] = {}
     for part in parts:
         if part.updates:
             param = part.updates[0].param
-            kinds.setdefault((param.device, param.dtype is torch.float32, part.names), []).append(part)
+            kind = id(part.formula), param.device, param.dtype is torch.float32, part.names
+            kinds.setdefault(kind, []).append(part)
     for alike in kinds.values():
         updates = [update for part in alike for update in part.updates]
-        compute(ranges_of(updates, alike[0].names), alike)
+        alike[0].formula.compute(ranges_of(updates, alike[0].names), alike, as_torch=as_torch)
 
 
-def compute_on_host(parts: Iterable[Part], compute: _Compute) -> None:
+def compute_on_host(parts: Iterable[Part], *, as_torch: bool = False) -> None:
     """Computes parts whose states are in host memory; other tensors are copied by `host_ranges`."""
     direct = []
     for part in parts:
@@ -69,8 +72,8 @@ def compute_on_host(parts: Iterable[Part], compute: _Compute) -> None:
             direct.append(part)
         else:
             with host_ranges(part.updates, part.names) as ranges:
-                compute(ranges, [part])
-    compute_alike(direct, compute)
+                part.formula.compute(ranges, [part], as_torch=as_torch)
+    compute_alike(direct, as_torch=as_torch)
 
 
 @contextmanager

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._base.unseen import gradient_of
-from ._arrays import MASTER
+from ...._base.unseen import gradient_of
+from ..._arrays import MASTER
 
 if TYPE_CHECKING:
-    from .._engine.block_state import BlockState
-    from ._updates import Update
+    from ...._engine.block_state import BlockState
+    from ..._updates import Update
 
 __all__ = ["ArenaReferences", "gradients_are_unheld", "is_unwatched"]
 

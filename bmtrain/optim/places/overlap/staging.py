@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.unseen import data_of
-from .._C import OffloadUpdate, SentGradients, SentNumber, StagingLane
-from ._ahead import SentBlock
-from ._arrays import MASTER
-from ._host_step import ranges_of
-from ._updates import Ranges, Update
+from ...._base.unseen import data_of
+from ...._C import OffloadUpdate, SentGradients, SentNumber, StagingLane
+from ..._arrays import MASTER
+from ..._updates import Ranges, Update
+from ..ranges import ranges_of
+from .ahead import SentBlock
 
 __all__ = ["SLOTS", "Staged", "Staging"]
 

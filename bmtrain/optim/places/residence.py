@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._ranks import context
+from ..._ranks import context
 
 __all__ = ["choose_residents", "spare_bytes"]
 

@@ -12,9 +12,9 @@ A step uses the copy of a gradient if the gradient is unchanged since it was sen
 - code that holds the tensor, or an alias, from before: references are counted, and if there are any nothing is sent;
 - autograd, through a graph that leads to the shard itself, or an in-place operation: detected by the version counter.
 
-Clipping multiplies gradients by a number on the device; that number is sent after them (`_grad_stats`). A dropped copy
-costs only time: the step copies again, as it copies gradients that were not sent. Each rank decides by itself; no
-message and no bit depends on it.
+Clipping multiplies gradients by a number on the device; that number is sent after them (`copies_of`, `_grad_stats`). A
+dropped copy costs only time: the step copies again, as it copies gradients that were not sent. Each rank decides by
+itself; no message and no bit depends on it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .._base.host_memory import available_bytes
-from .._base.unseen import gradient_of
-from .._C import SentGradients, SentNumber, StagingLane, lead_graphs_to
-from ._references import gradients_are_unheld
+from ...._base.host_memory import available_bytes
+from ...._base.unseen import gradient_of
+from ...._C import SentGradients, SentNumber, StagingLane, lead_graphs_to
+from ...._engine.engine import current_engine
+from ...._ranks import context
+from .references import gradients_are_unheld
 
 if TYPE_CHECKING:
-    from .._engine.block_state import BlockState
-    from ._updates import Update
+    from ...._engine.block_state import BlockState
+    from ..._updates import Update
 
-__all__ = ["SentAhead", "SentBlock"]
+__all__ = ["SentAhead", "SentBlock", "copies_of"]
 
 #: Largest share of the host memory free at the first step for page-locked copies of gradients.
 _SHARE_OF_HOST = 0.25
@@ -45,7 +47,7 @@ _ALIGNMENT = 512  # bytes
 
 
 class _WayToHost(Protocol):
-    """The methods of :class:`~bmtrain.optim._staging.Staging` for gradients in flight."""
+    """The methods of :class:`~bmtrain.optim.places.overlap.staging.Staging` for gradients in flight."""
 
     lane: StagingLane
 
@@ -132,6 +134,22 @@ class SentAhead:
         for share in self._shares.values():
             share.drop()
             share.num_reductions = 0
+
+
+def copies_of(parameters: Sequence[Tensor]) -> list[_Share]:
+    """Returns the current copies that cover only gradients of ``parameters``."""
+    current = context.current()
+    if current is None:
+        return []
+    if not any(isinstance(user, SentAhead) for user in current_engine(current).gradients.listeners):
+        return []
+    copies = {id(copy): copy for p in parameters if (copy := getattr(p, "_sent", None)) is not None}
+    members = set(map(id, parameters)) if copies else set()
+    return [
+        copy
+        for copy in copies.values()
+        if copy.is_current() and all(id(p) in members for p in copy.parameters)
+    ]
 
 
 class _Share:

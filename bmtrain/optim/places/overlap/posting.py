@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .._C import OffloadUpdate
-from .._engine.pending import PendingUpdate, PendingUpdates
-from .._ranks import context
-from ..parameter import DistributedParameter
-from ._ahead import SentAhead, SentBlock
-from ._host_step import host_ranges
-from ._references import ArenaReferences, is_unwatched
-from ._staging import Staging
-from ._updates import Part, Ranges
+from ...._C import OffloadUpdate
+from ...._engine.pending import PendingUpdate, PendingUpdates
+from ...._ranks import context
+from ....parameter import DistributedParameter
+from ...formulas import Part
+from ..ranges import host_ranges
+from .ahead import SentAhead, SentBlock
+from .references import ArenaReferences, is_unwatched
+from .staging import Staging
 
 if TYPE_CHECKING:
-    from .._engine.block_state import BlockState
-    from ._updates import Update
+    from ...._engine.block_state import BlockState
+    from ..._updates import Update
 
 __all__ = ["Overlap", "needs_staging"]
 
@@ -33,10 +33,6 @@ def needs_staging(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-#: Adds ranges to an update of the core: `ElementwiseOptimizer._add_to`.
-AddTo = Callable[[OffloadUpdate, Ranges, Sequence[Part]], None]
-
-
 class _Unit:
     """Parameters with one wait: a block's parameters, or neighbours outside blocks."""
 
@@ -47,14 +43,16 @@ class _Unit:
         self.parts: list[Part] = []
         self.numel = 0
 
-    def add(self, update: Update, names: tuple[str, ...], options: dict[str, Any]) -> None:
+    def add(self, update: Update, origin: Part) -> None:
+        """Adds an update of ``origin``."""
         is_32 = update.param.dtype == torch.float32
         for part in self.parts:
-            if part.options is options and (part.updates[0].param.dtype == torch.float32) == is_32:
+            same = part.numbers is origin.numbers
+            if same and (part.updates[0].param.dtype == torch.float32) == is_32:
                 part.updates.append(update)
                 break
         else:
-            self.parts.append(Part([update], names, options))
+            self.parts.append(origin._replace(updates=[update]))
         self.numel += update.param.numel()
 
     def updates(self) -> list[Update]:
@@ -75,20 +73,39 @@ class Overlap:
         """Bytes of host memory for copies of gradients and parameters."""
         return sum(way.nbytes for ways in (self._stagings, self._ahead) for way in ways.values())
 
-    def forget_sent(self) -> None:
-        """Drops copies of sent gradients, which are being zeroed."""
+    def zero_grad(self, groups: Sequence[Mapping[str, Any]], set_to_none: bool) -> bool:
+        """Fills all gradients with zeros, or sets them to None, if updates are pending; returns whether it did.
+
+        Gradients in use are zeroed after their update.
+        """
         for ahead in self._ahead.values():
             ahead.forget()
+        pending = [update for update in self.pending if not update.is_finished]
+        if not pending:
+            return False
+        later: set[int] = set()
+        if not set_to_none:
+            for update in pending:
+                if update.zero_gradients_afterwards():
+                    later.update(map(id, update.parameters))
+        with torch._C.DisableTorchFunctionSubclass():  # so that nothing waits here
+            for p in (p for group in groups for p in group["params"] if id(p) not in later):
+                if set_to_none:
+                    p.grad = None
+                    continue
+                if (waiting := p.__dict__.get("_pending")) is not None:
+                    waiting.finish()
+                _zero(p.grad)
+        return True
 
     def post(
-        self, parts: Sequence[Part], states: dict[Tensor, dict[str, Any]], add_to: AddTo, *, is_early: bool
+        self, parts: Sequence[Part], states: dict[Tensor, dict[str, Any]], *, is_early: bool
     ) -> list[Part]:
         """Posts the updates that can be computed in the background.
 
         Args:
             parts: a whole step, in forward order within each part.
             states: states of all parameters of the optimizer.
-            add_to: method of the formula.
             is_early: it is a part of a step, inside backward, and more parts follow.
 
         Returns:
@@ -106,7 +123,7 @@ class Overlap:
                 continue
             if not is_early:
                 self._learn(unit)
-            posted.append(self._prepare(unit, add_to, sent))
+            posted.append(self._prepare(unit, sent))
         OffloadUpdate.post([update.update for update in posted])
         self.pending.add(posted)
         if not is_early:
@@ -132,27 +149,25 @@ class Overlap:
             self._stagings[device] = Staging(device)
         return self._stagings[device]
 
-    def _prepare(self, unit: _Unit, add_to: AddTo, sent: SentBlock | None) -> PendingUpdate:
+    def _prepare(self, unit: _Unit, sent: SentBlock | None) -> PendingUpdate:
         update = OffloadUpdate(unit.label)
-        kept = self._add_staged(update, unit, add_to, sent) if needs_staging(unit.device) else []
+        kept = self._add_staged(update, unit, sent) if needs_staging(unit.device) else []
         for part in unit.parts if not kept else ():
             with host_ranges(part.updates, part.names) as ranges:
-                add_to(update, ranges, [part])
+                part.formula.add_to(update, ranges, [part])
             kept.append(ranges)
         parameters = [u.param for u in unit.updates()]
         OffloadUpdate.guard_gradients(update, parameters)
         return PendingUpdate(update, parameters, kept, unit.runtime)
 
-    def _add_staged(
-        self, update: OffloadUpdate, unit: _Unit, add_to: AddTo, sent: SentBlock | None
-    ) -> list[Any]:
+    def _add_staged(self, update: OffloadUpdate, unit: _Unit, sent: SentBlock | None) -> list[Any]:
         staging, updates = self._staging(unit.device), unit.updates()
         staged = staging.place(updates, sent)
         kept: list[Any] = [updates, staged]
         first = 0
         for part in unit.parts:
             ranges = staged.ranges(part.updates, part.names, first)
-            add_to(update, ranges, [part])
+            part.formula.add_to(update, ranges, [part])
             kept.append(ranges)
             first += len(part.updates)
         staging.attach(update, updates, staged)
@@ -188,9 +203,9 @@ def _units_of(parts: Sequence[Part]) -> tuple[list[_Unit], list[Part]]:
                     outside = _Unit(None, label, param.device)
                     units.append(outside)
                 unit = outside
-            unit.add(update, part.names, part.options)
+            unit.add(update, part)
         if rest:
-            at_once.append(Part(rest, part.names, part.options))
+            at_once.append(part._replace(updates=rest))
     return units, at_once
 
 
@@ -213,3 +228,12 @@ def _runtime_of(param: Any) -> BlockState | None:
 
 def _shape_of(param: Any) -> tuple[int, ...]:
     return tuple(param._original_shape)
+
+
+def _zero(grad: Tensor | None) -> None:
+    if grad is not None:
+        if grad.grad_fn is not None:
+            grad.detach_()
+        else:
+            grad.requires_grad_(False)
+        grad.zero_()

@@ -1,0 +1,23 @@
+"""Base class of optimizers with state in host memory."""
+
+from __future__ import annotations
+
+from ._sharded import ShardedOptimizer
+
+__all__ = ["OffloadOptimizer"]
+
+
+class OffloadOptimizer(ShardedOptimizer):
+    """An optimizer whose place is `OnHost`."""
+
+    @property
+    def resident_fraction(self) -> float:
+        """Share of the blocks whose state is on the run device, known from the first step on."""
+        fraction: float = self._place.resident_fraction
+        return fraction
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of page-locked host memory for copies of a GPU's gradients and parameters; 0 on CPU ranks."""
+        nbytes: int = self._place.staging_bytes
+        return nbytes

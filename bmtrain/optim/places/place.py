@@ -1,0 +1,80 @@
+"""Base class of places."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..formulas import Formula, Part
+
+__all__ = ["Groups", "Place", "States"]
+
+#: The group dicts of an optimizer.
+Groups = Sequence[Mapping[str, Any]]
+#: The state of an optimizer, by parameter.
+States = dict[Tensor, dict[str, Any]]
+
+
+class Place:
+    """Where the state of an optimizer lies and its updates are computed.
+
+    A subclass defines `apply`, and overrides what differs from state on the device of the parameters.
+
+    Args:
+        formula: what the optimizer computes.
+    """
+
+    #: Arguments of the constructor, kept as attributes, that copies and pickles of an optimizer have.
+    settings: ClassVar[tuple[str, ...]] = ()
+    #: Dtype of the arrays of the formula.
+    state_dtype = torch.float32
+
+    def __init__(self, formula: Formula) -> None:
+        self._formula = formula
+
+    # ---- state
+
+    def has_master(self, p: Tensor) -> bool:
+        """Whether the state of ``p`` has an fp32 copy of its value."""
+        return p.dtype != torch.float32
+
+    def shares_master(self, p: Tensor) -> bool:
+        """Whether that copy is the parameter itself."""
+        return False
+
+    def device_of(self, p: Tensor) -> torch.device:
+        """Returns the device of the state of ``p``."""
+        return p.device
+
+    def note_new_state(self, parameters: Sequence[Tensor], names: Sequence[str], states: States) -> None:
+        """Called for new state entries of parameters, in allocations without other references."""
+
+    def note_new_group(self) -> None:
+        """Called when the optimizer has got another group."""
+
+    # ---- a step
+
+    def start_step(self, groups: Groups, states: States) -> None:
+        """Called at the start of a step."""
+
+    def apply(self, parts: list[Part], states: States, *, is_early: bool) -> None:
+        """Computes a step (which may have no updates), or its early part.
+
+        The state's ``step`` and the parameters' versions already count it.
+
+        Args:
+            parts: the updates.
+            states: states of all parameters of the optimizer.
+            is_early: more parts of the step follow.
+        """
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Waits until no update is pending."""
+
+    def zero_grad(self, groups: Groups, set_to_none: bool) -> bool:
+        """Fills all gradients with zeros, or sets them to None, if updates are pending; returns whether it did."""
+        return False
