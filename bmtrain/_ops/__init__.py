@@ -12,13 +12,12 @@ import torch
 from . import fakes  # noqa: F401 - registers them
 from .cross_entropy import CrossEntropySums, cross_entropy_gradient_, cross_entropy_sums
 from .tensors import abs_max, abs_power_sum, cast_, has_inf_nan, ordered_sum_, scale_, squared_sum
-from .updates import AdamRanges, DeltaSums, MomentumRanges, adam_, adam_move_, lion_, sgd_, step_of_groups
+from .updates import AdamRanges, DeltaSums, adam_, adam_move_, step_of_groups
 
 __all__ = [
     "AdamRanges",
     "CrossEntropySums",
     "DeltaSums",
-    "MomentumRanges",
     "abs_max",
     "abs_power_sum",
     "adam_",
@@ -28,10 +27,8 @@ __all__ = [
     "cross_entropy_sums",
     "has_inf_nan",
     "has_kernels",
-    "lion_",
     "ordered_sum_",
     "scale_",
-    "sgd_",
     "squared_sum",
     "step_of_groups",
 ]

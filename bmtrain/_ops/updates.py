@@ -13,11 +13,8 @@ from .._C import adam_step, lion_step, sgd_step
 __all__ = [
     "AdamRanges",
     "DeltaSums",
-    "MomentumRanges",
     "adam_",
     "adam_move_",
-    "lion_",
-    "sgd_",
     "step_of_groups",
 ]
 
@@ -44,26 +41,6 @@ class AdamRanges(NamedTuple):
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]
     steps: list[int]
-
-
-class MomentumRanges(NamedTuple):
-    """Operands of :func:`sgd_` and :func:`lion_`: parallel lists of contiguous tensors of one device.
-
-    Neighbours in memory (in every list) are updated as one range.
-
-    Attributes:
-        weights: fp32 parameters, or fp32 masters of 16-bit ones; updated.
-        rounded: 16-bit parameters that receive the rounded weights; empty if there are none.
-        grads: fp32, fp16 or bf16.
-        momenta: fp32; updated. Empty for SGD without momentum.
-        fresh: whether the momentum of SGD begins with this step, which then writes the gradient to it; Lion's is zeros.
-    """
-
-    weights: list[Tensor]
-    rounded: list[Tensor]
-    grads: list[Tensor]
-    momenta: list[Tensor]
-    fresh: list[bool]
 
 
 class DeltaSums(NamedTuple):
@@ -153,83 +130,6 @@ def adam_(
         with_delta=with_delta,
     )
     return DeltaSums(*sums)
-
-
-def sgd_(
-    ranges: MomentumRanges,
-    *,
-    lr: float,
-    momentum: float = 0.0,
-    dampening: float = 0.0,
-    weight_decay: float = 0.0,
-    scale: float = 1.0,
-    nesterov: bool = False,
-    maximize: bool = False,
-) -> None:
-    """Updates ranges by one step of SGD, in one pass, in the operation order of ``torch.optim.SGD``.
-
-    Args:
-        ranges: what to update.
-        lr: learning rate.
-        momentum: what the momentum is multiplied by.
-        dampening: ``1 - dampening`` times the gradient is added to it.
-        weight_decay: times the weight is added to the gradient.
-        scale: gradients are divided by it.
-        nesterov: step along the gradient and ``momentum`` times the momentum.
-        maximize: follow the gradient upwards.
-
-    Raises:
-        TypeError: a tensor's dtype, device or layout does not fit; nothing has been written.
-        ValueError: the lists or sizes do not fit; nothing has been written.
-    """
-    if ranges.weights:
-        _ops.sgd_(
-            *ranges,
-            sizes=[len(ranges.weights)],
-            lr=[lr],
-            momentum=[momentum],
-            dampening=[dampening],
-            weight_decay=[weight_decay],
-            scale=[scale],
-            nesterov=[nesterov],
-            maximize=[maximize],
-        )
-
-
-def lion_(
-    ranges: MomentumRanges,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    weight_decay: float = 0.0,
-    scale: float = 1.0,
-    maximize: bool = False,
-) -> None:
-    """Updates ranges by one step of Lion, in one pass.
-
-    Args:
-        ranges: what to update.
-        lr: learning rate, by which every weight moves.
-        betas: the share of the momentum in the direction, and its decay.
-        weight_decay: strength of the decoupled weight decay.
-        scale: gradients are divided by it.
-        maximize: follow the gradient upwards.
-
-    Raises:
-        TypeError: a tensor's dtype, device or layout does not fit; nothing has been written.
-        ValueError: the lists or sizes do not fit; nothing has been written.
-    """
-    if ranges.weights:
-        _ops.lion_(
-            *ranges[:4],
-            sizes=[len(ranges.weights)],
-            lr=[lr],
-            beta1=[betas[0]],
-            beta2=[betas[1]],
-            weight_decay=[weight_decay],
-            scale=[scale],
-            maximize=[maximize],
-        )
 
 
 def adam_move_(ranges: AdamRanges) -> None:

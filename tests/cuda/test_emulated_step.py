@@ -11,6 +11,7 @@ import torch
 from adam_factors import adam_factors as factors_of_adam
 from emulated_gpu import EmulatedGpu, Traffic, dtype_number, sparse_memory
 from kernel_levels import same_bits
+from momentum_steps import MomentumRanges, lion_step, sgd_step
 from torch import Tensor
 
 from bmtrain import _ops
@@ -166,15 +167,15 @@ def test_sgd_and_lion(gpu: EmulatedGpu, grad: torch.dtype, rounded: torch.dtype 
         theirs = mine.copy()
         low = [] if theirs.rounded is None else [theirs.rounded]
         fresh = rule == "fresh"
-        ranges = _ops.MomentumRanges([theirs.weight], low, [theirs.grad], theirs.moments, [fresh])
+        ranges = MomentumRanges([theirs.weight], low, [theirs.grad], theirs.moments, [fresh])
         if rule == "lion":
             run(gpu, "momentum", [mine], [lion_factors(4.0)])
-            _ops.lion_(ranges._replace(fresh=[]), lr=LR, betas=BETAS, weight_decay=DECAY, scale=4.0)
+            lion_step(ranges._replace(fresh=[]), lr=LR, betas=BETAS, weight_decay=DECAY, scale=4.0)
         else:
             nesterov = rule == "nesterov"
             run(gpu, "momentum", [mine], [sgd_factors(fresh, nesterov)])
             momentum = 0.0 if rule == "without momentum" else 0.9
-            _ops.sgd_(ranges, lr=LR, momentum=momentum, nesterov=nesterov, weight_decay=DECAY)
+            sgd_step(ranges, lr=LR, momentum=momentum, nesterov=nesterov, weight_decay=DECAY)
         assert_same(mine, theirs)
 
 
@@ -224,8 +225,8 @@ def test_control(
                 if kernel == "adam":
                     adam_on_cpu(old, 1, 1.0, True)
                 else:
-                    ranges = _ops.MomentumRanges([old.weight], low, [old.grad], old.moments, [])
-                    _ops.lion_(ranges, lr=LR, betas=BETAS, weight_decay=DECAY)
+                    ranges = MomentumRanges([old.weight], low, [old.grad], old.moments, [])
+                    lion_step(ranges, lr=LR, betas=BETAS, weight_decay=DECAY)
             assert_same(r, old)
 
 

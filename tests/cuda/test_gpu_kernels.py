@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness.losses import assert_cross_entropy
+from momentum_steps import MomentumRanges, lion_step, sgd_step
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -180,14 +181,14 @@ def test_sgd_and_lion_have_the_bits_of_the_cpu(grad_dtype: torch.dtype, rounded:
     weights = [values(n, torch.float32, n % 2) for n in sizes]
     momenta = [torch.zeros(n, device="cuda") for n in sizes]
     low = [] if rounded is None else [w.to(rounded) for w in weights]
-    gpu = _ops.MomentumRanges(weights, low, [], momenta, [])
-    cpu = _ops.MomentumRanges(*([x.cpu() for x in tensors] for tensors in gpu[:4]), fresh=[])
+    gpu = MomentumRanges(weights, low, [], momenta, [])
+    cpu = MomentumRanges(*([x.cpu() for x in tensors] for tensors in gpu[:4]), fresh=[])
     for step in range(4):
         grads = [values(n, grad_dtype, seed=step) for n in sizes]
         for ranges, gradients in ((gpu, grads), (cpu, [g.cpu() for g in grads])):
             now = ranges._replace(grads=gradients, fresh=[step == 0] * len(sizes))
-            _ops.sgd_(now, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, scale=3.0)
-            _ops.lion_(now, lr=0.1, betas=(0.9, 0.99), weight_decay=0.1, scale=4.0, maximize=True)
+            sgd_step(now, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, scale=3.0)
+            lion_step(now, lr=0.1, betas=(0.9, 0.99), weight_decay=0.1, scale=4.0, maximize=True)
     for of_gpu, of_cpu in zip(gpu[:4], cpu[:4], strict=True):
         for x, y in zip(of_gpu, of_cpu, strict=True):
             assert_bits(x, y)

@@ -11,9 +11,8 @@ import pytest
 import torch
 from adam_factors import adam_factors
 from kernel_levels import same_bits
+from momentum_steps import MomentumRanges, lion_step, sgd_step
 from torch import Tensor
-
-from bmtrain import _ops
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -123,8 +122,8 @@ def test_sgd_and_lion_are_those_of_the_cpu(kernels: ctypes.CDLL) -> None:
         factors = floats(0, 3.0, 1, fresh, nesterov, keep, take, 0, 0, -lr, 1, decay)
         momentum = b if has_momentum else None
         kernels.momentum_step(at(factors), at(mine), at(values), at(momentum), ctypes.c_int64(len(mine)))
-        ranges = _ops.MomentumRanges([theirs], [], [values], [c] if has_momentum else [], [bool(fresh)])
-        _ops.sgd_(ranges, lr=lr, momentum=keep, dampening=1 - take, weight_decay=decay, scale=3.0,
+        ranges = MomentumRanges([theirs], [], [values], [c] if has_momentum else [], [bool(fresh)])
+        sgd_step(ranges, lr=lr, momentum=keep, dampening=1 - take, weight_decay=decay, scale=3.0,
                   nesterov=bool(nesterov))  # fmt: skip
         assert same_bits(mine, theirs)
         assert same_bits(b, c)
@@ -132,8 +131,8 @@ def test_sgd_and_lion_are_those_of_the_cpu(kernels: ctypes.CDLL) -> None:
     theirs, c = mine.clone(), b.clone()
     factors = floats(1, 0.5, 0, 0, 0, 0.99, 1 - 0.99, 0.9, 1 - 0.9, -lr, 2, 1 - lr * decay)
     kernels.momentum_step(at(factors), at(mine), at(values), at(b), ctypes.c_int64(len(mine)))
-    ranges = _ops.MomentumRanges([theirs], [], [values], [c], [])
-    _ops.lion_(ranges, lr=lr, betas=(0.9, 0.99), weight_decay=decay, scale=2.0)
+    ranges = MomentumRanges([theirs], [], [values], [c], [])
+    lion_step(ranges, lr=lr, betas=(0.9, 0.99), weight_decay=decay, scale=2.0)
     assert same_bits(mine, theirs)
     assert same_bits(b, c)
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_levels import LEVELS, Arrays, level, odd, same_bits
-
-from bmtrain import _ops
+from momentum_steps import MomentumRanges, lion_step, sgd_step
 
 SIZES = (0, 1, 15, 16, 33, 100_003)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -25,10 +24,10 @@ class Problem(Arrays):
     grad: torch.Tensor
     momentum: torch.Tensor
 
-    def ranges(self, fresh: bool = False, with_momentum: bool = True) -> _ops.MomentumRanges:
+    def ranges(self, fresh: bool = False, with_momentum: bool = True) -> MomentumRanges:
         momenta = [self.momentum] if with_momentum else []
         rounded = [] if self.rounded is None else [self.rounded]
-        return _ops.MomentumRanges([self.weight], rounded, [self.grad], momenta, [fresh])
+        return MomentumRanges([self.weight], rounded, [self.grad], momenta, [fresh])
 
 
 def problem(size: int, grad: torch.dtype = torch.float32, rounded: torch.dtype | None = None) -> Problem:
@@ -95,10 +94,10 @@ LION: tuple[dict[str, Any], ...] = (
 
 def step(p: Problem, options: dict[str, Any]) -> None:
     if "betas" in options:
-        _ops.lion_(p.ranges(), **options)
+        lion_step(p.ranges(), **options)
     else:
         numbers = {name: o for name, o in options.items() if name not in ("fresh", "with_momentum")}
-        _ops.sgd_(p.ranges(options.get("fresh", False), options.get("with_momentum", True)), **numbers)
+        sgd_step(p.ranges(options.get("fresh", False), options.get("with_momentum", True)), **numbers)
 
 
 @pytest.mark.parametrize("rounded", (None, torch.bfloat16, torch.float16), ids=str)
@@ -131,7 +130,7 @@ def test_neighbours_are_one_range_and_threads_change_nothing() -> None:
             parts = [t.split(cuts) for t in p.arrays()]
             fresh = [k % 2 == 1 for k in range(len(cuts))]
             weights, rounded, grads, momenta = (list(part) for part in parts)
-            _ops.lion_(_ops.MomentumRanges(weights, rounded, grads, momenta, fresh), **LION[1])
+            lion_step(MomentumRanges(weights, rounded, grads, momenta, fresh), **LION[1])
             results.append(p)
     finally:
         torch.set_num_threads(before)
@@ -143,8 +142,8 @@ def test_a_momentum_begins_where_it_is_fresh_only() -> None:
     start = problem(64)
     both, old, new = start.copy(), start.copy(), start.copy()
     halves = [list(t.split(32)) for t in (both.weight, both.grad, both.momentum)]
-    ranges = _ops.MomentumRanges(halves[0], [], halves[1], halves[2], [False, True])
-    _ops.sgd_(ranges, lr=0.1, momentum=0.9)
+    ranges = MomentumRanges(halves[0], [], halves[1], halves[2], [False, True])
+    sgd_step(ranges, lr=0.1, momentum=0.9)
     sgd_by_torch(old, lr=0.1, momentum=0.9)
     sgd_by_torch(new, lr=0.1, momentum=0.9, fresh=True)
     assert same_bits(both.weight, torch.cat([old.weight[:32], new.weight[32:]]))
@@ -165,16 +164,16 @@ WRONG: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
 def test_wrong_tensors_are_named(change: dict[str, Any], error: type[Exception], message: str) -> None:
     fields = {"weights": [torch.zeros(4)], "rounded": [], "grads": [torch.zeros(4)],
               "momenta": [torch.zeros(4)], "fresh": [False]}  # fmt: skip
-    ranges = _ops.MomentumRanges(**{**fields, **change})
+    ranges = MomentumRanges(**{**fields, **change})
     for name, call in (
-        ("sgd", lambda: _ops.sgd_(ranges, lr=0.1, momentum=0.9)),
-        ("lion", lambda: _ops.lion_(ranges, **LION[0])),
+        ("sgd", lambda: sgd_step(ranges, lr=0.1, momentum=0.9)),
+        ("lion", lambda: lion_step(ranges, **LION[0])),
     ):
         with pytest.raises(error, match=f"{name}: {message}"):
             call()
 
 
 def test_lion_without_momentum_is_refused() -> None:
-    ranges = _ops.MomentumRanges([torch.zeros(4)], [], [torch.zeros(4)], [], [])
+    ranges = MomentumRanges([torch.zeros(4)], [], [torch.zeros(4)], [], [])
     with pytest.raises(ValueError, match="lion: expected lists of one length.*momenta 0"):
-        _ops.lion_(ranges, **LION[0])
+        lion_step(ranges, **LION[0])
