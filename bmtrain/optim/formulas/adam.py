@@ -50,7 +50,7 @@ class Adam(Formula):
             parameters only.
         hold_steps: number of first updates of each parameter that move its moments only.
         record_delta: collect the deltas of a step; on the CPU only.
-        deltas: those of the last step.
+        deltas: sums of the last step.
 
     Raises:
         TypeError, ValueError: an argument is of another type, or out of its range.
@@ -135,7 +135,7 @@ class Adam(Formula):
             )
 
     def has_kernel(self, device: torch.device) -> bool:
-        # Of the kernels those of the CPU alone know the sums of updates.
+        # Only the kernel of the CPU computes the sums of updates.
         return super().has_kernel(device) and (device.type == "cpu" or not self.record_delta)
 
 

@@ -90,7 +90,7 @@ class OnHost(Place):
         """Whether the core can update ``p`` in place."""
         if not p.is_contiguous():
             return False
-        # Of the kernels those of the CPU alone know bf16 states.
+        # Only the kernels of the CPU take bf16 states.
         return p.is_cpu or (self.state_dtype == torch.float32 and self._formula.has_kernel(p.device))
 
     def _state_bytes(self, p: Tensor) -> int:
