@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one tool.
 
     Args:
-        arguments: the command line without the program; by default that of the process.
+        arguments: the command line without the program; default: the command line of the process.
 
     Returns:
         The exit status.
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def command() -> int:
-    """What the console script calls: `main`, whose reader may have seen enough, such as head."""
+    """Entry point of the console script: `main`, tolerating a reader that closes the pipe early, such as head."""
     try:
         status = main()
         sys.stdout.flush()

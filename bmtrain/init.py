@@ -100,7 +100,7 @@ def init_distributed(
             machine with usable GPUs, else Gloo. With ``"gloo"`` GPU ranks exchange tensors through host memory, and
             several may share a card.
         timeout: seconds, or a timedelta, after which this call or any later operation gives up with an error.
-        plan: by :func:`bmtrain.plan.estimate`, for this number of ranks; one that does not fit is refused.
+        plan: by :func:`bmtrain.plan.estimate`, for this number of ranks; raises if it does not fit.
         virtual_shards: parts of a step's batch for :func:`bmtrain.virtual_shards`, a multiple of the number of ranks.
 
     Raises:
@@ -292,8 +292,8 @@ def _usable_cpus() -> str:
 def _share_processors(me: Peer, same_host: list[Peer]) -> None:
     """Divides the processors among the ranks that may use the same ones, unless OMP_NUM_THREADS decides.
 
-    A launcher that gives every rank its own processors has divided them already. The OMP_NUM_THREADS=1 that torchrun
-    sets where nobody has chosen is not for offloaded updates, which would leave the processors of a host of GPUs idle.
+    A launcher that gives every rank its own processors has divided them already. Offloaded updates ignore torchrun's
+    default of OMP_NUM_THREADS=1, which would leave the processors of a host with GPUs idle.
     """
     sharers = sum(peer.cpus == me.cpus for peer in same_host)
     share = max(1, len(me.cpus.split(",")) // sharers)

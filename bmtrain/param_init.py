@@ -49,8 +49,8 @@ def init_parameters(module: torch.nn.Module | Iterable[torch.nn.Module]) -> None
 
     Modules are visited as ``named_modules()`` gives them, parameters in order of registration, each once. The
     initialiser runs on a temporary full tensor of which this rank keeps its shard, so random numbers are drawn exactly
-    as a single process draws them, and equal seeds give equal weights at any world size. What several ranks hold
-    alike, in a Block at level 0, is made equal even if their seeds are not. A parameter on the meta device gets its
+    as a single process draws them, and equal seeds give equal weights at any world size. Replicas of a
+    Block at level 0 are made equal even if the seeds of their ranks differ. A parameter on the meta device gets its
     shard; without an ``init_method`` it stays there. Plain modules that hold distributed parameters save and load full
     tensors from now on. All ranks call it with the same modules.
 

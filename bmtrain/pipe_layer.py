@@ -103,7 +103,7 @@ class PipelineTransformerBlockList(LayerSequence):
         return_hidden_states: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Runs all layers on this rank's own batch, together with those of the other stages' ranks.
+        """Runs all layers on this rank's own batch, together with the batches of the other stages' ranks.
 
         Args:
             hidden: ``(batch, ...)``; the batches of all stages together must divide by the number of micro-batches.

@@ -55,7 +55,7 @@ def print_rank(*args: Any, rank: int = 0, **kwargs: Any) -> None:
     Example:
         >>> print_rank("loss", 0.5, sep=": ")
         loss: 0.5
-        >>> print_rank("nobody is rank 7", rank=7)
+        >>> print_rank("only rank 7 prints this", rank=7)
     """
     if global_var.rank() == rank:
         print_whole(*args, **kwargs)

@@ -21,11 +21,11 @@ def launch(num_ranks: int, environment: Mapping[str, str] | None = None, extra: 
 
     Args:
         num_ranks: ranks, all on this host.
-        environment: what the ranks' environment has besides this process's, unless that sets it.
+        environment: variables that the ranks get besides this process's, unless it sets them itself.
         extra: options added after this process's own.
 
     Returns:
-        What rank 0 gave to `answer`; None if it gave nothing.
+        The argument of rank 0's call of `answer`; None if it made none.
 
     Raises:
         SystemExit: a rank failed; with its status.

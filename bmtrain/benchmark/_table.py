@@ -15,9 +15,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | Non
     """Names at the left, figures at the right under their titles.
 
     Args:
-        header: titles of the columns; the first is that of the names.
+        header: titles of the columns; the first is the title of the names.
         rows: as many texts each.
-        width: what does not fit into so many characters follows in a further table, names repeated; None: all fits.
+        width: columns beyond so many characters follow in a further table, names repeated; None: one table.
 
     Example:
         >>> print(table(["variant", "ms", "MB"], [["alone", "824", "-"], ["sharded", "874", "147"]]))

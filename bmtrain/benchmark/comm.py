@@ -1,8 +1,8 @@
 """Time of collectives between CPU ranks of this machine: bmtrain's shared memory and Gloo, and torch.distributed.
 
-All variants live in the same ranks and run in turn, so that a busy machine disturbs them alike. A time is that of the
-slowest rank, from a barrier to the result; the table shows medians. The processor time beside it (mean of the ranks) is
-the computing time that an overlapped exchange costs.
+All variants live in the same ranks and run in turn, so that a busy machine disturbs them alike. A time is measured on
+the slowest rank, from a barrier to the result; the table shows medians. The processor time beside it (mean of the
+ranks) is the computing time that an overlapped exchange costs.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ nothing, their shards and buffers as usual: the additional time of a step over t
 processor time of rank 0 distinguishes waiting from computing.
 
 With --memory each variant runs in processes of its own instead, set to return freed memory, with the same modules
-imported, and the peaks of all ranks are shown. The variants bmtrain-3-torch... do the same work as those of FSDP2,
-with the same optimizer, and are compared with them.
+imported, and the peaks of all ranks are shown. The variants bmtrain-3-torch... do the same work as the variants of
+FSDP2, with the same optimizer, and are compared with them.
 """
 
 from __future__ import annotations

@@ -46,17 +46,17 @@ def convert(
             checkpoint or a folder of checkpoints.
         target: a file; for ``"checkpoint"`` the folder in which ``step-0000000`` is made; for ``"safetensors"`` a
             file or a folder that gets ``model.safetensors`` and, if that is too large, numbered files with an index.
-        to: ``"pt"``, ``"safetensors"`` or ``"checkpoint"``; by default what the name of ``target`` says.
-        layout: how the target is to lie and to be called: ``"gpt2"`` (``example/models/gpt.py``), ``"hf-gpt2"``,
+        to: ``"pt"``, ``"safetensors"`` or ``"checkpoint"``; by default according to the name of ``target``.
+        layout: shapes and names of the target: ``"gpt2"`` (``example/models/gpt.py``), ``"hf-gpt2"``,
             ``"hf-llama"``, or ``"hf-llama-fused"`` (Phi-3: queries, keys and values in one matrix, gate and up in
-            another). That of the source is known by its names; a GPT-2 cannot become a LLaMA. Masks and rotary
-            frequencies in older files, which a model computes itself, are left out.
+            another). The layout of the source is detected from its names; a GPT-2 cannot become a LLaMA. Masks and
+            rotary frequencies in older files, which a model computes itself, are omitted.
         max_shard_size: bytes of the largest safetensors file in a folder; None for one file.
-        overwrite: replace weights that are at ``target`` already.
+        overwrite: replace existing weights at ``target``.
         report: called with bytes done and to do.
 
     Raises:
-        ValueError: ``target`` does not say what it is to be, or there is no such layout.
+        ValueError: the name of ``target`` has no known kind, or the layout is unknown.
         UnreadableFileError: the source is damaged, not of a known kind, or has no place in the layout.
         FileExistsError: there are weights at ``target`` already.
         OSError: something cannot be read or written; nothing appears at ``target`` then.

@@ -124,11 +124,11 @@ def recognise(names: Iterable[str]) -> tuple[Layout, dict[str, str]]:
     """The layout of a model with these tensors.
 
     Returns:
-        It, and the given names by the layout's own (with prefix and with numbers of layers). What a model computes
-        itself is left out.
+        The layout, and the given names by the layout's own (with prefix and layer numbers). Tensors that a model
+        computes itself are omitted.
 
     Raises:
-        UnreadableFileError: they are of none, or lack something.
+        UnreadableFileError: no layout has these tensors, or some are missing.
     """
     names = list(names)
     found = {name: _fit(layout, names) for name, layout in LAYOUTS.items()}

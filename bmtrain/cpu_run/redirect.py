@@ -2,9 +2,9 @@
 
 [Note: How a call is redirected]
 PyTorch shows every function of tensors and every maker of tensors or devices to a `TorchFunctionMode`: the mode below
-replaces cuda devices in their arguments. What does not pass there (`torch.cuda.*`, autocast, `torch.load`, process
-groups) is replaced by name, until the redirection ends. Modules of torch and of bmtrain continue to see the truth: for
-them there is no GPU. Everybody else, the script and the libraries it uses, sees one GPU for each local rank.
+replaces cuda devices in their arguments. Other functions (`torch.cuda.*`, autocast, `torch.load`, process groups) are
+replaced by name, until the redirection ends. Modules of torch and of bmtrain still see no GPU; the script and
+all other libraries see one GPU for each local rank.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ class Cosine(WarmupLRScheduler):
     """Linear warm-up to ``start_lr`` at ``warmup_iter``, then half a cosine wave down to 0 at ``end_iter``.
 
     The wave continues after ``end_iter`` (the rate rises again), so training is meant to stop there. Without
-    restarts, the schedule is that of SGDR (Loshchilov and Hutter 2017, equation 5).
+    restarts, it is the schedule of SGDR (Loshchilov and Hutter 2017, equation 5).
 
     Args and errors: as :class:`WarmupLRScheduler`.
 

@@ -136,7 +136,7 @@ def _draw_parts(ring: list[Plan], direct: list[Plan], path: Path, machine: Machi
         for name, color in (("compute", COLORS[0]), ("exposed_wire", COLORS[2]), ("optimizer", COLORS[3])):
             # Of one sample, as the batch that fits grows with the number of devices.
             values = [1e3 * getattr(plan.time, name) / plan.policy.micro_batch for plan in plans]
-            axes.bar(devices, values, bottom=base, color=color, label=name.replace("_", " "))
+            axes.bar(devices, values, bottom=base, color=color, label=name.replace("_wire", " communication"))
             base = [low + value for low, value in zip(base, values, strict=True)]
         axes.set_title(f"1.3B, {title}", fontsize=10)
         axes.tick_params("x", labelsize=8)

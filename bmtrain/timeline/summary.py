@@ -164,7 +164,7 @@ def summarize(spans: Mapping[int, Sequence[Span]]) -> Summary:
 
 
 def _own_seconds(spans: Iterable[Span]) -> Iterator[tuple[Span, float]]:
-    """Each span with its time less that of the spans inside it: a block may wait, or hold another block."""
+    """Each span with its time, excluding nested spans: a block may wait, or hold another block."""
     open_spans: list[tuple[Span, float]] = []  # from the outermost; what is left of each
     for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
         while open_spans and open_spans[-1][0].end <= span.begin:

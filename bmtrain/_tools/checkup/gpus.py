@@ -98,7 +98,7 @@ def _require(problems: list[str]) -> None:
 
 
 def _kernels(context: Context) -> str:
-    """Kernels of the device against those of the CPU, bit for bit."""
+    """Kernels of the device against the CPU's, bit for bit."""
     device = context.device
     if not _ops.has_kernels("adam_", device.type):
         return "the core was built without CUDA: torch's kernels are used"

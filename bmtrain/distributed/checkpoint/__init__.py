@@ -72,7 +72,7 @@ def save(
     keep: int | None = None,
     non_blocking: bool = False,
 ) -> CheckpointHandle:
-    """Writes ``folder/step-<step>``: each rank what it holds. Collective.
+    """Writes ``folder/step-<step>``, each rank its own part. Collective.
 
     The manifest is written last, when everything else is on disk: until then there is no checkpoint of this step, or
     still the earlier one. Whatever happens at any moment, finished checkpoints stay as they are.
@@ -128,13 +128,13 @@ def load(
     """Continues from a checkpoint, at any world size, tensor-parallel and pipeline size. Collective.
 
     Each rank reads the byte ranges that it needs, and checks them first; nothing is changed unless all ranks find
-    everything in order. Random number generators continue bit for bit on as many ranks; on others, rank ``r`` gets
-    those of rank ``r % saved``. So do tensors that ranks had for themselves: plain parameters and buffers.
+    everything in order. Random number generators continue bit for bit on the same number of ranks; otherwise rank ``r``
+    gets the generators of rank ``r % saved``. The same holds for plain parameters and buffers, which ranks own alone.
 
     Args:
         path: a checkpoint, a folder of checkpoints (the latest is loaded), or a file of :func:`bmtrain.save` (then only
             the model is loaded).
-        model, optim, schedulers: as for :func:`save`; what is left out is not loaded.
+        model, optim, schedulers: as for :func:`save`; omitted ones are not loaded.
         strict: whether missing and unexpected keys of the model are errors.
         random: whether the random number generators continue.
 
@@ -240,13 +240,13 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def prune(folder: str | os.PathLike[str], keep: int) -> None:
-    """Removes all but ``keep`` complete checkpoints: the one saved last, then those of the highest steps. Collective.
+    """Removes all but ``keep`` complete checkpoints: keeps the one saved last, then the highest steps. Collective.
 
-    What interrupted saves left is removed as well. If no checkpoint is complete, nothing is removed.
+    Remains of interrupted saves are removed as well. If no checkpoint is complete, nothing is removed.
 
     Args:
-        folder: of checkpoints; it need not exist.
-        keep: how many stay, at least 1.
+        folder: folder of checkpoints; it need not exist.
+        keep: number of checkpoints to keep, at least 1.
 
     Raises:
         ValueError: ``keep`` is below 1.

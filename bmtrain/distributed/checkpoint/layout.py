@@ -110,9 +110,9 @@ def complete_steps(folder: Path) -> list[Path]:
 
 
 def newest(folder: Path) -> Path | None:
-    """The checkpoint that was saved last; where nothing says so, the complete one of the highest step.
+    """The checkpoint that was saved last; if that is not recorded, the complete one with the highest step.
 
-    Warns of those that were complete once and are passed over: a run would go back without a word.
+    Warns if it skips a checkpoint that was complete once, because the run then resumes from an older one.
     """
     with contextlib.suppress(OSError, UnicodeDecodeError):
         name = (folder / LATEST).read_text().strip()

@@ -190,7 +190,7 @@ class Loading:
                 set_random_state(self._reader.value(self._random_state))
 
     def extra(self) -> Any:
-        """What the user added."""
+        """Values that the user added."""
         return self._reader.value(self._values["extra"])
 
     def data(self) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The table of contents of a checkpoint: JSON that says what every byte of it is, and how to know that it is intact."""
+"""The table of contents of a checkpoint: JSON that describes every byte of it, with checksums."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class StoredTensorInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Args:
         step: number of finished steps.

@@ -25,9 +25,9 @@ __all__ = ["Reader", "StoredTensor"]
 
 
 class Reader:
-    """The files of a checkpoint, mapped to memory when something of them is needed.
+    """The files of a checkpoint, mapped to memory when they are needed.
 
-    What is to be read is first requested; :meth:`verify` then checks all of it, and only then it may be read.
+    All ranges to read are requested first; :meth:`verify` then checks them; only afterwards may they be read.
 
     Args:
         checkpoint: the folder.

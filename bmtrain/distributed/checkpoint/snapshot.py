@@ -126,7 +126,7 @@ def _is_writer(param: torch.Tensor) -> bool:
 
 
 def own_name(rank: int, name: str) -> str:
-    """What a rank's own value of a tensor is called, where it is not rank 0's."""
+    """The name of a rank's own value of a tensor, if it differs from rank 0's."""
     return f"rank/{rank}/{name}"
 
 

@@ -87,7 +87,7 @@ def spread_of(param: torch.Tensor) -> Spread:
 
 
 def local_run(param: torch.Tensor) -> tuple[int, int, int]:
-    """What this rank holds of the parameter: the slice, the first element in it, the number of elements."""
+    """This rank's part of the parameter: the slice, the first element in it, the number of elements."""
     if not isinstance(param, DistributedParameter):
         return 0, 0, param.numel()
     part = context().groups["tp"].rank if param._tp_split_dim >= 0 else 0

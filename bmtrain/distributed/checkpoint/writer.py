@@ -1,4 +1,4 @@
-"""One rank's file, what rank 0 is told about it, and the manifest that makes a checkpoint of the files."""
+"""One rank's file, its report to rank 0, and the manifest that makes a checkpoint of the files."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Saving:
         save: names this act; the same on all ranks, and never used before.
         step: number of finished steps.
         topology: of this rank.
-        keep: how many checkpoints remain; None for all.
+        keep: number of checkpoints to keep; None for all.
         timeout: seconds that rank 0 waits for the others' parts.
-        gone: tells which ranks have died, for whose parts nobody need wait.
+        gone: returns the ranks that have died, whose parts are not waited for.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Saving:
         sync_folder(folder)
 
     def write_shard(self, snapshot: Snapshot) -> None:
-        """Writes this rank's file, then tells rank 0 about it. An error removes the file and is told as well."""
+        """Writes this rank's file and reports it to rank 0. An error removes the file and is reported as well."""
         self.write_values(snapshot.runs, snapshot.values, snapshot.own, snapshot.entries)
 
     def write_values(
