@@ -7,6 +7,7 @@ the colours of what it is made of.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 __all__ = ["pictures"]
@@ -224,10 +225,65 @@ def training_curve() -> str:
     return _svg(x0 + width + 30, y0 + 50, parts)
 
 
+def plan_memory() -> str:
+    """Memory of one device by purpose, from the two outputs on the page of plan."""
+    page = (FOLDER.parent / "howto" / "plan.md").read_text(encoding="utf-8")
+    row = re.compile(
+        r"^  (weights|gathered|gradients|optimizer|activations|scratch) +([\d.]+) ([MG])iB", re.MULTILINE
+    )
+    outputs = [block for block in page.split("```") if block.startswith("text\nGPT-2")]
+    colours = (*COLOURS, "#e15759", "#9c9c9c")
+    usable, scale, x0 = 78.5, 3.9, 96
+    parts = [_text(20, 26, "memory of one device, GiB, for both plans of this page", 14, anchor="start")]
+    for index, (title, output) in enumerate(zip(("32 devices", "2 devices"), outputs, strict=True)):
+        y, x = 84 + 50 * index, float(x0)
+        parts.append(_text(20, y + 22, title, anchor="start"))
+        sizes = [
+            (name, float(size) / (1024 if unit == "M" else 1)) for name, size, unit in row.findall(output)
+        ]
+        for (name, size), colour in zip(sizes, colours, strict=True):
+            parts.append(_rectangle(x, y, scale * size, 34, colour))
+            if index == 0:
+                place = 20 + 84 * sizes.index((name, size))
+                parts.append(_rectangle(place, 44, 12, 12, colour))
+                parts.append(_text(place + 16, 54, name, 11, anchor="start"))
+            x += scale * size
+        total = sum(size for _, size in sizes)
+        parts.append(_text(x + 6, y + 22, f"{total:.1f}", 12, anchor="start"))
+    limit = x0 + scale * usable
+    parts.append(
+        f'<line x1="{limit:g}" y1="70" x2="{limit:g}" y2="182" stroke="#333" stroke-dasharray="4 3"/>'
+    )
+    parts.append(_text(limit, 198, f"{usable} usable", 12))
+    return _svg(570, 210, parts)
+
+
+def blamed_rank() -> str:
+    """Four ranks of which one raises: what the others do until the watchdogs end their waits."""
+    x0, height, step = 76, 26, 36
+    gathers = "all_gather #1"
+    parts = [_text(20, 26, "rank 1 raises; the watchdogs report it and end the waits", 14, anchor="start")]
+    for rank, arrival in enumerate((170, 210, 190, 150)):
+        y = 44 + step * rank
+        parts.append(_text(20, y + 18, f"rank {rank}", anchor="start"))
+        parts.append(_rectangle(x0, y, arrival - 8, height, COLOURS[0]))
+        parts.append(_text(x0 + 60, y + 18, "forward", 12, "#fff"))
+        if rank == 1:
+            parts.append(_rectangle(x0 + arrival, y, 150, height, "#e15759"))
+            parts.append(_text(x0 + arrival + 75, y + 18, "ValueError: bad sample", 12, "#fff"))
+        else:
+            parts.append(_rectangle(x0 + arrival, y, 400 - arrival, height, "#cccccc"))
+            parts.append(_text(x0 + (arrival + 400) / 2, y + 18, f"waits in {gathers}", 12))
+            parts.append(_rectangle(x0 + 404, y, 140, height, COLOURS[1]))
+            parts.append(_text(x0 + 474, y + 18, "CommunicationError", 12, "#fff"))
+    return _svg(x0 + 564, 44 + step * 4 + 6, parts)
+
+
 def pictures() -> dict[str, str]:
     """File name -> SVG."""
     drawn = {**_collectives(), "flat-buffer": flat_buffer(), "level-3": one_step(3), "level-2": one_step(2)}
     drawn |= {"step-peers": step_peers(), "training-curve": training_curve()}
+    drawn |= {"plan-memory": plan_memory(), "blame": blamed_rank()}
     return {f"{name}.svg": picture for name, picture in drawn.items()}
 
 
