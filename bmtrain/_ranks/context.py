@@ -168,8 +168,8 @@ class Context:
         for comm in self.communicators():
             if why := comm.failure():
                 raise CommunicationError(
-                    f"{what}: refused, because parameters, gradients and optimizer state of this rank may have been "
-                    f"computed from data that never came: go on from the last checkpoint. What failed: {why}"
+                    f"{what}: not possible after a failure: parameters, gradients and optimizer state of this rank may "
+                    f"have been computed from data that never arrived. Resume from the last checkpoint. Cause: {why}"
                 )
 
     def communicators(self) -> list[Communicator]:

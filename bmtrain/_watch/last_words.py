@@ -25,7 +25,7 @@ __all__ = ["LastWords"]
 
 _OUT_OF_MEMORY = (
     'bmtrain: out of memory. Build large models with `with torch.device("meta"):`; init_parameters() or loading then '
-    "makes the shards alone. `python -m bmtrain plan` says what fits"
+    "allocates only shards. `python -m bmtrain plan` predicts the memory"
 )
 
 # Delay of the exit of a victim after the cause: launchers report the first rank that exits as the cause.

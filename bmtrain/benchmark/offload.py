@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
             if turn:  # the first one allocates
                 seconds[name].append(taken)
     if variants[_INSIDE].losses != variants[_OVERLAPPED].losses:
-        raise RuntimeError("overlapped updates gave other losses than those inside the step")
+        raise RuntimeError("overlapped updates and updates inside the step gave different losses")
     first, later = _access_costs(variants[_OVERLAPPED], _batches(arguments, 0))
     if rank() == 0:
         _report(arguments, seconds, variants)

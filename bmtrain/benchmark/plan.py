@@ -240,7 +240,7 @@ def _measure_memory(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _print_times(rows: Sequence[_Row]) -> None:
-    print("ms a step; the share of it in which a rank waits for communication, found in three ways")
+    print("ms per step; share of the step that a rank waits for communication, measured in three ways")
     titles = ["policy", "run", "plan", "error", "absent", "timeline", "planned", "recording"]
     cells = [
         [

@@ -105,7 +105,7 @@ def _kind_of(path: Path) -> str:
     if path.suffix == ".safetensors":
         return "safetensors"
     raise ValueError(
-        f"{path}: cannot tell what to write from the name: give to= (--to) one of {', '.join(KINDS)}"
+        f"{path}: its name does not determine the kind of file: give to= (--to) one of {', '.join(KINDS)}"
     )
 
 

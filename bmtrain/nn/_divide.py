@@ -49,9 +49,9 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor:
     except RuntimeError as error:
         size = math.prod(shape) * torch.empty(0, dtype=dtype).element_size() / 2**30
         raise type(error)(
-            f"no memory for a parameter of shape {shape}, {size:,.1f} GiB, which is made whole before it is sharded. "
-            'Build the model with `with torch.device("meta"):`; init_parameters() or loading then makes the shards '
-            "alone. `python -m bmtrain plan` says what fits"
+            f"no memory for a parameter of shape {shape}, {size:,.1f} GiB, which is allocated in full before it is "
+            'sharded. Build the model with `with torch.device("meta"):`; init_parameters() or loading then allocates '
+            "only shards. `python -m bmtrain plan` predicts the memory"
         ) from None
 
 

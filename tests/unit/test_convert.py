@@ -94,7 +94,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "b.safetensors")]) == 0
     assert "11 tensors" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "b")]) == 1
-    assert "cannot tell what to write" in capsys.readouterr().err
+    assert "does not determine the kind of file" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "none.pt"), str(tmp_path / "b.pt")]) == 1
     assert "none.pt" in capsys.readouterr().err
 

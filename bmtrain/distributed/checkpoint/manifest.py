@@ -121,7 +121,7 @@ class Manifest:
             raise UnreadableFileError(f"{source}: damaged: not the text of a manifest, or cut short")
         body = text[head.end() : -len(_TAIL)]
         if hashlib.sha256(body).hexdigest().encode() != head[1]:
-            raise UnreadableFileError(f"{source}: damaged: its checksum is not that of its text")
+            raise UnreadableFileError(f"{source}: damaged: its checksum does not match its text")
         try:
             return cls.from_json(json.loads(body))
         except UnreadableFileError as error:
