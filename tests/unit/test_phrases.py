@@ -50,12 +50,6 @@ PHRASES = [
     Phrase(r"\bby turns\b", "in turns; alternately", 0, 0),
     Phrase(r"\bthose (?:that|which|who)\b", "repeat the noun", 3, 10),
     Phrase(
-        r"\bwhat (?:is|it|they|was|were|has|had|a|the|this|these|those)\b",
-        "a noun: contents, cause, result",
-        10,
-        35,
-    ),
-    Phrase(
         r"\b(?:ms|bytes|tokens|steps|messages) an? (?:step|rank|element|parameter|token|sample|run)\b",
         "per",
         0,
@@ -74,6 +68,10 @@ CHINESE = {
     "手头": "当前",
     "自变量": "参数",
     "散文": "纯文本",
+    "次序": "顺序",
+    "就地": "原地",
+    "比特": "逐位",
+    "学习率计划": "学习率调度",
 }
 
 
