@@ -285,6 +285,15 @@ class _OfTransformers:
             if type(block) is Block:  # which has got the function in the place of its layer
                 vars(block._module)[_CHECKPOINTING] = vars(block).get(_CHECKPOINTING)
 
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """As transformers counts, with whole parameters in the place of shards."""
+        modules: Any = self.modules()  # type: ignore[attr-defined]
+        params: Any = self.parameters()  # type: ignore[attr-defined]
+        embeddings = [m._parameters["weight"] for m in modules if isinstance(m, torch.nn.Embedding)]
+        left_out = {id(weight) for weight in embeddings} if exclude_embeddings else set()
+        counted = (p for p in params if id(p) not in left_out and (p.requires_grad or not only_trainable))
+        return sum(p.full_numel if isinstance(p, DistributedParameter) else p.numel() for p in counted)
+
     # It would write the resized table to a gathered copy, and make a plain last layer.
     def resize_token_embeddings(
         self,

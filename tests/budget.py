@@ -23,7 +23,7 @@ PYTHON = {
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 3600),
     "files": ("_files distributed store weights", 3400),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 6800),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run plan", 10_150),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 10_400),
 }
 CORE = {
     "bindings": (". bindings ops", 1400),

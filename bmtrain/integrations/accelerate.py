@@ -1,0 +1,83 @@
+"""An ``Accelerator`` for sharded models."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import accelerate
+import torch
+
+from ..optim.clip_grad import clip_gradients
+from ..wrapper import BMTrainModelWrapper
+
+__all__ = ["Accelerator"]
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """``accelerate.Accelerator`` whose models are sharded by this library.
+
+    Wrap the model *before* the optimizer is made, as parameters become shards; the rest of a script stays as it is.
+    Gradients are of the mean of the ranks' losses, as with DistributedDataParallel. They are reduced in every
+    backward, also inside ``accumulate()``, as whole gradients are what does not fit.
+
+    Raises:
+        ValueError: for ``mixed_precision="fp16"``, whose scale each rank would choose for itself; for DeepSpeed, FSDP
+            and Megatron plugins.
+
+    Example:
+        >>> from bmtrain.integrations.accelerate import Accelerator
+        >>> accelerator = Accelerator(cpu=True)
+        >>> model = bmtrain.BMTrainModelWrapper(torch.nn.Linear(3, 1))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> model, optimizer = accelerator.prepare(model, optimizer)
+        >>> accelerator.backward(model(torch.ones(2, 3)).sum())
+        >>> accelerator.clip_grad_norm_(model.parameters(), 1.0) > 0
+        tensor(True)
+        >>> optimizer.step()
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.check()
+
+    def check(self) -> None:
+        """Refuses what two libraries would do at once.
+
+        Raises:
+            ValueError: see the class.
+        """
+        kind = self.distributed_type
+        if kind not in _DATA_PARALLEL:
+            raise ValueError(
+                f"Accelerator: expected plain data parallelism, got {kind.value}; leave its plugin out"
+            )
+        if self.mixed_precision == "fp16":
+            raise ValueError(
+                'Accelerator: expected mixed_precision "no" or "bf16", got "fp16", whose loss scale each rank would '
+                "choose for itself; use bf16, or OptimManager(loss_scale=...)"
+            )
+
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Adds autocast and compilation; the model has its shards already."""
+        return super().prepare_model(BMTrainModelWrapper(model), device_placement=False, evaluation_mode=True)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Backpropagates the mean of the ranks' losses."""
+        super().backward(loss / self.num_processes, **kwargs)
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """Changes nothing: gradients are reduced in every backward."""
+        return nullcontext()
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float | str = 2) -> torch.Tensor:
+        """Clips by the norm over all ranks, and returns it. Collective."""
+        self.unscale_gradients()
+        return clip_gradients(parameters, max_norm, norm_type=norm_type)
+
+
+_DATA_PARALLEL = tuple(
+    kind for kind in accelerate.DistributedType if kind.value in ("NO", "MULTI_CPU", "MULTI_GPU")
+)

@@ -1,0 +1,144 @@
+"""The trainers of transformers with the class replaced, on 2 ranks, beside the plain ones in one process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from harness import run_ranks
+
+import bmtrain as bmt
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+from integrations import trainer_script
+
+SCRIPT = Path(trainer_script.__file__)
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+#: What has to be equal; times and sizes of a run are left out.
+FIGURES = {"loss", "grad_norm", "learning_rate", "epoch", "step", "total_flos", "train_loss"}
+#: Of sums in another order: 1e-5 in fp32, and more where autocast rounds to bf16.
+TOLERANCE = {"bf16": 2e-2, "cosine-sgd": 1e-4}
+
+
+def run(command: list[str]) -> None:
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of a plain run, of a sharded one, and of a sharded one that is resumed at step 20."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("plain", "sharded", "resumed")}
+    run([sys.executable, str(SCRIPT), "plain", str(folders["plain"])])
+    run([*LAUNCH, str(SCRIPT), "sharded", str(folders["sharded"])])
+    shutil.copytree(folders["sharded"], folders["resumed"], dirs_exist_ok=True)
+    run([*LAUNCH, str(SCRIPT), "sharded", str(folders["resumed"]), "--resume"])
+    return folders
+
+
+def history(folder: Path, name: str) -> list[dict[str, Any]]:
+    logs: dict[str, list[dict[str, Any]]] = json.loads((folder / "log.json").read_text())
+    return logs[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", trainer_script.VARIANTS)
+def test_figures_and_weights_are_those_of_the_plain_trainer(runs: dict[str, Path], name: str) -> None:
+    tolerance = TOLERANCE.get(name, 1e-5)
+    expected, got = history(runs["plain"], name), history(runs["sharded"], name)
+    assert len(got) == len(expected)
+    for theirs, ours in zip(expected, got, strict=True):
+        assert theirs.keys() == ours.keys()
+        for key in theirs:
+            if key in FIGURES or key in ("eval_loss", "eval_accuracy", "eval_generated"):
+                assert ours[key] == pytest.approx(theirs[key], abs=tolerance), (theirs["step"], key)
+    weights, ours = (tensors(runs[kind] / name / "final") for kind in ("plain", "sharded"))
+    assert ours.keys() == weights.keys()
+    for key, tensor in weights.items():
+        assert ours[key].dtype == tensor.dtype
+        torch.testing.assert_close(ours[key], tensor, rtol=0, atol=50 * tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", trainer_script.RESUMED)
+def test_a_resumed_run_continues_loss_by_loss(runs: dict[str, Path], name: str) -> None:
+    whole, resumed = (
+        [entry["loss"] for entry in history(runs[kind], name) if "loss" in entry]
+        for kind in ("sharded", "resumed")
+    )
+    assert resumed == whole
+    final = [tensors(runs[kind] / name / "final") for kind in ("sharded", "resumed")]
+    assert all(torch.equal(final[0][key], final[1][key]) for key in final[0])
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    [file] = folder.glob("*.safetensors")
+    return safetensors.torch.load_file(file)
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "auto_find_batch_size": {"auto_find_batch_size": True},
+    "bf16_full_eval": {"bf16_full_eval": True},
+    "fp16_full_eval": {"fp16_full_eval": True},
+}
+
+
+def refusal(options: dict[str, Any]) -> str:
+    from transformers import TrainingArguments
+
+    from bmtrain.integrations.transformers import Trainer
+
+    args = TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to=[], **options)
+    with pytest.raises(ValueError) as caught:
+        Trainer(model=torch.nn.Linear(2, 1), args=args)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_that_a_sharded_model_cannot_follow_are_named(name: str) -> None:
+    [message] = run_ranks(1, refusal, REFUSED[name], timeout=120)
+    assert message.startswith(f"TrainingArguments({name}=True): not with a sharded model: ")
+
+
+def pretrained(folder: str) -> tuple[torch.Tensor, int]:
+    from transformers import AutoModelForCausalLM
+
+    from bmtrain.integrations.transformers import from_pretrained
+
+    model = from_pretrained(AutoModelForCausalLM, folder)
+    with torch.no_grad():
+        logits = model(torch.arange(16)[None]).logits
+    return logits, sum(p.numel() for p in model.parameters())
+
+
+def test_from_pretrained_reads_shards(tmp_path: Path) -> None:
+    model = trainer_script.llama()
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = model(torch.arange(16)[None]).logits
+    found = run_ranks(2, pretrained, str(tmp_path), timeout=120)
+    for logits, _ in found:
+        torch.testing.assert_close(logits, expected)
+    held = sum(numel for _, numel in found)
+    assert model.num_parameters() <= held <= 1.05 * model.num_parameters()
+
+
+def whole_counts() -> tuple[int, int]:
+    model = bmt.BMTrainModelWrapper(trainer_script.llama())
+    return model.num_parameters(), model.num_parameters(exclude_embeddings=True)
+
+
+def test_num_parameters_counts_whole_parameters() -> None:
+    model = trainer_script.llama()
+    expected = (model.num_parameters(), model.num_parameters(exclude_embeddings=True))
+    assert run_ranks(2, whole_counts, timeout=120) == [expected] * 2
