@@ -11,18 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "require_between",
-    "require_dtype",
-    "require_integer",
-    "require_keys",
-    "require_module",
-    "require_number",
-    "require_path",
-    "require_tensor",
-    "require_text",
-]
-
 
 def require_number(name: str, value: Any) -> None:
     """Raises TypeError unless ``value`` is a real number, or a tensor of one element."""

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, BinaryIO
 
-__all__ = ["AtomicFile", "NamedFile", "sync_folder"]
-
 _ANYBODY_WRITES = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 
 

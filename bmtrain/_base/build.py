@@ -11,8 +11,6 @@ import torch
 
 from .._version import __version__
 
-__all__ = ["build_info", "load_extension"]
-
 _CONFIG = Path(__file__).parents[1] / "_build_config.json"  # written by setup.py beside the extension
 _REMEDY = (
     "Rebuild bmtrain with the torch that is installed now: in its source tree, run `pip install "

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-__all__ = ["warn_once"]
-
 # Keys already warned about. Process-wide on purpose: "once" means once for the whole program, whatever
 # warning filters are active (a filter of "always" would otherwise repeat a warning every step).
 _seen: set[str] = set()

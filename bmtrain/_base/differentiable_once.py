@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-__all__ = ["differentiable_once"]
-
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a backward whose gradient depends on saved tensors, not on the incoming gradient alone.

@@ -9,8 +9,6 @@ from types import ModuleType
 
 import torch
 
-__all__ = ["kept_generators", "seed_generators"]
-
 
 def _numpy() -> ModuleType | None:
     try:

@@ -7,8 +7,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["available_bytes", "resident_bytes"]
-
 
 def available_bytes() -> int:
     """Bytes that processes could still use: of the machine, or of the control group that limits this one."""

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["LayerSequence"]
-
 
 class LayerSequence(torch.nn.Module):
     """Its children are its items, in their order."""

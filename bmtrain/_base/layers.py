@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["run_layers", "stacked"]
-
 
 def run_layers(
     layers: Mapping[str, Any],

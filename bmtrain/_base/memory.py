@@ -6,8 +6,6 @@ import ctypes
 
 import torch
 
-__all__ = ["bytes_of", "in_host_memory"]
-
 
 def in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor whose bytes are the values: contiguous, on the host, a conjugate or a negative carried out."""

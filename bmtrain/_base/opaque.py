@@ -10,8 +10,6 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar
 
-__all__ = ["opaque", "untraced_by_itself"]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _REASON = "bmtrain gathers and communicates here; compile what is inside blocks with block_module.compile()"

@@ -4,20 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = [
-    "BLUE",
-    "COLORS",
-    "GREEN",
-    "GREY",
-    "ORANGE",
-    "RED",
-    "VIOLET",
-    "bars",
-    "label_sizes",
-    "new_figure",
-    "plain",
-]
-
 BLUE, ORANGE, RED, GREEN, VIOLET, GREY = "#4c78a8", "#f2a93b", "#e45756", "#54a24b", "#b279a2", "#bab0ac"
 COLORS = (BLUE, ORANGE, RED, GREEN, VIOLET)
 

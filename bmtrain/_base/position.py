@@ -12,8 +12,6 @@ from types import FrameType, TracebackType
 
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
 
-__all__ = ["of_main_thread", "of_traceback"]
-
 
 def of_main_thread() -> str | None:
     """The current position of the script's thread; None if it runs no Python."""

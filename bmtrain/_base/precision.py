@@ -9,8 +9,6 @@ import torch
 
 from .tree import data_fields, replace_arguments
 
-__all__ = ["as_autocast_has_it", "computing_in"]
-
 
 def as_autocast_has_it(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` in the dtype of a matrix product under the active autocast; without autocast, the tensor itself.

@@ -14,8 +14,6 @@ import socket
 import sys
 import time
 
-__all__ = ["Waiting", "say", "say_once"]
-
 # Names that this process holds, until it ends.
 _held: list[socket.socket] = []
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["SHARED", "StandIn"]
-
 # The dictionaries shared with the inner module, so that both have the same parameters, buffers and hooks.
 SHARED = (
     "_parameters",

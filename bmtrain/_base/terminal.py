@@ -13,8 +13,6 @@ import textwrap
 from collections.abc import Sequence
 from typing import IO, Any, NoReturn
 
-__all__ = ["CommandParser", "columns", "fold", "print_whole"]
-
 
 def columns(stream: IO[str] | None = None) -> int | None:
     """Columns of the terminal that a stream (by default the standard output) goes to, or that COLUMNS asks for.

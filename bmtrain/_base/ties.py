@@ -6,8 +6,6 @@ from collections.abc import Hashable
 
 import torch
 
-__all__ = ["place_of"]
-
 
 def place_of(tensor: torch.Tensor) -> Hashable:
     """A key, equal for dense tensors with the same elements and strides (tied weights) while one of them lives."""

@@ -15,15 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "data_fields",
-    "distinct",
-    "has_containers",
-    "replace_arguments",
-    "replace_tensors",
-    "tensors_of",
-]
-
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.device, torch.dtype, torch.Size)
 _OPAQUE = (torch.nn.Module, torch.optim.Optimizer, type)
 BYTES = (bytearray, memoryview)

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["TORCH_DATA", "TORCH_GRAD", "data_of", "gradient_of"]
-
 # torch's descriptors, which DistributedParameter overrides.
 TORCH_DATA: Any = torch.Tensor.data
 TORCH_GRAD: Any = torch.Tensor.grad

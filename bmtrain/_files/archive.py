@@ -16,8 +16,6 @@ import torch
 
 from ..errors import UnreadableFileError
 
-__all__ = ["check_archive", "read_archive"]
-
 _SLICE = 1 << 20
 
 

@@ -16,8 +16,6 @@ import torch
 from .._base.atomic_file import AtomicFile
 from .._base.memory import bytes_of, in_host_memory
 
-__all__ = ["write_archive"]
-
 _ALIGNMENT = 64
 _FOLDER = "archive"
 _LOCAL_HEADER = 30 + 20  # bytes before the name: the fixed part, and (after it) the sizes as 64-bit numbers

@@ -19,8 +19,6 @@ from .._base.atomic_file import AtomicFile
 from .._base.memory import bytes_of, in_host_memory
 from ..errors import UnreadableFileError
 
-__all__ = ["SafetensorsFile", "TensorPlace", "locate_tensors", "write_folder", "write_safetensors"]
-
 _NAMES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,

@@ -14,8 +14,6 @@ from .._ranks.comm import wire_device
 from ..global_var import context
 from ..parameter import DistributedParameter, shard_of
 
-__all__ = ["DTYPE_LIST", "DistributedStateDictWrapper", "DistributedTensorWrapper"]
-
 #: The element types that state dicts commonly hold. (Others that torch can save are accepted as well.)
 DTYPE_LIST: list[torch.dtype] = [
     torch.float64,

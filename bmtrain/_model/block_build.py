@@ -14,8 +14,6 @@ from .state_dict import install_hooks_below
 if TYPE_CHECKING:
     from .._ranks.context import Group
 
-__all__ = ["adopt_parameters", "dissolve_inner_blocks", "leave_to_stage"]
-
 
 def dissolve_inner_blocks(module: torch.nn.Module, block_class: type) -> torch.nn.Module:
     """Returns ``module`` with every Block in it replaced by the module that the Block was built around."""

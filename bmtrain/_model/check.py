@@ -9,8 +9,6 @@ import torch
 
 from ..parameter import DistributedParameter
 
-__all__ = ["check_model_state", "loads_by_itself"]
-
 _OURS = ("torch.", "bmtrain.", "transformers.")
 
 

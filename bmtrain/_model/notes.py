@@ -11,8 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import BMTrainError
 
-__all__ = ["name_block", "name_strict"]
-
 _ENGINE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "_engine")
 
 

@@ -12,8 +12,6 @@ from .._base.ties import place_of
 from ..parameter import DistributedParameter
 from .state_dict import Collection, collecting, install_hooks_below
 
-__all__ = ["Outline", "outline_of"]
-
 
 @dataclass(frozen=True)
 class Outline:

@@ -20,15 +20,6 @@ from .._shards.meta import make_shard
 from ..global_var import config, context
 from ..parameter import DistributedParameter, full_value, shard_of
 
-__all__ = [
-    "Collection",
-    "collecting",
-    "give_full_values",
-    "install_hooks_below",
-    "loading_local_parts",
-    "take_local_parts",
-]
-
 HANDLES_SHARDS = "_handles_shards"  # a class attribute of modules that override the state-dict methods
 _HOOKED = "_bmtrain_load_hook"  # attribute of a module with our hooks: the key of its load hook
 _LAST_HOOK = -1  # a key that torch, which counts hooks from 0, does not use

@@ -21,8 +21,6 @@ from ..parameter import DistributedParameter
 if TYPE_CHECKING:
     from .._ranks.context import Context, Group
 
-__all__ = ["BlockStorage", "build_storage"]
-
 
 @dataclass(frozen=True)
 class BlockStorage:

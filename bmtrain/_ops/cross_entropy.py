@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["CrossEntropySums", "cross_entropy_gradient_", "cross_entropy_sums"]
-
 _ops = torch.ops.bmtrain
 
 

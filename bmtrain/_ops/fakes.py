@@ -7,8 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["FAKES"]
-
 
 def _writes_only(*tensors: object, **options: object) -> None:
     """Fake of an operator that returns nothing."""

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from .._base.arguments import require_tensor
 
-__all__ = ["abs_max", "abs_power_sum", "cast_", "has_inf_nan", "ordered_sum_", "scale_", "squared_sum"]
-
 _ops = torch.ops.bmtrain
 
 

@@ -17,15 +17,6 @@ from .._C import Communicator, ReduceOp
 from .comm import wire_device
 from .context import context
 
-__all__ = [
-    "broadcast_json",
-    "describe_error",
-    "failing_together",
-    "on_all_ranks",
-    "on_rank_0",
-    "rebuild_error",
-]
-
 T = TypeVar("T")
 
 _PULSE = 5.0  # seconds between two signs of life while rank 0 works

@@ -20,8 +20,6 @@ from ..errors import BMTrainError
 if TYPE_CHECKING:
     from .rendezvous import Peer
 
-__all__ = ["check_card", "choose_cards", "missing_architecture", "use_card", "visible_cards"]
-
 
 def visible_cards() -> list[str]:
     """Names of the cards that this process can use, the same in every process that sees them."""

@@ -20,15 +20,6 @@ from .comm import reduce_op, wire_device
 from .context import context
 from .operands import check_root, fresh_copy, resolve_comm
 
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "broadcast",
-    "recv_activations",
-    "reduce_scatter",
-    "send_activations",
-]
-
 
 @opaque
 def all_reduce(x: Tensor, op: str = "sum", comm: Communicator | None = None) -> Tensor:

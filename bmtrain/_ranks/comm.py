@@ -21,21 +21,6 @@ from .._C import (
 from ..errors import CommunicationError
 from ..topology import equal_runs
 from . import context, shm_meeting
-from .comm_nccl import create_nccl, split_nccl
-
-__all__ = [
-    "REDUCE_OPS",
-    "TRANSPORT_VARIABLE",
-    "connect_gloo",
-    "cpu_transport",
-    "create_gloo",
-    "create_nccl",
-    "create_single",
-    "describe_cpu_transport",
-    "reduce_op",
-    "split_nccl",
-    "wire_device",
-]
 
 #: The environment variable that selects the transport between CPU ranks.
 TRANSPORT_VARIABLE = "BMTRAIN_CPU_TRANSPORT"

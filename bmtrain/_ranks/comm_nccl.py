@@ -19,14 +19,6 @@ from .._C import (
 )
 from ..errors import BMTrainError, CommunicationError
 
-__all__ = [
-    "create_nccl",
-    "find_candidates",
-    "library",
-    "order_launches",
-    "split_nccl",
-]
-
 _ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 _log = logging.getLogger("bmtrain")

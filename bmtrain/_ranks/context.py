@@ -19,18 +19,6 @@ if TYPE_CHECKING:
     from .._C import Communicator
     from .._watch.watchdog import Watch
 
-__all__ = [
-    "Context",
-    "Group",
-    "Parts",
-    "current",
-    "install",
-    "refuse_child",
-    "require_gathering",
-    "require_intact",
-    "uninstall",
-]
-
 
 @dataclass(frozen=True)
 class Group:

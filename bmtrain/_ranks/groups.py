@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -18,12 +18,10 @@ from .._base.said import Waiting
 from .._watch.watchdog import Watch, transport_timeout
 from ..errors import CommunicationError
 from ..topology import GroupKind, Topology, equal_runs
-from .context import Group, Parts
-
-if TYPE_CHECKING:
-    from .context import Context
-
-__all__ = ["connect_groups", "parts_of", "ranks_per_host"]
+from .agree import broadcast_json, on_rank_0
+from .comm import create_gloo, create_single
+from .comm_nccl import create_nccl, split_nccl
+from .context import Context, Group, Parts
 
 
 def connect_groups(
@@ -41,8 +39,6 @@ def connect_groups(
         store: the store of the rendezvous; None for a single process.
         watch: guards the communicators; None for a single process.
     """
-    from . import comm as _comm
-
     made: dict[tuple[int, ...], tuple[Any, Any]] = {}
     groups: dict[str, Group] = {}
     try:
@@ -51,7 +47,7 @@ def connect_groups(
             rank, group_id = place.get_group_rank(kind), place.get_group_id(kind)
             if members not in made:
                 if len(members) == 1 or watch is None:
-                    made[members] = (_comm.create_single(name), _comm.create_single(f"{name}.reduce"))
+                    made[members] = (create_single(name), create_single(f"{name}.reduce"))
                 else:
                     world = made.get(tuple(range(place.world_size)))
                     connect = _connecting(backend, store, timeout, watch, world)
@@ -81,9 +77,7 @@ def _connecting(
     same call of all ranks has. NCCL splits the groups off the communicators of ``world``, the group of all ranks,
     without another rendezvous.
     """
-    from . import comm as _comm
-
-    create = getattr(_comm, f"create_{backend}")
+    create = create_nccl if backend == "nccl" else create_gloo
     parents = world if world is not None and backend == "nccl" else (None, None)
 
     def connect(key: str, name: str, rank: int, members: tuple[int, ...], number: int) -> tuple[Any, Any]:
@@ -96,7 +90,7 @@ def _connecting(
                 # NCCL's must be made by the thread that has set the device.
                 comm = make() if backend == "nccl" else _connect_or_fail(watch, make, label)
             else:
-                comm = _comm.split_nccl(parent, number, rank, len(members), label)
+                comm = split_nccl(parent, number, rank, len(members), label)
             both.append(watch.guard(comm, own, members))
         return both[0], both[1]
 
@@ -156,8 +150,6 @@ def _connect_parts(context: Context, family: str, num_sharing: int) -> Parts:
         family: name of the group.
         num_sharing: ranks of a part, fewer than the group's.
     """
-    from .comm import create_single
-
     group, members = context.groups[family], context.topology.members(family)
     number, place = divmod(group.rank, num_sharing)
     alone = create_single(family), create_single(f"{family}.reduce")
@@ -189,8 +181,6 @@ def _connect_parts(context: Context, family: str, num_sharing: int) -> Parts:
 @contextmanager
 def _meeting(context: Context) -> Iterator[Any]:
     """A store for a rendezvous of all ranks after the first store has been closed. Collective."""
-    from .agree import broadcast_json, on_rank_0
-
     watch = context.watch
     assert watch is not None  # nobody else is to be met in a single process
     limit = timedelta(seconds=context.timeout)

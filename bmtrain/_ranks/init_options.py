@@ -12,8 +12,6 @@ import torch
 from .._base.arguments import require_integer
 from .._base.deprecate import warn_once
 
-__all__ = ["InitOptions", "check_loss_scale"]
-
 
 @dataclass
 class InitOptions:

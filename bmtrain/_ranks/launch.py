@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
-__all__ = ["Launch", "Meeting", "read_launch"]
-
 DEFAULT_PORT = 10010
 
 

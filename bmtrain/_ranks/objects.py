@@ -13,8 +13,6 @@ from .._C import Communicator
 from .comm import wire_device
 from .context import context
 
-__all__ = ["allgather_object", "allgather_objects", "broadcast_object"]
-
 T = TypeVar("T")
 
 _FAILED = -1  # sent in place of a size by a rank that could not pickle its object

@@ -10,8 +10,6 @@ from torch import Tensor
 from .._C import Communicator
 from .context import context
 
-__all__ = ["check_root", "fresh_copy", "resolve_comm"]
-
 
 def resolve_comm(name: str, x: Tensor, comm: Communicator | None, argument: str = "x") -> Communicator:
     """Checks the tensor of a collective and returns its communicator, the world's for None.

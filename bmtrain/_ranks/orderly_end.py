@@ -22,8 +22,6 @@ from . import context as _context
 if TYPE_CHECKING:
     from .._C import Communicator
 
-__all__ = ["end_in_order", "register"]
-
 #: After an exception: it has been reported to the other ranks, which abort.
 _HASTY_SECONDS = 2.0
 #: NCCL's own end, which may wait for ranks of the same host to end theirs.

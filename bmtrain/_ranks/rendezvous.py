@@ -28,8 +28,6 @@ from ..errors import BMTrainError, CommunicationError
 from .launch import Launch
 from .rendezvous_store import first_line, loopback_hint, open_store, server_of, settle_server
 
-__all__ = ["Peer", "Rendezvous"]
-
 # How long the rank that serves the store stays, after an error, for the others to read it.
 _LINGER_SECONDS = 5.0
 

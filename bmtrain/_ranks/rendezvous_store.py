@@ -22,8 +22,6 @@ from .._watch.lines import listen_everywhere
 from ..errors import BMTrainError, CommunicationError
 from .launch import Launch, Meeting
 
-__all__ = ["first_line", "loopback_hint", "open_store", "server_of", "settle_server"]
-
 # How long a host name may stay unknown: cluster name services lag behind the start of the processes.
 _NAME_SECONDS = 30.0
 

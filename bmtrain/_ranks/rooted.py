@@ -20,8 +20,6 @@ from .comm import reduce_op
 from .context import context
 from .operands import check_root, fresh_copy, resolve_comm
 
-__all__ = ["gather", "recv", "reduce", "scatter", "send"]
-
 
 @opaque
 def send(x: Tensor, dst: int, comm: Communicator | None = None) -> None:

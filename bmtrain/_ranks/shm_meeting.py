@@ -22,8 +22,6 @@ import torch.distributed as dist
 
 from .._C import ShmCommunicator
 
-__all__ = ["connect", "place", "why_not"]
-
 # All ranks have just met: one that does not connect now has failed.
 _MEETING_SECONDS = 60.0
 _HUNG_UP = "another rank hung up while segments were exchanged"

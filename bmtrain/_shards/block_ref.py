@@ -12,8 +12,6 @@ from .data_version import DataVersion
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GREW", "OWNER", "BlockRef"]
-
 #: Key in a module's `__dict__`, set when a module with an `OWNER` gets parameters that no Block gathers.
 GREW = "_got_parameters_since"
 #: Key in a module's `__dict__`: the `BlockRef` of the Block that was built around the module.

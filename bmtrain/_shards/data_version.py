@@ -11,8 +11,6 @@ import torch
 
 from .._base.unseen import TORCH_DATA
 
-__all__ = ["DataVersion"]
-
 
 class DataVersion:
     """Counts the writes through ``.data`` of one parameter, or of all parameters of one Block."""

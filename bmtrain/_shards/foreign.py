@@ -12,16 +12,6 @@ from torch.nn.parallel import distributed as ddp
 
 from ..global_var import world_size
 
-__all__ = [
-    "check_substitute",
-    "keep_reparametrized",
-    "refuse_change",
-    "refuse_fsdp",
-    "refuse_listing",
-    "refuse_reparametrizing",
-    "refuse_replicated",
-]
-
 #: Attributes that torch.distributed.fsdp looks up on every parameter before it shards it.
 _ASKED_BY_FSDP = frozenset({"_fsdp_orig_uid", "_fsdp_flattened"})
 

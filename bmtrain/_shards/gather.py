@@ -10,8 +10,6 @@ from torch.autograd.function import once_differentiable
 from ..global_var import context
 from .sharded import Sharded
 
-__all__ = ["OpAllGather", "changed_by_hooks"]
-
 
 def changed_by_hooks(param: Sharded, gradient: torch.Tensor) -> torch.Tensor:
     """Returns this rank's full gradient after the user's hooks on the parameter, as a dense tensor."""

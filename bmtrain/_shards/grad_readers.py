@@ -23,8 +23,6 @@ from torch.optim import _adafactor, lbfgs
 
 from ..global_var import world_size
 
-__all__ = ["CHECKED_FILES", "is_shown"]
-
 _ELEMENTWISE = "use bmtrain.optim.AdamOptimizer, or an optimizer of torch.optim that works element by element"
 
 #: File and function of torch -> its name for users, and the remedy.

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["ParameterInitializer"]
-
 
 class ParameterInitializer:
     """An initialiser and its arguments, to be called on the full tensor by :func:`bmtrain.init_parameters`.

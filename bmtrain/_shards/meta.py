@@ -11,8 +11,6 @@ from .._C import materialize
 from ..global_var import context
 from .sharded import Sharded
 
-__all__ = ["Placeholder", "make_moved_shards", "make_shard", "no_values"]
-
 
 def make_shard(param: Sharded) -> None:
     """Allocates the shard (zeros) of a parameter on the meta device, in its Block's storage if it has one. Local.

@@ -10,8 +10,6 @@ import torch
 if TYPE_CHECKING:
     from .sharding import ShardSpec
 
-__all__ = ["Sharded"]
-
 
 class Sharded(Protocol):
     """The attributes of :class:`bmtrain.DistributedParameter` that describe its shard."""

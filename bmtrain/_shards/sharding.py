@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from .._C import FlatLayout
     from .._ranks.context import Group
 
-__all__ = ["SLOT_BYTES", "ShardSpec", "layout_with", "merge_slices", "merged_shape", "slot_length"]
-
 #: Parts of parameters outside blocks are sent in slots of a multiple of this, see [Note: Aligned slices] in
 #: csrc/shard/flat_layout.h. They are sent in their own dtype.
 SLOT_BYTES = 16

@@ -18,17 +18,6 @@ if TYPE_CHECKING:
     from .._C import Communicator
     from .._ranks.context import Context, Group
 
-__all__ = [
-    "StagedShardSpec",
-    "channel",
-    "collect_batches",
-    "hand_out_batches",
-    "receive_header",
-    "send_header",
-    "share_shape",
-    "spec_from_portable",
-]
-
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.int16,
            torch.int8, torch.uint8, torch.bool)  # fmt: skip
 

@@ -16,20 +16,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "SAME_CALLS",
-    "Verdict",
-    "deadlock",
-    "is_stuck",
-    "judge",
-    "mismatch",
-    "named",
-    "ranks_text",
-    "read_flights",
-    "table",
-    "verdict",
-]
-
 _ABSENCES = {
     "gone": "{} died: connections closed without a word",
     "silent": "no answer from {}: stopped, stuck, or out of reach",

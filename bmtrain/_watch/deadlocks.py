@@ -14,8 +14,6 @@ from typing import Any
 
 from . import blame
 
-__all__ = ["Rounds"]
-
 
 class Rounds:
     """The answers of all ranks, round by round.

@@ -7,8 +7,6 @@ import signal
 import time
 from pathlib import Path
 
-__all__ = ["ending", "is_running", "own_process"]
-
 _EXITING = 0x4  # PF_EXITING of the flags in /proc/PID/stat
 _PAUSE_SECONDS = 0.05
 

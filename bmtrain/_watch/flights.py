@@ -12,8 +12,6 @@ from typing import Any
 from .._base.terminal import columns, fold
 from .blame import read_flights
 
-__all__ = ["add_arguments", "run", "write_flight"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command line of ``bmtrain blame``."""

@@ -17,8 +17,6 @@ from . import blame, endings
 from .deadlocks import Rounds
 from .lines import Lines, Message, Patience, listen_beside
 
-__all__ = ["Hub"]
-
 # Time for ranks to report their state. Less at a time-out: silent ranks are known before it.
 _ANSWER_SECONDS = 1.4
 _LATE_ANSWER_SECONDS = 1.0

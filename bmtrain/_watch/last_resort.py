@@ -11,8 +11,6 @@ from typing import Any
 
 from .._C import Sentinel
 
-__all__ = ["LastResort"]
-
 # Time for a rank at fault to react to the verdict.
 _GRACE_SECONDS = 10.0
 

@@ -21,8 +21,6 @@ from .._base.said import say
 from .._C import end_by_signal
 from ..errors import CommunicationError
 
-__all__ = ["LastWords"]
-
 _OUT_OF_MEMORY = (
     'bmtrain: out of memory. Build large models with `with torch.device("meta"):`; init_parameters() or loading then '
     "allocates only shards. `python -m bmtrain plan` predicts the memory"

@@ -19,8 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["HubLine", "Lines", "Message", "Patience", "listen", "listen_beside", "listen_everywhere"]
-
 _SEND_SECONDS = 0.5
 _BACKLOG = 4096  # all ranks of a job connect at about the same time
 

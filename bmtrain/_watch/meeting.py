@@ -16,8 +16,6 @@ from ..errors import CommunicationError
 from . import endings
 from .lines import Lines, listen
 
-__all__ = ["open_hub", "reach_hub"]
-
 
 def open_hub(store: Store, host: str, hosts: Sequence[str]) -> tuple[socket.socket, str]:
     """On rank 0: opens a port for the other watchdogs; publishes it in the store, with the secret that admits them."""

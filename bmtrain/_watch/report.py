@@ -11,8 +11,6 @@ from .._base.said import say_once
 from . import flights
 from .lines import Message
 
-__all__ = ["Reporter"]
-
 # Intended failures, which need no diagnosis.
 _ORDERED = ("interrupted", "terminated")
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from . import blame
 
-__all__ = ["Suspicion"]
-
 # Time that an operation may wait for an exited rank, and the interval of further checks if it proved in order.
 _SECONDS = 0.3
 _ALONE_SECONDS = 1.5

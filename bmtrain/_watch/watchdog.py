@@ -40,8 +40,6 @@ from .meeting import open_hub, reach_hub
 from .report import Reporter
 from .suspicion import Suspicion
 
-__all__ = ["Watch", "transport_timeout"]
-
 # The longest time between two checks of time-outs, and the hub's time for a verdict: longer than it gives the
 # ranks.
 _TICK_SECONDS = 0.2

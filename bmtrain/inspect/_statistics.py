@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["mean_and_variance", "smallest_and_largest"]
-
 
 def mean_and_variance(tensor: torch.Tensor) -> tuple[float, float]:
     """Mean and unbiased variance, in fp32 or better; the variance is NaN for less than two elements."""

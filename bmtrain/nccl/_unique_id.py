@@ -17,8 +17,6 @@ from .._ranks.comm import create_gloo, create_single
 from .._watch.watchdog import transport_timeout
 from ..errors import CommunicationError
 
-__all__ = ["commInitRank", "getUniqueId"]
-
 _ID_BYTES = 128  # as NCCL's
 _MAGIC = "bmtrain"
 _DEFAULT_TIMEOUT = 600.0

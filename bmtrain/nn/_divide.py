@@ -12,8 +12,6 @@ from .._engine.engine import current_engine
 from ..global_var import context
 from ..parameter import DistributedParameter, ParameterInitializer
 
-__all__ = ["check_features", "check_layer", "divided", "parameter", "tp_parameter"]
-
 
 def check_layer(dtype: Any, **sizes: Any) -> None:
     """Raises TypeError or ValueError unless all sizes are integers of 0 or more, and the dtype is one of floats."""
