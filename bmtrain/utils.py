@@ -13,7 +13,7 @@ import torch
 from . import global_var
 from ._base.arguments import require_integer, require_number, require_tensor
 from ._base.host_memory import resident_bytes
-from ._base.terminal import print_whole
+from ._base.said import print_whole
 from ._ranks import context
 
 __all__ = [

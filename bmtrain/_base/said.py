@@ -1,4 +1,4 @@
-"""Lines on stderr: each in one write; reports that all ranks share appear once in each output.
+"""Output in one write each; reports that all ranks share appear once in each output.
 
 Ranks that share an output (a terminal, a launcher's pipe) would all print the same report. The first one to bind a name
 in the host's abstract socket namespace, made of the message and of the file behind stderr, prints it; a rank whose
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import socket
 import sys
 import time
+from typing import Any
 
 # Names that this process holds, until it ends.
 _held: list[socket.socket] = []
@@ -33,6 +35,25 @@ def say(text: str) -> None:
             return
         while data:
             data = data[os.write(descriptor, data) :]
+
+
+def print_whole(*values: Any, **options: Any) -> None:
+    """`print`, in one call of ``write``.
+
+    torchrun starts ranks with ``python -u``, where `print` writes each piece by itself and lines of several ranks mix.
+
+    Example:
+        >>> print_whole("rank", 0, sep=" ")
+        rank 0
+    """
+    file = options.pop("file", None) or sys.stdout
+    flush = options.pop("flush", False)
+    text = io.StringIO()
+    print(*values, file=text, **options)
+    if file is not None:
+        file.write(text.getvalue())
+        if flush:
+            file.flush()
 
 
 def say_once(what: str, text: str) -> None:

@@ -13,17 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .._base.terminal import CommandParser, columns, fold
-
-__all__ = ["BENCHMARKS", "COMMANDS", "answer_early", "make_parser", "report_broken"]
+from .terminal import CommandParser, columns, fold
 
 #: Name of a command -> its module, with add_arguments and run, and what it is for.
 COMMANDS = {
     "doctor": ("_tools.doctor", "check this installation"),
     "plan": ("plan.command", "predict memory, time and traffic of a run"),
     "launch": ("_tools.launch", "start a training script on several ranks of this host"),
-    "timeline": ("timeline.command", "show what recorded steps spent their time on"),
-    "blame": ("_watch.flights", "find the rank that made a job fail"),
+    "timeline": ("_tools.timeline", "show what recorded steps spent their time on"),
+    "blame": ("_tools.blame", "find the rank that made a job fail"),
     "convert": ("convert", "convert files of weights"),
     "run": ("cpu_run", "run a GPU training script on the CPU"),
     "soak": ("benchmark.soak", "run a long stress test and check for leaks and drift"),

@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 
-from .._base.terminal import columns, fold, print_whole
+from .._base.said import print_whole
 from .._ranks import context as _context
 from .checkup import Check, Surroundings, check_up
 from .checkup.gpus import prove, run_on_all_gpus
-
-__all__ = ["API", "MODULES", "Finding", "add_arguments", "check_api", "run", "run_checks", "run_proof"]
+from .terminal import columns, fold
 
 PACKAGE = "bmtrain"
 

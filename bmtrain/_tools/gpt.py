@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GPT", "Layer"]
-
 
 class Layer(nn.Module):
     """A pre-norm transformer layer with causal attention."""

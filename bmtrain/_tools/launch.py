@@ -13,8 +13,6 @@ import signal
 import sys
 from pathlib import Path
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of the command."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import socket
 from pathlib import Path
 
 from .._base.said import say_once
-from . import flights
 from .lines import Message
 
 # Intended failures, which need no diagnosis.
@@ -67,4 +67,10 @@ class Reporter:
             "position": position,
             "groups": groups,
         }
-        return flights.write_flight(folder, flight)
+        file = folder / f"flight-rank{self._rank}.json"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(flight, indent=1) + "\n")
+        except OSError as error:
+            return f"not written ({error})"
+        return str(file)

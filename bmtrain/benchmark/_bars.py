@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from .._base.pictures import BLUE, GREY
-
-__all__ = ["Bar", "Chart", "picture"]
+from .._tools.pictures import BLUE, GREY
 
 _LABEL, _BAR, _VALUE = 330, 330, 110  # widths in pixels
 _ROW, _TITLE = 20, 34  # heights

@@ -17,8 +17,6 @@ from ..block_layer import Block
 from ..layer import DistributedModule
 from ..parameter import DistributedParameter
 
-__all__ = ["host_cost"]
-
 _CALLS, _TURNS = 200, 40
 
 

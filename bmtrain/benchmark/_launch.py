@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["answer", "launch"]
-
 _ANSWER = "BMTRAIN_BENCH_ANSWER"  # names the file of rank 0's answer
 
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Shared", "forget_peak", "peak_bytes", "resident_bytes", "shared_bytes"]
-
 _NAME = "/memfd:bmtrain"
 
 

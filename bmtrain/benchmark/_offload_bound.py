@@ -11,8 +11,6 @@ import torch
 from .. import _ops
 from ..optim._arrays import allocate
 
-__all__ = ["HOST_BYTES", "Rates", "Unit", "least_seconds", "measure_rates", "wait_for"]
-
 #: Bytes per 16-bit parameter that its update moves on the host: gradient in, fp32 weight and moments in and out,
 #: parameter out.
 HOST_BYTES = 28

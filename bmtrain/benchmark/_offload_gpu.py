@@ -29,8 +29,6 @@ from ..optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 from ._offload_bound import Rates, Unit, least_seconds, measure_rates, wait_for
 
-__all__ = ["Shape", "measure_offload", "print_offload"]
-
 _GIB = 1 << 30
 _VOCAB = 50304
 _CLIP = 1.0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
-__all__ = ["add_names", "add_run"]
-
 
 def add_names(parser: argparse.ArgumentParser, option: str, known: Iterable[str]) -> None:
     """An option that takes some of ``known``, with commas between them; by default all.

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from .._C import SilentCommunicator
 from ..global_var import context
 
-__all__ = ["silence"]
-
 
 @contextmanager
 def silence() -> Iterator[None]:

@@ -20,8 +20,6 @@ from ..optim import (
 )
 from ..optim._arrays import MASTER, MOMENTS
 
-__all__ = ["FORMULAS", "Formula", "Size"]
-
 _SCALE = 1024.0
 _MOVER = "ceiling: one pass that only moves"
 _COPIER = "ceiling: copy"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .._base.terminal import columns
-
-__all__ = ["print_table", "table"]
+from .._tools.terminal import columns
 
 _GAP = 2
 

@@ -16,8 +16,6 @@ from ..optim import AdamOptimizer, OptimManager
 from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 from ._silence import silence
 
-__all__ = ["VARIANTS", "Step", "import_all_modules", "peer_of", "reference_of"]
-
 #: Trains on a batch of ids and returns the loss.
 Step: TypeAlias = Callable[[Tensor], float]
 _Build: TypeAlias = Callable[[], nn.Module]

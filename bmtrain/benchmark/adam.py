@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from .._base.terminal import columns, fold
 from .._C import cpu_isa
+from .._tools.terminal import columns, fold
 from ._bars import Bar, Chart, picture
 from ._steps import FORMULAS, Formula, Size
 from ._table import print_table

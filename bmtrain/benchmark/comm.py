@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._base.pictures import BLUE, GREY, ORANGE, label_sizes, new_figure, plain
 from .._C import Communicator, ReduceOp
 from .._ranks import comm as _comm
 from .._ranks import shm_meeting
+from .._tools.pictures import BLUE, GREY, ORANGE, label_sizes, new_figure, plain
 from ._launch import answer, launch
 from ._options import add_names
 

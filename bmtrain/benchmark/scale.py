@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._base.pictures import BLUE, ORANGE, new_figure, plain
 from .._tools.gpt import GPT
+from .._tools.pictures import BLUE, ORANGE, new_figure, plain
 from ..block_layer import Block
 from ..global_var import context, rank
 from ..init import init_distributed

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._base.pictures import bars, new_figure
 from .._tools.gpt import GPT
+from .._tools.pictures import bars, new_figure
 from ..global_var import rank, world_size
 from ..init import init_distributed
 from ..synchronize import synchronize

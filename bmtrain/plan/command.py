@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .._base.terminal import columns
+from .._tools.terminal import columns
 from .calibrate import measure_machine
 from .describe import describe_config, describe_module
 from .estimator import estimate

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .._base.pictures import COLORS, new_figure, plain
+from .._tools.pictures import COLORS, new_figure, plain
 from .estimator import Plan, estimate
 from .machine import MACHINES, Machine
 from .model import ModelDescription, gpt2

@@ -13,7 +13,7 @@ import torch
 from harness.terminal import in_terminal, screen_lines
 
 from bmtrain.__main__ import main
-from bmtrain._base.terminal import fold
+from bmtrain._tools.terminal import fold
 from bmtrain.timeline import Span, write_trace
 
 WIDTHS = (80, 120)

@@ -11,8 +11,6 @@ from pathlib import Path
 from ..._base import build as _build
 from ..._base.host_memory import available_bytes
 
-__all__ = ["Check", "Surroundings"]
-
 
 @dataclass(frozen=True)
 class Check:

@@ -21,8 +21,6 @@ from ..._ranks.context import Context
 from .findings import Check
 from .ranks import meet
 
-__all__ = ["prove", "run_on_all_gpus"]
-
 _REPORT = "report this, with the line above and the output of nvidia-smi"
 _LARGE = 1 << 22  # elements of the largest exchange, per rank
 _STEPS = 10

@@ -18,20 +18,6 @@ from ..._ranks.cards import check_card
 from ...errors import BMTrainError
 from .findings import Check, Surroundings
 
-__all__ = [
-    "check_compiler",
-    "check_cuda",
-    "check_extension",
-    "check_memory",
-    "check_memory_nodes",
-    "check_nccl",
-    "check_port",
-    "check_processor",
-    "check_shared_memory",
-    "check_torch",
-    "check_transport",
-]
-
 _NCCL_MINIMUM = (2, 19)
 _MIN_SHARED_MEMORY = 64 << 20  # what torch's data loaders and ranks of one host exchange at least
 _MIN_MEMORY = 1 << 30

@@ -17,8 +17,6 @@ from ...init import init_distributed
 from ...optim import AdamOptimizer
 from .findings import Check
 
-__all__ = ["check_ranks", "meet"]
-
 _MAX_SKEW_SECONDS = 1.0
 
 

@@ -1,10 +1,9 @@
-"""Terminal output: text folded to the width of the terminal, and whole lines in files and pipes."""
+"""Text and command lines in the width of the terminal."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-import io
 import os
 import re
 import shutil
@@ -39,25 +38,6 @@ def fold(line: str, indent: int, width: int | None) -> str:
             line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
         )
     )
-
-
-def print_whole(*values: Any, **options: Any) -> None:
-    """`print`, in one call of ``write``.
-
-    torchrun starts ranks with ``python -u``, where `print` writes each piece by itself and lines of several ranks mix.
-
-    Example:
-        >>> print_whole("rank", 0, sep=" ")
-        rank 0
-    """
-    file = options.pop("file", None) or sys.stdout
-    flush = options.pop("flush", False)
-    text = io.StringIO()
-    print(*values, file=text, **options)
-    if file is not None:
-        file.write(text.getvalue())
-        if flush:
-            file.flush()
 
 
 class _HelpFormatter(argparse.HelpFormatter):

@@ -1,14 +1,21 @@
-"""One recorded step as a picture."""
+"""``bmtrain timeline DIR``: summary of the time of recorded steps.
+
+Record with BMTRAIN_TIMELINE=DIR in the environment of a run (BMTRAIN_TIMELINE_STEPS=N steps, 10 if not set), or with
+bmtrain.timeline.record(directory=DIR). This prints a summary, and writes DIR/trace.json with all ranks, for
+https://ui.perfetto.dev or chrome://tracing, and DIR/timeline.png with one step.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .._base.pictures import BLUE, GREEN, ORANGE, RED, VIOLET, new_figure
-from .trace import Span
-
-__all__ = ["draw"]
+from ..timeline.summary import summarize
+from ..timeline.trace import Span, merge, read_traces
+from .pictures import BLUE, GREEN, ORANGE, RED, VIOLET, new_figure
 
 _COLORS = {
     "forward": BLUE,
@@ -23,7 +30,39 @@ _OUTSIDE = "#e6e6e6"
 _MOST_RANKS = 8
 
 
-def draw(spans: Mapping[int, Sequence[Span]], path: Path, step: int = -1) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describes the options of ``timeline``."""
+    parser.add_argument(
+        "directory", type=Path, metavar="DIR", help="the recording: BMTRAIN_TIMELINE of the run"
+    )
+    parser.add_argument(
+        "--step", type=int, default=-1, metavar="N", help="the step drawn (default: the last)"
+    )
+    parser.add_argument("--no-png", action="store_true", help="draw nothing")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the summary, writes the merged trace and the picture. Returns 2 if there is nothing to read."""
+    directory: Path = arguments.directory
+    try:
+        spans = read_traces(directory)
+        summary = summarize(spans)
+        trace = directory / "trace.json"
+        trace.write_text(json.dumps(merge(spans)))
+        written = [str(trace)]
+        if not arguments.no_png:
+            picture = directory / "timeline.png"
+            _draw(spans, picture, arguments.step)
+            written.append(str(picture))
+    except (ValueError, OSError, ImportError) as error:
+        print(f"bmtrain timeline: {error}", file=sys.stderr)
+        return 2
+    print(summary)
+    print(f"written: {', '.join(written)}")
+    return 0
+
+
+def _draw(spans: Mapping[int, Sequence[Span]], path: Path, step: int = -1) -> None:
     """Draws three lanes for each rank: gathers, what it does itself, reductions.
 
     Args:

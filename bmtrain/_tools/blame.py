@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from .._base.terminal import columns, fold
-from .blame import read_flights
+from .._watch.blame import read_flights
+from .terminal import columns, fold
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,14 +39,3 @@ def run(options: argparse.Namespace) -> int:
     for line, indent in [(verdict.text, 0), *((f"  {line}", 4) for line in lines)]:
         print(fold(line, indent, columns()))
     return 0
-
-
-def write_flight(folder: Path, flight: Mapping[str, Any]) -> str:
-    """Writes the flight record of one rank for :func:`run`. Returns its path, or the reason of a failure."""
-    file = folder / f"flight-rank{flight['rank']}.json"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(flight, indent=1) + "\n")
-    except OSError as error:
-        return f"not written ({error})"
-    return str(file)
