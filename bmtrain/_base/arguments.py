@@ -28,12 +28,7 @@ def require_between(name: str, value: Any, least: float = -math.inf, most: float
 
 
 def require_integer(name: str, value: Any, least: int | None = None) -> int:
-    """Returns ``value`` as an int.
-
-    Raises:
-        TypeError: ``value`` is not an integer.
-        ValueError: ``value`` is below ``least``.
-    """
+    """Returns ``value`` as an int; TypeError if it is none, ValueError if it is below ``least``."""
     try:
         number = operator.index(value)
     except TypeError:

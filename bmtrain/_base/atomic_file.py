@@ -16,13 +16,7 @@ _ANYBODY_WRITES = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 
 
 class NamedFile(io.FileIO):
-    """A file to write whose errors name it, as errors of `open` do; an error of a full disk would not.
-
-    Args:
-        path: the file.
-        mode: ``"wb"``, or ``"xb"`` for a file that must not be there.
-        name: the name in errors, if not ``path``.
-    """
+    """A file to write whose errors name it, as errors of `open` do; an error of a full disk would not."""
 
     def __init__(
         self, path: str | os.PathLike[str], mode: str, name: str | os.PathLike[str] | None = None
@@ -57,13 +51,8 @@ class AtomicFile:
 
     The data are in a file beside it until they are on disk; then the name is moved. At any moment
     the name stands for the complete old or new content. Pipes, devices and other special files are written directly.
-    The new file has the mode of the one that it replaces and, where the process may give it, its owner.
-
-    Args:
-        path: the file to replace; a symbolic link is followed.
-
-    Raises:
-        OSError: if the file cannot be made, or the one that is there is write-protected.
+    The new file has the mode of the one that it replaces and, where the process may give it, its owner. A symbolic
+    link is followed, and a write-protected file refused.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -108,11 +97,7 @@ class AtomicFile:
 
 
 def sync_folder(folder: str | os.PathLike[str]) -> None:
-    """Flushes the names of a folder to disk where supported; some network and user file systems do not.
-
-    Raises:
-        OSError: the file system supports it, and it failed.
-    """
+    """Flushes the names of a folder to disk where the file system supports it; some network and user ones do not."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

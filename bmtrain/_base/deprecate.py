@@ -14,21 +14,16 @@ def warn_once(
 ) -> None:
     """Issues a warning the first time that ``key`` is seen in this process.
 
-    Args:
-        key: names the kind of call, for example ``"init_distributed.zero_level"``.
-        message: the old spelling and its replacement.
-        stacklevel: as in :func:`warnings.warn` called in place of this function: 1 is the line that calls
-            ``warn_once``, 2 (default) its caller, normally the user's line.
-        category: class of the warning.
+    ``stacklevel`` is that of :func:`warnings.warn` called in place of this function: 1 is the line that calls
+    ``warn_once``, 2 (default) its caller, normally the user's line.
 
-    Example:
-        >>> import warnings
-        >>> with warnings.catch_warnings(record=True) as caught:
-        ...     warnings.simplefilter("always")
-        ...     for _ in range(3):
-        ...         warn_once("doctest.old", "old() is deprecated: use new()")
-        >>> len(caught)
-        1
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     for _ in range(3):
+    ...         warn_once("doctest.old", "old() is deprecated: use new()")
+    >>> len(caught)
+    1
     """
     if key in _seen:
         return

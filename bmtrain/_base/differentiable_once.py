@@ -16,9 +16,6 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     torch's ``once_differentiable`` takes such a gradient for a constant when the incoming one is a constant (that of a
     loss is 1), and a gradient penalty would be wrong in silence. With this one, differentiating the gradient raises.
 
-    Args:
-        backward: the static method ``backward(ctx, *gradients)`` of a :class:`torch.autograd.Function`.
-
     Example:
         >>> class Square(torch.autograd.Function):
         ...     @staticmethod

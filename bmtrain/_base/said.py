@@ -59,9 +59,7 @@ def print_whole(*values: Any, **options: Any) -> None:
 def say_once(what: str, text: str) -> None:
     """As `say`, but only in the first process with this output that calls it with ``what``.
 
-    Args:
-        what: identifies the message, equal in all processes that would print it (at most about 60 characters).
-        text: the lines.
+    ``what`` identifies the message (at most about 60 characters), equal in all processes that would print it.
     """
     if _is_first(what):
         say(text)
@@ -83,11 +81,7 @@ def _is_first(what: str) -> bool:
 
 
 class Waiting:
-    """Reports a long wait: after 10 s, and whenever it has become twice as long.
-
-    Args:
-        what: as for `say_once`.
-    """
+    """Reports a long wait: after 10 s, and whenever it has become twice as long. ``what`` is as for `say_once`."""
 
     def __init__(self, what: str) -> None:
         self._what = what

@@ -62,15 +62,7 @@ def _reason(error: Exception) -> str:
 
 
 def check_archive(path: str | os.PathLike[str]) -> None:
-    """Reads an archive once and compares the checksum of each record.
-
-    Args:
-        path: a file that begins like a zip archive.
-
-    Raises:
-        UnreadableFileError: it is damaged, truncated, or not packed as torch does; the error names the record.
-        OSError: it cannot be read.
-    """
+    """Reads an archive once and compares the checksum of each record; an error names the damaged one."""
     try:
         with zipfile.ZipFile(path) as archive:
             names: set[str] = set()

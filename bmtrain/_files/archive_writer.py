@@ -69,7 +69,6 @@ def write_archive(
     """Writes a state dict that plain ``torch.load`` reads; the file appears when it is complete.
 
     Args:
-        path: the file.
         table: dtype and shape of each tensor, by name.
         read: gives a tensor, on the host; called once for each.
         ties: further names, by name of the tensor that they share.

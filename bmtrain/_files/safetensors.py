@@ -39,19 +39,10 @@ class TensorPlace(NamedTuple):
 
 
 class SafetensorsFile:
-    """One file, whose table has been read and checked.
-
-    Args:
-        path: the file.
-
-    Attributes:
-        places: the position of each tensor, by name.
-        metadata: the text values that the file has beside its tensors.
-        bytes_read: bytes of tensors read so far.
+    """One file, whose table has been read and checked: the ``places`` of its tensors by name, and ``metadata``.
 
     Raises:
         UnreadableFileError: it is truncated, or its table is inconsistent.
-        OSError: it cannot be read.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -67,9 +58,7 @@ class SafetensorsFile:
     def read(self, name: str, runs: Iterable[tuple[int, int]] | None = None) -> torch.Tensor:
         """Elements of a flattened tensor, 1-D, in newly allocated memory.
 
-        Args:
-            name: of the tensor.
-            runs: (first element, number) of each run of elements, one after the other; None for all.
+        ``runs`` has the (first element, number) of each run of elements, one after the other; None is all.
         """
         place = self.places[name]
         wanted = [(0, math.prod(place.shape))] if runs is None else list(runs)
@@ -120,12 +109,7 @@ def _read_table(path: Path) -> tuple[dict[str, TensorPlace], dict[str, str]]:
 
 
 def locate_tensors(path: str | os.PathLike[str]) -> dict[str, SafetensorsFile]:
-    """The file of each tensor: of one file, of an index, or of a folder that holds either.
-
-    Raises:
-        FileNotFoundError: there is none.
-        UnreadableFileError: the index names a file outside its folder, or a tensor that is not there.
-    """
+    """The file of each tensor: of one file, of an index, or of a folder that holds either."""
     found = Path(path)
     if found.is_dir():
         index, single = found / "model.safetensors.index.json", found / "model.safetensors"
@@ -155,14 +139,8 @@ def write_safetensors(
 ) -> None:
     """Writes a file, one tensor at a time; it appears when it is complete.
 
-    Args:
-        path: the file.
-        table: dtype and shape of each tensor, by name.
-        tensors: the tensors in the order of the table, on the host.
-        metadata: text values.
-
-    Raises:
-        TypeError: a dtype that the format does not have.
+    ``tensors`` come in the order of ``table``, which has the dtype and shape of each by name. A dtype that the
+    format does not have raises TypeError.
     """
     described: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
@@ -189,12 +167,7 @@ def write_folder(
 ) -> None:
     """Writes ``model.safetensors``, or numbered files and an index that appears when all of them are there.
 
-    Args:
-        folder: made if it is missing.
-        table: dtype and shape of each tensor, by name.
-        read: gives the tensor of a name, on the host; called in the order of the table.
-        metadata: text values, of each file.
-        max_shard_size: bytes of the largest file, unless a single tensor is larger; None for one file.
+    ``read`` is called in the order of the table. No file is larger than ``max_shard_size`` bytes, unless one tensor is.
     """
     folder.mkdir(parents=True, exist_ok=True)
     groups = _groups(table, max_shard_size)

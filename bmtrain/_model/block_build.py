@@ -39,7 +39,7 @@ def _release_parameters(block: Any) -> None:
 def adopt_parameters(
     block: Any, module: torch.nn.Module, reference: BlockRef
 ) -> list[tuple[str, DistributedParameter]]:
-    """Checks the parameters below ``module``, marks its modules as belonging to ``block``, and returns the parameters.
+    """Returns the parameters below ``module``, whose modules are marked as belonging to ``block``.
 
     Raises:
         ValueError: a parameter is not distributed, or another Block owns it.

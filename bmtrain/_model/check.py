@@ -15,34 +15,28 @@ _OURS = ("torch.", "bmtrain.", "transformers.")
 def check_model_state(
     model: torch.nn.Module, own: Mapping[str, Any], given: Mapping[str, Any], strict: bool
 ) -> None:
-    """Raises the error that ``load_state_dict`` would raise at its end. Local.
+    """Raises the RuntimeError that ``load_state_dict`` would raise at its end. Local.
 
-    A model with loading methods or hooks of its own may rename or change entries while loading: for such a model only
-    keys in both ``own`` and ``given`` are compared.
-
-    Args:
-        own: entries of the model's state dict: tensors, parameters, values.
-        given: entries to load: values, and tensors or handles with a shape and a dtype.
-        strict: whether missing and unexpected keys are errors.
-
-    Raises:
-        RuntimeError: keys, shapes or kinds differ.
+    A model with loading methods or hooks of its own may rename or change entries while loading: for such a model
+    nothing is compared. ``given`` has values, and tensors or handles with a shape and a dtype.
     """
+    if loads_by_itself(model):
+        return
     problems: list[str] = []
-    is_custom = loads_by_itself(model)
-    if strict and not is_custom:
+    if strict:
         missing = [key for key in own if key not in given and not key.endswith("num_batches_tracked")]
         unexpected = [key for key in given if key not in own]
         for kind, keys in (("Missing", missing), ("Unexpected", unexpected)):
             if keys:
                 listed = ", ".join(f'"{key}"' for key in keys)
                 problems.append(f"{kind} key(s) in state_dict: {listed}. ")
-    if not is_custom:
-        for key, target in own.items():
-            if key in given and isinstance(target, torch.Tensor):
-                problem = _misfit(key, target, given[key])
-                if problem:
-                    problems.append(problem)
+    for key, target in own.items():
+        if (
+            key in given
+            and isinstance(target, torch.Tensor)
+            and (problem := _misfit(key, target, given[key]))
+        ):
+            problems.append(problem)
     if any("key(s) in" in problem for problem in problems):
         problems.append(
             "strict=False loads the keys that match, and returns the missing and the unexpected ones."

@@ -21,13 +21,7 @@ def _add(error: Exception, note: str, unless: str) -> None:
 
 
 def name_block(error: Exception, label: str, parameters: Any, arguments: Any) -> None:
-    """Adds the block whose forward raised, and its operands: torch names dtypes and shapes, but no layer.
-
-    Args:
-        label: name of the block; with nested calls the innermost one is named.
-        parameters: parameters of the block.
-        arguments: arguments of its forward, tensors or trees of them.
-    """
+    """Adds the block whose forward raised, and its operands: torch names dtypes and shapes, but no layer."""
     if isinstance(error, BMTrainError):
         return
     error.__traceback__ = _without_engine(error.__traceback__)

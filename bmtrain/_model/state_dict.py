@@ -26,12 +26,9 @@ _LAST_HOOK = -1  # a key that torch, which counts hooks from 0, does not use
 
 
 class Collection:
-    """Full parameters, gathered for the ranks that keep them; the other ranks get tensors without data.
+    """Full parameters, on the CPU of the ranks that keep them; the other ranks get tensors without data.
 
     A parameter that appears under several names is gathered, and kept, once.
-
-    Args:
-        keeps: whether this rank keeps the tensors (on the CPU).
     """
 
     needs_data = True

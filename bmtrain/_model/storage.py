@@ -28,11 +28,9 @@ class BlockStorage:
 
     Args:
         kind: ``"<dtype>_<grad|nograd>"``, and ``"_g_<group>"`` for labelled parameters.
-        shards: the buffer.
         group: the ranks that share it.
         replicas: the ranks that hold the same shard as this one; None if there are no others.
         names: qualified names of its parameters.
-        parameters: the parameters themselves.
         requires_grad: whether its parameters were trainable when the block was built.
     """
 
@@ -107,14 +105,9 @@ def build_storage(
     label: str,
     owner: BlockRef,
 ) -> list[BlockStorage]:
-    """Moves parameters into flat buffers; their values and gradients stay. Collective.
+    """Moves parameters, each named once, into flat buffers; their values and gradients stay. Collective.
 
-    Args:
-        named: the parameters, each once, in the order of the buffers.
-        mode: which ranks share them.
-        policy: ZeRO level (nothing is sharded at level 0), and dtypes of communication.
-        label: names the block in errors and records.
-        owner: the parameters' reference to the Block.
+    ``label`` names the block in errors and records; ``owner`` is the parameters' reference to it.
     """
     kinds: dict[tuple[str, bool], list[tuple[str, DistributedParameter]]] = {}
     for name, param in named:

@@ -23,14 +23,7 @@ _PULSE = 5.0  # seconds between two signs of life while rank 0 works
 
 
 def broadcast_json(value: T, root: int = 0, label: str = "", comm: Communicator | None = None) -> T:
-    """The value of rank ``root`` on every rank; tuples arrive as lists. Collective.
-
-    Args:
-        value: any value that JSON can represent; ignored on the other ranks.
-        root: rank in the group.
-        label: the purpose, for errors.
-        comm: the group; default all ranks.
-    """
+    """The JSON value of rank ``root`` of ``comm`` on every rank; tuples arrive as lists. Collective."""
     comm = comm or context().world.comm
     if comm.size == 1:
         return value
@@ -81,12 +74,9 @@ def failing_together(label: str) -> Iterator[None]:
 
 
 def on_rank_0(function: Callable[[], T], label: str = "") -> T | None:
-    """Calls ``function`` on rank 0 while the others wait, however long it takes. Collective.
+    """Calls ``function`` on rank 0, however long it takes, while the others wait. Collective.
 
-    An error is raised by all ranks.
-
-    Returns:
-        the result of ``function`` on rank 0; None elsewhere.
+    Returns its result on rank 0, None elsewhere; all ranks raise its error.
     """
     current = context()
     comm = current.world.comm
@@ -109,9 +99,6 @@ def on_all_ranks(function: Callable[[], T], label: str = "") -> T:
     """Calls ``function``, which does not communicate, on every rank, however long it takes on some. Collective.
 
     An error of any rank is raised by all, when all are done.
-
-    Returns:
-        the result of ``function`` on this rank.
     """
     current = context()
     comm = current.world.comm

@@ -31,11 +31,6 @@ def visible_cards() -> list[str]:
 def choose_cards(peers: Sequence[Peer], local_ranks: Sequence[int], backend: str) -> list[int]:
     """The number of each rank's card among those that it sees; 0 for a rank without any.
 
-    Args:
-        peers: all ranks, in their order.
-        local_ranks: their numbers on their hosts.
-        backend: over ``gloo`` several ranks may share a card.
-
     Raises:
         ValueError: over ``nccl``, two ranks of a host would use one card. The same on every rank.
     """
@@ -69,11 +64,7 @@ def _place_of(peer: Peer, peers: Sequence[Peer], local_ranks: Sequence[int]) -> 
 
 
 def use_card(number: int) -> torch.device:
-    """Makes a card this process's current device; the CPU where there is none.
-
-    Raises:
-        BMTrainError: the core has no kernels for it.
-    """
+    """Makes a card this process's current device; the CPU where there is none."""
     if not torch.cuda.is_available() or torch.cuda.device_count() == 0:
         return torch.device("cpu")
     check_card(number)
@@ -83,11 +74,7 @@ def use_card(number: int) -> torch.device:
 
 
 def check_card(number: int) -> None:
-    """Raises if the core has CUDA kernels, but none that run on a card: they would fail inside the first step.
-
-    Raises:
-        BMTrainError: names the option to build them with.
-    """
+    """Raises if the core has CUDA kernels, but none that run on a card: they would fail inside the first step."""
     built = build.build_info()["cuda_arch_list"]
     capability = torch.cuda.get_device_capability(number)
     if built is not None and missing_architecture(str(built), capability):
@@ -99,19 +86,15 @@ def check_card(number: int) -> None:
 
 
 def missing_architecture(built: str, capability: tuple[int, int]) -> bool:
-    """Whether nothing that was compiled for ``built`` runs on a card.
+    """Whether nothing that was compiled for ``built`` (as TORCH_CUDA_ARCH_LIST has it) runs on a card.
 
-    Machine code runs on cards of the same major number and at least its minor one; PTX on all later ones.
+    Machine code runs on cards of the same major number and at least its minor one; PTX on all later ones. An entry
+    without a number (``Hopper``) is taken to match.
 
-    Args:
-        built: as ``TORCH_CUDA_ARCH_LIST`` has it. An entry without a number (``Hopper``) is taken to match.
-        capability: of the card.
-
-    Example:
-        >>> [missing_architecture("8.0;9.0+PTX", card) for card in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0))]
-        [True, False, False, False, False]
-        >>> missing_architecture("9.0", (10, 0)), missing_architecture("9.0a", (9, 0))
-        (True, False)
+    >>> [missing_architecture("8.0;9.0+PTX", card) for card in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0))]
+    [True, False, False, False, False]
+    >>> missing_architecture("9.0", (10, 0)), missing_architecture("9.0a", (9, 0))
+    (True, False)
     """
     names = [name for name in re.split(r"[;,\s]+", built.strip()) if name]
     for name in names:

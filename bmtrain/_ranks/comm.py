@@ -35,11 +35,7 @@ REDUCE_OPS = {
 
 
 def reduce_op(op: str) -> ReduceOp:
-    """The core's name of a reduction.
-
-    Raises:
-        ValueError: not one of ``sum avg max min prod``.
-    """
+    """The core's name of a reduction; ValueError for another than ``sum avg max min prod``."""
     found = REDUCE_OPS.get(op) if isinstance(op, str) else None
     if found is None:
         raise ValueError(f"op: expected one of {', '.join(REDUCE_OPS)}, got {op!r}")
@@ -62,19 +58,11 @@ def create_single(name: str) -> Communicator:
 def create_gloo(
     store: dist.Store, prefix: str, rank: int, size: int, timeout: float, name: str
 ) -> Communicator:
-    """Connects ``size`` CPU ranks. Collective over them; each call needs a ``prefix`` of its own.
+    """Connects ``size`` CPU ranks by a store that is not needed afterwards; ``prefix`` is of this call. Collective.
 
     Ranks that can share memory do, and Gloo carries the bytes between hosts; `BMTRAIN_CPU_TRANSPORT` forces ``shm`` or
     ``gloo`` for all of them. See csrc/comm/hosts/hosts_communicator.h for groups on several hosts; where these have not
     equally many ranks, or ranks that do not follow each other, Gloo carries everything.
-
-    Args:
-        store: the store of the rendezvous; not needed any more when this returns.
-        prefix: the part of the store this group uses.
-        rank: this process's rank in the group.
-        size: number of ranks in the group; 1 gives a communicator without connections.
-        timeout: seconds after which connecting, and later every operation, gives up.
-        name: of the group, for errors and records.
 
     Raises:
         ValueError: the environment variable holds something else, or not the same on all ranks.
@@ -128,11 +116,7 @@ def _reason(error: Exception, timeout: float) -> str:
 
 
 def cpu_transport(asked: str | None = None) -> str:
-    """The setting of `BMTRAIN_CPU_TRANSPORT` (or ``asked`` in its place): ``"auto"``, ``"shm"`` or ``"gloo"``.
-
-    Raises:
-        ValueError: it is set to something else.
-    """
+    """The setting of `BMTRAIN_CPU_TRANSPORT` (or ``asked`` in its place): ``"auto"``, ``"shm"`` or ``"gloo"``."""
     asked = asked or os.environ.get(TRANSPORT_VARIABLE) or "auto"
     if asked not in ("auto", "shm", "gloo"):
         raise ValueError(
@@ -142,17 +126,7 @@ def cpu_transport(asked: str | None = None) -> str:
 
 
 def describe_cpu_transport(asked: str | None = None) -> str:
-    """One line that names the transport between CPU ranks of this host, and the reason for it.
-
-    Args:
-        asked: as in `cpu_transport`.
-
-    Raises:
-        ValueError: the environment variable holds something unknown.
-
-    >>> describe_cpu_transport()  # doctest: +SKIP
-    'shared memory between ranks of one host, Gloo between hosts'
-    """
+    """One line that names the transport between CPU ranks of this host, and the reason for it."""
     asked, lack = cpu_transport(asked), shm_meeting.why_not()
     if asked == "gloo":
         return f"Gloo ({TRANSPORT_VARIABLE}=gloo)"

@@ -40,9 +40,6 @@ def library() -> NcclLibrary:
 
     Looked for in this order: the file named by ``BMTRAIN_NCCL_LIBRARY`` (alone, if it is set), the copy that torch has
     loaded, the ``nvidia-nccl`` package, the system's ``libnccl.so.2``.
-
-    Raises:
-        BMTrainError: there is none, or it is older than 2.19; the error names the remedy.
     """
     try:
         found = NcclLibrary(find_candidates())
@@ -60,9 +57,6 @@ def order_launches(version: str) -> None:
     NCCL keeps that order between communicators from 2.26 on, if the option is set before the first operation. With a
     driver older than CUDA 12.3 one operation would wait for the end of another, so that nothing overlaps, and a stage
     of a pipeline could not send while it receives: there the option is not set. A setting of the user's stays.
-
-    Args:
-        version: of the NCCL library, as ``2.28.9``.
     """
     new_enough = tuple(map(int, version.split(".")[:2])) >= (2, 26) and _driver_version() >= 12030
     if new_enough:
@@ -78,20 +72,7 @@ def _driver_version() -> int:
 def create_nccl(
     store: dist.Store, prefix: str, rank: int, size: int, timeout: float, name: str
 ) -> Communicator:
-    """Connects ``size`` ranks by NCCL, each with its current CUDA device. Collective over them.
-
-    Args:
-        store: the store of the rendezvous; not needed any more when this returns.
-        prefix: the part of the store this group uses; each call needs one of its own.
-        rank: this process's rank in the group.
-        size: number of ranks in the group.
-        timeout: seconds after which connecting, and later every operation, gives up.
-        name: of the group, for errors and records.
-
-    Raises:
-        BMTrainError: no usable NCCL library.
-        CommunicationError: not all ranks arrived in time, or NCCL failed.
-    """
+    """Connects ``size`` ranks by NCCL, each with its current CUDA device. Arguments as of `create_gloo`. Collective."""
     nccl = library()
     scoped = dist.PrefixStore(prefix, store)
     try:
@@ -108,17 +89,9 @@ def create_nccl(
 
 
 def split_nccl(parent: Communicator, number: int, rank: int, size: int, name: str) -> Communicator:
-    """Connects some of the ranks of an NCCL communicator. Collective over all of them.
+    """Connects some of the ranks of an NCCL communicator, guarded or not. Collective over all of them.
 
-    Args:
-        parent: of more ranks, guarded or not.
-        number: of the new group: the same on its ranks, and on no others.
-        rank: this process's rank in the new group.
-        size: number of ranks in the new group.
-        name: of the new group, for errors and records.
-
-    Raises:
-        CommunicationError: not all ranks of ``parent`` took part in time, or NCCL failed.
+    ``number`` is the same on the ranks of the new group, and on no others.
     """
     inner = parent.inner if isinstance(parent, GuardedCommunicator) else parent
     assert isinstance(inner, NcclCommunicator)

@@ -125,12 +125,7 @@ class Context:
         return self.groups[GroupKind.ZERO.value]
 
     def zero_group(self, tp_mode: bool = False, pipe: bool = False) -> Group:
-        """The group that shards a parameter.
-
-        Args:
-            tp_mode: whether the parameter is tensor-parallel (each rank of a tp group has its own part).
-            pipe: whether it belongs to a pipeline stage.
-        """
+        """The group that shards a parameter."""
         if pipe:
             kind = GroupKind.PP_TP_ZERO if tp_mode else GroupKind.PP_ZERO
         else:
@@ -145,9 +140,6 @@ class Context:
         leave, and work queued behind them (a norm, an update, a loss) runs on data that never arrived. The abort is
         recorded before that: a caller that waits for the device and then checks knows whether values can be trusted.
         On the CPU a caller that waits for an operation raises, and nothing is queued.
-
-        Raises:
-            CommunicationError: a communicator of this process has failed.
         """
         if self.backend != "nccl":
             return
@@ -184,11 +176,7 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def refuse_child(what: str) -> None:
-    """Raises in a forked process; called before ``what`` communicates with the other ranks.
-
-    Raises:
-        RuntimeError: this process was forked from a rank, and shares connections with it that only the rank may use.
-    """
+    """Raises RuntimeError in a process forked from a rank, before ``what`` uses the connections that both share."""
     if forked_from is not None:
         raise RuntimeError(
             f"{what}: this process was forked from rank {forked_from} after init_distributed() (a worker of a "
@@ -218,10 +206,7 @@ def current() -> Context | None:
 
 
 def context(needed_by: str | None = None) -> Context:
-    """The context of this process.
-
-    Args:
-        needed_by: the caller, for the error.
+    """The context of this process; ``needed_by`` names the caller in errors.
 
     Raises:
         RuntimeError: before `init_distributed`, or in a process forked from a rank.
@@ -236,11 +221,7 @@ def context(needed_by: str | None = None) -> Context:
 
 
 def install(context: Context) -> None:
-    """Makes ``context`` the context of this process.
-
-    Raises:
-        RuntimeError: if there is one already.
-    """
+    """Makes ``context`` the context of this process; RuntimeError if there is one already."""
     global _current
     if _current is not None:
         raise RuntimeError(

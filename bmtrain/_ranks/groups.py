@@ -31,13 +31,6 @@ def connect_groups(
 
     The families come in one fixed order on every rank and each rank is in one group of a family, so that the
     members of a group always meet. A group of one rank needs no connection.
-
-    Args:
-        place: this rank's coordinates.
-        backend: the transport of groups of more than one rank.
-        timeout: seconds for connecting and for every later operation.
-        store: the store of the rendezvous; None for a single process.
-        watch: guards the communicators; None for a single process.
     """
     made: dict[tuple[int, ...], tuple[Any, Any]] = {}
     groups: dict[str, Group] = {}
@@ -115,15 +108,10 @@ def _connect_or_fail(watch: Watch, make: Callable[[], Any], name: str) -> Any:
 
 
 def parts_of(context: Context, family: str, num_sharing: int) -> Parts:
-    """A group divided into parts that shard among themselves and replicate each other's state.
+    """A group divided into parts of ``num_sharing`` ranks, which shard among themselves and replicate each other.
 
     A part has consecutive ranks, so that ranks of one host share. Collective over all ranks of the job when such parts
     are first needed.
-
-    Args:
-        context: of this process.
-        family: name of the group.
-        num_sharing: ranks of a part, a divisor of the group's.
     """
     group = context.groups[family]
     if num_sharing == group.size:
@@ -143,13 +131,7 @@ def ranks_per_host(context: Context, family: str) -> int:
 
 
 def _connect_parts(context: Context, family: str, num_sharing: int) -> Parts:
-    """Connects the parts of a group, and the ranks with the same place in them. Collective over all ranks of the job.
-
-    Args:
-        context: of this process.
-        family: name of the group.
-        num_sharing: ranks of a part, fewer than the group's.
-    """
+    """Connects the parts of a group, and the ranks with the same place in them. Collective over all ranks."""
     group, members = context.groups[family], context.topology.members(family)
     number, place = divmod(group.rank, num_sharing)
     alone = create_single(family), create_single(f"{family}.reduce")

@@ -12,13 +12,7 @@ from .context import context
 
 
 def resolve_comm(name: str, x: Tensor, comm: Communicator | None, argument: str = "x") -> Communicator:
-    """Checks the tensor of a collective and returns its communicator, the world's for None.
-
-    Args:
-        name: of the collective, for errors.
-        x: its tensor argument.
-        comm: its argument ``comm``.
-        argument: the collective's name of ``x``.
+    """Checks the tensor of the collective ``name`` and returns its communicator, the world's for None.
 
     Raises:
         TypeError: ``x`` is no dense tensor with memory, or ``comm`` no communicator.

@@ -60,13 +60,7 @@ class Peer:
 class Rendezvous:
     """The meeting of the ranks of one job, from opening the store to the verdict.
 
-    Args:
-        launch: this process's place and the meeting's address.
-        timeout: seconds for every step.
-        attempt: number of this call of `init_distributed` in this process, the same on every rank.
-
-    Raises:
-        CommunicationError: no server answers at the address, or it cannot be served.
+    ``attempt`` counts the calls of `init_distributed` in this process, the same on every rank.
     """
 
     def __init__(self, launch: Launch, timeout: float, attempt: int) -> None:
@@ -79,17 +73,7 @@ class Rendezvous:
         self.store: Store = PrefixStore(f"bmtrain/{launch.job}/{attempt}", root)
 
     def agree(self, me: Peer, settings: dict[str, Any]) -> list[Peer]:
-        """Waits for every rank, checks that all were started alike, and returns them in rank order.
-
-        Args:
-            me: this rank.
-            settings: values that must be equal on all ranks, by their public names.
-
-        Raises:
-            ValueError: two ranks differ in a setting.
-            BMTrainError: two processes have the same rank.
-            CommunicationError: ranks are missing at the deadline, or the store is lost.
-        """
+        """Waits for every rank, checks that all were started alike, and returns them in rank order."""
         try:
             fault = self._announce(me, settings)
             if fault is not None:

@@ -76,16 +76,7 @@ def settle_server(launch: Launch) -> Launch:
 
 
 def open_store(launch: Launch, timeout: float) -> Store:
-    """The store of the meeting place, once it can be used.
-
-    Args:
-        launch: this process's place and the meeting's address.
-        timeout: seconds.
-
-    Raises:
-        CommunicationError: no server answers at the address, or it cannot be served.
-        BMTrainError: the file's folder cannot be written.
-    """
+    """The store of the meeting place, once it can be used."""
     return _Opening(launch, timeout).open()
 
 

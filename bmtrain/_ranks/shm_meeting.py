@@ -57,20 +57,10 @@ def why_not() -> str:
 def connect(
     store: dist.Store, rank: int, size: int, timeout: float, name: str
 ) -> tuple[ShmCommunicator | None, str]:
-    """Exchanges segments with the other ranks and builds the communicator. [collective]
+    """Exchanges segments with the other ranks, all in the same `place`, and builds the communicator. [collective]
 
-    Args:
-        store: the store of the rendezvous; no other code uses these keys.
-        rank: this process's rank in the group.
-        size: number of ranks in the group, all in the same `place`.
-        timeout: seconds for every wait, and later for every operation.
-        name: of the group, for errors.
-
-    Returns:
-        The communicator, or None and the reason if that failed on some rank: the same outcome on all of them.
-
-    Raises:
-        RuntimeError: the store was lost, or a rank is missing.
+    Returns None and the reason if that failed on some rank: the same outcome on all of them. A RuntimeError means that
+    the store was lost, or that a rank is missing.
     """
     made: ShmCommunicator | None = None
     reason = ""

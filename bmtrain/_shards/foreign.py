@@ -17,11 +17,7 @@ _ASKED_BY_FSDP = frozenset({"_fsdp_orig_uid", "_fsdp_flattened"})
 
 
 def refuse_fsdp(name: str) -> None:
-    """Refuses FSDP, recognised by the missing attribute of a distributed parameter that it reads.
-
-    Raises:
-        RuntimeError: ``name`` is an attribute that only FSDP reads.
-    """
+    """Raises RuntimeError for FSDP, recognised by the missing attribute of a distributed parameter that it reads."""
     if name in _ASKED_BY_FSDP:
         raise RuntimeError(
             "FSDP (fully_shard, FullyShardedDataParallel) of a model with DistributedParameters, which are shards "
@@ -30,11 +26,7 @@ def refuse_fsdp(name: str) -> None:
 
 
 def refuse_listing(owner: str, reader: FrameType | None) -> None:
-    """Refuses some callers that list the parameters of a distributed module.
-
-    Args:
-        owner: the module's class, for the message.
-        reader: frame of the caller.
+    """Refuses some callers that list the parameters of a distributed module of class ``owner``.
 
     Raises:
         RuntimeError: the caller is DistributedDataParallel, or a function of torch.distributed.checkpoint that treats
@@ -70,12 +62,7 @@ def _function_on_optimizers(reader: FrameType | None) -> str:
 
 
 def refuse_replicated(param: torch.Tensor) -> None:
-    """Refuses DistributedDataParallel before ``param``, which is outside of Blocks, is gathered.
-
-    Raises:
-        RuntimeError: the running forward belongs to a DistributedDataParallel that holds the parameter through a plain
-            module.
-    """
+    """Refuses DistributedDataParallel that holds ``param``, which is outside of Blocks, through a plain module."""
     model = ddp.DistributedDataParallel._active_ddp_module
     if model is not None and world_size() > 1 and any(param is member for member in model._module_parameters):
         raise _replicated(f"a DistributedParameter of a {type(model.module).__name__}")
@@ -94,14 +81,9 @@ _OF_PARAMETRIZE = {"register_parametrization": "registering", "remove_parametriz
 
 
 def refuse_reparametrizing(owner: str, reader: FrameType | None) -> None:
-    """Refuses callers that would reparametrize a shard.
+    """Refuses callers that would reparametrize a shard as if it were the full parameter, and leave a plain one here.
 
-    Args:
-        owner: the module's class, for the message.
-        reader: frame that registers a parameter of a distributed module, or reads its parametrizations.
-
-    Raises:
-        RuntimeError: the caller treats the shard as the full parameter, and would leave a plain parameter on this rank.
+    ``reader`` is the frame that registers a parameter of a distributed module, or reads its parametrizations.
     """
     if reader is None:
         return
@@ -134,17 +116,7 @@ def refuse_change(what: str, owner: str, *_: object) -> NoReturn:
 
 
 def check_substitute(owner: str, name: str, value: torch.Tensor, shapes: dict[str, Any]) -> None:
-    """Checks a tensor that ``torch.func.functional_call`` has put in the place of a distributed parameter.
-
-    Args:
-        owner: the class of the module.
-        name: name of the parameter.
-        value: the tensor.
-        shapes: full shapes of the module's distributed parameters, by name.
-
-    Raises:
-        ValueError: ``value`` is a shard.
-    """
+    """Raises ValueError if ``torch.func.functional_call`` put a shard in the place of the full parameter ``name``."""
     shape = shapes.get(name)
     if shape is not None and value.dim() == 1 and value.shape != shape:
         raise ValueError(

@@ -48,8 +48,7 @@ _RIGHT_ALONE = ("torch.nn.utils.clip_grad_norm_", "torch.amp.GradScaler", "torch
 def is_shown(param: torch.Tensor, gradient: torch.Tensor | None, reader: FrameType) -> bool:
     """Whether the function in frame ``reader`` may see the ``gradient`` of ``param``.
 
-    Raises:
-        RuntimeError: the function would treat a shard as the full gradient.
+    Raises RuntimeError if it would treat a shard as the full gradient.
     """
     if reader.f_code.co_filename == _STAND_INS:
         return gradient is None or gradient.shape == param.shape

@@ -28,11 +28,8 @@ def make_shard(param: Sharded) -> None:
 def make_moved_shards(module: torch.nn.Module, function: Any) -> None:
     """Allocates shards of the parameters below ``module`` that ``function`` moves from the meta device. Local.
 
-    Args:
-        function: argument of ``Module._apply``; that of ``to_empty()`` allocates, that of ``half()`` does not.
-
-    Raises:
-        ValueError: ``function`` moves parameters with values to the meta device.
+    ``function`` is the argument of ``Module._apply``: the one of ``to_empty()`` allocates, the one of ``half()``
+    does not. One that moves parameters with values to the meta device raises ValueError.
     """
     goes_to_meta: dict[torch.device, bool] = {}  # by device of the parameters
     for param in module.parameters():

@@ -16,11 +16,7 @@ from . import blame
 
 
 class Rounds:
-    """The answers of all ranks, round by round.
-
-    Args:
-        world: number of ranks.
-    """
+    """The answers of all ``world`` ranks, round by round."""
 
     def __init__(self, world: int) -> None:
         self._world = world

@@ -17,11 +17,9 @@ def own_process() -> str:
 
 
 def ending(process: str, patience: float = 0.0) -> str:
-    """The exit code or signal, for example ``exit code 3`` or ``SIGKILL``; empty if unknown.
+    """The exit code or signal of an `own_process`, for example ``exit code 3`` or ``SIGKILL``; empty if unknown.
 
-    Args:
-        process: the result of `own_process` in that process.
-        patience: seconds to wait for the end of one that still runs.
+    Waits up to ``patience`` seconds for the end of one that still runs.
     """
     end = time.monotonic() + patience
     while True:

@@ -31,9 +31,7 @@ _HELLO_BYTES = 1 << 16
 class _Case:
     """One failure, and the ranks' answers to it.
 
-    Args:
-        failure: the first report.
-        prints: the fingerprints by rank, for a mismatch; fingerprints of the other ranks are in flight.
+    A mismatch has the fingerprints of some ranks in ``prints``; fingerprints of the other ranks are in flight.
     """
 
     def __init__(self, failure: Message, prints: Mapping[int, Message] | None) -> None:
@@ -64,11 +62,7 @@ class Hub:
 
     Args:
         selector: of that thread; a key's data is the function to call when it is readable.
-        listener: where the other ranks connect.
-        world: number of ranks.
-        secret: required from a rank that connects.
         local: takes the messages for rank 0.
-        patience: how long a rank may be silent.
         on_lines: receives the file descriptors of the ranks' connections, before one is closed and after one is made.
     """
 

@@ -33,13 +33,7 @@ def _register() -> tuple[int, int]:
 
 
 class LastResort:
-    """Ends this process if it does not react to a verdict against it.
-
-    Args:
-        who: the beginning of the printed line.
-        timeout: of operations.
-        silence: longest allowed silence of the watchdog's thread, in seconds.
-    """
+    """Ends this process if it does not react to a verdict against it, or if its watchdog is silent for too long."""
 
     def __init__(self, who: str, timeout: float, silence: float) -> None:
         self._grace = min(_GRACE_SECONDS, timeout)

@@ -52,12 +52,7 @@ class Patience:
 
 
 def listen(host: str, several_hosts: bool) -> tuple[socket.socket, str]:
-    """Opens a port on the interface that the launcher named; returns it with the address for the other ranks.
-
-    Args:
-        host: name or address of this host.
-        several_hosts: whether ranks on other hosts must reach it.
-    """
+    """Opens a port on the interface that the launcher named ``host``; returns it with its address."""
     with contextlib.suppress(OSError):
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         number = str(address[0])
@@ -71,11 +66,7 @@ def listen(host: str, several_hosts: bool) -> tuple[socket.socket, str]:
 
 
 def listen_everywhere(port: int) -> socket.socket:
-    """Listens on every interface, in both versions of IP where the host has them.
-
-    Args:
-        port: 0 for any that is free.
-    """
+    """Listens on every interface, in both versions of IP where the host has them; port 0 is any that is free."""
     if socket.has_dualstack_ipv6():
         try:
             return socket.create_server(
@@ -96,11 +87,7 @@ def listen_beside(listener: socket.socket) -> socket.socket:
 
 
 class Lines:
-    """A connection that carries messages.
-
-    Attributes:
-        longest: how many bytes of a line may have come before its end; None: any number.
-    """
+    """A connection that carries messages, of which a line may have ``longest`` bytes."""
 
     def __init__(self, connection: socket.socket, longest: int | None = None) -> None:
         self.longest = longest
@@ -145,13 +132,7 @@ class Lines:
 
 
 class HubLine:
-    """A rank's connection to the hub, with detection of a silent hub.
-
-    Args:
-        lines: the connection; the hub has accepted this rank.
-        neighbours: the ranks on the hub's host.
-        patience: how long the hub may be silent.
-    """
+    """A rank's connection to the hub, which may be silent; ``neighbours`` are the ranks on the hub's host."""
 
     def __init__(self, lines: Lines, neighbours: Sequence[int], patience: Patience) -> None:
         self.lines = lines

@@ -30,15 +30,7 @@ def reach_hub(
 ) -> tuple[Lines, str, str]:
     """On another rank: connects to rank 0's watchdog; also returns the job's secret and rank 0's process.
 
-    Args:
-        store: the store of the rendezvous.
-        rank: this rank.
-        host: the name of rank 0's host on this rank.
-        hosts: each rank's name of its own host.
-        timeout: seconds.
-
-    Raises:
-        CommunicationError: the watchdog cannot be reached.
+    ``host`` is this rank's name of rank 0's host, ``hosts`` has each rank's name of its own.
     """
     who = f"rank {rank} of {len(hosts)}"
     try:

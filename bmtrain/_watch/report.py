@@ -16,26 +16,14 @@ _ORDERED = ("interrupted", "terminated")
 
 
 class Reporter:
-    """Prints verdicts and suspicions of a job.
-
-    Args:
-        rank: this rank.
-        world: number of ranks.
-        secret: of the job, by which the ranks recognise each other's reports.
-    """
+    """Prints verdicts and suspicions of a job, whose ranks recognise each other's reports by its ``secret``."""
 
     def __init__(self, rank: int, world: int, secret: str) -> None:
         self._rank, self._world = rank, world
         self._mark = hashlib.sha256(secret.encode()).hexdigest()[:16]  # visible to other users
 
     def report(self, verdict: Message, position: str | None, groups: list[Message]) -> None:
-        """Prints the report on a verdict.
-
-        Args:
-            verdict: as the hub sends it.
-            position: the position of this rank's script.
-            groups: the operations of this rank, for the flight record.
-        """
+        """Prints the report on a verdict; the script's position and the operations are for the flight record."""
         lines = [f"bmtrain: rank {self._rank} of {self._world} gives up: {verdict['text']}"]
         resume = verdict.get("resume", "")
         if verdict["failure"]["kind"] in _ORDERED:

@@ -39,12 +39,7 @@ class Suspicion:
         self._gone = dict.fromkeys(self._gone, time.monotonic() + _AGAIN_SECONDS)
 
     def find(self, groups: Callable[[], Iterable[Mapping[str, Any]]], alone: bool) -> dict[str, Any] | None:
-        """Finds an operation that has waited too long for an exited rank, as a failure.
-
-        Args:
-            groups: `_C.Watchdog.groups`.
-            alone: whether there is no hub.
-        """
+        """Finds an operation that has waited too long for an exited rank, as a failure."""
         now = time.monotonic()
         patience = _ALONE_SECONDS if alone else _SECONDS
         gone = {rank for rank, since in self._gone.items() if now - since >= patience}

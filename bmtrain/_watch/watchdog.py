@@ -107,13 +107,8 @@ class Watch:
 
         Args:
             store: the store of the rendezvous; not needed any more when this returns.
-            rank: this rank.
-            timeout: seconds after which an operation with waiting callers is aborted.
             host: the address of rank 0's host.
             hosts: each rank's name of its host; at least two ranks.
-
-        Raises:
-            CommunicationError: the watchdog of rank 0 cannot be reached.
         """
         watch = cls(rank, timeout, hosts)
         try:
@@ -125,13 +120,7 @@ class Watch:
         return watch
 
     def guard(self, inner: Communicator, key: str, members: tuple[int, ...]) -> Communicator:
-        """Puts a communicator under this watch.
-
-        Args:
-            inner: the communicator.
-            key: a name that no other group of the job has.
-            members: its ranks in the job, in group order.
-        """
+        """Puts a communicator of ``members`` (ranks of the job) under this watch; no other group has its ``key``."""
         check = os.environ.get("BMTRAIN_CHECK", "") not in ("", "0")
         return GuardedCommunicator(inner, self.core, key, list(members), check)
 

@@ -21,14 +21,7 @@ def check_layer(dtype: Any, **sizes: Any) -> None:
 
 
 def check_features(name: str, x: Any, weight: torch.Tensor, width: int) -> None:
-    """Raises TypeError or ValueError unless ``x`` is a tensor that fits the weight of a linear layer.
-
-    Args:
-        name: name of the argument.
-        x: the argument.
-        weight: weight of the layer.
-        width: required size of the last dim.
-    """
+    """Raises TypeError or ValueError unless ``x`` has a last dim of ``width`` and a dtype that fits the weight."""
     require_tensor(name, x)
     if x.dim() == 0 or x.shape[-1] != width:
         raise ValueError(f"{name}: expected a last dim of {width}, got shape {tuple(x.shape)}")
@@ -37,11 +30,7 @@ def check_features(name: str, x: Any, weight: torch.Tensor, width: int) -> None:
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor:
-    """Allocates a parameter before it is sharded.
-
-    Raises:
-        RuntimeError: out of memory, of torch's own class.
-    """
+    """Allocates a parameter before it is sharded; out of memory raises torch's own class with a remedy."""
     try:
         return torch.empty(shape, dtype=dtype)
     except RuntimeError as error:
@@ -54,12 +43,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def divided(name: str, size: int) -> int:
-    """Returns ``size`` divided by the number of tensor-parallel ranks.
-
-    Raises:
-        TypeError: ``size`` is not an integer.
-        ValueError: ``size`` is negative, or does not divide.
-    """
+    """Returns ``size`` divided by the number of tensor-parallel ranks; ValueError if it does not divide."""
     require_integer(name, size, 0)
     tp_size = context().groups["tp"].size
     if size % tp_size:

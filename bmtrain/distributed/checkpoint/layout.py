@@ -52,12 +52,7 @@ def part_name(rank: int, world_size: int, save: str) -> str:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The table of contents of a checkpoint.
-
-    Raises:
-        FileNotFoundError: there is none, so the checkpoint was never completed.
-        UnreadableFileError: it is damaged.
-    """
+    """The table of contents of a checkpoint."""
     path = checkpoint / MANIFEST
     try:
         return Manifest.from_bytes(path.read_bytes(), str(path))

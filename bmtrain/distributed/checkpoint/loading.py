@@ -36,14 +36,7 @@ def open_manifest(checkpoint: Path) -> Manifest:
 
 
 class Loading:
-    """One act of loading. First :meth:`check`, which changes nothing, then :meth:`apply`.
-
-    Args:
-        reader: the checkpoint.
-        model, optim, schedulers: what to load into, as for :func:`bmtrain.distributed.checkpoint.load`.
-        strict: whether missing and unexpected keys of the model are errors.
-        random: whether the random number generators continue as well.
-    """
+    """One act of loading. First :meth:`check`, which changes nothing, then :meth:`apply`."""
 
     def __init__(
         self,
@@ -76,13 +69,7 @@ class Loading:
         self._state: _StoredState | None = None
 
     def check(self) -> None:
-        """Finds out whether all can be loaded, and reads every byte of it once. Collective.
-
-        Raises:
-            UnreadableFileError: something is damaged.
-            RuntimeError: keys or shapes of the model differ.
-            ValueError: the optimizers differ.
-        """
+        """Finds out whether all can be loaded, and reads every byte of it once. Collective."""
         with failing_together(_LABEL):
             self._request_all()
         on_all_ranks(self._reader.verify, _LABEL)

@@ -33,11 +33,7 @@ _TAIL = b"}\n"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in a manifest.
-
-    Raises:
-        TypeError: for one that cannot be stored.
-    """
+    """The name of a dtype in a manifest; TypeError for one that cannot be stored."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise TypeError(f"expected a tensor of one of {', '.join(DTYPES)}, got {dtype}")
@@ -111,11 +107,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, text: bytes, source: str) -> Manifest:
-        """Reads and checks the text; ``source`` is what errors call it.
-
-        Raises:
-            UnreadableFileError: it was damaged, is of a newer version, or describes what cannot be.
-        """
+        """Reads and checks the text; ``source`` is what errors call it."""
         head = _HEAD.match(text)
         if head is None or not text.endswith(_TAIL):
             raise UnreadableFileError(f"{source}: damaged: not the text of a manifest, or cut short")

@@ -28,13 +28,6 @@ class Reader:
     """The files of a checkpoint, mapped to memory when they are needed.
 
     All ranges to read are requested first; :meth:`verify` then checks them; only afterwards may they be read.
-
-    Args:
-        checkpoint: the folder.
-        manifest: its table of contents.
-
-    Attributes:
-        bytes_verified: how many bytes have been read from the files.
     """
 
     def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
@@ -55,11 +48,7 @@ class Reader:
         self._maps.clear()
 
     def info(self, name: str) -> StoredTensorInfo:
-        """Where a tensor is.
-
-        Raises:
-            UnreadableFileError: the checkpoint has none of that name.
-        """
+        """Where a tensor is."""
         found = self.manifest.tensors.get(name)
         if found is None:
             raise UnreadableFileError(f"{self.checkpoint}: tensor {name} is not in the manifest")
@@ -81,12 +70,7 @@ class Reader:
         self.request(name, Spread(shape), 0, 0, Spread(shape).numel)
 
     def verify(self) -> None:
-        """Reads all that was requested and compares checksums. The files stay open: they may be removed from here on.
-
-        Raises:
-            UnreadableFileError: something is damaged; names the file and the tensor.
-            OSError: something cannot be read.
-        """
+        """Reads all that was requested and compares checksums. The files stay open, and may be removed."""
         for index in sorted({file for file, _ in self._wanted}):
             file = self.manifest.files[index]
             path = self.checkpoint / file.name

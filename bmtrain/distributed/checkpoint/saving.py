@@ -22,11 +22,7 @@ _LABEL = "checkpoint.save"
 
 
 class CheckpointHandle(SaveHandle):
-    """A checkpoint that is written in the background, or has been written.
-
-    Attributes:
-        path: its folder.
-    """
+    """A checkpoint that is written in the background, or has been written."""
 
     def __init__(self, path: Path, saving: Saving | None = None, snapshot: Snapshot | None = None) -> None:
         super().__init__(None if saving is None else self._save, _resume(path))

@@ -154,13 +154,7 @@ def schedulers_of(optim: Any, schedulers: Iterable[Any]) -> list[Any]:
 def take_snapshot(
     model: torch.nn.Module | None, optim: Any, schedulers: Iterable[Any], data: Any, extra: Any
 ) -> Snapshot:
-    """Collects, without copying a shard. Communicates only if a user's ``state_dict`` method does.
-
-    Raises:
-        TypeError: something cannot be stored.
-        RuntimeError: a parameter has no values yet.
-        CommunicationError: on GPUs, after a failure.
-    """
+    """Collects, without copying a shard. Communicates only if a user's ``state_dict`` method does."""
     rank = context("checkpoint.save").topology.rank
     snapshot = Snapshot()
     if model is not None:

@@ -43,10 +43,7 @@ class Saving:
     """One act of saving, as one rank sees it.
 
     Args:
-        checkpoint: the folder of the step.
         save: names this act; the same on all ranks, and never used before.
-        step: number of finished steps.
-        topology: of this rank.
         keep: number of checkpoints to keep; None for all.
         timeout: seconds that rank 0 waits for the others' parts.
         gone: returns the ranks that have died, whose parts are not waited for.
