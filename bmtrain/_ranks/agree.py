@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import ctypes
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from .._base.aside import Aside
 from .._C import Communicator, ReduceOp
 from .comm import wire_device
 from .context import context
+from .messages import broadcast_bytes
 
 T = TypeVar("T")
 
@@ -27,18 +27,9 @@ def broadcast_json(value: T, root: int = 0, label: str = "", comm: Communicator 
     comm = comm or context().world.comm
     if comm.size == 1:
         return value
-    device = wire_device(comm)
-    data = json.dumps(value).encode() if comm.rank == root else b""
-    size = torch.tensor([len(data)], device=device)
-    comm.broadcast(size, root, label).wait()
-    buffer = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
-    if comm.rank == root:
-        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    comm.broadcast(buffer, root, label).wait()
-    if comm.rank == root:
-        return value
-    received: T = json.loads(_bytes_of(buffer.cpu()))
-    return received
+    data = json.dumps(value).encode() if comm.rank == root else None
+    received = broadcast_bytes(data, root, comm, label)
+    return value if comm.rank == root or received is None else json.loads(received)
 
 
 def _raise_together(error: Exception | None, label: str = "") -> None:
@@ -113,10 +104,6 @@ def on_all_ranks(function: Callable[[], T], label: str = "") -> T:
     with failing_together(label):
         job.result()
     return job.result()
-
-
-def _bytes_of(buffer: torch.Tensor) -> bytes:
-    return ctypes.string_at(buffer.data_ptr(), buffer.numel())
 
 
 def describe_error(error: Exception) -> dict[str, Any]:

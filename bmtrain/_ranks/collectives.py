@@ -18,6 +18,7 @@ from .._C import Communicator
 from ..errors import UnevenSplitError
 from .comm import reduce_op, wire_device
 from .context import context
+from .messages import DTYPES, MAX_DIMS, header_of, read_header
 from .operands import check_root, fresh_copy, resolve_comm
 
 
@@ -137,21 +138,6 @@ def reduce_scatter(x: Tensor, op: str = "sum", comm: Communicator | None = None)
     return _ReduceScatter.apply(x, op, comm)  # type: ignore[no-any-return]
 
 
-_MAX_DIMS = 30
-_DTYPES = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-)
-
-
 def send_activations(x: Tensor, next_rank: int, comm: Communicator) -> None:
     """Sends a tensor, its shape and dtype included, to a rank that calls `recv_activations`.
 
@@ -167,15 +153,13 @@ def send_activations(x: Tensor, next_rank: int, comm: Communicator) -> None:
         ValueError: a dtype or shape that cannot be sent.
     """
     comm = resolve_comm("send_activations", x, comm)
-    if x.dtype not in _DTYPES or x.dim() > _MAX_DIMS:
+    if x.dtype not in DTYPES or x.dim() > MAX_DIMS:
         raise ValueError(
-            f"send_activations: expected at most {_MAX_DIMS} dimensions and a dtype of {', '.join(map(str, _DTYPES))}, "
+            f"send_activations: expected at most {MAX_DIMS} dimensions and a dtype of {', '.join(map(str, DTYPES))}, "
             f"got shape {tuple(x.shape)} of {x.dtype}"
         )
-    header = [_DTYPES.index(x.dtype), x.dim(), *x.shape]
-    header += [0] * (2 + _MAX_DIMS - len(header))
     works = [
-        comm.send(torch.tensor(header, device=wire_device(comm)), next_rank, "send_activations"),
+        comm.send(header_of(x, wire_device(comm)), next_rank, "send_activations"),
         comm.send(x.detach().contiguous(), next_rank, "send_activations"),
     ]
     for work in works:
@@ -193,10 +177,10 @@ def recv_activations(prev_rank: int, comm: Communicator) -> Tensor:
         RuntimeError: before `init_distributed`.
     """
     device = context("recv_activations()").device
-    wire = torch.empty(2 + _MAX_DIMS, dtype=torch.int64, device=wire_device(comm))
-    comm.recv(wire, prev_rank, "recv_activations").wait()
-    code, dim, *sizes = wire.tolist()
-    x = torch.empty(sizes[:dim], dtype=_DTYPES[code], device=device)
+    header = header_of(None, wire_device(comm))
+    comm.recv(header, prev_rank, "recv_activations").wait()
+    shape, dtype = read_header(header)
+    x = torch.empty(shape, dtype=dtype, device=device)
     comm.recv(x, prev_rank, "recv_activations").wait()
     return x
 

@@ -21,6 +21,7 @@ from .._C import (
 from ..errors import CommunicationError
 from ..topology import equal_runs
 from . import context, shm_meeting
+from .rendezvous_store import exchange
 
 #: The environment variable that selects the transport between CPU ranks.
 TRANSPORT_VARIABLE = "BMTRAIN_CPU_TRANSPORT"
@@ -145,10 +146,7 @@ def _meet(store: dist.Store, rank: int, size: int, timeout: float) -> list[dict[
         "lack": shm_meeting.why_not(),
         "host": socket.gethostname(),
     }
-    store.set(f"place/{rank}", json.dumps(mine))
-    keys = [f"place/{other}" for other in range(size)]
-    store.wait(keys, datetime.timedelta(seconds=timeout))
-    ranks = [json.loads(store.get(key)) for key in keys]
+    ranks = [json.loads(text) for text in exchange(store, "place", json.dumps(mine), rank, size, timeout)]
     for other, found in enumerate(ranks):
         if found["asked"] != ranks[0]["asked"]:
             raise ValueError(
@@ -184,8 +182,7 @@ def _connect_host(
     made, reason = shm_meeting.connect(
         dist.PrefixStore(str(host), store), local_rank, num_local, timeout, f"{name} on host {host}"
     )
-    store.set(f"made/{rank}", reason)
-    reasons = [store.get(f"made/{other}").decode() for other in range(len(ranks))]
+    reasons = exchange(store, "made", reason, rank, len(ranks), timeout)
     if made is not None and any(reasons):
         made.close()
         made = None

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import pickle
-from typing import Any, TypeVar
-
-import torch
+from typing import TypeVar
 
 from .._base.deprecate import warn_once
 from .._C import Communicator
-from .comm import wire_device
 from .context import context
+from .messages import broadcast_bytes, gather_bytes
 
 T = TypeVar("T")
-
-_FAILED = -1  # sent in place of a size by a rank that could not pickle its object
 
 
 def allgather_objects(obj: T) -> list[T]:
@@ -53,20 +48,10 @@ def allgather_object(obj: T, comm: Communicator) -> list[T]:
 def _allgather(obj: T, comm: Communicator) -> list[T]:
     if comm.size == 1:
         return [obj]
-    device = wire_device(comm)
     data, error = _pickled(obj)
-    mine = torch.tensor([_FAILED if data is None else len(data)], device=device)
-    sizes = torch.empty(comm.size, dtype=torch.int64, device=device)
-    comm.all_gather(sizes, mine, "allgather_object").wait()
-    lengths: list[int] = sizes.tolist()
-    _raise_if_failed([rank for rank, length in enumerate(lengths) if length == _FAILED], error, comm)
-    buffers = [torch.empty(length, dtype=torch.uint8, device=device) for length in lengths]
-    if data is not None:
-        buffers[comm.rank].copy_(_as_tensor(data))
-    works = [comm.broadcast(buffer, rank, "allgather_object") for rank, buffer in enumerate(buffers)]
-    for work in works:
-        work.wait()
-    return [obj if rank == comm.rank else _unpickled(buffer) for rank, buffer in enumerate(buffers)]
+    parts = gather_bytes(data, comm, "allgather_object")
+    _raise_if_failed([rank for rank, part in enumerate(parts) if part is None], error, comm)
+    return [obj if rank == comm.rank else pickle.loads(part or b"") for rank, part in enumerate(parts)]
 
 
 def broadcast_object(obj: T, comm: Communicator | None = None, src: int = 0) -> T:
@@ -91,15 +76,11 @@ def broadcast_object(obj: T, comm: Communicator | None = None, src: int = 0) -> 
         raise ValueError(f"src: expected a rank of the group, 0 to {comm.size - 1}, got {src}")
     if comm.size == 1:
         return obj
-    device = wire_device(comm)
-    data, error = _pickled(obj) if comm.rank == src else (b"", None)
-    size = torch.tensor([_FAILED if data is None else len(data)], device=device)
-    comm.broadcast(size, src, "broadcast_object").wait()
-    length = int(size.item())
-    _raise_if_failed([src] if length == _FAILED else [], error, comm)
-    buffer = _as_tensor(data).to(device) if data else torch.empty(length, dtype=torch.uint8, device=device)
-    comm.broadcast(buffer, src, "broadcast_object").wait()
-    result: T = obj if comm.rank == src else _unpickled(buffer)
+    data, error = _pickled(obj) if comm.rank == src else (None, None)
+    received = broadcast_bytes(data, src, comm, "broadcast_object")
+    if received is None:
+        _raise_if_failed([src], error, comm)
+    result: T = obj if comm.rank == src else pickle.loads(received or b"")
     return result
 
 
@@ -108,15 +89,6 @@ def _pickled(obj: object) -> tuple[bytes | None, Exception | None]:
         return pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL), None
     except Exception as error:  # whatever __reduce__ of the object raises; told to all ranks below
         return None, error
-
-
-def _as_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _unpickled(buffer: torch.Tensor) -> Any:
-    host = buffer.cpu()
-    return pickle.loads(ctypes.string_at(host.data_ptr(), host.numel()))
 
 
 def _raise_if_failed(ranks: list[int], error: Exception | None, comm: Communicator) -> None:

@@ -21,6 +21,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from .._C import ShmCommunicator
+from .rendezvous_store import exchange
 
 # All ranks have just met: one that does not connect now has failed.
 _MEETING_SECONDS = 60.0
@@ -70,10 +71,7 @@ def connect(
         reason = f"rank {rank}: {_HUNG_UP}"
     except (OSError, RuntimeError) as error:
         reason = f"rank {rank}: {error}"
-    store.set(f"outcome/{rank}", reason or "ok")
-    keys = [f"outcome/{other}" for other in range(size)]
-    store.wait(keys, timedelta(seconds=timeout))
-    outcomes = [store.get(key).decode() for key in keys]
+    outcomes = exchange(store, "outcome", reason or "ok", rank, size, timeout)
     failed = [outcome for outcome in outcomes if outcome != "ok"]
     if not failed:
         return made, ""

@@ -12,14 +12,12 @@ import torch
 
 from .._C import ReduceOp
 from .._ranks.groups import parts_of
+from .._ranks.messages import header_of, read_header
 from .sharding import ShardSpec, layout_with
 
 if TYPE_CHECKING:
     from .._C import Communicator
     from .._ranks.context import Context, Group
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.int16,
-           torch.int8, torch.uint8, torch.bool)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,31 +84,21 @@ def share_shape(
     pipe: Group, tensor: torch.Tensor | None, source: int, device: torch.device
 ) -> tuple[torch.Size, torch.dtype]:
     """Returns the shape and dtype of the tensor of stage ``source``. Collective over the pipe group."""
-    header = _header(tensor, device)
+    header = header_of(tensor, device)
     pipe.comm.broadcast(header, source, "pipe.shape").wait()
-    return _read_header(header)
+    return read_header(header)
 
 
 def send_header(pipe: Group, tensor: torch.Tensor, peer: int) -> None:
     """Sends stage ``peer`` the shape and dtype of the tensor that follows."""
-    channel(pipe, pipe.rank).send(_header(tensor, tensor.device), peer, "pipe.shape").wait()
+    channel(pipe, pipe.rank).send(header_of(tensor, tensor.device), peer, "pipe.shape").wait()
 
 
 def receive_header(pipe: Group, peer: int, device: torch.device) -> tuple[torch.Size, torch.dtype]:
     """Receives the shape and dtype of the tensor that stage ``peer`` sends next."""
-    header = _header(None, device)
+    header = header_of(None, device)
     channel(pipe, peer).recv(header, peer, "pipe.shape").wait()
-    return _read_header(header)
-
-
-def _header(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    values = [] if tensor is None else [tensor.dim(), _DTYPES.index(tensor.dtype), *tensor.shape]
-    return torch.tensor(values + [0] * (16 - len(values)), dtype=torch.int64, device=device)
-
-
-def _read_header(header: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-    dims, dtype, *sizes = header.tolist()
-    return torch.Size(sizes[:dims]), _DTYPES[dtype]
+    return read_header(header)
 
 
 def collect_batches(pipe: Group, batch: torch.Tensor, target: int | None = None) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ from .._base.arguments import require_integer
 from .._C import Communicator
 from .._ranks import context as _context
 from .._ranks.comm import create_gloo, create_single
+from .._ranks.rendezvous_store import exchange
 from .._watch.watchdog import transport_timeout
 from ..errors import CommunicationError
 
@@ -82,9 +83,8 @@ def commInitRank(unique_id: bytes, world_size: int, rank: int) -> Communicator:
         return create_gloo(store, token, rank, world_size, _timeout().total_seconds(), name)
     patience = transport_timeout(context.timeout)
     comm = create_gloo(store, token, rank, world_size, patience, name)
-    store.set(f"{token}/member/{rank}", str(context.topology.rank))
-    members = tuple(int(store.get(f"{token}/member/{other}")) for other in range(world_size))
-    return context.watch.guard(comm, f"user/{token}", members)
+    members = exchange(store, f"{token}/member", str(context.topology.rank), rank, world_size, patience)
+    return context.watch.guard(comm, f"user/{token}", tuple(map(int, members)))
 
 
 def _timeout() -> datetime.timedelta:
