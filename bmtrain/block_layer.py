@@ -94,8 +94,7 @@ class Block(StandIn):
         *,
         policy: BlockPolicy | None = None,
     ) -> None:
-        if not isinstance(inner_module, torch.nn.Module):
-            raise TypeError(f"inner_module: expected a torch.nn.Module, got {type(inner_module).__name__}")
+        require_module("inner_module", inner_module)
         if mode not in BlockMode.__members__:
             raise ValueError(f"mode: expected 'BLOCK' or 'PIPE', got {mode!r}")
         if zero_level not in (None, 2, 3):

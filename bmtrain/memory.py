@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ._base.arguments import require_module
 from ._base.host_memory import resident_bytes
 from ._C import num_update_workers
 from ._engine.engine import current_engine
@@ -98,8 +99,8 @@ def memory_report(
         >>> before.gradients, after.gradients  # bytes; print(after) shows a table
         (0, 512)
     """
-    if model is not None and not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if model is not None:
+        require_module("model", model)
     current = context("memory_report()")
     groups = [group for block in current_engine(current).blocks for group in block.buffers]
     outside = [param for param in _parameters(model) if not _is_in_block(param)]

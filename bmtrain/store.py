@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from ._base.arguments import require_module, require_path
 from ._base.atomic_file import AtomicFile
 from ._base.ties import place_of
 from ._files.archive import read_archive
@@ -70,7 +71,8 @@ def save(
         >>> sorted(torch.load(path))
         ['bias', 'weight']
     """
-    _check_arguments(model, file_name)
+    require_module("model", model)
+    require_path("file_name", file_name)
     context("save()")
     finish_background_save()
     state = _full_state(model, copy=non_blocking)
@@ -113,7 +115,8 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike[str], strict: bool
         >>> bmtrain.load(bmtrain.nn.Linear(2, 3), path, strict=False)
         _IncompatibleKeys(missing_keys=['bias'], unexpected_keys=[])
     """
-    _check_arguments(model, file_name)
+    require_module("model", model)
+    require_path("file_name", file_name)
     context("load()")
     finish_background_save()
     state = on_rank_0(lambda: read_archive(os.fspath(file_name)), "load")
@@ -123,13 +126,6 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike[str], strict: bool
         if not loads_by_itself(model):
             check_model_state(model, outline_of(model).entries, wrapper, strict)
     return model.load_state_dict(wrapper, strict=strict)
-
-
-def _check_arguments(model: object, file_name: object) -> None:
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    if not isinstance(file_name, (str, os.PathLike)):
-        raise TypeError(f"file_name: expected a path, got {type(file_name).__name__}")
 
 
 # ---- collecting

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ._base.arguments import require_integer
 from ._base.generators import kept_generators, seed_generators
 from ._C import TreeSum
 from ._engine.engine import current_engine
@@ -164,10 +164,7 @@ def virtual_shards(step: int) -> VirtualShards:
             "virtual_shards: their number is not known: call init_distributed(virtual_shards=...), the same on every "
             "number of ranks"
         )
-    try:
-        return VirtualShards(operator.index(step), count)
-    except TypeError:
-        raise TypeError(f"step: expected an integer, got {step!r} ({type(step).__name__})") from None
+    return VirtualShards(require_integer("step", step), count)
 
 
 def check_count(count: int | None, place: Topology) -> int:
@@ -179,12 +176,7 @@ def check_count(count: int | None, place: Topology) -> int:
     """
     if count is None:
         return 0
-    try:
-        number = operator.index(count)
-    except TypeError:
-        raise TypeError(
-            f"virtual_shards: expected an integer or None, got {count!r} ({type(count).__name__})"
-        ) from None
+    number = require_integer("virtual_shards", count)
     if number < 1 or number % place.world_size:
         raise ValueError(
             f"virtual_shards: expected a multiple of the number of ranks ({place.world_size}), got {number}"

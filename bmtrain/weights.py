@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ._base.arguments import require_module
 from ._files.safetensors import SafetensorsFile, locate_tensors, write_folder, write_safetensors
 from ._files.shared_state import DistributedTensorWrapper
 from ._model.check import check_model_state
@@ -65,8 +66,7 @@ def load(
         >>> model.weight.shape
         torch.Size([3, 2])
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    require_module("model", model)
     context("weights.load()")
     finish_background_save()
     files = on_all_ranks(lambda: locate_tensors(path), "weights.load")
@@ -215,8 +215,7 @@ def save(
         >>> os.listdir(folder)
         ['model.safetensors']
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    require_module("model", model)
     context("weights.save()")
     finish_background_save()
     entries = outline_of(model).entries

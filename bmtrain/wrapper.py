@@ -14,6 +14,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from ._base.arguments import require_module
 from ._engine.engine import current_engine
 from ._engine.sync_batch_norm import SyncedBatchNorm
 from ._ranks.context import current as current_context
@@ -97,8 +98,7 @@ def _note_growth() -> None:
 
 def _check(model: object) -> None:
     context("BMTrainModelWrapper")
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    require_module("model", model)
 
 
 class _Conversion:

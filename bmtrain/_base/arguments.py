@@ -47,7 +47,7 @@ def require_tensor(name: str, value: Any) -> None:
 def require_module(name: str, value: Any) -> None:
     """Raises TypeError unless ``value`` is a module."""
     if not isinstance(value, torch.nn.Module):
-        raise TypeError(f"{name}: expected a torch.nn.Module, got {value!r:.80} ({type(value).__name__})")
+        raise TypeError(f"{name}: expected a torch.nn.Module, got {type(value).__name__}")
 
 
 def require_text(name: str, value: Any) -> None:
@@ -59,7 +59,7 @@ def require_text(name: str, value: Any) -> None:
 def require_path(name: str, value: Any) -> None:
     """Raises TypeError unless ``value`` names a file or folder."""
     if not isinstance(value, (str, os.PathLike)):
-        raise TypeError(f"{name}: expected a path, got {value!r:.80} ({type(value).__name__})")
+        raise TypeError(f"{name}: expected a path, got {type(value).__name__}")
 
 
 def require_dtype(name: str, value: Any) -> None:

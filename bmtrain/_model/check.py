@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..parameter import DistributedParameter
+from .state_dict import misfit
 
 _OURS = ("torch.", "bmtrain.", "transformers.")
 
@@ -31,12 +31,8 @@ def check_model_state(
                 listed = ", ".join(f'"{key}"' for key in keys)
                 problems.append(f"{kind} key(s) in state_dict: {listed}. ")
     for key, target in own.items():
-        if (
-            key in given
-            and isinstance(target, torch.Tensor)
-            and (problem := _misfit(key, target, given[key]))
-        ):
-            problems.append(problem)
+        if key in given and isinstance(target, torch.Tensor):
+            problems += filter(None, [_problem(key, target, given[key])])
     if any("key(s) in" in problem for problem in problems):
         problems.append(
             "strict=False loads the keys that match, and returns the missing and the unexpected ones."
@@ -46,23 +42,11 @@ def check_model_state(
         raise RuntimeError(f"Error(s) in loading state_dict for {model.__class__.__name__}:\n\t{listed}")
 
 
-def _misfit(key: str, target: torch.Tensor, value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    dtype = getattr(value, "dtype", None)
-    if shape is None or not isinstance(dtype, torch.dtype):
-        return (
-            f"While copying the parameter named {key!r}, expected torch.Tensor or Tensor-like object from checkpoint "
-            f"but received {type(value)}"
-        )
-    is_sharded = isinstance(target, DistributedParameter)
-    expected = tuple(target._tp_original_shape) if is_sharded else tuple(target.shape)  # type: ignore[attr-defined]
-    if tuple(shape) != expected and not (not is_sharded and expected == () and tuple(shape) == (1,)):
-        return (
-            f"size mismatch for {key}: copying a param with shape {tuple(shape)} from checkpoint, the shape "
-            f"in current model is {expected}."
-        )
-    if dtype.is_complex and not target.dtype.is_complex:
-        return f"dtype mismatch for {key}: copying a param of {dtype} from checkpoint, the model has {target.dtype}."
+def _problem(key: str, target: torch.Tensor, value: Any) -> str:
+    if problem := misfit(key, target, value):
+        return problem
+    if value.dtype.is_complex and not target.dtype.is_complex:
+        return f"dtype mismatch for {key}: a param of {value.dtype} from checkpoint, the model has {target.dtype}."
     return ""
 
 

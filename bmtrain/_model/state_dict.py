@@ -100,7 +100,7 @@ def take_local_parts(
         if not isinstance(param, DistributedParameter) or key not in state_dict:
             continue
         value = state_dict[key]
-        problem = _misfit(key, value, param)
+        problem = misfit(key, param, value)
         if problem:
             error_msgs.append(problem)
             state_dict[key] = param.detach()
@@ -116,21 +116,21 @@ def take_local_parts(
             module._buffers[name] = torch.empty_like(buffer, device=context().device)
 
 
-def _misfit(key: str, value: Any, param: DistributedParameter) -> str:
+def misfit(key: str, target: torch.Tensor, value: Any) -> str:
+    """The error of torch for a ``value`` that cannot be loaded into ``target``; empty if it can."""
     if not torch.overrides.is_tensor_like(value):
         return (
             f"While copying the parameter named {key!r}, expected torch.Tensor or Tensor-like object from checkpoint "
             f"but received {type(value)}"
         )
-    expected = tuple(param._tp_original_shape)
-    if tuple(value.shape) != expected:
+    is_sharded = isinstance(target, DistributedParameter)
+    expected, shape = tuple(getattr(target, "_tp_original_shape", target.shape)), tuple(value.shape)
+    if shape != expected and (is_sharded or (expected, shape) != ((), (1,))):
         return (
-            f"size mismatch for {key}: copying a param with shape {tuple(value.shape)} from checkpoint, the shape "
+            f"size mismatch for {key}: copying a param with shape {shape} from checkpoint, the shape "
             f"in current model is {expected}."
         )
-    if value.is_meta:
-        return f"{key}: the tensor to load is on the meta device and has no values."
-    return ""
+    return f"{key}: the tensor to load is on the meta device and has no values." if value.is_meta else ""
 
 
 @contextmanager

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import Tensor
 
+from .._base.arguments import require_integer
 from .._C import Communicator
 from .context import context
 
@@ -36,10 +35,7 @@ def resolve_comm(name: str, x: Tensor, comm: Communicator | None, argument: str 
 
 def check_root(root: int, comm: Communicator) -> None:
     """Raises TypeError or ValueError unless ``root`` is a rank of ``comm``."""
-    try:
-        operator.index(root)
-    except TypeError:
-        raise TypeError(f"root: expected an integer, got {type(root).__name__}") from None
+    require_integer("root", root)
     if not 0 <= root < comm.size:
         raise ValueError(f"root: expected a rank of the group, 0 to {comm.size - 1}, got {root}")
 

@@ -11,29 +11,22 @@ __all__ = ["Streams"]
 
 
 class InertStream:
-    """Replaces a CUDA stream or event on a CPU run: all work is complete already."""
+    """Replaces a CUDA stream or event on a CPU run: all work is complete already, and nothing waits."""
 
-    def synchronize(self) -> None:
-        """Nothing is pending."""
+    def synchronize(self) -> None: ...
 
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
+    def wait_stream(self, stream: Any) -> None: ...
 
-    def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
+    def wait_event(self, event: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
 
     def record_event(self, event: Any = None) -> Any:
-        """Returns ``event``, or an inert one."""
         return self if event is None else event
 
-    def record(self, stream: Any = None) -> None:
-        """Nothing to mark."""
-
-    def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
-
     def query(self) -> bool:
-        """Everything queued before has completed."""
         return True
 
 

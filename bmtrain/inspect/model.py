@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._base.arguments import require_text
+from .._base.arguments import require_module, require_text
 from .._C import ReduceOp
 from .._ranks.agree import broadcast_json
 from .._ranks.comm import wire_device
@@ -41,8 +41,7 @@ def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> 
         >>> [(row["name"], row["shape"]) for row in rows]
         [('weight', (3, 2)), ('bias', (3,))]
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    require_module("model", model)
     require_text("param_name", param_name)
     require_text("prefix", prefix)
     context("inspect_model()")

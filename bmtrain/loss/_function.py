@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .. import _ops
+from .._base.arguments import require_tensor
 from .._base.differentiable_once import differentiable_once
 
 __all__ = ["CrossEntropyOptions", "VocabularySlice", "cross_entropy_rows", "has_inf_nan"]
@@ -261,9 +262,8 @@ def has_inf_nan(x: Tensor, out: Tensor) -> None:
         >>> has_inf_nan(torch.tensor([1.0, float("inf")]), flag); flag
         tensor([1], dtype=torch.uint8)
     """
-    for name, value in (("x", x), ("out", out)):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+    require_tensor("x", x)
+    require_tensor("out", out)
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise TypeError(f"x: expected float16, bfloat16 or float32, got {x.dtype}")
     if out.dtype != torch.uint8:
