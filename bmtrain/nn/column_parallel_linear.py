@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from .._base.arguments import require_integer
-from ..layer import DistributedModule
-from ._divide import check_layer, divided, tp_parameter
+from ._divide import divided, tp_parameter
+from .linear import LinearLayer
 from .parallel_linear_func import parallel_linear
 
 __all__ = ["ColumnParallelLinear"]
 
 
-class ColumnParallelLinear(DistributedModule):
+class ColumnParallelLinear(LinearLayer):
     """:class:`torch.nn.Linear` of which each tensor-parallel rank computes a slice of the output features.
 
     Args:
@@ -35,6 +35,8 @@ class ColumnParallelLinear(DistributedModule):
         torch.Size([6, 4])
     """
 
+    _shown = ("gather_input", "gather_output")
+
     def __init__(
         self,
         in_features: int,
@@ -45,20 +47,15 @@ class ColumnParallelLinear(DistributedModule):
         gather_input: bool = True,
         async_gather_chunks: int = 2,
     ) -> None:
-        super().__init__()
-        check_layer(dtype, in_features=in_features, out_features=out_features)
+        super().__init__(in_features, out_features, dtype)
         require_integer("async_gather_chunks", async_gather_chunks, 1)
-        self.in_features = in_features
-        self.out_features = out_features
         self.gather_output = gather_output
         self.gather_input = gather_input
         self.async_gather_chunks = async_gather_chunks
         rows = divided("out_features", out_features)
         self.weight = tp_parameter((rows, in_features), 0, dtype, torch.nn.init.xavier_normal_)
-        if bias:
-            self.bias = tp_parameter((rows,), 0, dtype, torch.nn.init.zeros_)
-        else:
-            self.register_parameter("bias", None)
+        zeros = tp_parameter((rows,), 0, dtype, torch.nn.init.zeros_) if bias else None
+        self.register_parameter("bias", zeros)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """``(d0, ..., in)`` to ``(d0 * tp, ..., out / tp)`` (options change both factors)."""
@@ -71,11 +68,4 @@ class ColumnParallelLinear(DistributedModule):
             False,
             None,
             self.async_gather_chunks,
-        )
-
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self._parameters['bias'] is not None}, gather_input={self.gather_input}, "
-            f"gather_output={self.gather_output}"
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from ..layer import DistributedModule
@@ -18,7 +20,27 @@ class OpLinear:
         return torch.nn.functional.linear(x, weight, bias)
 
 
-class Linear(DistributedModule):
+class LinearLayer(DistributedModule):
+    """Sizes and description that linear layers share."""
+
+    #: Options shown by ``repr``, beside the sizes.
+    _shown: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        check_layer(dtype, in_features=in_features, out_features=out_features)
+        self.in_features = in_features
+        self.out_features = out_features
+
+    def extra_repr(self) -> str:
+        options = "".join(f", {name}={getattr(self, name)}" for name in self._shown)
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self._parameters['bias'] is not None}{options}"
+        )
+
+
+class Linear(LinearLayer):
     """:class:`torch.nn.Linear` with sharded parameters.
 
     ``init_parameters`` draws the weight with ``xavier_normal_`` and sets the bias to zero.
@@ -41,24 +63,13 @@ class Linear(DistributedModule):
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, dtype: torch.dtype | None = None
     ) -> None:
-        super().__init__()
-        check_layer(dtype, in_features=in_features, out_features=out_features)
-        self.in_features = in_features
-        self.out_features = out_features
+        super().__init__(in_features, out_features, dtype)
         self.weight = parameter((out_features, in_features), dtype, torch.nn.init.xavier_normal_)
-        if bias:
-            self.bias = parameter((out_features,), dtype, torch.nn.init.zeros_)
-        else:
-            self.register_parameter("bias", None)
+        zeros = parameter((out_features,), dtype, torch.nn.init.zeros_) if bias else None
+        self.register_parameter("bias", zeros)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """``(..., in_features)`` to ``(..., out_features)``."""
         weight = self.weight
         check_features("input", input, weight, self.in_features)
         return OpLinear.apply(input, weight, self.bias)
-
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self._parameters['bias'] is not None}"
-        )

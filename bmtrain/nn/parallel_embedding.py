@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,34 @@ __all__ = ["Projection", "VPEmbedding", "VPProjection"]
 _LARGEST = sys.float_info.max
 
 
-class VPEmbedding(DistributedModule):
+class _Table(DistributedModule):
+    """A weight with a row for each entry of a vocabulary."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embedding_size: int,
+        dtype: torch.dtype | None = torch.half,
+        init_mean: float = 0.0,
+        init_std: float = 1,
+    ) -> None:
+        super().__init__()
+        check_layer(dtype, vocab_size=vocab_size, embedding_size=embedding_size)
+        require_between("init_mean", init_mean, -_LARGEST, _LARGEST)
+        require_between("init_std", init_std, 0)
+        self.vocab_size = vocab_size
+        self.embedding_size = embedding_size
+        self.weight = self._table(dtype, mean=init_mean, std=init_std)
+
+    def _table(self, dtype: torch.dtype | None, **normal: float) -> Any:
+        """The parameter, whose initializer draws from a normal distribution."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return f"{self.vocab_size}, {self.embedding_size}"
+
+
+class VPEmbedding(_Table):
     """An embedding whose table is divided along the vocabulary over the tensor-parallel ranks.
 
     Args:
@@ -38,25 +66,9 @@ class VPEmbedding(DistributedModule):
         (torch.Size([1, 3, 4]), torch.Size([1, 3, 10]))
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        embedding_size: int,
-        dtype: torch.dtype | None = torch.half,
-        init_mean: float = 0.0,
-        init_std: float = 1,
-    ) -> None:
-        super().__init__()
-        _check_table(vocab_size, embedding_size, dtype, init_mean, init_std)
-        self.vocab_size = vocab_size
-        self.embedding_size = embedding_size
-        rows = divided("vocab_size", vocab_size)
-        self.weight = tp_parameter(
-            (rows, embedding_size), 0, dtype, torch.nn.init.normal_, mean=init_mean, std=init_std
-        )
-
-    def extra_repr(self) -> str:
-        return f"{self.vocab_size}, {self.embedding_size}"
+    def _table(self, dtype: torch.dtype | None, **normal: float) -> Any:
+        rows = divided("vocab_size", self.vocab_size)
+        return tp_parameter((rows, self.embedding_size), 0, dtype, torch.nn.init.normal_, **normal)
 
     def forward(self, x: torch.Tensor, projection: bool = False) -> torch.Tensor:
         """Embeds ids, or projects hidden states onto the vocabulary.
@@ -96,14 +108,6 @@ class VPEmbedding(DistributedModule):
         return scatter_rows(found).view(*ids.shape, weight.shape[1])
 
 
-def _check_table(
-    vocab_size: int, embedding_size: int, dtype: torch.dtype | None, init_mean: float, init_std: float
-) -> None:
-    check_layer(dtype, vocab_size=vocab_size, embedding_size=embedding_size)
-    require_between("init_mean", init_mean, -_LARGEST, _LARGEST)
-    require_between("init_std", init_std, 0)
-
-
 def _check_ids(ids: torch.Tensor, vocab_size: int) -> None:
     """Checks ids before communication. On a GPU the values are not checked: the host would wait."""
     if ids.dtype not in (torch.int32, torch.int64):
@@ -114,7 +118,7 @@ def _check_ids(ids: torch.Tensor, vocab_size: int) -> None:
             raise IndexError(f"x: expected ids in [0, {vocab_size}), got {least if least < 0 else most}")
 
 
-class Projection(DistributedModule):
+class Projection(_Table):
     """Logits ``x @ weight.T`` over a whole vocabulary.
 
     Args: as :class:`VPEmbedding`.
@@ -124,24 +128,8 @@ class Projection(DistributedModule):
         torch.Size([2, 3, 10])
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        embedding_size: int,
-        dtype: torch.dtype | None = torch.half,
-        init_mean: float = 0.0,
-        init_std: float = 1,
-    ) -> None:
-        super().__init__()
-        _check_table(vocab_size, embedding_size, dtype, init_mean, init_std)
-        self.vocab_size = vocab_size
-        self.embedding_size = embedding_size
-        self.weight = parameter(
-            (vocab_size, embedding_size), dtype, torch.nn.init.normal_, mean=init_mean, std=init_std
-        )
-
-    def extra_repr(self) -> str:
-        return f"{self.vocab_size}, {self.embedding_size}"
+    def _table(self, dtype: torch.dtype | None, **normal: float) -> Any:
+        return parameter((self.vocab_size, self.embedding_size), dtype, torch.nn.init.normal_, **normal)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``(..., dim)`` to ``(..., vocab)``."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from .._base.arguments import require_integer
-from ..layer import DistributedModule
-from ._divide import check_layer, divided, tp_parameter
+from ._divide import divided, tp_parameter
+from .linear import LinearLayer
 from .parallel_linear_func import ReduceType, parallel_linear
 
 __all__ = ["RowParallelLinear"]
 
 
-class RowParallelLinear(DistributedModule):
+class RowParallelLinear(LinearLayer):
     """:class:`torch.nn.Linear` of which each tensor-parallel rank computes a slice of the input features.
 
     Args:
@@ -32,6 +32,8 @@ class RowParallelLinear(DistributedModule):
         See :class:`ColumnParallelLinear`.
     """
 
+    _shown = ("split_input", "all_reduce_output")
+
     def __init__(
         self,
         in_features: int,
@@ -42,20 +44,15 @@ class RowParallelLinear(DistributedModule):
         all_reduce_output: bool = False,
         async_chunks: int = 2,
     ) -> None:
-        super().__init__()
-        check_layer(dtype, in_features=in_features, out_features=out_features)
+        super().__init__(in_features, out_features, dtype)
         require_integer("async_chunks", async_chunks, 1)
-        self.in_features = in_features
-        self.out_features = out_features
         self.split_input = split_input
         self.all_reduce_output = all_reduce_output
         self.async_chunks = async_chunks
         columns = divided("in_features", in_features)
         self.weight = tp_parameter((out_features, columns), 1, dtype, torch.nn.init.xavier_normal_)
-        if bias:
-            self.bias = tp_parameter((out_features,), -1, dtype, torch.nn.init.zeros_)
-        else:
-            self.register_parameter("bias", None)
+        zeros = tp_parameter((out_features,), -1, dtype, torch.nn.init.zeros_) if bias else None
+        self.register_parameter("bias", zeros)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """``(d0, ..., in / tp)`` to ``(d0 / tp, ..., out)`` (options change both)."""
@@ -68,11 +65,4 @@ class RowParallelLinear(DistributedModule):
             self.split_input,
             ReduceType.ALL_REDUCE if self.all_reduce_output else ReduceType.REDUCE_SCATTER,
             self.async_chunks,
-        )
-
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self._parameters['bias'] is not None}, split_input={self.split_input}, "
-            f"all_reduce_output={self.all_reduce_output}"
         )
