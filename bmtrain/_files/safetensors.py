@@ -170,15 +170,15 @@ def write_folder(
     ``read`` is called in the order of the table. No file is larger than ``max_shard_size`` bytes, unless one tensor is.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    groups = _groups(table, max_shard_size)
+    shares = _shares(table, max_shard_size)
     names = ["model.safetensors"]
-    if len(groups) > 1:
-        names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
-    for name, group in zip(names, groups, strict=True):
-        write_safetensors(folder / name, {key: table[key] for key in group}, map(read, group), metadata)
+    if len(shares) > 1:
+        names = [f"model-{i + 1:05d}-of-{len(shares):05d}.safetensors" for i in range(len(shares))]
+    for name, share in zip(names, shares, strict=True):
+        write_safetensors(folder / name, {key: table[key] for key in share}, map(read, share), metadata)
     index = folder / "model.safetensors.index.json"
-    if len(groups) > 1:
-        weights = {key: name for name, group in zip(names, groups, strict=True) for key in group}
+    if len(shares) > 1:
+        weights = {key: name for name, share in zip(names, shares, strict=True) for key in share}
         total = sum(_nbytes(*described) for described in table.values())
         with AtomicFile(index) as file:
             file.write(
@@ -188,17 +188,18 @@ def write_folder(
         index.unlink()  # of other weights: readers would follow it
 
 
-def _groups(table: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], limit: int | None) -> list[list[str]]:
-    groups: list[list[str]] = [[]]
+def _shares(table: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], limit: int | None) -> list[list[str]]:
+    """Names of the tensors of each file."""
+    shares: list[list[str]] = [[]]
     filled = 0
     for name, described in table.items():
         size = _nbytes(*described)
-        if limit is not None and groups[-1] and filled + size > limit:
-            groups.append([])
+        if limit is not None and shares[-1] and filled + size > limit:
+            shares.append([])
             filled = 0
-        groups[-1].append(name)
+        shares[-1].append(name)
         filled += size
-    return groups
+    return shares
 
 
 def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:

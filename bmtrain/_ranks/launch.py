@@ -76,47 +76,16 @@ class _Source:
     job: tuple[str, ...] = ()  # variables that name the job, equal on all its ranks
 
 
+_OPEN_MPI, _MVAPICH = "OMPI_COMM_WORLD", "MV2_COMM_WORLD"
 _SOURCES = (
-    _Source(
-        name="torchrun",
-        rank="RANK",
-        world_size="WORLD_SIZE",
-        local_rank="LOCAL_RANK",
-        local_size="LOCAL_WORLD_SIZE",
-        job=("TORCHELASTIC_RUN_ID",),
-    ),
-    _Source(
-        name="Open MPI",
-        rank="OMPI_COMM_WORLD_RANK",
-        world_size="OMPI_COMM_WORLD_SIZE",
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-        job=("PMIX_NAMESPACE",),
-    ),
-    _Source(
-        name="MPICH",
-        rank="PMI_RANK",
-        world_size="PMI_SIZE",
-        local_rank="MPI_LOCALRANKID",
-        local_size="MPI_LOCALNRANKS",
-    ),
-    _Source(
-        name="MVAPICH",
-        rank="MV2_COMM_WORLD_RANK",
-        world_size="MV2_COMM_WORLD_SIZE",
-        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
-        local_size="MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
-    _Source(
-        name="Slurm",
-        rank="SLURM_PROCID",
-        world_size="SLURM_NTASKS",
-        local_rank="SLURM_LOCALID",
-        local_size="SLURM_NTASKS_PER_NODE",
-        marker="SLURM_STEP_ID",
-        job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
-    ),
-)
+    _Source("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", job=("TORCHELASTIC_RUN_ID",)),
+    _Source("Open MPI", f"{_OPEN_MPI}_RANK", f"{_OPEN_MPI}_SIZE", f"{_OPEN_MPI}_LOCAL_RANK",
+            f"{_OPEN_MPI}_LOCAL_SIZE", job=("PMIX_NAMESPACE",)),
+    _Source("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _Source("MVAPICH", f"{_MVAPICH}_RANK", f"{_MVAPICH}_SIZE", f"{_MVAPICH}_LOCAL_RANK", f"{_MVAPICH}_LOCAL_SIZE"),
+    _Source("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE",
+            marker="SLURM_STEP_ID", job=("SLURM_JOB_ID", "SLURM_STEP_ID")),
+)  # fmt: skip
 
 
 def read_launch(init_method: str, environ: Mapping[str, str], argv: Sequence[str]) -> Launch:

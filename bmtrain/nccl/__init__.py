@@ -88,7 +88,7 @@ __all__ = [
 Buffer: TypeAlias = Tensor | TypedStorage | UntypedStorage
 
 
-class _Group(threading.local):
+class _Posted(threading.local):
     """Operations posted since the outermost `groupStart` of this thread, and the communicators that collect theirs."""
 
     depth = 0
@@ -98,7 +98,7 @@ class _Group(threading.local):
         self.comms: list[NcclCommunicator] = []
 
 
-_group = _Group()
+_posted = _Posted()
 
 
 def allReduce(src: Buffer, dst: Buffer, op: str, comm: NCCLCommunicator) -> None:
@@ -207,7 +207,7 @@ def recv(dst: Buffer, peer: int, comm: NCCLCommunicator) -> None:
 
 def groupStart() -> None:
     """Post the calls up to `groupEnd` without waiting, so that opposite sends and receives meet. Nestable."""
-    _group.depth += 1
+    _posted.depth += 1
 
 
 def groupEnd() -> None:
@@ -216,12 +216,12 @@ def groupEnd() -> None:
     Raises:
         RuntimeError: without a `groupStart`.
     """
-    if _group.depth == 0:
+    if _posted.depth == 0:
         raise RuntimeError("nccl.groupEnd: no groupStart came before it on this thread")
-    _group.depth -= 1
-    if _group.depth == 0:
-        works, _group.works = _group.works, []
-        comms, _group.comms = _group.comms, []
+    _posted.depth -= 1
+    if _posted.depth == 0:
+        works, _posted.works = _posted.works, []
+        comms, _posted.comms = _posted.comms, []
         for comm in comms:
             comm.end_group()
         for work in works:
@@ -260,15 +260,15 @@ def _joined(call: str, comm: NCCLCommunicator) -> NCCLCommunicator:
     """``comm``, for an operation; over NCCL what a group posts must start as one."""
     _check_comm(call, comm)
     transport = comm.inner if isinstance(comm, GuardedCommunicator) else comm
-    if _group.depth and isinstance(transport, NcclCommunicator) and transport not in _group.comms:
+    if _posted.depth and isinstance(transport, NcclCommunicator) and transport not in _posted.comms:
         transport.begin_group()
-        _group.comms.append(transport)
+        _posted.comms.append(transport)
     return comm
 
 
 def _finish(work: Work) -> None:
-    if _group.depth:
-        _group.works.append(work)
+    if _posted.depth:
+        _posted.works.append(work)
     else:
         work.wait()
 
