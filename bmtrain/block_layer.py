@@ -12,8 +12,7 @@ import torch
 
 from ._base.arguments import require_integer, require_module
 from ._base.deprecate import warn_once
-from ._base.layer_sequence import LayerSequence
-from ._base.layers import run_layers, stacked
+from ._base.layers import LayerSequence, run_layers, stacked
 from ._base.opaque import opaque
 from ._base.stand_in import SHARED, StandIn
 from ._engine.block_state import BlockState

@@ -9,8 +9,7 @@ import torch
 
 from ._base.arguments import require_module
 from ._base.deprecate import warn_once
-from ._base.layer_sequence import LayerSequence
-from ._base.layers import run_layers
+from ._base.layers import LayerSequence, run_layers
 from ._base.opaque import opaque
 from ._engine.pipe_arguments import PipeArguments
 from ._engine.pipeline import PipelineCall, idle_share, run_pipeline

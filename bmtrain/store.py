@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from ._base.arguments import require_module, require_path
 from ._base.atomic_file import AtomicFile
-from ._base.ties import place_of
+from ._base.tensors import place_of
 from ._files.archive import read_archive
 from ._files.shared_state import DTYPE_LIST, DistributedStateDictWrapper, DistributedTensorWrapper
 from ._model.check import check_model_state, loads_by_itself

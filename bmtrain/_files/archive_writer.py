@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .._base.atomic_file import AtomicFile
-from .._base.memory import bytes_of, in_host_memory
+from .._base.tensors import bytes_of, in_host_memory
 
 _ALIGNMENT = 64
 _FOLDER = "archive"

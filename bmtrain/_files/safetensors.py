@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from .._base.atomic_file import AtomicFile
-from .._base.memory import bytes_of, in_host_memory
+from .._base.tensors import bytes_of, in_host_memory
 from ..errors import UnreadableFileError
 
 _NAMES: dict[str, torch.dtype] = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._base.ties import place_of
+from .._base.tensors import place_of
 from ..parameter import DistributedParameter
 from .state_dict import Collection, collecting, install_hooks_below
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._base.ties import place_of
+from .._base.tensors import place_of
 from .._files.archive import read_archive
 from .._files.safetensors import SafetensorsFile, locate_tensors
 from ..distributed.checkpoint.layout import MANIFEST, check_sizes, newest, read_manifest

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..._base.memory import bytes_of
+from ..._base.tensors import bytes_of
 from ..._files.shared_state import DistributedTensorWrapper, decode
 from ...errors import UnreadableFileError
 from ...global_var import context

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..._base.memory import bytes_of, in_host_memory
+from ..._base.tensors import bytes_of, in_host_memory
 from ..._base.unseen import data_of
 from ..._files.shared_state import encode
 from ..._model.outline import outline_of

@@ -14,7 +14,7 @@ from threading import Event
 from typing import Any, BinaryIO
 
 from ..._base.atomic_file import AtomicFile, NamedFile, sync_folder
-from ..._base.memory import bytes_of, in_host_memory
+from ..._base.tensors import bytes_of, in_host_memory
 from ..._ranks.agree import describe_error, rebuild_error
 from ..._watch.blame import ranks_text
 from ...errors import CommunicationError, UnreadableFileError

@@ -1,8 +1,9 @@
-"""The bytes of host tensors, without unneeded copies."""
+"""Bytes of host tensors without unneeded copies, and detection of tied tensors."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Hashable
 
 import torch
 
@@ -18,3 +19,10 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
         raise ValueError(f"expected a contiguous tensor on the host, got one on {tensor.device}")
     size = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr() or 1)).cast("B")
+
+
+def place_of(tensor: torch.Tensor) -> Hashable:
+    """A key, equal for dense tensors with the same elements and strides (tied weights) while one of them lives."""
+    storage = tensor.untyped_storage()._cdata
+    layout = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    return storage, layout, tensor.is_conj(), tensor.is_neg()
