@@ -158,26 +158,9 @@ class DistributedModule(torch.nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         give_full_values(self, destination, prefix)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         with loading_local_parts(self):
-            super()._load_from_state_dict(
-                state_dict,
-                prefix,
-                local_metadata,
-                strict,
-                missing_keys,
-                unexpected_keys,
-                error_msgs,
-            )
+            super()._load_from_state_dict(*args, **kwargs)
 
 
 def forget_block(module: torch.nn.Module) -> None:

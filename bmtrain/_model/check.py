@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .notes import REMEDY
 from .state_dict import misfit
 
 _OURS = ("torch.", "bmtrain.", "transformers.")
@@ -34,9 +35,7 @@ def check_model_state(
         if key in given and isinstance(target, torch.Tensor):
             problems += filter(None, [_problem(key, target, given[key])])
     if any("key(s) in" in problem for problem in problems):
-        problems.append(
-            "strict=False loads the keys that match, and returns the missing and the unexpected ones."
-        )
+        problems.append(f"{REMEDY}.")
     if problems:
         listed = "\n\t".join(problems)
         raise RuntimeError(f"Error(s) in loading state_dict for {model.__class__.__name__}:\n\t{listed}")

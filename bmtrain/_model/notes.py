@@ -11,6 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import BMTrainError
 
+#: For keys that are missing or unexpected on purpose.
+REMEDY = "strict=False loads the keys that match, and returns the missing and the unexpected ones"
+
 _ENGINE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "_engine")
 
 
@@ -60,8 +63,4 @@ def _is_engine(trace: TracebackType) -> bool:
 def name_strict(error: RuntimeError) -> None:
     """Adds a remedy for keys that are missing or unexpected on purpose."""
     if "key(s) in state_dict" in str(error):
-        _add(
-            error,
-            "strict=False loads the keys that match, and returns the missing and the unexpected ones",
-            unless="strict=False",
-        )
+        _add(error, REMEDY, unless="strict=False")

@@ -199,13 +199,11 @@ def _before_load(
     state_dict: dict[str, Any],
     prefix: str,
     local_metadata: dict[str, Any],
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
+    *rest: Any,
 ) -> None:
+    """A load hook; ``rest`` is strict, missing_keys, unexpected_keys, error_msgs."""
     local_metadata["assign_to_params_buffers"] = False  # a shard is copied to, never replaced
-    take_local_parts(module, state_dict, prefix, error_msgs)
+    take_local_parts(module, state_dict, prefix, rest[-1])
 
 
 def _for_saving(value: torch.Tensor) -> torch.Tensor:
