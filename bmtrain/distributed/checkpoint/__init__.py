@@ -39,7 +39,7 @@ __all__ = ["Checkpoint", "CheckpointHandle", "latest", "load", "prune", "save"]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What :func:`load` found besides the state that it loaded.
+    """Result of :func:`load`, beside the state that was loaded.
 
     Attributes:
         path: the folder, or the one file.

@@ -1,9 +1,9 @@
-"""Names in a folder of checkpoints, which of them are complete, and what may be deleted.
+"""Layout of a folder of checkpoints: names, completeness, deletion.
 
 FOLDER/latest                                  the name of the newest complete checkpoint
 FOLDER/step-0000100/manifest.json              written last: without it the checkpoint is not there
-FOLDER/step-0000100/shard-2-of-4-<save>.bin    what rank 2 holds
-FOLDER/step-0000100/part-2-of-4-<save>.json    what rank 2 tells rank 0 while they save
+FOLDER/step-0000100/shard-2-of-4-<save>.bin    the tensors of rank 2
+FOLDER/step-0000100/part-2-of-4-<save>.json    the message of rank 2 to rank 0 while they save
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _steps(folder: Path) -> list[Path]:
 
 
 def _flaw(checkpoint: Path) -> Exception | None:
-    """Why a checkpoint cannot be loaded; None of a complete one."""
+    """The reason why a checkpoint cannot be loaded; None for a complete one."""
     try:
         check_sizes(checkpoint, read_manifest(checkpoint))
     except (OSError, UnreadableFileError) as error:
@@ -133,7 +133,7 @@ def remove_old(folder: Path, keep: int) -> None:
         if path in kept:
             remove_unreferenced(path)
         elif kept:
-            # Never the last ones: if none is known to be good, nobody knows what somebody may still rescue.
+            # Never the last ones: if none is known to be good, any may be the one to rescue.
             remove_checkpoint(path)
 
 

@@ -69,7 +69,7 @@ class Loading:
         self._state: _StoredState | None = None
 
     def check(self) -> None:
-        """Finds out whether all can be loaded, and reads every byte of it once. Collective."""
+        """Checks that everything can be loaded, and reads every byte of it once. Collective."""
         with failing_together(_LABEL):
             self._request_all()
         on_all_ranks(self._reader.verify, _LABEL)
@@ -232,5 +232,5 @@ class _StoredState(Mapping[str, Any]):
         return len(self._entries)
 
     def copy(self) -> _StoredState:
-        """Itself: there is nothing in it that could be changed."""
+        """Itself, which is immutable."""
         return self

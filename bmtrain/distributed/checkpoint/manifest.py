@@ -61,7 +61,7 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class StoredTensorInfo:
-    """Where one logical tensor is."""
+    """Position of one logical tensor."""
 
     dtype: str
     shape: list[int]
@@ -85,7 +85,7 @@ class Manifest:
         files: by rank.
         tensors: by name.
         values: everything that is not a tensor, the same for all ranks.
-        ranks: what each rank had for itself.
+        ranks: the values of each rank alone.
     """
 
     step: int

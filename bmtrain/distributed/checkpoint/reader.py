@@ -48,7 +48,7 @@ class Reader:
         self._maps.clear()
 
     def info(self, name: str) -> StoredTensorInfo:
-        """Where a tensor is."""
+        """Position of a tensor in the files."""
         found = self.manifest.tensors.get(name)
         if found is None:
             raise UnreadableFileError(f"{self.checkpoint}: tensor {name} is not in the manifest")
@@ -128,7 +128,7 @@ class Reader:
     def _sources(
         self, name: str, spread: Spread, part: int, begin: int, count: int
     ) -> Iterator[tuple[int, int, int, int]]:
-        """Where elements are: runs of (file, offset in bytes, number of elements, number in the result)."""
+        """Positions of elements: runs of (file, offset in bytes, number of elements, number in the result)."""
         info = self.info(name)
         if tuple(info.shape) != spread.shape:
             raise ValueError(f"{name}: expected shape {spread.shape}, the checkpoint has {tuple(info.shape)}")
@@ -198,7 +198,7 @@ class StoredTensor(DistributedTensorWrapper):
         self.dtype = DTYPES[info.dtype]
 
     def request_for(self, target: torch.Tensor | None) -> None:
-        """Notes what will be read to load ``target``."""
+        """Requests the elements that are read to load ``target``."""
         if isinstance(target, DistributedParameter):
             self._reader.request(self._name, spread_of(target), *local_run(target))
         else:

@@ -53,7 +53,7 @@ class CheckpointHandle(SaveHandle):
                 raise
 
     def finish(self) -> None:
-        """Waits for all ranks; all raise what went wrong on one, even if `wait` has told it there. Collective."""
+        """Waits for all ranks; all raise the error of one, also if `wait` has raised it there. Collective."""
         if self._saving is None:
             return
         try:

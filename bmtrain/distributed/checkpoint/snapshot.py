@@ -53,10 +53,10 @@ class Run:
 
 @dataclass
 class Snapshot:
-    """All that one rank must say.
+    """State of one rank to be saved.
 
     Args:
-        runs: what it alone writes.
+        runs: tensors that it alone writes.
         replicas: whole tensors that every rank has, mostly the same: see :meth:`keep_what_differs`.
         values: JSON; rank 0's count.
         own: JSON, kept for each rank; of each optimizer, the numbers of parameters that it has state for.

@@ -58,7 +58,7 @@ class Spread:
         return max(stride // self.parts, 1), max(stride, 1)
 
     def to_whole(self, part: int, begin: int, count: int) -> Iterator[tuple[int, int]]:
-        """Where elements of a slice are in the whole tensor: runs of (first element, number)."""
+        """Positions of elements of a slice in the whole tensor: runs of (first element, number)."""
         run, stride = self._lengths()
         while count > 0:
             row, column = divmod(begin, run)
@@ -67,7 +67,7 @@ class Spread:
             begin, count = begin + length, count - length
 
     def from_whole(self, begin: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """Where a run of the whole tensor is in the slices: runs of (slice, first element in it, number)."""
+        """Positions of a run of the whole tensor in the slices: runs of (slice, first element in it, number)."""
         run, stride = self._lengths()
         while count > 0:
             row, rest = divmod(begin, stride)
@@ -78,7 +78,7 @@ class Spread:
 
 
 def spread_of(param: torch.Tensor) -> Spread:
-    """How the parameter is cut at present, over the tensor-parallel ranks."""
+    """The present division of the parameter over the tensor-parallel ranks."""
     if not isinstance(param, DistributedParameter):
         return Spread(tuple(param.shape))
     if param._tp_split_dim < 0:

@@ -84,23 +84,21 @@ class Saving:
         self.checkpoint.mkdir(exist_ok=True)
         sync_folder(folder)
 
-    def write_shard(self, snapshot: Snapshot) -> None:
-        """Writes this rank's file and reports it to rank 0. An error removes the file and is reported as well."""
-        self.write_values(snapshot.runs, snapshot.values, snapshot.own, snapshot.entries)
+    def write_shard(self, snapshot: Snapshot, runs: Iterable[Run] | None = None) -> None:
+        """Writes this rank's file and reports it to rank 0. An error removes the file and is reported as well.
 
-    def write_values(
-        self, runs: Iterable[Run], values: dict[str, Any], own: dict[str, Any], entries: list[Any]
-    ) -> None:
-        """What :meth:`write_shard` does, for the parts of a snapshot."""
+        ``runs`` take the place of the snapshot's, one in memory at a time.
+        """
         try:
-            table = _write_runs(self._shard, runs, self._banner())
+            table = _write_runs(self._shard, snapshot.runs if runs is None else runs, self._banner())
         except Exception as error:
             self._shard.unlink(missing_ok=True)  # gives back the space that telling needs
             with contextlib.suppress(OSError):
                 self._tell({"error": describe_error(error)})
             raise
         try:
-            self._tell({**table, "values": values, "own": own, "entries": entries})
+            rest = {"values": snapshot.values, "own": snapshot.own, "entries": snapshot.entries}
+            self._tell({**table, **rest})
         except Exception:
             self.clean_up()
             raise
@@ -241,7 +239,7 @@ class _Checksummed:
 
 
 def _merge(step: int, save: str, topology: Topology, parts: list[dict[str, Any]]) -> Manifest:
-    """The manifest of what the ranks told, in rank order."""
+    """The manifest of the messages of all ranks, in rank order."""
     tensors: dict[str, StoredTensorInfo] = {}
     for number, part in enumerate(parts):
         for run in part["runs"]:
@@ -287,7 +285,7 @@ def write_single(checkpoint: Path, runs: Iterable[Run], keys: list[Any]) -> None
         "extra": no_value,
     }
     try:
-        saving.write_values(runs, values, {"data": no_value, "random": None}, [])
+        saving.write_shard(Snapshot(values=values, own={"data": no_value, "random": None}), runs)
         saving.commit()
     except BaseException:
         saving.clean_up()
