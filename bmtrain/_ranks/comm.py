@@ -21,7 +21,7 @@ from .._C import (
 from ..errors import CommunicationError
 from ..topology import equal_runs
 from . import context, shm_meeting
-from .rendezvous_store import exchange
+from .shm_meeting import exchange
 
 #: The environment variable that selects the transport between CPU ranks.
 TRANSPORT_VARIABLE = "BMTRAIN_CPU_TRANSPORT"
@@ -41,6 +41,11 @@ def reduce_op(op: str) -> ReduceOp:
     if found is None:
         raise ValueError(f"op: expected one of {', '.join(REDUCE_OPS)}, got {op!r}")
     return found
+
+
+def transport_timeout(timeout: float) -> float:
+    """The time-out of transports: later than the watchdog's, whose error names the cause."""
+    return timeout + 10.0
 
 
 def wire_device(comm: Communicator) -> torch.device:

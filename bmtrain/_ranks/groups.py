@@ -9,19 +9,21 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from .._base.aside import Aside
 from .._base.said import Waiting
-from .._watch.watchdog import Watch, transport_timeout
 from ..errors import CommunicationError
 from ..topology import GroupKind, Topology, equal_runs
 from .agree import broadcast_json, on_rank_0
-from .comm import create_gloo, create_single
+from .comm import create_gloo, create_single, transport_timeout
 from .comm_nccl import create_nccl, split_nccl
 from .context import Context, Group, Parts
+
+if TYPE_CHECKING:
+    from .._watch.watchdog import Watch
 
 
 def connect_groups(

@@ -312,11 +312,3 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's text; its class if the text is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def exchange(store: Store, name: str, value: str, rank: int, size: int, timeout: float) -> list[str]:
-    """The values of ``size`` ranks under a ``name`` of the store that is used once, in rank order. Collective."""
-    store.set(f"{name}/{rank}", value)
-    keys = [f"{name}/{other}" for other in range(size)]
-    store.wait(keys, timedelta(seconds=timeout))
-    return [store.get(key).decode() for key in keys]

@@ -12,7 +12,6 @@ import contextlib
 import errno
 import os
 import resource
-import secrets
 import socket
 import struct
 import time
@@ -21,7 +20,6 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from .._C import ShmCommunicator
-from .rendezvous_store import exchange
 
 # All ranks have just met: one that does not connect now has failed.
 _MEETING_SECONDS = 60.0
@@ -80,6 +78,14 @@ def connect(
     return None, min(failed, key=lambda outcome: outcome.endswith(_HUNG_UP))  # prefer a cause
 
 
+def exchange(store: dist.Store, name: str, value: str, rank: int, size: int, timeout: float) -> list[str]:
+    """The values of ``size`` ranks under a ``name`` of the store that is used once, in rank order. Collective."""
+    store.set(f"{name}/{rank}", value)
+    keys = [f"{name}/{other}" for other in range(size)]
+    store.wait(keys, timedelta(seconds=timeout))
+    return [store.get(key).decode() for key in keys]
+
+
 def _create_file(size: int) -> int:
     file = os.memfd_create("bmtrain", os.MFD_CLOEXEC)
     try:
@@ -119,7 +125,7 @@ def _meet(
     store: dist.Store, rank: int, size: int, deadline: float, undo: contextlib.ExitStack
 ) -> dict[int, socket.socket]:
     """Connects to each other rank: as client to lower ranks, as server to higher ranks."""
-    address = f"bmtrain-{secrets.token_hex(16)}"
+    address = f"bmtrain-{os.urandom(16).hex()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind("\0" + address)
         listener.listen(size)

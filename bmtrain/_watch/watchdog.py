@@ -57,11 +57,6 @@ _ENDING_SECONDS = 2.0
 _INTERRUPT_SECONDS = 0.3
 
 
-def transport_timeout(timeout: float) -> float:
-    """The time-out of transports: later than the watchdog's, whose error names the cause."""
-    return timeout + 10.0
-
-
 class Watch:
     """The watchdog of this process. Made by `Watch.join`; `stop` ends it.
 

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from .._base.arguments import require_integer
 from .._C import Communicator
 from .._ranks import context as _context
-from .._ranks.comm import create_gloo, create_single
-from .._ranks.rendezvous_store import exchange
-from .._watch.watchdog import transport_timeout
+from .._ranks.comm import create_gloo, create_single, transport_timeout
+from .._ranks.shm_meeting import exchange
 from ..errors import CommunicationError
 
 _ID_BYTES = 128  # as NCCL's
