@@ -15,15 +15,15 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Storey, from the bottom, or folder -> what belongs to it, and its ceiling. A commit that raises a ceiling gives the
 #: reason in its message.
 PYTHON = {
-    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2850),
-    "watch": ("_watch", 2050),
-    "ranks": ("_ranks global_var nccl synchronize utils", 4450),
-    "shards": ("_shards parameter", 1500),
+    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2380),
+    "watch": ("_watch", 1905),
+    "ranks": ("_ranks global_var nccl synchronize utils", 4105),
+    "shards": ("_shards parameter", 1400),
     "engine": ("_engine", 4810),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 3600),
-    "files": ("_files distributed store weights", 3400),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 6800),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 10_400),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 3430),
+    "files": ("_files distributed store weights", 3240),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 6700),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 10_500),
 }
 CORE = {
     "bindings": (". bindings ops", 1400),
