@@ -136,12 +136,12 @@ def _connect_parts(context: Context, family: str, num_sharing: int) -> Parts:
     """Connects the parts of a group, and the ranks with the same place in them. Collective over all ranks."""
     group, members = context.groups[family], context.topology.members(family)
     number, place = divmod(group.rank, num_sharing)
-    alone = create_single(family), create_single(f"{family}.reduce")
+    name, key = f"{family}/{num_sharing}", f"{family}/{group.group_id}/{num_sharing}"
     if num_sharing == 1:
+        alone = create_single(name), create_single(f"{name}.reduce")
         return Parts(Group(family, *alone, 0, 1, group.rank), group)
     if context.watch is None:
         raise RuntimeError(f"{family}: a group of {group.size} ranks in a single process")
-    name, key = f"{family}/{num_sharing}", f"{family}/{group.group_id}/{num_sharing}"
     world = context.world.comm, context.world.reduce_comm
     with _meeting(context) as store:
         connect = _connecting(context.backend, store, context.timeout, context.watch, world)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,19 +18,26 @@ from bmtrain.global_var import context
 DIM, LAYERS = 16, 2
 
 
-# What is counted needs ranks that have run nothing else: where blocks have been summed in place, nothing is sent.
-
-
-def pretend_hosts(names: str) -> None:
-    """Let this job's ranks be on hosts of these names."""
+@contextmanager
+def pretended_hosts(names: str) -> Iterator[None]:
+    """This job's ranks are on hosts of these names."""
+    real = context().places
     object.__setattr__(context(), "places", tuple(names))
+    try:
+        yield
+    finally:
+        object.__setattr__(context(), "places", real)  # the ranks go on to other tests
 
 
 def gradients(
     names: str, policy: dict[str, Any], dtype: torch.dtype, accumulates: bool = True
 ) -> dict[str, Any]:
     """Each rank's gradients, whole and summed; and what was sent for them, by communicator."""
-    pretend_hosts(names)
+    with pretended_hosts(names):
+        return _gradients(policy, dtype, accumulates)
+
+
+def _gradients(policy: dict[str, Any], dtype: torch.dtype, accumulates: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     with bmt.default_policy(bmt.BlockPolicy(**policy)):
         model = bmt.TransformerBlockList([bmt.Block(TanhLinear(DIM)) for _ in range(LAYERS)])
@@ -82,11 +91,11 @@ def test_the_order_of_the_sum_of_hosts() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_each_way_sends(dtype: torch.dtype) -> None:
     slices = _slices(dtype)
-    sent = run_ranks(4, gradients, "aabb", {"reduce": "direct"}, dtype, fresh=True)[1]["sent"]
+    sent = run_ranks(4, gradients, "aabb", {"reduce": "direct"}, dtype)[1]["sent"]
     assert sent == {"zero.reduce": {"all_to_all": (LAYERS, 3 * slices)}}
-    sent = run_ranks(4, gradients, "aabb", {"reduce": "ring"}, dtype, fresh=True)[1]["sent"]
+    sent = run_ranks(4, gradients, "aabb", {"reduce": "ring"}, dtype)[1]["sent"]
     assert sent == {"zero.reduce": {"reduce_scatter": (LAYERS, 3 * slices)}}
-    sent = run_ranks(4, gradients, "aabb", {}, dtype, fresh=True)[1]["sent"]
+    sent = run_ranks(4, gradients, "aabb", {}, dtype)[1]["sent"]
     # Within a host a slice for each host; then, between the two hosts, one slice: of direct slices it is two.
     assert sent == {
         "zero/2.reduce": {"all_to_all": (LAYERS, 2 * slices)},
@@ -102,7 +111,22 @@ def _slices(dtype: torch.dtype) -> int:
 
 @pytest.mark.parametrize("names", ["aaaa", "abcd", "abab", "aaab"])
 def test_direct_where_hosts_are_one_or_differ(names: str) -> None:
-    sent = run_ranks(4, gradients, names, {"reduce": "hosts"}, torch.float32, fresh=True)[0]["sent"]
+    sent = run_ranks(4, gradients, names, {"reduce": "hosts"}, torch.float32)[0]["sent"]
+    assert list(sent) == ["zero.reduce"]
+
+
+def alone_and_then_direct() -> tuple[list[str], dict[str, Any]]:
+    """Names of all communicators, and what ranks send that had a Block of level 0 before."""
+    with bmt.default_policy(bmt.BlockPolicy(level=0)):
+        model = bmt.Block(TanhLinear(DIM))
+    model(torch.ones(4, DIM)).sum().backward()
+    sent = gradients("aaaa", {"reduce": "direct"}, torch.float32)["sent"]
+    return [comm.name for comm in context().communicators()], sent
+
+
+def test_communicators_have_names_of_their_own() -> None:
+    names, sent = run_ranks(4, alone_and_then_direct)[0]
+    assert len(set(names)) == len(names), names
     assert list(sent) == ["zero.reduce"]
 
 
