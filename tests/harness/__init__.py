@@ -67,8 +67,8 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, **options: A
         function: a function at the top level of a module.
         options: `timeout` in seconds (60), `init` (keywords of init_distributed, or False), `environment`
             (variables that all ranks have), `cuda` (False), `fresh` (True: ranks that have run nothing else,
-            and are not kept), `grace` (seconds that the other ranks have once one has failed: 3); everything
-            else goes to the function.
+            and are not kept; they end without the teardown of torch), `grace` (seconds that the other ranks
+            have once one has failed: 3); everything else goes to the function.
 
     Returns:
         The results, in rank order.
@@ -76,7 +76,7 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, **options: A
     Raises:
         RankError: unless every rank returned.
     """
-    outcomes = rank_outcomes(world, function, *args, **{"grace": _GRACE, **options})
+    outcomes = _outcomes(world, function, *args, **{"grace": _GRACE, **options})
     if any(outcome.status is not Status.RETURNED for outcome in outcomes):
         raise RankError(function.__qualname__, outcomes)
     for outcome in outcomes:
@@ -85,7 +85,15 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, **options: A
     return [outcome.value for outcome in outcomes]
 
 
-def rank_outcomes(
+def rank_outcomes(world: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Outcome]:
+    """As run_ranks, but returns whatever happened. Without `grace`, all ranks have until `timeout`."""
+    outcomes = _outcomes(world, function, *args, **options)
+    for outcome in outcomes:
+        print(outcome)  # for the report of a test that fails
+    return outcomes
+
+
+def _outcomes(
     world: int,
     function: Callable[..., Any],
     *args: Any,
@@ -97,14 +105,13 @@ def rank_outcomes(
     fresh: bool = False,
     **kwargs: Any,
 ) -> list[Outcome]:
-    """As run_ranks, but returns whatever happened. Without `grace`, all ranks have until `timeout`."""
     call = _named(function, args, kwargs)
     keywords = None if init is False else {"timeout": 45, **(init if isinstance(init, Mapping) else {})}
     key = (world, repr(keywords), repr(sorted((environment or {}).items())), cuda)
     group = None if fresh else _groups.pop(key, None)
     if group is None:
         _make_room(world)
-        group = Group(world, keywords, dict(environment or {}), cuda)
+        group = Group(world, keywords, dict(environment or {}), cuda, brief=fresh)
         if not group.usable:
             return group.outcomes
     try:
@@ -193,6 +200,8 @@ def run_process(
         raise _LimitReached(command, timeout, output)
     if check and process.returncode != 0:
         raise _Failed(process.returncode, command, output)
+    if not check:
+        print(f"exit status {process.returncode}, printed\n{output}")  # for the report of a test that fails
     return subprocess.CompletedProcess(command, process.returncode, output)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import pickle
@@ -20,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from .outcome import Outcome, Status
-from .worker import Call, Raised, Returned, Setup
+from .worker import Call, Raised, Returned, Setup, compiled
 
 __all__ = ["TIMEOUT", "Group", "close_servers", "free_port"]
 
+_TESTS = Path(__file__).resolve().parents[1]
 TIMEOUT = 60.0  # seconds that a call may take, unless it says otherwise
 _GRACE = 3.0  # seconds for the other ranks, once one has failed to initialise
-_START_TIMEOUT = 120.0  # of the server: importing torch on a loaded machine
+_START_TIMEOUT = 240.0  # of the server: importing torch on a loaded machine
 _STOP_TIMEOUT = 15.0  # of ranks that are told to end
 
 
@@ -143,7 +145,12 @@ class Group:
     """`world` ranks that were initialised together. `usable` until something goes wrong on one of them."""
 
     def __init__(
-        self, world: int, init: dict[str, Any] | None, environment: dict[str, str], cuda: bool
+        self,
+        world: int,
+        init: dict[str, Any] | None,
+        environment: dict[str, str],
+        cuda: bool,
+        brief: bool = False,
     ) -> None:
         self.world = world
         self._directory = tempfile.TemporaryDirectory(prefix="bmtrain-ranks-")
@@ -151,6 +158,7 @@ class Group:
         self._stacks = [os.path.join(self._directory.name, f"stacks{rank}") for rank in range(world)]
         self._read = [0] * world
         self._codes: list[int | None] = [None] * world
+        self._modules: set[str] = set()  # that the ranks have been given
         self._server = _server_for(environment)
         self.pids, self._connections = self._server.fork(self._logs, self._stacks)
         self.usable = True
@@ -160,11 +168,18 @@ class Group:
             variables = {**_rank_environment(rank, world, port), **environment}
             if not cuda:
                 variables["CUDA_VISIBLE_DEVICES"] = ""
-            setup = Setup([path for path in sys.path if path], {**os.environ, **variables}, init)
+            setup = Setup([path for path in sys.path if path], {**os.environ, **variables}, init, brief)
             connection.send_bytes(pickle.dumps(setup))
         self.outcomes = self._collect(TIMEOUT, _GRACE)
 
     def call(self, call: Call, timeout: float, grace: float | None) -> list[Outcome]:
+        if (
+            call.file is not None
+            and call.module not in self._modules
+            and Path(call.file).is_relative_to(_TESTS)
+        ):
+            call = dataclasses.replace(call, code=compiled(call.file))
+        self._modules.add(call.module)
         message = pickle.dumps(call)
         for connection in self._connections:
             with contextlib.suppress(OSError):  # a rank that died between calls is found by _collect

@@ -7,12 +7,15 @@ may kill its ranks without making the next test wait. It touches no device and s
 from __future__ import annotations
 
 import ast
+import atexit
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
 import importlib.util
 import json
+import marshal
 import os
 import pickle
 import random
@@ -28,28 +31,37 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-__all__ = ["Call", "Raised", "Returned", "Setup", "main"]
+__all__ = ["Call", "Raised", "Returned", "Setup", "compiled", "main"]
 
 _PR_SET_PDEATHSIG = 1
+_TORN_DOWN = ("__main__", "bmtrain", "builtins", "harness", "sys")  # at the end of a rank, however brief
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a rank has to know before its first call. `init`: keywords of init_distributed, or None."""
+    """What a rank has to know before its first call.
+
+    `init`: keywords of init_distributed, or None. `brief`: the rank leaves torch as it is when it ends.
+    """
 
     path: list[str]
     environment: dict[str, str]
     init: dict[str, Any] | None
+    brief: bool
 
 
 @dataclass(frozen=True)
 class Call:
-    """A function by module and name, so that the module can be loaded before its arguments are unpickled."""
+    """A function by module and name, so that the module can be loaded before its arguments are unpickled.
+
+    `code`: of the module's file, as `compiled` gives it; None where the ranks have the module, or read the file.
+    """
 
     module: str
     file: str | None
     qualname: str
     arguments: bytes
+    code: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -78,14 +90,9 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _load(module: str, file: str | None) -> types.ModuleType:
-    """Import a test module from its file under the name that pytest gave it, its asserts explained alike."""
-    if module in sys.modules or file is None:
-        return importlib.import_module(module)
-    spec = importlib.util.spec_from_file_location(module, file)
-    if spec is None:
-        raise ImportError(f"{file} is not a Python source file")
-    loaded = importlib.util.module_from_spec(spec)
+@functools.cache
+def compiled(file: str) -> bytes:
+    """The code of a test module, its asserts explained as pytest's are: made once, and not by every rank."""
     with open(file, "rb") as stream:
         source = stream.read()
     tree = ast.parse(source, filename=file)
@@ -98,17 +105,28 @@ def _load(module: str, file: str | None) -> types.ModuleType:
         TypeError,
     ):  # a private function of pytest: without it, asserts are only less talkative
         pass
-    sys.modules[module] = loaded
+    return marshal.dumps(compile(tree, file, "exec", dont_inherit=True))
+
+
+def _load(call: Call) -> types.ModuleType:
+    """Import a test module from its file under the name that pytest gave it."""
+    if call.module in sys.modules or call.file is None:
+        return importlib.import_module(call.module)
+    spec = importlib.util.spec_from_file_location(call.module, call.file)
+    if spec is None:
+        raise ImportError(f"{call.file} is not a Python source file")
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[call.module] = loaded
     try:
-        exec(compile(tree, file, "exec", dont_inherit=True), loaded.__dict__)
+        exec(marshal.loads(call.code or compiled(call.file)), loaded.__dict__)
     except BaseException:
-        del sys.modules[module]
+        del sys.modules[call.module]
         raise
     return loaded
 
 
 def _resolve(call: Call) -> Callable[..., Any]:
-    found: Any = _load(call.module, call.file)
+    found: Any = _load(call)
     for name in call.qualname.split("."):
         found = getattr(found, name)
     function: Callable[..., Any] = found
@@ -169,6 +187,8 @@ def _initialize(setup: Setup) -> None:
 def _run_rank(connection: Connection) -> None:
     """Serve calls until the test run closes the connection."""
     setup: Setup = pickle.loads(connection.recv_bytes())
+    if setup.brief:
+        _brief.append(True)
     sys.path[:] = setup.path
     os.environ.clear()
     os.environ.update(setup.environment)
@@ -191,6 +211,25 @@ def _run_rank(connection: Connection) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send_bytes(pickle.dumps(outcome))
+
+
+_brief: list[bool] = []  # not empty: `_shorten_end` does something
+
+
+def _shorten_end(preloaded: set[str]) -> None:
+    """Leave torch as it is: its teardown copies the pages that forks share and takes a rank a quarter of a second.
+
+    The rest of an orderly end remains: handlers of `atexit` have run, modules of bmtrain and of tests are cleared.
+    """
+    if not _brief:
+        return
+    left = [sys.modules.pop(name) for name in preloaded & sys.modules.keys()]
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
+    library = ctypes.CDLL(None)
+    library.fflush(None)
+    library.on_exit.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    # Called before what C++ libraries have registered for the end of the process.
+    library.on_exit(ctypes.cast(library._exit, ctypes.c_void_p), None)
 
 
 def _become_rank(parent: int, channel: int, log: str, stacks: str) -> Connection:
@@ -255,6 +294,8 @@ def _serve(control: socket.socket) -> Connection | None:
 def main() -> None:
     """Import what every rank needs, then serve. argv: the control socket's number, the parent's id."""
     _die_with_parent(int(sys.argv[2]))
+    preloaded: set[str] = set()
+    atexit.register(_shorten_end, preloaded)  # the first to be registered is the last to be called
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Any torch optimizer imports torch._dynamo when it is made: a second of every new rank that trains.
     ours = [
@@ -265,6 +306,7 @@ def main() -> None:
             importlib.import_module(name)
         except Exception:  # what is missing shows in the call that needs it, with that rank's traceback
             continue
+    preloaded |= {name for name in sys.modules if name.partition(".")[0] not in _TORN_DOWN}
     gc.collect()
     gc.freeze()  # torch's objects are never garbage: without them a rank's collections take no time
     control = socket.socket(fileno=int(sys.argv[1]))
