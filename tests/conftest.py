@@ -1,13 +1,42 @@
-"""What every test has: the harness on the path, markers, and no rank left behind."""
+"""What every test has: the harness on the path, markers, a schedule for several workers, and no rank left behind."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")  # several ranks share few cores; set before torch is imported
+if "PYTEST_XDIST_WORKER" in os.environ:
+    for _name in (
+        "COLUMNS",
+        "LINES",
+    ):  # set by readline, which pytest imports; programs here write to no terminal
+        os.environ.pop(_name, None)
+
+#: Files that one worker runs, one after the other: they build in the tree itself.
+_TOGETHER = ("tests/unit/test_newcomer.py", "tests/unit/test_packaging.py")
+_PROBLEMS = pytest.StashKey[list[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Problems of all workers are collected here."""
+    config.stash[_PROBLEMS] = []
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``-n``: a file stays with one worker, whose tests share ranks and fixtures."""
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
+
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return _TOGETHER[0] if file in _TOGETHER else file
+
+    return ByFile(config, log)
 
 
 @pytest.hookimpl(trylast=True)
@@ -15,17 +44,22 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """A rank that crashes or hangs at its exit fails the run, although no test was running then."""
     from harness import close_groups
 
-    problems = close_groups()
-    if problems:
+    problems = session.config.stash[_PROBLEMS]
+    problems += close_groups()
+    if hasattr(session.config, "workeroutput"):  # of xdist: this is a worker
+        session.config.workeroutput["problems"] = problems
+    elif problems:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        session.config.stash[_PROBLEMS] = problems
 
 
-_PROBLEMS = pytest.StashKey[list[str]]()
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """A worker has ended: take its problems. One that crashed has none to tell; its test has failed."""
+    node.config.stash[_PROBLEMS] += getattr(node, "workeroutput", {}).get("problems", [])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Show what close_groups found."""
-    for problem in terminalreporter.config.stash.get(_PROBLEMS, []):
+    for problem in terminalreporter.config.stash[_PROBLEMS]:
         terminalreporter.section("ranks did not end well", red=True)
         terminalreporter.write_line(problem)

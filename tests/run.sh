@@ -18,14 +18,18 @@ done
 "$PYTHON" -c 'import bmtrain, json; print("build:", json.dumps(bmtrain.build_info(), indent=1))'
 
 status=0
-check() { # runs a linter, says how long it took, remembers its failure
-    local started=$SECONDS
-    if "$@"; then
-        echo "passed in $((SECONDS - started)) s: ${*:1:5}"
-    else
-        echo "FAILED: ${*:1:5}" >&2
-        status=1
-    fi
+linters=()
+check() { # starts a linter, which says how long it took
+    {
+        local started=$SECONDS
+        if "$@"; then
+            echo "passed in $((SECONDS - started)) s: ${*:1:5}"
+        else
+            echo "FAILED: ${*:1:5}" >&2
+            false
+        fi
+    } &
+    linters+=($!)
 }
 check "$PYTHON" -c 'import bmtrain, sys
 sys.exit("\n".join(bmtrain.build_info()["warnings"]) or None)' # of the compiler, in our own files
@@ -36,9 +40,14 @@ check "$PYTHON" -m ruff format --quiet --check .
 check "$(dirname "$PYTHON")/lint-imports" --no-cache
 check "$PYTHON" -m mypy --no-error-summary
 check "$(dirname "$PYTHON")/clang-format" --dry-run -Werror "${cpp[@]}"
+for linter in "${linters[@]}"; do
+    wait "$linter" || status=1
+done
 
+# A worker for each processor. -n 0 among the arguments runs all tests in one process, as --pdb needs it.
+workers=(-n logical --maxprocesses 8 --no-loadscope-reorder)
 result=0
-"$PYTHON" -m pytest --durations=15 "${arguments[@]}" </dev/null || result=$?
+"$PYTHON" -m pytest "${workers[@]}" --durations=15 "${arguments[@]}" </dev/null || result=$?
 if [ "$status" -ne 0 ] || { [ "$result" -ne 0 ] && [ "$result" -ne 5 ]; }; then
     echo "tests/run.sh: something failed, see above" >&2
     exit 1
