@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .._C import IslandShore, ShardGroup
+from .._C import IslandShore, ShardedBuffer
 from .copies import warn_of_lost_write
 from .phase import Event, Phase
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockState", "unreturned_tensor_error"]
 
-_SHARDED = ShardGroup.State.SHARDED
+_SHARDED = ShardedBuffer.State.SHARDED
 _VERSION = methodcaller("version")
 
 
@@ -46,7 +46,9 @@ class BlockState:
         unsent: buffers with gradients of earlier backwards.
     """
 
-    def __init__(self, engine: Any, label: str, buffers: Sequence[ShardGroup], policy: BlockPolicy) -> None:
+    def __init__(
+        self, engine: Any, label: str, buffers: Sequence[ShardedBuffer], policy: BlockPolicy
+    ) -> None:
         self.engine = engine  # an Engine, which imports this module
         self.label = label
         self.buffers = tuple(buffers)
@@ -70,7 +72,7 @@ class BlockState:
         self.gathered_round = -1
         self.seen_step = 0
         self.defers = False
-        self.unsent: list[ShardGroup] = []
+        self.unsent: list[ShardedBuffer] = []
         self._is_watched = False  # for writes to the gathered parameters, which would be lost
 
     # ---- versions
@@ -151,7 +153,7 @@ class BlockState:
     # ---- gradients
 
     def begin_backward(
-        self, trains: Mapping[ShardGroup, list[bool]], under_way: Sequence[ShardGroup]
+        self, trains: Mapping[ShardedBuffer, list[bool]], under_way: Sequence[ShardedBuffer]
     ) -> None:
         """Prepares buffers to receive gradients of the marked parameters, added to unsent gradients.
 
@@ -165,17 +167,17 @@ class BlockState:
             else:
                 buffer.begin_backward(flags, under_way)
 
-    def cancel_backward(self, buffers: Sequence[ShardGroup]) -> None:
+    def cancel_backward(self, buffers: Sequence[ShardedBuffer]) -> None:
         """Drops the gradients of a backward that failed."""
         for buffer in buffers:
             buffer.cancel_backward()
         self.unsent = [buffer for buffer in self.unsent if buffer not in buffers]
 
-    def keep_unsent(self, buffers: Sequence[ShardGroup]) -> None:
+    def keep_unsent(self, buffers: Sequence[ShardedBuffer]) -> None:
         """Leaves the gradients of a backward in their buffers."""
         self.unsent += [buffer for buffer in buffers if buffer not in self.unsent]
 
-    def take_unsent(self, buffers: Sequence[ShardGroup]) -> Sequence[ShardGroup]:
+    def take_unsent(self, buffers: Sequence[ShardedBuffer]) -> Sequence[ShardedBuffer]:
         """Returns ``buffers`` and before them those with unsent gradients, which all are to be sent."""
         if not self.unsent:
             return buffers

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from .._C import BufferPool, OpenIslands, ShardGroup
+from .._C import BufferPool, OpenIslands, ShardedBuffer
 from ..errors import CommunicationError
 from ..global_var import context
 from .block_state import BlockState
@@ -137,7 +137,7 @@ class Engine:
         self.num_blocks += 1
         return self.num_blocks - 1
 
-    def replace_buffers(self, block: BlockState, buffers: Sequence[ShardGroup]) -> None:
+    def replace_buffers(self, block: BlockState, buffers: Sequence[ShardedBuffer]) -> None:
         """Gives a block other buffers; pending operations on the old ones are dropped."""
         self.drop_ahead()
         block.drop_gathered()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from .._C import ShardGroup, TreeSum
+from .._C import ShardedBuffer, TreeSum
 from .._shards.gather import changed_by_hooks
 from .block_state import BlockState
 from .unsent import Unsent
@@ -36,7 +36,7 @@ class Destination:
     def __init__(self, unsent: Unsent) -> None:
         self.unsent = unsent
 
-    def of_block(self, block: BlockState, buffers: Sequence[ShardGroup]) -> Sequence[ShardGroup] | None:
+    def of_block(self, block: BlockState, buffers: Sequence[ShardedBuffer]) -> Sequence[ShardedBuffer] | None:
         """Returns the buffers to reduce now: ``buffers``, which have gradients, and those with unsent ones.
 
         None if nothing is reduced.
@@ -52,7 +52,7 @@ class Destination:
         """Whether a parameter outside Blocks gets gradients of this backward at a later time."""
         return id(param) in self.unsent.outside
 
-    def tree_of(self, buffer: ShardGroup) -> TreeSum | None:
+    def tree_of(self, buffer: ShardedBuffer) -> TreeSum | None:
         """Returns the sum that gradients reduced over the ranks are added to; None: the gradient shard."""
         return None
 
@@ -60,7 +60,7 @@ class Destination:
 class Accumulating(Destination):
     """Gradients wait for the first backward outside ``no_sync()``."""
 
-    def of_block(self, block: BlockState, buffers: Sequence[ShardGroup]) -> Sequence[ShardGroup] | None:
+    def of_block(self, block: BlockState, buffers: Sequence[ShardedBuffer]) -> Sequence[ShardedBuffer] | None:
         if not block.policy.keep_gradients:
             return super().of_block(block, buffers)
         block.keep_unsent(buffers)
@@ -96,7 +96,7 @@ class Gradients:
         self._accumulating = Accumulating(self.unsent)
         self.round = 0
         self.listeners: weakref.WeakSet[ReductionListener] = weakref.WeakSet()
-        self._reductions: list[tuple[BlockState, Sequence[ShardGroup]]] = []
+        self._reductions: list[tuple[BlockState, Sequence[ShardedBuffer]]] = []
         self._accumulated: dict[int, DistributedParameter] = {}  # with post-accumulate hooks to be run
         self._callback_task = -1
         self._is_ending = False
@@ -125,19 +125,19 @@ class Gradients:
 
     # ---- one block
 
-    def begin(self, block: BlockState, trains: Mapping[ShardGroup, list[bool]]) -> None:
+    def begin(self, block: BlockState, trains: Mapping[ShardedBuffer, list[bool]]) -> None:
         """Prepares the buffers of a block for the gradients of a backward; ``trains``: of which parameters."""
         for _, busy in self._reductions:
             if not set(busy).isdisjoint(trains):  # a block that ran twice in a row
                 self.finish()
                 break
-        under_way: list[ShardGroup] = []
+        under_way: list[ShardedBuffer] = []
         if self.destination.sums_on_arrival:
             under_way = [buffer for _, buffers in self._reductions for buffer in buffers]
         with self._engine.waiting(block.label, "reduce"):
             block.begin_backward(trains, under_way)
 
-    def send(self, block: BlockState, buffers: Sequence[ShardGroup]) -> None:
+    def send(self, block: BlockState, buffers: Sequence[ShardedBuffer]) -> None:
         """Sends the gradients in ``buffers`` to their destination; they are there when backward returns."""
         if block.defers:
             block.keep_unsent(buffers)
@@ -151,7 +151,7 @@ class Gradients:
         block.defers = False
         self.send(block, block.take_unsent(()))
 
-    def _reduce(self, block: BlockState, buffers: Sequence[ShardGroup]) -> None:
+    def _reduce(self, block: BlockState, buffers: Sequence[ShardedBuffer]) -> None:
         engine = self._engine
         if engine.observer is not None:
             engine.observer.reducing(block, buffers)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .._C import ShardGroup
+    from .._C import ShardedBuffer
     from .block_state import BlockState
     from .phase import Phase
 
@@ -34,13 +34,13 @@ class Observer:
     def computed(self, runtime: BlockState) -> None:
         """The block has run."""
 
-    def reducing(self, runtime: BlockState, groups: Sequence[ShardGroup]) -> None:
+    def reducing(self, runtime: BlockState, groups: Sequence[ShardedBuffer]) -> None:
         """A block's gradients are sent off."""
 
-    def awaiting_reduction(self, groups: Sequence[ShardGroup]) -> None:
+    def awaiting_reduction(self, groups: Sequence[ShardedBuffer]) -> None:
         """This rank waits for gradients in flight."""
 
-    def reduced(self, groups: Sequence[ShardGroup]) -> None:
+    def reduced(self, groups: Sequence[ShardedBuffer]) -> None:
         """The gradients have arrived, and are summed into the shards."""
 
     def waiting(self, name: str, reason: str) -> AbstractContextManager[None]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._C import ShardGroup, TreeSum
+from .._C import ShardedBuffer, TreeSum
 from .gradients import Destination
 from .unsent import Unsent
 
@@ -28,7 +28,7 @@ __all__ = ["VirtualSum"]
 class _Sums:
     """The trees of one owner, by order of arrival."""
 
-    def __init__(self, owner: ShardGroup | DistributedParameter) -> None:
+    def __init__(self, owner: ShardedBuffer | DistributedParameter) -> None:
         self.owner = owner  # kept: its identity is the key
         self._trees: list[TreeSum] = []
 
@@ -50,7 +50,7 @@ class _Sums:
         return total
 
     def _name(self) -> str:
-        if isinstance(self.owner, ShardGroup):
+        if isinstance(self.owner, ShardedBuffer):
             return f"a block's buffer of {self.owner.layout.total} elements"
         return f"a parameter of shape {tuple(self.owner._original_shape)}"
 
@@ -78,11 +78,11 @@ class VirtualSum(Destination):
     def keeps(self, param: DistributedParameter) -> bool:
         return True
 
-    def tree_of(self, buffer: ShardGroup) -> TreeSum:
+    def tree_of(self, buffer: ShardedBuffer) -> TreeSum:
         _refuse_replicas(buffer.num_replicas)
         return self._tree(buffer)
 
-    def _tree(self, owner: ShardGroup | DistributedParameter) -> TreeSum:
+    def _tree(self, owner: ShardedBuffer | DistributedParameter) -> TreeSum:
         arrival = self._arrivals[id(owner)]
         self._arrivals[id(owner)] += 1
         return self._sums.setdefault(id(owner), _Sums(owner)).tree(arrival)
@@ -110,7 +110,7 @@ class VirtualSum(Destination):
         self.forget()
         for owned in sums:
             total = owned.total(num_shards)
-            if isinstance(owned.owner, ShardGroup):
+            if isinstance(owned.owner, ShardedBuffer):
                 owned.owner.add_gradient(total)
             elif owned.owner.requires_grad:
                 _add_gradient(owned.owner, total)

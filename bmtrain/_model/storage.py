@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._C import ShardGroup
+from .._C import ShardedBuffer
 from .._engine.engine import current_engine
 from .._engine.policy import BlockMode, BlockPolicy
 from .._ranks.groups import parts_of, ranks_per_host
@@ -35,7 +35,7 @@ class BlockStorage:
     """
 
     kind: str
-    shards: ShardGroup
+    shards: ShardedBuffer
     group: Group
     replicas: Group | None
     names: tuple[str, ...]
@@ -119,7 +119,7 @@ def build_storage(
         group, replicas = parts_of(ctx, family.name, policy.num_sharing(family.size))
         params = [param for _, param in members]
         dtypes = policy.dtypes_of(params[0].dtype)
-        shards = ShardGroup(
+        shards = ShardedBuffer(
             label=label,
             parameters=list(params),
             names=[name for name, _ in members],
@@ -157,7 +157,7 @@ def build_storage(
 
 def _reduction(ctx: Context, family: Group, sharing: Group, policy: BlockPolicy) -> dict[str, Any]:
     """Returns the options of gradient reduction over ``sharing``, in the group ``family``. Collective."""
-    ways = ShardGroup.ReduceWay
+    ways = ShardedBuffer.ReduceWay
     if policy.reduce == "ring":
         if ctx.virtual_shards:
             raise ValueError(
@@ -174,7 +174,7 @@ def _reduction(ctx: Context, family: Group, sharing: Group, policy: BlockPolicy)
     return {"reduce_way": ways.HOSTS, "host_comm": host.reduce_comm, "hosts_comm": hosts.reduce_comm}
 
 
-def _move(param: DistributedParameter, shards: ShardGroup, spec: ShardSpec, index: int) -> None:
+def _move(param: DistributedParameter, shards: ShardedBuffer, spec: ShardSpec, index: int) -> None:
     if not param.is_meta:
         shards.local_view(index).copy_(_respread(param, param.detach(), spec))
     if param.grad is not None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._C import ShardGroup
+from .._C import ShardedBuffer
 from .._engine.policy import BlockPolicy
 from .model import FlatBuffer
 from .network import NUM_COMMON, Network, Transfer, Wire
@@ -20,7 +20,7 @@ SMALL_ALL_REDUCE = 64 * 1024
 #: Of parameters, by the size of an element.
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
-_State = ShardGroup.State
+_State = ShardedBuffer.State
 
 
 class SimulatedEvent(NamedTuple):
@@ -128,7 +128,7 @@ class Widths(NamedTuple):
 
 
 class _Gathers:
-    """The gathered buffer of a `ShardGroup`: its lifetime, and the cost of the gather."""
+    """The gathered buffer of a `ShardedBuffer`: its lifetime, and the cost of the gather."""
 
     def __init__(
         self, simulation: Simulation, label: str, partition: int, network: Network, widths: Widths
@@ -190,7 +190,7 @@ class _Gathers:
 
 
 class _Reduction:
-    """The reduction of a `ShardGroup`'s gradients: over the ranks that share it, then over its replicas."""
+    """The reduction of a `ShardedBuffer`'s gradients: over the ranks that share it, then over its replicas."""
 
     def __init__(
         self,
@@ -296,7 +296,7 @@ def _reduction_path(simulation: Simulation, policy: BlockPolicy, num_sharing: in
 
 
 class SimulatedShards:
-    """A substitute for `ShardGroup`: the same states and buffers, without data."""
+    """A substitute for `ShardedBuffer`: the same states and buffers, without data."""
 
     def __init__(self, simulation: Simulation, label: str, buffer: FlatBuffer, policy: BlockPolicy) -> None:
         network = simulation.network

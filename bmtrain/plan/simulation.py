@@ -2,10 +2,10 @@
 
 [Note: Simulation by the runtime]
 Order of gathers, prefetches, parameters that stay for the backward, waits for reductions, and buffers that exist at
-once: none of this is modelled here. `Engine`, `Schedule` and `Gradients` of ``bmtrain/_engine`` decide
-it, as they do in a run; they are given `SimulatedShards` in place of the core's `ShardGroup`, which advance a virtual
-clock and count bytes where the core moves bytes. This file adds the order inside one block call (`_forward` and
-`_backward`, after ``_engine/call.py``) and the work outside blocks.
+once: none of this is modelled here. `Engine`, `Schedule` and `Gradients` of ``bmtrain/_engine`` decide it, as they do
+in a run; they are given `SimulatedShards` in place of the core's `ShardedBuffer`, which advance a virtual clock and
+count bytes where the core moves bytes. This file adds the order inside one block call (`_forward` and `_backward`,
+after ``_engine/call.py``) and the work outside blocks.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 )
 
 from .._base.arguments import require_integer, require_path
-from .._C import ShardGroup
+from .._C import ShardedBuffer
 from .._engine.engine import current_engine
 from .._engine.observer import Observer
 from .._ranks.context import current
@@ -233,16 +233,16 @@ class Timeline(Observer):
     def computed(self, runtime: BlockState) -> None:
         self._close(("compute", id(runtime)), "compute", runtime.label, self._phases.pop(id(runtime), ""))
 
-    def reducing(self, runtime: BlockState, groups: Sequence[ShardGroup]) -> None:
+    def reducing(self, runtime: BlockState, groups: Sequence[ShardedBuffer]) -> None:
         if any(group.layout.num_ranks * group.num_replicas > 1 for group in groups):
             self._reducing[id(groups)] = runtime.label
             self._open["reduce", id(groups)] = self._clock.now()
 
-    def awaiting_reduction(self, groups: Sequence[ShardGroup]) -> None:
+    def awaiting_reduction(self, groups: Sequence[ShardedBuffer]) -> None:
         if id(groups) in self._reducing:
             self._open["wait"] = self._clock.now()
 
-    def reduced(self, groups: Sequence[ShardGroup]) -> None:
+    def reduced(self, groups: Sequence[ShardedBuffer]) -> None:
         label = self._reducing.pop(id(groups), "")
         self._close("wait", "wait", label, "reduce")
         self._close(("reduce", id(groups)), "reduce", label)

@@ -9,7 +9,7 @@
 #include "shard/island.h"
 #include "shard/materialize.h"
 #include "shard/product_gradients.h"
-#include "shard/shard_group.h"
+#include "shard/sharded_buffer.h"
 #include "shard/tree_sum.h"
 
 namespace bmtrain {
@@ -62,20 +62,20 @@ void bind_pool(py::module_& m) {
       });
 }
 
-std::shared_ptr<ShardGroup> make_group(
+std::shared_ptr<ShardedBuffer> make_group(
     std::string label, std::vector<at::Tensor> parameters, std::vector<std::string> names,
     std::vector<std::vector<std::int64_t>> shapes, std::shared_ptr<Communicator> gather_comm,
     std::shared_ptr<Communicator> reduce_comm, std::shared_ptr<BufferPool> pool, at::ScalarType dtype,
     const c10::Device& device, std::shared_ptr<Communicator> replica_comm,
     std::optional<at::ScalarType> compute_dtype, std::optional<at::ScalarType> reduce_dtype,
-    std::optional<at::ScalarType> gather_dtype, ShardGroup::ReduceWay reduce_way,
+    std::optional<at::ScalarType> gather_dtype, ShardedBuffer::ReduceWay reduce_way,
     std::shared_ptr<Communicator> host_comm, std::shared_ptr<Communicator> hosts_comm) {
   const at::ScalarType gathered = compute_dtype.value_or(dtype);
-  return std::make_shared<ShardGroup>(
-      ShardGroup::Options{std::move(label), std::move(parameters), std::move(names), std::move(shapes),
-                          std::move(gather_comm), std::move(reduce_comm), std::move(replica_comm), reduce_way,
-                          std::move(host_comm), std::move(hosts_comm), std::move(pool), dtype,
-                          gather_dtype.value_or(gathered), gathered, reduce_dtype.value_or(dtype), device});
+  return std::make_shared<ShardedBuffer>(ShardedBuffer::Options{
+      std::move(label), std::move(parameters), std::move(names), std::move(shapes), std::move(gather_comm),
+      std::move(reduce_comm), std::move(replica_comm), reduce_way, std::move(host_comm),
+      std::move(hosts_comm), std::move(pool), dtype, gather_dtype.value_or(gathered), gathered,
+      reduce_dtype.value_or(dtype), device});
 }
 
 void bind_tree(py::module_& m) {
@@ -119,65 +119,65 @@ void bind_island(py::module_& m) {
 }
 
 void bind_group(py::module_& m) {
-  py::class_<ShardGroup, std::shared_ptr<ShardGroup>> group(m, "ShardGroup");
-  py::enum_<ShardGroup::State>(group, "State")
-      .value("SHARDED", ShardGroup::State::kSharded)
-      .value("GATHERING", ShardGroup::State::kGathering)
-      .value("GATHERED", ShardGroup::State::kGathered);
-  py::enum_<ShardGroup::ReduceWay>(group, "ReduceWay")
-      .value("DIRECT", ShardGroup::ReduceWay::kDirect)
-      .value("RING", ShardGroup::ReduceWay::kRing)
-      .value("HOSTS", ShardGroup::ReduceWay::kHosts);
+  py::class_<ShardedBuffer, std::shared_ptr<ShardedBuffer>> group(m, "ShardedBuffer");
+  py::enum_<ShardedBuffer::State>(group, "State")
+      .value("SHARDED", ShardedBuffer::State::kSharded)
+      .value("GATHERING", ShardedBuffer::State::kGathering)
+      .value("GATHERED", ShardedBuffer::State::kGathered);
+  py::enum_<ShardedBuffer::ReduceWay>(group, "ReduceWay")
+      .value("DIRECT", ShardedBuffer::ReduceWay::kDirect)
+      .value("RING", ShardedBuffer::ReduceWay::kRing)
+      .value("HOSTS", ShardedBuffer::ReduceWay::kHosts);
   group
       .def(py::init(&make_group), py::kw_only(), py::arg("label"), py::arg("parameters"), py::arg("names"),
            py::arg("shapes"), py::arg("gather_comm"), py::arg("reduce_comm"), py::arg("pool"),
            py::arg("dtype"), py::arg("device"), py::arg("replica_comm") = nullptr,
            py::arg("compute_dtype") = py::none(), py::arg("reduce_dtype") = py::none(),
-           py::arg("gather_dtype") = py::none(), py::arg("reduce_way") = ShardGroup::ReduceWay::kDirect,
+           py::arg("gather_dtype") = py::none(), py::arg("reduce_way") = ShardedBuffer::ReduceWay::kDirect,
            py::arg("host_comm") = nullptr, py::arg("hosts_comm") = nullptr)
       // A copy: a reference would keep the group alive, which keeps the parameters, which keep their layout.
-      .def_property_readonly("layout", [](const ShardGroup& self) { return FlatLayout(self.layout()); })
-      .def_property_readonly("state", &ShardGroup::state)
-      .def_property_readonly("is_bound", &ShardGroup::is_bound)
-      .def_property_readonly("num_replicas", &ShardGroup::num_replicas)
-      .def_property_readonly("gathered_bytes", &ShardGroup::gathered_bytes)
-      .def_property_readonly("unreduced_bytes", &ShardGroup::unreduced_bytes)
-      .def_property_readonly("parameters", &ShardGroup::parameters)
-      .def_property_readonly("shard", &ShardGroup::shard)
+      .def_property_readonly("layout", [](const ShardedBuffer& self) { return FlatLayout(self.layout()); })
+      .def_property_readonly("state", &ShardedBuffer::state)
+      .def_property_readonly("is_bound", &ShardedBuffer::is_bound)
+      .def_property_readonly("num_replicas", &ShardedBuffer::num_replicas)
+      .def_property_readonly("gathered_bytes", &ShardedBuffer::gathered_bytes)
+      .def_property_readonly("unreduced_bytes", &ShardedBuffer::unreduced_bytes)
+      .def_property_readonly("parameters", &ShardedBuffer::parameters)
+      .def_property_readonly("shard", &ShardedBuffer::shard)
       .def_property_readonly("gradient_shard",
-                             [](const ShardGroup& self) -> py::object {
+                             [](const ShardedBuffer& self) -> py::object {
                                const at::Tensor gradient = self.gradient_shard();
                                return gradient.defined() ? py::cast(gradient) : py::none();
                              })
-      .def("local_view", &ShardGroup::local_view, py::arg("index"))
-      .def("num_references", &ShardGroup::num_references)
-      .def("version", &ShardGroup::version)
-      .def("requires_grad", &ShardGroup::requires_grad)
-      .def("owns_storage", &ShardGroup::owns_storage, py::arg("tensor"))
-      .def("attach", &ShardGroup::attach)
-      .def("make_shard", &ShardGroup::make_shard, py::arg("index"))
-      .def("adopt_data", &ShardGroup::adopt_data)
+      .def("local_view", &ShardedBuffer::local_view, py::arg("index"))
+      .def("num_references", &ShardedBuffer::num_references)
+      .def("version", &ShardedBuffer::version)
+      .def("requires_grad", &ShardedBuffer::requires_grad)
+      .def("owns_storage", &ShardedBuffer::owns_storage, py::arg("tensor"))
+      .def("attach", &ShardedBuffer::attach)
+      .def("make_shard", &ShardedBuffer::make_shard, py::arg("index"))
+      .def("adopt_data", &ShardedBuffer::adopt_data)
       .def(
           "set_hooks",
-          [](ShardGroup& self, std::size_t index, const py::dict& hooks) {
+          [](ShardedBuffer& self, std::size_t index, const py::dict& hooks) {
             self.set_hooks(index, hooks.ptr());
           },
           py::arg("index"), py::arg("hooks"))
-      .def("start_gather", &ShardGroup::start_gather, py::arg("in_place") = false, NoGil())
-      .def("finish_gather", &ShardGroup::finish_gather, NoGil())
-      .def("release", &ShardGroup::release, NoGil())
-      .def("bind", &ShardGroup::bind)
-      .def("unbind", &ShardGroup::unbind)
-      .def("begin_backward", &ShardGroup::begin_backward, py::arg("trains"),
-           py::arg("under_way") = std::vector<std::shared_ptr<ShardGroup>>{}, NoGil())
-      .def("start_reduce", &ShardGroup::start_reduce, NoGil())
-      .def("continue_reduce", &ShardGroup::continue_reduce, NoGil())
-      .def("await_reduce", &ShardGroup::await_reduce, NoGil())
-      .def("finish_reduce", &ShardGroup::finish_reduce, py::arg("tree") = nullptr, NoGil())
-      .def("add_gradient", &ShardGroup::add_gradient, py::arg("sum"), NoGil())
-      .def("join_backward", &ShardGroup::join_backward, py::arg("trains"), NoGil())
-      .def("drop_gradients", &ShardGroup::drop_gradients, py::arg("which"), NoGil())
-      .def("cancel_backward", &ShardGroup::cancel_backward, NoGil());
+      .def("start_gather", &ShardedBuffer::start_gather, py::arg("in_place") = false, NoGil())
+      .def("finish_gather", &ShardedBuffer::finish_gather, NoGil())
+      .def("release", &ShardedBuffer::release, NoGil())
+      .def("bind", &ShardedBuffer::bind)
+      .def("unbind", &ShardedBuffer::unbind)
+      .def("begin_backward", &ShardedBuffer::begin_backward, py::arg("trains"),
+           py::arg("under_way") = std::vector<std::shared_ptr<ShardedBuffer>>{}, NoGil())
+      .def("start_reduce", &ShardedBuffer::start_reduce, NoGil())
+      .def("continue_reduce", &ShardedBuffer::continue_reduce, NoGil())
+      .def("await_reduce", &ShardedBuffer::await_reduce, NoGil())
+      .def("finish_reduce", &ShardedBuffer::finish_reduce, py::arg("tree") = nullptr, NoGil())
+      .def("add_gradient", &ShardedBuffer::add_gradient, py::arg("sum"), NoGil())
+      .def("join_backward", &ShardedBuffer::join_backward, py::arg("trains"), NoGil())
+      .def("drop_gradients", &ShardedBuffer::drop_gradients, py::arg("which"), NoGil())
+      .def("cancel_backward", &ShardedBuffer::cancel_backward, NoGil());
 }
 
 }  // namespace

@@ -6,7 +6,7 @@
 
 #include "common/check.h"
 #include "common/python_reference.h"
-#include "shard/shard_group.h"
+#include "shard/sharded_buffer.h"
 
 namespace bmtrain {
 namespace {
@@ -40,8 +40,8 @@ class PythonHooks final : public torch::autograd::FunctionPreHook {
 
 }  // namespace
 
-GradientSink::GradientSink(at::Tensor parameter, const at::Tensor& full_view, std::weak_ptr<ShardGroup> group,
-                           std::size_t index)
+GradientSink::GradientSink(at::Tensor parameter, const at::Tensor& full_view,
+                           std::weak_ptr<ShardedBuffer> group, std::size_t index)
     // As an accumulator: the highest sequence number, so that autograd runs it
     // as soon as it is ready.
     : Node(/*sequence_nr=*/UINT64_MAX),
@@ -83,8 +83,8 @@ void GradientSink::take_product(const at::Tensor& left, const at::Tensor& right)
   apply(std::move(gradients));
 }
 
-std::shared_ptr<ShardGroup> GradientSink::group() const {
-  std::shared_ptr<ShardGroup> group = group_.lock();
+std::shared_ptr<ShardedBuffer> GradientSink::group() const {
+  std::shared_ptr<ShardedBuffer> group = group_.lock();
   BMT_CHECK(StateError, group != nullptr, "a gradient arrived for a parameter whose Block no longer exists");
   return group;
 }

@@ -14,12 +14,12 @@
 
 namespace bmtrain {
 
-class ShardGroup;
+class ShardedBuffer;
 
 class GradientSink final : public torch::autograd::Node {
  public:
   /// `full_view` gives the shape and dtype of the gradients to come.
-  GradientSink(at::Tensor parameter, const at::Tensor& full_view, std::weak_ptr<ShardGroup> group,
+  GradientSink(at::Tensor parameter, const at::Tensor& full_view, std::weak_ptr<ShardedBuffer> group,
                std::size_t index);
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
@@ -40,15 +40,15 @@ class GradientSink final : public torch::autograd::Node {
 
  private:
   // Raises if the parameter's Block is gone.
-  [[nodiscard]] std::shared_ptr<ShardGroup> group() const;
+  [[nodiscard]] std::shared_ptr<ShardedBuffer> group() const;
 
   at::Tensor parameter_;
-  std::weak_ptr<ShardGroup> group_;
+  std::weak_ptr<ShardedBuffer> group_;
   std::size_t index_;
   std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>> hooks_;
 };
 
 using SinkPtr = decltype(NodeTraits<NodePtr>::make<GradientSink>(
-    at::Tensor(), at::Tensor(), std::weak_ptr<ShardGroup>(), std::size_t{0}));
+    at::Tensor(), at::Tensor(), std::weak_ptr<ShardedBuffer>(), std::size_t{0}));
 
 }  // namespace bmtrain

@@ -6,7 +6,7 @@
 namespace bmtrain {
 
 /// `parameter.set_data(data)` across devices, which torch refuses from the meta device. The parameter stays
-/// the same object for all who hold it: optimizers, modules and ShardGroups.
+/// the same object for all who hold it: optimizers, modules and ShardedBuffers.
 void materialize(const at::Tensor& parameter, const at::Tensor& data);
 
 }  // namespace bmtrain

@@ -10,7 +10,7 @@
 namespace bmtrain {
 
 /// A tensor over `storage` that may have no memory yet (see [Note: The gathered
-/// storage] in shard_group.h).
+/// storage] in sharded_buffer.h).
 inline at::Tensor view_of_storage(const c10::Storage& storage, at::ScalarType dtype, std::int64_t offset,
                                   at::IntArrayRef shape) {
   const auto backend_key = storage.device().is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;

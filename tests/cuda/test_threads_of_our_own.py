@@ -45,7 +45,7 @@ from bmtrain import _C
 
 cards = ctypes.CDLL(sys.argv[1])
 alone = _C.SingleCommunicator("alone")
-group = _C.ShardGroup(
+group = _C.ShardedBuffer(
     label="block",
     parameters=[torch.nn.Parameter(torch.empty(4, 4, device="meta"))],
     names=["weight"],

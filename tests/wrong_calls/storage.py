@@ -16,9 +16,9 @@ __all__ = ["storage"]
 DTYPE, DEVICE = torch.float32, torch.device("cpu")
 
 
-def _group(device: str = "cpu") -> _C.ShardGroup:
+def _group(device: str = "cpu") -> _C.ShardedBuffer:
     """A layer of 3 x 2."""
-    return _C.ShardGroup(**{name: value for name, (_, value) in _arguments(device).items()})
+    return _C.ShardedBuffer(**{name: value for name, (_, value) in _arguments(device).items()})
 
 
 def _arguments(device: str = "cpu") -> dict[str, tuple[str, Any]]:
@@ -41,16 +41,16 @@ def _arguments(device: str = "cpu") -> dict[str, tuple[str, Any]]:
 
 
 def storage() -> Calls:
-    """`ShardGroup` and what it works with."""
+    """`ShardedBuffer` and what it works with."""
     group, arguments = _group(), _arguments()
     index = {"index": ("index", 0)}
 
-    def begun() -> _C.ShardGroup:
+    def begun() -> _C.ShardedBuffer:
         made = _group()
         made.attach()
         return made
 
-    def in_backward() -> _C.ShardGroup:
+    def in_backward() -> _C.ShardedBuffer:
         made = begun()
         made.begin_backward([True])
         return made
@@ -67,32 +67,32 @@ def storage() -> Calls:
         made.finish_reduce(tree)
 
     return {
-        "ShardGroup": (
-            lambda *values: _C.ShardGroup(**dict(zip(arguments, values, strict=True))),
+        "ShardedBuffer": (
+            lambda *values: _C.ShardedBuffer(**dict(zip(arguments, values, strict=True))),
             arguments,
         ),
-        "ShardGroup.local_view": (group.local_view, index),
-        "ShardGroup.make_shard": (lambda index: _group("meta").make_shard(index), index),
-        "ShardGroup.set_hooks": (group.set_hooks, {**index, "hooks": ("a dict", {})}),
-        "ShardGroup.owns_storage": (group.owns_storage, {"tensor": ("a tensor", torch.ones(2))}),
-        "ShardGroup.start_gather": (
+        "ShardedBuffer.local_view": (group.local_view, index),
+        "ShardedBuffer.make_shard": (lambda index: _group("meta").make_shard(index), index),
+        "ShardedBuffer.set_hooks": (group.set_hooks, {**index, "hooks": ("a dict", {})}),
+        "ShardedBuffer.owns_storage": (group.owns_storage, {"tensor": ("a tensor", torch.ones(2))}),
+        "ShardedBuffer.start_gather": (
             lambda in_place: _group().start_gather(in_place),
             {"in_place": ("flag", False)},
         ),
-        "ShardGroup.begin_backward": (
+        "ShardedBuffer.begin_backward": (
             lambda trains: begun().begin_backward(trains),
             {"trains": ("truths", [True])},
         ),
-        "ShardGroup.join_backward": (
+        "ShardedBuffer.join_backward": (
             lambda trains: in_backward().join_backward(trains),
             {"trains": ("truths", [True])},
         ),
-        "ShardGroup.drop_gradients": (
+        "ShardedBuffer.drop_gradients": (
             lambda which: in_backward().drop_gradients(which),
             {"which": ("truths", [True])},
         ),
-        "ShardGroup.finish_reduce": (finish_reduce, {"tree": ("a tree", None)}),
-        "ShardGroup.add_gradient": (
+        "ShardedBuffer.finish_reduce": (finish_reduce, {"tree": ("a tree", None)}),
+        "ShardedBuffer.add_gradient": (
             add_gradient,
             {"sum": ("memory of any dtype", torch.ones(group.layout.partition))},
         ),

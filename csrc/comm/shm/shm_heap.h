@@ -13,8 +13,9 @@
 // the one program that all run (its gather was posted, its gradients were, its use of a common buffer ended).
 // Of the ranks that wait take the one that is at the earliest place: the peer it waits for is at an earlier
 // one still, so it does not wait, and gets there. What ranks read earlier than their program says, because it
-// has come (ShardGroup::sum_if_arrived), is let go of earlier by the reader; the owner's use ends no earlier.
-// Ranks that do not run one program could wait for each other: after some seconds other memory is taken.
+// has come (ShardedBuffer::sum_if_arrived), is let go of earlier by the reader; the owner's use ends no
+// earlier. Ranks that do not run one program could wait for each other: after some seconds other memory is
+// taken.
 //
 // A *common* buffer is written by all ranks of the group, each its slice. Which one a gather uses is not
 // negotiated: every rank picks the buffer that it let go of first, and all ranks borrow and give back in the

@@ -1,4 +1,4 @@
-// The gradients of a ShardGroup: from autograd to the shards.
+// The gradients of a ShardedBuffer: from autograd to the shards.
 #include <ATen/Functions.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/GradMode.h>
@@ -10,13 +10,13 @@
 #include "comm/slice_sum.h"
 #include "common/check.h"
 #include "common/delays.h"
-#include "shard/shard_group.h"
+#include "shard/sharded_buffer.h"
 #include "shard/storage.h"
 
 namespace bmtrain {
 
-void ShardGroup::begin_backward(const std::vector<bool>& trains,
-                                const std::vector<std::shared_ptr<ShardGroup>>& under_way) {
+void ShardedBuffer::begin_backward(const std::vector<bool>& trains,
+                                   const std::vector<std::shared_ptr<ShardedBuffer>>& under_way) {
   check_flags("trains", trains);
   BMT_CHECK(StateError, !gradient_.defined(), options_.label, ": a backward is under way already");
   under_way_.assign(under_way.begin(), under_way.end());
@@ -41,7 +41,7 @@ void ShardGroup::begin_backward(const std::vector<bool>& trains,
   join_backward(trains);
 }
 
-void ShardGroup::join_backward(const std::vector<bool>& trains) {
+void ShardedBuffer::join_backward(const std::vector<bool>& trains) {
   check_flags("trains", trains);
   BMT_CHECK(StateError, gradient_.defined(), options_.label, ": there is no backward to join");
   accepts_ = trains;
@@ -52,7 +52,7 @@ void ShardGroup::join_backward(const std::vector<bool>& trains) {
   }
 }
 
-bool ShardGroup::drop_gradients(const std::vector<bool>& which) {
+bool ShardedBuffer::drop_gradients(const std::vector<bool>& which) {
   check_flags("which", which);
   BMT_CHECK(StateError, gradient_.defined(), options_.label, ": there is no gradient to drop");
   bool is_any_left = false;
@@ -67,12 +67,12 @@ bool ShardGroup::drop_gradients(const std::vector<bool>& which) {
   return is_any_left;
 }
 
-void ShardGroup::check_flags(const char* name, const std::vector<bool>& flags) const {
+void ShardedBuffer::check_flags(const char* name, const std::vector<bool>& flags) const {
   BMT_CHECK(ValueError, flags.size() == options_.parameters.size(), name, ": expected ",
             options_.parameters.size(), " flags, got ", flags.size());
 }
 
-void ShardGroup::accumulate(std::size_t index, const at::Tensor& gradient) {
+void ShardedBuffer::accumulate(std::size_t index, const at::Tensor& gradient) {
   BMT_CHECK(
       StateError, gradient_.defined(), options_.label,
       ": a gradient reached a parameter of the Block outside of the Block's own backward, through a tensor "
@@ -91,7 +91,7 @@ void ShardGroup::accumulate(std::size_t index, const at::Tensor& gradient) {
   }
 }
 
-at::Tensor ShardGroup::take_place(std::size_t index, at::ScalarType dtype) {
+at::Tensor ShardedBuffer::take_place(std::size_t index, at::ScalarType dtype) {
   if (!gradient_.defined() || !accepts_.at(index) || touched_.at(index) || dtype != options_.reduce_dtype) {
     return {};
   }
@@ -100,14 +100,14 @@ at::Tensor ShardGroup::take_place(std::size_t index, at::ScalarType dtype) {
   return gradient_views_[index];
 }
 
-void ShardGroup::sum_what_has_arrived() {
-  std::erase_if(under_way_, [](const std::weak_ptr<ShardGroup>& other) {
-    const std::shared_ptr<ShardGroup> group = other.lock();
+void ShardedBuffer::sum_what_has_arrived() {
+  std::erase_if(under_way_, [](const std::weak_ptr<ShardedBuffer>& other) {
+    const std::shared_ptr<ShardedBuffer> group = other.lock();
     return group == nullptr || group->sum_if_arrived();
   });
 }
 
-void ShardGroup::start_reduce() {
+void ShardedBuffer::start_reduce() {
   BMT_CHECK(StateError, gradient_.defined(), options_.label, ": there is no gradient to reduce");
   const c10::AutoGradMode no_grad(false);
   zero_untouched();
@@ -134,7 +134,7 @@ void ShardGroup::start_reduce() {
   reduce_work_ = options_.reduce_comm->all_to_all(received_, gradient_, options_.label);
 }
 
-at::Tensor ShardGroup::full_buffer() {
+at::Tensor ShardedBuffer::full_buffer() {
   c10::Storage storage = empty_storage(options_.device);
   put_memory(storage, options_.pool->acquire(full_bytes(options_.reduce_dtype), options_.device),
              full_bytes(options_.reduce_dtype));
@@ -142,7 +142,7 @@ at::Tensor ShardGroup::full_buffer() {
 }
 
 // Each rank of this host gets what is for the ranks with its place, one slice for each host.
-void ShardGroup::start_sum_over_host() {
+void ShardedBuffer::start_sum_over_host() {
   const std::vector<std::int64_t> by_rank = {options_.host_comm->size(), options_.hosts_comm->size(),
                                              layout_.partition()};
   const at::Tensor ordered = full_buffer();
@@ -152,7 +152,7 @@ void ShardGroup::start_sum_over_host() {
   reduce_work_ = options_.host_comm->all_to_all(received_, gradient_, options_.label);
 }
 
-void ShardGroup::start_sum_over_hosts() {
+void ShardedBuffer::start_sum_over_hosts() {
   const at::Tensor sums = at::empty({options_.hosts_comm->size() * layout_.partition()}, received_.options());
   sum_slices(sums, received_.view({options_.host_comm->size(), sums.numel()}).unbind(0),
              /*accumulate=*/false);
@@ -163,13 +163,13 @@ void ShardGroup::start_sum_over_hosts() {
   sum_ = Sum::kOverHosts;
 }
 
-void ShardGroup::start_sum_over_replicas() {
+void ShardedBuffer::start_sum_over_replicas() {
   if (num_replicas() > 1) {
     reduce_work_ = options_.replica_comm->all_reduce(received_, ReduceOp::kSum, options_.label);
   }
 }
 
-void ShardGroup::zero_untouched() {
+void ShardedBuffer::zero_untouched() {
   // Gaps between parameters are zeroed too: they travel with the slices and
   // must not carry NaN from older contents.
   std::int64_t clean_until = 0;
@@ -188,7 +188,7 @@ void ShardGroup::zero_untouched() {
   zero(clean_until, layout_.padded_total());
 }
 
-bool ShardGroup::start_next_sum() {
+bool ShardedBuffer::start_next_sum() {
   if (!is_reducing() || layout_.num_ranks() == 1) {
     return false;
   }
@@ -214,14 +214,14 @@ bool ShardGroup::start_next_sum() {
   return true;
 }
 
-bool ShardGroup::continue_reduce() {
+bool ShardedBuffer::continue_reduce() {
   if (sum_ == Sum::kOverRanks) {
     start_next_sum();
   }
   return sum_ != Sum::kOverRanks;
 }
 
-void ShardGroup::await_reduce() {
+void ShardedBuffer::await_reduce() {
   while (start_next_sum()) {
   }
   if (reduce_work_) {
@@ -230,7 +230,7 @@ void ShardGroup::await_reduce() {
   }
 }
 
-bool ShardGroup::sum_if_arrived() {
+bool ShardedBuffer::sum_if_arrived() {
   if (!peer_slices_ || is_summed_ || num_replicas() > 1) {
     return true;
   }
@@ -253,7 +253,7 @@ bool ShardGroup::sum_if_arrived() {
   return true;
 }
 
-bool ShardGroup::writes_all_gradients() const {
+bool ShardedBuffer::writes_all_gradients() const {
   for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
     const GradientMode mode = gradient_mode(i);
     if (mode != GradientMode::kWrite && mode != GradientMode::kSkip) {
@@ -263,7 +263,7 @@ bool ShardGroup::writes_all_gradients() const {
   return true;
 }
 
-void ShardGroup::add_to_strangers() {
+void ShardedBuffer::add_to_strangers() {
   for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
     const LocalPart& part = local_parts_[i];
     if (gradient_mode(i) == GradientMode::kForeign && part.numel > 0) {
@@ -273,7 +273,7 @@ void ShardGroup::add_to_strangers() {
   }
 }
 
-void ShardGroup::finish_reduce(TreeSum* tree) {
+void ShardedBuffer::finish_reduce(TreeSum* tree) {
   if (!is_reducing()) {
     return;
   }
@@ -310,7 +310,7 @@ void ShardGroup::finish_reduce(TreeSum* tree) {
   publish_gradients();
 }
 
-std::vector<at::Tensor> ShardGroup::received_slices() const {
+std::vector<at::Tensor> ShardedBuffer::received_slices() const {
   std::vector<at::Tensor> slices;
   if (peer_slices_) {
     for (const void* const slice : peer_slices_->by_rank) {
@@ -325,7 +325,7 @@ std::vector<at::Tensor> ShardGroup::received_slices() const {
   return slices;
 }
 
-void ShardGroup::end_reduction() noexcept {
+void ShardedBuffer::end_reduction() noexcept {
   if (peer_slices_) {
     delay();
     peer_slices_->release();
@@ -336,7 +336,7 @@ void ShardGroup::end_reduction() noexcept {
   sum_ahead_ = at::Tensor();
 }
 
-void ShardGroup::add_gradient(const at::Tensor& sum) {
+void ShardedBuffer::add_gradient(const at::Tensor& sum) {
   BMT_CHECK(ValueError, sum.dim() == 1 && sum.numel() == layout_.partition(), "sum: expected ",
             layout_.partition(), " elements, got shape ", sum.sizes());
   BMT_CHECK(StateError, trains_.size() == options_.parameters.size(), options_.label,
@@ -363,7 +363,7 @@ void ShardGroup::add_gradient(const at::Tensor& sum) {
   publish_gradients();
 }
 
-void ShardGroup::sum_into_shard(const std::vector<at::Tensor>& slices) {
+void ShardedBuffer::sum_into_shard(const std::vector<at::Tensor>& slices) {
   make_gradient_shard();
   // Neighbours that are treated alike are summed in one run, the gaps between
   // them included.
@@ -382,7 +382,7 @@ void ShardGroup::sum_into_shard(const std::vector<at::Tensor>& slices) {
   }
 }
 
-void ShardGroup::make_gradient_shard() {
+void ShardedBuffer::make_gradient_shard() {
   if (gradient_shard_.defined()) {
     return;
   }
@@ -404,7 +404,7 @@ void ShardGroup::make_gradient_shard() {
   zero_up_to(layout_.partition());
 }
 
-ShardGroup::GradientMode ShardGroup::gradient_mode(std::size_t index) const {
+ShardedBuffer::GradientMode ShardedBuffer::gradient_mode(std::size_t index) const {
   const at::Tensor& parameter = options_.parameters[index];
   if (!trains_[index]) {
     return GradientMode::kSkip;
@@ -420,8 +420,8 @@ ShardGroup::GradientMode ShardGroup::gradient_mode(std::size_t index) const {
   return is_ours ? GradientMode::kAccumulate : GradientMode::kForeign;
 }
 
-void ShardGroup::reduce_run(const std::vector<at::Tensor>& slices, std::size_t first, std::size_t last,
-                            GradientMode mode) {
+void ShardedBuffer::reduce_run(const std::vector<at::Tensor>& slices, std::size_t first, std::size_t last,
+                               GradientMode mode) {
   std::int64_t begin = -1, end = -1;
   for (std::size_t i = first; i < last; ++i) {
     const LocalPart& part = local_parts_[i];
@@ -448,7 +448,7 @@ void ShardGroup::reduce_run(const std::vector<at::Tensor>& slices, std::size_t f
   }
 }
 
-void ShardGroup::publish_gradients() {
+void ShardedBuffer::publish_gradients() {
   for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
     const at::Tensor& parameter = options_.parameters[i];
     if (!trains_[i]) {
@@ -466,7 +466,7 @@ void ShardGroup::publish_gradients() {
   }
 }
 
-void ShardGroup::cancel_backward() noexcept {
+void ShardedBuffer::cancel_backward() noexcept {
   if (reduce_work_) {
     try {
       reduce_work_->wait();

@@ -1,4 +1,4 @@
-// The memory of a ShardGroup's shards, and what users put in the place of it.
+// The memory of a ShardedBuffer's shards, and what users put in the place of it.
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
@@ -8,12 +8,12 @@
 
 #include "common/check.h"
 #include "shard/materialize.h"
-#include "shard/shard_group.h"
+#include "shard/sharded_buffer.h"
 #include "shard/storage.h"
 
 namespace bmtrain {
 
-void ShardGroup::make_shard_memory() {
+void ShardedBuffer::make_shard_memory() {
   const c10::Storage shard_storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, options_.device),
                                    c10::GetAllocator(options_.device.type()), /*resizable=*/true);
   shard_ = view_of_storage(shard_storage, options_.dtype, 0, {layout_.partition()});
@@ -26,7 +26,7 @@ void ShardGroup::make_shard_memory() {
   }
 }
 
-void ShardGroup::make_gathered_views(const c10::Storage& storage) {
+void ShardedBuffer::make_gathered_views(const c10::Storage& storage) {
   full_ = view_of_storage(storage, options_.compute_dtype, 0, {layout_.padded_total()});
   wire_ = widens() ? view_of_storage(empty_storage(options_.device), options_.gather_dtype, 0,
                                      {layout_.padded_total()})
@@ -38,7 +38,7 @@ void ShardGroup::make_gathered_views(const c10::Storage& storage) {
   }
 }
 
-void ShardGroup::allocate() {
+void ShardedBuffer::allocate() {
   const c10::Storage& storage = shard_.storage();
   if (storage.nbytes() == 0) {
     const at::Tensor zeros = at::zeros(shard_.sizes(), shard_.options());
@@ -47,14 +47,14 @@ void ShardGroup::allocate() {
   }
 }
 
-void ShardGroup::make_shard(std::size_t index) {
+void ShardedBuffer::make_shard(std::size_t index) {
   check_index(index);
   const c10::InferenceMode normal_tensors(false);
   allocate();
   materialize(options_.parameters[index], local_views_[index]);
 }
 
-void ShardGroup::attach() {
+void ShardedBuffer::attach() {
   for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
     if (!options_.parameters[i].is_meta()) {
       options_.parameters[i].set_data(local_views_[i]);
@@ -62,14 +62,14 @@ void ShardGroup::attach() {
   }
 }
 
-bool ShardGroup::is_attached(std::size_t index) const {
+bool ShardedBuffer::is_attached(std::size_t index) const {
   const at::Tensor& parameter = options_.parameters[index];
   return parameter.dim() == 1 && parameter.numel() == local_parts_[index].numel &&
          parameter.storage_offset() == local_parts_[index].shard_offset &&
          parameter.storage().unsafeGetStorageImpl() == shard_.storage().unsafeGetStorageImpl();
 }
 
-void ShardGroup::leave_memory_to_others() {
+void ShardedBuffer::leave_memory_to_others() {
   const at::Tensor old = shard_;
   if (old.storage().nbytes() == 0 || static_cast<std::int64_t>(old.storage().use_count()) <=
                                          num_references().first + 1) {  // and `old` itself
@@ -89,7 +89,7 @@ void ShardGroup::leave_memory_to_others() {
   }
 }
 
-bool ShardGroup::adopt_data() {
+bool ShardedBuffer::adopt_data() {
   bool adopted = false;
   for (std::size_t i = 0; !bound_ && i < options_.parameters.size(); ++i) {
     if (options_.parameters[i].is_meta() || is_attached(i)) {

@@ -1,4 +1,4 @@
-// ShardGroup: the parameters of one block that share dtype and group, as one
+// ShardedBuffer: the parameters of one block that share dtype and group, as one
 // flat buffer cut into one shard per rank.
 //
 // It owns the shard, the gathered buffer, the gradient on its way to the
@@ -75,7 +75,7 @@
 
 namespace bmtrain {
 
-class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
+class ShardedBuffer : public std::enable_shared_from_this<ShardedBuffer> {
  public:
   /// Sharded between calls, kGathering from start_gather to finish_gather,
   /// kGathered until release.
@@ -103,10 +103,10 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
     c10::Device device;
   };
 
-  explicit ShardGroup(Options options);
-  ~ShardGroup();
-  ShardGroup(const ShardGroup&) = delete;
-  ShardGroup& operator=(const ShardGroup&) = delete;
+  explicit ShardedBuffer(Options options);
+  ~ShardedBuffer();
+  ShardedBuffer(const ShardedBuffer&) = delete;
+  ShardedBuffer& operator=(const ShardedBuffer&) = delete;
 
   [[nodiscard]] const FlatLayout& layout() const { return layout_; }
   [[nodiscard]] State state() const { return state_; }
@@ -163,7 +163,7 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   /// Prepares to receive gradients of the parameters with `trains[i]`. `under_way`: groups whose gradients
   /// are on their way meanwhile, see sum_if_arrived().
   void begin_backward(const std::vector<bool>& trains,
-                      const std::vector<std::shared_ptr<ShardGroup>>& under_way = {});
+                      const std::vector<std::shared_ptr<ShardedBuffer>>& under_way = {});
   /// Prepares for one backward more, whose gradients add to those that begin_backward() prepared for.
   void join_backward(const std::vector<bool>& trains);
   /// Drops what such backwards have left for the parameters with `which[i]`. Returns whether others have
@@ -276,7 +276,7 @@ class ShardGroup : public std::enable_shared_from_this<ShardGroup> {
   Sum sum_ = Sum::kOverRanks;
   bool is_summed_ = false;  // ahead of finish_reduce()
   at::Tensor sum_ahead_;    // then, unless the gradient shard has it
-  std::vector<std::weak_ptr<ShardGroup>> under_way_;
+  std::vector<std::weak_ptr<ShardedBuffer>> under_way_;
   at::Tensor gradient_shard_;
 };
 

@@ -1,4 +1,4 @@
-#include "shard/shard_group.h"
+#include "shard/sharded_buffer.h"
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
@@ -27,7 +27,7 @@ std::vector<std::int64_t> numels_of(const std::vector<std::vector<std::int64_t>>
   return numels;
 }
 
-ShardGroup::Options checked(ShardGroup::Options options) {
+ShardedBuffer::Options checked(ShardedBuffer::Options options) {
   const std::size_t count = options.parameters.size();
   BMT_CHECK(ValueError, options.shapes.size() == count, "shapes: expected one per parameter (", count,
             "), got ", options.shapes.size());
@@ -62,7 +62,7 @@ void set_accumulator(const at::Tensor& parameter, const NodePtr& node) {
 
 }  // namespace
 
-ShardGroup::ShardGroup(Options options)
+ShardedBuffer::ShardedBuffer(Options options)
     : options_(checked(std::move(options))),
       layout_(numels_of(options_.shapes), static_cast<std::int64_t>(c10::elementSize(options_.dtype)),
               options_.gather_comm->size()) {
@@ -78,19 +78,19 @@ ShardGroup::ShardGroup(Options options)
   }
 }
 
-ShardGroup::~ShardGroup() = default;
+ShardedBuffer::~ShardedBuffer() = default;
 
-at::Tensor ShardGroup::local_view(std::size_t index) const {
+at::Tensor ShardedBuffer::local_view(std::size_t index) const {
   check_index(index);
   return local_views_[index];
 }
 
-void ShardGroup::check_index(std::size_t index) const {
+void ShardedBuffer::check_index(std::size_t index) const {
   BMT_CHECK(ValueError, index < options_.parameters.size(), "index: expected 0 to ",
             options_.parameters.size(), " (excluded), got ", index);
 }
 
-void ShardGroup::check_data() const {
+void ShardedBuffer::check_data() const {
   for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
     BMT_CHECK(
         StateError, !options_.parameters[i].is_meta(), options_.label, ": parameter '", options_.names[i],
@@ -100,7 +100,7 @@ void ShardGroup::check_data() const {
   }
 }
 
-std::pair<std::int64_t, std::int64_t> ShardGroup::num_references() const {
+std::pair<std::int64_t, std::int64_t> ShardedBuffer::num_references() const {
   std::int64_t to_shard = 0;
   std::int64_t to_gradient = 0;
   const auto count = [](std::int64_t& number, const at::Tensor& tensor, const at::Tensor& memory) {
@@ -118,7 +118,7 @@ std::pair<std::int64_t, std::int64_t> ShardGroup::num_references() const {
   return {to_shard, to_gradient};
 }
 
-std::int64_t ShardGroup::version() const {
+std::int64_t ShardedBuffer::version() const {
   std::int64_t sum = 0;
   for (const at::Tensor& parameter : options_.parameters) {
     sum += parameter._version();
@@ -126,7 +126,7 @@ std::int64_t ShardGroup::version() const {
   return sum;
 }
 
-std::vector<bool> ShardGroup::requires_grad() const {
+std::vector<bool> ShardedBuffer::requires_grad() const {
   std::vector<bool> flags;
   flags.reserve(options_.parameters.size());
   for (const at::Tensor& parameter : options_.parameters) {
@@ -135,7 +135,7 @@ std::vector<bool> ShardGroup::requires_grad() const {
   return flags;
 }
 
-std::int64_t ShardGroup::gathered_bytes() const {
+std::int64_t ShardedBuffer::gathered_bytes() const {
   if (!has_own_buffer()) {
     return 0;
   }
@@ -143,7 +143,7 @@ std::int64_t ShardGroup::gathered_bytes() const {
   return static_cast<std::int64_t>(full_.storage().nbytes() + travelling);
 }
 
-std::int64_t ShardGroup::unreduced_bytes() const {
+std::int64_t ShardedBuffer::unreduced_bytes() const {
   const auto bytes = [](const at::Tensor& tensor) {
     return tensor.defined() ? static_cast<std::int64_t>(tensor.storage().nbytes()) : 0;
   };
@@ -151,22 +151,22 @@ std::int64_t ShardGroup::unreduced_bytes() const {
   return bytes(gradient_) + (is_one ? 0 : bytes(received_)) + bytes(sum_ahead_);
 }
 
-bool ShardGroup::owns_storage(const at::Tensor& tensor) const {
+bool ShardedBuffer::owns_storage(const at::Tensor& tensor) const {
   return tensor.has_storage() &&
          tensor.storage().unsafeGetStorageImpl() == full_.storage().unsafeGetStorageImpl();
 }
 
-bool ShardGroup::has_own_buffer() const {
+bool ShardedBuffer::has_own_buffer() const {
   return layout_.num_ranks() > 1 || options_.compute_dtype != options_.dtype || widens();
 }
 
-bool ShardGroup::widens() const { return options_.gather_dtype != options_.compute_dtype; }
+bool ShardedBuffer::widens() const { return options_.gather_dtype != options_.compute_dtype; }
 
-std::int64_t ShardGroup::full_bytes(at::ScalarType dtype) const {
+std::int64_t ShardedBuffer::full_bytes(at::ScalarType dtype) const {
   return layout_.padded_total() * static_cast<std::int64_t>(c10::elementSize(dtype));
 }
 
-at::Tensor ShardGroup::gather_input() const {
+at::Tensor ShardedBuffer::gather_input() const {
   if (options_.gather_dtype == options_.dtype && layout_.num_ranks() > 1) {
     return shard_;
   }
@@ -183,11 +183,11 @@ at::Tensor ShardGroup::gather_input() const {
   return wire_.narrow(0, begin, layout_.partition()).copy_(shard_);
 }
 
-bool ShardGroup::is_worth_sharing(at::ScalarType dtype) const {
+bool ShardedBuffer::is_worth_sharing(at::ScalarType dtype) const {
   return options_.device.is_cpu() && layout_.num_ranks() > 1 && full_bytes(dtype) >= kLeastShared;
 }
 
-void ShardGroup::start_gather(bool in_place) {
+void ShardedBuffer::start_gather(bool in_place) {
   if (state_ != State::kSharded) {
     return;
   }
@@ -216,14 +216,14 @@ void ShardGroup::start_gather(bool in_place) {
   state_ = State::kGathering;
 }
 
-void ShardGroup::await_gather() {
+void ShardedBuffer::await_gather() {
   if (gather_work_) {
     gather_work_->wait();
     gather_work_.reset();
   }
 }
 
-void ShardGroup::widen() {
+void ShardedBuffer::widen() {
   const c10::AutoGradMode no_grad(false);
   const c10::InferenceMode normal_tensors(false);
   const std::int64_t nbytes = full_bytes(options_.compute_dtype);
@@ -232,7 +232,7 @@ void ShardGroup::widen() {
   give_back_wire();
 }
 
-void ShardGroup::give_back_wire() {
+void ShardedBuffer::give_back_wire() {
   if (is_borrowed_) {
     options_.gather_comm->give_back_output(wire_.storage().data(), full_bytes(options_.gather_dtype));
     is_borrowed_ = false;
@@ -240,7 +240,7 @@ void ShardGroup::give_back_wire() {
   put_memory(wire_.storage(), c10::DataPtr(nullptr, options_.device), 0);
 }
 
-void ShardGroup::finish_gather() {
+void ShardedBuffer::finish_gather() {
   start_gather();
   if (state_ == State::kGathering) {
     await_gather();
@@ -251,7 +251,7 @@ void ShardGroup::finish_gather() {
   }
 }
 
-void ShardGroup::release() {
+void ShardedBuffer::release() {
   BMT_CHECK(StateError, !bound_, options_.label, ": the gathered parameters are still in use");
   await_gather();  // a gather under way writes into the memory; it must have
                    // ended before the memory goes
@@ -262,7 +262,7 @@ void ShardGroup::release() {
   state_ = State::kSharded;
 }
 
-void ShardGroup::bind() {
+void ShardedBuffer::bind() {
   BMT_CHECK(StateError, state_ == State::kGathered, options_.label, ": the parameters are not gathered");
   BMT_CHECK(StateError, !bound_, options_.label,
             ": the parameters are in use already; a Block cannot call itself "
@@ -279,7 +279,7 @@ void ShardGroup::bind() {
   }
 }
 
-void ShardGroup::drop_unused_gradient() {
+void ShardedBuffer::drop_unused_gradient() {
   if (!gradient_shard_.defined() || is_summed_ || num_references().second > 1) {
     return;
   }
@@ -287,7 +287,7 @@ void ShardGroup::drop_unused_gradient() {
   static_cast<void>(options_.reduce_comm->borrow_input(0));  // frees what gradients have travelled in
 }
 
-void ShardGroup::make_sinks() {
+void ShardedBuffer::make_sinks() {
   if (sinks_.empty()) {
     for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
       sinks_.push_back(NodeTraits<NodePtr>::make<GradientSink>(options_.parameters[i], full_views_[i],
@@ -296,13 +296,13 @@ void ShardGroup::make_sinks() {
   }
 }
 
-void ShardGroup::set_hooks(std::size_t index, PyObject* hooks) {
+void ShardedBuffer::set_hooks(std::size_t index, PyObject* hooks) {
   check_index(index);
   make_sinks();
   sinks_[index]->set_hooks(hooks);
 }
 
-void ShardGroup::unbind() noexcept {
+void ShardedBuffer::unbind() noexcept {
   if (!bound_) {
     return;
   }
