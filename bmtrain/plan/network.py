@@ -8,7 +8,7 @@ from .machine import Machine
 
 __all__ = ["LEAST_SHARED", "NUM_COMMON", "NUM_OWN", "Network", "Transfer", "Wire"]
 
-#: Bytes from which the ranks of a host use a block's buffers in place (csrc/shard/sharded_buffer.cpp).
+#: Bytes from which the ranks of a host use a block's buffers in place (csrc/shard/buffer_spec.cpp).
 LEAST_SHARED = 1 << 20
 #: Buffers of a size for gathered parameters, and for each rank's gradients (csrc/comm/shm/shm_heap.cpp).
 NUM_COMMON, NUM_OWN = 2, 2

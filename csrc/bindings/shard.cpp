@@ -5,10 +5,8 @@
 #include "common/python_reference.h"
 #include "shard/buffer_pool.h"
 #include "shard/flat_layout.h"
-#include "shard/graph_walk.h"
+#include "shard/gradient_sink.h"
 #include "shard/island.h"
-#include "shard/materialize.h"
-#include "shard/product_gradients.h"
 #include "shard/sharded_buffer.h"
 #include "shard/tree_sum.h"
 
@@ -62,21 +60,46 @@ void bind_pool(py::module_& m) {
       });
 }
 
-std::shared_ptr<ShardedBuffer> make_group(
+std::shared_ptr<ShardedBuffer> make_buffer(
     std::string label, std::vector<at::Tensor> parameters, std::vector<std::string> names,
     std::vector<std::vector<std::int64_t>> shapes, std::shared_ptr<Communicator> gather_comm,
     std::shared_ptr<Communicator> reduce_comm, std::shared_ptr<BufferPool> pool, at::ScalarType dtype,
     const c10::Device& device, std::shared_ptr<Communicator> replica_comm,
     std::optional<at::ScalarType> compute_dtype, std::optional<at::ScalarType> reduce_dtype,
-    std::optional<at::ScalarType> gather_dtype, ShardedBuffer::ReduceWay reduce_way,
-    std::shared_ptr<Communicator> host_comm, std::shared_ptr<Communicator> hosts_comm) {
+    std::optional<at::ScalarType> gather_dtype, ReduceWay reduce_way, std::shared_ptr<Communicator> host_comm,
+    std::shared_ptr<Communicator> hosts_comm) {
   const at::ScalarType gathered = compute_dtype.value_or(dtype);
-  return std::make_shared<ShardedBuffer>(ShardedBuffer::Options{
-      std::move(label), std::move(parameters), std::move(names), std::move(shapes), std::move(gather_comm),
-      std::move(reduce_comm), std::move(replica_comm), reduce_way, std::move(host_comm),
-      std::move(hosts_comm), std::move(pool), dtype, gather_dtype.value_or(gathered), gathered,
-      reduce_dtype.value_or(dtype), device});
+  return std::make_shared<ShardedBuffer>(
+      BufferOptions{std::move(label), std::move(parameters), std::move(names), std::move(shapes),
+                    std::move(gather_comm), std::move(reduce_comm), std::move(replica_comm), reduce_way,
+                    std::move(host_comm), std::move(hosts_comm), std::move(pool), dtype,
+                    gather_dtype.value_or(gathered), gathered, reduce_dtype.value_or(dtype), device});
 }
+
+/// Python functions in a dict, each given the gradient that the one before returned (or left as it was).
+class PythonHooks final : public torch::autograd::FunctionPreHook {
+ public:
+  explicit PythonHooks(const py::dict& hooks) : hooks_(hooks.ptr()) {}
+
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+    const py::gil_scoped_acquire gil;
+    torch::autograd::variable_list results = gradients;
+    const auto hooks = py::reinterpret_borrow<py::dict>(hooks_.get());
+    for (const py::handle hook : py::list(hooks.attr("values")())) {
+      if (!results.at(0).defined()) {
+        break;
+      }
+      const py::object changed = hook(results[0]);
+      if (!changed.is_none()) {
+        results[0] = changed.cast<at::Tensor>();
+      }
+    }
+    return results;
+  }
+
+ private:
+  PythonReference hooks_;
+};
 
 void bind_tree(py::module_& m) {
   py::class_<TreeSum, std::shared_ptr<TreeSum>>(m, "TreeSum")
@@ -118,66 +141,92 @@ void bind_island(py::module_& m) {
       py::arg("outputs"), py::arg("inputs"), py::arg("backward"));
 }
 
-void bind_group(py::module_& m) {
-  py::class_<ShardedBuffer, std::shared_ptr<ShardedBuffer>> group(m, "ShardedBuffer");
-  py::enum_<ShardedBuffer::State>(group, "State")
-      .value("SHARDED", ShardedBuffer::State::kSharded)
-      .value("GATHERING", ShardedBuffer::State::kGathering)
-      .value("GATHERED", ShardedBuffer::State::kGathered);
-  py::enum_<ShardedBuffer::ReduceWay>(group, "ReduceWay")
-      .value("DIRECT", ShardedBuffer::ReduceWay::kDirect)
-      .value("RING", ShardedBuffer::ReduceWay::kRing)
-      .value("HOSTS", ShardedBuffer::ReduceWay::kHosts);
-  group
-      .def(py::init(&make_group), py::kw_only(), py::arg("label"), py::arg("parameters"), py::arg("names"),
-           py::arg("shapes"), py::arg("gather_comm"), py::arg("reduce_comm"), py::arg("pool"),
-           py::arg("dtype"), py::arg("device"), py::arg("replica_comm") = nullptr,
-           py::arg("compute_dtype") = py::none(), py::arg("reduce_dtype") = py::none(),
-           py::arg("gather_dtype") = py::none(), py::arg("reduce_way") = ShardedBuffer::ReduceWay::kDirect,
-           py::arg("host_comm") = nullptr, py::arg("hosts_comm") = nullptr)
-      // A copy: a reference would keep the group alive, which keeps the parameters, which keep their layout.
-      .def_property_readonly("layout", [](const ShardedBuffer& self) { return FlatLayout(self.layout()); })
-      .def_property_readonly("state", &ShardedBuffer::state)
-      .def_property_readonly("is_bound", &ShardedBuffer::is_bound)
-      .def_property_readonly("num_replicas", &ShardedBuffer::num_replicas)
-      .def_property_readonly("gathered_bytes", &ShardedBuffer::gathered_bytes)
-      .def_property_readonly("unreduced_bytes", &ShardedBuffer::unreduced_bytes)
-      .def_property_readonly("parameters", &ShardedBuffer::parameters)
-      .def_property_readonly("shard", &ShardedBuffer::shard)
+// Methods of a buffer's parts as methods of the buffer.
+template <typename Part, typename Owner, typename Result, typename... Arguments>
+auto of(Part (ShardedBuffer::*part)(), Result (Owner::*method)(Arguments...)) {
+  return [=](ShardedBuffer& self, Arguments... arguments) -> Result {
+    return ((self.*part)().*method)(std::forward<Arguments>(arguments)...);
+  };
+}
+template <typename Part, typename Owner, typename Result, typename... Arguments>
+auto of(Part (ShardedBuffer::*part)(), Result (Owner::*method)(Arguments...) const) {
+  return [=](ShardedBuffer& self, Arguments... arguments) -> Result {
+    return ((self.*part)().*method)(std::forward<Arguments>(arguments)...);
+  };
+}
+template <typename Result, typename... Arguments>
+auto of_reduction(Result (Reduction::*method)(Arguments...)) {
+  return [=](ShardedBuffer& self, Arguments... arguments) -> Result {
+    return (*self.reduction().*method)(std::forward<Arguments>(arguments)...);
+  };
+}
+
+void bind_state(py::class_<ShardedBuffer, std::shared_ptr<ShardedBuffer>>& buffer) {
+  using Self = const ShardedBuffer&;
+  buffer
+      // A copy: a reference would keep the buffer alive, which keeps the parameters, which keep their layout.
+      .def_property_readonly("layout", [](Self self) { return FlatLayout(self.spec().layout); })
+      .def_property_readonly("state", of(&ShardedBuffer::gathered, &GatheredBuffer::state))
+      .def_property_readonly("is_bound", of(&ShardedBuffer::gathered, &GatheredBuffer::is_bound))
+      .def_property_readonly("num_replicas", [](Self self) { return self.spec().num_replicas(); })
+      .def_property_readonly("gathered_bytes", of(&ShardedBuffer::gathered, &GatheredBuffer::num_bytes))
+      .def_property_readonly("unreduced_bytes", [](Self self) { return self.reduction()->num_bytes(); })
+      .def_property_readonly("parameters", [](Self self) { return self.spec().parameters; })
+      .def_property_readonly("shard", [](ShardedBuffer& self) { return self.shard().flat(); })
       .def_property_readonly("gradient_shard",
-                             [](const ShardedBuffer& self) -> py::object {
-                               const at::Tensor gradient = self.gradient_shard();
+                             [](Self self) -> py::object {
+                               const at::Tensor& gradient = self.gradient_shard().flat();
                                return gradient.defined() ? py::cast(gradient) : py::none();
                              })
-      .def("local_view", &ShardedBuffer::local_view, py::arg("index"))
       .def("num_references", &ShardedBuffer::num_references)
       .def("version", &ShardedBuffer::version)
       .def("requires_grad", &ShardedBuffer::requires_grad)
-      .def("owns_storage", &ShardedBuffer::owns_storage, py::arg("tensor"))
-      .def("attach", &ShardedBuffer::attach)
-      .def("make_shard", &ShardedBuffer::make_shard, py::arg("index"))
+      .def("owns_storage", of(&ShardedBuffer::gathered, &GatheredBuffer::owns), py::arg("tensor"));
+}
+
+void bind_buffer(py::module_& m) {
+  py::class_<ShardedBuffer, std::shared_ptr<ShardedBuffer>> buffer(m, "ShardedBuffer");
+  py::enum_<GatheredBuffer::State>(buffer, "State")
+      .value("SHARDED", GatheredBuffer::State::kSharded)
+      .value("GATHERING", GatheredBuffer::State::kGathering)
+      .value("GATHERED", GatheredBuffer::State::kGathered);
+  py::enum_<ReduceWay>(buffer, "ReduceWay")
+      .value("DIRECT", ReduceWay::kDirect)
+      .value("RING", ReduceWay::kRing)
+      .value("HOSTS", ReduceWay::kHosts);
+  buffer.def(py::init(&make_buffer), py::kw_only(), py::arg("label"), py::arg("parameters"), py::arg("names"),
+             py::arg("shapes"), py::arg("gather_comm"), py::arg("reduce_comm"), py::arg("pool"),
+             py::arg("dtype"), py::arg("device"), py::arg("replica_comm") = nullptr,
+             py::arg("compute_dtype") = py::none(), py::arg("reduce_dtype") = py::none(),
+             py::arg("gather_dtype") = py::none(), py::arg("reduce_way") = ReduceWay::kDirect,
+             py::arg("host_comm") = nullptr, py::arg("hosts_comm") = nullptr);
+  bind_state(buffer);
+  buffer.def("local_view", of(&ShardedBuffer::shard, &ShardMemory::local_view), py::arg("index"))
+      .def("attach", of(&ShardedBuffer::shard, &ShardMemory::attach))
+      .def("make_shard", of(&ShardedBuffer::shard, &ShardMemory::make), py::arg("index"))
       .def("adopt_data", &ShardedBuffer::adopt_data)
       .def(
           "set_hooks",
           [](ShardedBuffer& self, std::size_t index, const py::dict& hooks) {
-            self.set_hooks(index, hooks.ptr());
+            self.set_hook(index, std::make_unique<PythonHooks>(hooks));
           },
           py::arg("index"), py::arg("hooks"))
-      .def("start_gather", &ShardedBuffer::start_gather, py::arg("in_place") = false, NoGil())
-      .def("finish_gather", &ShardedBuffer::finish_gather, NoGil())
-      .def("release", &ShardedBuffer::release, NoGil())
+      .def("start_gather", of(&ShardedBuffer::gathered, &GatheredBuffer::start), py::arg("in_place") = false,
+           NoGil())
+      .def("finish_gather", of(&ShardedBuffer::gathered, &GatheredBuffer::finish), NoGil())
+      .def("release", of(&ShardedBuffer::gathered, &GatheredBuffer::release), NoGil())
       .def("bind", &ShardedBuffer::bind)
-      .def("unbind", &ShardedBuffer::unbind)
+      .def("unbind", of(&ShardedBuffer::gathered, &GatheredBuffer::unbind))
       .def("begin_backward", &ShardedBuffer::begin_backward, py::arg("trains"),
            py::arg("under_way") = std::vector<std::shared_ptr<ShardedBuffer>>{}, NoGil())
-      .def("start_reduce", &ShardedBuffer::start_reduce, NoGil())
-      .def("continue_reduce", &ShardedBuffer::continue_reduce, NoGil())
-      .def("await_reduce", &ShardedBuffer::await_reduce, NoGil())
-      .def("finish_reduce", &ShardedBuffer::finish_reduce, py::arg("tree") = nullptr, NoGil())
-      .def("add_gradient", &ShardedBuffer::add_gradient, py::arg("sum"), NoGil())
-      .def("join_backward", &ShardedBuffer::join_backward, py::arg("trains"), NoGil())
-      .def("drop_gradients", &ShardedBuffer::drop_gradients, py::arg("which"), NoGil())
-      .def("cancel_backward", &ShardedBuffer::cancel_backward, NoGil());
+      .def("join_backward", of_reduction(&Reduction::join), py::arg("trains"), NoGil())
+      .def("drop_gradients", of_reduction(&Reduction::drop), py::arg("which"), NoGil())
+      .def("start_reduce", of_reduction(&Reduction::start), NoGil())
+      .def("continue_reduce", of_reduction(&Reduction::continue_sum), NoGil())
+      .def("await_reduce", of_reduction(&Reduction::await), NoGil())
+      .def("finish_reduce", of_reduction(&Reduction::finish), py::arg("tree") = nullptr, NoGil())
+      .def("add_gradient", of_reduction(&Reduction::add), py::arg("sum"), NoGil())
+      .def("cancel_backward", of_reduction(&Reduction::cancel), NoGil());
 }
 
 }  // namespace
@@ -186,7 +235,7 @@ void bind_shard(py::module_& m) {
   bind_layout(m);
   bind_pool(m);
   bind_tree(m);
-  bind_group(m);
+  bind_buffer(m);
   bind_island(m);
   m.def("materialize", &materialize, py::arg("parameter"), py::arg("data"));
   m.def("next_node_number", &next_node_number);

@@ -166,17 +166,9 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
 
   // Moves to `dropped` what is too much beside a new one, see [Note: What stays idle].
   void make_room_for(const Idle& added, std::vector<Idle>& dropped) {
-    const auto drop = [&](auto place) {
-      stats_.bytes_idle -= place->nbytes;
-      dropped.push_back(std::move(*place));
-      idle_.erase(place);
-    };
-    const auto first_to_go = [&](auto&& matches) {
-      return std::find_if(idle_.begin(), idle_.end(), matches);
-    };
     const auto is_like = [&](const Idle& idle) { return idle.is_like(added); };
     if (std::count_if(idle_.begin(), idle_.end(), is_like) >= idle_per_class_) {
-      drop(first_to_go(is_like));
+      drop(std::find_if(idle_.begin(), idle_.end(), is_like), dropped);
     }
     largest_ = std::max(largest_, added.nbytes);
     std::int64_t excess = added.nbytes - idle_per_class_ * largest_ - largest_ / 8;
@@ -184,10 +176,15 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
       excess += idle.nbytes;
     }
     while (excess > 0) {
-      const auto oldest = first_to_go([](const Idle&) { return true; });
-      excess -= oldest->nbytes;
-      drop(oldest);
+      excess -= idle_.front().nbytes;
+      drop(idle_.begin(), dropped);
     }
+  }
+
+  void drop(std::vector<Idle>::iterator place, std::vector<Idle>& dropped) {
+    stats_.bytes_idle -= place->nbytes;
+    dropped.push_back(std::move(*place));
+    idle_.erase(place);
   }
 
   // After the buffer is there: where there is no memory, none is in use.
@@ -233,10 +230,9 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
 
   const std::int64_t idle_per_class_;
   const bool poison_;
-  mutable std::mutex mutex_;  // protects everything below; buffers may come back
-                              // from any thread
+  mutable std::mutex mutex_;  // protects what follows
   std::vector<Idle> idle_;    // that which has been idle longest first
-  std::int64_t largest_ = 0;  // bytes of the largest buffer that was used since the pool was trimmed
+  std::int64_t largest_ = 0;  // bytes of the largest buffer since the pool was trimmed
   Stats stats_;
 };
 

@@ -1,60 +1,31 @@
 #include "shard/gradient_sink.h"
 
+#include <ATen/autocast_mode.h>
 #include <ATen/ops/mm.h>
 #include <c10/core/GradMode.h>
-#include <torch/csrc/utils/pybind.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+
+#include <unordered_map>
+#include <utility>
 
 #include "common/check.h"
-#include "common/python_reference.h"
 #include "shard/sharded_buffer.h"
 
 namespace bmtrain {
-namespace {
 
-namespace py = pybind11;
-
-/// Python functions in a dict, each given the gradient that the one before returned (or left as it was).
-class PythonHooks final : public torch::autograd::FunctionPreHook {
- public:
-  explicit PythonHooks(PyObject* hooks) : hooks_(hooks) {}
-
-  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
-    const py::gil_scoped_acquire gil;
-    torch::autograd::variable_list results = gradients;
-    const auto hooks = py::reinterpret_borrow<py::dict>(hooks_.get());
-    for (const py::handle hook : py::list(hooks.attr("values")())) {
-      if (!results.at(0).defined()) {
-        break;
-      }
-      const py::object changed = hook(results[0]);
-      if (!changed.is_none()) {
-        results[0] = changed.cast<at::Tensor>();
-      }
-    }
-    return results;
-  }
-
- private:
-  PythonReference hooks_;
-};
-
-}  // namespace
-
-GradientSink::GradientSink(at::Tensor parameter, const at::Tensor& full_view,
-                           std::weak_ptr<ShardedBuffer> group, std::size_t index)
-    // As an accumulator: the highest sequence number, so that autograd runs it
-    // as soon as it is ready.
-    : Node(/*sequence_nr=*/UINT64_MAX),
-      parameter_(std::move(parameter)),
-      group_(std::move(group)),
-      index_(index) {
+GradientSink::GradientSink(const at::Tensor& full_view, std::weak_ptr<ShardedBuffer> buffer,
+                           std::size_t index)
+    // As an accumulator: the highest sequence number, so that autograd runs it as soon as it is ready.
+    : Node(/*sequence_nr=*/UINT64_MAX), buffer_(std::move(buffer)), index_(index) {
   add_input_metadata(full_view);
 }
 
 torch::autograd::variable_list GradientSink::apply(torch::autograd::variable_list&& gradients) {
   const at::Tensor& gradient = gradients.at(0);
   if (gradient.defined()) {
-    group()->accumulate(index_, gradient);
+    buffer()->reduction()->accumulate(index_, gradient);
   }
   return {};
 }
@@ -70,7 +41,7 @@ void GradientSink::take_product(const at::Tensor& left, const at::Tensor& right)
   const c10::AutoGradMode no_grad(false);
   at::Tensor place;
   if (hooks_.empty()) {
-    place = group()->take_place(index_, left.scalar_type());
+    place = buffer()->reduction()->take_place(index_, left.scalar_type());
   }
   if (place.defined()) {
     at::mm_out(place, left, right);
@@ -83,15 +54,146 @@ void GradientSink::take_product(const at::Tensor& left, const at::Tensor& right)
   apply(std::move(gradients));
 }
 
-std::shared_ptr<ShardedBuffer> GradientSink::group() const {
-  std::shared_ptr<ShardedBuffer> group = group_.lock();
-  BMT_CHECK(StateError, group != nullptr, "a gradient arrived for a parameter whose Block no longer exists");
-  return group;
+std::shared_ptr<ShardedBuffer> GradientSink::buffer() const {
+  std::shared_ptr<ShardedBuffer> buffer = buffer_.lock();
+  BMT_CHECK(StateError, buffer != nullptr, "a gradient arrived for a parameter whose Block no longer exists");
+  return buffer;
 }
 
-void GradientSink::set_hooks(PyObject* hooks) {
+void GradientSink::set_hook(std::unique_ptr<torch::autograd::FunctionPreHook> hook) {
   hooks_.clear();
-  hooks_.push_back(std::make_unique<PythonHooks>(hooks));
+  hooks_.push_back(std::move(hook));
+}
+
+namespace {
+
+using torch::autograd::AnomalyMode;
+using torch::autograd::Edge;
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+using torch::autograd::generated::AddmmBackward0;
+using torch::autograd::generated::MmBackward0;
+using torch::autograd::generated::TBackward0;
+
+/// A product that was taken with a parameter: its node, and what is needed for the parameter's gradient.
+struct Product {
+  Node* node;
+  SavedVariable* other;  // what the parameter was multiplied with, from the left
+  std::size_t input;     // which of the node's inputs the parameter is
+};
+
+/// Products without a factor only: node == nullptr is none.
+Product product_of(Node* node) {
+  if (auto* addmm = dynamic_cast<AddmmBackward0*>(node);
+      addmm != nullptr && addmm->mat1_layout == at::kStrided && addmm->alpha.equal(1)) {
+    return {addmm, &addmm->mat1_, 2};
+  }
+  if (auto* mm = dynamic_cast<MmBackward0*>(node); mm != nullptr && mm->self_layout == at::kStrided) {
+    return {mm, &mm->self_, 1};
+  }
+  return {nullptr, nullptr, 0};
+}
+
+/// The nodes that `roots` lead to, with how many edges lead to each.
+std::unordered_map<Node*, int> edges_into(const GraphRoots& roots) {
+  std::unordered_map<Node*, int> counts;
+  visit_graph(roots, [&counts](Node& node) {
+    counts.try_emplace(&node, 0);
+    for (const Edge& edge : node.next_edges()) {
+      if (edge.is_valid()) {
+        ++counts[edge.function.get()];
+      }
+    }
+    return true;
+  });
+  return counts;
+}
+
+/// Whether somebody sees what comes into the node or what it makes. Hooks of a tensor come before both.
+bool is_watched(Node& node) { return !(node.pre_hooks().empty() && node.post_hooks().empty()); }
+
+bool has_hooks(Node& node) {
+  return is_watched(node) || !(node.tensor_pre_hooks().empty() && node.retains_grad_hooks().empty());
+}
+
+/// Makes the gradient of a parameter, when that of the product has come.
+class MakeGradient final : public torch::autograd::FunctionPreHook {
+ public:
+  MakeGradient(const NodePtr& node, SavedVariable* other, NodePtr sink, bool is_transposed)
+      : node_(node), other_(other), sink_(std::move(sink)), is_transposed_(is_transposed) {}
+
+  variable_list operator()(const variable_list& gradients) override {
+    const at::Tensor& gradient = gradients.at(0);
+    if (gradient.defined()) {
+      const at::Tensor other = other_->unpack(node_.lock());
+      if (other_->has_hooks()) {
+        *other_ = SavedVariable(other, false);  // the node unpacks it too, and some hooks can do so only once
+      }
+      // The two forms that the gradient of mm() has, by the layout of what was multiplied with.
+      const at::Tensor left = is_transposed_ ? gradient.t() : other.t();
+      const at::Tensor& right = is_transposed_ ? other : gradient;
+      static_cast<GradientSink&>(*sink_).take_product(left, right);
+    }
+    return gradients;
+  }
+
+ private:
+  NodeTraits<NodePtr>::Weak node_;  // owns this hook
+  SavedVariable* other_;
+  NodePtr sink_;
+  bool is_transposed_;
+};
+
+/// Where the gradient of a product's parameter goes.
+struct Way {
+  NodePtr sink;  // null: not to a sink alone
+  bool is_transposed = false;
+};
+
+Way way_to_sink(const Edge& first, const std::unordered_map<Node*, int>& edges) {
+  Way way{first.function};
+  if (auto* transpose = dynamic_cast<TBackward0*>(first.function.get()); transpose != nullptr) {
+    if (edges.at(transpose) > 1 || has_hooks(*transpose)) {
+      return {};
+    }
+    way = {transpose->next_edge(0).function, true};
+  }
+  auto* sink = dynamic_cast<GradientSink*>(way.sink.get());
+  if (sink == nullptr || edges.at(sink) > 1 || !sink->takes_products()) {
+    return {};
+  }
+  return way;
+}
+
+}  // namespace
+
+std::int64_t write_products_in_place(const GraphRoots& roots, bool packed) {
+  // Who watches single operations sees those that autograd makes.
+  if (AnomalyMode::is_enabled() || at::autocast::is_autocast_enabled(at::kCPU) ||
+      c10::impl::TorchDispatchModeTLS::any_modes_set()) {
+    return 0;
+  }
+  const std::unordered_map<Node*, int> edges = edges_into(roots);
+  std::vector<Product> products;  // first all: transposes end with the edges to them
+  for (const auto& [node, count] : edges) {
+    const Product product = product_of(node);
+    if (product.node != nullptr && (packed || !product.other->has_hooks()) && !is_watched(*node)) {
+      products.push_back(product);
+    }
+  }
+  std::int64_t found = 0;
+  for (const Product& product : products) {
+    Edge& edge = product.node->next_edges()[product.input];
+    const Way way = edge.is_valid() ? way_to_sink(edge, edges) : Way{};
+    if (way.sink != nullptr) {
+      product.node->add_pre_hook(
+          std::make_unique<MakeGradient>(product.node->getptr(), product.other, way.sink, way.is_transposed));
+      edge = Edge();
+      ++found;
+    }
+  }
+  return found;
 }
 
 }  // namespace bmtrain

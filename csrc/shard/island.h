@@ -1,18 +1,70 @@
-// The border of an island: the graph inside a block, see [Note: A block call is an island] in
+// The graph inside a block and its border, see [Note: A block call is an island] in
 // bmtrain/_engine/island.py.
+//
+// Nodes and hooks run on autograd's threads. Questions about a graph are asked by the thread that has made
+// it, and by one that is about to run it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <atomic>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace bmtrain {
 
-/// How many islands autograd is inside of right now, on whatever threads.
+// torch counts references to nodes by c10::intrusive_ptr since 2.12 and by std::shared_ptr before.
+using NodePtr =
+    decltype(torch::autograd::impl::grad_accumulator(std::declval<const torch::autograd::Variable&>()));
+
+template <typename Pointer>
+struct NodeTraits;
+
+template <typename T>
+struct NodeTraits<std::shared_ptr<T>> {
+  using Weak = std::weak_ptr<T>;
+  template <typename N, typename... Args>
+  static std::shared_ptr<N> make(Args&&... args) {
+    // torch::autograd::deleteNode, found by the argument's type: it exists only where nodes are
+    // std::shared_ptr.
+    return std::shared_ptr<N>(new N(std::forward<Args>(args)...), [](auto* node) { deleteNode(node); });
+  }
+};
+
+template <typename T>
+struct NodeTraits<c10::intrusive_ptr<T>> {
+  using Weak = c10::weak_intrusive_ptr<T>;
+  template <typename N, typename... Args>
+  static c10::intrusive_ptr<N> make(Args&&... args) {
+    return c10::make_intrusive<N>(std::forward<Args>(args)...);
+  }
+};
+
+/// The nodes that made `outputs`, also when these have left the graph since.
+struct GraphRoots {
+  explicit GraphRoots(const std::vector<at::Tensor>& outputs);
+
+  std::vector<NodePtr> nodes;
+};
+
+/// Calls `visit` with each node that `roots` lead to, once, until it returns false.
+void visit_graph(const GraphRoots& roots, const std::function<bool(torch::autograd::Node&)>& visit);
+
+/// The sequence number that the next autograd node of this thread will get.
+[[nodiscard]] std::uint64_t next_node_number();
+
+/// The name of a node reachable from `outputs` that this thread made before node number `first`, or "" if
+/// there is none: a graph recorded since `first` that reaches an older node has taken in a tensor with
+/// history from outside.
+[[nodiscard]] std::string find_older_node(const std::vector<at::Tensor>& outputs, std::uint64_t first);
+
+/// How many islands autograd is inside of right now. For any thread.
 class OpenIslands {
  public:
   void enter() { ++count_; }

@@ -1,0 +1,325 @@
+#include "shard/reduction.h"
+
+#include <ATen/Functions.h>
+#include <ATen/ops/from_blob.h>
+
+#include <utility>
+
+#include "comm/slice_sum.h"
+#include "common/check.h"
+#include "common/delays.h"
+
+namespace bmtrain {
+
+std::int64_t Reduction::num_bytes() const {
+  std::int64_t total = 0;
+  const auto add = [&total](const at::Tensor& tensor, const at::Tensor& counted) {
+    if (tensor.defined() && !(counted.defined() && tensor.is_alias_of(counted))) {
+      total += static_cast<std::int64_t>(tensor.storage().nbytes());
+    }
+  };
+  add(gradient_, {});
+  add(received_, gradient_);
+  add(sum_, shard_.flat());
+  return total;
+}
+
+void Reduction::begin(const std::vector<bool>& trains, std::vector<std::weak_ptr<Reduction>> under_way) {
+  spec_.check_flags("trains", trains);
+  under_way_ = std::move(under_way);
+  delay();
+  take_gradient_memory();
+  for (at::Tensor& view : spec_.full_views(gradient_.storage(), spec_.reduce_dtype)) {
+    places_.push_back({std::move(view), false, false});
+  }
+  trains_.assign(spec_.num_parameters(), false);
+  stage_ = Stage::kReceiving;
+  join(trains);
+}
+
+void Reduction::take_gradient_memory() {
+  const std::int64_t nbytes = spec_.full_bytes(spec_.reduce_dtype);
+  c10::DataPtr memory;
+  if (spec_.is_worth_sharing(spec_.reduce_dtype)) {
+    memory = spec_.reduce_comm->borrow_input(nbytes);
+  }
+  if (!memory) {
+    gradient_ = spec_.full_from_pool(spec_.reduce_dtype);
+    return;
+  }
+  const c10::Storage storage = empty_storage(spec_.device);
+  put_memory(storage, std::move(memory), nbytes);
+  gradient_ = spec_.full(storage, spec_.reduce_dtype);
+}
+
+void Reduction::join(const std::vector<bool>& trains) {
+  spec_.check_flags("trains", trains);
+  BMT_CHECK(StateError, stage_ == Stage::kReceiving, spec_.label, ": there is no backward to join");
+  for (std::size_t i = 0; i < trains.size(); ++i) {
+    // A parameter that was frozen since the forward gets nothing, one that is frozen later what it has got.
+    places_[i].accepts = trains[i] && spec_.parameters[i].requires_grad();
+    trains_[i] = trains_[i] || places_[i].accepts;
+  }
+}
+
+bool Reduction::drop(const std::vector<bool>& which) {
+  spec_.check_flags("which", which);
+  BMT_CHECK(StateError, stage_ == Stage::kReceiving, spec_.label, ": there is no gradient to drop");
+  bool is_any_left = false;
+  for (std::size_t i = 0; i < which.size(); ++i) {
+    trains_[i] = trains_[i] && !which[i];
+    places_[i].has_gradient = places_[i].has_gradient && !which[i];
+    is_any_left = is_any_left || trains_[i];
+  }
+  if (!is_any_left) {
+    cancel();
+  }
+  return is_any_left;
+}
+
+void Reduction::accumulate(std::size_t index, const at::Tensor& gradient) {
+  BMT_CHECK(
+      StateError, stage_ == Stage::kReceiving, spec_.label,
+      ": a gradient reached a parameter of the Block outside of the Block's own backward, through a tensor "
+      "that its forward made and did not return; return it as a further result");
+  sum_what_has_arrived();
+  Place& place = places_.at(index);
+  if (!place.accepts) {
+    return;
+  }
+  const c10::AutoGradMode no_grad(false);
+  const at::Tensor dense = gradient.is_sparse() ? gradient.to_dense() : gradient;
+  if (std::exchange(place.has_gradient, true)) {
+    place.view.add_(dense);
+  } else {
+    place.view.copy_(dense);
+  }
+}
+
+at::Tensor Reduction::take_place(std::size_t index, at::ScalarType dtype) {
+  if (stage_ != Stage::kReceiving || dtype != spec_.reduce_dtype) {
+    return {};
+  }
+  Place& place = places_.at(index);
+  if (!place.accepts || place.has_gradient) {
+    return {};
+  }
+  sum_what_has_arrived();
+  place.has_gradient = true;
+  return place.view;
+}
+
+void Reduction::sum_what_has_arrived() {
+  std::erase_if(under_way_, [](const std::weak_ptr<Reduction>& other) {
+    const std::shared_ptr<Reduction> reduction = other.lock();
+    return reduction == nullptr || reduction->sum_if_arrived();
+  });
+}
+
+void Reduction::start() {
+  BMT_CHECK(StateError, stage_ == Stage::kReceiving, spec_.label, ": there is no gradient to reduce");
+  const c10::AutoGradMode no_grad(false);
+  std::vector<Span> written;
+  for (std::size_t i = 0; i < places_.size(); ++i) {
+    if (places_[i].has_gradient) {
+      written.push_back(spec_.layout.span(i));
+    }
+  }
+  zero_outside(gradient_, written);  // what travels must not carry NaN from older contents
+  places_.clear();
+  under_way_.clear();
+  stage_ = Stage::kFirstSum;
+  Communicator& comm = *spec_.reduce_comm;
+  if (spec_.layout.num_ranks() == 1) {
+    received_ = gradient_;
+    add_replicas();
+  } else if (spec_.reduce_way == ReduceWay::kRing) {
+    received_ = at::empty({spec_.layout.partition()}, gradient_.options());
+    work_ = comm.ring_reduce_scatter(received_, gradient_, spec_.label);
+  } else if (spec_.reduce_way == ReduceWay::kHosts) {
+    exchange_in_host();
+  } else if (spec_.is_worth_sharing(spec_.reduce_dtype) && comm.works_in_place()) {
+    work_ = comm.all_to_all_in_place(gradient_, peer_slices_, spec_.label);
+  } else {
+    received_ = spec_.full_from_pool(spec_.reduce_dtype);
+    work_ = comm.all_to_all(received_, gradient_, spec_.label);
+  }
+}
+
+// Each rank of this host gets what is for the ranks with its place, one slice for each host.
+void Reduction::exchange_in_host() {
+  const std::int64_t num_hosts = spec_.hosts_comm->size(), num_here = spec_.host_comm->size();
+  const std::int64_t partition = spec_.layout.partition();
+  const at::Tensor ordered = spec_.full_from_pool(spec_.reduce_dtype);
+  ordered.view({num_here, num_hosts, partition})
+      .copy_(gradient_.view({num_hosts, num_here, partition}).transpose(0, 1));
+  gradient_ = ordered;
+  received_ = spec_.full_from_pool(spec_.reduce_dtype);
+  work_ = spec_.host_comm->all_to_all(received_, gradient_, spec_.label);
+}
+
+void Reduction::exchange_between_hosts() {
+  const std::int64_t numel = spec_.hosts_comm->size() * spec_.layout.partition();
+  const at::Tensor sums = at::empty({numel}, received_.options());
+  sum_slices(sums, received_.view({spec_.host_comm->size(), numel}).unbind(0), /*accumulate=*/false);
+  let_go();
+  gradient_ = sums;
+  received_ = at::empty_like(sums);
+  work_ = spec_.hosts_comm->all_to_all(received_, gradient_, spec_.label);
+}
+
+void Reduction::add_replicas() {
+  if (spec_.num_replicas() > 1) {
+    work_ = spec_.replica_comm->all_reduce(received_, ReduceOp::kSum, spec_.label);
+  }
+}
+
+bool Reduction::start_next_sum() {
+  const bool is_first = stage_ == Stage::kFirstSum && spec_.layout.num_ranks() > 1;
+  const bool over_hosts = is_first && spec_.reduce_way == ReduceWay::kHosts;
+  const bool over_replicas =
+      !over_hosts && (is_first || stage_ == Stage::kOverHosts) && spec_.num_replicas() > 1;
+  if (!over_hosts && !over_replicas) {
+    return false;
+  }
+  work_->wait();
+  work_.reset();
+  const PlainMode plain;
+  if (over_hosts) {
+    exchange_between_hosts();
+    stage_ = Stage::kOverHosts;
+    return true;
+  }
+  const at::Tensor sum = spec_.empty_shard(spec_.dtype);
+  sum_slices(sum, slices(), /*accumulate=*/false);
+  let_go();
+  received_ = sum;
+  add_replicas();
+  stage_ = Stage::kOverReplicas;
+  return true;
+}
+
+bool Reduction::continue_sum() {
+  if (stage_ == Stage::kFirstSum) {
+    start_next_sum();
+  }
+  return stage_ == Stage::kOverHosts || stage_ == Stage::kOverReplicas;
+}
+
+void Reduction::await() {
+  while (start_next_sum()) {
+  }
+  if (work_) {
+    work_->wait();
+    work_.reset();
+  }
+}
+
+bool Reduction::sum_if_arrived() {
+  if (stage_ != Stage::kFirstSum || !peer_slices_ || spec_.num_replicas() > 1) {
+    return true;
+  }
+  if (work_ && !work_->is_completed()) {
+    return false;
+  }
+  const PlainMode plain;
+  await();
+  if (shard_.writes_only(trains_)) {
+    shard_.sum(slices(), trains_);
+    sum_ = shard_.flat();
+  } else {
+    sum_ = spec_.empty_shard(spec_.dtype == at::kDouble ? at::kDouble : at::kFloat);
+    sum_slices(sum_, slices(), /*accumulate=*/false);
+  }
+  stage_ = Stage::kSummed;
+  delay();
+  peer_slices_->release();
+  return true;
+}
+
+void Reduction::finish(TreeSum* tree) {
+  if (stage_ == Stage::kEnded || stage_ == Stage::kReceiving) {
+    return;
+  }
+  const PlainMode plain;
+  await();
+  if (!peer_slices_) {
+    gradient_ = at::Tensor();  // before there is a sum beside it
+  }
+  if (tree != nullptr) {
+    push_slices(*tree);
+  } else {
+    shard_.sum(slices(), trains_);
+  }
+  stage_ = Stage::kEnded;
+  let_go();
+  if (tree == nullptr) {
+    shard_.publish(trains_);
+  }
+}
+
+void Reduction::push_slices(TreeSum& tree) const {
+  BMT_CHECK(StateError, stage_ != Stage::kSummed, spec_.label, ": the gradients were summed already");
+  BMT_CHECK(StateError, spec_.reduce_way == ReduceWay::kDirect, spec_.label,
+            ": virtual shards need the gradients of each rank, not sums of several");
+  for (const at::Tensor& slice : slices()) {
+    tree.push(slice);
+  }
+}
+
+std::vector<at::Tensor> Reduction::slices() const {
+  if (stage_ == Stage::kSummed) {
+    return {sum_};
+  }
+  std::vector<at::Tensor> slices;
+  const std::int64_t partition = spec_.layout.partition();
+  if (peer_slices_) {
+    for (const void* const slice : peer_slices_->by_rank) {
+      slices.push_back(at::from_blob(const_cast<void*>(slice), {partition},
+                                     at::TensorOptions().dtype(spec_.reduce_dtype)));
+    }
+    return slices;
+  }
+  for (std::int64_t begin = 0; begin < received_.numel(); begin += partition) {
+    slices.push_back(received_.narrow(0, begin, partition));
+  }
+  return slices;
+}
+
+void Reduction::add(const at::Tensor& sum) {
+  const std::int64_t partition = spec_.layout.partition();
+  BMT_CHECK(ValueError, sum.dim() == 1 && sum.numel() == partition, "sum: expected ", partition,
+            " elements, got shape ", sum.sizes());
+  BMT_CHECK(StateError, trains_.size() == spec_.num_parameters(), spec_.label,
+            ": there was no backward to add a gradient of");
+  shard_.add(sum, trains_);
+  shard_.publish(trains_);
+}
+
+void Reduction::let_go() noexcept {
+  if (peer_slices_) {
+    delay();
+    peer_slices_->release();
+    peer_slices_.reset();
+  }
+  received_ = at::Tensor();
+  gradient_ = at::Tensor();
+  sum_ = at::Tensor();
+}
+
+void Reduction::cancel() noexcept {
+  if (work_) {
+    try {
+      work_->wait();
+    } catch (const std::exception&) {
+      // The error that cancels the backward is the one to report.
+    }
+    work_.reset();
+  }
+  stage_ = Stage::kEnded;
+  places_.clear();
+  under_way_.clear();
+  let_go();
+}
+
+}  // namespace bmtrain

@@ -1,0 +1,302 @@
+#include "shard/shard_memory.h"
+
+#include <ATen/Functions.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <utility>
+
+#include "comm/slice_sum.h"
+#include "common/check.h"
+#include "shard/island.h"
+
+namespace bmtrain {
+namespace {
+
+bool refers_to(const at::Tensor& tensor, const at::Tensor& memory) {
+  return tensor.defined() && memory.defined() && tensor.is_alias_of(memory);
+}
+
+}  // namespace
+
+ShardMemory::ShardMemory(const BufferSpec& spec) : spec_(spec) {
+  make_views();
+  for (const at::Tensor& parameter : spec_.parameters) {
+    if (!parameter.is_meta()) {
+      allocate();
+    }
+  }
+}
+
+void ShardMemory::make_views() {
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, spec_.device),
+                             c10::GetAllocator(spec_.device.type()), /*resizable=*/true);
+  flat_ = view_of_storage(storage, spec_.dtype, 0, {spec_.layout.partition()});
+  local_views_.clear();
+  for (const LocalPart& part : spec_.local_parts) {
+    local_views_.push_back(view_of_storage(storage, spec_.dtype, part.shard_offset, {part.numel}));
+  }
+}
+
+void ShardMemory::allocate() {
+  const c10::Storage& storage = flat_.storage();
+  if (storage.nbytes() == 0) {
+    const at::Tensor zeros = at::zeros(flat_.sizes(), flat_.options());
+    const auto nbytes = static_cast<std::int64_t>(zeros.storage().nbytes());
+    put_memory(storage, zeros.storage().set_data_ptr(c10::DataPtr(nullptr, spec_.device)), nbytes);
+  }
+}
+
+const at::Tensor& ShardMemory::local_view(std::size_t index) const {
+  spec_.check_index(index);
+  return local_views_[index];
+}
+
+std::int64_t ShardMemory::num_references() const {
+  std::int64_t count = 1;
+  for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
+    count += static_cast<std::int64_t>(refers_to(spec_.parameters[i], flat_)) +
+             static_cast<std::int64_t>(refers_to(local_views_[i], flat_));
+  }
+  return count;
+}
+
+void ShardMemory::attach() const {
+  for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
+    if (!spec_.parameters[i].is_meta()) {
+      spec_.parameters[i].set_data(local_views_[i]);
+    }
+  }
+}
+
+void ShardMemory::make(std::size_t index) {
+  spec_.check_index(index);
+  const PlainMode plain;
+  allocate();
+  materialize(spec_.parameters[index], local_views_[index]);
+}
+
+void ShardMemory::check_data() const {
+  for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
+    BMT_CHECK(
+        StateError, !spec_.parameters[i].is_meta(), spec_.label, ": parameter '", spec_.names[i],
+        "' of shape ", at::IntArrayRef(spec_.shapes[i]),
+        " is on the meta device and has no values yet; initialise it (bmtrain.init_parameters, given an "
+        "init_method) or load it (bmtrain.load, load_state_dict) first");
+  }
+}
+
+bool ShardMemory::is_attached(std::size_t index) const {
+  const at::Tensor& parameter = spec_.parameters[index];
+  const LocalPart& part = spec_.local_parts[index];
+  return parameter.dim() == 1 && parameter.numel() == part.numel &&
+         parameter.storage_offset() == part.shard_offset &&
+         parameter.storage().unsafeGetStorageImpl() == flat_.storage().unsafeGetStorageImpl();
+}
+
+bool ShardMemory::has_new_data() const {
+  for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
+    if (!spec_.parameters[i].is_meta() && !is_attached(i)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+void ShardMemory::leave_memory_to_others(std::int64_t num_others) {
+  const at::Tensor old = flat_;
+  if (old.storage().nbytes() == 0 || static_cast<std::int64_t>(old.storage().use_count()) <=
+                                         num_references() + num_others + 1) {  // and `old` itself
+    return;
+  }
+  std::vector<bool> attached;
+  for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
+    attached.push_back(!spec_.parameters[i].is_meta() && is_attached(i));
+  }
+  make_views();
+  allocate();
+  flat_.copy_(old);
+  for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
+    if (attached[i]) {
+      spec_.parameters[i].set_data(local_views_[i]);
+    }
+  }
+}
+
+void ShardMemory::adopt_data(std::int64_t num_others) {
+  const PlainMode plain;
+  bool is_first = true;
+  for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
+    const at::Tensor& parameter = spec_.parameters[i];
+    if (parameter.is_meta() || is_attached(i)) {
+      continue;
+    }
+    const LocalPart& part = spec_.local_parts[i];
+    const at::IntArrayRef shape = spec_.shapes[i];
+    BMT_CHECK(StateError,
+              parameter.scalar_type() == spec_.dtype && parameter.device().type() == spec_.device.type(),
+              spec_.label, ": a parameter of shape ", shape, " has become ", parameter.scalar_type(), " on ",
+              parameter.device(), " while the Block holds ", spec_.dtype, " on ", spec_.device,
+              "; convert the whole Block or model, not a module in it");
+    const bool is_full = parameter.sizes() == shape;
+    BMT_CHECK(StateError, is_full || (parameter.dim() == 1 && parameter.numel() == part.numel), spec_.label,
+              ": a parameter's data were replaced by a tensor of shape ", parameter.sizes(),
+              "; expected the full shape ", shape, " or this rank's ", part.numel, " elements");
+    if (std::exchange(is_first, false)) {
+      leave_memory_to_others(num_others);
+    }
+    const at::Tensor flat = parameter.detach().reshape({-1});
+    local_views_[i].copy_(is_full ? flat.narrow(0, part.param_begin, part.numel) : flat);
+    parameter.set_data(local_views_[i]);
+  }
+}
+
+void materialize(const at::Tensor& parameter, const at::Tensor& data) {
+  BMT_CHECK(StateError, parameter.is_meta(), "expected a parameter on the meta device, got one on ",
+            parameter.device());
+  BMT_CHECK(TypeError, parameter.scalar_type() == data.scalar_type(), "data: expected ",
+            parameter.scalar_type(), ", got ", data.scalar_type());
+  parameter.unsafeGetTensorImpl()->shallow_copy_from(data.getIntrusivePtr());
+  // As set_data() does where the device changes: an accumulator expects gradients like the old data.
+  torch::autograd::impl::set_grad_accumulator(parameter, NodeTraits<NodePtr>::Weak(NodePtr()));
+}
+
+std::int64_t GradientShard::num_references() const {
+  std::int64_t count = flat_.defined() ? 1 : 0;
+  for (const at::Tensor& parameter : spec_.parameters) {
+    count += static_cast<std::int64_t>(refers_to(parameter.grad(), flat_));
+  }
+  return count;
+}
+
+GradientShard::Mode GradientShard::mode_of(std::size_t index, const std::vector<bool>& trains) const {
+  if (!trains[index]) {
+    return Mode::kSkip;
+  }
+  const at::Tensor& current = spec_.parameters[index].grad();
+  if (!current.defined()) {
+    return Mode::kWrite;
+  }
+  const LocalPart& part = spec_.local_parts[index];
+  const bool is_ours = flat_.defined() && current.is_alias_of(flat_) && current.is_contiguous() &&
+                       current.storage_offset() == part.shard_offset && current.numel() == part.numel;
+  return is_ours ? Mode::kAccumulate : Mode::kForeign;
+}
+
+bool GradientShard::writes_only(const std::vector<bool>& trains) const {
+  for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
+    if (trains[i] && spec_.parameters[i].grad().defined()) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void GradientShard::make(const std::vector<bool>& trains) {
+  if (flat_.defined()) {
+    return;
+  }
+  flat_ = spec_.empty_shard(spec_.dtype);
+  std::vector<Span> written;
+  for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
+    const LocalPart& part = spec_.local_parts[i];
+    if (part.numel > 0 && mode_of(i, trains) == Mode::kWrite) {
+      written.push_back({part.shard_offset, part.numel});
+    }
+  }
+  zero_outside(flat_, written);
+}
+
+void GradientShard::sum(const std::vector<at::Tensor>& slices, const std::vector<bool>& trains) {
+  const PlainMode plain;
+  make(trains);
+  std::size_t first = 0;
+  while (first < spec_.num_parameters()) {
+    const Mode mode = mode_of(first, trains);
+    std::size_t last = first + 1;
+    while (last < spec_.num_parameters() && mode != Mode::kForeign && mode_of(last, trains) == mode) {
+      ++last;
+    }
+    if (mode != Mode::kSkip) {
+      sum_run(slices, first, last, mode);
+    }
+    first = last;
+  }
+}
+
+// The gaps between the parameters are summed with them.
+void GradientShard::sum_run(const std::vector<at::Tensor>& slices, std::size_t first, std::size_t last,
+                            Mode mode) {
+  std::int64_t begin = -1, end = -1;
+  for (std::size_t i = first; i < last; ++i) {
+    const LocalPart& part = spec_.local_parts[i];
+    if (part.numel > 0) {
+      begin = begin < 0 ? part.shard_offset : begin;
+      end = part.shard_offset + part.numel;
+    }
+  }
+  const bool is_there = mode != Mode::kForeign && slices.at(0).is_same(flat_);  // summed ahead of its time
+  if (begin < 0 || is_there) {
+    return;
+  }
+  std::vector<at::Tensor> parts;
+  parts.reserve(slices.size());
+  for (const at::Tensor& slice : slices) {
+    parts.push_back(slice.narrow(0, begin, end - begin));
+  }
+  if (mode == Mode::kForeign) {
+    const at::Tensor sum = at::empty({end - begin}, flat_.options());
+    sum_slices(sum, parts, /*accumulate=*/false);
+    at::Tensor& gradient = spec_.parameters[first].mutable_grad();
+    gradient.add_(sum.view_as(gradient));
+  } else {
+    sum_slices(flat_.narrow(0, begin, end - begin), parts, mode == Mode::kAccumulate);
+  }
+}
+
+void GradientShard::add(const at::Tensor& sum, const std::vector<bool>& trains) {
+  const PlainMode plain;
+  make(trains);
+  for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
+    if (!trains[i]) {
+      continue;
+    }
+    const LocalPart& part = spec_.local_parts[i];
+    const at::Tensor own = sum.narrow(0, part.shard_offset, part.numel);
+    at::Tensor& gradient = spec_.parameters[i].mutable_grad();
+    if (gradient.defined()) {
+      gradient.copy_(at::add(own.view_as(gradient), gradient));
+    } else {
+      flat_.narrow(0, part.shard_offset, part.numel).copy_(own);
+    }
+  }
+}
+
+void GradientShard::publish(const std::vector<bool>& trains) const {
+  const PlainMode plain;
+  for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
+    const at::Tensor& parameter = spec_.parameters[i];
+    if (!trains[i]) {
+      continue;
+    }
+    if (!parameter.grad().defined()) {
+      // A fresh view each time: the user may keep or detach the one handed out before.
+      const LocalPart& part = spec_.local_parts[i];
+      parameter.mutable_grad() =
+          view_of_storage(flat_.storage(), spec_.dtype, part.shard_offset, {part.numel});
+    }
+    if (const auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter)) {
+      (*hook)(parameter);
+    }
+  }
+}
+
+bool GradientShard::drop_if_unused() {
+  if (!flat_.defined() || num_references() > 1) {
+    return false;
+  }
+  flat_ = at::Tensor();  // a user who holds a view keeps it as it is
+  return true;
+}
+
+}  // namespace bmtrain
