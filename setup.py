@@ -1,8 +1,9 @@
 """Builds `bmtrain._C` against the torch of the environment that bmtrain is installed into.
 
 Everything static is in pyproject.toml. Environment variables: BMTRAIN_CUDA=0 or 1 (default: CUDA where torch
-and a toolkit have it), BMTRAIN_SANITIZE=address,undefined (for tests/fault/sanitize.sh), MAX_JOBS (compilers at a
-time) and TORCH_CUDA_ARCH_LIST.
+and a toolkit have it), BMTRAIN_TESTING=0 or 1 (the machinery of tests in csrc/testing; default: in a checkout),
+BMTRAIN_SANITIZE=address,undefined (for tests/fault/sanitize.sh), MAX_JOBS (compilers at a time) and
+TORCH_CUDA_ARCH_LIST.
 """
 
 from __future__ import annotations
@@ -172,11 +173,24 @@ def wants_cuda(torch: Any) -> bool:
     return asked != "0" and not missing
 
 
-def find_sources(cuda: bool) -> list[str]:
-    """Files in csrc/cuda and files named *_cuda.cpp are for CUDA builds; all others for every build."""
+def wants_testing(arguments: list[str]) -> bool:
+    """Whether to build csrc/testing: by default in a checkout (in place), whose tests use it, and nowhere else."""
+    asked = os.environ.get("BMTRAIN_TESTING", "")
+    if asked not in ("", "0", "1"):
+        raise SystemExit(f"BMTRAIN_TESTING: expected 0 or 1, got {asked!r}")
+    return asked == "1" or (
+        asked == "" and bool({"--inplace", "-i", "editable_wheel", "develop"} & set(arguments))
+    )
+
+
+def find_sources(cuda: bool, testing: bool) -> list[str]:
+    """Files in csrc/cuda and files named *_cuda.cpp are for CUDA builds, those in csrc/testing for builds with it."""
     found = []
     for path in sorted(ROOT.glob("csrc/**/*")):
-        only_cuda = "cuda" in path.relative_to(ROOT).parts[:-1] or path.stem.endswith("_cuda")
+        folders = path.relative_to(ROOT).parts[:-1]
+        only_cuda = "cuda" in folders or path.stem.endswith("_cuda")
+        if not testing and "testing" in folders:
+            continue
         if path.suffix in ({".cpp", ".cu"} if cuda else {".cpp"}) and (cuda or not only_cuda):
             found.append(path.relative_to(ROOT).as_posix())
     return found
@@ -225,7 +239,7 @@ def architectures() -> str:
     return ";".join([*older, "8.0", "9.0+PTX"])
 
 
-def make_extension(cuda: bool) -> Extension:
+def make_extension(cuda: bool, testing: bool) -> Extension:
     """The one extension. torch's headers are system headers, so that warnings are about our own files."""
     from torch.utils import cpp_extension as torch_build
 
@@ -262,7 +276,7 @@ def make_extension(cuda: bool) -> Extension:
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", architectures())
     return Extension(
         "bmtrain._C",
-        find_sources(cuda),
+        find_sources(cuda, testing),
         include_dirs=[str(ROOT / "csrc")],
         depends=[path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/**/*") if path.is_file()],
         library_dirs=[*torch_build.library_paths(device), *(str(path.parent / "lib") for path in conda)],
@@ -277,7 +291,7 @@ def make_extension(cuda: bool) -> Extension:
     )
 
 
-def make_build_command(torch: Any, cuda: bool) -> type:
+def make_build_command(torch: Any, cuda: bool, testing: bool) -> type:
     """torch's build_ext, with objects kept between builds and a record of what was built."""
     from torch.utils.cpp_extension import BuildExtension
 
@@ -304,6 +318,7 @@ def make_build_command(torch: Any, cuda: bool) -> type:
                 "torch": str(torch.__version__),
                 "cuda": torch.version.cuda if cuda else None,
                 "cuda_arch_list": os.environ["TORCH_CUDA_ARCH_LIST"] if cuda else None,
+                "testing": testing,
                 "compiler": compiler_version(self.compiler.compiler_so[0]),
                 "python": platform.python_version(),
                 "platform": sysconfig.get_platform(),
@@ -428,8 +443,9 @@ def main() -> None:
         require_compiler()
         use_ninja_of_this_environment()
         cuda = wants_cuda(torch)
-        extensions = [make_extension(cuda)]
-        commands["build_ext"] = make_build_command(torch, cuda)
+        testing = wants_testing(sys.argv[1:])
+        extensions = [make_extension(cuda, testing)]
+        commands["build_ext"] = make_build_command(torch, cuda, testing)
     setup(ext_modules=extensions, cmdclass=commands)
 
 

@@ -74,6 +74,8 @@ def core_is_stale(torch_version: str | None) -> bool:
     asked = os.environ.get("BMTRAIN_CUDA", "")
     if built["torch"] != torch_version or (asked and (asked == "1") != (built["cuda"] is not None)):
         return True
+    if not built.get("testing") and os.environ.get("BMTRAIN_TESTING") != "0":
+        return True  # its tests need csrc/testing
     sources = [
         ROOT / "setup.py",
         *(ROOT / "csrc").rglob("*"),

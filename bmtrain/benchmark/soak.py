@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from .._C import disturb_updates, set_random_delays
+from .._base.build import load_extension
 from .._engine.engine import default_policy
 from .._engine.policy import BlockPolicy, Recompute
 from .._ranks import context
@@ -103,6 +103,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Starts the ranks; in a rank, trains, and on rank 0 prints the findings. Returns the exit status."""
     if "RANK" not in os.environ:
         poison = {"BMTRAIN_POISON_BUFFERS": "1"} if arguments.schedules else {}
+        if arguments.schedules and not hasattr(load_extension(), "set_random_delays"):
+            raise SystemExit(
+                "--schedules: expected a core with csrc/testing, got one without; use a checkout set up by "
+                "bash tests/run.sh, or install with BMTRAIN_TESTING=1 pip install --no-build-isolation ."
+            )
         launch(arguments.ranks, {"OMP_NUM_THREADS": "1", **poison})
         return 0
     if arguments.schedules:
@@ -153,6 +158,8 @@ def odd_schedules(count: int, steps: int = 3, most_microseconds: int = 300) -> l
     Returns:
         The schedules whose weights or optimizer state have other bits on any rank, the same list on all.
     """
+    from .._C import disturb_updates, set_random_delays  # only in builds for tests
+
     serial = _short_run(steps, BlockPolicy(), overlap=False)
     odd = []
     try:

@@ -9,5 +9,7 @@ void bind_comm(py::module_& module);
 void bind_guard(py::module_& module);  // after bind_comm
 void bind_shard(py::module_& module);
 void bind_optim(py::module_& module);
+/// The machinery of tests, in csrc/testing; null in builds without.
+[[gnu::weak]] void bind_testing(py::module_& module);
 
 }  // namespace bmtrain

@@ -14,7 +14,6 @@
 #include "comm/shm/shm_communicator.h"
 #include "comm/silent_communicator.h"
 #include "comm/single_communicator.h"
-#include "common/device_runtime.h"
 
 namespace bmtrain {
 namespace {
@@ -98,7 +97,6 @@ void bind_nccl(py::module_& module) {
       .def("poll", &NcclCommunicator::poll, Released())
       .def("begin_group", &NcclCommunicator::begin_group, Released())
       .def("end_group", &NcclCommunicator::end_group, Released());
-  module.def("install_device_runtime", &install_device_runtime, py::arg("library"));
 }
 
 }  // namespace

@@ -13,7 +13,6 @@
 #include "comm/guard/guarded_communicator.h"
 #include "comm/guard/sentinel.h"
 #include "comm/guard/watchdog.h"
-#include "common/delays.h"
 
 namespace py = pybind11;
 
@@ -157,9 +156,6 @@ void bind_guard(py::module_& module) {
       .def("release", &Sentinel::release);
   module.def("end_by_signal", &end_by_signal, py::arg("number"),
              "Ends the process by the default action of a signal, whatever handler it has.");
-
-  module.def("set_random_delays", &set_random_delays, py::arg("seed"), py::arg("most_microseconds"),
-             "Pauses at random in front of operations, updates and buffers given back; 0 for none.");
 }
 
 }  // namespace bmtrain

@@ -45,4 +45,7 @@ PYBIND11_MODULE(_C, module) {
   bmtrain::bind_guard(module);
   bmtrain::bind_shard(module);
   bmtrain::bind_optim(module);
+  if (bmtrain::bind_testing != nullptr) {
+    bmtrain::bind_testing(module);
+  }
 }

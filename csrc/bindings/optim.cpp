@@ -171,9 +171,6 @@ void bind_offload_update(py::module_& module) {
              "How many threads an offloaded update may use; 0: as many as follow from torch's.");
   module.def("num_update_workers", &num_update_workers,
              "How many threads work on offloaded updates beside those that wait for one.");
-  module.def("disturb_updates", &disturb_updates, py::arg("max_delay_microseconds"),
-             py::arg("failing_label") = "",
-             "Delays chunks by random times, or lets a block's fail; for tests.");
 }
 
 void zero_in_shares(const at::Tensor& tensor) {

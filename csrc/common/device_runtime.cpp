@@ -130,8 +130,8 @@ class TorchRuntime final : public DeviceRuntime {
   c10::impl::VirtualGuardImpl guard_;
 };
 
-std::mutex mutex;  // protects installed
-std::shared_ptr<DeviceRuntime> installed;
+std::mutex mutex;  // protects of_cpu
+std::shared_ptr<DeviceRuntime> of_cpu;
 
 }  // namespace
 
@@ -140,20 +140,13 @@ std::shared_ptr<DeviceRuntime> device_runtime(const c10::Device& device) {
     return std::make_shared<TorchRuntime>(device);
   }
   const std::lock_guard lock(mutex);
-  BMT_CHECK(StateError, device.is_cpu() && installed != nullptr, "NCCL: expected a CUDA device, got ",
-            device);
-  return installed;
+  BMT_CHECK(StateError, device.is_cpu() && of_cpu != nullptr, "NCCL: expected a CUDA device, got ", device);
+  return of_cpu;
 }
 
-void install_device_runtime(const std::string& library) {
-  void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
-  const char* error = handle == nullptr ? dlerror() : nullptr;
-  BMT_CHECK(StateError, handle != nullptr, "device runtime: ", error == nullptr ? library.c_str() : error);
-  using Maker = DeviceRuntime* (*)();
-  const auto make = reinterpret_cast<Maker>(dlsym(handle, "bmtrain_device_runtime"));
-  BMT_CHECK(StateError, make != nullptr, "device runtime: ", library, " has no bmtrain_device_runtime");
+void set_cpu_runtime(std::shared_ptr<DeviceRuntime> runtime) {
   const std::lock_guard lock(mutex);
-  installed = std::shared_ptr<DeviceRuntime>(make(), [](DeviceRuntime*) {});
+  of_cpu = std::move(runtime);
 }
 
 }  // namespace bmtrain

@@ -3,13 +3,12 @@
 // [Note: A device behind an interface]
 // The NCCL communicator orders its work by streams and events alone. It reaches them through this interface:
 // over torch's own device interface for CUDA (no CUDA header is needed, so every build can use NCCL), and in
-// tests over a fake in a shared library, where operations complete when the test says so, or never.
+// tests over a fake, where operations complete when the test says so, or never.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <string>
 
 namespace c10 {
 struct Device;
@@ -45,12 +44,10 @@ class DeviceRuntime {
   virtual void run_on(std::int64_t stream, std::function<void()> work) = 0;
 };
 
-/// The runtime of a CUDA device, or the fake one for the CPU. StateError if there is none.
+/// The runtime of a CUDA device, or that of the CPU if one was set. StateError if there is none.
 [[nodiscard]] std::shared_ptr<DeviceRuntime> device_runtime(const c10::Device& device);
 
-/// For tests: takes the runtime of the CPU from a shared library, whose function
-/// `bmtrain::DeviceRuntime* bmtrain_device_runtime()` returns an object that lives as long as the process. It
-/// has to be built with this header by the same compiler. StateError if it cannot be loaded.
-void install_device_runtime(const std::string& library);
+/// Lets the CPU, which has no runtime of its own, stand for a device.
+void set_cpu_runtime(std::shared_ptr<DeviceRuntime> runtime);
 
 }  // namespace bmtrain

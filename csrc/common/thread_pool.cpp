@@ -8,10 +8,10 @@
 #include <mutex>
 #include <thread>
 
-#include "common/delays.h"
 #include "common/float_environment.h"
 #include "common/latch.h"
 #include "common/per_process.h"
+#include "common/race_point.h"
 
 namespace bmtrain {
 namespace {
@@ -102,7 +102,7 @@ class Pool {
       for (;;) {
         const std::int64_t i = share.next.fetch_add(1, std::memory_order_relaxed);
         if (i >= share.end) break;
-        delay();
+        race_point();
         task_(context_, i);
       }
     }

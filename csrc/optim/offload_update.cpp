@@ -9,16 +9,15 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstring>
 #include <mutex>
 #include <stdexcept>
-#include <thread>
 #include <utility>
 #include <variant>
 
 #include "common/check.h"
 #include "common/per_process.h"
+#include "common/race_point.h"
 #include "common/scale.h"
 #include "common/thread_pool.h"
 #include "cpu/isa.h"
@@ -31,30 +30,6 @@ constexpr std::int64_t kChunk = std::int64_t{1} << 15;
 
 // 0: they follow torch's.
 std::atomic<int> update_threads{0};
-
-struct Disturbance {
-  std::mutex mutex;  // protects what follows
-  std::int64_t max_delay_microseconds = 0;
-  std::string failing_label;
-  std::uint64_t random = 88172645463325252u;
-};
-
-std::atomic<bool> is_disturbed{false};
-
-void disturb(const std::string& label) {
-  auto& disturbance = per_process<Disturbance>();
-  std::int64_t delay = 0;
-  {
-    const std::lock_guard<std::mutex> lock(disturbance.mutex);
-    std::uint64_t& x = disturbance.random;  // xorshift (Marsaglia, 2003)
-    x ^= x << 13;
-    x ^= x >> 7;
-    x ^= x << 17;
-    delay = static_cast<std::int64_t>(x % static_cast<std::uint64_t>(disturbance.max_delay_microseconds + 1));
-    if (label == disturbance.failing_label) throw std::runtime_error("failed on request");
-  }
-  std::this_thread::sleep_for(std::chrono::microseconds(delay));
-}
 
 // A backward through a graph that was recorded before the step adds to gradients that are being read.
 class WaitBeforeAccumulating final : public torch::autograd::FunctionPreHook {
@@ -187,7 +162,7 @@ void OffloadUpdate::Plan::cut() {
 void OffloadUpdate::Plan::compute(std::int64_t chunk, bool zero_gradients) {
   // First of all: an update that has failed has waited for the one before it in its slot too.
   if (copies) std::call_once(arrived, [this] { factors = copies->arrive(); });
-  if (is_disturbed.load(std::memory_order_relaxed)) disturb(label);
+  race_point(&label);
   compute_pieces(static_cast<std::size_t>(chunk), zero_gradients);
   if (copies && num_computed.fetch_add(1) + 1 == chunk_ends.size()) copies->give_back();
 }
@@ -302,16 +277,6 @@ int num_update_workers() {
 void set_update_threads(int count) {
   BMT_CHECK(ValueError, count >= 0, "count: expected at least 0, got ", count);
   update_threads.store(count, std::memory_order_relaxed);
-}
-
-void disturb_updates(std::int64_t max_delay_microseconds, const std::string& failing_label) {
-  BMT_CHECK(ValueError, max_delay_microseconds >= 0, "max_delay_microseconds: expected 0 or more, got ",
-            max_delay_microseconds);
-  auto& disturbance = per_process<Disturbance>();
-  const std::lock_guard<std::mutex> lock(disturbance.mutex);
-  disturbance.max_delay_microseconds = max_delay_microseconds;
-  disturbance.failing_label = failing_label;
-  is_disturbed.store(max_delay_microseconds > 0 || !failing_label.empty());
 }
 
 }  // namespace bmtrain

@@ -65,7 +65,4 @@ void set_update_threads(int count);
 /// How many threads work on updates beside those that wait for one.
 [[nodiscard]] int num_update_workers();
 
-/// For tests: delays each chunk by a random time, and lets those of the block with this label fail.
-void disturb_updates(std::int64_t max_delay_microseconds, const std::string& failing_label);
-
 }  // namespace bmtrain

@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "common/check.h"
-#include "common/delays.h"
+#include "common/race_point.h"
 
 namespace bmtrain {
 namespace {
@@ -201,7 +201,7 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
   static void give_back(void* context) {
     const std::unique_ptr<Lease> lease(static_cast<Lease*>(context));
     Shelf& shelf = *lease->shelf;
-    delay();
+    race_point();
     if (shelf.poison_) {
       poison(lease->memory, lease->nbytes);
     }

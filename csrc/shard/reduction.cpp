@@ -7,7 +7,7 @@
 
 #include "comm/slice_sum.h"
 #include "common/check.h"
-#include "common/delays.h"
+#include "common/race_point.h"
 
 namespace bmtrain {
 
@@ -27,7 +27,7 @@ std::int64_t Reduction::num_bytes() const {
 void Reduction::begin(const std::vector<bool>& trains, std::vector<std::weak_ptr<Reduction>> under_way) {
   spec_.check_flags("trains", trains);
   under_way_ = std::move(under_way);
-  delay();
+  race_point();
   take_gradient_memory();
   for (at::Tensor& view : spec_.full_views(gradient_.storage(), spec_.reduce_dtype)) {
     places_.push_back({std::move(view), false, false});
@@ -232,7 +232,7 @@ bool Reduction::sum_if_arrived() {
     sum_slices(sum_, slices(), /*accumulate=*/false);
   }
   stage_ = Stage::kSummed;
-  delay();
+  race_point();
   peer_slices_->release();
   return true;
 }
@@ -298,7 +298,7 @@ void Reduction::add(const at::Tensor& sum) {
 
 void Reduction::let_go() noexcept {
   if (peer_slices_) {
-    delay();
+    race_point();
     peer_slices_->release();
     peer_slices_.reset();
   }

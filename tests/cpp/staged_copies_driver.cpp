@@ -30,6 +30,7 @@
 #include "expect.h"
 #include "ops/ops.h"
 #include "optim/offload_update.h"
+#include "testing/disturbance.h"
 
 namespace {
 

@@ -6,9 +6,9 @@
 #include <thread>
 #include <vector>
 
-#include "common/delays.h"
 #include "common/thread_pool.h"
 #include "expect.h"
+#include "testing/disturbance.h"
 
 namespace {
 

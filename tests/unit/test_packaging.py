@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
+import re
 import subprocess
 import sys
 import tarfile
@@ -161,11 +162,20 @@ def test_build_requirements_leave_torch_out() -> None:
 
 
 def test_cuda_sources_are_for_cuda_builds(setup_script: types.ModuleType, tmp_path: Path) -> None:
-    for name in ("a.cpp", "a.h", "cuda/b.cu", "cuda/c_cuda.cpp", "comm/d_cuda.cpp", "comm/e.cpp"):
+    for name in (
+        "a.cpp",
+        "a.h",
+        "cuda/b.cu",
+        "cuda/c_cuda.cpp",
+        "comm/d_cuda.cpp",
+        "comm/e.cpp",
+        "testing/f.cpp",
+    ):
         (tmp_path / "csrc" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "csrc" / name).touch()
     setup_script.ROOT = tmp_path
-    assert setup_script.find_sources(cuda=False) == ["csrc/a.cpp", "csrc/comm/e.cpp"]
+    assert setup_script.find_sources(cuda=False, testing=False) == ["csrc/a.cpp", "csrc/comm/e.cpp"]
+    assert setup_script.find_sources(cuda=False, testing=True)[2:] == ["csrc/testing/f.cpp"]
     everything = {
         "csrc/a.cpp",
         "csrc/comm/e.cpp",
@@ -173,7 +183,30 @@ def test_cuda_sources_are_for_cuda_builds(setup_script: types.ModuleType, tmp_pa
         "csrc/cuda/b.cu",
         "csrc/cuda/c_cuda.cpp",
     }
-    assert set(setup_script.find_sources(cuda=True)) == everything
+    assert set(setup_script.find_sources(cuda=True, testing=False)) == everything
+
+
+def test_machinery_of_tests_is_built_in_a_checkout_only(
+    setup_script: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("BMTRAIN_TESTING", raising=False)
+    assert setup_script.wants_testing(["--quiet", "build_ext", "--inplace"])
+    assert setup_script.wants_testing(["editable_wheel"])
+    assert not setup_script.wants_testing(["bdist_wheel"])
+    monkeypatch.setenv("BMTRAIN_TESTING", "1")
+    assert setup_script.wants_testing(["bdist_wheel"])
+    monkeypatch.setenv("BMTRAIN_TESTING", "0")
+    assert not setup_script.wants_testing(["build_ext", "--inplace"])
+    monkeypatch.setenv("BMTRAIN_TESTING", "yes")
+    with pytest.raises(SystemExit, match="BMTRAIN_TESTING: expected 0 or 1, got 'yes'"):
+        setup_script.wants_testing([])
+
+
+def test_machinery_of_tests_is_named_in_its_folder_only() -> None:
+    for path in (ROOT / "csrc").rglob("*.*"):
+        if path.parent.name != "testing":
+            text = path.read_text(encoding="utf-8")
+            assert not re.search("set_random_delays|disturb_updates|install_device_runtime", text), path
 
 
 def test_an_old_torch_is_refused_before_anything_is_downloaded(

@@ -17,10 +17,11 @@ UNITS = {
         ),
         *(
             f"csrc/common/{name}.cpp"
-            for name in ("thread_pool", "latch", "float_environment", "tensor_dtype", "delays", "scale")
+            for name in ("thread_pool", "latch", "float_environment", "tensor_dtype", "race_point", "scale")
         ),
     ],
     "slices": ["csrc/optim/momentum.cpp"],
+    "disturbance": ["csrc/testing/disturbance.cpp"],
 }
 # at::Tensor::copy_ and zero_, which torch was not compiled with the sanitizer for.
 WRAPPED = ("_ZN2at4_ops5copy_4callERNS_6TensorERKS2_b", "_ZN2at4_ops5zero_4callERNS_6TensorE")

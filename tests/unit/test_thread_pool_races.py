@@ -12,7 +12,8 @@ UNITS = {
         "tests/cpp/thread_pool_driver.cpp",
         "csrc/common/thread_pool.cpp",
         "csrc/common/latch.cpp",
-        "csrc/common/delays.cpp",
+        "csrc/common/race_point.cpp",
+        "csrc/testing/disturbance.cpp",
         "csrc/common/float_environment.cpp",
     ]
 }

@@ -6,7 +6,7 @@
 
 #include "comm/arguments.h"
 #include "common/check.h"
-#include "common/delays.h"
+#include "common/race_point.h"
 
 namespace bmtrain {
 namespace {
@@ -53,7 +53,7 @@ class GuardedWork final : public Work {
     FlightRecorder& recorder = *guard_->recorder;
     recorder.start(record_.id);
     bool over = false;
-    delay();
+    race_point();
     try {
       inner_->wait();
       over = inner_->is_completed();
@@ -153,7 +153,7 @@ WorkPtr GuardedCommunicator::run(OpRecord record, const std::function<WorkPtr()>
     if (guard_->check && !inner_->closed()) {
       compare(record);
     }
-    delay();
+    race_point();
     return std::make_shared<GuardedWork>(guard_, record, post());
   } catch (const CommunicationError& error) {
     guard_->fail(record, error.what());

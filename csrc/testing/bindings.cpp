@@ -1,0 +1,17 @@
+// What Python sees of the machinery of tests, in the module bmtrain._C of builds that have it.
+#include "bindings/bindings.h"
+
+#include "testing/disturbance.h"
+#include "testing/host_runtime.h"
+
+namespace bmtrain {
+
+void bind_testing(py::module_& module) {
+  module.def("set_random_delays", &set_random_delays, py::arg("seed"), py::arg("most_microseconds"),
+             "Pauses at random in front of operations, updates and buffers given back; 0 for none.");
+  module.def("disturb_updates", &disturb_updates, py::arg("max_delay_microseconds"),
+             py::arg("failing_label") = "", "Delays chunks by random times, or lets a block's fail.");
+  module.def("install_device_runtime", &install_device_runtime, py::arg("library"));
+}
+
+}  // namespace bmtrain
