@@ -210,7 +210,7 @@ def describe(model: GPT, options: argparse.Namespace, text: str) -> str:
     num_parameters = sum(p.full_numel for p in model.parameters())
     return (
         f"GPT-2 with {num_parameters:,} parameters in {options.dtype} on {bmt.world_size()} x "
-        f"{bmt.config['device'].type}, {options.batch_size} x {options.seq_len} tokens a step\ntext: {text}"
+        f"{bmt.config['device'].type}, {options.batch_size} x {options.seq_len} tokens per step\ntext: {text}"
     )
 
 
@@ -227,16 +227,16 @@ def report(logbook: Logbook, pace: Pace, saved: Path | None, weights: Path) -> N
     peaks = bmt.distributed.all_gather(torch.tensor(peak_memory(), device=bmt.config["device"])).tolist()
     results = {
         "validation loss": f"{before:.4f} before, {after:.4f} after",
-        "tokens a second": f"{pace.tokens_per_second():,.0f}",
+        "tokens per second": f"{pace.tokens_per_second():,.0f}",
         "communication": f"{percent(pace.exposed_communication())} of rank 0's time is spent waiting for it",
-        "peak memory a rank": ", ".join(f"{peak:,.0f} MiB" for peak in peaks),
+        "peak memory per rank": ", ".join(f"{peak:,.0f} MiB" for peak in peaks),
         "checkpoint": saved or "none: there was no step left to do",
         "weights": weights,
     }
     for name, value in results.items():
-        bmt.print_rank(f"{name + ':':<20}{value}")
+        bmt.print_rank(f"{name + ':':<22}{value}")
     for i, path in enumerate(logbook.written()):
-        bmt.print_rank(f"{'' if i else 'logs:':<20}{path}")
+        bmt.print_rank(f"{'' if i else 'logs:':<22}{path}")
 
 
 if __name__ == "__main__":

@@ -136,9 +136,9 @@ def test_under_torchrun(tmp_path: Path, text: Path) -> None:
     assert "step 40/40" in output
     for name in (
         "validation loss:",
-        "tokens a second:",
+        "tokens per second:",
         "communication:",
-        "peak memory a rank:",
+        "peak memory per rank:",
         "checkpoint:",
         "logs:",
     ):
