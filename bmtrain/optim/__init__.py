@@ -8,6 +8,7 @@ from .adam import AdamOptimizer
 from .adam_offload import AdamOffloadOptimizer
 from .clip_grad import clip_grad_norm
 from .lion import LionOffloadOptimizer, LionOptimizer
+from .muon import MuonOptimizer
 from .optim_manager import OptimManager
 from .sgd import SGDOffloadOptimizer, SGDOptimizer
 
@@ -16,6 +17,7 @@ __all__ = [
     "AdamOptimizer",
     "LionOffloadOptimizer",
     "LionOptimizer",
+    "MuonOptimizer",
     "OptimManager",
     "SGDOffloadOptimizer",
     "SGDOptimizer",

@@ -54,7 +54,7 @@ class EarlySteps:
         self._owners = {
             id(p): (optimizer, group)
             for optimizer in optimizers
-            if getattr(optimizer, "_bmtrain_optimizer", False)
+            if getattr(optimizer, "_may_step_early", False)
             for group in optimizer.param_groups
             for p in group["params"]
         }

@@ -17,12 +17,12 @@ def check_not_negative(options: dict[str, Any], *names: str) -> None:
             raise ValueError(f"{name}: expected 0 or more, got {options[name]}")
 
 
-def check_betas(options: dict[str, Any]) -> None:
-    """Raises TypeError or ValueError unless ``betas`` are two numbers in [0, 1)."""
-    betas = options["betas"]
+def check_betas(options: dict[str, Any], name: str = "betas") -> None:
+    """Raises TypeError or ValueError unless the option ``name`` is two numbers in [0, 1)."""
+    betas = options[name]
     if not isinstance(betas, (tuple, list)):
-        raise TypeError(f"betas: expected a pair of numbers, got {betas!r} ({type(betas).__name__})")
+        raise TypeError(f"{name}: expected a pair of numbers, got {betas!r} ({type(betas).__name__})")
     for beta in betas:
-        require_number("betas", beta)
+        require_number(name, beta)
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas: expected two numbers from 0 up to but not including 1, got {betas}")
+        raise ValueError(f"{name}: expected two numbers from 0 up to but not including 1, got {betas}")

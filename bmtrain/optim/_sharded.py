@@ -47,6 +47,8 @@ class ShardedOptimizer(UntracedOptimizer):
     #: What is computed, and where.
     _formula_class: type[Formula]
     _place_class: type[Place]
+    #: Whether `step_early` may be called, which each rank decides by itself.
+    _may_step_early = True
 
     def __init__(
         self,
@@ -83,7 +85,8 @@ class ShardedOptimizer(UntracedOptimizer):
         Raises:
             ValueError: an option is out of its range.
         """
-        self._formula.check({**self.defaults, **param_group})
+        options = {**self.defaults, **param_group}
+        self._formula.formula_in(options).check(options)
         super().add_param_group(param_group)
         self._place.note_new_group()
 
@@ -138,7 +141,7 @@ class ShardedOptimizer(UntracedOptimizer):
                 loss = closure()
         early, self._early = self._early, set()
         rest = [(group, _without(group["params"], early)) for group in self.param_groups]
-        ready = [(group, members, _with_gradients(members)) for group, members in rest]
+        ready = [(group, members, self._with_gradients(group, members)) for group, members in rest]
         owned = scale is _UNSET and self._owned_scale is not None
         if scale is _UNSET:
             scale = self.scale
@@ -159,15 +162,32 @@ class ShardedOptimizer(UntracedOptimizer):
         if not self._early:
             self._start_step()
         self._early.update(map(id, members))
-        self._step_members([(group, members, _with_gradients(members))], 1.0, is_early=True)
+        self._step_members([(group, members, self._with_gradients(group, members))], 1.0, is_early=True)
 
     def _start_step(self) -> None:
         self._formula.start_step()
         self._place.start_step(self.param_groups, self._states)
 
+    def _with_gradients(
+        self, group: dict[str, Any], members: Iterable[Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Returns the parameters that a step updates, with their gradients."""
+        takes_empty = self._formula.formula_in(group).is_whole
+        pairs = []
+        for p in members:
+            grad = gradient_of(p)
+            if grad is None or not p.requires_grad or not (takes_empty or p.numel()):
+                continue
+            if grad.layout != torch.strided:
+                raise RuntimeError(f"step: expected dense gradients, got one of layout {grad.layout}")
+            if p.dtype not in _DTYPES:
+                raise RuntimeError(f"step: expected float32, float16 or bfloat16 parameters, got {p.dtype}")
+            pairs.append((p, grad.detach()))
+        return pairs
+
     def _step_members(self, groups: Sequence[_Group], scale: float, *, is_early: bool) -> None:
         for group, _, pairs in groups:
-            names = self._formula.arrays_of(group)
+            names = self._formula.formula_in(group).arrays_of(group)
             _check_bounds(pairs, self._states, names[0] if names else MASTER)
         parts = [part for group, _, pairs in groups for part in self._parts_of(group, pairs, scale)]
         # Before the updates: later, an access to a parameter waits for its pending update. Empty shards too: all ranks
@@ -184,7 +204,7 @@ class ShardedOptimizer(UntracedOptimizer):
     def _parts_of(
         self, group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]], scale: float
     ) -> Iterator[Part]:
-        formula, states = self._formula, self._states
+        formula, states = self._formula.formula_in(group), self._states
         names = formula.arrays_of(group)
         required = frozenset(names)
         fresh = [(state := states.get(p)) is None or not required <= state.keys() for p, _ in pairs]
@@ -390,21 +410,6 @@ def _check_bounds(
 
 def _without(parameters: Sequence[Tensor], ids: set[int]) -> Sequence[Tensor]:
     return [p for p in parameters if id(p) not in ids] if ids else parameters
-
-
-def _with_gradients(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Returns the parameters that a step updates, with their gradients."""
-    pairs = []
-    for p in parameters:
-        grad = gradient_of(p)
-        if grad is None or not p.requires_grad or not p.numel():
-            continue
-        if grad.layout != torch.strided:
-            raise RuntimeError(f"step: expected dense gradients, got one of layout {grad.layout}")
-        if p.dtype not in _DTYPES:
-            raise RuntimeError(f"step: expected float32, float16 or bfloat16 parameters, got {p.dtype}")
-        pairs.append((p, grad.detach()))
-    return pairs
 
 
 def check_scale(scale: float) -> None:

@@ -26,7 +26,8 @@ _WHOLE_TENSOR_KINDS = ("adafactor", "lamb", "larc", "lars", "muon", "shampoo")
 def refuse_whole_tensor_optimizer(optimizer: Any) -> None:
     """Raises ValueError for an optimizer that computes over full tensors, if it has distributed parameters."""
     name = type(optimizer).__name__
-    if not any(kind in name.lower() for kind in _WHOLE_TENSOR_KINDS):
+    is_ours = getattr(optimizer, "_bmtrain_optimizer", False)
+    if is_ours or not any(kind in name.lower() for kind in _WHOLE_TENSOR_KINDS):
         return
     if any(isinstance(p, DistributedParameter) for p in parameters_of(optimizer.param_groups)):
         raise ValueError(

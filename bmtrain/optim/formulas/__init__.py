@@ -5,6 +5,7 @@ from __future__ import annotations
 from .adam import Adam
 from .formula import Formula, Part
 from .lion import Lion
+from .muon import Muon
 from .sgd import SGD
 
-__all__ = ["SGD", "Adam", "Formula", "Lion", "Part"]
+__all__ = ["SGD", "Adam", "Formula", "Lion", "Muon", "Part"]

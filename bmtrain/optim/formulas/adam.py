@@ -84,7 +84,7 @@ class Adam(Formula):
 
     def numbers_of(self, group: dict[str, Any], *, is_low: bool, scale: float) -> dict[str, Any]:
         return {
-            "lr": float(group["lr"]),
+            "lr": float(group["lr"]) * group.get("lr_factor", 1.0),
             "beta1": group["betas"][0],
             "beta2": group["betas"][1],
             "eps": group["eps"],

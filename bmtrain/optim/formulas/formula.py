@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -29,6 +29,12 @@ class Formula:
     kernel_takes_fp32: ClassVar[bool] = False
     #: Arguments of the constructor, kept as attributes, that copies and pickles of an optimizer have.
     settings: ClassVar[tuple[str, ...]] = ()
+    #: Whether it takes whole matrices, in a place that gathers them; then empty shards take part in a step.
+    is_whole: ClassVar[bool] = False
+
+    def formula_in(self, group: Mapping[str, Any]) -> Formula:
+        """Returns the formula of a group's parameters."""
+        return self
 
     def check(self, options: dict[str, Any]) -> None:
         """Raises TypeError or ValueError for an option of a group that is out of its range."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .device import OnDevice
 from .host import OnHost
+from .owners import OnOwners
 from .place import Place
 
-__all__ = ["OnDevice", "OnHost", "Place"]
+__all__ = ["OnDevice", "OnHost", "OnOwners", "Place"]

@@ -1,0 +1,170 @@
+"""Muon (Jordan et al., 2024; Liu et al., "Muon is Scalable for LLM Training", 2025), as `torch.optim.Muon`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._base.arguments import require_integer, require_number
+from ..._base.unseen import data_of
+from .._arrays import MASTER
+from .._options import check_betas, check_not_negative
+from .._updates import Update
+from .adam import Adam
+from .formula import Formula
+
+__all__ = ["RULES", "Muon"]
+
+_MOMENTUM = "momentum_buffer"
+#: Kinds of groups: by Muon, or by AdamW.
+RULES = ("muon", "adam")
+_ADJUSTMENTS = (None, "original", "match_rms_adamw")
+
+
+class Muon(Formula):
+    """A step along the orthogonalised momentum of a matrix.
+
+    Momentum and weight are updated element by element, on shards; `transform` needs the whole matrix. Both ways it
+    takes 16-bit values: the iteration begins with a cast to bf16, which each rank makes of its own elements.
+
+    Args:
+        options: default options, of both rules; options of Adam begin with ``adam_``.
+    """
+
+    arrays = (_MOMENTUM,)
+    settings = ("options",)
+    is_whole = True
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.options = dict(options)
+        self.others = Adam(decoupled=True)
+        self._check_all(self.options)
+
+    # ---- groups
+
+    def groups_by_rule(self, group: Mapping[str, Any], is_matrix: Any) -> Iterable[dict[str, Any]]:
+        """Returns the groups of a user's group: one for each rule that a parameter takes, with the options of the rule.
+
+        Args:
+            group: ``params``, maybe ``rule``, and options by the names of the constructor.
+            is_matrix: whether a parameter takes Muon by default.
+
+        Raises:
+            TypeError, ValueError: an option is of another type, or out of its range.
+        """
+        rule = group.get("rule")
+        if rule not in (None, *RULES):
+            raise ValueError(f"rule: expected 'muon', 'adam' or None, got {rule!r}")
+        options = {**self.options, **group}
+        self._check_all(options)
+        params = group["params"]
+        members: dict[str, list[Any]] = {name: [] for name in RULES}
+        for item in [params] if isinstance(params, Tensor) else params:
+            p = item[1] if isinstance(item, tuple) else item  # of named_parameters()
+            members[rule or RULES[not is_matrix(p)]].append(item)
+        others = {k: v for k, v in group.items() if k not in self.options and k not in ("params", "rule")}
+        for name, chosen in members.items():
+            if chosen:
+                yield {"params": chosen, "rule": name, **self._options_of(name, options), **others}
+
+    def _options_of(self, rule: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        if rule == "muon":
+            names = [name for name in self.options if not name.startswith("adam_")]
+            return {name: options[name] for name in names}
+        lr, adam_lr, decay = options["lr"], options["adam_lr"], options["adam_weight_decay"]
+        return {
+            "lr": lr,
+            "lr_factor": 1.0 if adam_lr is None else adam_lr / lr,
+            "betas": options["adam_betas"],
+            "eps": options["adam_eps"],
+            "weight_decay": options["weight_decay"] if decay is None else decay,
+            "maximize": False,
+        }
+
+    def _check_all(self, options: Mapping[str, Any]) -> None:
+        self._check_muon(dict(options))
+        given = [name for name in ("adam_lr", "adam_weight_decay") if options[name] is not None]
+        check_not_negative(dict(options), "adam_eps", *given)
+        check_betas(dict(options), "adam_betas")
+        if options["adam_lr"] is not None and options["lr"] == 0:
+            raise ValueError("adam_lr: expected None where lr is 0, as schedules keep their ratio")
+
+    def _check_muon(self, options: dict[str, Any]) -> None:
+        check_not_negative(options, "lr", "momentum", "weight_decay", "eps")
+        if not 0 <= require_integer("ns_steps", options["ns_steps"], 0) < 100:
+            raise ValueError(f"ns_steps: expected less than 100, got {options['ns_steps']}")
+        if options["adjust_lr_fn"] not in _ADJUSTMENTS:
+            raise ValueError(f"adjust_lr_fn: expected one of {_ADJUSTMENTS}, got {options['adjust_lr_fn']!r}")
+        coefficients = options["ns_coefficients"]
+        if len(coefficients) != 3:
+            raise ValueError(f"ns_coefficients: expected three numbers, got {coefficients}")
+        for number in coefficients:
+            require_number("ns_coefficients", number)
+
+    def formula_in(self, group: Mapping[str, Any]) -> Formula:
+        return self.others if group.get("rule") == "adam" else self
+
+    def check(self, options: dict[str, Any]) -> None:
+        self._check_muon({**self.options, **options})
+
+    def numbers_of(self, group: dict[str, Any], *, is_low: bool, scale: float) -> dict[str, Any]:
+        names = [name for name in self.options if not name.startswith("adam_")]
+        return {**{name: group[name] for name in names}, "lr": float(group["lr"]), "scale": scale}
+
+    # ---- a step
+
+    def start(self, update: Update, numbers: dict[str, Any]) -> Tensor:
+        """Updates the momentum of a shard and returns its elements of the matrix to transform, in bf16."""
+        grad = update.grad.float()
+        if numbers["scale"] != 1:
+            grad = grad / numbers["scale"]
+        momentum = update.state[_MOMENTUM].lerp_(grad, 1 - numbers["momentum"])
+        return (grad.lerp(momentum, numbers["momentum"]) if numbers["nesterov"] else momentum).bfloat16()
+
+    def transform(self, matrix: Tensor, numbers: dict[str, Any]) -> Tensor:
+        """Returns the orthogonalised matrix, by a quintic Newton-Schulz iteration in bf16.
+
+        Args:
+            matrix: bf16, in the memory of this function.
+            numbers: numbers of the step.
+        """
+        a, b, c = numbers["ns_coefficients"]
+        is_tall = matrix.size(0) > matrix.size(1)
+        x = matrix.T if is_tall else matrix
+        x = x.div_(x.norm().clamp(min=numbers["eps"]))  # the spectral norm is at most 1
+        for _ in range(numbers["ns_steps"]):
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return x.T if is_tall else x
+
+    def finish(self, update: Update, numbers: dict[str, Any], shape: torch.Size, direction: Tensor) -> None:
+        """Updates the weights of a shard.
+
+        Args:
+            update: the shard.
+            numbers: numbers of the step.
+            shape: of the matrix.
+            direction: elements of the transformed matrix.
+        """
+        lr, master = numbers["lr"], update.state.get(MASTER)
+        weight = data_of(update.param) if master is None else master
+        weight.mul_(1 - lr * numbers["weight_decay"])
+        weight.add_(direction.view(weight.shape), alpha=-_adjusted(lr, numbers["adjust_lr_fn"], shape))
+        if master is not None:
+            data_of(update.param).copy_(master)
+
+    def work(self, shape: torch.Size) -> int:
+        """Returns the number of multiplications of one iteration over a matrix."""
+        short, long = sorted(shape)
+        return short * short * (2 * long + short)
+
+
+def _adjusted(lr: float, adjustment: str | None, shape: torch.Size) -> float:
+    rows, columns = shape
+    if adjustment == "match_rms_adamw":
+        return lr * (0.2 * math.sqrt(max(rows, columns)))
+    return lr * math.sqrt(max(1, rows / columns))

@@ -1,0 +1,137 @@
+"""Muon for matrices, and AdamW for the other parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from ..parameter import DistributedParameter
+from ._sharded import ShardedOptimizer
+from .formulas import Formula, Muon
+from .places import OnOwners
+
+__all__ = ["MuonOptimizer"]
+
+
+class MuonOptimizer(ShardedOptimizer):
+    """Muon for the matrices inside Blocks, and AdamW for all other parameters, so that it takes ``model.parameters()``.
+
+    A matrix moves along its orthogonalised momentum, with the bits of `torch.optim.Muon` over whole matrices (see there
+    for the formula); 16-bit parameters have an fp32 master, of which they are the rounding to nearest even. In each
+    step one rank, the owner of a matrix, gathers its momentum in bf16, orthogonalises it and sends the result to the
+    others; the work is divided over the ranks. Momentum and masters stay sharded.
+
+    The parameters of a group that take Muon and the others become groups of their own, with ``rule`` ``"muon"`` or
+    ``"adam"``, and options by the names of `torch.optim.Muon` and `torch.optim.AdamW`.
+
+    Args:
+        params: parameters, or group dicts with ``params`` and any of the options below. ``rule="muon"`` gives Muon to
+            matrices outside Blocks too, ``rule="adam"`` AdamW to all parameters of the group (an embedding or output
+            layer in a Block, a matrix that is several in one).
+        lr: learning rate of Muon.
+        momentum: decay of the momentum.
+        nesterov: blend the gradient with the momentum once more.
+        weight_decay: strength of the decoupled weight decay.
+        ns_steps: iterations of the orthogonalisation.
+        adjust_lr_fn: factor of the learning rate by the shape of a matrix: None or ``"original"`` for
+            ``sqrt(max(1, rows / columns))``, ``"match_rms_adamw"`` for ``0.2 * sqrt(max(rows, columns))``, with which
+            one learning rate suits both rules.
+        ns_coefficients: of the polynomial of an iteration.
+        eps: least norm that a matrix is divided by.
+        adam_lr: learning rate of AdamW; None: ``lr``. A schedule of ``lr`` keeps their ratio.
+        adam_betas: decay of the moments.
+        adam_eps: added to the denominator.
+        adam_weight_decay: strength of AdamW's weight decay; None: ``weight_decay``.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: an argument is out of its range; ``rule="muon"`` for a parameter without two dimensions; or a matrix
+            is split over tensor-parallel ranks, and its group has not ``rule="adam"``.
+
+    Example:
+        >>> layer = bmtrain.Block(bmtrain.nn.Linear(2, 3))
+        >>> optimizer = MuonOptimizer(layer.parameters(), lr=0.5, weight_decay=0)
+        >>> [(group["rule"], len(group["params"])) for group in optimizer.param_groups]
+        [('muon', 1), ('adam', 1)]
+    """
+
+    _formula_class, _place_class = Muon, OnOwners
+    _may_step_early = False  # the ranks step a matrix together
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.1,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        adam_lr: float | None = None,
+        adam_betas: tuple[float, float] = (0.9, 0.95),
+        adam_eps: float = 1e-8,
+        adam_weight_decay: float | None = None,
+    ) -> None:
+        options = {
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": bool(nesterov),
+            "weight_decay": weight_decay,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "adam_lr": adam_lr,
+            "adam_betas": adam_betas,
+            "adam_eps": adam_eps,
+            "adam_weight_decay": adam_weight_decay,
+        }
+        super().__init__(params, {"lr": lr}, formula={"options": options})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as one for each rule.
+
+        Raises:
+            TypeError, ValueError: as the constructor.
+        """
+        groups = list(self._formula.groups_by_rule(param_group, _is_in_a_block)) or [param_group]
+        for p in (
+            _parameter(item) for group in groups if group.get("rule") == "muon" for item in group["params"]
+        ):
+            _check_matrix(p)
+        for group in groups:
+            super().add_param_group(group)
+
+    def formula_of(self, p: Tensor) -> Formula:
+        """Returns the formula that updates ``p``."""
+        group = next(group for group in self.param_groups if any(p is member for member in group["params"]))
+        formula: Formula = self._formula.formula_in(group)
+        return formula
+
+
+def _parameter(item: Any) -> Any:
+    return item[1] if isinstance(item, tuple) else item
+
+
+def _shape_of(p: Tensor) -> tuple[int, ...]:
+    return tuple(p.full_shape if isinstance(p, DistributedParameter) else p.shape)
+
+
+def _is_in_a_block(p: Tensor) -> bool:
+    """Whether a parameter takes Muon by default."""
+    return isinstance(p, DistributedParameter) and p._in_block and len(p.full_shape) == 2
+
+
+def _check_matrix(p: Tensor) -> None:
+    if len(_shape_of(p)) != 2:
+        raise ValueError(f"rule: expected parameters of two dimensions for 'muon', got shape {_shape_of(p)}")
+    if isinstance(p, DistributedParameter) and p._tp_split_dim >= 0:
+        raise ValueError(
+            f"params: expected whole matrices for Muon, got one of shape {_shape_of(p)} that is split over "
+            "tensor-parallel ranks; give it to a group with rule='adam'"
+        )

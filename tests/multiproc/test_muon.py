@@ -1,0 +1,231 @@
+"""MuonOptimizer over shards against torch.optim.Muon and torch.optim.AdamW over whole tensors, bit for bit."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+
+import bmtrain as bmt
+from bmtrain import BlockPolicy
+from bmtrain.optim import AdamOptimizer, MuonOptimizer, OptimManager, gather_state
+from bmtrain.optim.places.owners import owners_of
+
+LR, DECAY = 0.02, 0.1
+SHAPES = ((24, 40), (40, 24), (16, 16), (3, 70))
+
+
+class Inner(torch.nn.Module):
+    """Matrices that are wide, tall, square, and thinner than there are elements to a rank."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(
+            bmt.DistributedParameter(torch.randn(shape).to(dtype)) for shape in SHAPES
+        )
+        self.bias = bmt.DistributedParameter(torch.randn(40).to(dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide, tall, square, thin = self.weights
+        rest = (x[:, :16] @ square).tanh().sum() + (x[:, :3] @ thin).tanh().sum()
+        return (x @ wide + self.bias).tanh() @ tall + rest
+
+
+class Model(bmt.DistributedModule):
+    def __init__(self, dtype: torch.dtype, policy: BlockPolicy) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = bmt.TransformerBlockList([bmt.Block(Inner(dtype), policy=policy) for _ in range(2)])
+        self.outside = bmt.DistributedParameter(torch.randn(24, 24).to(dtype))
+        self.chosen = bmt.DistributedParameter(torch.randn(24, 7).to(dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers(x @ self.outside).float()
+        return hidden.square().mean() + (x @ self.chosen).float().square().mean()
+
+
+class Reference:
+    """torch's optimizers over whole fp32 copies, with the gradients that the ranks have."""
+
+    def __init__(self, parameters: dict[str, bmt.DistributedParameter]) -> None:
+        self.whole = {name: torch.nn.Parameter(p.gather().float().clone()) for name, p in parameters.items()}
+        self.parameters = parameters
+        self.by_muon = [name for name in parameters if "weights" in name or name == "chosen"]
+        muon = [self.whole[name] for name in self.by_muon]
+        others = [p for name, p in self.whole.items() if name not in self.by_muon]
+        adam = torch.optim.AdamW(others, lr=LR, betas=(0.9, 0.95), weight_decay=DECAY)
+        self.optimizers = [torch.optim.Muon(muon, lr=LR, weight_decay=DECAY), adam]
+
+    def step(self, scale: float) -> None:
+        for name, p in self.parameters.items():
+            gradient = p.gather_grad()
+            assert gradient is not None
+            self.whole[name].grad = gradient.float() / scale
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def check(self) -> None:
+        for name, p in self.parameters.items():
+            expected, value = self.whole[name].detach().to(p.dtype), p.gather()
+            if name in self.by_muon or p.dtype == torch.float32:
+                assert torch.equal(value, expected), name
+            else:
+                torch.testing.assert_close(value, expected)
+
+
+def make(model: Model) -> MuonOptimizer:
+    parameters = dict(model.named_parameters())
+    chosen = parameters.pop("chosen")
+    groups = [{"params": list(parameters.values())}, {"params": [chosen], "rule": "muon"}]
+    return MuonOptimizer(groups, lr=LR, weight_decay=DECAY)
+
+
+def train(dtype: torch.dtype, policy: dict[str, Any], loss_scale: float | None) -> None:
+    model = Model(dtype, BlockPolicy(**policy))
+    reference = Reference(dict(model.named_parameters()))
+    optimizer, manager = make(model), OptimManager(loss_scale=loss_scale)
+    manager.add_optimizer(optimizer)
+    assert [(g["rule"], len(g["params"])) for g in optimizer.param_groups] == [
+        ("muon", 8), ("adam", 3), ("muon", 1),
+    ]  # fmt: skip
+    for step in range(4):
+        x = torch.randn(5, 24, generator=torch.Generator().manual_seed(10 * step + bmt.rank())).to(dtype)
+        manager.zero_grad()
+        manager.backward(model(x))
+        manager.clip_grad_norm(optimizer.param_groups, max_norm=0.5)
+        reference.step(manager.loss_scale)
+        manager.step()
+        reference.check()
+        if step == 1:  # goes on with a new optimizer
+            saved = manager.state_dict(gather_opt=True)
+            optimizer, manager = make(model), OptimManager(loss_scale=loss_scale)
+            manager.add_optimizer(optimizer)
+            manager.load_state_dict(saved)
+    name = reference.by_muon[0]
+    momentum = gather_state(optimizer, reference.parameters[name], "momentum_buffer")
+    assert torch.equal(momentum, reference.optimizers[0].state[reference.whole[name]]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("world", "policy"),
+    [(1, {}), (2, {}), (3, {}), (2, {"level": 2}), (2, {"level": 0}), (4, {"zero_size": 2})],
+    ids=str,
+)
+def test_weights_are_those_of_torch_over_whole_tensors(
+    world: int, policy: dict[str, Any], dtype: torch.dtype
+) -> None:
+    run_ranks(world, train, dtype, policy, 1024.0 if dtype == torch.float32 else None)
+
+
+def traffic() -> None:
+    """Every element of a matrix that is not the owner's travels twice, in 2 bytes, and nothing else does."""
+    model = Model(torch.float32, BlockPolicy())
+    optimizer = make(model)
+    model(torch.ones(2, 24)).backward()
+    comm = bmt.config["comm"]
+    comm.reset_traffic()
+    optimizer.step()
+    assert {kind for kind, (calls, _) in comm.traffic().items() if calls} == {"send", "recv"}
+    sent = bmt.distributed.all_reduce(torch.tensor(float(comm.traffic()["send"][1]))).item()
+    matrices = [p for g in optimizer.param_groups if g["rule"] == "muon" for p in g["params"]]
+    owners = owners_of([optimizer._formula.work(p.full_shape) for p in matrices], [p._spec for p in matrices])
+    expected = 0
+    for p, owner in zip(matrices, owners, strict=True):
+        expected += 2 * 2 * sum(p._spec.part(r)[1] for r in range(bmt.world_size()) if r != owner)
+    assert sent == expected
+
+
+def test_a_matrix_travels_to_its_owner_and_back() -> None:
+    run_ranks(3, traffic)
+
+
+class _Spec:
+    group = type("Group", (), {"size": 4})
+
+
+def test_work_is_balanced() -> None:
+    work = [7, 1, 5, 3, 3, 3, 2, 2, 1, 1, 6, 6] * 4
+    owners = owners_of(work, [_Spec] * len(work))  # type: ignore[list-item]
+    loads = [sum(w for w, owner in zip(work, owners, strict=True) if owner == r) for r in range(4)]
+    assert max(loads) <= 1.1 * sum(work) / 4
+    assert owners == owners_of(work, [_Spec] * len(work))  # type: ignore[list-item]
+
+
+def resume(path: str) -> None:
+    """A file of another number of ranks, through bmtrain.distributed.checkpoint; and a pickle of one rank."""
+    from bmtrain.distributed import checkpoint
+
+    model = Model(torch.bfloat16, BlockPolicy())
+    optimizer = make(model)
+    manager = OptimManager()
+    manager.add_optimizer(optimizer)
+
+    def step() -> list[torch.Tensor]:
+        for p in model.parameters():
+            p.load_grad(torch.linspace(-1, 1, p.full_numel).view(p.full_shape).to(p.dtype))
+        manager.step()
+        return [p.gather() for p in model.parameters()]
+
+    if path.endswith("write"):
+        step()
+        checkpoint.save(path[:-6], 1, model, manager)
+        expected = step()
+        if bmt.rank() == 0:
+            torch.save(expected, path[:-6] + ".expected")
+        copy = pickle.loads(pickle.dumps(optimizer))
+        assert [g["rule"] for g in copy.param_groups] == ["muon", "adam", "muon"]
+        return
+    checkpoint.load(path, model, manager)
+    expected = torch.load(path + ".expected")
+    assert all(torch.equal(a, b) for a, b in zip(step(), expected, strict=True))
+
+
+def test_a_checkpoint_goes_on_at_another_number_of_ranks(tmp_path: Any) -> None:
+    run_ranks(2, resume, f"{tmp_path}/file write")
+    run_ranks(3, resume, f"{tmp_path}/file")
+
+
+def wrong() -> None:
+    vector, matrix = (bmt.DistributedParameter(torch.zeros(shape)) for shape in (3, (3, 4)))
+    with pytest.raises(ValueError, match=r"two dimensions for 'muon', got shape \(3,\)"):
+        MuonOptimizer([{"params": [vector], "rule": "muon"}])
+    with pytest.raises(ValueError, match="rule: expected 'muon', 'adam' or None, got 'sgd'"):
+        MuonOptimizer([{"params": [matrix], "rule": "sgd"}])
+    for options, message in (
+        ({"lr": -1.0}, "lr: expected 0 or more"),
+        ({"ns_steps": 100}, "ns_steps: expected less than 100"),
+        ({"adjust_lr_fn": "x"}, "adjust_lr_fn: expected one of"),
+        ({"adam_betas": (0.9, 1.0)}, "adam_betas: expected two numbers"),
+        ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients: expected three numbers"),
+        ({"lr": 0.0, "adam_lr": 0.1}, "adam_lr: expected None where lr is 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            MuonOptimizer([matrix], **options)  # type: ignore[arg-type]
+    assert [g["rule"] for g in MuonOptimizer([matrix, vector]).param_groups] == ["adam"]
+
+
+def test_wrong_options_are_named() -> None:
+    run_ranks(1, wrong)
+
+
+def ratio() -> None:
+    """A schedule changes both learning rates alike."""
+    p, q = (bmt.DistributedParameter(torch.ones(3)) for _ in range(2))
+    muon, adam = (
+        MuonOptimizer([p], lr=0.5, adam_lr=0.25),
+        AdamOptimizer([q], lr=0.125, betas=(0.9, 0.95), decoupled=True, weight_decay=0.1),
+    )
+    muon.param_groups[0]["lr"] = 0.25
+    for x in (p, q):
+        x.grad = torch.ones_like(x)
+    muon.step()
+    adam.step()
+    assert torch.equal(p.data, q.data)
+
+
+def test_a_schedule_keeps_the_ratio_of_the_learning_rates() -> None:
+    run_ranks(1, ratio)
