@@ -65,7 +65,10 @@ class Job:
     def line(self, rank: int) -> str:
         output = self.ranks[rank].stdout
         assert output is not None
-        return output.readline().strip()
+        line = output.readline().strip()
+        while line.startswith("bmtrain: waiting for"):  # a rank that starts on a busy machine
+            line = output.readline().strip()
+        return line
 
     def step(self) -> str:
         self.tell("step")

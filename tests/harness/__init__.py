@@ -65,7 +65,7 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, **options: A
     Args:
         world: number of ranks.
         function: a function at the top level of a module.
-        options: `timeout` in seconds (60), `init` (keywords of init_distributed, or False), `environment`
+        options: `timeout` in seconds (120), `init` (keywords of init_distributed, or False), `environment`
             (variables that all ranks have), `cuda` (False), `fresh` (True: ranks that have run nothing else,
             and are not kept; they end without the teardown of torch), `grace` (seconds that the other ranks
             have once one has failed: 3); everything else goes to the function.

@@ -26,7 +26,7 @@ from .worker import Call, Raised, Returned, Setup, compiled
 __all__ = ["TIMEOUT", "Group", "close_servers", "free_port"]
 
 _TESTS = Path(__file__).resolve().parents[1]
-TIMEOUT = 60.0  # seconds that a call may take, unless it says otherwise
+TIMEOUT = 120.0  # seconds that a call may take, unless it says otherwise: many times what any takes alone
 _GRACE = 3.0  # seconds for the other ranks, once one has failed to initialise
 _START_TIMEOUT = 240.0  # of the server: importing torch on a loaded machine
 _STOP_TIMEOUT = 15.0  # of ranks that are told to end

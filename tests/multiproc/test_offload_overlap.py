@@ -8,6 +8,7 @@ import io
 import os
 import pickle
 import sys
+import tempfile
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -187,13 +188,10 @@ def by_load_of_its_own_state(model: Model, optimizer: Any, *_: Any) -> Any:
 
 
 def by_save(model: Model, *_: Any) -> Any:
-    path = f"/tmp/bmtrain-overlap-{bmt.rank()}.pt"
-    bmt.save(model, path)
-    if bmt.rank() == 0:
-        state = torch.load(path)
-        Path(path).unlink()
-        return tensors(state.values())
-    return None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.pt"
+        bmt.save(model, path)
+        return tensors(torch.load(path).values()) if bmt.rank() == 0 else None
 
 
 def by_inspect(model: Model, *_: Any) -> Any:
