@@ -129,7 +129,8 @@ class Watch:
 
     def why_connecting_failed(self) -> str:
         """Names a rank that has exited, if any, after a connection was refused or lost; detected within moments."""
-        end = time.monotonic() + _NOTICE_SECONDS
+        # The hub leaves last: to the others its end would look like the cause.
+        end = time.monotonic() + _NOTICE_SECONDS * (1 if self._hub is None else 2)
         while not (self.core.verdict or self.suspicion.ranks() or self._hub_absent):
             if time.monotonic() > end:
                 return ""
