@@ -6,7 +6,7 @@
 // Idle buffers are kept up to `idle_per_class` of each size, and together not
 // many more bytes than `idle_per_class` of the largest size, see [Note: What stays
 // idle]; the rest goes back to the operating system: large host buffers are mapped
-// directly, because the C library keeps what it is given.
+// directly, because the C library keeps what it is given. For any thread; buffers come back from any thread.
 //
 // [Note: What stays idle]
 // A model of many different blocks would otherwise keep idle_per_class buffers of each of their sizes: twice

@@ -1,5 +1,5 @@
 // FlatLayout: where each parameter of a flat buffer lies, and which rank owns
-// which part of it.
+// which part of it. It never changes: for any thread.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // TreeSum: the sum of a known sequence of tensors, added up by a binary tree whose shape depends on nothing
-// but how many there are.
+// but how many there are. For one thread at a time: that of the reductions that fill it.
 //
 // [Note: Virtual shards]
 // The gradients of the virtual shards of a step are the leaves, in the order of the shards' numbers. In one
