@@ -36,14 +36,11 @@ class BlockState:
         number: in order of construction, the same on all ranks.
         events: the events of its calls, by phase.
         shore: guards the leaves of its calls.
-        is_bound: whether its parameters are full tensors, in a call.
-        is_gathered: whether at least one of the buffers is gathered or being gathered.
-        is_held: whether it stays gathered for several calls.
-        gathered_version: the version of the parameters when the gather was started.
-        gathered_round: the number of backwards before the gather, see :class:`~bmtrain._engine.gradients.Gradients`.
-        seen_step: the number of lagging steps before its last call.
+        other_stage: the stage of a pipeline that runs the block, if it is another rank's.
+        reference: the parameters' reference to the Block.
+        pending: optimizer steps of the block's parameters that are still being computed.
+        open_calls: forwards whose backward is pending, has failed, or has kept its graph.
         defers: whether a pipeline accumulates the gradients of several backwards in the buffers.
-        unsent: buffers with gradients of earlier backwards.
     """
 
     def __init__(
@@ -57,22 +54,18 @@ class BlockState:
         self.number = engine.add_block(self)
         self.events = {phase: Event(self.number, phase) for phase in Phase}
         self.shore = IslandShore(engine.islands, unreturned_tensor_error(label))
-        #: The stage of a pipeline that runs the block, if it is another rank's.
         self.other_stage: int | None = None
-        #: The parameters' reference to the Block.
         self.reference: BlockRef | None = None
-        #: Optimizer steps of the block's parameters that are still being computed.
         self.pending: list[_Update] = []
-        #: Forwards whose backward is pending, has failed, or has kept its graph.
         self.open_calls: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.is_bound = False
-        self.is_gathered = False
-        self.is_held = False
-        self.gathered_version = -1
-        self.gathered_round = -1
-        self.seen_step = 0
+        self.is_bound = False  # its parameters are full tensors, in a call
+        self.is_gathered = False  # or being gathered, at least one of the buffers
+        self.is_held = False  # stays gathered for several calls
+        self.gathered_version = -1  # of the parameters, when the gather was started
+        self.gathered_round = -1  # the number of backwards before that (`Gradients.round`)
+        self.seen_step = 0  # the number of lagging steps before its last call
         self.defers = False
-        self.unsent: list[ShardedBuffer] = []
+        self.unsent: list[ShardedBuffer] = []  # buffers with gradients of earlier backwards
         self._is_watched = False  # for writes to the gathered parameters, which would be lost
 
     # ---- versions

@@ -37,10 +37,7 @@ class Destination:
         self.unsent = unsent
 
     def of_block(self, block: BlockState, buffers: Sequence[ShardedBuffer]) -> Sequence[ShardedBuffer] | None:
-        """Returns the buffers to reduce now: ``buffers``, which have gradients, and those with unsent ones.
-
-        None if nothing is reduced.
-        """
+        """Returns the buffers to reduce now, ``buffers`` and those with unsent gradients; None if all wait."""
         self.unsent.blocks.pop(block.number, None)
         return block.take_unsent(buffers)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .._C import FlatLayout
-from .._engine.reads import SMALL_BYTES
+from .._engine.outside import SMALL_BYTES
 
 __all__ = [
     "BlockDescription",

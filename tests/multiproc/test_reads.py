@@ -9,7 +9,7 @@ from harness import run_ranks
 
 import bmtrain as bmt
 from bmtrain._engine.engine import current_engine
-from bmtrain._engine.reads import SMALL_BYTES
+from bmtrain._engine.outside import SMALL_BYTES
 from bmtrain.global_var import context
 
 DIM = 6

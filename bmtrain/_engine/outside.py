@@ -1,15 +1,16 @@
-"""Gathering of several parameters in one message."""
+"""Gathering of parameters outside blocks, small ones in one message. See [Note: Reads of one forward]."""
 
 from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from .._base.stand_in import StandIn
 from .._C import ReduceOp
 from .._shards.sharding import slot_length
 from ..global_var import context
@@ -18,7 +19,98 @@ from ..parameter import DistributedParameter
 if TYPE_CHECKING:
     from .._ranks.context import Group
 
-__all__ = ["gather_together"]
+__all__ = ["SMALL_BYTES", "Results"]
+
+#: Parameters up to this full size (in bytes) are gathered together.
+SMALL_BYTES = 256 * 1024
+
+_Mode = tuple[bool, bool]  # grad mode, inference mode: a tensor read in one cannot be used in another
+
+
+class _Known(NamedTuple):
+    """The result of reading a parameter."""
+
+    param: DistributedParameter  # kept: its identity is the key
+    full: torch.Tensor
+    versions: tuple[int, int, int, bool]
+
+    def is_current(self) -> bool:
+        return self.versions == _versions(self.param, self.full)
+
+
+def _versions(param: DistributedParameter, full: torch.Tensor) -> tuple[int, int, int, bool]:
+    written = 0 if param._data_version is None else param._data_version.value
+    return _version(param), written, _version(full), param.requires_grad
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # tensors made in inference mode have none
+
+
+class Results:
+    """Results of the reads of parameters in one forward of ``root``."""
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        self._root = root
+        self._known: dict[tuple[int, _Mode], _Known] = {}
+        self._modes: set[_Mode] = set()
+        self._times: dict[int, int] = {}
+
+    def read(self, param: DistributedParameter) -> torch.Tensor:
+        """Returns the full tensor, the same as before if it is unchanged. Collective."""
+        mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        if mode not in self._modes:
+            self._modes.add(mode)
+            self._gather_small(mode)
+        known = self._known.get((id(param), mode))
+        if known is not None and known.is_current():
+            return known.full
+        full = param.gather()
+        self._times[id(param)] = self._times.get(id(param), 0) + 1
+        param._is_reread |= self._times[id(param)] > 1
+        if param._is_reread or _is_small(param):
+            self._keep(param, full, mode)
+        return full
+
+    def _keep(self, param: DistributedParameter, full: torch.Tensor, mode: _Mode) -> None:
+        self._known[id(param), mode] = _Known(param, full, _versions(param, full))
+
+    def _gather_small(self, mode: _Mode) -> None:
+        places: dict[int, int] = {}
+        together: dict[tuple[int, torch.dtype], list[DistributedParameter]] = {}
+        for param in _outside_blocks(self._root):
+            places[id(param)] = places.get(id(param), 0) + 1
+            if places[id(param)] > 1:
+                param._is_reread = True
+            elif _is_small(param) and param._spec.layout is None and param._spec.group.size > 1:
+                together.setdefault((id(param._spec.group), param.dtype), []).append(param)
+        for members in together.values():
+            if len(members) > 1:
+                for param, full in zip(members, _gather_together(members), strict=True):
+                    self._keep(param, full, mode)
+
+
+def _outside_blocks(root: torch.nn.Module) -> Iterator[DistributedParameter]:
+    """Yields the parameters below ``root`` that have values and are in no Block, once for each module with one."""
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        for param in module._parameters.values():
+            if isinstance(param, DistributedParameter) and not (param.is_meta or param._is_full()):
+                yield param
+        waiting += [
+            child
+            for child in module._modules.values()
+            if child is not None and not isinstance(child, StandIn)
+        ]
+
+
+def _is_small(param: DistributedParameter) -> bool:
+    return param._original_shape.numel() * param.element_size() <= SMALL_BYTES
 
 
 class _Bundle:
@@ -115,7 +207,6 @@ def _label_of(numbers: tuple[int, ...]) -> str:
     return f"parameters {', '.join('-'.join(map(str, run)) for run in runs)}"
 
 
-def gather_together(params: Sequence[DistributedParameter]) -> tuple[torch.Tensor, ...]:
-    """Returns the full tensors of parameters of one dtype and group of ranks, differentiable. Collective."""
+def _gather_together(params: Sequence[DistributedParameter]) -> tuple[torch.Tensor, ...]:
     fulls: tuple[torch.Tensor, ...] = _GatherTogether.apply(_Bundle(params), *params)
     return fulls
