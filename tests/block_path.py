@@ -19,7 +19,7 @@ import bmtrain
 
 ROOT = Path(bmtrain.__file__).resolve().parents[1]
 #: Ceilings. A commit that raises one gives the reason in its message.
-FILES, LINES = 14, 3050
+FILES, LINES = 14, 3000
 #: Steps in which the order of calls is learnt, before the one that is measured.
 LEARNING_STEPS = 2
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from .._shards.block_ref import BlockRef
     from .policy import BlockPolicy
 
-__all__ = ["BlockState", "unreturned_tensor_error"]
-
 _SHARDED = ShardedBuffer.State.SHARDED
 _VERSION = methodcaller("version")
 

@@ -31,8 +31,6 @@ from .host_activations import HostActivations
 from .phase import Phase
 from .run_state import ModuleState
 
-__all__ = ["BlockCall", "NoAutocastCache", "Part", "Run", "kept_alive"]
-
 Run = Callable[[Any, dict[str, Any]], Any]
 _Graph = tuple[list[Any], list[torch.Tensor]]
 

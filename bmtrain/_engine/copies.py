@@ -16,8 +16,6 @@ from ..global_var import rank
 if TYPE_CHECKING:
     from ..parameter import DistributedParameter
 
-__all__ = ["GatheredCopy", "Source", "source_of", "warn_of_lost_write"]
-
 _SOURCE = "_bmtrain_source"  # in the __dict__ of a tensor that was gathered
 _KEPT = "_bmtrain_source_of_data"  # in the __dict__ of its `.data`
 

@@ -40,8 +40,6 @@ from .wrapped import WrappedModels
 if TYPE_CHECKING:
     from .._ranks.context import Context
 
-__all__ = ["Engine", "current_engine", "default_policy"]
-
 #: Idle buffers kept per size. A backward uses up to five (the gathered block and the prefetched one; a gradient being
 #: accumulated, one being sent and one being received), a forward two: more idle ones would add to its activations.
 SLOTS_PER_CLASS = 2

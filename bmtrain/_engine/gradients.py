@@ -24,8 +24,6 @@ from .unsent import Unsent
 if TYPE_CHECKING:
     from ..parameter import DistributedParameter
 
-__all__ = ["Destination", "Gradients"]
-
 
 class Destination:
     """Where gradients go; this one: to their shards, in the backward that made them."""

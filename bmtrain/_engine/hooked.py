@@ -14,8 +14,6 @@ from .._C import GraphRoots
 from .block_state import unreturned_tensor_error
 from .call import BlockCall, Part, Run
 
-__all__ = ["HookedResults"]
-
 
 class HookedResults(Part):
     """Tensors that forward hooks of a block's inner modules received in one call.

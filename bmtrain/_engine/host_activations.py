@@ -27,8 +27,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["CudaMover", "HostActivations", "HostStack", "Mover", "entrance", "without_memory"]
-
 
 class Mover(Protocol):
     """Moves memory between a device and its host, overlapped with compute. All tensors are 1-D, of bytes."""

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from .block_state import BlockState
     from .phase import Phase
 
-__all__ = ["Observer"]
-
 _NOTHING = nullcontext()
 
 

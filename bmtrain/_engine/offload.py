@@ -13,8 +13,6 @@ from .call import BlockCall, Part, Run
 from .host_activations import HostActivations, Mover, entrance
 from .recompute import Unchanged
 
-__all__ = ["Offload"]
-
 
 class Offload(Part):
     """Moves what backward needs to the host when the forward has ended. See [Note: Activations on the host].

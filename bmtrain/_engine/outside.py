@@ -19,8 +19,6 @@ from ..parameter import DistributedParameter
 if TYPE_CHECKING:
     from .._ranks.context import Group
 
-__all__ = ["SMALL_BYTES", "Results"]
-
 #: Parameters up to this full size (in bytes) are gathered together.
 SMALL_BYTES = 256 * 1024
 

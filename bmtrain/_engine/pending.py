@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from .._C import OffloadUpdate
     from .block_state import BlockState
 
-__all__ = ["PendingUpdate", "PendingUpdates"]
-
 
 class PendingUpdate:
     """The pending update of one block's parameters, or of parameters outside blocks.

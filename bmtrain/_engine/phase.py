@@ -5,8 +5,6 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-__all__ = ["Event", "Phase"]
-
 
 class Phase(enum.Enum):
     """Purpose of a block call."""

@@ -13,8 +13,6 @@ from .._shards.stage import collect_batches
 if TYPE_CHECKING:
     from .._ranks.context import Group
 
-__all__ = ["PipeArgument", "PipeArguments"]
-
 
 class PipeArgument:
     """One tensor argument: either split with the batch, or the first stage's value for every micro-batch."""

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from .._ranks.context import Group
     from .engine import Engine
 
-__all__ = ["StageRecordings"]
-
 #: Distributes a stage's tensor for all ranks of the pipe group; arguments: (whole or None, stage).
 _OwnPart = Callable[[torch.Tensor | None, int], torch.Tensor]
 

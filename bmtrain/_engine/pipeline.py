@@ -36,8 +36,6 @@ from .recording import active_recorder
 if TYPE_CHECKING:
     from .._ranks.context import Group
 
-__all__ = ["PipelineCall", "idle_share", "run_pipeline"]
-
 
 def idle_share(num_stages: int, num_micros: int) -> float:
     """Returns the idle share of a pass: (p - 1) / (m + p - 1) (Y. Huang et al., GPipe, 2019, section 2.3)."""

@@ -24,8 +24,6 @@ from ..parameter import DistributedParameter
 from .outside import Results
 from .uninitialised import Uninitialised
 
-__all__ = ["Reads"]
-
 
 class _Scope:
     """One running forward of ``root``, and the results of its reads.

@@ -29,8 +29,6 @@ from .policy import Recompute
 from .run_state import ModeSnapshot, trainable_as
 from .selective import KeptResults
 
-__all__ = ["Replay", "SavedTensors", "Unchanged"]
-
 
 class Replay(Part):
     """Runs the forward of a call again in its backward: with the same arguments, state and random numbers.

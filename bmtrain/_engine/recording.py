@@ -11,16 +11,6 @@ import torch
 
 from .call import BlockCall, Part
 
-__all__ = [
-    "Recorder",
-    "Recordings",
-    "TotalGradient",
-    "active_recorder",
-    "place_outside",
-    "record_again",
-    "running_call",
-]
-
 
 class Recorder(Protocol):
     """Receives the tensors of :func:`bmtrain.inspect.record_tensor`."""

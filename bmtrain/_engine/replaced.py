@@ -18,8 +18,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .._base.opaque import opaque
 from .._ranks import context
 
-__all__ = ["ReplacedParameters"]
-
 _MARK = "_bmtrain_replaced"
 
 

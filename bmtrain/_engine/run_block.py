@@ -18,8 +18,6 @@ from .phase import Phase
 from .recompute import Replay
 from .run_state import ModuleState
 
-__all__ = ["run_block"]
-
 
 def run_block(
     block: BlockState, forward: Callable[..., Any], modules: ModuleState, args: Any, kwargs: Any

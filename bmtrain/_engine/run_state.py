@@ -12,8 +12,6 @@ from torch.utils._device import DeviceContext
 
 from .block_state import BlockState
 
-__all__ = ["ModeSnapshot", "ModuleSnapshot", "ModuleState", "trainable_as"]
-
 #: Buffers up to this size are copied before each forward; larger ones only once they are known to be updated.
 SMALL_BUFFER_BYTES = 1 << 16
 

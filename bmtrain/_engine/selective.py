@@ -26,8 +26,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 if TYPE_CHECKING:
     from .host_activations import HostActivations
 
-__all__ = ["KeptResults", "is_expensive"]
-
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm, _aten.addmm, _aten.convolution)
 _BATCHED = (_aten.bmm, _aten.baddbmm)

@@ -15,8 +15,6 @@ from .engine import current_engine
 if TYPE_CHECKING:
     from .._ranks.context import Group
 
-__all__ = ["SyncedBatchNorm"]
-
 _LABEL = "SyncBatchNorm"
 
 

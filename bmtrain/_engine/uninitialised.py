@@ -15,8 +15,6 @@ from ..global_var import rank
 if TYPE_CHECKING:
     from ..parameter import DistributedParameter
 
-__all__ = ["Uninitialised"]
-
 _NUM_NAMED = 4
 
 

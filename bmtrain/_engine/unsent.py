@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ..parameter import DistributedParameter
     from .block_state import BlockState
 
-__all__ = ["Unsent"]
-
 
 class Unsent:
     """Gradients that have not been sent.

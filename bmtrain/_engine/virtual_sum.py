@@ -22,8 +22,6 @@ from .unsent import Unsent
 if TYPE_CHECKING:
     from ..parameter import DistributedParameter
 
-__all__ = ["VirtualSum"]
-
 
 class _Sums:
     """The trees of one owner, by order of arrival."""

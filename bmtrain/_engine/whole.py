@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ..parameter import DistributedParameter
     from .block_state import BlockState
 
-__all__ = ["WholeParameters", "holding_whole", "writable", "writable_now"]
-
 
 class WholeParameters:
     """Parameters that hold their full tensors, until :meth:`restore`."""

@@ -10,8 +10,6 @@ import torch
 from ..global_var import rank, world_size
 from ..parameter import DistributedParameter
 
-__all__ = ["WrappedModels"]
-
 _NUM_NAMED = 4
 
 
