@@ -52,6 +52,8 @@ def momentum_optimizers() -> Calls:
     rate, number = ("rate", 0.1), ("number", 0.1)
     sgd = {"lr": rate, "momentum": number, "dampening": ("finite number", 0.0), "weight_decay": number}
     lion = {"lr": rate, "betas": ("betas", (0.9, 0.99)), "weight_decay": number}
+    muon = dict.fromkeys(("momentum", "weight_decay", "eps", "adam_eps"), number)
+    muon |= {"lr": rate, "adam_betas": ("betas", (0.9, 0.99))}
     made: Calls = {}
     for kind, options in (
         (bmt.optim.SGDOptimizer, sgd),
@@ -60,7 +62,12 @@ def momentum_optimizers() -> Calls:
         (bmt.optim.LionOffloadOptimizer, lion),
     ):
         made[kind.__name__] = (lambda *values, kind=kind: kind(parameters, *values), options)
-    for kind in (bmt.optim.AdamOptimizer, bmt.optim.SGDOptimizer, bmt.optim.LionOffloadOptimizer):
+    made["MuonOptimizer"] = (
+        lambda *values: bmt.optim.MuonOptimizer(parameters, **dict(zip(muon, values, strict=True))),
+        muon,
+    )
+    some = (bmt.optim.AdamOptimizer, bmt.optim.SGDOptimizer, bmt.optim.LionOffloadOptimizer)
+    for kind in (*some, bmt.optim.MuonOptimizer):
         made[f"{kind.__name__}(params)"] = (
             lambda params, kind=kind: kind(params),
             {"params": ("parameters", parameters)},
