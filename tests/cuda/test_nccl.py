@@ -19,8 +19,8 @@ from harness.fake_nccl import ROOT
 from torch import Tensor
 
 from bmtrain import _C
-from bmtrain._ranks import comm as _comm
 from bmtrain._ranks import comm_nccl, init_options
+from bmtrain._ranks import groups as rank_groups
 from bmtrain._ranks.groups import connect_groups
 from bmtrain.errors import CommunicationError
 from bmtrain.topology import GroupKind, Topology
@@ -224,7 +224,7 @@ def test_groups_are_split_off_the_world(
         unique_id = ids[key.rpartition("/")[2]]
         return _C.NcclCommunicator(library, unique_id, rank, size, name, CPU, timeout)
 
-    monkeypatch.setattr(_comm, "create_nccl", create)
+    monkeypatch.setattr(rank_groups, "create_nccl", create)
     watch: Any = Unwatched()
     places = [Topology(rank, 8, tp_size, pipe_size) for rank in range(8)]
     ranks = [connect_groups(place, "nccl", 60.0, None, watch) for place in places]
