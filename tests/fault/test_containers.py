@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from harness import Outcome, Status, rank_outcomes
+from harness import Outcome, Status, rank_outcomes, run_process
 from harness.limits import NoSuchLimit, allow_memory, mount_shared_memory, refuse_calls
 
 import bmtrain as bmt
@@ -129,6 +130,40 @@ def test_no_room_for_a_buffer_is_told_with_its_limit() -> None:
     assert "CommunicationError: shared memory: cannot map a buffer of" in outcomes[1].value
     assert "ulimit -v" in outcomes[1].value
     assert "rank 1 did not come" in outcomes[0].value
+
+
+JEMALLOC = sorted(Path("/usr/lib").glob("**/libjemalloc.so.2"))
+PRELOADED = """
+import torch, bmtrain as bmt
+bmt.init_distributed(timeout=30)
+block = bmt.Block(bmt.nn.Linear(512, 512))
+bmt.init_parameters(block)
+optimizer = bmt.optim.AdamOffloadOptimizer(block.parameters(), lr=0.01)
+for _ in range(2):
+    optimizer.zero_grad()
+    block(torch.ones(2, 512)).square().mean().backward()
+    optimizer.step()
+bmt.synchronize()
+mapped = "libjemalloc" in open("/proc/self/maps").read()
+print(f"trained over {bmt.config['comm'].backend}, jemalloc: {mapped}", flush=True)
+"""
+
+
+@pytest.mark.skipif(not JEMALLOC, reason="needs libjemalloc.so.2 (Debian: libjemalloc2)")
+def test_ranks_train_with_jemalloc(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PRELOADED)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
+    ]
+    environment = {"LD_PRELOAD": str(JEMALLOC[0]), "PYTHONPATH": str(Path(bmt.__file__).parents[1])}
+    done = run_process(command, environment=environment, timeout=120)
+    assert done.stdout.count("trained over shm, jemalloc: True\n") == 2, done.stdout
 
 
 GROUP = Path("/sys/fs/cgroup/memory")
