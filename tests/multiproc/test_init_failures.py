@@ -8,6 +8,8 @@ import resource
 import signal
 import socket
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -210,22 +212,30 @@ def test_the_server_dies_while_others_wait() -> None:
     assert second.value.startswith("CommunicationError: rank 1 of 3: lost the rendezvous at 127.0.0.1")
 
 
-def killed_while_connecting(transport: str, victim: int) -> str:
+def killed_while_connecting(transport: str, victim: int, folder: str) -> str:
     """A rank is killed where the others already wait for it."""
     function = "connect_gloo" if transport == "gloo" else "_meet"
-    if os.environ["RANK"] == str(victim):
-        setattr(comm, function, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    real, rank = getattr(comm, function), os.environ["RANK"]
+
+    def arrive(*arguments: Any) -> Any:
+        Path(folder, rank).touch()
+        if rank == str(victim):
+            while len(os.listdir(folder)) < 3:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments)
+
+    setattr(comm, function, arrive)
     return attempt(timeout=300)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_a_rank_is_killed_while_the_ranks_connect(transport: str, victim: int) -> None:
+def test_a_rank_is_killed_while_the_ranks_connect(transport: str, victim: int, tmp_path: Path) -> None:
     """Long before the time-out; rank 0 has the store and the watchdogs' hub as well."""
     variables = {"BMTRAIN_CPU_TRANSPORT": transport}
-    outcomes = rank_outcomes(
-        3, killed_while_connecting, transport, victim, init=False, environment=variables, fresh=True
-    )
+    options: dict[str, Any] = {"init": False, "environment": variables, "fresh": True}
+    outcomes = rank_outcomes(3, killed_while_connecting, transport, victim, str(tmp_path), **options)
     assert outcomes[victim].status is Status.DIED
     for rank in {0, 1, 2} - {victim}:
         words = f"cannot connect the ranks: rank {victim} " + ("(died|ended)" if victim == 0 else "died")
