@@ -101,6 +101,7 @@ def test_values_behind_a_failure_are_refused(
     assert list(tmp_path.glob("*")) == []
     if what in ("optimizer", "manager"):
         with pytest.raises(
-            CommunicationError, match=r"state_dict\(\): refused.*last checkpoint.*remote process"
+            CommunicationError,
+            match=r"state_dict\(\): not possible after a failure.*last checkpoint.*remote process",
         ):
             reads(block, manager, tmp_path)[what]()
