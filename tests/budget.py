@@ -27,7 +27,7 @@ PYTHON = {
 }
 CORE = {
     "bindings": (". bindings ops", 1400),
-    "common": ("common", 820),
+    "common": ("common", 950),
     "comm": ("comm", 7550),
     "shard": ("shard", 2520),
     "optim": ("optim", 1700),
