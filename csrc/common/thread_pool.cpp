@@ -5,8 +5,10 @@
 #include <algorithm>
 #include <atomic>
 #include <deque>
+#include <exception>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #include "common/float_environment.h"
 #include "common/latch.h"
@@ -58,6 +60,9 @@ class Pool {
     work(0);
     if (sharing == Sharing::kHelp) excuse_the_late(num_threads - 1);
     done_.wait(waiting_);
+    if (has_failed_.exchange(false, std::memory_order_relaxed)) {
+      std::rethrow_exception(std::exchange(error_, nullptr));
+    }
     return true;
   }
 
@@ -103,7 +108,13 @@ class Pool {
         const std::int64_t i = share.next.fetch_add(1, std::memory_order_relaxed);
         if (i >= share.end) break;
         race_point();
-        task_(context_, i);
+        try {
+          task_(context_, i);
+        } catch (...) {  // of the loop, whichever thread is here; of several the first
+          if (!has_failed_.exchange(true, std::memory_order_relaxed)) {
+            error_ = std::current_exception();
+          }
+        }
       }
     }
     inside_task = outer;
@@ -119,6 +130,8 @@ class Pool {
   Waiting waiting_ = Waiting::kSleep;
   void (*task_)(void*, std::int64_t) = nullptr;
   void* context_ = nullptr;
+  std::atomic<bool> has_failed_{false};
+  std::exception_ptr error_;  // written by the thread that set has_failed_
   Latch done_;
 };
 

@@ -15,8 +15,8 @@ enum class Sharing : std::uint8_t {
 /// Calls task(context, i) once for every i in [0, num_tasks), on the calling thread and up to
 /// torch.get_num_threads() - 1 pool threads, and returns when all calls have. Which thread runs which i is
 /// unspecified but for Sharing::kOwnOnly, so a task's result must depend on i alone; neighbouring tasks
-/// mostly run on one thread. The task must not throw. Calls from inside a task that the pool runs, and calls
-/// while another thread uses the pool, run on the calling thread only.
+/// mostly run on one thread. What a task throws is thrown here, once all have ended. Calls from inside a task
+/// that the pool runs, and calls while another thread uses the pool, run on the calling thread only.
 void parallel_for(std::int64_t num_tasks, void (*task)(void* context, std::int64_t index), void* context,
                   Sharing sharing = Sharing::kHelp);
 

@@ -16,18 +16,18 @@ Update::Update(std::string label, std::int64_t num_chunks, Compute compute)
 bool Update::has_ended() const { return (failed_ || num_claimed_ == num_chunks_) && num_running_ == 0; }
 
 Update::State Update::state() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   if (has_ended()) return failed_ ? State::kFailed : State::kDone;
   return num_claimed_ == 0 ? State::kReady : State::kUpdating;
 }
 
 bool Update::is_over() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   return has_ended();
 }
 
 bool Update::ask_for_extra() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   if (num_claimed_ > 0) return false;
   with_extra_ = true;
   return true;
@@ -37,7 +37,7 @@ bool Update::run_one() {
   std::int64_t chunk = 0;
   bool with_extra = false;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const Lock lock(mutex_);
     if (failed_ || num_claimed_ == num_chunks_) return false;
     chunk = num_claimed_++;
     ++num_running_;
@@ -54,7 +54,7 @@ bool Update::run_one() {
     failed = true;
     error = "unknown error";
   }
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   --num_running_;
   if (failed && !failed_) {
     failed_ = true;
@@ -67,19 +67,19 @@ bool Update::run_one() {
 void Update::help() {
   while (run_one()) {
   }
-  std::unique_lock<std::mutex> lock(mutex_);
-  over_.wait(lock, [this] { return has_ended(); });
+  Lock lock(mutex_);
+  over_.wait(lock, [this]() BMT_REQUIRES(mutex_) { return has_ended(); });
 }
 
 void Update::wait() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  over_.wait(lock, [this] { return has_ended(); });
+  Lock lock(mutex_);
+  over_.wait(lock, [this]() BMT_REQUIRES(mutex_) { return has_ended(); });
   if (failed_) throw std::runtime_error(label_ + ": the update of its parameters failed: " + error_);
 }
 
 void UpdateQueue::post(const std::vector<std::shared_ptr<Update>>& updates, int num_workers) {
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const Lock lock(mutex_);
     updates_.insert(updates_.end(), updates.begin(), updates.end());
     num_workers_ = std::max(num_workers, 1);
     float_environment_ = float_environment();
@@ -92,9 +92,9 @@ void UpdateQueue::post(const std::vector<std::shared_ptr<Update>>& updates, int 
 }
 
 void UpdateQueue::work(int index) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   for (;;) {
-    wake_.wait(lock, [&] { return index < num_workers_ && !updates_.empty(); });
+    wake_.wait(lock, [&]() BMT_REQUIRES(mutex_) { return index < num_workers_ && !updates_.empty(); });
     const std::shared_ptr<Update> update = updates_.front();
     set_float_environment(float_environment_);
     lock.unlock();

@@ -15,9 +15,10 @@
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
+
+#include "common/thread_annotations.h"
 
 namespace bmtrain {
 
@@ -55,19 +56,19 @@ class Update {
   void wait();
 
  private:
-  [[nodiscard]] bool has_ended() const;  // mutex_ is held
+  [[nodiscard]] bool has_ended() const BMT_REQUIRES(mutex_);
 
   const std::string label_;
   const std::int64_t num_chunks_;
   const Compute compute_;
 
-  mutable std::mutex mutex_;  // protects what follows
+  mutable Mutex mutex_;
   std::condition_variable over_;
-  std::int64_t num_claimed_ = 0;
-  std::int64_t num_running_ = 0;
-  bool with_extra_ = false;
-  bool failed_ = false;
-  std::string error_;
+  std::int64_t num_claimed_ BMT_GUARDED_BY(mutex_) = 0;
+  std::int64_t num_running_ BMT_GUARDED_BY(mutex_) = 0;
+  bool with_extra_ BMT_GUARDED_BY(mutex_) = false;
+  bool failed_ BMT_GUARDED_BY(mutex_) = false;
+  std::string error_ BMT_GUARDED_BY(mutex_);
 };
 
 class UpdateQueue {
@@ -82,14 +83,15 @@ class UpdateQueue {
   void post(const std::vector<std::shared_ptr<Update>>& updates, int num_workers);
 
  private:
-  void work(int index);
+  // What the threads do; chunks that throw are errors of their update.
+  void work(int index) BMT_EXCLUDES(mutex_);
 
-  std::mutex mutex_;  // protects what follows
+  Mutex mutex_;
   std::condition_variable wake_;
-  std::deque<std::shared_ptr<Update>> updates_;
-  int num_started_ = 0;
-  int num_workers_ = 0;
-  unsigned float_environment_ = 0;
+  std::deque<std::shared_ptr<Update>> updates_ BMT_GUARDED_BY(mutex_);
+  int num_started_ BMT_GUARDED_BY(mutex_) = 0;
+  int num_workers_ BMT_GUARDED_BY(mutex_) = 0;
+  unsigned float_environment_ BMT_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace bmtrain

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstdio>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -43,6 +44,22 @@ void every_share_by_its_owner(int num_tasks) {
   expect(owners.back() != owners.front(), "several owners");
 }
 
+// An error of a task is the caller's, whichever thread ran the task, and the pool works on.
+void errors_of_tasks(int num_tasks) {
+  for (int failing = 0; failing < num_tasks; ++failing) {
+    bool raised = false;
+    try {
+      bmtrain::parallel_for(num_tasks, [failing](std::int64_t i) {
+        if (i == failing) throw std::runtime_error("a task");
+      });
+    } catch (const std::runtime_error&) {
+      raised = true;
+    }
+    expect(raised, "the error of a task");
+    every_task_once(num_tasks);
+  }
+}
+
 // With as many processors as threads whoever waits watches first, with fewer it sleeps at once.
 constexpr int kFew = 1;
 constexpr int kEnough = 8;
@@ -55,6 +72,7 @@ int main() {
     bmtrain::set_processor_share(num_processors);
     every_share_by_its_owner(3);
     every_share_by_its_owner(29);
+    errors_of_tasks(20);
   }
   bmtrain::set_random_delays(1, 20);
   std::vector<std::thread> callers;  // one has the pool, the others work alone
