@@ -40,6 +40,7 @@ check "$PYTHON" -m ruff format --quiet --check .
 check "$(dirname "$PYTHON")/lint-imports" --no-cache
 check "$PYTHON" -m mypy --no-error-summary
 check "$(dirname "$PYTHON")/clang-format" --dry-run -Werror "${cpp[@]}"
+check "$PYTHON" tests/tidy.py
 for linter in "${linters[@]}"; do
     wait "$linter" || status=1
 done
