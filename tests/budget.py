@@ -27,8 +27,8 @@ PYTHON = {
 }
 CORE = {
     "bindings": (". bindings ops", 1400),
-    "common": ("common", 950),
-    "comm": ("comm", 7550),
+    "common": ("common", 900),
+    "comm": ("comm", 6700),
     "shard": ("shard", 2520),
     "optim": ("optim", 1700),
     "cpu": ("cpu", 1950),

@@ -15,7 +15,7 @@ from .network import NUM_COMMON, Network, Transfer, Wire
 
 __all__ = ["CommonBuffers", "MemoryMeter", "SimulatedEvent", "SimulatedShards", "Simulation", "Widths"]
 
-#: Up to this many bytes an all-reduce is one step (csrc/comm/host_tensor.h).
+#: Up to this many bytes an all-reduce is one step (csrc/comm/exchange_communicator.cpp).
 SMALL_ALL_REDUCE = 64 * 1024
 #: Of parameters, by the size of an element.
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
@@ -279,7 +279,7 @@ class _Reduction:
 
 
 def _all_reduce_bytes(numel: int, width: int, ranks: int) -> int:
-    """Bytes sent: small tensors to all ranks, large ones slice by slice (csrc/comm/gloo/gloo_communicator.cpp)."""
+    """Bytes sent: small tensors to all ranks, large ones slice by slice (csrc/comm/exchange_communicator.cpp)."""
     if numel * width <= SMALL_ALL_REDUCE:
         return (ranks - 1) * numel * width
     own = -(-numel // ranks)

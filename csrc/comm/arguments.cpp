@@ -3,16 +3,9 @@
 #include "common/check.h"
 
 namespace bmtrain {
+namespace {
 
-WorkPtr Communicator::all_to_all_in_place(at::Tensor /*input*/, std::shared_ptr<PeerSlices>& /*slices*/,
-                                          const std::string& /*label*/) {
-  throw StateError(describe(*this, "all_to_all") + ": this transport cannot be used in place");
-}
-
-std::string describe(const Communicator& comm, const char* op) {
-  return detail::join(op, " on group \"", comm.name(), "\", rank ", comm.rank(), " of ", comm.size());
-}
-
+// TypeError unless `tensor` is dense and contiguous, on the CPU or a CUDA device.
 void check_tensor(const Communicator& comm, const char* op, const char* argument, const at::Tensor& tensor) {
   BMT_CHECK(TypeError, tensor.defined(), describe(comm, op), ": ", argument, " must be a tensor, got None");
   BMT_CHECK(TypeError, tensor.layout() == at::kStrided, describe(comm, op), ": ", argument,
@@ -25,6 +18,7 @@ void check_tensor(const Communicator& comm, const char* op, const char* argument
             " must be contiguous, got shape ", tensor.sizes(), " with strides ", tensor.strides());
 }
 
+// Of tensors of one dtype and device, of which one is as large as those of all ranks together.
 void check_sizes(const Communicator& comm, const char* op, const char* large_name, const at::Tensor& large,
                  const char* small_name, const at::Tensor& small) {
   check_tensor(comm, op, large_name, large);
@@ -39,6 +33,7 @@ void check_sizes(const Communicator& comm, const char* op, const char* large_nam
             " elements (group size times ", small_name, "), got ", large.numel());
 }
 
+// Of tensors of one dtype, device and size, which all ranks divide among them.
 void check_exchange(const Communicator& comm, const at::Tensor& output, const at::Tensor& input) {
   check_tensor(comm, "all_to_all", "output", output);
   check_tensor(comm, "all_to_all", "input", input);
@@ -49,15 +44,11 @@ void check_exchange(const Communicator& comm, const at::Tensor& output, const at
   BMT_CHECK(ValueError, output.numel() == input.numel() && input.numel() % comm.size() == 0,
             describe(comm, "all_to_all"), ": output and input must have equal sizes divisible by ",
             comm.size(), ", got ", output.numel(), " and ", input.numel(), " elements");
-  BMT_CHECK(ValueError, input.numel() == 0 || output.data_ptr() != input.data_ptr(),
+  BMT_CHECK(ValueError, input.numel() == 0 || comm.size() == 1 || output.data_ptr() != input.data_ptr(),
             describe(comm, "all_to_all"), ": output must not be input");
 }
 
-void check_rank(const Communicator& comm, const char* op, const char* argument, int rank) {
-  BMT_CHECK(ValueError, 0 <= rank && rank < comm.size(), describe(comm, op), ": ", argument,
-            " must be a rank of the group, 0 to ", comm.size() - 1, ", got ", rank);
-}
-
+// Whether ordered_reduce can combine values of the tensor's dtype.
 void check_reducible(const Communicator& comm, const char* op, const at::Tensor& tensor, ReduceOp reduce_op) {
   switch (tensor.scalar_type()) {
     case at::kHalf:
@@ -82,34 +73,59 @@ void check_reducible(const Communicator& comm, const char* op, const at::Tensor&
   }
 }
 
-std::uint64_t fingerprint(std::string_view op, std::string_view label, std::int64_t bytes, int detail) {
-  std::uint64_t hash = 1469598103934665603ULL;  // FNV-1a
-  const auto mix = [&hash](std::uint64_t value) { hash = (hash ^ value) * 1099511628211ULL; };
-  for (const std::string_view text : {op, label}) {
-    for (const char c : text) {
-      mix(static_cast<unsigned char>(c));
-    }
+void check_peer(const Communicator& comm, const char* op, const at::Tensor& tensor, int peer) {
+  check_tensor(comm, op, "tensor", tensor);
+  check_rank(comm, op, "peer", peer);
+  BMT_CHECK(ValueError, comm.size() == 1 || peer != comm.rank(), describe(comm, op),
+            ": peer must be another rank");
+}
+
+}  // namespace
+
+std::string describe(const Communicator& comm, const char* op) {
+  return detail::join(op, " on group \"", comm.name(), "\", rank ", comm.rank(), " of ", comm.size());
+}
+
+void check_rank(const Communicator& comm, const char* op, const char* argument, int rank) {
+  BMT_CHECK(ValueError, 0 <= rank && rank < comm.size(), describe(comm, op), ": ", argument,
+            " must be a rank of the group, 0 to ", comm.size() - 1, ", got ", rank);
+}
+
+void check_arguments(const Communicator& comm, const Call& call) {
+  const char* const op = name_of(call.op);
+  switch (call.op) {
+    case Op::kAllGather:
+      return check_sizes(comm, op, "output", call.output, "input", call.input);
+    case Op::kAllToAll:
+      return check_exchange(comm, call.output, call.input);
+    case Op::kAllToAllInPlace:
+      BMT_CHECK(StateError, comm.works_in_place(), describe(comm, op),
+                ": this transport cannot be used in place");
+      check_tensor(comm, op, "input", call.input);
+      BMT_CHECK(ValueError, call.input.is_cpu() && call.input.numel() % comm.size() == 0, describe(comm, op),
+                ": expected a tensor in host memory that divides by ", comm.size(), " ranks");
+      return;
+    case Op::kReduceScatter:
+    case Op::kRingReduceScatter:
+      check_sizes(comm, op, "input", call.input, "output", call.output);
+      return check_reducible(comm, op, call.input, call.reduce_op);
+    case Op::kAllReduce:
+      check_tensor(comm, op, "tensor", call.input);
+      return check_reducible(comm, op, call.input, call.reduce_op);
+    case Op::kReduce:
+      check_tensor(comm, op, "tensor", call.input);
+      check_reducible(comm, op, call.input, call.reduce_op);
+      return check_rank(comm, op, "root", call.peer);
+    case Op::kBroadcast:
+      check_tensor(comm, op, "tensor", call.input);
+      return check_rank(comm, op, "root", call.peer);
+    case Op::kSend:
+      return check_peer(comm, op, call.input, call.peer);
+    case Op::kRecv:
+      return check_peer(comm, op, call.output, call.peer);
+    case Op::kBarrier:
+      return;
   }
-  mix(static_cast<std::uint64_t>(bytes));
-  mix(static_cast<std::uint64_t>(detail));
-  return hash;
-}
-
-void TrafficCounter::add(const char* op, std::int64_t bytes) {
-  const std::lock_guard lock(mutex_);
-  Traffic& count = counts_[op];
-  count.messages += 1;
-  count.bytes += bytes;
-}
-
-std::vector<std::pair<std::string, Traffic>> TrafficCounter::snapshot() const {
-  const std::lock_guard lock(mutex_);
-  return {counts_.begin(), counts_.end()};
-}
-
-void TrafficCounter::reset() {
-  const std::lock_guard lock(mutex_);
-  counts_.clear();
 }
 
 }  // namespace bmtrain

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace bmtrain {
@@ -47,41 +48,100 @@ class PeerSlices {
   std::vector<const void*> by_rank;
 };
 
+/// The operations of a communicator.
+enum class Op : std::uint8_t {
+  kAllGather,
+  kAllToAll,
+  kAllToAllInPlace,
+  kReduceScatter,
+  kRingReduceScatter,
+  kAllReduce,
+  kReduce,
+  kBroadcast,
+  kSend,
+  kRecv,
+  kBarrier,
+};
+/// The name in errors, records and traffic; a variant has the name of the plain operation.
+[[nodiscard]] const char* name_of(Op op);
+
+/// One operation as it was called. Where it works in place, both tensors are the same.
+struct Call {
+  Op op;
+  at::Tensor output;  // what arrives; undefined where nothing does
+  at::Tensor input;   // what is sent; likewise
+  const std::string& label;
+  ReduceOp reduce_op = ReduceOp::kSum;
+  int peer = -1;                                  // the root, or the other rank of a message
+  std::shared_ptr<PeerSlices>* slices = nullptr;  // result of kAllToAllInPlace
+
+  [[nodiscard]] bool is_message() const { return op == Op::kSend || op == Op::kRecv; }
+};
+
 class Communicator {
  public:
+  Communicator(int rank, int size, std::string name) : rank_(rank), size_(size), name_(std::move(name)) {}
   virtual ~Communicator() = default;
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
 
-  [[nodiscard]] virtual int rank() const = 0;
-  [[nodiscard]] virtual int size() const = 0;
-  [[nodiscard]] virtual const std::string& name() const = 0;
-  /// "single", "shm", "gloo" or "nccl".
+  [[nodiscard]] int rank() const { return rank_; }
+  [[nodiscard]] int size() const { return size_; }
+  [[nodiscard]] const std::string& name() const { return name_; }
+  /// "single", "shm", "gloo", "shm+gloo" or "nccl".
   [[nodiscard]] virtual std::string backend() const = 0;
+
+  /// Starts any of the operations below: the one function that a transport implements for all of them.
+  [[nodiscard]] virtual WorkPtr start(const Call& call) = 0;
 
   // Collectives. Tensors are contiguous, on the communicator's device; `label` names what the operation
   // serves (a block) in errors, records and the timeline. Sizes and dtypes are checked before data moves.
 
   /// output.numel() == size() * input.numel(); slice r of output is rank r's input. `input` may be
   /// this rank's slice of `output` itself (in place).
-  [[nodiscard]] virtual WorkPtr all_gather(at::Tensor output, at::Tensor input, const std::string& label) = 0;
+  [[nodiscard]] WorkPtr all_gather(const at::Tensor& output, const at::Tensor& input,
+                                   const std::string& label) {
+    return start({Op::kAllGather, output, input, label});
+  }
   /// input.numel() == size() * output.numel(). Slice r of `output` is what rank r sent for this rank; no
   /// reduction: the caller sums (the sharded buffers do, into the gradient shard, in one pass).
-  [[nodiscard]] virtual WorkPtr all_to_all(at::Tensor output, at::Tensor input, const std::string& label) = 0;
+  [[nodiscard]] WorkPtr all_to_all(const at::Tensor& output, const at::Tensor& input,
+                                   const std::string& label) {
+    return start({Op::kAllToAll, output, input, label});
+  }
   /// input.numel() == size() * output.numel(); output is slice rank() of the reduction.
-  [[nodiscard]] virtual WorkPtr reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op,
-                                               const std::string& label) = 0;
+  [[nodiscard]] WorkPtr reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
+                                       const std::string& label) {
+    return start({Op::kReduceScatter, output, input, label, op});
+  }
   /// As reduce_scatter by sum, with the fewest bytes between hosts: NCCL's own, which adds in the tensor's
-  /// dtype and in an order of its own.
-  [[nodiscard]] virtual WorkPtr ring_reduce_scatter(at::Tensor output, at::Tensor input,
-                                                    const std::string& label) {
-    return reduce_scatter(std::move(output), std::move(input), ReduceOp::kSum, label);
+  /// dtype and in an order of its own. Other transports make no difference.
+  [[nodiscard]] WorkPtr ring_reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                                            const std::string& label) {
+    return start({Op::kRingReduceScatter, output, input, label});
   }
   /// In place.
-  [[nodiscard]] virtual WorkPtr all_reduce(at::Tensor tensor, ReduceOp op, const std::string& label) = 0;
+  [[nodiscard]] WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, const std::string& label) {
+    return start({Op::kAllReduce, tensor, tensor, label, op});
+  }
   /// In place on `root`; unspecified contents elsewhere.
-  [[nodiscard]] virtual WorkPtr reduce(at::Tensor tensor, ReduceOp op, int root,
-                                       const std::string& label) = 0;
+  [[nodiscard]] WorkPtr reduce(const at::Tensor& tensor, ReduceOp op, int root, const std::string& label) {
+    return start({Op::kReduce, tensor, tensor, label, op, root});
+  }
   /// In place.
-  [[nodiscard]] virtual WorkPtr broadcast(at::Tensor tensor, int root, const std::string& label) = 0;
+  [[nodiscard]] WorkPtr broadcast(const at::Tensor& tensor, int root, const std::string& label) {
+    return start({Op::kBroadcast, tensor, tensor, label, ReduceOp::kSum, root});
+  }
+  /// Blocks until every rank has arrived.
+  void barrier(const std::string& label) { start({Op::kBarrier, {}, {}, label})->wait(); }
+
+  // Point to point; messages between one pair arrive in the order they were sent.
+  [[nodiscard]] WorkPtr send(const at::Tensor& tensor, int peer, const std::string& label) {
+    return start({Op::kSend, {}, tensor, label, ReduceOp::kSum, peer});
+  }
+  [[nodiscard]] WorkPtr recv(const at::Tensor& tensor, int peer, const std::string& label) {
+    return start({Op::kRecv, tensor, {}, label, ReduceOp::kSum, peer});
+  }
 
   // Memory that ranks use in place instead of copying, where the transport knows such (ranks of one host).
   // The results, the counts and the bytes of traffic() are those of the plain operations.
@@ -97,17 +157,15 @@ class Communicator {
   [[nodiscard]] virtual c10::DataPtr borrow_input(std::int64_t /*nbytes*/) { return {}; }
   /// An all_to_all whose output stays where the ranks have it; input from elsewhere than borrow_input() is
   /// copied. `input` must not change until the other ranks have read it, which borrow_input() takes care of.
-  [[nodiscard]] virtual WorkPtr all_to_all_in_place(at::Tensor input, std::shared_ptr<PeerSlices>& slices,
-                                                    const std::string& label);
+  [[nodiscard]] WorkPtr all_to_all_in_place(const at::Tensor& input, std::shared_ptr<PeerSlices>& slices,
+                                            const std::string& label) {
+    return start({Op::kAllToAllInPlace, {}, input, label, ReduceOp::kSum, -1, &slices});
+  }
   /// Bytes that this process moved from memory to memory for its operations, since the last reset_traffic().
   [[nodiscard]] virtual std::int64_t bytes_copied() const { return 0; }
   /// Bytes of such memory that are there, used or not: this rank's own, and its share of what all ranks have
   /// together.
   [[nodiscard]] virtual std::int64_t bytes_in_place() const { return 0; }
-
-  // Point to point; messages between one pair arrive in the order they were sent.
-  [[nodiscard]] virtual WorkPtr send(at::Tensor tensor, int peer, const std::string& label) = 0;
-  [[nodiscard]] virtual WorkPtr recv(at::Tensor tensor, int peer, const std::string& label) = 0;
 
   /// Lets go of what operations that have completed still hold, events among them. Never blocks for long.
   virtual void forget_completed() {}
@@ -118,9 +176,6 @@ class Communicator {
   /// Work::wait itself raises.
   [[nodiscard]] virtual std::string failure() const { return {}; }
 
-  /// Blocks until every rank has arrived.
-  virtual void barrier(const std::string& label) = 0;
-
   /// Makes every operation, pending or later, fail with `reason`; never blocks.
   virtual void abort(const std::string& reason) = 0;
   /// Later operations raise StateError. Never blocks, may be called twice.
@@ -130,6 +185,11 @@ class Communicator {
   /// Traffic per operation name ("all_gather", ...) since construction or the last reset.
   [[nodiscard]] virtual std::vector<std::pair<std::string, Traffic>> traffic() const = 0;
   virtual void reset_traffic() = 0;
+
+ private:
+  const int rank_;
+  const int size_;
+  const std::string name_;
 };
 
 }  // namespace bmtrain

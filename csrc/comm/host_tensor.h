@@ -1,18 +1,13 @@
-// What the transports through host memory have in common: tensors as bytes, and slices of them.
+// What the transports through host memory have in common: tensors as bytes, and their
+// stand-ins on the host.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <functional>
-#include <vector>
-
-#include "comm/communicator.h"
 
 namespace bmtrain {
-
-/// Up to here an all_reduce gathers everything everywhere: one exchange instead of two.
-inline constexpr std::int64_t kSmallAllReduceBytes = 64 * 1024;
 
 [[nodiscard]] std::int64_t bytes_of(const at::Tensor& tensor);
 [[nodiscard]] char* data_of(const at::Tensor& tensor);
@@ -23,25 +18,7 @@ inline constexpr std::int64_t kSmallAllReduceBytes = 64 * 1024;
 [[nodiscard]] at::Tensor staged(const at::Tensor& tensor);
 /// The tensor itself, or memory on the host for its values.
 [[nodiscard]] at::Tensor staged_empty(const at::Tensor& tensor);
-/// Copies a result that was staged back to where the caller wants it.
+/// Copies a result that was staged back to where the caller wants it; null if that is the same memory.
 [[nodiscard]] std::function<void()> publisher(const at::Tensor& host, const at::Tensor& destination);
-
-/// memcpy unless both are the same.
-void copy_own(char* to, const char* from, std::int64_t bytes);
-
-/// Rank r's element range of a tensor cut into `size` slices, the last ones shorter or empty.
-struct Slice {
-  std::int64_t begin;
-  std::int64_t numel;
-};
-[[nodiscard]] Slice slice_of(std::int64_t numel, int size, int rank);
-
-/// Pointers to one slice per rank in rank order: this rank's own, and the others' as they lie in `received`,
-/// which has no slot for this rank.
-[[nodiscard]] std::vector<const void*> in_rank_order(int rank, int size, const void* own,
-                                                     const at::Tensor& received, std::int64_t bytes);
-
-/// What ranks must agree on besides operation and size.
-[[nodiscard]] int detail_of(at::ScalarType dtype, ReduceOp op, int root = 0);
 
 }  // namespace bmtrain

@@ -71,7 +71,7 @@ A combine(A acc, A value) {
 
 template <typename T, ReduceOp op>
 void reduce_all(T* output, const std::vector<const void*>& inputs, std::int64_t numel) {
-  using A = typename Accumulate<T>::type;
+  using A = Accumulate<T>::type;
   const auto count = static_cast<A>(inputs.size());
   A acc[kChunk];
   for (std::int64_t begin = 0; begin < numel; begin += kChunk) {

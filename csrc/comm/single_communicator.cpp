@@ -5,124 +5,72 @@
 
 #include <utility>
 
-#include "comm/done_work.h"
+#include "comm/arguments.h"
 #include "common/check.h"
 
 namespace bmtrain {
+namespace {
 
-SingleCommunicator::SingleCommunicator(std::string name) : name_(std::move(name)) {}
-
-void SingleCommunicator::begin(const char* op) {
-  {
-    const std::lock_guard lock(mutex_);
-    BMT_CHECK(StateError, !closed_, describe(*this, op), ": the communicator is closed");
-    BMT_CHECK(CommunicationError, !aborted_, describe(*this, op),
-              ": the communicator was aborted: ", reason_);
-  }
-  traffic_.add(op, 0);
-}
-
-WorkPtr SingleCommunicator::copy(const char* op, const at::Tensor& output, const at::Tensor& input) {
-  check_sizes(*this, op, "output", output, "input", input);
-  begin(op);
+void copy_into(const at::Tensor& output, const at::Tensor& input) {
   if (output.data_ptr() != input.data_ptr()) {
     const at::NoGradGuard no_grad;
     output.detach().view(-1).copy_(input.detach().view(-1));
   }
-  return std::make_shared<DoneWork>();
 }
 
-WorkPtr SingleCommunicator::all_gather(at::Tensor output, at::Tensor input, const std::string& /*label*/) {
-  return copy("all_gather", output, input);
-}
+}  // namespace
 
-WorkPtr SingleCommunicator::all_to_all(at::Tensor output, at::Tensor input, const std::string& /*label*/) {
-  return copy("all_to_all", output, input);
-}
+SingleCommunicator::SingleCommunicator(std::string name) : Transport(0, 1, std::move(name)) {}
 
-WorkPtr SingleCommunicator::reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op,
-                                           const std::string& /*label*/) {
-  check_tensor(*this, "reduce_scatter", "input", input);
-  check_reducible(*this, "reduce_scatter", input, op);
-  return copy("reduce_scatter", output, input);
-}
-
-WorkPtr SingleCommunicator::all_reduce(at::Tensor tensor, ReduceOp op, const std::string& /*label*/) {
-  check_tensor(*this, "all_reduce", "tensor", tensor);
-  check_reducible(*this, "all_reduce", tensor, op);
-  begin("all_reduce");
-  return std::make_shared<DoneWork>();
-}
-
-WorkPtr SingleCommunicator::reduce(at::Tensor tensor, ReduceOp op, int root, const std::string& /*label*/) {
-  check_tensor(*this, "reduce", "tensor", tensor);
-  check_reducible(*this, "reduce", tensor, op);
-  check_rank(*this, "reduce", "root", root);
-  begin("reduce");
-  return std::make_shared<DoneWork>();
-}
-
-WorkPtr SingleCommunicator::broadcast(at::Tensor tensor, int root, const std::string& /*label*/) {
-  check_tensor(*this, "broadcast", "tensor", tensor);
-  check_rank(*this, "broadcast", "root", root);
-  begin("broadcast");
-  return std::make_shared<DoneWork>();
-}
-
-WorkPtr SingleCommunicator::send(at::Tensor tensor, int peer, const std::string& /*label*/) {
-  check_tensor(*this, "send", "tensor", tensor);
-  check_rank(*this, "send", "peer", peer);
-  begin("send");
-  const std::lock_guard lock(mutex_);
-  mailbox_.push_back(tensor.detach().clone());
-  return std::make_shared<DoneWork>();
-}
-
-WorkPtr SingleCommunicator::recv(at::Tensor tensor, int peer, const std::string& /*label*/) {
-  check_tensor(*this, "recv", "tensor", tensor);
-  check_rank(*this, "recv", "peer", peer);
-  begin("recv");
+WorkPtr SingleCommunicator::perform(const Call& call) {
+  const char* const op = name_of(call.op);
   at::Tensor message;
   {
-    const std::lock_guard lock(mutex_);
-    BMT_CHECK(CommunicationError, !mailbox_.empty(), describe(*this, "recv"),
-              ": nothing was sent, and with one rank nobody else ever will");
-    message = std::move(mailbox_.front());
-    mailbox_.pop_front();
+    const Lock lock(mutex_);
+    if (!standing_.is_open()) {
+      standing_.refuse(describe(*this, op));
+    }
+    traffic_.add(op, 0);
+    if (call.op == Op::kSend) {
+      mailbox_.push_back(call.input.detach().clone());
+    } else if (call.op == Op::kRecv) {
+      message = take_message(call.output);
+    }
   }
-  BMT_CHECK(ValueError, message.scalar_type() == tensor.scalar_type() && message.numel() == tensor.numel(),
-            describe(*this, "recv"), ": expected ", tensor.numel(), " elements of ", tensor.scalar_type(),
-            ", got ", message.numel(), " of ", message.scalar_type());
-  const at::NoGradGuard no_grad;
-  tensor.detach().view(-1).copy_(message.view(-1));
+  if (call.op == Op::kRecv) {
+    copy_into(call.output, message);
+  } else if (call.input.defined() && call.output.defined()) {
+    copy_into(call.output, call.input);
+  }
   return std::make_shared<DoneWork>();
 }
 
-void SingleCommunicator::barrier(const std::string& /*label*/) { begin("barrier"); }
+at::Tensor SingleCommunicator::take_message(const at::Tensor& expected) {
+  BMT_CHECK(CommunicationError, !mailbox_.empty(), describe(*this, "recv"),
+            ": nothing was sent, and with one rank nobody else ever will");
+  at::Tensor message = std::move(mailbox_.front());
+  mailbox_.pop_front();
+  BMT_CHECK(ValueError,
+            message.scalar_type() == expected.scalar_type() && message.numel() == expected.numel(),
+            describe(*this, "recv"), ": expected ", expected.numel(), " elements of ", expected.scalar_type(),
+            ", got ", message.numel(), " of ", message.scalar_type());
+  return message;
+}
 
 void SingleCommunicator::abort(const std::string& reason) {
-  const std::lock_guard lock(mutex_);
-  if (!aborted_) {
-    aborted_ = true;
-    reason_ = reason;
-  }
+  const Lock lock(mutex_);
+  static_cast<void>(standing_.abort(reason));
 }
 
 void SingleCommunicator::close() {
-  const std::lock_guard lock(mutex_);
-  closed_ = true;
+  const Lock lock(mutex_);
+  standing_ = {.is_closed = true, .reason = {}};  // what was aborted is closed, no less
   mailbox_.clear();
 }
 
 bool SingleCommunicator::closed() const {
-  const std::lock_guard lock(mutex_);
-  return closed_;
+  const Lock lock(mutex_);
+  return standing_.is_closed;
 }
-
-std::vector<std::pair<std::string, Traffic>> SingleCommunicator::traffic() const {
-  return traffic_.snapshot();
-}
-
-void SingleCommunicator::reset_traffic() { traffic_.reset(); }
 
 }  // namespace bmtrain

@@ -8,4 +8,18 @@ namespace bmtrain {
 [[nodiscard]] unsigned float_environment();
 void set_float_environment(unsigned environment);
 
+/// Takes over a setting for a scope.
+class FloatEnvironmentGuard {
+ public:
+  explicit FloatEnvironmentGuard(unsigned environment) : own_(float_environment()) {
+    set_float_environment(environment);
+  }
+  ~FloatEnvironmentGuard() { set_float_environment(own_); }
+  FloatEnvironmentGuard(const FloatEnvironmentGuard&) = delete;
+  FloatEnvironmentGuard& operator=(const FloatEnvironmentGuard&) = delete;
+
+ private:
+  const unsigned own_;
+};
+
 }  // namespace bmtrain

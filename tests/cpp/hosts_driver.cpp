@@ -168,6 +168,29 @@ void train(HostsCommunicator& comm) {
   comm.close();
 }
 
+// What an operation that was dropped still reads is kept, until a later one shows that it is over.
+void abandon(HostsCommunicator& comm) {
+  const at::Tensor tensor = filled(300, mark(comm.rank(), 0, 8));
+  static_cast<void>(comm.all_reduce(tensor, ReduceOp::kMax, "dropped"));
+  expect(tensor.use_count() > 1, "a tensor in use");
+  comm.barrier("later");
+  expect(tensor.use_count() == 1, "a tensor that is not in use any more");
+}
+
+// A rank of one host waits for a message from a rank of the other, which waits before for a sum of two
+// phases.
+void wait_across(HostsCommunicator& comm) {
+  const Posted sum = maximum(comm, 0, 4, 20'000);
+  const int peer = (comm.rank() + kLocal) % kRanks;
+  if (comm.rank() < kLocal) {
+    comm.recv(at::empty({1}, at::kInt), peer, "m")->wait();
+    sum.finish();
+  } else {
+    sum.finish();
+    comm.send(filled(1, 0), peer, "m")->wait();
+  }
+}
+
 bool fails(const std::function<void()>& work) {
   try {
     work();
@@ -225,6 +248,8 @@ void run_ranks(void (*work)(HostsCommunicator&)) {
 
 int main() {
   run_ranks(train);
+  run_ranks(abandon);
+  run_ranks(wait_across);
   for (int i = 0; i < 10; ++i) run_ranks(abort_one);
   std::puts("ok");
 }

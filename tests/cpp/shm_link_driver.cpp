@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <memory>
 #include <new>
@@ -24,10 +25,10 @@
 
 namespace {
 
+using bmtrain::Piece;
 using bmtrain::ShmLink;
 using bmtrain::ShmOperation;
 using bmtrain::ShmOperationPtr;
-using bmtrain::ShmPiece;
 using bmtrain::ShmPlace;
 
 constexpr int kRanks = 3;
@@ -54,6 +55,25 @@ ShmOperationPtr operation_of(const char* op, std::int64_t bytes, int peer = -1) 
   return operation;
 }
 
+void post(ShmLink& link, const ShmOperationPtr& operation, std::vector<Piece> sends,
+          std::vector<Piece> receives) {
+  operation->sends = std::move(sends);
+  operation->receives = std::move(receives);
+  link.post(operation);
+}
+
+// Tries an operation that has to fail.
+bool fails(ShmLink& link, const ShmOperationPtr& operation, std::vector<Piece> sends,
+           std::vector<Piece> receives) {
+  try {
+    post(link, operation, std::move(sends), std::move(receives));
+    link.await(*operation);
+  } catch (const bmtrain::CommunicationError&) {
+    return true;
+  }
+  return false;
+}
+
 // What one rank sends and receives. Kept from round to round: under a sanitizer fresh memory takes
 // most of the time.
 struct Buffers {
@@ -68,12 +88,12 @@ void gather(ShmLink& link, int round, Buffers& buffers) {
   auto& [own, others] = buffers;
   own.assign(size, mark(link.rank(), round));
   for (std::vector<char>& other : others) other.resize(size);
-  std::vector<ShmPiece> receives;
+  std::vector<Piece> receives;
   for (int r = 0; r < kRanks; ++r) {
     if (r != link.rank()) receives.push_back({others[static_cast<std::size_t>(r)].data(), bytes, r});
   }
   const ShmOperationPtr first = operation_of("all_gather", bytes);
-  link.post(first, {{own.data(), bytes}}, receives);
+  post(link, first, {{own.data(), bytes}}, receives);
   char small = mark(link.rank(), round + 1);
   std::vector<char> small_others(kRanks, 0);
   receives.clear();
@@ -81,7 +101,7 @@ void gather(ShmLink& link, int round, Buffers& buffers) {
     if (r != link.rank()) receives.push_back({&small_others[static_cast<std::size_t>(r)], 1, r});
   }
   const ShmOperationPtr second = operation_of("all_gather", 1);
-  link.post(second, {{&small, 1}}, receives);
+  post(link, second, {{&small, 1}}, receives);
   link.await(*first);
   link.await(*second);
   for (int r = 0; r < kRanks; ++r) {
@@ -103,8 +123,8 @@ void messages(ShmLink& link) {
     const ShmOperationPtr send = operation_of("send", bytes, next);
     const ShmOperationPtr receive = operation_of("recv", bytes, previous);
     send->fingerprint = receive->fingerprint = 1;
-    link.post(send, {{sent.data(), bytes, next}}, {});
-    link.post(receive, {}, {{received.data(), bytes, previous}});
+    post(link, send, {{sent.data(), bytes, next}}, {});
+    post(link, receive, {}, {{received.data(), bytes, previous}});
     link.await(*receive);
     link.await(*send);
     expect(received.front() == mark(previous, round) && received.back() == mark(previous, round),
@@ -144,13 +164,13 @@ class InPlace {
     std::vector<char> own(kBytes, mark(link_.rank(), number));
     const ShmOperationPtr operation = operation_of("all_gather", kBytes);
     operation->fingerprint = static_cast<std::uint64_t>(1000 + slot);  // the same on all ranks
-    operation->is_common = true;
-    std::vector<ShmPiece> receives;
+    operation->place = ShmPlace::kCommon;
+    operation->slot = slot;
+    std::vector<Piece> receives;
     for (int r = 0; r < kRanks; ++r) {
-      if (r != link_.rank()) receives.push_back({nullptr, kBytes, r, 0, ShmPlace::kCommon, slot});
+      if (r != link_.rank()) receives.push_back({nullptr, kBytes, r});
     }
-    link_.post(operation, {{own.data(), kBytes, bmtrain::ShmRing::kEverybody, 0, ShmPlace::kCommon, slot}},
-               receives);
+    post(link_, operation, {{own.data(), kBytes}}, receives);
     link_.await(*operation);
     const char* const data = static_cast<const char*>(output.const_data_ptr());
     for (int r = 0; r < kRanks; ++r) {
@@ -164,18 +184,18 @@ class InPlace {
     c10::DataPtr memory = link_.borrow_own(kRanks * kBytes);
     const at::Tensor input = tensor_of(std::move(memory));
     input.fill_(mark(link_.rank(), number));
-    const int slot = link_.publish_own(input);
     const ShmOperationPtr operation = operation_of("all_to_all", kBytes);
+    operation->place = ShmPlace::kOwn;
+    operation->slot = link_.publish_own(input);
     operation->slices = std::make_shared<bmtrain::ShmPeerSlices>(link_.shared_from_this(), kRanks);
-    std::vector<ShmPiece> sends;
-    std::vector<ShmPiece> receives;
+    std::vector<Piece> sends;
+    std::vector<Piece> receives;
     for (int r = 0; r < kRanks; ++r) {
       if (r == link_.rank()) continue;
-      sends.push_back(
-          {static_cast<char*>(input.data_ptr()) + r * kBytes, kBytes, r, 0, ShmPlace::kOwn, slot});
+      sends.push_back({static_cast<char*>(input.data_ptr()) + r * kBytes, kBytes, r});
       receives.push_back({nullptr, kBytes, r});
     }
-    link_.post(operation, sends, receives);
+    post(link_, operation, sends, receives);
     link_.await(*operation);
     for (int r = 0; r < kRanks; ++r) {
       if (r == link_.rank()) continue;
@@ -214,19 +234,42 @@ void combine_elsewhere(ShmLink& link) {
   std::vector<char> others(kRanks, 0);
   const ShmOperationPtr operation = operation_of("all_reduce", 1);
   operation->combine = [&found] { found = bmtrain::float_environment(); };
-  std::vector<ShmPiece> receives;
+  std::vector<Piece> receives;
   for (int r = 0; r < kRanks; ++r) {
     if (r != link.rank()) receives.push_back({&others[static_cast<std::size_t>(r)], 1, r});
   }
   while (num_posted % kRanks != link.rank()) std::this_thread::yield();
   bmtrain::set_float_environment(usual | kFlush);
   const unsigned wanted = bmtrain::float_environment();  // as it was, where processors have no such setting
-  link.post(operation, {{&own, 1}}, receives);
+  post(link, operation, {{&own, 1}}, receives);
   bmtrain::set_float_environment(usual);
   ++num_posted;
   link.await(*operation);  // the last one to post finds all others', and computes at once
   expect((found & kFlush) == (wanted & kFlush), "the setting of the thread that posted");
   expect((bmtrain::float_environment() & kFlush) == (usual & kFlush), "and afterwards its own");
+}
+
+// An error between the phases is the operation's, also where the thread that computes is the link's own: here
+// the one of the last rank, whose pieces come while nobody is in the link.
+void combine_in_vain(ShmLink& link) {
+  std::vector<char> own(kLargest * 3, mark(link.rank(), 0));  // more than a ring takes
+  std::vector<std::vector<char>> others(kRanks, std::vector<char>(own.size()));
+  const auto bytes = static_cast<std::int64_t>(own.size());
+  const ShmOperationPtr operation = operation_of("all_reduce", bytes);
+  operation->combine = [] { throw std::bad_alloc(); };
+  std::vector<Piece> receives;
+  for (int r = 0; r < kRanks; ++r) {
+    if (r != link.rank()) receives.push_back({others[static_cast<std::size_t>(r)].data(), bytes, r});
+  }
+  post(link, operation, {{own.data(), bytes}}, receives);
+  if (link.rank() == kRanks - 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  bool raised = false;
+  try {
+    link.await(*operation);
+  } catch (const bmtrain::CommunicationError& error) {
+    raised = std::string(error.what()).find("bad_alloc") != std::string::npos;
+  }
+  expect(raised, "the error of the computation");
 }
 
 // Has none for slices of an exchange that is copied.
@@ -250,21 +293,14 @@ void exchange_without_memory(ShmLink& link) {
   std::vector<char> input(kRanks * kBytes, mark(link.rank(), 0));
   const ShmOperationPtr operation = operation_of("all_to_all", kBytes);
   operation->slices = std::make_shared<bmtrain::ShmPeerSlices>(link.shared_from_this(), kRanks);
-  std::vector<ShmPiece> sends;
-  std::vector<ShmPiece> receives;
+  std::vector<Piece> sends;
+  std::vector<Piece> receives;
   for (int r = 0; r < kRanks; ++r) {
     if (r == link.rank()) continue;
     sends.push_back({input.data() + r * kBytes, kBytes, r});
     receives.push_back({nullptr, kBytes, r});
   }
-  bool raised = false;
-  try {
-    link.post(operation, sends, receives);
-    link.await(*operation);
-  } catch (const bmtrain::CommunicationError&) {
-    raised = true;
-  }
-  expect(raised, "an error where there is no memory");
+  expect(fails(link, operation, sends, receives), "an error where there is no memory");
 }
 
 // One rank gives up while the others wait for it.
@@ -311,6 +347,7 @@ int __wrap_fallocate(int file, int mode, off_t offset, off_t length) {
 int main() {
   run_ranks(exchange);
   run_ranks(combine_elsewhere);
+  run_ranks(combine_in_vain);
   Memory memory;
   c10::SetCPUAllocator(&memory, /*priority=*/1);
   run_ranks(exchange_without_memory);

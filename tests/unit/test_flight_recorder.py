@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -30,6 +32,14 @@ def test_records_say_what_was_done() -> None:
     assert (second["sequence"], second["state"], second["detail"]) == (1, "posted", "root 0")
     assert (group["posted"], group["blocked"], group["members"]) == (2, [], [0])
     assert second["text"] == 'broadcast #1 for "seed" (3 x Half, root 0)'
+
+
+def test_refused_watchdog_leaves_no_descriptor() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(ValueError, match="timeout_seconds"):
+            _C.Watchdog(-1.0)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_the_last_512_are_kept() -> None:

@@ -14,7 +14,13 @@ UNITS = {
         "tests/cpp/hosts_driver.cpp",
         "csrc/comm/hosts/hosts_communicator.cpp",
     ],
-    "gloo": ["csrc/comm/gloo/gloo_*.cpp", "csrc/comm/arguments.cpp", "csrc/comm/ordered_reduce.cpp"],
+    "gloo": [
+        "csrc/comm/gloo/gloo_*.cpp",
+        *(
+            f"csrc/comm/{name}.cpp"
+            for name in ("arguments", "exchange", "exchange_communicator", "ordered_reduce", "transport")
+        ),
+    ],
     "link": ["csrc/comm/shm/shm_link*.cpp", "csrc/comm/shm/shm_ring.cpp", "csrc/comm/shm/shm_segment.cpp"],
     "float": ["csrc/common/float_environment.cpp"],
     "heap": ["csrc/comm/shm/shm_heap*.cpp"],

@@ -10,10 +10,8 @@ from harness.sanitized import build_with_torch, run_driver, torch_environment
 # Names of the heap are also those of others.
 UNITS = {
     "link": [
-        *(
-            f"csrc/comm/{name}.cpp"
-            for name in ("shm/shm_link*", "shm/shm_ring", "shm/shm_segment", "host_tensor")
-        ),
+        *(f"csrc/comm/{name}.cpp" for name in ("shm/shm_link*", "shm/shm_ring", "shm/shm_segment")),
+        *(f"csrc/comm/{name}.cpp" for name in ("arguments", "exchange", "host_tensor", "transport")),
         "csrc/common/float_environment.cpp",
         "tests/cpp/shared_mappings.cpp",
         "tests/cpp/shm_link_driver.cpp",

@@ -5,10 +5,9 @@
 
 #include <algorithm>
 #include <exception>
-#include <functional>
+#include <iterator>
 #include <utility>
 
-#include "comm/arguments.h"
 #include "comm/gloo/gloo_work.h"
 #include "common/check.h"
 
@@ -43,7 +42,8 @@ GlooLink::GlooLink(c10::intrusive_ptr<c10d::ProcessGroup> process_group, int ran
       timeout_(static_cast<std::int64_t>(std::max(timeout_seconds, 0.001) * 1000)),
       process_group_(std::move(process_group)),
       sent_(static_cast<std::size_t>(std::max(size, 0))),
-      received_(static_cast<std::size_t>(std::max(size, 0))) {
+      received_(sent_.size()),
+      seen_(sent_.size()) {
   BMT_CHECK(ValueError, size_ >= 1 && 0 <= rank_ && rank_ < size_, "communicator \"", name_,
             "\": rank must be within 0 to size - 1, got rank ", rank_, " of ", size_);
   BMT_CHECK(ValueError, process_group_ != nullptr, "communicator \"", name_,
@@ -55,84 +55,64 @@ GlooLink::GlooLink(c10::intrusive_ptr<c10d::ProcessGroup> process_group, int ran
 }
 
 std::string GlooLink::describe(const GlooOperation& operation) const {
-  const std::string label = operation.label.empty() ? "" : " for \"" + operation.label + "\"";
-  return detail::join(operation.op, " #", operation.sequence, label, " (", operation.bytes,
-                      " bytes) on group \"", name_, "\", rank ", rank_, " of ", size_);
+  return bmtrain::describe(operation, name_, rank_, size_);
 }
 
 c10::intrusive_ptr<c10d::Backend> GlooLink::usable(const GlooOperation& operation) {
-  const std::lock_guard lock(mutex_);
-  BMT_CHECK(CommunicationError, !aborted_, describe(operation), ": the communicator was aborted: ", reason_);
-  BMT_CHECK(StateError, !closed_, describe(operation), ": the communicator is closed");
+  const Lock lock(mutex_);
+  if (!standing_.is_open()) {
+    standing_.refuse(describe(operation));
+  }
   return backend_;
 }
 
-GlooOperation GlooLink::begin(const char* op, const std::string& label, std::int64_t bytes, int detail) {
-  GlooOperation operation{op, label, 0, bytes, 0};
-  {
-    const std::lock_guard lock(mutex_);
-    operation.sequence = sequence_;
-    sequence_ += aborted_ || closed_ ? 0 : 1;
+void GlooLink::number(GlooOperation& operation) {
+  const bool is_message = operation.is_message();
+  const Lock lock(mutex_);
+  auto& messages = operation.sends.empty() ? received_ : sent_;
+  std::int64_t& count =
+      is_message ? messages[static_cast<std::size_t>(operation.message_peer)] : num_collectives_;
+  operation.num_collectives_before = num_collectives_;
+  operation.sequence = count;
+  operation.tag = make_tag(is_message ? kMessageBit : 0, operation.sequence, operation.fingerprint);
+  if (!standing_.is_open()) {
+    standing_.refuse(describe(operation));
   }
-  operation.tag = make_tag(0, operation.sequence, fingerprint(op, label, bytes, detail));
-  static_cast<void>(usable(operation));
-  return operation;
+  ++count;
 }
 
-GlooOperation GlooLink::begin_message(bool is_send, int peer, const std::string& label, std::int64_t bytes) {
-  GlooOperation operation{is_send ? "send" : "recv", label, 0, bytes, 0};
-  {
-    const std::lock_guard lock(mutex_);
-    std::int64_t& count = (is_send ? sent_ : received_)[static_cast<std::size_t>(peer)];
-    operation.sequence = count;
-    count += aborted_ || closed_ ? 0 : 1;
-  }
-  operation.tag = make_tag(kMessageBit, operation.sequence, fingerprint("message", "", bytes, 0));
-  static_cast<void>(usable(operation));
-  return operation;
-}
-
-void GlooLink::post_send(const GlooOperation& operation, const void* data, std::int64_t bytes, int peer,
-                         GlooTransfers& transfers) {
-  if (bytes == 0) {
+void GlooLink::post(const GlooOperation& operation, const Piece& piece, int peer, bool is_send,
+                    GlooTransfers& transfers) {
+  if (piece.bytes == 0) {
     return;
   }
   const auto backend = usable(operation);
-  GlooTransfer transfer{nullptr, peer, true};
+  GlooTransfer transfer{nullptr, peer, is_send};
   try {
-    std::vector<at::Tensor> tensors{as_bytes(data, bytes)};
-    transfer.work = backend->send(tensors, peer, operation.tag);
+    std::vector<at::Tensor> tensors{as_bytes(piece.data, piece.bytes)};
+    transfer.work =
+        is_send ? backend->send(tensors, peer, operation.tag) : backend->recv(tensors, peer, operation.tag);
   } catch (const std::exception& error) {
     fail(operation, transfer, error.what());
   }
   transfers.push_back(std::move(transfer));
 }
 
-void GlooLink::post_recv(const GlooOperation& operation, void* data, std::int64_t bytes, int peer,
-                         GlooTransfers& transfers) {
-  if (bytes == 0) {
-    return;
+void GlooLink::await(const GlooOperation& operation, const GlooTransfers& transfers) {
+  await_all(operation, transfers);
+  note_arrival(operation, transfers);
+  for (const Abandoned& ending : take_ending()) {
+    await_all(ending.operation, ending.transfers);
   }
-  const auto backend = usable(operation);
-  GlooTransfer transfer{nullptr, peer, false};
-  try {
-    std::vector<at::Tensor> tensors{as_bytes(data, bytes)};
-    transfer.work = backend->recv(tensors, peer, operation.tag);
-  } catch (const std::exception& error) {
-    fail(operation, transfer, error.what());
-  }
-  transfers.push_back(std::move(transfer));
 }
 
-void GlooLink::await(const GlooOperation& operation, GlooTransfers& transfers) {
-  const auto deadline = std::chrono::steady_clock::now() + timeout_;
+void GlooLink::await_all(const GlooOperation& operation, const GlooTransfers& transfers) {
+  const auto deadline = Clock::now() + timeout_;
   for (const GlooTransfer& transfer : transfers) {
-    const auto left =
-        std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
     bool arrived = false;
     std::string what = "the wait was interrupted";
     try {
-      arrived = await_one(transfer, std::max(left, std::chrono::milliseconds(1)));
+      arrived = await_one(transfer, deadline);
     } catch (const std::exception& error) {
       what = error.what();
     }
@@ -142,66 +122,93 @@ void GlooLink::await(const GlooOperation& operation, GlooTransfers& transfers) {
   }
 }
 
-bool GlooLink::await_one(const GlooTransfer& transfer, std::chrono::milliseconds patience) {
+bool GlooLink::await_one(const GlooTransfer& transfer, Clock::time_point deadline) {
+  using Milliseconds = std::chrono::milliseconds;
+  const auto now = Clock::now();
+  const auto patience = std::max(std::chrono::duration_cast<Milliseconds>(deadline - now), Milliseconds(1));
   {
-    const std::lock_guard lock(mutex_);
-    if (aborted_) {
+    const Lock lock(mutex_);
+    if (standing_.is_aborted) {
       return false;
     }
-    awaited_.push_back(transfer.work);
+    awaited_.push_back({transfer.work, now + patience});
   }
-  const auto forget = [&] {
-    const std::lock_guard lock(mutex_);
-    awaited_.erase(std::find(awaited_.begin(), awaited_.end(), transfer.work));
-  };
-  try {
-    const bool arrived = transfer.work->wait(patience);
-    forget();
-    return arrived;
-  } catch (...) {
-    forget();
-    throw;
-  }
+  const bool arrived = transfer.work->wait(patience);  // if it raises, `fail` looks who was late
+  const Lock lock(mutex_);
+  awaited_.erase(std::find_if(awaited_.begin(), awaited_.end(),
+                              [&](const Awaited& awaited) { return awaited.work == transfer.work; }));
+  return arrived;
 }
 
 void GlooLink::fail(const GlooOperation& operation, const GlooTransfer& transfer, const std::string& what) {
-  const bool timed_out = what.find("Timed out") != std::string::npos;
-  std::string message = describe(operation);
+  const auto now = Clock::now();
+  bool is_late = false;
   {
-    const std::lock_guard lock(mutex_);
-    if (aborted_) {
-      throw CommunicationError(message + ": the communicator was aborted: " + reason_);
+    const Lock lock(mutex_);
+    if (standing_.is_aborted) {
+      standing_.refuse(describe(operation));
     }
+    is_late = std::any_of(awaited_.begin(), awaited_.end(),
+                          [now](const Awaited& awaited) { return awaited.deadline <= now; });
   }
-  if (timed_out) {
-    message +=
-        detail::join(": timed out after ", static_cast<double>(timeout_.count()) / 1000.0,
-                     " s waiting for rank ", transfer.peer, transfer.is_send ? " to receive" : " to send",
-                     "; that rank is stalled, gone, or in another operation");
-  } else {
-    message += detail::join(
-        ": the connection to rank ", transfer.peer,
-        " was lost; that rank ended, died, or failed first (see its output): ", first_line(what));
-  }
+  const std::string message =
+      is_late ? late_message(describe(operation), static_cast<double>(timeout_.count()) / 1000.0,
+                             transfer.peer, transfer.is_send ? " to receive" : " to send")
+              : lost_message(describe(operation), transfer.peer, first_line(what));
   abort(message);
   throw CommunicationError(message);
 }
 
+std::int64_t& GlooLink::seen_of(const GlooOperation& operation, const GlooTransfer& transfer) {
+  Seen& seen = seen_[static_cast<std::size_t>(transfer.peer)];
+  return !operation.is_message() ? seen.collectives : transfer.is_send ? seen.sends : seen.receives;
+}
+
+void GlooLink::note_arrival(const GlooOperation& operation, const GlooTransfers& transfers) {
+  const Lock lock(mutex_);
+  for (const GlooTransfer& transfer : transfers) {
+    if (operation.is_message() || !transfer.is_send) {
+      std::int64_t& seen = seen_of(operation, transfer);
+      seen = std::max(seen, operation.sequence);
+    }
+  }
+}
+
+std::vector<GlooLink::Abandoned> GlooLink::take_ending() {
+  const Lock lock(mutex_);
+  const auto first = std::partition(
+      abandoned_.begin(), abandoned_.end(), [this](const Abandoned& abandoned) BMT_REQUIRES(mutex_) {
+        return abandoned.phase > 0 ||
+               std::any_of(abandoned.transfers.begin(), abandoned.transfers.end(),
+                           [&](const GlooTransfer& transfer) BMT_REQUIRES(mutex_) {
+                             return abandoned.operation.sequence >= seen_of(abandoned.operation, transfer);
+                           });
+      });
+  std::vector<Abandoned> ending(std::make_move_iterator(first), std::make_move_iterator(abandoned_.end()));
+  abandoned_.erase(first, abandoned_.end());
+  return ending;
+}
+
+void GlooLink::keep_abandoned(Abandoned abandoned) {
+  const Lock lock(mutex_);
+  if (standing_.is_open()) {
+    abandoned_.push_back(std::move(abandoned));
+  }
+}
+
 void GlooLink::abort(const std::string& reason) {
-  std::vector<c10::intrusive_ptr<c10d::Work>> awaited;
+  std::vector<Awaited> awaited;
   {
-    const std::lock_guard lock(mutex_);
-    if (aborted_ || closed_) {
+    const Lock lock(mutex_);
+    if (!standing_.abort(reason)) {
       return;
     }
-    aborted_ = true;
-    reason_ = reason;
     awaited = awaited_;
   }
   // Closing the connections does not end all waits: Gloo forgets a send that was under way when the other
   // side closed its end.
-  for (const auto& work : awaited) {
-    work->abort();
+  for (const Awaited& one : awaited) {
+    one.work->abort();
   }
   disconnect();
 }
@@ -209,7 +216,7 @@ void GlooLink::abort(const std::string& reason) {
 void GlooLink::disconnect() {
   c10::intrusive_ptr<c10d::Backend> backend;
   {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     backend = backend_;
   }
   if (backend == nullptr) {
@@ -235,8 +242,8 @@ void GlooLink::close() {
   c10::intrusive_ptr<c10d::ProcessGroup> process_group;
   c10::intrusive_ptr<c10d::Backend> backend;
   {
-    const std::lock_guard lock(mutex_);
-    closed_ = true;
+    const Lock lock(mutex_);
+    standing_.is_closed = true;
     // Destroyed after the lock is released: connections go with the last message that uses them.
     process_group.swap(process_group_);
     backend.swap(backend_);
@@ -244,40 +251,33 @@ void GlooLink::close() {
 }
 
 bool GlooLink::closed() {
-  const std::lock_guard lock(mutex_);
-  return closed_;
+  const Lock lock(mutex_);
+  return standing_.is_closed;
 }
 
-void GlooLink::add_two_step(std::int64_t sequence, std::weak_ptr<GlooWork> work) {
-  const std::lock_guard lock(mutex_);
-  two_step_[sequence] = std::move(work);
+void GlooLink::add_two_phase(std::int64_t sequence, std::weak_ptr<GlooWork> work) {
+  const Lock lock(mutex_);
+  two_phase_[sequence] = std::move(work);
 }
 
 void GlooLink::carry_on_before(std::int64_t sequence) {
   // One thread after the other: a second one would find what this one has taken gone, and post for a later
   // operation before this one has posted for an earlier.
-  const std::lock_guard in_order(carrying_on_);
+  const Lock in_order(carrying_on_);
   while (true) {
     std::shared_ptr<GlooWork> work;
     {
-      const std::lock_guard lock(mutex_);
-      const auto first = two_step_.begin();
-      if (first == two_step_.end() || first->first >= sequence) {
+      const Lock lock(mutex_);
+      const auto first = two_phase_.begin();
+      if (first == two_phase_.end() || first->first >= sequence) {
         return;
       }
       work = first->second.lock();
-      two_step_.erase(first);
+      two_phase_.erase(first);
     }
     if (work) {
       work->carry_on();
     }
-  }
-}
-
-void GlooLink::keep_abandoned(GlooTransfers transfers, std::vector<at::Tensor> tensors) {
-  const std::lock_guard lock(mutex_);
-  if (!aborted_ && !closed_) {
-    abandoned_.emplace_back(std::move(transfers), std::move(tensors));
   }
 }
 

@@ -42,30 +42,28 @@ FlightRecorder::FlightRecorder(std::string key, std::string name, std::vector<in
 
 OpRecord FlightRecorder::post(OpRecord record) {
   record.posted = OpRecord::Clock::now();
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   record.id = next_id_++;
-  if (record.is_message()) {
-    const bool sends = std::string_view(record.op) == "send";
-    record.sequence = (sends ? sent_ : received_).at(static_cast<std::size_t>(record.peer))++;
-  } else {
-    record.sequence = collectives_++;
-  }
+  record.sequence = counter_of(record)++;
   ring_[static_cast<std::size_t>(record.id) % kCapacity] = record;
   return record;
 }
 
 void FlightRecorder::withdraw(const OpRecord& record) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   if (record.id + 1 != next_id_) {
     return;  // another thread has posted since
   }
   next_id_ -= 1;
-  if (record.is_message()) {
-    const bool sends = std::string_view(record.op) == "send";
-    (sends ? sent_ : received_).at(static_cast<std::size_t>(record.peer)) -= 1;
-  } else {
-    collectives_ -= 1;
+  counter_of(record) -= 1;
+}
+
+std::int64_t& FlightRecorder::counter_of(const OpRecord& record) {
+  if (!record.is_message()) {
+    return collectives_;
   }
+  const bool sends = std::string_view(record.op) == "send";
+  return (sends ? sent_ : received_).at(static_cast<std::size_t>(record.peer));
 }
 
 OpRecord* FlightRecorder::find(std::int64_t id) {
@@ -75,7 +73,7 @@ OpRecord* FlightRecorder::find(std::int64_t id) {
 
 void FlightRecorder::start(std::int64_t id) {
   const auto now = OpRecord::Clock::now();
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   if (OpRecord* record = find(id)) {
     record->state = OpState::kStarted;
     record->started = now;
@@ -85,7 +83,7 @@ void FlightRecorder::start(std::int64_t id) {
 
 void FlightRecorder::end(std::int64_t id, OpState state) {
   const auto now = OpRecord::Clock::now();
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   std::erase(blocked_, id);
   if (OpRecord* record = find(id)) {
     record->state = state;
@@ -94,14 +92,14 @@ void FlightRecorder::end(std::int64_t id, OpState state) {
 }
 
 void FlightRecorder::follow(std::int64_t id, std::function<bool()> over) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   followed_.emplace_back(id, std::move(over));
 }
 
 void FlightRecorder::poll() {
   std::vector<std::pair<std::int64_t, std::function<bool()>>> followed;
   {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     followed.swap(followed_);
   }
   for (auto& [id, over] : followed) {
@@ -118,7 +116,7 @@ void FlightRecorder::poll() {
 }
 
 std::vector<OpRecord> FlightRecorder::blocked() const {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   std::vector<OpRecord> found;
   for (const std::int64_t id : blocked_) {
     const OpRecord& record = ring_[static_cast<std::size_t>(id) % kCapacity];
@@ -131,7 +129,7 @@ std::vector<OpRecord> FlightRecorder::blocked() const {
 }
 
 std::vector<OpRecord> FlightRecorder::records() const {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   std::vector<OpRecord> found;
   const std::int64_t first = std::max<std::int64_t>(0, next_id_ - static_cast<std::int64_t>(kCapacity));
   for (std::int64_t id = first; id < next_id_; ++id) {
@@ -144,7 +142,7 @@ std::vector<OpRecord> FlightRecorder::records() const {
 }
 
 std::int64_t FlightRecorder::posted() const {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   return collectives_;
 }
 

@@ -5,10 +5,11 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "common/thread_annotations.h"
 
 namespace bmtrain {
 
@@ -59,39 +60,41 @@ class FlightRecorder {
   [[nodiscard]] const std::vector<int>& members() const { return members_; }
 
   /// Numbers the operation and keeps it; returns it as kept.
-  OpRecord post(OpRecord record);
+  OpRecord post(OpRecord record) BMT_EXCLUDES(mutex_);
   /// Takes back the operation posted last: its arguments were refused, and the other ranks' numbers go on.
-  void withdraw(const OpRecord& record);
-  void start(std::int64_t id);
-  void end(std::int64_t id, OpState state);
+  void withdraw(const OpRecord& record) BMT_EXCLUDES(mutex_);
+  void start(std::int64_t id) BMT_EXCLUDES(mutex_);
+  void end(std::int64_t id, OpState state) BMT_EXCLUDES(mutex_);
   /// The operation goes on after wait() returned (on a stream): poll() asks whether it is over, which raises
   /// if it failed.
-  void follow(std::int64_t id, std::function<bool()> over);
-  void poll();
+  void follow(std::int64_t id, std::function<bool()> over) BMT_EXCLUDES(mutex_);
+  void poll() BMT_EXCLUDES(mutex_);
 
   /// Started and not ended, in the order of posting.
-  [[nodiscard]] std::vector<OpRecord> blocked() const;
+  [[nodiscard]] std::vector<OpRecord> blocked() const BMT_EXCLUDES(mutex_);
   /// The last ones, oldest first.
-  [[nodiscard]] std::vector<OpRecord> records() const;
+  [[nodiscard]] std::vector<OpRecord> records() const BMT_EXCLUDES(mutex_);
   /// Collectives posted so far: the number of the next one.
-  [[nodiscard]] std::int64_t posted() const;
+  [[nodiscard]] std::int64_t posted() const BMT_EXCLUDES(mutex_);
 
  private:
   // Null when the ring has passed it.
-  [[nodiscard]] OpRecord* find(std::int64_t id);
+  [[nodiscard]] OpRecord* find(std::int64_t id) BMT_REQUIRES(mutex_);
+  // Where the number of the record's kind is counted.
+  [[nodiscard]] std::int64_t& counter_of(const OpRecord& record) BMT_REQUIRES(mutex_);
 
   const std::string key_;
   const std::string name_;
   const std::vector<int> members_;
 
-  mutable std::mutex mutex_;  // protects everything below
-  std::array<OpRecord, kCapacity> ring_;
-  std::int64_t next_id_ = 0;
-  std::int64_t collectives_ = 0;
-  std::vector<std::int64_t> sent_;
-  std::vector<std::int64_t> received_;
-  std::vector<std::int64_t> blocked_;
-  std::vector<std::pair<std::int64_t, std::function<bool()>>> followed_;
+  mutable Mutex mutex_;
+  std::array<OpRecord, kCapacity> ring_ BMT_GUARDED_BY(mutex_);
+  std::int64_t next_id_ BMT_GUARDED_BY(mutex_) = 0;
+  std::int64_t collectives_ BMT_GUARDED_BY(mutex_) = 0;
+  std::vector<std::int64_t> sent_ BMT_GUARDED_BY(mutex_);
+  std::vector<std::int64_t> received_ BMT_GUARDED_BY(mutex_);
+  std::vector<std::int64_t> blocked_ BMT_GUARDED_BY(mutex_);
+  std::vector<std::pair<std::int64_t, std::function<bool()>>> followed_ BMT_GUARDED_BY(mutex_);
 };
 
 }  // namespace bmtrain

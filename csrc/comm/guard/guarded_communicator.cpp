@@ -27,12 +27,21 @@ const char* to_string(ReduceOp op) {
   return "unknown";
 }
 
-OpRecord record_of(const char* op, const at::Tensor& tensor, const std::string& label,
-                   std::string detail = "") {
+OpRecord record_of(const Call& call) {
   OpRecord record;
-  record.op = op;
-  record.label = label;
-  record.detail = std::move(detail);
+  record.op = name_of(call.op);
+  record.label = call.label;
+  if (call.is_message()) {
+    record.peer = call.peer;
+  } else if (call.op == Op::kBroadcast) {
+    record.detail = detail::join("root ", call.peer);
+  } else if (call.op == Op::kReduce) {
+    record.detail = detail::join(to_string(call.reduce_op), " to root ", call.peer);
+  } else if (call.op == Op::kAllReduce || call.op == Op::kReduceScatter ||
+             call.op == Op::kRingReduceScatter) {
+    record.detail = to_string(call.reduce_op);
+  }
+  const at::Tensor& tensor = call.op == Op::kRecv ? call.output : call.input;
   if (tensor.defined()) {  // the transport refuses None
     record.dtype = c10::toString(tensor.scalar_type());
     record.numel = tensor.numel();
@@ -84,24 +93,12 @@ class GuardedWork final : public Work {
   std::atomic<bool> ended_ = false;
 };
 
-// What transports do in one blocking call, as a Work: so that the wait is recorded as one.
-class BarrierWork final : public Work {
- public:
-  BarrierWork(Communicator& comm, std::string label) : comm_(comm), label_(std::move(label)) {}
-
-  void wait() override {
-    if (!done_) {
-      comm_.barrier(label_);
-      done_ = true;
-    }
-  }
-  [[nodiscard]] bool is_completed() override { return done_; }
-
- private:
-  Communicator& comm_;
-  const std::string label_;
-  bool done_ = false;
-};
+const Communicator& required(const std::shared_ptr<Communicator>& inner,
+                             const std::shared_ptr<Watchdog>& watchdog) {
+  BMT_CHECK(ValueError, inner != nullptr && watchdog != nullptr, "GuardedCommunicator: expected a ",
+            "communicator and a watchdog, got None");
+  return *inner;
+}
 
 }  // namespace
 
@@ -121,9 +118,9 @@ void Guard::fail(const OpRecord& record, const std::string& error) const {
 GuardedCommunicator::GuardedCommunicator(std::shared_ptr<Communicator> inner,
                                          std::shared_ptr<Watchdog> watchdog, std::string key,
                                          std::vector<int> members, bool check)
-    : inner_(std::move(inner)) {
-  BMT_CHECK(ValueError, inner_ != nullptr && watchdog != nullptr, "GuardedCommunicator: expected a ",
-            "communicator and a watchdog, got None");
+    : Communicator(required(inner, watchdog).rank(), required(inner, watchdog).size(),
+                   required(inner, watchdog).name()),
+      inner_(std::move(inner)) {
   BMT_CHECK(ValueError, members.size() == static_cast<std::size_t>(inner_->size()),
             "GuardedCommunicator: expected ", inner_->size(), " members, got ", members.size());
   auto recorder = std::make_shared<FlightRecorder>(std::move(key), inner_->name(), std::move(members));
@@ -139,10 +136,13 @@ GuardedCommunicator::GuardedCommunicator(std::shared_ptr<Communicator> inner,
                                    check);
 }
 
-WorkPtr GuardedCommunicator::run(OpRecord record, const std::function<WorkPtr()>& post) {
+WorkPtr GuardedCommunicator::start(const Call& call) {
+  if (call.is_message()) {  // the recorder counts by peer
+    check_rank(*this, name_of(call.op), "peer", call.peer);
+  }
   FlightRecorder& recorder = *guard_->recorder;
   Watchdog& watchdog = *guard_->watchdog;
-  record = recorder.post(std::move(record));
+  const OpRecord record = recorder.post(record_of(call));
   if (watchdog.condemned()) {
     recorder.end(record.id, OpState::kFailed);
     watchdog.set_heard();
@@ -154,7 +154,7 @@ WorkPtr GuardedCommunicator::run(OpRecord record, const std::function<WorkPtr()>
       compare(record);
     }
     race_point();
-    return std::make_shared<GuardedWork>(guard_, record, post());
+    return std::make_shared<GuardedWork>(guard_, record, inner_->start(call));
   } catch (const CommunicationError& error) {
     guard_->fail(record, error.what());
   } catch (...) {
@@ -176,67 +176,6 @@ void GuardedCommunicator::compare(const OpRecord& record) {
   if (!agreed) {
     throw CommunicationError("the ranks do not agree");  // the verdict says how
   }
-}
-
-WorkPtr GuardedCommunicator::all_gather(at::Tensor output, at::Tensor input, const std::string& label) {
-  return run(record_of("all_gather", input, label), [&] { return inner_->all_gather(output, input, label); });
-}
-
-WorkPtr GuardedCommunicator::all_to_all(at::Tensor output, at::Tensor input, const std::string& label) {
-  return run(record_of("all_to_all", input, label), [&] { return inner_->all_to_all(output, input, label); });
-}
-
-WorkPtr GuardedCommunicator::reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op,
-                                            const std::string& label) {
-  return run(record_of("reduce_scatter", input, label, to_string(op)),
-             [&] { return inner_->reduce_scatter(output, input, op, label); });
-}
-
-WorkPtr GuardedCommunicator::ring_reduce_scatter(at::Tensor output, at::Tensor input,
-                                                 const std::string& label) {
-  return run(record_of("reduce_scatter", input, label, to_string(ReduceOp::kSum)),
-             [&] { return inner_->ring_reduce_scatter(output, input, label); });
-}
-
-WorkPtr GuardedCommunicator::all_reduce(at::Tensor tensor, ReduceOp op, const std::string& label) {
-  return run(record_of("all_reduce", tensor, label, to_string(op)),
-             [&] { return inner_->all_reduce(tensor, op, label); });
-}
-
-WorkPtr GuardedCommunicator::reduce(at::Tensor tensor, ReduceOp op, int root, const std::string& label) {
-  return run(record_of("reduce", tensor, label, detail::join(to_string(op), " to root ", root)),
-             [&] { return inner_->reduce(tensor, op, root, label); });
-}
-
-WorkPtr GuardedCommunicator::all_to_all_in_place(at::Tensor input, std::shared_ptr<PeerSlices>& slices,
-                                                 const std::string& label) {
-  return run(record_of("all_to_all", input, label),
-             [&] { return inner_->all_to_all_in_place(input, slices, label); });
-}
-
-WorkPtr GuardedCommunicator::broadcast(at::Tensor tensor, int root, const std::string& label) {
-  return run(record_of("broadcast", tensor, label, detail::join("root ", root)),
-             [&] { return inner_->broadcast(tensor, root, label); });
-}
-
-WorkPtr GuardedCommunicator::send(at::Tensor tensor, int peer, const std::string& label) {
-  check_rank(*this, "send", "peer", peer);
-  OpRecord record = record_of("send", tensor, label);
-  record.peer = peer;
-  return run(std::move(record), [&] { return inner_->send(tensor, peer, label); });
-}
-
-WorkPtr GuardedCommunicator::recv(at::Tensor tensor, int peer, const std::string& label) {
-  check_rank(*this, "recv", "peer", peer);
-  OpRecord record = record_of("recv", tensor, label);
-  record.peer = peer;
-  return run(std::move(record), [&] { return inner_->recv(tensor, peer, label); });
-}
-
-void GuardedCommunicator::barrier(const std::string& label) {
-  run(record_of("barrier", at::Tensor(), label), [&] {
-    return std::make_shared<BarrierWork>(*inner_, label);
-  })->wait();
 }
 
 std::string GuardedCommunicator::failure() const {

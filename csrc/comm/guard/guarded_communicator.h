@@ -1,7 +1,6 @@
 // A communicator around another one: records each operation, and lets the watchdog explain what fails.
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -34,20 +33,10 @@ class GuardedCommunicator final : public Communicator {
 
   [[nodiscard]] const std::shared_ptr<Communicator>& inner() const { return inner_; }
 
-  [[nodiscard]] int rank() const override { return inner_->rank(); }
-  [[nodiscard]] int size() const override { return inner_->size(); }
-  [[nodiscard]] const std::string& name() const override { return inner_->name(); }
   [[nodiscard]] std::string backend() const override { return inner_->backend(); }
 
-  [[nodiscard]] WorkPtr all_gather(at::Tensor output, at::Tensor input, const std::string& label) override;
-  [[nodiscard]] WorkPtr all_to_all(at::Tensor output, at::Tensor input, const std::string& label) override;
-  [[nodiscard]] WorkPtr reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op,
-                                       const std::string& label) override;
-  [[nodiscard]] WorkPtr ring_reduce_scatter(at::Tensor output, at::Tensor input,
-                                            const std::string& label) override;
-  [[nodiscard]] WorkPtr all_reduce(at::Tensor tensor, ReduceOp op, const std::string& label) override;
-  [[nodiscard]] WorkPtr reduce(at::Tensor tensor, ReduceOp op, int root, const std::string& label) override;
-  [[nodiscard]] WorkPtr broadcast(at::Tensor tensor, int root, const std::string& label) override;
+  /// Records, compares, starts.
+  [[nodiscard]] WorkPtr start(const Call& call) override;
   [[nodiscard]] bool works_in_place() const override { return inner_->works_in_place(); }
   [[nodiscard]] c10::DataPtr borrow_output(std::int64_t nbytes) override {
     return inner_->borrow_output(nbytes);
@@ -58,19 +47,14 @@ class GuardedCommunicator final : public Communicator {
   [[nodiscard]] c10::DataPtr borrow_input(std::int64_t nbytes) override {
     return inner_->borrow_input(nbytes);
   }
-  [[nodiscard]] WorkPtr all_to_all_in_place(at::Tensor input, std::shared_ptr<PeerSlices>& slices,
-                                            const std::string& label) override;
   [[nodiscard]] std::int64_t bytes_copied() const override { return inner_->bytes_copied(); }
   [[nodiscard]] std::int64_t bytes_in_place() const override { return inner_->bytes_in_place(); }
-  [[nodiscard]] WorkPtr send(at::Tensor tensor, int peer, const std::string& label) override;
-  [[nodiscard]] WorkPtr recv(at::Tensor tensor, int peer, const std::string& label) override;
   void forget_completed() override {
     inner_->forget_completed();
     guard_->recorder->poll();
   }
   [[nodiscard]] bool settle(double seconds) override { return inner_->settle(seconds); }
   [[nodiscard]] std::string failure() const override;
-  void barrier(const std::string& label) override;
   /// Aborts all communicators of the process, and tells the other ranks.
   void abort(const std::string& reason) override;
   void close() override { inner_->close(); }
@@ -81,12 +65,10 @@ class GuardedCommunicator final : public Communicator {
   void reset_traffic() override { inner_->reset_traffic(); }
 
  private:
-  // Records, checks, posts.
-  WorkPtr run(OpRecord record, const std::function<WorkPtr()>& post);
   // Returns when all ranks have posted the same operation; raises when they have not.
   void compare(const OpRecord& record);
 
-  std::shared_ptr<Communicator> inner_;
+  const std::shared_ptr<Communicator> inner_;
   std::shared_ptr<Guard> guard_;
 };
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <chrono>
 #include <csignal>
+#include <exception>
 #include <string_view>
 #include <utility>
 
@@ -63,7 +64,7 @@ Sentinel::~Sentinel() {
     return;
   }
   {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     stop_ = true;
   }
   changed_.notify_all();
@@ -71,29 +72,34 @@ Sentinel::~Sentinel() {
 }
 
 void Sentinel::set_lines(std::vector<int> lines) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   lines_ = std::move(lines);
 }
 
 void Sentinel::arm(double seconds, std::string why) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   left_ = seconds;
   why_ = std::move(why);
 }
 
 void Sentinel::release() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   left_.reset();
 }
 
 void Sentinel::run() {
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   while (!stop_) {
     changed_.wait_for(lock, std::chrono::duration<double>(kPeriod));
     if (stop_) {
       return;
     }
-    const std::string why = look();
+    std::string why;
+    try {
+      why = look();
+    } catch (const std::exception&) {
+      continue;  // no memory: the next look may have some
+    }
     if (!why.empty()) {
       end(why);
     }
@@ -125,6 +131,15 @@ bool Sentinel::peers_have_given_up() const {
 }
 
 void Sentinel::end(const std::string& why) const {
+  try {
+    report(why);
+  } catch (const std::exception&) {
+    write_all(STDERR_FILENO, why);
+  }
+  ::_exit(1);
+}
+
+void Sentinel::report(const std::string& why) const {
   std::string text = who_ + " ends itself: " + why + ". Its threads:\n";
   if (stacks_ != STDERR_FILENO) {
     ::raise(signal_);  // in this thread, so that all is written when it returns
@@ -138,7 +153,6 @@ void Sentinel::end(const std::string& why) const {
     write_all(STDERR_FILENO, text);
     ::raise(signal_);
   }
-  ::_exit(1);
 }
 
 void end_by_signal(int number) {

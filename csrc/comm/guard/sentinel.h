@@ -13,11 +13,12 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "common/thread_annotations.h"
 
 namespace bmtrain {
 
@@ -33,17 +34,19 @@ class Sentinel {
   /// The attendant is alive.
   void beat() { beats_.fetch_add(1, std::memory_order_relaxed); }
   /// The connections to the other watchdogs; replaced before one of them is closed.
-  void set_lines(std::vector<int> lines);
+  void set_lines(std::vector<int> lines) BMT_EXCLUDES(mutex_);
   /// Ends the process after so many seconds, with `why`, unless release() is called before.
-  void arm(double seconds, std::string why);
-  void release();
+  void arm(double seconds, std::string why) BMT_EXCLUDES(mutex_);
+  void release() BMT_EXCLUDES(mutex_);
 
  private:
-  void run();
+  void run() BMT_EXCLUDES(mutex_);
   // Why the process has to end now; empty while it has not.
-  [[nodiscard]] std::string look();
-  [[nodiscard]] bool peers_have_given_up() const;
+  [[nodiscard]] std::string look() BMT_REQUIRES(mutex_);
+  [[nodiscard]] bool peers_have_given_up() const BMT_REQUIRES(mutex_);
+  // Writes all stacks and ends the process; with fewer words where there is no memory for them.
   [[noreturn]] void end(const std::string& why) const;
+  void report(const std::string& why) const;
 
   const std::string who_;
   const int signal_;
@@ -52,14 +55,14 @@ class Sentinel {
   const pid_t process_;
   std::atomic<std::uint64_t> beats_ = 0;
 
-  std::mutex mutex_;  // protects what follows
+  Mutex mutex_;
   std::condition_variable changed_;
-  bool stop_ = false;
-  std::vector<int> lines_;
-  std::optional<double> left_;  // seconds until the end, while armed
-  std::string why_;
-  std::uint64_t seen_ = 0;  // beats at the last look
-  double missing_ = 0;      // seconds without a beat
+  bool stop_ BMT_GUARDED_BY(mutex_) = false;
+  std::vector<int> lines_ BMT_GUARDED_BY(mutex_);
+  std::optional<double> left_ BMT_GUARDED_BY(mutex_);  // seconds until the end, while armed
+  std::string why_ BMT_GUARDED_BY(mutex_);
+  std::uint64_t seen_ BMT_GUARDED_BY(mutex_) = 0;  // beats at the last look
+  double missing_ BMT_GUARDED_BY(mutex_) = 0;      // seconds without a beat
 
   std::thread thread_;  // looks a few times a second; sleeps otherwise
 };

@@ -26,28 +26,27 @@ Watchdog::Watchdog(double timeout_seconds)
     : timeout_(to_duration(timeout_seconds)), wake_fd_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
   BMT_CHECK(ValueError, std::isfinite(timeout_seconds) && timeout_seconds > 0,
             "Watchdog: timeout_seconds must be positive and finite, got ", timeout_seconds);
-  BMT_CHECK(StateError, wake_fd_ >= 0, "Watchdog: cannot open an event: ", std::strerror(errno));
+  BMT_CHECK(StateError, wake_fd_.is_open(), "Watchdog: cannot open an event: ", std::strerror(errno));
 }
-
-Watchdog::~Watchdog() { ::close(wake_fd_); }
 
 void Watchdog::wake() const {
   const std::uint64_t one = 1;
   // Fails only when the counter is full, and then the attendant has reason enough to wake up.
-  static_cast<void>(!::write(wake_fd_, &one, sizeof one));
+  static_cast<void>(!::write(wake_fd_.get(), &one, sizeof one));
 }
 
 void Watchdog::watch(std::function<bool(const std::string& reason)> abort,
                      std::shared_ptr<FlightRecorder> recorder) {
+  const Watched added{std::move(abort), std::move(recorder)};
   std::string verdict;
   {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     std::erase_if(watched_, [](const Watched& watched) { return watched.recorder.expired(); });
-    watched_.push_back({abort, recorder});
+    watched_.push_back(added);
     verdict = verdict_;
   }
   if (!verdict.empty()) {
-    static_cast<void>(abort(verdict));
+    static_cast<void>(added.abort(verdict));
   }
 }
 
@@ -60,11 +59,12 @@ void Watchdog::hand_in(Failure failure) {
 std::string Watchdog::explain(Failure failure) {
   const std::string own = failure.what;
   {
-    std::unique_lock lock(mutex_);
+    Lock lock(mutex_);
     if (attended_ && verdict_.empty()) {
       hand_in(std::move(failure));
       wake();
-      changed_.wait_for(lock, kPatience, [this] { return !verdict_.empty() || !attended_; });
+      changed_.wait_for(lock, kPatience,
+                        [this]() BMT_REQUIRES(mutex_) { return !verdict_.empty() || !attended_; });
     }
     if (!verdict_.empty()) {
       return verdict_;
@@ -76,7 +76,7 @@ std::string Watchdog::explain(Failure failure) {
 
 void Watchdog::report(Failure failure) {
   {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     if (attended_) {
       hand_in(std::move(failure));
       wake();
@@ -87,7 +87,7 @@ void Watchdog::report(Failure failure) {
 }
 
 void Watchdog::tell(Fingerprint fingerprint) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   if (attended_) {
     fingerprints_.push_back(std::move(fingerprint));
     wake();
@@ -97,49 +97,50 @@ void Watchdog::tell(Fingerprint fingerprint) {
 bool Watchdog::agree(Fingerprint fingerprint) {
   const std::pair key(fingerprint.group, fingerprint.record.sequence);
   tell(std::move(fingerprint));
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock,
-                [&] { return !verdict_.empty() || !attended_ || checks_ended_ || released_.contains(key); });
+  Lock lock(mutex_);
+  changed_.wait(lock, [&]() BMT_REQUIRES(mutex_) {
+    return !verdict_.empty() || !attended_ || checks_ended_ || released_.contains(key);
+  });
   released_.erase(key);
   return verdict_.empty();
 }
 
 std::string Watchdog::verdict() const {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   return verdict_;
 }
 
 void Watchdog::attend(bool present) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   attended_ = present;
   changed_.notify_all();
 }
 
 std::optional<Failure> Watchdog::take_failure() {
   std::uint64_t count = 0;
-  static_cast<void>(!::read(wake_fd_, &count, sizeof count));
-  const std::lock_guard lock(mutex_);
+  static_cast<void>(!::read(wake_fd_.get(), &count, sizeof count));
+  const Lock lock(mutex_);
   auto failure = std::move(failure_);
   failure_.reset();
   return failure;
 }
 
 std::vector<Fingerprint> Watchdog::take_fingerprints() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   std::vector<Fingerprint> taken(fingerprints_.begin(), fingerprints_.end());
   fingerprints_.clear();
   return taken;
 }
 
 void Watchdog::release(const std::string& group, std::int64_t sequence) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   released_.emplace(group, sequence);
   changed_.notify_all();
 }
 
 std::vector<std::shared_ptr<FlightRecorder>> Watchdog::recorders() {
   std::vector<std::shared_ptr<FlightRecorder>> found;
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   for (const Watched& watched : watched_) {
     if (auto recorder = watched.recorder.lock()) {
       found.push_back(std::move(recorder));
@@ -149,7 +150,7 @@ std::vector<std::shared_ptr<FlightRecorder>> Watchdog::recorders() {
 }
 
 void Watchdog::end_checks() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   checks_ended_ = true;
   changed_.notify_all();
 }
@@ -184,7 +185,7 @@ void Watchdog::condemn(const std::string& verdict) {
   std::vector<Watched> all;
   std::string first;
   {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     if (!verdict_.empty()) {
       return;
     }

@@ -18,7 +18,6 @@
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <set>
 #include <string>
@@ -26,6 +25,8 @@
 #include <vector>
 
 #include "comm/guard/flight_recorder.h"
+#include "common/file_descriptor.h"
+#include "common/thread_annotations.h"
 
 namespace bmtrain {
 
@@ -48,24 +49,24 @@ struct Fingerprint {
 class Watchdog {
  public:
   explicit Watchdog(double timeout_seconds);
-  ~Watchdog();
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
   // What guards call, without the GIL.
 
   /// `abort` aborts a communicator, or returns false when that is gone; it is called without locks.
-  void watch(std::function<bool(const std::string& reason)> abort, std::shared_ptr<FlightRecorder> recorder);
+  void watch(std::function<bool(const std::string& reason)> abort, std::shared_ptr<FlightRecorder> recorder)
+      BMT_EXCLUDES(mutex_);
   /// Hands a failure in and returns the verdict on it. Blocks for seconds at most.
-  [[nodiscard]] std::string explain(Failure failure);
+  [[nodiscard]] std::string explain(Failure failure) BMT_EXCLUDES(mutex_);
   /// Hands a failure in; never blocks.
-  void report(Failure failure);
+  void report(Failure failure) BMT_EXCLUDES(mutex_);
   /// Blocks until all ranks of the group have posted the same operation; false once there is a verdict.
-  [[nodiscard]] bool agree(Fingerprint fingerprint);
+  [[nodiscard]] bool agree(Fingerprint fingerprint) BMT_EXCLUDES(mutex_);
   /// Hands a fingerprint in that nobody waits for.
-  void tell(Fingerprint fingerprint);
+  void tell(Fingerprint fingerprint) BMT_EXCLUDES(mutex_);
   /// The verdict; empty while all is well.
-  [[nodiscard]] std::string verdict() const;
+  [[nodiscard]] std::string verdict() const BMT_EXCLUDES(mutex_);
   [[nodiscard]] bool condemned() const { return condemned_.load(std::memory_order_acquire); }
   /// An operation has raised the verdict: the script knows of it.
   void set_heard() { heard_.store(true, std::memory_order_relaxed); }
@@ -73,21 +74,21 @@ class Watchdog {
 
   // What the attendant calls.
 
-  void attend(bool present);
+  void attend(bool present) BMT_EXCLUDES(mutex_);
   /// Readable when there is a failure or a fingerprint to take.
-  [[nodiscard]] int wake_fd() const { return wake_fd_; }
-  [[nodiscard]] std::optional<Failure> take_failure();
-  [[nodiscard]] std::vector<Fingerprint> take_fingerprints();
-  void release(const std::string& group, std::int64_t sequence);
+  [[nodiscard]] int wake_fd() const { return wake_fd_.get(); }
+  [[nodiscard]] std::optional<Failure> take_failure() BMT_EXCLUDES(mutex_);
+  [[nodiscard]] std::vector<Fingerprint> take_fingerprints() BMT_EXCLUDES(mutex_);
+  void release(const std::string& group, std::int64_t sequence) BMT_EXCLUDES(mutex_);
   /// From now on agree() agrees: there is nobody to compare with.
-  void end_checks();
+  void end_checks() BMT_EXCLUDES(mutex_);
   /// The operation that has been waited for longest, if that is longer than the time-out.
   [[nodiscard]] std::optional<Failure> overdue();
   /// Whether somebody has waited in one operation for `seconds`.
   [[nodiscard]] bool blocked_for(double seconds);
   /// Makes this the verdict unless there is one, and aborts everything with it.
-  void condemn(const std::string& verdict);
-  [[nodiscard]] std::vector<std::shared_ptr<FlightRecorder>> recorders();
+  void condemn(const std::string& verdict) BMT_EXCLUDES(mutex_);
+  [[nodiscard]] std::vector<std::shared_ptr<FlightRecorder>> recorders() BMT_EXCLUDES(mutex_);
 
  private:
   struct Watched {
@@ -96,22 +97,22 @@ class Watchdog {
   };
 
   void wake() const;
-  void hand_in(Failure failure);
+  void hand_in(Failure failure) BMT_REQUIRES(mutex_);
 
   const OpRecord::Clock::duration timeout_;
-  int wake_fd_;
+  const FileDescriptor wake_fd_;
   std::atomic<bool> condemned_ = false;
   std::atomic<bool> heard_ = false;
 
-  mutable std::mutex mutex_;  // protects everything below
+  mutable Mutex mutex_;
   std::condition_variable changed_;
-  bool attended_ = false;
-  bool checks_ended_ = false;
-  std::string verdict_;
-  std::optional<Failure> failure_;
-  std::deque<Fingerprint> fingerprints_;
-  std::set<std::pair<std::string, std::int64_t>> released_;
-  std::vector<Watched> watched_;
+  bool attended_ BMT_GUARDED_BY(mutex_) = false;
+  bool checks_ended_ BMT_GUARDED_BY(mutex_) = false;
+  std::string verdict_ BMT_GUARDED_BY(mutex_);
+  std::optional<Failure> failure_ BMT_GUARDED_BY(mutex_);
+  std::deque<Fingerprint> fingerprints_ BMT_GUARDED_BY(mutex_);
+  std::set<std::pair<std::string, std::int64_t>> released_ BMT_GUARDED_BY(mutex_);
+  std::vector<Watched> watched_ BMT_GUARDED_BY(mutex_);
 };
 
 }  // namespace bmtrain

@@ -1,8 +1,8 @@
 #include "comm/hosts/hosts_communicator.h"
 
 #include <utility>
+#include <vector>
 
-#include "comm/gloo/gloo_work.h"
 #include "comm/host_tensor.h"
 #include "common/check.h"
 
@@ -28,84 +28,52 @@ HostsCommunicator::HostsCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> proc
             local_->rank(), " of ", local_->size(), " of its host");
 }
 
-HostsCommunicator::~HostsCommunicator() { local_->close(); }
-
-WorkPtr HostsCommunicator::finish(const GlooOperation& operation, GlooTransfers transfers,
-                                  std::function<std::vector<WorkPtr>()> share, std::function<void()> publish,
-                                  std::vector<at::Tensor> tensors) {
-  GlooStep step;
-  step.transfers = std::move(transfers);
-  step.then = [share = std::move(share), publish = std::move(publish)] {
-    GlooStep shared;
-    shared.then = [works = share(), publish] {
-      for (const WorkPtr& work : works) {
-        work->wait();
-      }
-      publish();
-      return GlooStep{};
-    };
-    return shared;
-  };
-  auto work = std::make_shared<GlooWork>(link_, operation, std::move(step), std::move(tensors));
-  link_->add_two_step(operation.sequence, work);
-  return work;
-}
-
-WorkPtr HostsCommunicator::all_gather(at::Tensor output, at::Tensor input, const std::string& label) {
-  check_sizes(*this, "all_gather", "output", output, "input", input);
-  const std::int64_t bytes = bytes_of(input);
-  const GlooOperation operation = link_->begin("all_gather", label, bytes, 0);
-  const at::Tensor from = staged(input);
-  const at::Tensor to = staged_empty(output);
-  const int num_local = local_->size();
-  GlooTransfers transfers;
-  for (int distance = num_local; distance < size(); distance += num_local) {
-    const int r = (rank() + distance) % size();
-    link_->post_recv(operation, data_of(to) + r * bytes, bytes, r, transfers);
-    link_->post_send(operation, data_of(from), bytes, r, transfers);
+WorkPtr HostsCommunicator::perform(const Call& call) {
+  if (call.is_message()) {
+    return is_local(call.peer) ? perform_locally(call) : GlooCommunicator::perform(call);
   }
-  copy_own(data_of(to) + rank() * bytes, data_of(from), bytes);
-  const auto share = [local = local_, to, label, size = size()] {
-    std::vector<WorkPtr> works;
-    for (int first = 0; first < size; first += local->size()) {
-      works.push_back(local->all_gather(slices_of(to, size, first, local->size()),
-                                        slices_of(to, size, first + local->rank(), 1), label));
+  if (call.op != Op::kAllGather && call.op != Op::kAllToAll) {
+    return GlooCommunicator::perform(call);
+  }
+  // What stays within the host goes through shared memory, and of a gather also what its other ranks bring
+  // in.
+  const bool is_gather = call.op == Op::kAllGather;
+  const auto is_shared = [this, is_gather](const Piece& piece) {
+    return is_local(piece.peer) || (is_gather && piece.peer % local_->size() != local_->rank());
+  };
+  Exchange exchange = exchange_of(call);
+  std::erase_if(exchange.receives, is_shared);
+  if (is_gather) {
+    const Piece all = exchange.sends.front();
+    exchange.sends.clear();
+    for (const Piece& receive : exchange.receives) {
+      exchange.sends.push_back({all.data, all.bytes, receive.peer});
     }
-    return works;
-  };
-  traffic_.add("all_gather", bytes * (size() - 1));
-  return finish(operation, std::move(transfers), share, publisher(to, output), {output, input, from, to});
-}
-
-WorkPtr HostsCommunicator::all_to_all(at::Tensor output, at::Tensor input, const std::string& label) {
-  Exchange exchange = post_exchange(output, input, label, [this](int r) { return !is_local(r); });
-  const at::Tensor &from = exchange.from, &to = exchange.to;
-  const auto share = [local = local_, from, to, label, size = size(), first = host_ * local_->size()] {
-    return std::vector{local->all_to_all(slices_of(to, size, first, local->size()),
-                                         slices_of(from, size, first, local->size()), label)};
-  };
-  return finish(exchange.operation, std::move(exchange.transfers), share, publisher(to, output),
-                {output, input, from, to});
-}
-
-WorkPtr HostsCommunicator::send(at::Tensor tensor, int peer, const std::string& label) {
-  if (peer == rank() || peer < 0 || peer >= size() || !is_local(peer)) {
-    return GlooCommunicator::send(std::move(tensor), peer, label);
+    exchange.share = [local = local_, to = exchange.to, label = call.label, size = size()] {
+      std::vector<WorkPtr> works;
+      for (int first = 0; first < size; first += local->size()) {
+        works.push_back(local->all_gather(slices_of(to, size, first, local->size()),
+                                          slices_of(to, size, first + local->rank(), 1), label));
+      }
+      return works;
+    };
+  } else {
+    std::erase_if(exchange.sends, is_shared);
+    exchange.own = {};
+    exchange.share = [local = local_, from = exchange.from, to = exchange.to, label = call.label,
+                      size = size(), first = host_ * local_->size()] {
+      return std::vector{local->all_to_all(slices_of(to, size, first, local->size()),
+                                           slices_of(from, size, first, local->size()), label)};
+    };
   }
-  check_tensor(*this, "send", "tensor", tensor);
-  const std::int64_t bytes = bytes_of(tensor);
-  WorkPtr work = local_->send(std::move(tensor), peer % local_->size(), label);
-  traffic_.add("send", bytes);
-  return work;
+  return carry_out(std::move(exchange));
 }
 
-WorkPtr HostsCommunicator::recv(at::Tensor tensor, int peer, const std::string& label) {
-  if (peer == rank() || peer < 0 || peer >= size() || !is_local(peer)) {
-    return GlooCommunicator::recv(std::move(tensor), peer, label);
-  }
-  check_tensor(*this, "recv", "tensor", tensor);
-  WorkPtr work = local_->recv(std::move(tensor), peer % local_->size(), label);
-  traffic_.add("recv", 0);
+WorkPtr HostsCommunicator::perform_locally(const Call& call) {
+  Call local = call;
+  local.peer = call.peer % local_->size();
+  WorkPtr work = local_->start(local);
+  traffic_.add(name_of(call.op), call.op == Op::kSend ? bytes_of(call.input) : 0);
   return work;
 }
 

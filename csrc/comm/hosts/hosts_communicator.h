@@ -14,7 +14,6 @@
 
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "comm/gloo/gloo_communicator.h"
 #include "comm/shm/shm_communicator.h"
@@ -27,27 +26,22 @@ class HostsCommunicator final : public GlooCommunicator {
   /// else; for the rest see GlooCommunicator. ValueError if the hosts cannot all have as many ranks.
   HostsCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> process_group, int rank, int size,
                     std::string name, double timeout_seconds, std::shared_ptr<ShmCommunicator> local);
-  ~HostsCommunicator() override;
-  HostsCommunicator(const HostsCommunicator&) = delete;
-  HostsCommunicator& operator=(const HostsCommunicator&) = delete;
+  ~HostsCommunicator() override { local_->close(); }
 
   [[nodiscard]] std::string backend() const override { return "shm+gloo"; }
 
-  [[nodiscard]] WorkPtr all_gather(at::Tensor output, at::Tensor input, const std::string& label) override;
-  [[nodiscard]] WorkPtr all_to_all(at::Tensor output, at::Tensor input, const std::string& label) override;
-  [[nodiscard]] WorkPtr send(at::Tensor tensor, int peer, const std::string& label) override;
-  [[nodiscard]] WorkPtr recv(at::Tensor tensor, int peer, const std::string& label) override;
   void abort(const std::string& reason) override;
   void close() override;
   [[nodiscard]] std::int64_t bytes_copied() const override { return local_->bytes_copied(); }
   void reset_traffic() override;
 
+ protected:
+  [[nodiscard]] WorkPtr perform(const Call& call) override;
+
  private:
   [[nodiscard]] bool is_local(int rank) const { return rank / local_->size() == host_; }
-  // The operation that ends with the works of this host, which `share` posts.
-  [[nodiscard]] WorkPtr finish(const GlooOperation& operation, GlooTransfers transfers,
-                               std::function<std::vector<WorkPtr>()> share, std::function<void()> publish,
-                               std::vector<at::Tensor> tensors);
+  // A message to or from a rank of this host.
+  [[nodiscard]] WorkPtr perform_locally(const Call& call);
 
   const std::shared_ptr<ShmCommunicator> local_;
   const int host_;  // number of this one

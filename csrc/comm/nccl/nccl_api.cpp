@@ -8,11 +8,12 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
-#include <mutex>
+#include <exception>
 #include <thread>
 #include <utility>
 
 #include "common/check.h"
+#include "common/thread_annotations.h"
 
 namespace bmtrain {
 namespace {
@@ -65,37 +66,30 @@ std::string nccl_version_text(int version) {
 
 // See [Note: Who looks for failures].
 struct NcclLibrary::Members {
-  std::mutex mutex;  // protects all below
+  Mutex mutex;
   std::condition_variable changed;
-  std::vector<std::weak_ptr<NcclMember>> all;
-  std::uint64_t num_added = 0;
-  bool is_watched = false;
-  bool is_over = false;
+  std::vector<std::weak_ptr<NcclMember>> all BMT_GUARDED_BY(mutex);
+  std::uint64_t num_added BMT_GUARDED_BY(mutex) = 0;
+  bool is_watched BMT_GUARDED_BY(mutex) = false;
+  bool is_over BMT_GUARDED_BY(mutex) = false;
 
-  [[nodiscard]] std::vector<std::weak_ptr<NcclMember>> snapshot() {
-    const std::lock_guard lock(mutex);
+  [[nodiscard]] std::vector<std::weak_ptr<NcclMember>> snapshot() BMT_EXCLUDES(mutex) {
+    const Lock lock(mutex);
     return all;
   }
 
   // Until the library or the last communicator is gone, or all are closed: at the end of the process the
   // thread must not ask a device that has gone.
-  void watch() {
-    std::unique_lock lock(mutex);
-    while (!changed.wait_for(lock, kPollPeriod, [this] { return is_over; })) {
+  void watch() BMT_EXCLUDES(mutex) {
+    Lock lock(mutex);
+    while (!changed.wait_for(lock, kPollPeriod, [this]() BMT_REQUIRES(mutex) { return is_over; })) {
       std::erase_if(all, [](const std::weak_ptr<NcclMember>& member) { return member.expired(); });
       if (all.empty()) {
         break;
       }
-      const std::vector<std::weak_ptr<NcclMember>> members = all;
       const std::uint64_t num_seen = num_added;
       lock.unlock();
-      bool is_any_open = false;
-      for (const std::weak_ptr<NcclMember>& member : members) {
-        if (const std::shared_ptr<NcclMember> alive = member.lock()) {
-          alive->poll();
-          is_any_open = is_any_open || !alive->is_over();
-        }
-      }
+      const bool is_any_open = poll_all();
       lock.lock();
       if (!is_any_open && num_seen == num_added) {
         break;
@@ -103,10 +97,26 @@ struct NcclLibrary::Members {
     }
     is_watched = false;
   }
+
+  // False if all are over.
+  [[nodiscard]] bool poll_all() BMT_EXCLUDES(mutex) {
+    bool is_any_open = false;
+    try {
+      for (const std::weak_ptr<NcclMember>& member : snapshot()) {
+        if (const std::shared_ptr<NcclMember> alive = member.lock()) {
+          alive->poll();
+          is_any_open = is_any_open || !alive->is_over();
+        }
+      }
+    } catch (const std::exception&) {
+      return true;  // no memory, say: the next look may have some
+    }
+    return is_any_open;
+  }
 };
 
 NcclLibrary::~NcclLibrary() {
-  const std::lock_guard lock(members_->mutex);
+  const Lock lock(members_->mutex);
   members_->is_over = true;
   members_->changed.notify_all();
 }
@@ -192,17 +202,18 @@ std::string NcclLibrary::explain(nccl::Result result) const {
   if (last != nullptr && *last != '\0') {
     explained += detail::join(", last error: ", last);
   }
-  explained += ")";
+  explained += ')';
   return explained;
 }
 
 void NcclLibrary::add(std::weak_ptr<NcclMember> member) {
-  const std::lock_guard lock(members_->mutex);
+  const Lock lock(members_->mutex);
   std::erase_if(members_->all, [](const std::weak_ptr<NcclMember>& old) { return old.expired(); });
   members_->all.push_back(std::move(member));
   members_->num_added += 1;
-  if (!std::exchange(members_->is_watched, true)) {
+  if (!members_->is_watched) {
     std::thread([members = members_] { members->watch(); }).detach();
+    members_->is_watched = true;  // not if there is no thread to be had, which is raised
   }
 }
 

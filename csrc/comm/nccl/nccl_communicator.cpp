@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "comm/arguments.h"
 #include "comm/host_tensor.h"
 #include "comm/slice_sum.h"
 #include "common/check.h"
@@ -18,14 +19,21 @@ using nccl::Result;
 
 class NcclWork final : public Work {
  public:
-  NcclWork(std::shared_ptr<NcclLink> link, NcclOperationPtr operation)
-      : link_(std::move(link)), operation_(std::move(operation)) {}
-  void wait() override { link_->wait(*operation_); }
+  NcclWork(std::shared_ptr<NcclLink> link, NcclOperationPtr operation, bool is_barrier)
+      : link_(std::move(link)), operation_(std::move(operation)), is_barrier_(is_barrier) {}
+  void wait() override {
+    if (is_barrier_) {
+      link_->wait_on_host(*operation_);
+    } else {
+      link_->wait(*operation_);
+    }
+  }
   [[nodiscard]] bool is_completed() override { return link_->is_complete(*operation_); }
 
  private:
-  std::shared_ptr<NcclLink> link_;
-  NcclOperationPtr operation_;
+  const std::shared_ptr<NcclLink> link_;
+  const NcclOperationPtr operation_;
+  const bool is_barrier_;  // for which the host waits
 };
 
 nccl::Op op_of(ReduceOp op, at::ScalarType dtype) {
@@ -72,8 +80,11 @@ void combine(const at::Tensor& output, const at::Tensor& received, ReduceOp op) 
 NcclCommunicator::NcclCommunicator(std::shared_ptr<NcclLibrary> library, const std::string& unique_id,
                                    int rank, int size, std::string name, c10::Device device,
                                    double timeout_seconds)
-    : link_(NcclLink::connect({std::move(library), rank, size, std::move(name), device, timeout_seconds},
-                              unique_id)) {}
+    : NcclCommunicator(NcclLink::connect(
+          {std::move(library), rank, size, std::move(name), device, timeout_seconds}, unique_id)) {}
+
+NcclCommunicator::NcclCommunicator(std::shared_ptr<NcclLink> link)
+    : Transport(link->options().rank, link->options().size, link->options().name), link_(std::move(link)) {}
 
 std::shared_ptr<NcclCommunicator> NcclCommunicator::split(int color, int rank, int size, std::string name) {
   NcclLink::Options options = link_->options();
@@ -82,12 +93,6 @@ std::shared_ptr<NcclCommunicator> NcclCommunicator::split(int color, int rank, i
   options.name = std::move(name);
   return std::shared_ptr<NcclCommunicator>(
       new NcclCommunicator(link_->split(color, rank, std::move(options))));
-}
-
-void NcclCommunicator::check_place(const char* op, const at::Tensor& tensor) const {
-  const c10::Device device = link_->options().device;
-  BMT_CHECK(TypeError, tensor.device() == device, describe(*this, op), ": expected tensors on ", device,
-            ", got one on ", tensor.device());
 }
 
 nccl::Type NcclCommunicator::type_of(const char* op, const at::Tensor& tensor) const {
@@ -116,31 +121,67 @@ nccl::Type NcclCommunicator::type_of(const char* op, const at::Tensor& tensor) c
   return nccl::Type::kUint8;
 }
 
-WorkPtr NcclCommunicator::start(const char* op, const std::string& label, std::int64_t wire_bytes,
-                                std::vector<at::Tensor> tensors, std::vector<NcclLink::Issue> groups,
-                                std::function<void()> after) {
-  for (const at::Tensor& tensor : tensors) {
-    check_place(op, tensor);
+std::int64_t NcclCommunicator::wire_bytes(const Call& call) const {
+  const std::int64_t others = size() - 1;
+  switch (call.op) {
+    case Op::kAllGather:
+      return bytes_of(call.input) * others;
+    case Op::kAllToAll:
+    case Op::kAllToAllInPlace:
+      return bytes_of(call.input) / size() * others;
+    case Op::kReduceScatter:
+    case Op::kRingReduceScatter:
+      return bytes_of(call.output) * others;
+    case Op::kAllReduce:
+      return 2 * bytes_of(call.input) * others / size();
+    case Op::kReduce:
+      return rank() == call.peer ? 0 : bytes_of(call.input);
+    case Op::kBroadcast:
+      return rank() == call.peer ? bytes_of(call.input) * others : 0;
+    case Op::kSend:
+      return bytes_of(call.input);
+    case Op::kRecv:
+      return 0;
+    case Op::kBarrier:
+      return others;
   }
-  const auto bytes = bytes_of(tensors.front());
-  auto operation = link_->submit(op, label, bytes, std::move(tensors), std::move(groups), std::move(after));
-  traffic_.add(op, wire_bytes);
-  return std::make_shared<NcclWork>(link_, std::move(operation));
+  return 0;
 }
 
-WorkPtr NcclCommunicator::start(const char* op, const std::string& label, std::int64_t wire_bytes,
-                                std::vector<at::Tensor> tensors, NcclLink::Issue issue) {
-  return start(op, label, wire_bytes, std::move(tensors), std::vector{std::move(issue)}, {});
+WorkPtr NcclCommunicator::submit(const Call& call, std::vector<at::Tensor> tensors,
+                                 std::vector<NcclLink::Issue> groups, std::function<void()> after) {
+  const char* const op = name_of(call.op);
+  const c10::Device device = link_->options().device;
+  for (const at::Tensor& tensor : tensors) {
+    BMT_CHECK(TypeError, tensor.device() == device, describe(*this, op), ": expected tensors on ", device,
+              ", got one on ", tensor.device());
+  }
+  const auto bytes = call.op == Op::kBarrier ? 1 : bytes_of(tensors.front());
+  auto operation =
+      link_->submit(op, call.label, bytes, std::move(tensors), std::move(groups), std::move(after));
+  traffic_.add(op, wire_bytes(call));
+  return std::make_shared<NcclWork>(link_, std::move(operation), call.op == Op::kBarrier);
 }
 
-WorkPtr NcclCommunicator::all_gather(at::Tensor output, at::Tensor input, const std::string& label) {
-  check_sizes(*this, "all_gather", "output", output, "input", input);
-  const auto bytes = static_cast<std::size_t>(bytes_of(input));
-  return start("all_gather", label, static_cast<std::int64_t>(bytes) * (size() - 1), {output, input},
-               [call = link_->call().AllGather, from = data_of(input), to = data_of(output), bytes](
-                   nccl::Comm comm, nccl::Stream stream) {
-                 return call(from, to, bytes, nccl::Type::kUint8, comm, stream);
-               });
+WorkPtr NcclCommunicator::perform(const Call& call) {
+  switch (call.op) {
+    case Op::kAllToAll:
+      return submit(call, {call.output, call.input}, exchange(call.output, call.input));
+    case Op::kReduceScatter:
+      if (is_16_bit_float(call.input) &&
+          (call.reduce_op == ReduceOp::kSum || call.reduce_op == ReduceOp::kAvg)) {
+        return reduce_scatter_in_order(call);
+      }
+      return reduce_on_device(call);
+    case Op::kRingReduceScatter:
+    case Op::kAllReduce:
+    case Op::kReduce:
+      return reduce_on_device(call);
+    case Op::kBarrier:
+      return meet(call);
+    default:
+      return move(call);
+  }
 }
 
 // [Note: Groups of an exchange]
@@ -170,113 +211,61 @@ std::vector<NcclLink::Issue> NcclCommunicator::exchange(const at::Tensor& output
   return groups;
 }
 
-WorkPtr NcclCommunicator::all_to_all(at::Tensor output, at::Tensor input, const std::string& label) {
-  check_exchange(*this, output, input);
-  const auto bytes = bytes_of(input) / size();
-  return start("all_to_all", label, bytes * (size() - 1), {output, input}, exchange(output, input), {});
+WorkPtr NcclCommunicator::reduce_scatter_in_order(const Call& call) {
+  const at::Tensor received = at::empty({call.input.numel()}, call.input.options());
+  return submit(
+      call, {call.output, call.input, received}, exchange(received, call.input),
+      [output = call.output.detach(), received, op = call.reduce_op] { combine(output, received, op); });
 }
 
-WorkPtr NcclCommunicator::reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op,
-                                         const std::string& label) {
-  check_sizes(*this, "reduce_scatter", "input", input, "output", output);
-  check_reducible(*this, "reduce_scatter", input, op);
-  const auto wire = bytes_of(output) * (size() - 1);
-  if (is_16_bit_float(input) && (op == ReduceOp::kSum || op == ReduceOp::kAvg)) {
-    const at::Tensor received = at::empty({input.numel()}, input.options());
-    return start("reduce_scatter", label, wire, {output, input, received}, exchange(received, input),
-                 [output = output.detach(), received, op] { combine(output, received, op); });
-  }
-  return start_reduce_scatter(output, input, op, label);
+WorkPtr NcclCommunicator::reduce_on_device(const Call& call) {
+  const nccl::Type type = type_of(name_of(call.op), call.input);
+  const nccl::Op op = op_of(call.reduce_op, call.input.scalar_type());
+  const auto issue = [&functions = link_->call(), kind = call.op, root = call.peer,
+                      from = data_of(call.input), to = data_of(call.output),
+                      count = static_cast<std::size_t>(call.output.numel()), type,
+                      op](nccl::Comm comm, nccl::Stream stream) {
+    switch (kind) {
+      case Op::kAllReduce:
+        return functions.AllReduce(from, to, count, type, op, comm, stream);
+      case Op::kReduce:
+        return functions.Reduce(from, to, count, type, op, root, comm, stream);
+      default:
+        return functions.ReduceScatter(from, to, count, type, op, comm, stream);
+    }
+  };
+  return submit(call, {call.output, call.input}, {issue});
 }
 
-WorkPtr NcclCommunicator::ring_reduce_scatter(at::Tensor output, at::Tensor input, const std::string& label) {
-  check_sizes(*this, "reduce_scatter", "input", input, "output", output);
-  check_reducible(*this, "reduce_scatter", input, ReduceOp::kSum);
-  return start_reduce_scatter(output, input, ReduceOp::kSum, label);
+// Without arithmetic: of bytes, so of any dtype.
+WorkPtr NcclCommunicator::move(const Call& call) {
+  const at::Tensor& sent = call.input.defined() ? call.input : call.output;
+  const at::Tensor& received = call.output.defined() ? call.output : call.input;
+  const auto issue = [&functions = link_->call(), op = call.op, peer = call.peer, from = data_of(sent),
+                      to = data_of(received), bytes = static_cast<std::size_t>(bytes_of(sent))](
+                         nccl::Comm comm, nccl::Stream stream) {
+    switch (op) {
+      case Op::kSend:
+        return functions.Send(from, bytes, nccl::Type::kUint8, peer, comm, stream);
+      case Op::kRecv:
+        return functions.Recv(to, bytes, nccl::Type::kUint8, peer, comm, stream);
+      case Op::kBroadcast:
+        return functions.Broadcast(from, to, bytes, nccl::Type::kUint8, peer, comm, stream);
+      default:
+        return functions.AllGather(from, to, bytes, nccl::Type::kUint8, comm, stream);
+    }
+  };
+  return submit(call, {received, sent}, {issue});
 }
 
-WorkPtr NcclCommunicator::start_reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
-                                               const std::string& label) {
-  const auto wire = bytes_of(output) * (size() - 1);
-  return start("reduce_scatter", label, wire, {output, input},
-               [call = link_->call().ReduceScatter, from = data_of(input), to = data_of(output),
-                count = static_cast<std::size_t>(output.numel()), type = type_of("reduce_scatter", input),
-                nccl_op = op_of(op, input.scalar_type())](nccl::Comm comm, nccl::Stream stream) {
-                 return call(from, to, count, type, nccl_op, comm, stream);
-               });
-}
-
-WorkPtr NcclCommunicator::all_reduce(at::Tensor tensor, ReduceOp op, const std::string& label) {
-  check_tensor(*this, "all_reduce", "tensor", tensor);
-  check_reducible(*this, "all_reduce", tensor, op);
-  const auto wire = 2 * bytes_of(tensor) * (size() - 1) / size();
-  return start("all_reduce", label, wire, {tensor},
-               [call = link_->call().AllReduce, data = data_of(tensor),
-                count = static_cast<std::size_t>(tensor.numel()), type = type_of("all_reduce", tensor),
-                nccl_op = op_of(op, tensor.scalar_type())](nccl::Comm comm, nccl::Stream stream) {
-                 return call(data, data, count, type, nccl_op, comm, stream);
-               });
-}
-
-WorkPtr NcclCommunicator::reduce(at::Tensor tensor, ReduceOp op, int root, const std::string& label) {
-  check_tensor(*this, "reduce", "tensor", tensor);
-  check_reducible(*this, "reduce", tensor, op);
-  check_rank(*this, "reduce", "root", root);
-  const auto wire = rank() == root ? 0 : bytes_of(tensor);
-  return start("reduce", label, wire, {tensor},
-               [call = link_->call().Reduce, data = data_of(tensor),
-                count = static_cast<std::size_t>(tensor.numel()), type = type_of("reduce", tensor),
-                nccl_op = op_of(op, tensor.scalar_type()), root](nccl::Comm comm, nccl::Stream stream) {
-                 return call(data, data, count, type, nccl_op, root, comm, stream);
-               });
-}
-
-WorkPtr NcclCommunicator::broadcast(at::Tensor tensor, int root, const std::string& label) {
-  check_tensor(*this, "broadcast", "tensor", tensor);
-  check_rank(*this, "broadcast", "root", root);
-  const auto bytes = static_cast<std::size_t>(bytes_of(tensor));
-  const auto wire = rank() == root ? static_cast<std::int64_t>(bytes) * (size() - 1) : 0;
-  return start("broadcast", label, wire, {tensor},
-               [call = link_->call().Broadcast, data = data_of(tensor), bytes, root](nccl::Comm comm,
-                                                                                     nccl::Stream stream) {
-                 return call(data, data, bytes, nccl::Type::kUint8, root, comm, stream);
-               });
-}
-
-WorkPtr NcclCommunicator::send(at::Tensor tensor, int peer, const std::string& label) {
-  check_tensor(*this, "send", "tensor", tensor);
-  check_rank(*this, "send", "peer", peer);
-  BMT_CHECK(ValueError, peer != rank(), describe(*this, "send"), ": peer must be another rank");
-  const auto bytes = static_cast<std::size_t>(bytes_of(tensor));
-  return start(
-      "send", label, static_cast<std::int64_t>(bytes), {tensor},
-      [call = link_->call().Send, data = data_of(tensor), bytes, peer](nccl::Comm comm, nccl::Stream stream) {
-        return call(data, bytes, nccl::Type::kUint8, peer, comm, stream);
-      });
-}
-
-WorkPtr NcclCommunicator::recv(at::Tensor tensor, int peer, const std::string& label) {
-  check_tensor(*this, "recv", "tensor", tensor);
-  check_rank(*this, "recv", "peer", peer);
-  BMT_CHECK(ValueError, peer != rank(), describe(*this, "recv"), ": peer must be another rank");
-  const auto bytes = static_cast<std::size_t>(bytes_of(tensor));
-  return start(
-      "recv", label, 0, {tensor},
-      [call = link_->call().Recv, data = data_of(tensor), bytes, peer](nccl::Comm comm, nccl::Stream stream) {
-        return call(data, bytes, nccl::Type::kUint8, peer, comm, stream);
-      });
-}
-
-void NcclCommunicator::barrier(const std::string& label) {
+WorkPtr NcclCommunicator::meet(const Call& call) {
   const at::Tensor token =
       at::zeros({1}, at::TensorOptions().dtype(at::kFloat).device(link_->options().device));
-  const NcclLink::Issue issue = [call = link_->call().AllReduce, data = data_of(token)](nccl::Comm comm,
-                                                                                        nccl::Stream stream) {
-    return call(data, data, 1, nccl::Type::kFloat32, nccl::Op::kSum, comm, stream);
+  const NcclLink::Issue issue = [&functions = link_->call(), data = data_of(token)](nccl::Comm comm,
+                                                                                    nccl::Stream stream) {
+    return functions.AllReduce(data, data, 1, nccl::Type::kFloat32, nccl::Op::kSum, comm, stream);
   };
-  const auto operation = link_->submit("barrier", label, 1, {token}, {issue});
-  traffic_.add("barrier", size() - 1);
-  link_->wait_on_host(*operation);
+  return submit(call, {token}, {issue});
 }
 
 }  // namespace bmtrain

@@ -11,13 +11,12 @@
 #include <string>
 #include <vector>
 
-#include "comm/arguments.h"
-#include "comm/communicator.h"
 #include "comm/nccl/nccl_link.h"
+#include "comm/transport.h"
 
 namespace bmtrain {
 
-class NcclCommunicator final : public Communicator {
+class NcclCommunicator final : public Transport {
  public:
   /// Collective over the `size` ranks that have the same `unique_id`.
   NcclCommunicator(std::shared_ptr<NcclLibrary> library, const std::string& unique_id, int rank, int size,
@@ -27,23 +26,7 @@ class NcclCommunicator final : public Communicator {
   /// `size`. Collective over this communicator; far cheaper than connecting anew.
   [[nodiscard]] std::shared_ptr<NcclCommunicator> split(int color, int rank, int size, std::string name);
 
-  [[nodiscard]] int rank() const override { return link_->options().rank; }
-  [[nodiscard]] int size() const override { return link_->options().size; }
-  [[nodiscard]] const std::string& name() const override { return link_->options().name; }
   [[nodiscard]] std::string backend() const override { return "nccl"; }
-
-  [[nodiscard]] WorkPtr all_gather(at::Tensor output, at::Tensor input, const std::string& label) override;
-  [[nodiscard]] WorkPtr all_to_all(at::Tensor output, at::Tensor input, const std::string& label) override;
-  [[nodiscard]] WorkPtr reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op,
-                                       const std::string& label) override;
-  [[nodiscard]] WorkPtr ring_reduce_scatter(at::Tensor output, at::Tensor input,
-                                            const std::string& label) override;
-  [[nodiscard]] WorkPtr all_reduce(at::Tensor tensor, ReduceOp op, const std::string& label) override;
-  [[nodiscard]] WorkPtr reduce(at::Tensor tensor, ReduceOp op, int root, const std::string& label) override;
-  [[nodiscard]] WorkPtr broadcast(at::Tensor tensor, int root, const std::string& label) override;
-  [[nodiscard]] WorkPtr send(at::Tensor tensor, int peer, const std::string& label) override;
-  [[nodiscard]] WorkPtr recv(at::Tensor tensor, int peer, const std::string& label) override;
-  void barrier(const std::string& label) override;
 
   /// Operations between the two start together, so that opposite messages meet; Work::wait comes after the
   /// end.
@@ -69,30 +52,28 @@ class NcclCommunicator final : public Communicator {
   void abort(const std::string& reason) override { link_->abort(reason); }
   void close() override { link_->close(); }
   [[nodiscard]] bool closed() const override { return link_->closed(); }
-  [[nodiscard]] std::vector<std::pair<std::string, Traffic>> traffic() const override {
-    return traffic_.snapshot();
-  }
-  void reset_traffic() override { traffic_.reset(); }
+
+ protected:
+  [[nodiscard]] WorkPtr perform(const Call& call) override;
 
  private:
-  explicit NcclCommunicator(std::shared_ptr<NcclLink> link) : link_(std::move(link)) {}
+  explicit NcclCommunicator(std::shared_ptr<NcclLink> link);
 
-  void check_place(const char* op, const at::Tensor& tensor) const;
-  [[nodiscard]] WorkPtr start_reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
-                                             const std::string& label);
+  [[nodiscard]] WorkPtr reduce_scatter_in_order(const Call& call);
+  [[nodiscard]] WorkPtr reduce_on_device(const Call& call);
+  [[nodiscard]] WorkPtr move(const Call& call);
+  [[nodiscard]] WorkPtr meet(const Call& call);
   [[nodiscard]] nccl::Type type_of(const char* op, const at::Tensor& tensor) const;
   // One for each group of NCCL's.
   [[nodiscard]] std::vector<NcclLink::Issue> exchange(const at::Tensor& output,
                                                       const at::Tensor& input) const;
-  [[nodiscard]] WorkPtr start(const char* op, const std::string& label, std::int64_t wire_bytes,
-                              std::vector<at::Tensor> tensors, NcclLink::Issue issue);
-  [[nodiscard]] WorkPtr start(const char* op, const std::string& label, std::int64_t wire_bytes,
-                              std::vector<at::Tensor> tensors, std::vector<NcclLink::Issue> groups,
-                              std::function<void()> after);
+  // Bytes that this rank sends for the operation.
+  [[nodiscard]] std::int64_t wire_bytes(const Call& call) const;
+  [[nodiscard]] WorkPtr submit(const Call& call, std::vector<at::Tensor> tensors,
+                               std::vector<NcclLink::Issue> groups, std::function<void()> after = {});
 
   // Shared with the works, which may outlive the communicator.
-  std::shared_ptr<NcclLink> link_;
-  TrafficCounter traffic_;
+  const std::shared_ptr<NcclLink> link_;
   int peers_per_group_ = 1024;
 };
 

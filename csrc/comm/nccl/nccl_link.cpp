@@ -7,6 +7,7 @@
 #include <deque>
 #include <exception>
 #include <optional>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -87,7 +88,7 @@ NcclLink::~NcclLink() {
   close();
   std::shared_future<void> ended;
   {
-    const std::lock_guard lock(reason_mutex_);
+    const Lock lock(reason_mutex_);
     ended = ended_;
   }
   if (ended.wait_for(kTakedownLimit) != std::future_status::ready) {
@@ -115,7 +116,7 @@ std::string NcclLink::describe(const NcclOperation& operation) const {
 }
 
 std::string NcclLink::reason() const {
-  const std::lock_guard lock(reason_mutex_);
+  const Lock lock(reason_mutex_);
   return reason_;
 }
 
@@ -293,7 +294,7 @@ bool NcclLink::wait_idle(double limit) {
   }
   std::shared_future<void> ended;
   {
-    const std::lock_guard lock(reason_mutex_);
+    const Lock lock(reason_mutex_);
     ended = ended_;
   }
   return ended.valid() && ended.wait_until(deadline) == std::future_status::ready;
@@ -363,7 +364,7 @@ std::string NcclLink::find_failure() {
 
 void NcclLink::abort(const std::string& reason) {
   {
-    const std::lock_guard lock(reason_mutex_);
+    const Lock lock(reason_mutex_);
     if (has_ended()) {
       return;
     }
@@ -380,14 +381,13 @@ void NcclLink::close() {
 }
 
 void NcclLink::take_down(bool gracefully) {
-  const std::lock_guard lock(reason_mutex_);
+  const Lock lock(reason_mutex_);
   if (ended_.valid()) {
     return;
   }
   std::promise<void> promise;
   ended_ = promise.get_future().share();
-  const c10::Device device = options_.device;
-  std::thread([handle = handle_, device, gracefully, promise = std::move(promise)]() mutable {
+  const auto end = [handle = handle_, device = options_.device, gracefully](std::promise<void> ended) {
     // See [Note: Threads of our own] in common/device_runtime.cpp.
     std::optional<c10::DeviceGuard> guard;
     try {
@@ -395,9 +395,19 @@ void NcclLink::take_down(bool gracefully) {
     } catch (const std::exception&) {
       // The device has failed: NCCL will find that too.
     }
-    handle->end(gracefully);
-    promise.set_value();
-  }).detach();
+    try {
+      handle->end(gracefully);
+    } catch (const std::exception&) {
+      // What NCCL has not ended goes with the process.
+    }
+    ended.set_value();
+  };
+  try {
+    std::thread(end, std::move(promise)).detach();
+  } catch (const std::system_error&) {
+    // No thread is to be had, and the caller must not wait: NCCL's part goes with the process. Whoever waits
+    // for the end finds a broken promise, which is as good.
+  }
 }
 
 }  // namespace bmtrain

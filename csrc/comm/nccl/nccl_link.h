@@ -37,6 +37,7 @@
 
 #include "comm/nccl/nccl_api.h"
 #include "common/device_runtime.h"
+#include "common/thread_annotations.h"
 
 namespace bmtrain {
 
@@ -128,7 +129,8 @@ class NcclLink final : public NcclMember {
                    const std::string& what);
   [[nodiscard]] std::string find_failure();
   void wait_for_pending();
-  void take_down(bool gracefully);
+  // Ends the communicator, in a thread of its own.
+  void take_down(bool gracefully) BMT_EXCLUDES(reason_mutex_);
 
   const Options options_;
   const std::shared_ptr<DeviceRuntime> runtime_;
@@ -137,9 +139,9 @@ class NcclLink final : public NcclMember {
 
   std::atomic<bool> aborted_ = false;
   std::atomic<bool> closed_ = false;
-  mutable std::mutex reason_mutex_;  // protects reason_ and ended_
-  std::string reason_;
-  std::shared_future<void> ended_;
+  mutable Mutex reason_mutex_;
+  std::string reason_ BMT_GUARDED_BY(reason_mutex_);
+  std::shared_future<void> ended_ BMT_GUARDED_BY(reason_mutex_);
 
   // Protected by the handle's mutex, as everything that calls NCCL is.
   std::uint64_t sequence_ = 0;

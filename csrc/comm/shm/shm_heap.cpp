@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 
@@ -33,20 +34,16 @@ ShmHeap::ShmHeap(const std::vector<int>& files, std::vector<ShmHeapTable*> table
       own_end_(round_up(begin, kAlignment)),
       common_end_(kCommonBegin) {
   for (const int file : files) {
-    files_.push_back(fcntl(file, F_DUPFD_CLOEXEC, 0));
+    files_.emplace_back(fcntl(file, F_DUPFD_CLOEXEC, 0));
+    BMT_CHECK(CommunicationError, files_.back().is_open(),
+              "shared memory: cannot keep a memory file open: ", std::strerror(errno));
   }
-  page_map_ = ::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+  page_map_ = FileDescriptor(::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC));
 }
 
 ShmHeap::~ShmHeap() {
   for (const auto& [address, length] : mappings_) {
     munmap(address, length);
-  }
-  for (const int file : files_) {
-    ::close(file);
-  }
-  if (page_map_ >= 0) {
-    ::close(page_map_);
   }
 }
 
@@ -108,7 +105,7 @@ int ShmHeap::borrow_own(std::int64_t bytes) {
     return is_read ? kBeingRead : kNone;
   }
   Own& buffer = own_[num_own_];
-  buffer.data = try_map(files_[index(rank_)], own_end_, bytes, /*is_private=*/false);
+  buffer.data = try_map(files_[index(rank_)].get(), own_end_, bytes, /*is_private=*/false);
   if (buffer.data == nullptr) {
     return kNone;
   }
@@ -136,7 +133,7 @@ void ShmHeap::give_own_memory_back(std::uint64_t least_uses) {
   for (int slot = 0; slot < num_own_; ++slot) {
     Own& buffer = own_[slot];
     if (!buffer.is_empty && own_uses_ - buffer.use >= least_uses && is_free(slot)) {
-      empty(files_[index(rank_)], buffer.offset, buffer.bytes);
+      empty(files_[index(rank_)].get(), buffer.offset, buffer.bytes);
       buffer.is_empty = true;
     }
   }
@@ -163,7 +160,7 @@ void ShmHeap::expect_readers(int slot) {
 const char* ShmHeap::map_peer(int peer, std::uint64_t offset, std::int64_t bytes) {
   const char*& address = peers_[{peer, offset}];
   if (address == nullptr) {
-    address = map(files_[index(peer)], offset, bytes, /*is_private=*/false);
+    address = map(files_[index(peer)].get(), offset, bytes, /*is_private=*/false);
   }
   return address;
 }
@@ -197,8 +194,8 @@ int ShmHeap::borrow_common(std::int64_t bytes) {
 
 int ShmHeap::make_common(std::int64_t bytes) {
   Common& made = common_[num_common_];
-  made.view = map(files_[0], common_end_, bytes, /*is_private=*/true);
-  made.shared = map(files_[0], common_end_, bytes, /*is_private=*/false);
+  made.view = map(files_[0].get(), common_end_, bytes, /*is_private=*/true);
+  made.shared = map(files_[0].get(), common_end_, bytes, /*is_private=*/false);
   made.bytes = bytes;
   made.offset = common_end_;
   common_end_ = round_up(common_end_ + static_cast<std::uint64_t>(bytes), kAlignment);
@@ -247,7 +244,7 @@ void ShmHeap::give_memory_back() {
     begin_use(buffer);
     buffer.is_empty = true;
     if ((tables_[0]->emptied[slot].fetch_add(1) + 1) % tables_.size() == 0) {
-      empty(files_[0], buffer.offset, buffer.bytes);
+      empty(files_[0].get(), buffer.offset, buffer.bytes);
     }
     end_use(slot);
   }
@@ -268,19 +265,21 @@ bool ShmHeap::has_given_back(int peer, int slot) const {
 
 void ShmHeap::drop_private_pages(const Common& buffer) const {
   // Of each page: bit 63, whether it is there; bit 61, whether it is the file's and not a copy of ours.
+  constexpr std::uint64_t kEntry = sizeof(std::uint64_t);
   constexpr std::uint64_t kPresent = std::uint64_t{1} << 63;
   constexpr std::uint64_t kFile = std::uint64_t{1} << 61;
   constexpr std::uint64_t kSwapped = std::uint64_t{1} << 62;
   const auto page = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
   const std::uint64_t first = reinterpret_cast<std::uint64_t>(buffer.view) / page;
   const std::uint64_t count = (static_cast<std::uint64_t>(buffer.bytes) + page - 1) / page;
-  std::uint64_t entries[1024];
-  bool is_clean = page_map_ >= 0;
-  for (std::uint64_t at = 0; at < count && is_clean; at += std::size(entries)) {
-    const std::size_t wanted = std::min<std::uint64_t>(std::size(entries), count - at) * sizeof(entries[0]);
-    const auto got = pread(page_map_, entries, wanted, static_cast<off_t>((first + at) * sizeof(entries[0])));
-    is_clean = got == static_cast<ssize_t>(wanted) &&
-               std::none_of(entries, entries + wanted / sizeof(entries[0]), [](std::uint64_t entry) {
+  std::array<std::uint64_t, 1024> entries{};
+  bool is_clean = page_map_.is_open();
+  for (std::uint64_t at = 0; at < count && is_clean; at += entries.size()) {
+    const std::uint64_t wanted = std::min<std::uint64_t>(entries.size(), count - at);
+    const auto got =
+        pread(page_map_.get(), entries.data(), wanted * kEntry, static_cast<off_t>((first + at) * kEntry));
+    is_clean = got == static_cast<ssize_t>(wanted * kEntry) &&
+               std::none_of(entries.begin(), entries.begin() + wanted, [](std::uint64_t entry) {
                  return (entry & kSwapped) != 0 || ((entry & kPresent) != 0 && (entry & kFile) == 0);
                });
   }

@@ -49,6 +49,8 @@
 #include <utility>
 #include <vector>
 
+#include "common/file_descriptor.h"
+
 namespace bmtrain {
 
 /// What a rank tells the others of buffers. A table of only zeros is one in which nothing has happened yet.
@@ -157,7 +159,7 @@ class ShmHeap {
   void empty(int file, std::uint64_t offset, std::int64_t bytes) const;
 
   const int rank_;
-  std::vector<int> files_;
+  std::vector<FileDescriptor> files_;
   std::vector<ShmHeapTable*> tables_;
   std::vector<std::pair<void*, std::size_t>> mappings_;
   Own own_[ShmHeapTable::kSlots];
@@ -170,7 +172,7 @@ class ShmHeap {
   std::uint64_t own_uses_ = 0;  // of own ones
   std::uint64_t settled_ = 0;
   std::map<std::pair<int, std::uint64_t>, const char*> peers_;  // by rank and offset
-  int page_map_ = -1;
+  FileDescriptor page_map_;
 };
 
 }  // namespace bmtrain

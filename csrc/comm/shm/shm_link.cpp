@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <string_view>
 #include <utility>
 
@@ -25,6 +26,7 @@ constexpr int kLooks = 20;
 
 constexpr std::size_t kTableAt = 2048;  // within the header
 
+static_assert(Piece::kEveryPeer == ShmRing::kEverybody);
 static_assert(sizeof(ShmHeader) <= kTableAt && kTableAt + sizeof(ShmHeapTable) <= kHeaderBytes);
 
 ShmRingShape collective_shape(int size) { return {size, kCollectiveBytes}; }
@@ -108,34 +110,32 @@ ShmLink::~ShmLink() {
 }
 
 std::string ShmLink::describe(const ShmOperation& operation) const {
-  const std::string label = operation.label.empty() ? "" : " for \"" + operation.label + "\"";
-  return detail::join(operation.op, " #", operation.sequence, label, " (", operation.bytes,
-                      " bytes) on group \"", name_, "\", rank ", rank_, " of ", size_);
+  return bmtrain::describe(operation, name_, rank_, size_);
 }
 
-void ShmLink::post(const ShmOperationPtr& operation, std::vector<ShmPiece> sends,
-                   std::vector<ShmPiece> receives) {
+void ShmLink::post(const ShmOperationPtr& operation) {
   std::vector<ShmOperationPtr> finished;
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   finished.swap(finished_);
   const int peer = operation->message_peer;
-  std::int64_t& count =
-      peer < 0 ? sequence_ : (sends.empty() ? messages_received_ : messages_sent_)[index(peer)];
+  auto& messages = operation->sends.empty() ? messages_received_ : messages_sent_;
+  std::int64_t& count = peer < 0 ? sequence_ : messages[index(peer)];
   operation->sequence = count;
-  BMT_CHECK(CommunicationError, !aborted_, describe(*operation), ": the communicator was aborted: ", reason_);
-  BMT_CHECK(StateError, !closed_, describe(*operation), ": the communicator is closed");
+  if (!standing_.is_open()) {
+    standing_.refuse(describe(*operation));
+  }
   ++count;
-  const auto enqueue = [&](Queue& queue, const ShmPiece& piece) {
+  const auto enqueue = [&](Queue& queue, const Piece& piece) {
     if (piece.bytes > 0) {
       operation->left[piece.phase] += 1;
       queue.push_back({operation, piece});
     }
   };
   operation->environment = float_environment();
-  for (const ShmPiece& piece : sends) {
+  for (const Piece& piece : operation->sends) {
     enqueue(peer < 0 ? collective_sends_ : peers_[index(peer)].sends, piece);
   }
-  for (const ShmPiece& piece : receives) {
+  for (const Piece& piece : operation->receives) {
     Peer& from = peers_[index(piece.peer)];
     enqueue(peer < 0 ? from.collectives : from.messages, piece);
   }
@@ -144,11 +144,11 @@ void ShmLink::post(const ShmOperationPtr& operation, std::vector<ShmPiece> sends
 }
 
 bool ShmLink::progress() {
-  if (aborted_) {
+  if (standing_.is_aborted) {
     return false;
   }
   bool moved = send_queue(collective_sends_, collective_writer_);
-  for (int peer = 0; peer < size_ && !aborted_; ++peer) {
+  for (int peer = 0; peer < size_ && !standing_.is_aborted; ++peer) {
     if (peer != rank_) {
       Peer& other = peers_[index(peer)];
       moved |= send_queue(other.sends, message_writers_[index(peer)]);
@@ -169,13 +169,13 @@ bool ShmLink::send_queue(Queue& queue, ShmRingWriter& ring) {
     }
     const bool is_message = operation.message_peer >= 0;
     ShmDescriptor meta{};
-    meta.slot = pending.piece.slot;
+    meta.slot = operation.slot;
     meta.sequence = operation.sequence;
     meta.bytes = operation.bytes;
     meta.fingerprint = operation.fingerprint;
     meta.reader = is_message ? ShmRing::kEverybody : pending.piece.peer;
     copy_text(meta.op, sizeof(meta.op), operation.op);
-    const auto is_past = [&](int reader) {
+    const auto is_past = [&](int reader) BMT_REQUIRES(mutex_) {
       const int peer = is_message ? operation.message_peer : reader;
       return peer == rank_ || is_gone(peer);
     };
@@ -227,7 +227,7 @@ bool ShmLink::receive_queue(Queue& queue, ShmRingReader& ring, int peer) {
       return moved;
     }
     receive_chunk(pending, *chunk, ring, peer);
-    if (aborted_) {
+    if (standing_.is_aborted) {
       return moved;
     }
     ring.consume();
@@ -247,18 +247,21 @@ void ShmLink::retire(Queue& queue) {
   if (through.operation->done) {
     finished_.push_back(through.operation);
   }
-  if (closed_ && !is_busy()) {
+  if (standing_.is_closed && !is_busy()) {
     leave();
   }
 }
 
 void ShmLink::settle(ShmOperation& operation) {
   if (operation.left[0] == 0 && !operation.combined) {
-    if (operation.combine) {
-      const unsigned own = float_environment();
-      set_float_environment(operation.environment);
-      operation.combine();
-      set_float_environment(own);
+    try {
+      if (operation.combine) {
+        const FloatEnvironmentGuard guard(operation.environment);
+        operation.combine();
+      }
+    } catch (const std::exception& error) {  // not of the thread that happens to be here
+      abort_locked(detail::join(describe(operation), ": ", error.what()));
+      return;
     }
     operation.combined = true;
   }
@@ -282,8 +285,12 @@ void ShmLink::run_in_background() {
     const std::uint32_t seen = mine.urgent.count();
     bool moved = false;
     {
-      const std::lock_guard lock(mutex_);
-      moved = progress();
+      const Lock lock(mutex_);
+      try {
+        moved = progress();
+      } catch (const std::exception& error) {
+        abort_locked(detail::join("the thread that moves data of group \"", name_, "\": ", error.what()));
+      }
     }
     if (!moved && !stop_.load()) {
       mine.urgent.sleep(seen, 60'000);
@@ -292,7 +299,7 @@ void ShmLink::run_in_background() {
 }
 
 bool ShmLink::is_done(ShmOperation& operation) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   if (!operation.done) {
     progress();
   }
@@ -303,25 +310,27 @@ void ShmLink::await(ShmOperation& operation) {
   const auto deadline = std::chrono::steady_clock::now() + timeout_;
   ShmBell& bell = header(rank_).bell;
   std::vector<ShmOperationPtr> finished;
-  std::vector<at::Tensor> tensors;
+  std::vector<at::Tensor> tensors, kept;
   std::function<void()> combine;
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   while (true) {
     const std::uint32_t seen = bell.count();
     if (operation.done) {
-      if (operation.is_common) {
+      if (operation.place == ShmPlace::kCommon) {
         heap_->settle(static_cast<std::uint64_t>(operation.sequence) + 1);
       }
       finished.swap(finished_);
-      tensors.swap(operation.tensors);
+      tensors = {std::move(operation.from), std::move(operation.to)};
+      kept.swap(operation.kept);
       combine.swap(operation.combine);
       return;
     }
     if (progress()) {
       continue;
     }
-    BMT_CHECK(CommunicationError, !aborted_, describe(operation),
-              ": the communicator was aborted: ", reason_);
+    if (standing_.is_aborted) {
+      standing_.refuse(describe(operation));
+    }
     const std::vector<int> waited_for = blockers(operation);
     for (const int peer : waited_for) {
       if (is_gone(peer) && !progress()) {  // what it sent before it went still counts
@@ -335,7 +344,7 @@ void ShmLink::await(ShmOperation& operation) {
   }
 }
 
-void ShmLink::sleep_until_called(std::unique_lock<std::mutex>& lock, std::uint32_t seen,
+void ShmLink::sleep_until_called(Lock& lock, std::uint32_t seen,
                                  std::chrono::steady_clock::time_point deadline) {
   ShmBell& bell = header(rank_).bell;
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
@@ -348,7 +357,7 @@ void ShmLink::sleep_until_called(std::unique_lock<std::mutex>& lock, std::uint32
   }
   lock.lock();
   if (bell.count() == seen) {
-    look_for_the_dead();
+    poll_peer_exits();
   }
 }
 
@@ -356,11 +365,11 @@ void ShmLink::close() {
   if (getpid() != process_) {
     return;  // the lock may be held for ever in a forked child
   }
-  const std::lock_guard lock(mutex_);
-  if (closed_) {
+  const Lock lock(mutex_);
+  if (standing_.is_closed) {
     return;
   }
-  closed_ = true;
+  standing_.is_closed = true;
   if (!is_busy()) {
     leave();
   }
@@ -373,15 +382,15 @@ bool ShmLink::is_busy() const {
 }
 
 void ShmLink::leave() {
-  if (!aborted_) {
+  if (!standing_.is_aborted) {
     header(rank_).state.store(ShmState::kClosed);
   }
   notify(ShmRing::kEverybody);
 }
 
 bool ShmLink::closed() {
-  const std::lock_guard lock(mutex_);
-  return closed_;
+  const Lock lock(mutex_);
+  return standing_.is_closed;
 }
 
 }  // namespace bmtrain

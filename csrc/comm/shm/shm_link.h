@@ -26,10 +26,12 @@
 #include <thread>
 #include <vector>
 
-#include "comm/communicator.h"
+#include "comm/exchange.h"
 #include "comm/shm/shm_heap.h"
 #include "comm/shm/shm_ring.h"
 #include "comm/shm/shm_segment.h"
+#include "comm/transport.h"
+#include "common/thread_annotations.h"
 
 namespace bmtrain {
 
@@ -53,42 +55,25 @@ class ShmPeerSlices final : public PeerSlices {
   std::weak_ptr<ShmLink> link_;
 };
 
-/// Where a piece lies: in private memory, so that it goes through the rings, or in a buffer used in place.
+/// Where an operation sends from: private memory, so that it goes through the rings, or a buffer used in
+/// place.
 enum class ShmPlace : std::uint8_t { kPrivate, kOwn, kCommon };
 
-/// Bytes to be sent, or to be received from `peer`.
-struct ShmPiece {
-  char* data = nullptr;
-  std::int64_t bytes = 0;
-  int peer = ShmRing::kEverybody;
-  int phase = 0;
+/// An exchange under way. What is posted is fixed; all that changes is protected by the link's mutex.
+/// `combine` runs once, on any thread, which then rounds as the one that posted the operation.
+struct ShmOperation : Exchange {
   ShmPlace place = ShmPlace::kPrivate;
   int slot = ShmHeap::kNone;  // of the buffer, unless kPrivate
-};
-
-/// One operation: the pieces it consists of, and what is done between its phases.
-struct ShmOperation {
-  const char* op = "";
-  std::string label;
-  std::int64_t sequence = 0;
-  std::int64_t bytes = 0;
-  std::uint64_t fingerprint = 0;
-  int message_peer = -1;  // of a send or receive; -1 for collectives
-  /// Runs once when all pieces of phase 0 are through, before any of phase 1 is sent: on any thread, which
-  /// then rounds as the one that posted the operation.
-  std::function<void()> combine;
-  /// Kept alive until the operation is over; as everything below protected by the link's mutex.
-  std::vector<at::Tensor> tensors;
-  int left[2] = {0, 0};  // pieces of each phase that are not through
+  int left[2] = {0, 0};       // pieces of each phase that are not through
   bool combined = false;
   bool done = false;
-  bool is_common = false;    // a gather into a buffer that the ranks write together
   unsigned environment = 0;  // of the thread that posted it
   /// Where pieces without `data` are received: they stay where they are, if they can.
   std::shared_ptr<ShmPeerSlices> slices;
 };
 using ShmOperationPtr = std::shared_ptr<ShmOperation>;
 
+/// Any thread may call it; a thread of its own carries on where nobody does.
 class ShmLink : public std::enable_shared_from_this<ShmLink> {
  public:
   /// `files` are the memory files of all ranks in rank order; `watches` has for each rank two descriptors (or
@@ -102,34 +87,33 @@ class ShmLink : public std::enable_shared_from_this<ShmLink> {
   [[nodiscard]] static std::size_t segment_bytes(int size);
   [[nodiscard]] int rank() const { return rank_; }
   [[nodiscard]] int size() const { return size_; }
-  [[nodiscard]] const std::string& name() const { return name_; }
 
   /// Numbers the operation and starts it. Pieces of no bytes are left out. Raises StateError when closed,
   /// CommunicationError when aborted.
-  void post(const ShmOperationPtr& operation, std::vector<ShmPiece> sends, std::vector<ShmPiece> receives);
+  void post(const ShmOperationPtr& operation) BMT_EXCLUDES(mutex_);
   /// Blocks until it is over; on failure aborts the link and raises CommunicationError.
-  void await(ShmOperation& operation);
-  [[nodiscard]] bool is_done(ShmOperation& operation);
+  void await(ShmOperation& operation) BMT_EXCLUDES(mutex_);
+  [[nodiscard]] bool is_done(ShmOperation& operation) BMT_EXCLUDES(mutex_);
 
-  void abort(const std::string& reason);
-  void close();
-  [[nodiscard]] bool closed();
+  void abort(const std::string& reason) BMT_EXCLUDES(mutex_);
+  void close() BMT_EXCLUDES(mutex_);
+  [[nodiscard]] bool closed() BMT_EXCLUDES(mutex_);
 
   // Buffers used in place; see ShmHeap.
 
   /// Waits while only peers use what there is of `bytes`, for longest_wait() at most, after which there is
   /// none; see [Note: Waiting for readers].
-  [[nodiscard]] c10::DataPtr borrow_own(std::int64_t bytes);
+  [[nodiscard]] c10::DataPtr borrow_own(std::int64_t bytes) BMT_EXCLUDES(mutex_);
   [[nodiscard]] std::chrono::milliseconds longest_wait() const { return longest_wait_; }
   void set_longest_wait(std::chrono::milliseconds wait) { longest_wait_ = wait; }
-  [[nodiscard]] c10::DataPtr borrow_common(std::int64_t bytes);
-  void give_back_common(const void* view, std::int64_t bytes);
+  [[nodiscard]] c10::DataPtr borrow_common(std::int64_t bytes) BMT_EXCLUDES(mutex_);
+  void give_back_common(const void* view, std::int64_t bytes) BMT_EXCLUDES(mutex_);
   /// The slot of the own buffer that a tensor fills, about to be published; kNone if it is in none.
-  [[nodiscard]] int publish_own(const at::Tensor& tensor);
-  [[nodiscard]] int find_common(const at::Tensor& tensor);
+  [[nodiscard]] int publish_own(const at::Tensor& tensor) BMT_EXCLUDES(mutex_);
+  [[nodiscard]] int find_common(const at::Tensor& tensor) BMT_EXCLUDES(mutex_);
   void end_own(int slot) { heap_->end_own(slot); }
-  void end_common(int slot, std::uint64_t use);
-  [[nodiscard]] std::int64_t bytes_in_place();
+  void end_common(int slot, std::uint64_t use) BMT_EXCLUDES(mutex_);
+  [[nodiscard]] std::int64_t bytes_in_place() BMT_EXCLUDES(mutex_);
   void finish_reading(int peer, int slot);
 
   /// Bytes that this process copied for operations, since construction or the last reset.
@@ -140,7 +124,7 @@ class ShmLink : public std::enable_shared_from_this<ShmLink> {
  private:
   struct Pending {
     ShmOperationPtr operation;
-    ShmPiece piece;
+    Piece piece;
     std::int64_t moved = 0;
   };
   using Queue = std::deque<Pending>;
@@ -156,42 +140,44 @@ class ShmLink : public std::enable_shared_from_this<ShmLink> {
   [[nodiscard]] ShmHeader& header(int rank) const { return segments_[index(rank)].header(); }
   [[nodiscard]] static std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
   // Moves whatever can be moved now; false if nothing could.
-  bool progress();
-  bool send_queue(Queue& queue, ShmRingWriter& ring);
+  bool progress() BMT_REQUIRES(mutex_);
+  bool send_queue(Queue& queue, ShmRingWriter& ring) BMT_REQUIRES(mutex_);
   // Sends of one piece what can be sent now; returns how much.
   std::uint64_t send_some(Pending& pending, ShmRingWriter& ring, const ShmDescriptor& meta,
-                          const std::function<bool(int)>& is_past);
-  bool receive_queue(Queue& queue, ShmRingReader& ring, int peer);
+                          const std::function<bool(int)>& is_past) BMT_REQUIRES(mutex_);
+  bool receive_queue(Queue& queue, ShmRingReader& ring, int peer) BMT_REQUIRES(mutex_);
   // Aborts the link if that fails.
-  void receive_chunk(Pending& pending, const ShmDescriptor& chunk, const ShmRingReader& ring, int peer);
+  void receive_chunk(Pending& pending, const ShmDescriptor& chunk, const ShmRingReader& ring, int peer)
+      BMT_REQUIRES(mutex_);
   // Whether anything that was posted is still to be moved.
-  [[nodiscard]] bool is_busy() const;
+  [[nodiscard]] bool is_busy() const BMT_REQUIRES(mutex_);
   // Tells the peers that nothing more comes from here, and that nothing more is read.
-  void leave();
-  void settle(ShmOperation& operation);
+  void leave() BMT_REQUIRES(mutex_);
+  // Computes what is due between the phases, and notes the end. Aborts the link if the computation fails.
+  void settle(ShmOperation& operation) BMT_REQUIRES(mutex_);
   // Takes the first piece, which is through, off the queue.
-  void retire(Queue& queue);
+  void retire(Queue& queue) BMT_REQUIRES(mutex_);
   void notify(int peer) const;
   // Wakes those whose sends wait for something that has happened here now.
-  void call_blocked() const;
-  [[nodiscard]] bool is_gone(int peer) const;
+  void call_blocked() const BMT_REQUIRES(mutex_);
+  [[nodiscard]] bool is_gone(int peer) const BMT_REQUIRES(mutex_);
   // The ranks that have not let go of a common buffer's use before the present one.
-  [[nodiscard]] std::vector<int> users_behind(int slot) const;
-  [[nodiscard]] bool any_is_gone() const;
+  [[nodiscard]] std::vector<int> users_behind(int slot) const BMT_REQUIRES(mutex_);
+  [[nodiscard]] bool any_is_gone() const BMT_REQUIRES(mutex_);
   // Gives the lock away until the bell has rung since `seen`, for some milliseconds at most; then looks for
-  // the dead.
-  void sleep_until_called(std::unique_lock<std::mutex>& lock, std::uint32_t seen,
-                          std::chrono::steady_clock::time_point deadline);
+  // processes that have ended. clang does not see whose lock it is.
+  void sleep_until_called(Lock& lock, std::uint32_t seen, std::chrono::steady_clock::time_point deadline)
+      BMT_REQUIRES(mutex_) BMT_UNCHECKED;
   // Looks which processes have ended; true if one more has.
-  bool look_for_the_dead();
+  bool poll_peer_exits() BMT_REQUIRES(mutex_);
   // The ranks without which the operation cannot go on.
-  [[nodiscard]] std::vector<int> blockers(const ShmOperation& operation) const;
-  void add_readers_behind(const Pending& pending, std::vector<int>& ranks) const;
-  [[noreturn]] void fail_lost(const ShmOperation& operation, int peer);
-  [[noreturn]] void fail_late(const ShmOperation& operation, const std::vector<int>& peers);
-  [[nodiscard]] std::string lost_message(const ShmOperation& operation, int peer) const;
-  void abort_locked(const std::string& reason);
-  void run_in_background();
+  [[nodiscard]] std::vector<int> blockers(const ShmOperation& operation) const BMT_REQUIRES(mutex_);
+  void add_readers_behind(const Pending& pending, std::vector<int>& ranks) const BMT_REQUIRES(mutex_);
+  [[noreturn]] void fail_lost(const ShmOperation& operation, int peer) BMT_REQUIRES(mutex_);
+  [[noreturn]] void fail_late(const ShmOperation& operation, const std::vector<int>& peers)
+      BMT_REQUIRES(mutex_);
+  void abort_locked(const std::string& reason) BMT_REQUIRES(mutex_);
+  void run_in_background() BMT_EXCLUDES(mutex_);
 
   const int rank_;
   const int size_;
@@ -203,25 +189,24 @@ class ShmLink : public std::enable_shared_from_this<ShmLink> {
   std::atomic<std::int64_t> copied_ = 0;
   std::atomic<std::chrono::milliseconds> longest_wait_{std::chrono::seconds{10}};
 
-  std::mutex mutex_;  // protects everything below but stop_
+  Mutex mutex_;
+  // Made once. Used under the mutex, except what ShmHeap calls thread-safe.
   std::unique_ptr<ShmHeap> heap_;
-  ShmRingWriter collective_writer_;
-  std::vector<ShmRingReader> collective_readers_;
-  std::vector<ShmRingWriter> message_writers_;
-  std::vector<ShmRingReader> message_readers_;
-  Queue collective_sends_;
-  std::vector<Peer> peers_;
-  std::int64_t sequence_ = 0;
-  std::vector<std::int64_t> messages_sent_;
-  std::vector<std::int64_t> messages_received_;
+  ShmRingWriter collective_writer_ BMT_GUARDED_BY(mutex_);
+  std::vector<ShmRingReader> collective_readers_ BMT_GUARDED_BY(mutex_);
+  std::vector<ShmRingWriter> message_writers_ BMT_GUARDED_BY(mutex_);
+  std::vector<ShmRingReader> message_readers_ BMT_GUARDED_BY(mutex_);
+  Queue collective_sends_ BMT_GUARDED_BY(mutex_);
+  std::vector<Peer> peers_ BMT_GUARDED_BY(mutex_);
+  std::int64_t sequence_ BMT_GUARDED_BY(mutex_) = 0;
+  std::vector<std::int64_t> messages_sent_ BMT_GUARDED_BY(mutex_);
+  std::vector<std::int64_t> messages_received_ BMT_GUARDED_BY(mutex_);
   // Destroyed by whoever calls next: the background thread must not drop a tensor that Python knows.
-  std::vector<ShmOperationPtr> finished_;
-  bool closed_ = false;
-  bool aborted_ = false;
-  std::string reason_;
+  std::vector<ShmOperationPtr> finished_ BMT_GUARDED_BY(mutex_);
+  Standing standing_ BMT_GUARDED_BY(mutex_);
 
   std::atomic<bool> stop_ = false;
-  std::thread background_;
+  std::thread background_;  // carries on where a peer waits and no thread of the script is in the link
 };
 
 }  // namespace bmtrain

@@ -23,7 +23,7 @@ bool ShmLink::any_is_gone() const {
   return false;
 }
 
-bool ShmLink::look_for_the_dead() {
+bool ShmLink::poll_peer_exits() {
   bool found = false;
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_ || peers_[index(peer)].died) {
@@ -69,8 +69,8 @@ void ShmLink::add_readers_behind(const Pending& pending, std::vector<int>& ranks
     ranks.push_back(message_peer);
     return;
   }
-  if (pending.piece.place == ShmPlace::kCommon) {
-    const std::vector<int> users = users_behind(pending.piece.slot);
+  if (pending.operation->place == ShmPlace::kCommon) {
+    const std::vector<int> users = users_behind(pending.operation->slot);
     ranks.insert(ranks.end(), users.begin(), users.end());
     if (!users.empty()) {
       return;
@@ -84,32 +84,25 @@ void ShmLink::add_readers_behind(const Pending& pending, std::vector<int>& ranks
   }
 }
 
-std::string ShmLink::lost_message(const ShmOperation& operation, int peer) const {
-  const ShmHeader& theirs = header(peer);
-  const std::string reason = theirs.state.load() == ShmState::kAborted ? theirs.reason : "";
-  return detail::join(describe(operation), ": the connection to rank ", peer,
-                      " was lost; that rank ended, died, or failed first (see its output)",
-                      reason.empty() ? "" : ": ", reason);
-}
-
 void ShmLink::fail_lost(const ShmOperation& operation, int peer) {
-  look_for_the_dead();
+  poll_peer_exits();
   for (int other = 0; other < size_; ++other) {
     // A rank that died is the cause; one that gave up because of it is not.
     if (peers_[index(other)].died && !peers_[index(peer)].died) {
       peer = other;
     }
   }
-  const std::string message = lost_message(operation, peer);
+  const ShmHeader& theirs = header(peer);
+  const std::string message =
+      lost_message(describe(operation), peer, theirs.state.load() == ShmState::kAborted ? theirs.reason : "");
   abort_locked(message);
   throw CommunicationError(message);
 }
 
 void ShmLink::fail_late(const ShmOperation& operation, const std::vector<int>& peers) {
   const std::string message =
-      detail::join(describe(operation), ": timed out after ", static_cast<double>(timeout_.count()) / 1000.0,
-                   " s waiting for rank ", peers.empty() ? rank_ : peers.front(),
-                   "; that rank is stalled, gone, or in another operation");
+      late_message(describe(operation), static_cast<double>(timeout_.count()) / 1000.0,
+                   peers.empty() ? rank_ : peers.front(), "");
   abort_locked(message);
   throw CommunicationError(message);
 }
@@ -118,16 +111,14 @@ void ShmLink::abort(const std::string& reason) {
   if (getpid() != process_) {
     return;
   }
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   abort_locked(reason);
 }
 
 void ShmLink::abort_locked(const std::string& reason) {
-  if (aborted_ || closed_) {
+  if (!standing_.abort(reason)) {
     return;
   }
-  aborted_ = true;
-  reason_ = reason;
   ShmHeader& mine = header(rank_);
   const std::size_t length = std::min(reason.size(), ShmHeader::kReasonBytes - 1);
   std::memcpy(mine.reason, reason.data(), length);

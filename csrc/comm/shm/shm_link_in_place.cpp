@@ -43,13 +43,13 @@ void ShmPeerSlices::release() {
 
 c10::DataPtr ShmLink::borrow_own(std::int64_t bytes) {
   const auto deadline = std::chrono::steady_clock::now() + std::min(timeout_, longest_wait_.load());
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   int slot = ShmHeap::kNone;
   if (bytes == 0) {
     heap_->give_own_memory_back(/*least_uses=*/0);
     return {};
   }
-  while (!aborted_ && !closed_) {
+  while (standing_.is_open()) {
     const std::uint32_t seen = header(rank_).bell.count();
     slot = heap_->borrow_own(bytes);
     if (slot != ShmHeap::kBeingRead || any_is_gone() || std::chrono::steady_clock::now() >= deadline) {
@@ -67,8 +67,8 @@ c10::DataPtr ShmLink::borrow_own(std::int64_t bytes) {
 }
 
 c10::DataPtr ShmLink::borrow_common(std::int64_t bytes) {
-  const std::lock_guard lock(mutex_);
-  const int slot = aborted_ || closed_ ? ShmHeap::kNone : heap_->borrow_common(bytes);
+  const Lock lock(mutex_);
+  const int slot = standing_.is_open() ? heap_->borrow_common(bytes) : ShmHeap::kNone;
   if (slot == ShmHeap::kNone) {
     return {};
   }
@@ -80,7 +80,7 @@ void ShmLink::give_back_common(const void* view, std::int64_t bytes) {
   if (getpid() != process_) {
     return;  // the rank itself still uses it
   }
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   const int slot = heap_->find_common(static_cast<const char*>(view), bytes);
   if (slot == ShmHeap::kNone) {
     return;
@@ -93,7 +93,7 @@ void ShmLink::end_common(int slot, std::uint64_t use) {
   if (getpid() != process_) {
     return;
   }
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   heap_->retire_common(slot, use, static_cast<std::uint64_t>(sequence_));
   call_blocked();
 }
@@ -114,7 +114,7 @@ void ShmLink::finish_reading(int peer, int slot) {
 }
 
 int ShmLink::publish_own(const at::Tensor& tensor) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   const int slot = heap_->find_own(data_of(tensor), bytes_of(tensor));
   if (slot != ShmHeap::kNone) {
     heap_->expect_readers(slot);
@@ -123,12 +123,12 @@ int ShmLink::publish_own(const at::Tensor& tensor) {
 }
 
 int ShmLink::find_common(const at::Tensor& tensor) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   return heap_->find_common(data_of(tensor), bytes_of(tensor));
 }
 
 std::int64_t ShmLink::bytes_in_place() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   return heap_->bytes();
 }
 
@@ -144,24 +144,25 @@ std::vector<int> ShmLink::users_behind(int slot) const {
 
 std::uint64_t ShmLink::send_some(Pending& pending, ShmRingWriter& ring, const ShmDescriptor& meta,
                                  const std::function<bool(int)>& is_past) {
-  const ShmPiece& piece = pending.piece;
+  const Piece& piece = pending.piece;
   const auto left = static_cast<std::uint64_t>(piece.bytes - pending.moved);
-  if (piece.place == ShmPlace::kPrivate) {
+  const ShmOperation& operation = *pending.operation;
+  if (operation.place == ShmPlace::kPrivate) {
     const std::uint64_t written = ring.write(piece.data + pending.moved, left, meta, is_past);
     count_copied(static_cast<std::int64_t>(written));
     return written;
   }
-  const bool is_common = piece.place == ShmPlace::kCommon;
-  if ((is_common && !users_behind(piece.slot).empty()) || !ring.has_slot(is_past)) {
+  const bool is_common = operation.place == ShmPlace::kCommon;
+  if ((is_common && !users_behind(operation.slot).empty()) || !ring.has_slot(is_past)) {
     return 0;
   }
   ShmDescriptor found = meta;
   found.length = left;
   if (is_common) {
-    std::memcpy(heap_->common_data(piece.slot) + rank_ * piece.bytes, piece.data, left);
+    std::memcpy(heap_->common_data(operation.slot) + rank_ * piece.bytes, piece.data, left);
     count_copied(piece.bytes);
   } else {
-    found.offset = heap_->own_offset(piece.slot);
+    found.offset = heap_->own_offset(operation.slot);
   }
   ring.publish(found);
   return left;
@@ -169,9 +170,9 @@ std::uint64_t ShmLink::send_some(Pending& pending, ShmRingWriter& ring, const Sh
 
 void ShmLink::receive_chunk(Pending& pending, const ShmDescriptor& chunk, const ShmRingReader& ring,
                             int peer) {
-  ShmPiece& piece = pending.piece;
+  Piece& piece = pending.piece;
   ShmOperation& operation = *pending.operation;
-  if (piece.place == ShmPlace::kCommon) {
+  if (operation.place == ShmPlace::kCommon) {
     return;  // it lies where it is wanted
   }
   try {
