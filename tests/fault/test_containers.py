@@ -163,7 +163,7 @@ def test_ranks_train_with_jemalloc(tmp_path: Path) -> None:
     ]
     environment = {"LD_PRELOAD": str(JEMALLOC[0]), "PYTHONPATH": str(Path(bmt.__file__).parents[1])}
     done = run_process(command, environment=environment, timeout=120)
-    assert done.stdout.count("trained over shm, jemalloc: True\n") == 2, done.stdout
+    assert done.stdout.count("trained over shm, jemalloc: True") == 2, done.stdout
 
 
 GROUP = Path("/sys/fs/cgroup/memory")
