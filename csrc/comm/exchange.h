@@ -41,7 +41,7 @@ struct Exchange {
   std::int64_t wire_bytes = 0;    // that this rank sends
   at::Tensor from, to;            // of the caller, or their stand-ins on the host
   std::vector<at::Tensor> kept;   // what else has to live until the operation is over
-  // This rank's own slice, copied while the others travel.
+  // This rank's own slice, copied to its place among the others before anything travels.
   struct {
     char* to = nullptr;
     const char* from = nullptr;

@@ -254,11 +254,12 @@ WorkPtr ExchangeCommunicator::carry_out(Exchange exchange) {
   const auto own = exchange.own;
   const char* const op = exchange.op;
   const std::int64_t wire_bytes = exchange.wire_bytes;
-  WorkPtr work = submit(std::move(exchange));  // keeps the tensors alive
+  // Before it is submitted: then any thread that waits may carry it on, and share the slice with others.
   if (own.to != own.from && own.bytes > 0) {
     std::memcpy(own.to, own.from, static_cast<std::size_t>(own.bytes));
     count_copied(own.bytes);
   }
+  WorkPtr work = submit(std::move(exchange));
   traffic_.add(op, wire_bytes);
   return work;
 }

@@ -20,7 +20,7 @@ class ExchangeCommunicator : public Transport {
   [[nodiscard]] WorkPtr perform(const Call& call) override { return carry_out(exchange_of(call)); }
   /// The exchange that the operation consists of, not yet started.
   [[nodiscard]] Exchange exchange_of(const Call& call) const;
-  /// Starts it, copies this rank's own slice, counts.
+  /// Copies this rank's own slice, starts the exchange, counts.
   [[nodiscard]] WorkPtr carry_out(Exchange exchange);
 
   /// Numbers the exchange and starts it.
