@@ -1,5 +1,5 @@
 // The graph inside a block and its border, see [Note: A block call is an island] in
-// bmtrain/_engine/island.py.
+// bmtrain/_engine/call.py.
 //
 // Nodes and hooks run on autograd's threads. Questions about a graph are asked by the thread that has made
 // it, and by one that is about to run it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,7 +15,8 @@ from harness import run_process
 _PROGRAM = """
 import os, signal, sys, time
 rank, way = int(os.environ["RANK"]), sys.argv[1]
-print(f"rank {rank} of {os.environ['WORLD_SIZE']}, {sys.argv[1:]}", flush=True)
+# A line and its end at once, as the ranks share a pipe: print() writes the end apart.
+sys.stdout.write(f"rank {rank} of {os.environ['WORLD_SIZE']}, {sys.argv[1:]}\\n")
 if rank == 1 and way == "exit":
     sys.exit(7)
 if rank == 1 and way == "kill":
@@ -46,6 +48,7 @@ def test_launch(way: str, status: int, last: str, tmp_path: Path) -> None:
 
 
 _TRAINING = """
+import sys
 import bmtrain, torch
 bmtrain.init_distributed(timeout=300)
 block = bmtrain.Block(bmtrain.nn.Linear(8, 8))
@@ -54,7 +57,7 @@ for step in range(1_000_000):
     block(torch.ones(2, 8)).sum().backward()
     if step == 2:
         bmtrain.distributed.checkpoint.save("out", step, block)
-        print("saved", flush=True)
+        sys.stdout.write("saved\\n")  # at once, see above
 """
 
 
@@ -82,10 +85,13 @@ def test_ctrl_c_shows_no_traceback(times: int, tmp_path: Path) -> None:
             os.killpg(launched.pid, signal.SIGINT)
         output, _ = launched.communicate(timeout=60)
     finally:
-        launched.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launched.pid, signal.SIGKILL)
     assert launched.returncode == 130, output
-    assert len(output.splitlines()) == 2, output
-    report, last = output.splitlines()
-    assert "was interrupted (Ctrl-C), at " in report
-    assert report.endswith("; continue with checkpoint.load('out/step-0000002', model, optimizer)")
+    *reports, last = output.splitlines()
+    # At the second one torch's launcher sends a SIGTERM, which may reach ranks before they have reported the first.
+    assert 1 <= len(reports) <= times, output
+    for report in reports:
+        assert "was interrupted (Ctrl-C), at " in report or (times == 2 and "ended by SIGTERM, at " in report)
+        assert report.endswith("; continue with checkpoint.load('out/step-0000002', model, optimizer)")
     assert last == "bmtrain launch: stopped by SIGINT"
