@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from ..parameter import DistributedParameter
+from ._rules import members_of, table_of
 from ._sharded import ShardedOptimizer
 from .formulas import Formula, Muon
 from .places import OnOwners
@@ -24,12 +24,12 @@ class MuonOptimizer(ShardedOptimizer):
     others; the work is divided over the ranks. Momentum and masters stay sharded.
 
     The parameters of a group that take Muon and the others become groups of their own, with ``rule`` ``"muon"`` or
-    ``"adam"``, and options by the names of `torch.optim.Muon` and `torch.optim.AdamW`.
+    ``"adam"``, and options by the names of `torch.optim.Muon` and `torch.optim.AdamW`; ``print(optimizer)`` shows them.
 
     Args:
-        params: parameters, or group dicts with ``params`` and any of the options below. ``rule="muon"`` gives Muon to
-            matrices outside Blocks too, ``rule="adam"`` AdamW to all parameters of the group (an embedding or output
-            layer in a Block, a matrix that is several in one).
+        params: parameters, with their names for ``rules`` and ``splits``: ``model.named_parameters()``; or group dicts
+            with ``params`` and any of the options below. In a group ``rule="muon"`` gives Muon to matrices outside
+            Blocks too, ``rule="adam"`` AdamW to all of its parameters, and ``split`` is a value of ``splits``.
         lr: learning rate of Muon.
         momentum: decay of the momentum.
         nesterov: blend the gradient with the momentum once more.
@@ -44,11 +44,16 @@ class MuonOptimizer(ShardedOptimizer):
         adam_betas: decay of the moments.
         adam_eps: added to the denominator.
         adam_weight_decay: strength of AdamW's weight decay; None: ``weight_decay``.
+        rules: ``"muon"`` or ``"adam"`` by pattern, such as ``{"*.pos": "adam"}``; a pattern matches the name of a
+            parameter or of the module that has it, and the first that matches decides.
+        splits: matrices that are several in one, by pattern: a number of equal parts, such as ``{"*.qkv": 3}``, or the
+            rows of each part. Parts are orthogonalised separately, with the bits of separate matrices. Parts of more
+            than two dimensions (stacked experts) divide the rows of all matrices, one below the other.
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: an argument is out of its range; ``rule="muon"`` for a parameter without two dimensions; or a matrix
-            is split over tensor-parallel ranks, and its group has not ``rule="adam"``.
+        ValueError: an argument is out of its range; Muon is chosen for a parameter without two dimensions, or for a
+            matrix that is split over tensor-parallel ranks; a pattern matches nothing; or names are missing.
 
     Example:
         >>> layer = bmtrain.Block(bmtrain.nn.Linear(2, 3))
@@ -76,6 +81,8 @@ class MuonOptimizer(ShardedOptimizer):
         adam_betas: tuple[float, float] = (0.9, 0.95),
         adam_eps: float = 1e-8,
         adam_weight_decay: float | None = None,
+        rules: Mapping[str, str] | None = None,
+        splits: Mapping[str, int | Sequence[int]] | None = None,
     ) -> None:
         options = {
             "lr": lr,
@@ -91,47 +98,26 @@ class MuonOptimizer(ShardedOptimizer):
             "adam_eps": adam_eps,
             "adam_weight_decay": adam_weight_decay,
         }
-        super().__init__(params, {"lr": lr}, formula={"options": options})
+        formula = {"options": options, "rules": rules, "splits": splits}
+        super().__init__(params, {"lr": lr}, formula=formula)
+        self._formula.names.check()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as one for each rule.
+        """Adds a group, as one for each rule and split.
 
         Raises:
             TypeError, ValueError: as the constructor.
         """
-        groups = list(self._formula.groups_by_rule(param_group, _is_in_a_block)) or [param_group]
-        for p in (
-            _parameter(item) for group in groups if group.get("rule") == "muon" for item in group["params"]
-        ):
-            _check_matrix(p)
+        members = members_of(param_group["params"])
+        groups = list(self._formula.groups_by_rule(param_group, members)) or [param_group]
         for group in groups:
             super().add_param_group(group)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}\n{table_of(self.param_groups)}"
 
     def formula_of(self, p: Tensor) -> Formula:
         """Returns the formula that updates ``p``."""
         group = next(group for group in self.param_groups if any(p is member for member in group["params"]))
         formula: Formula = self._formula.formula_in(group)
         return formula
-
-
-def _parameter(item: Any) -> Any:
-    return item[1] if isinstance(item, tuple) else item
-
-
-def _shape_of(p: Tensor) -> tuple[int, ...]:
-    return tuple(p.full_shape if isinstance(p, DistributedParameter) else p.shape)
-
-
-def _is_in_a_block(p: Tensor) -> bool:
-    """Whether a parameter takes Muon by default."""
-    return isinstance(p, DistributedParameter) and p._in_block and len(p.full_shape) == 2
-
-
-def _check_matrix(p: Tensor) -> None:
-    if len(_shape_of(p)) != 2:
-        raise ValueError(f"rule: expected parameters of two dimensions for 'muon', got shape {_shape_of(p)}")
-    if isinstance(p, DistributedParameter) and p._tp_split_dim >= 0:
-        raise ValueError(
-            f"params: expected whole matrices for Muon, got one of shape {_shape_of(p)} that is split over "
-            "tensor-parallel ranks; give it to a group with rule='adam'"
-        )

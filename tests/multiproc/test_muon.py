@@ -132,7 +132,8 @@ def traffic() -> None:
     assert {kind for kind, (calls, _) in comm.traffic().items() if calls} == {"send", "recv"}
     sent = bmt.distributed.all_reduce(torch.tensor(float(comm.traffic()["send"][1]))).item()
     matrices = [p for g in optimizer.param_groups if g["rule"] == "muon" for p in g["params"]]
-    owners = owners_of([optimizer._formula.work(p.full_shape) for p in matrices], [p._spec for p in matrices])
+    work = [optimizer._formula.work(p.full_shape, {"split": None}) for p in matrices]
+    owners = owners_of(work, [p._spec for p in matrices])
     expected = 0
     for p, owner in zip(matrices, owners, strict=True):
         expected += 2 * 2 * sum(p._spec.part(r)[1] for r in range(bmt.world_size()) if r != owner)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,15 +13,14 @@ from ..._base.arguments import require_integer, require_number
 from ..._base.unseen import data_of
 from .._arrays import MASTER
 from .._options import check_betas, check_not_negative
+from .._rules import RULES, Choice, Member, Rules, Split, heights_of
 from .._updates import Update
 from .adam import Adam
 from .formula import Formula
 
-__all__ = ["RULES", "Muon"]
+__all__ = ["Muon"]
 
 _MOMENTUM = "momentum_buffer"
-#: Kinds of groups: by Muon, or by AdamW.
-RULES = ("muon", "adam")
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 
@@ -33,43 +32,59 @@ class Muon(Formula):
 
     Args:
         options: default options, of both rules; options of Adam begin with ``adam_``.
+        rules: see `Rules`.
+        splits: see `Rules`.
     """
 
     arrays = (_MOMENTUM,)
-    settings = ("options",)
+    settings = ("options", "rules", "splits")
     is_whole = True
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        rules: Mapping[str, str] | None = None,
+        splits: Mapping[str, Split] | None = None,
+    ) -> None:
         self.options = dict(options)
+        self.rules, self.splits = rules, splits
+        self.names = Rules(rules, splits)
         self.others = Adam(decoupled=True)
         self._check_all(self.options)
 
     # ---- groups
 
-    def groups_by_rule(self, group: Mapping[str, Any], is_matrix: Any) -> Iterable[dict[str, Any]]:
-        """Returns the groups of a user's group: one for each rule that a parameter takes, with the options of the rule.
+    def groups_by_rule(self, group: Mapping[str, Any], members: Sequence[Member]) -> Iterable[dict[str, Any]]:
+        """Returns the groups of a user's group: one for each rule and split, with the options of the rule.
 
         Args:
-            group: ``params``, maybe ``rule``, and options by the names of the constructor.
-            is_matrix: whether a parameter takes Muon by default.
+            group: options by the names of the constructor, maybe ``rule`` and ``split``.
+            members: its parameters.
 
         Raises:
             TypeError, ValueError: an option is of another type, or out of its range.
         """
-        rule = group.get("rule")
-        if rule not in (None, *RULES):
-            raise ValueError(f"rule: expected 'muon', 'adam' or None, got {rule!r}")
+        if group.get("rule") not in (None, *RULES):
+            raise ValueError(f"rule: expected 'muon', 'adam' or None, got {group['rule']!r}")
         options = {**self.options, **group}
         self._check_all(options)
-        params = group["params"]
-        members: dict[str, list[Any]] = {name: [] for name in RULES}
-        for item in [params] if isinstance(params, Tensor) else params:
-            p = item[1] if isinstance(item, tuple) else item  # of named_parameters()
-            members[rule or RULES[not is_matrix(p)]].append(item)
-        others = {k: v for k, v in group.items() if k not in self.options and k not in ("params", "rule")}
-        for name, chosen in members.items():
-            if chosen:
-                yield {"params": chosen, "rule": name, **self._options_of(name, options), **others}
+        chosen: dict[Any, tuple[Choice, list[Any]]] = {}
+        for member in members:
+            choice = self.names.choose(member, group)
+            chosen.setdefault(repr(choice), (choice, []))[1].append(member.item)
+        known = (*self.options, "params", "rule", "split")
+        others = {k: v for k, v in group.items() if k not in known}
+        for choice, items in sorted(chosen.values(), key=lambda kind: RULES.index(kind[0].rule)):
+            parts = {} if choice.split is None else {"split": choice.split}
+            if choice.by_columns:
+                parts["by_columns"] = True
+            yield {
+                "params": items,
+                "rule": choice.rule,
+                **self._options_of(choice.rule, options),
+                **parts,
+                **others,
+            }
 
     def _options_of(self, rule: str, options: Mapping[str, Any]) -> dict[str, Any]:
         if rule == "muon":
@@ -113,7 +128,9 @@ class Muon(Formula):
 
     def numbers_of(self, group: dict[str, Any], *, is_low: bool, scale: float) -> dict[str, Any]:
         names = [name for name in self.options if not name.startswith("adam_")]
-        return {**{name: group[name] for name in names}, "lr": float(group["lr"]), "scale": scale}
+        numbers = {name: group[name] for name in names}
+        split = {"split": group.get("split"), "by_columns": group.get("by_columns", False)}
+        return {**numbers, **split, "lr": float(group["lr"]), "scale": scale}
 
     # ---- a step
 
@@ -126,44 +143,94 @@ class Muon(Formula):
         return (grad.lerp(momentum, numbers["momentum"]) if numbers["nesterov"] else momentum).bfloat16()
 
     def transform(self, matrix: Tensor, numbers: dict[str, Any]) -> Tensor:
-        """Returns the orthogonalised matrix, by a quintic Newton-Schulz iteration in bf16.
+        """Returns the orthogonalised matrix, or its orthogonalised parts.
 
         Args:
             matrix: bf16, in the memory of this function.
             numbers: numbers of the step.
         """
-        a, b, c = numbers["ns_coefficients"]
-        is_tall = matrix.size(0) > matrix.size(1)
-        x = matrix.T if is_tall else matrix
-        x = x.div_(x.norm().clamp(min=numbers["eps"]))  # the spectral norm is at most 1
-        for _ in range(numbers["ns_steps"]):
-            gram = x @ x.T
-            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-        return x.T if is_tall else x
+        if numbers["split"] is None:
+            return _orthogonalised(matrix, numbers)
+        if numbers["by_columns"]:
+            sides = matrix.split(matrix.shape[1] // numbers["split"], 1)
+            return torch.cat([_orthogonalised(part.contiguous(), numbers) for part in sides], 1)
+        parts = matrix.reshape(-1, matrix.shape[-1]).split(heights_of(matrix.shape, numbers["split"]))
+        return torch.cat([_orthogonalised(part.clone(), numbers) for part in parts]).view(matrix.shape)
 
-    def finish(self, update: Update, numbers: dict[str, Any], shape: torch.Size, direction: Tensor) -> None:
+    def finish(
+        self, update: Update, numbers: dict[str, Any], shape: torch.Size, begin: int, direction: Tensor
+    ) -> None:
         """Updates the weights of a shard.
 
         Args:
             update: the shard.
             numbers: numbers of the step.
             shape: of the matrix.
+            begin: the first element of the shard.
             direction: elements of the transformed matrix.
         """
         lr, master = numbers["lr"], update.state.get(MASTER)
         weight = data_of(update.param) if master is None else master
         weight.mul_(1 - lr * numbers["weight_decay"])
-        weight.add_(direction.view(weight.shape), alpha=-_adjusted(lr, numbers["adjust_lr_fn"], shape))
+        for first, last, part in _parts_in(shape, numbers, begin, begin + weight.numel()):
+            rate = _adjusted(lr, numbers["adjust_lr_fn"], part)
+            if last - first == weight.numel():
+                weight.add_(direction.view(weight.shape), alpha=-rate)
+            else:
+                piece = slice(first - begin, last - begin)
+                weight.view(-1)[piece].add_(direction.view(-1)[piece], alpha=-rate)
         if master is not None:
             data_of(update.param).copy_(master)
 
-    def work(self, shape: torch.Size) -> int:
+    def work(self, shape: torch.Size, numbers: dict[str, Any]) -> int:
         """Returns the number of multiplications of one iteration over a matrix."""
-        short, long = sorted(shape)
-        return short * short * (2 * long + short)
+        return sum(_work(rows, columns) for rows, columns in _part_shapes(shape, numbers))
 
 
-def _adjusted(lr: float, adjustment: str | None, shape: torch.Size) -> float:
+def _orthogonalised(matrix: Tensor, numbers: dict[str, Any]) -> Tensor:
+    """Returns the matrix orthogonalised by a quintic Newton-Schulz iteration in bf16; overwrites its argument."""
+    a, b, c = numbers["ns_coefficients"]
+    is_tall = matrix.size(0) > matrix.size(1)
+    x = matrix.T if is_tall else matrix
+    x = x.div_(x.norm().clamp(min=numbers["eps"]))  # the spectral norm is at most 1
+    for _ in range(numbers["ns_steps"]):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def _part_shapes(shape: Sequence[int], numbers: dict[str, Any]) -> list[tuple[int, int]]:
+    """Returns the shapes of the parts of a matrix."""
+    split, columns = numbers["split"], shape[-1]
+    if split is None:
+        return [(torch.Size(shape[:-1]).numel(), columns)]
+    if numbers["by_columns"]:
+        return [(shape[0], columns // split)] * split
+    return [(rows, columns) for rows in heights_of(shape, split)]
+
+
+def _parts_in(
+    shape: Sequence[int], numbers: dict[str, Any], begin: int, end: int
+) -> Iterator[tuple[int, int, tuple[int, int]]]:
+    """Yields the runs of elements from ``begin`` to ``end`` whose parts have one shape, with the shape."""
+    shapes = _part_shapes(shape, numbers)
+    if len(set(shapes)) == 1:
+        yield begin, end, shapes[0]
+        return
+    at = 0
+    for rows, columns in shapes:
+        first, last = max(begin, at), min(end, at + rows * columns)
+        at += rows * columns
+        if first < last:
+            yield first, last, (rows, columns)
+
+
+def _work(rows: int, columns: int) -> int:
+    short, long = sorted((rows, columns))
+    return short * short * (2 * long + short)
+
+
+def _adjusted(lr: float, adjustment: str | None, shape: tuple[int, int]) -> float:
     rows, columns = shape
     if adjustment == "match_rms_adamw":
         return lr * (0.2 * math.sqrt(max(rows, columns)))

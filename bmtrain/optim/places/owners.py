@@ -83,7 +83,7 @@ class _Matrix:
 
     @property
     def work(self) -> int:
-        work: int = self._formula.work(self._shape)
+        work: int = self._formula.work(self._shape, self._numbers)
         return work
 
     def gather(self, owner: int) -> None:
@@ -130,7 +130,8 @@ class _Matrix:
     def finish(self) -> None:
         """Updates the weights."""
         self._wait()
-        self._formula.finish(self._update, self._numbers, self._shape, self._result)
+        begin = 0 if self.spec is None else self.spec.local_part[0]
+        self._formula.finish(self._update, self._numbers, self._shape, begin, self._result)
 
     def _wait(self) -> None:
         for work in self._works:
