@@ -27,7 +27,7 @@ PYTHON = {
 }
 CORE = {
     "bindings": (". bindings ops", 1400),
-    "common": ("common", 900),
+    "common": ("common", 910),
     "comm": ("comm", 6700),
     "shard": ("shard", 2520),
     "optim": ("optim", 1700),

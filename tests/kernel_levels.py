@@ -13,7 +13,7 @@ from bmtrain import _C
 
 __all__ = ["LEVELS", "Arrays", "level", "odd", "same_bits"]
 
-_ALL = ("base", "avx2", "avx512")
+_ALL = ("base", "neon") if _C.highest_cpu_isa() == "neon" else ("base", "avx2", "avx512")
 LEVELS = _ALL[: _ALL.index(_C.highest_cpu_isa()) + 1]
 
 

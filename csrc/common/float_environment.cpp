@@ -1,5 +1,7 @@
 #include "common/float_environment.h"
 
+#include <cstdint>
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -9,6 +11,10 @@ namespace bmtrain {
 unsigned float_environment() {
 #if defined(__x86_64__)
   return _mm_getcsr();
+#elif defined(__aarch64__)
+  std::uint64_t control;  // FPCR, of which the upper half is reserved
+  __asm__ volatile("mrs %0, fpcr" : "=r"(control));
+  return static_cast<unsigned>(control);
 #else
   return 0;
 #endif
@@ -17,6 +23,9 @@ unsigned float_environment() {
 void set_float_environment([[maybe_unused]] unsigned environment) {
 #if defined(__x86_64__)
   _mm_setcsr(environment);
+#elif defined(__aarch64__)
+  const std::uint64_t control = environment;
+  __asm__ volatile("msr fpcr, %0" : : "r"(control));
 #endif
 }
 

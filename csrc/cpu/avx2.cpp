@@ -1,4 +1,4 @@
-// The kernels for AVX2. See [Note: One body, three levels].
+// The kernels for AVX2. See [Note: One body, several levels].
 #if defined(__x86_64__)
 
 #include <immintrin.h>

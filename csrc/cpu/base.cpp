@@ -1,4 +1,4 @@
-// The kernels for the compiler's default target. See [Note: One body, three levels].
+// The kernels for the compiler's default target. See [Note: One body, several levels].
 #include <cstddef>
 #include <cstdint>
 

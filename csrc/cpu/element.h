@@ -1,4 +1,4 @@
-// Element types of the kernels in memory. No functions here: see [Note: One body, three levels].
+// Element types of the kernels in memory. No functions here: see [Note: One body, several levels].
 #pragma once
 
 #include <cstdint>

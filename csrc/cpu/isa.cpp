@@ -12,7 +12,14 @@
 namespace bmtrain::cpu {
 namespace {
 
+// The levels of this kind of processor, each above the one before.
+#if defined(__aarch64__)
+constexpr IsaLevel kLevels[] = {IsaLevel::kBase, IsaLevel::kNeon};
+constexpr const char* kNames = "base or neon";
+#else
 constexpr IsaLevel kLevels[] = {IsaLevel::kBase, IsaLevel::kAvx2, IsaLevel::kAvx512};
+constexpr const char* kNames = "base, avx2 or avx512";
+#endif
 
 #if defined(__x86_64__)
 struct CpuId {
@@ -50,6 +57,8 @@ IsaLevel detect() {
   if (!avx2) return IsaLevel::kBase;
   return (saved & kZmm) == kZmm && (leaf7 & kAvx512) == kAvx512 ? IsaLevel::kAvx512 : IsaLevel::kAvx2;
 }
+#elif defined(__aarch64__)
+IsaLevel detect() { return IsaLevel::kNeon; }
 #else
 IsaLevel detect() { return IsaLevel::kBase; }
 #endif
@@ -61,7 +70,7 @@ IsaLevel level_named(const std::string& name, const char* source) {
               name_of(highest_isa_level()), "), got ", name);
     return level;
   }
-  throw ValueError(detail::join(source, ": expected base, avx2 or avx512, got '", name, "'"));
+  throw ValueError(detail::join(source, ": expected ", kNames, ", got '", name, "'"));
 }
 
 IsaLevel level_at_start() {
@@ -85,6 +94,8 @@ const char* name_of(IsaLevel level) {
       return "avx2";
     case IsaLevel::kAvx512:
       return "avx512";
+    case IsaLevel::kNeon:
+      return "neon";
   }
   return "?";
 }
@@ -107,6 +118,9 @@ const KernelTable& kernel_table() {
       return avx512::kTable;
     case IsaLevel::kAvx2:
       return avx2::kTable;
+#elif defined(__aarch64__)
+    case IsaLevel::kNeon:
+      return neon::kTable;
 #endif
     default:
       return base::kTable;

@@ -1,14 +1,14 @@
 // Which instruction set the CPU kernels use, and the table of kernels each one provides.
 //
-// [Note: One body, three levels]
+// [Note: One body, several levels]
 // A kernel is written once (adam.inl, momentum.inl, reduce.inl, ...) over a vector of 16 floats, and included
-// three times: base.cpp (plain C++), avx2.cpp and avx512.cpp, each in a namespace of its own. The three agree
-// bit for bit, because
+// once for each level: base.cpp (plain C++), avx2.cpp and avx512.cpp on x86, neon.cpp on Arm, each in a
+// namespace of its own. All levels agree bit for bit, because
 //   - every level works on groups of 16 elements in the same order, a last partial group included, and adds
 //     up in 16 separate lanes whatever its registers hold;
 //   - a fused multiply-add is one where the body says so (`fma`) and nowhere else: -ffp-contract=off;
 //   - all other operations are IEEE 754's, and conversions to 16 bits round to nearest even, with denormals.
-// The payload of a NaN is all that may differ.
+// The sign and the payload of a NaN are all that may differ.
 // avx2.cpp and avx512.cpp raise the compiler's target only after all headers, and instantiate nothing of the
 // standard library afterwards: an inline function compiled there could be chosen by the linker for everybody,
 // and crash on an older processor.
@@ -26,9 +26,10 @@ enum class IsaLevel : std::uint8_t {
   kBase,    // the compiler's default target
   kAvx2,    // AVX2, FMA, F16C, BMI2
   kAvx512,  // AVX-512 F, BW, VL, DQ
+  kNeon,    // every 64-bit Arm processor
 };
 
-/// The names of BMTRAIN_CPU_ISA: "base", "avx2", "avx512".
+/// The names of BMTRAIN_CPU_ISA: "base", "avx2", "avx512", "neon".
 [[nodiscard]] const char* name_of(IsaLevel level);
 
 /// The highest level that this processor has and whose registers the operating system saves.
@@ -66,6 +67,10 @@ namespace avx2 {
 extern const KernelTable kTable;
 }
 namespace avx512 {
+extern const KernelTable kTable;
+}
+#elif defined(__aarch64__)
+namespace neon {
 extern const KernelTable kTable;
 }
 #endif

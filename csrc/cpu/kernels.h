@@ -2,7 +2,7 @@
 //
 // Every function is parallel over the pool of common/thread_pool.h, accepts any alignment and any size
 // from 0 up, gives the same bits at every instruction set level and every number of threads, and does not
-// allocate per element. None of them touches Python or tensors. See [Note: One body, three levels].
+// allocate per element. None of them touches Python or tensors. See [Note: One body, several levels].
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Vectors of 16 lanes in plain C++. See [Note: One body, three levels] for what must agree between the
+// Vectors of 16 lanes in plain C++. See [Note: One body, several levels] for what must agree between the
 // levels.
 
 struct F32x16 {

@@ -74,7 +74,7 @@ def check_processor(here: Surroundings) -> Check:
     """The kernels' instruction level is one that this processor has."""
     highest = highest_cpu_isa()
     forced = here.environ.get("BMTRAIN_CPU_ISA", "")
-    levels = ("base", "avx2", "avx512")
+    levels = ("base", "neon") if highest == "neon" else ("base", "avx2", "avx512")
     if forced and (forced not in levels or levels.index(forced) > levels.index(highest)):
         return Check(
             "processor",
