@@ -35,7 +35,10 @@ _REFUSED = {
         "torch.amp.GradScaler",
         "use bmtrain.optim.OptimManager(loss_scale=...), whose ranks agree on which steps to skip",
     ),
-    (_adafactor.__file__, "_init_group"): ("torch.optim.Adafactor", _ELEMENTWISE),
+    (_adafactor.__file__, "_init_group"): (
+        "torch.optim.Adafactor",
+        "use bmtrain.optim.whole_matrix(torch.optim.Adafactor, params, ...)",
+    ),
     (lbfgs.__file__, "_gather_flat_grad"): ("torch.optim.LBFGS", _ELEMENTWISE),
 }
 _STAND_INS = meta_utils.__file__

@@ -11,6 +11,7 @@ from .lion import LionOffloadOptimizer, LionOptimizer
 from .muon import MuonOptimizer
 from .optim_manager import OptimManager
 from .sgd import SGDOffloadOptimizer, SGDOptimizer
+from .whole import whole_matrix
 
 __all__ = [
     "AdamOffloadOptimizer",
@@ -26,4 +27,5 @@ __all__ = [
     "gather_state",
     "load_state",
     "optim_manager",
+    "whole_matrix",
 ]

@@ -94,7 +94,7 @@ class Rules:
         self.fused: list[Member] = []  # undivided ones that look like several matrices
 
     def choose(self, member: Member, group: Mapping[str, Any]) -> Choice:
-        """Returns the choice for a parameter: that of its group, else by name, else by the structure of the model.
+        """Returns the choice for a parameter: by its group, else by name, else by the structure of the model.
 
         Raises:
             ValueError: names are needed, or the parameter cannot take the chosen rule; it is named.

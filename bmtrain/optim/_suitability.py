@@ -32,7 +32,7 @@ def refuse_whole_tensor_optimizer(optimizer: Any) -> None:
     if any(isinstance(p, DistributedParameter) for p in parameters_of(optimizer.param_groups)):
         raise ValueError(
             f"optimizer: {name} computes over whole tensors and would see this rank's shards, flat; use "
-            "bmtrain.optim.AdamOptimizer, or an optimizer that works element by element"
+            f"bmtrain.optim.whole_matrix({name}, params, ...)"
         )
 
 

@@ -12,7 +12,7 @@ from harness import run_ranks
 import bmtrain as bmt
 from bmtrain import BlockPolicy
 from bmtrain.optim import AdamOptimizer, MuonOptimizer, OptimManager, gather_state
-from bmtrain.optim.places.owners import owners_of
+from bmtrain.optim._owners import owners_of
 
 LR, DECAY = 0.02, 0.1
 SHAPES = ((24, 40), (40, 24), (16, 16), (3, 70))

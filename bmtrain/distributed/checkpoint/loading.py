@@ -136,6 +136,8 @@ class Loading:
 
     def _own_entries(self, optimizer: int) -> Iterator[tuple[int, dict[str, Any]]]:
         """By parameter number, all state but that which only other ranks had, of parameters that are not shared."""
+        loader = self._optimizers[optimizer]
+        parameters = _parameters(loader) if getattr(loader, "_keeps_whole_state", False) else None
         for index, entry in self._values["optimizers"][optimizer]["entries"].items():
             replicas = [told for told in entry.values() if "replica" in told]
             if self.same_layout and self._had_state is not None:
@@ -143,7 +145,7 @@ class Loading:
             else:
                 stored = self._reader.manifest.tensors
                 is_here = all(told["of_shard"] or told["replica"] in stored for told in replicas)
-            if is_here:
+            if is_here and (parameters is None or loader.owns(parameters[int(index)])):
                 yield int(index), entry
 
     def _request_state(self, p: torch.Tensor, described: dict[str, Any], label: str) -> None:

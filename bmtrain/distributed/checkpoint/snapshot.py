@@ -204,6 +204,7 @@ _HANDLED = ("state", "param_groups", "layout", "is_whole")  # keys of an optimiz
 def _add_optimizer(snapshot: Snapshot, name: str, optimizer: Any) -> dict[str, Any]:
     rank = context().topology.rank
     state = optimizer.state_dict()
+    keeps_whole = getattr(optimizer, "_keeps_whole_state", False)  # of a parameter, at its owner
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     entries: dict[str, dict[str, Any]] = {}
     for number, entry in state["state"].items():
@@ -212,7 +213,7 @@ def _add_optimizer(snapshot: Snapshot, name: str, optimizer: Any) -> dict[str, A
         is_shard = isinstance(p, DistributedParameter)
         for key, value in entry.items():
             full = f"{name}/{number}/{key}"
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor) or keeps_whole:
                 described[key] = {"value": snapshot.add_value(own_name(rank, full), value, own=True)}
             elif is_shard and value.dim() == 0:
                 described[key] = {"scalar": [dtype_name(value.dtype), value.item()]}
