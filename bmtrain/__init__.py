@@ -57,6 +57,7 @@ if TYPE_CHECKING:  # these load when they are first used, see _ON_FIRST_USE
     from . import (
         benchmark,
         data,
+        dcp,
         debug,
         distributed,
         hook_func,
@@ -107,6 +108,7 @@ __all__ = [
     "checkpoint",
     "config",
     "data",
+    "dcp",
     "debug",
     "default_policy",
     "distributed",
@@ -161,6 +163,7 @@ _ON_FIRST_USE: dict[str, tuple[str, ...]] = {
     "benchmark": (),
     "convert": (),
     "data": (),
+    "dcp": (),
     "debug": (),
     "distributed": (),
     "hook_func": (),

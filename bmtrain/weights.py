@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from ._base.arguments import require_module
 from ._files.safetensors import SafetensorsFile, locate_tensors, write_folder, write_safetensors
 from ._files.shared_state import DistributedTensorWrapper
+from ._files.torch_folder import TorchFolder
 from ._model.check import check_model_state
 from ._model.outline import outline_of
 from ._ranks.agree import failing_together, on_all_ranks
@@ -70,13 +71,19 @@ def load(
     context("weights.load()")
     finish_background_save()
     files = on_all_ranks(lambda: locate_tensors(path), "weights.load")
-    given: dict[str, _Stored] = {}
+    given: dict[str, Any] = {}
+    with failing_together("weights.load"):
+        given = {key: Stored(files[name], name) for name, key in _renamed(files, rename, "load")}
+        own = outline_of(model).entries
+        add_ties(given, own)
+        check_model_state(model, own, given, strict)
+    return load_given(model, given, strict)
+
+
+def load_given(model: torch.nn.Module, given: Mapping[str, Any], strict: bool) -> Any:
+    """Loads stored tensors that have been checked, also into a model on the meta device. Collective."""
     buffers: list[_MetaBuffer] = []
     with failing_together("weights.load"):
-        given = {key: _Stored(files[name], name) for name, key in _renamed(files, rename, "load")}
-        own = outline_of(model).entries
-        _add_ties(given, own)
-        check_model_state(model, own, given, strict)
         buffers = _make_buffers(model)
     result = model.load_state_dict(given, strict=strict)
     empty = [str(buffer) for buffer in buffers if not buffer.is_filled()]
@@ -101,21 +108,28 @@ def _renamed(names: Iterable[str], rename: _Rename | None, operation: str) -> It
         yield name, key
 
 
-def _add_ties(given: dict[str, _Stored], own: dict[str, Any]) -> None:
+def add_ties(given: dict[str, Any], own: dict[str, Any]) -> None:
     """Adds the other names of tied parameters that are read under one name."""
-    known = {id(own[key]): stored for key, stored in given.items() if key in own}
+    known = {
+        id(own[key]): stored for key, stored in given.items() if key in own and isinstance(stored, Stored)
+    }
     for key, value in own.items():
         if key not in given and isinstance(value, torch.Tensor) and id(value) in known:
             given[key] = known[id(value)]
 
 
-class _Stored(DistributedTensorWrapper):
+def runs_of(param: torch.Tensor) -> list[tuple[int, int]]:
+    """Runs of elements of the flattened whole that this rank has: (first, number) of each."""
+    return list(spread_of(param).to_whole(*local_run(param)))
+
+
+class Stored(DistributedTensorWrapper):
     """A tensor of a file for ``load_state_dict``: each rank reads its part when it is needed."""
 
-    def __init__(self, file: SafetensorsFile, name: str) -> None:
+    def __init__(self, file: SafetensorsFile | TorchFolder, name: str) -> None:
         place = file.places[name]
         self._file = file
-        self._name = name
+        self.name = name
         self._tensor = None
         self._read_into: DistributedParameter | None = None
         self.shape = torch.Size(place.shape)
@@ -123,14 +137,14 @@ class _Stored(DistributedTensorWrapper):
 
     def broadcast(self) -> torch.Tensor:
         """The full tensor on the run device; every rank reads it."""
-        return self._file.read(self._name).view(self.shape).to(context().device)
+        return self._file.read(self.name).view(self.shape).to(context().device)
 
     def part_of(self, param: DistributedParameter) -> torch.Tensor:
         """This rank's part."""
         if self._read_into is param:  # under another of its names
             return param.detach()
         self._read_into = param
-        part = self._file.read(self._name, spread_of(param).to_whole(*local_run(param)))
+        part = self._file.read(self.name, runs_of(param))
         return part.to(context().device, param.dtype)
 
 

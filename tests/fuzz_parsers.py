@@ -22,6 +22,7 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ import torch
 
 from bmtrain._files.archive import read_archive
 from bmtrain._files.safetensors import SafetensorsFile, locate_tensors, write_safetensors
+from bmtrain._files.torch_folder import TorchFolder
+from bmtrain._files.torch_folder_writer import Part, write_part, write_table
+from bmtrain._files.torch_table import METADATA, read_table
 from bmtrain.distributed.checkpoint.manifest import CHUNK, Manifest, Piece, ShardFile, StoredTensorInfo
 from bmtrain.errors import UnreadableFileError
 
@@ -245,11 +249,49 @@ class Archive(Case):
                 value.clone()
 
 
+class TorchTable(Case):
+    """The table of ``torch.distributed.checkpoint``, a pickle; a file that it names may be missing."""
+
+    also_refused: tuple[type[BaseException], ...] = (FileNotFoundError,)
+    file = METADATA
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "torch"
+        boxes = [((0, 0), (2, 3)), ((2, 0), (1, 2)), ((2, 2), (1, 1))]
+        parts = [
+            Part(("model", "w"), torch.float32, (3, 3), *box, partial(torch.ones, box[1])) for box in boxes
+        ]
+        write_table(self.folder, [write_part(self.folder, 0, 1, parts, {("lr",): 0.1})])
+        self.path = self.folder / self.file
+        self.valid = self.path.read_bytes()
+
+    def __call__(self, rng: random.Random) -> bytes:
+        return mutate_bytes(self.valid, rng)
+
+    def parse(self, data: bytes) -> None:
+        self.path.write_bytes(data)
+        found = TorchFolder(self.folder, json.loads(json.dumps({**read_table(self.folder), "paths": None})))
+        found.check_sizes()
+        for name in found.places:
+            found.read(name)
+        for name in found.values:
+            found.value(name)
+
+
+class TorchArchive(TorchTable):
+    """The file of tensors that such a table describes."""
+
+    also_refused = ()
+    file = "__0_0.distcp"
+
+
 TARGETS: dict[str, Callable[[Path], Case]] = {
     "safetensors": Safetensors,
     "index": Index,
     "manifest": ManifestText,
     "archive": Archive,
+    "torch-table": TorchTable,
+    "torch-archive": TorchArchive,
 }
 
 

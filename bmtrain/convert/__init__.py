@@ -8,12 +8,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from .._files.archive_writer import write_archive
 from .._files.safetensors import write_folder, write_safetensors
+from .._files.torch_table import METADATA
 from ..distributed.checkpoint.layout import step_folder
 from ..distributed.checkpoint.snapshot import Run
 from ..distributed.checkpoint.spread import Spread
@@ -24,7 +26,7 @@ from .sources import TIES, Source, open_source
 
 __all__ = ["add_arguments", "convert", "run"]
 
-KINDS = ("pt", "safetensors", "checkpoint")
+KINDS = ("pt", "safetensors", "checkpoint", "dcp")
 
 
 def convert(
@@ -43,10 +45,11 @@ def convert(
 
     Args:
         source: a file of :func:`bmtrain.save` or ``torch.save``; a safetensors file, index, or folder of these; a
-            checkpoint or a folder of checkpoints.
+            checkpoint or a folder of checkpoints; a checkpoint of ``torch.distributed.checkpoint``, as of FSDP2.
         target: a file; for ``"checkpoint"`` the folder in which ``step-0000000`` is made; for ``"safetensors"`` a
             file or a folder that gets ``model.safetensors`` and, if that is too large, numbered files with an index.
-        to: ``"pt"``, ``"safetensors"`` or ``"checkpoint"``; by default according to the name of ``target``.
+        to: ``"pt"``, ``"safetensors"``, ``"checkpoint"``, or ``"dcp"`` for a folder that
+            ``torch.distributed.checkpoint.load`` reads; by default according to the name of ``target``.
         layout: shapes and names of the target: ``"gpt2"`` (``example/models/gpt.py``), ``"hf-gpt2"``,
             ``"hf-llama"``, or ``"hf-llama-fused"`` (Phi-3: queries, keys and values in one matrix, gate and up in
             another). The layout of the source is detected from its names; a GPT-2 cannot become a LLaMA. Masks and
@@ -84,14 +87,18 @@ def convert(
         write_archive(path, opened.table, read, opened.ties, opened.order)
     elif kind == "safetensors":
         _to_safetensors(opened, path, read, max_shard_size)
-    else:
+    elif kind == "checkpoint":
         _to_checkpoint(opened, path, read)
+    else:
+        _to_torch_folder(opened, path, read)
 
 
 def _find_existing(path: Path, kind: str) -> Path | None:
     """The files that a conversion to ``path`` would replace."""
     if kind == "checkpoint":
         places = [step_folder(path, 0)]
+    elif kind == "dcp":
+        places = [path / METADATA]
     elif kind == "safetensors" and path.suffix != ".safetensors":
         places = [path / "model.safetensors", path / "model.safetensors.index.json"]
     else:
@@ -143,6 +150,20 @@ def _to_checkpoint(source: Source, folder: Path, read: Callable[[str], torch.Ten
 
     keys = [[name, {"tensor": f"model/{source.ties.get(name, name)}"}] for name in source.order]
     write_single(step_folder(folder, 0), runs(), keys)
+
+
+def _to_torch_folder(source: Source, folder: Path, read: Callable[[str], torch.Tensor]) -> None:
+    from .._files.torch_folder_writer import Part, write_part, write_table
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / METADATA).unlink(missing_ok=True)
+    parts = []
+    for name in source.order:
+        first = source.ties.get(name, name)
+        dtype, shape = source.table[first]
+        reading = partial(read if name == first else source.read, first)
+        parts.append(Part(("model", name), dtype, shape, (0,) * len(shape), shape, reading))
+    write_table(folder, [write_part(folder, 0, 1, parts, {})])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,8 @@ import torch
 from .._base.tensors import place_of
 from .._files.archive import read_archive
 from .._files.safetensors import SafetensorsFile, locate_tensors
+from .._files.torch_folder import TorchFolder
+from .._files.torch_table import METADATA, read_table
 from ..distributed.checkpoint.layout import MANIFEST, check_sizes, newest, read_manifest
 from ..distributed.checkpoint.manifest import DTYPES
 from ..distributed.checkpoint.reader import Reader
@@ -121,6 +123,32 @@ class _Folder(Source):
         return self._reader.read_whole(self._stored[name])
 
 
+class _TorchFolder(Source):
+    """The model in a checkpoint of ``torch.distributed.checkpoint``."""
+
+    def __init__(self, path: Path) -> None:
+        table = read_table(path)
+        self._folder = TorchFolder(path, table)
+        self._folder.check_sizes()
+        paths = {name: tuple(told or (name,)) for name, told in table["paths"].items()}
+        models = {name: told for name, told in paths.items() if told[-2:-1] == ("model",)}
+        models = models or {name: told for name, told in paths.items() if len(told) == 1}
+        self._stored = {str(told[-1]): name for name, told in models.items()}
+        if len(self._stored) < max(len(models), 1):
+            raise UnreadableFileError(f"{path}: expected the state dict of one model under the key 'model'")
+        self.table = {key: self._folder.places[name][:2] for key, name in self._stored.items()}
+        self.ties, self.order = {}, list(self.table)
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._folder.read(self._stored[name]).view(self.table[name][1])
+
+    def read_rows(self, name: str, begin: int, end: int) -> torch.Tensor:
+        shape = self.table[name][1]
+        row = math.prod(shape[1:])
+        run = begin * row, (end - begin) * row
+        return self._folder.read(self._stored[name], [run]).view(end - begin, *shape[1:])
+
+
 def open_source(path: Path) -> Source:
     """Opens ``path`` as the matching kind of source.
 
@@ -131,6 +159,8 @@ def open_source(path: Path) -> Source:
     if path.is_dir():
         if (path / MANIFEST).exists():
             return _Folder(path)
+        if (path / METADATA).exists():
+            return _TorchFolder(path)
         found = newest(path)
         if found is not None:
             return _Folder(found)

@@ -6,7 +6,7 @@ import pytest
 from fuzz_parsers import TARGETS, fuzz, limit_memory
 from harness import run_ranks
 
-EXECUTIONS = {"archive": 300}  # of the slow ones; the others 5,000
+EXECUTIONS = {"archive": 300, "torch-archive": 500}  # of the slow ones; the others 5,000
 
 
 def few(target: str) -> dict[str, int]:

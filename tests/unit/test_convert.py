@@ -60,6 +60,7 @@ def test_every_way_and_back(checksums: bool, tmp_path: Path) -> None:
         convert(tmp_path / "a.pt", tmp_path / "b.safetensors")
         convert(tmp_path / "b.safetensors", tmp_path / "c", "checkpoint")
         convert(tmp_path / "c", tmp_path / "d", "safetensors", max_shard_size=100_000)
+        convert(tmp_path / "d", tmp_path / "f", "dcp")
         convert(tmp_path / "d", tmp_path / "e.pt")
     finally:
         torch.serialization.set_crc32_options(known)
@@ -68,6 +69,8 @@ def test_every_way_and_back(checksums: bool, tmp_path: Path) -> None:
         loaded = torch.load(tmp_path / "e.pt", weights_only=True, mmap=mapped)
         assert_same(loaded, state)
         assert loaded["tied"].data_ptr() == loaded["large"].data_ptr()
+    convert(tmp_path / "f", tmp_path / "g.pt")
+    assert_same(torch.load(tmp_path / "g.pt"), state)
     check_archive(tmp_path / "e.pt")
     with zipfile.ZipFile(tmp_path / "e.pt") as archive:
         assert archive.testzip() is None
@@ -114,7 +117,8 @@ def test_damaged_sources_are_refused_and_nothing_appears(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("target", "kind"), [("b.pt", None), ("b.safetensors", None), ("b", "safetensors"), ("b", "checkpoint")]
+    ("target", "kind"),
+    [("b.pt", None), ("b.safetensors", None), ("b", "safetensors"), ("b", "checkpoint"), ("b", "dcp")],
 )
 def test_weights_that_are_there_are_replaced_only_when_asked(
     target: str, kind: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]

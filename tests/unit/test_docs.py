@@ -94,6 +94,7 @@ PUBLIC = [
     "bmtrain",
     "bmtrain.benchmark",
     "bmtrain.data",
+    "bmtrain.dcp",
     "bmtrain.debug",
     "bmtrain.distributed",
     "bmtrain.distributed.checkpoint",
