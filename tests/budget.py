@@ -22,7 +22,7 @@ PYTHON = {
     "engine": ("_engine", 4750),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 3430),
     "files": ("_files dcp distributed store weights", 4450),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 7870),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 7950),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 10_560),
 }
 CORE = {

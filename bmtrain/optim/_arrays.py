@@ -45,6 +45,9 @@ class NamesArrays(Protocol):
     @property
     def needed_arrays(self) -> tuple[str, ...]: ...
 
+    @property
+    def is_whole(self) -> bool: ...
+
 
 class KeepsArrays(Protocol):
     """Protocol of optimizers whose state is arrays with one number for each element of a parameter."""
@@ -128,7 +131,9 @@ def layout_of(optimizer: KeepsArrays) -> dict[str, int] | None:
 
 
 def gathered_state(optimizer: KeepsArrays) -> dict[int, dict[str, Any]]:
-    """Returns the state of all ranks, by parameter number: full 1-D fp32 CPU tensors. Collective.
+    """Returns the state of all ranks, by parameter number: full fp32 CPU tensors. Collective.
+
+    They are 1-D, except arrays of formulas of matrices.
 
     A rank has no state for a parameter of which it holds no element, so the ranks first agree on the entries.
     """
@@ -149,7 +154,10 @@ def gathered_state(optimizer: KeepsArrays) -> dict[int, dict[str, Any]]:
         entry: dict[str, Any] = {"step": step}
         for name in names:
             local = own[name] if name in own else torch.zeros(p.numel(), device="cpu")
-            entry[name] = gather_flat(p, local.detach().reshape(-1).to("cpu", torch.float32, copy=True))
+            flat = gather_flat(p, local.detach().reshape(-1).to("cpu", torch.float32, copy=True))
+            # As torch's optimizer of matrices keeps its state.
+            is_matrix = optimizer.formula_of(p).is_whole and name != MASTER
+            entry[name] = flat.view(getattr(p, "_tp_original_shape", p.shape)) if is_matrix else flat
         gathered[index] = entry
     return gathered
 

@@ -315,8 +315,9 @@ class ShardedOptimizer(UntracedOptimizer):
         """Returns the state of this rank's shards, or of full parameters.
 
         Args:
-            gather: return every tensor as the full 1-D fp32 CPU tensor, the same on all ranks, loadable at any number
-                of ranks; collective. Otherwise tensors are this rank's own, and load at the same layout only.
+            gather: return every tensor as the full 1-D fp32 CPU tensor (the momentum of Muon in the shape of the
+                matrix), the same on all ranks, loadable at any number of ranks; collective. Otherwise tensors are this
+                rank's own, and load at the same layout only.
 
         Returns:
             The layout of `torch.optim.Optimizer.state_dict`, with ``is_whole`` and, for the state of one rank of

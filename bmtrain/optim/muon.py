@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ._of_torch import is_of_torch, joined
 from ._rules import members_of, table_of
 from ._sharded import ShardedOptimizer
 from .formulas import Formula, Muon
@@ -112,6 +114,30 @@ class MuonOptimizer(ShardedOptimizer):
         groups = list(self._formula.groups_by_rule(param_group, members)) or [param_group]
         for group in groups:
             super().add_param_group(group)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state of this optimizer, or of `torch.optim.Muon` or `torch.optim.AdamW` over whole parameters.
+
+        A state of torch has the groups of one rule. The groups of the other rule, and AdamW's learning rate, which
+        follows the ratio, stay unchanged.
+
+        Args:
+            state_dict: not modified, and none of its tensors is kept.
+
+        Raises:
+            ValueError: groups or sizes do not match; nothing changed.
+        """
+        if not is_of_torch(state_dict):
+            super().load_state_dict(state_dict)
+            return
+        rule = "muon" if any("ns_steps" in group for group in state_dict["param_groups"]) else "adam"
+        others = [p for group in self.param_groups if group["rule"] != rule for p in group["params"]]
+        kept = {p: self._states[p] for p in others if p in self._states}
+        super().load_state_dict(joined(state_dict, self.param_groups, rule))
+        self._states.update(kept)
+        for p in kept:
+            self._mark_seen(p)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}\n{table_of(self.param_groups)}"

@@ -112,7 +112,15 @@ def train(dtype: torch.dtype, policy: dict[str, Any], loss_scale: float | None) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("world", "policy"),
-    [(1, {}), (2, {}), (3, {}), (2, {"level": 2}), (2, {"level": 0}), (4, {"zero_size": 2})],
+    [
+        (1, {}),
+        (2, {}),
+        (3, {}),
+        (2, {"level": 2}),
+        (2, {"level": 1}),
+        (2, {"level": 0}),
+        (4, {"zero_size": 2}),
+    ],
     ids=str,
 )
 def test_weights_are_those_of_torch_over_whole_tensors(
@@ -230,3 +238,109 @@ def ratio() -> None:
 
 def test_a_schedule_keeps_the_ratio_of_the_learning_rates() -> None:
     run_ranks(1, ratio)
+
+
+def exchange_with_torch(dtype: torch.dtype) -> None:
+    """States of torch's optimizers over whole fp32 parameters load, and gathered states load into them."""
+    model = Model(dtype, BlockPolicy())
+    parameters = dict(model.named_parameters())
+    matrices = [p for name, p in parameters.items() if "weights" in name]
+    others = [p for name, p in parameters.items() if "weights" not in name]
+    optimizer = MuonOptimizer([*matrices, *others], lr=LR, weight_decay=DECAY, adam_lr=LR / 4)
+    torch.manual_seed(5)
+    gradients = {p: torch.randn(p.full_shape).to(dtype) for p in parameters.values()}
+
+    def torch_pair() -> tuple[list[list[torch.nn.Parameter]], list[torch.optim.Optimizer]]:
+        whole = [
+            [torch.nn.Parameter(p.gather().float().clone()) for p in kind] for kind in (matrices, others)
+        ]
+        muon = torch.optim.Muon(whole[0], lr=LR, weight_decay=DECAY)
+        return whole, [muon, torch.optim.AdamW(whole[1], lr=LR / 4, betas=(0.9, 0.95), weight_decay=DECAY)]
+
+    def step(whole: list[list[torch.nn.Parameter]], pair: list[torch.optim.Optimizer]) -> None:
+        for kind, copies in zip((matrices, others), whole, strict=True):
+            for p, copy in zip(kind, copies, strict=True):
+                p.load_grad(gradients[p])
+                copy.grad = gradients[p].float()
+        for known in (*pair, optimizer):
+            known.step()
+        for p, copy in zip((*matrices, *others), (*whole[0], *whole[1]), strict=True):
+            tolerance = (
+                {"rtol": 0.02, "atol": 1e-3} if dtype == torch.bfloat16 else {}
+            )  # torch keeps no master
+            torch.testing.assert_close(p.gather().float(), copy.detach().to(dtype).float(), **tolerance)
+
+    whole, pair = torch_pair()
+    step(whole, pair)
+    pair[0].param_groups[0]["momentum"] = 0.9
+    before = optimizer.state_dict(gather=True)["state"]
+    for known in pair:
+        optimizer.load_state_dict(known.state_dict())
+    assert [g["lr"] for g in optimizer.param_groups] == [LR, LR] and optimizer.param_groups[0][
+        "momentum"
+    ] == 0.9
+    after = optimizer.state_dict(gather=True)["state"]
+    for index, entry in after.items():
+        for name, value in entry.items():
+            if isinstance(value, torch.Tensor) and name != "_param_fp32":
+                torch.testing.assert_close(value, before[index][name])
+    step(whole, pair)
+    state = optimizer.state_dict(gather=True)
+    assert state["state"][0]["momentum_buffer"].shape == matrices[0].full_shape
+    whole, (muon, _) = torch_pair()
+    muon.load_state_dict({**state, "param_groups": [g for g in state["param_groups"] if g["rule"] == "muon"]})
+    for number, copy in enumerate(whole[0]):
+        assert torch.equal(muon.state[copy]["momentum_buffer"], state["state"][number]["momentum_buffer"])
+    optimizer.load_state_dict(muon.state_dict())  # with the keys of this library's groups
+    again = optimizer.state_dict(gather=True)["state"]
+    assert all(
+        torch.equal(again[k][n], v) for k, e in state["state"].items() for n, v in e.items() if n != "step"
+    )
+    with pytest.raises(ValueError, match=r"expected groups of \[8\] parameters by 'muon', got \[7\]"):
+        optimizer.load_state_dict(torch.optim.Muon(whole[0][1:], lr=LR).state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world", [1, 3])
+def test_states_of_torch_load_and_gathered_states_load_into_torch(world: int, dtype: torch.dtype) -> None:
+    run_ranks(world, exchange_with_torch, dtype)
+
+
+class Staged(bmt.DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (bmt.DistributedParameter(torch.randn(shape)) for shape in ((12, 6), (6, 12)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (x @ self.up.t()).tanh() @ self.down.t()
+
+
+def in_stages(whole_class: bool) -> None:
+    """Each stage steps its own matrices."""
+    torch.manual_seed(1)
+    model = bmt.PipelineTransformerBlockList([bmt.Block(Staged(), mode="PIPE") for _ in range(3)])
+    named = dict(model.named_parameters())
+    if whole_class:
+        optimizer: Any = bmt.optim.whole_matrix(torch.optim.Muon, named.items(), lr=LR, weight_decay=DECAY)
+    else:
+        optimizer = MuonOptimizer(named.items(), lr=LR, weight_decay=DECAY)
+    whole = {name: torch.nn.Parameter(p.gather().detach().clone()) for name, p in named.items()}
+    reference = torch.optim.Muon(whole.values(), lr=LR, weight_decay=DECAY)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + bmt.rank()))
+        model(x).square().sum().backward()
+        for name, p in named.items():
+            gradient = p.gather_grad()
+            assert gradient is not None
+            whole[name].grad = gradient
+        reference.step()
+        bmt.optim_step(optimizer)
+        assert all(torch.equal(p.gather(), whole[name]) for name, p in named.items())
+        if step == 1:
+            optimizer.load_state_dict(optimizer.state_dict(gather=True))
+
+
+@pytest.mark.parametrize("whole_class", [False, True])
+def test_stages_of_a_pipeline_step_their_own_matrices(whole_class: bool) -> None:
+    run_ranks(4, in_stages, whole_class, init={"pipe_size": 2})

@@ -193,7 +193,8 @@ class Loading:
             for index, entry in self._own_entries(number)
         }
         others = self._reader.value(saved["others"])
-        return {**others, "state": state, "param_groups": self._reader.value(saved["groups"])}
+        groups = self._reader.value(saved["groups"])
+        return {**others, "state": state, "param_groups": groups, "is_whole": False}
 
     def _read_state(self, p: torch.Tensor, described: dict[str, Any]) -> Any:
         if "shard" in described:
