@@ -86,6 +86,7 @@ _SOURCES = (
     _Source("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE",
             marker="SLURM_STEP_ID", job=("SLURM_JOB_ID", "SLURM_STEP_ID")),
 )  # fmt: skip
+_TORCHRUN, _, _MPICH, _, _SLURM = _SOURCES
 
 
 def read_launch(init_method: str, environ: Mapping[str, str], argv: Sequence[str]) -> Launch:
@@ -148,8 +149,14 @@ def _find_source(environ: Mapping[str, str]) -> _Source | None:
         if source.marker is not None and not environ.get(source.marker):
             continue
         if environ.get(source.rank) or environ.get(source.world_size):
-            return source
+            return _SLURM if source is _MPICH and _srun_sets_pmi(environ) else source
     return None
+
+
+def _srun_sets_pmi(environ: Mapping[str, str]) -> bool:
+    """Whether ``srun --mpi=pmi2`` has set the PMI variables; the launcher of MPICH may run inside a step too."""
+    pairs = ((_MPICH.rank, _SLURM.rank), (_MPICH.world_size, _SLURM.world_size))
+    return bool(environ.get("SLURM_STEP_ID")) and all(environ.get(a) == environ.get(b) for a, b in pairs)
 
 
 def _integer(environ: Mapping[str, str], name: str, source: _Source, minimum: int) -> int:
@@ -182,14 +189,31 @@ def _read_local(
     local_rank = local_size = None
     if environ.get(source.local_rank):
         local_rank = _integer(environ, source.local_rank, source, minimum=0)
-    elif source is _SOURCES[0]:
+    elif source is _TORCHRUN:
         local_rank = _local_rank_argument(argv)
     text = environ.get(source.local_size, "")
-    if source.marker is None and text:
+    if source is _SLURM:
+        local_size = _tasks_of_node(environ)
+    elif text:
         local_size = _parse_integer(text, f"environment variable {source.local_size}", minimum=1)
-    elif text.isdigit():  # Slurm may also say "2(x3)"
-        local_size = int(text)
     return local_rank, local_size
+
+
+def _tasks_of_node(environ: Mapping[str, str]) -> int | None:
+    """Tasks of a Slurm step on this node: its place in a list such as ``2(x3),1``, which counts the step's nodes.
+
+    ``SLURM_NTASKS_PER_NODE`` is what the job asked for: a step may have been given other numbers.
+
+    >>> _tasks_of_node({"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "3"})
+    1
+    """
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        counts += [int(count)] * int(times or 1)
+    node, asked = environ.get("SLURM_NODEID", ""), environ.get(_SLURM.local_size, "")
+    if counts:
+        return counts[int(node)] if node.isdigit() and int(node) < len(counts) else None
+    return int(asked) if asked.isdigit() else None
 
 
 def _local_rank_argument(argv: Sequence[str]) -> int | None:

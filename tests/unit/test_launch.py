@@ -103,6 +103,21 @@ def test_slurm_tasks_per_node_that_say_nothing_about_this_host(text: str) -> Non
 
 
 @pytest.mark.parametrize(
+    ("tasks", "node", "local_size"),
+    [("2", "0", 2), ("2(x3)", "2", 2), ("3(x2),2", "2", 2), ("3(x2),2", "1", 3), ("2(x3)", "3", None)],
+)
+def test_slurm_ranks_of_a_host_are_those_of_the_step(tasks: str, node: str, local_size: int | None) -> None:
+    """The job's ``--ntasks-per-node`` holds no longer where a step has other numbers."""
+    step = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node, "SLURM_NTASKS_PER_NODE": "1"}
+    assert read(step).local_size == local_size
+
+
+def test_pmi_variables_of_srun_are_slurms() -> None:
+    launch = read({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "8"})
+    assert (launch.source, launch.meeting.host, place(launch)) == ("Slurm", "node07", (3, 8, 1, 2))
+
+
+@pytest.mark.parametrize(
     ("nodes", "first"),
     [
         ("node[07-09],other", "node07"),
