@@ -40,7 +40,7 @@ def missing_requirements(requirements: Sequence[str], extras: Sequence[str]) -> 
     for requirement in requirements:
         wanted, _, marker = requirement.partition(";")
         extra = re.search(r"extra == ['\"]([^'\"]+)", marker)
-        parsed = re.match(r"\s*([\w.-]+)\s*(?:==\s*([\w.+]+))?", wanted)
+        parsed = re.match(r"\s*([\w.-]+)(?:\[[\w, -]+\])?\s*(?:==\s*([\w.+]+))?", wanted)
         if parsed is None or (extra is not None and extra[1] not in extras):
             continue
         version = installed(parsed[1])

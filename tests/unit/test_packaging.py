@@ -371,9 +371,11 @@ def test_set_up_sees_what_is_missing() -> None:
         "torch==0.0.1",
         "no-such-distribution>=3; extra == 'test'",
         'no-such-other; extra == "docs"',
+        "pytest[dev]>=9; extra == 'test'",
+        "pytest[dev]==0.0.1; extra == 'test'",
     ]
     found = environment.missing_requirements(requirements, ["test"])
-    assert found == ["torch==0.0.1", "no-such-distribution>=3"]
+    assert found == ["torch==0.0.1", "no-such-distribution>=3", "pytest[dev]==0.0.1"]
 
 
 def test_set_up_rebuilds_a_stale_core(monkeypatch: pytest.MonkeyPatch) -> None:
