@@ -103,8 +103,8 @@ def run(reason: str, *arguments: str) -> None:
 
 
 def pip_install(reason: str, *arguments: str) -> None:
-    """Install, with pip's bars for what is large."""
-    options = ("--disable-pip-version-check", "--no-input", "--root-user-action=ignore")
+    """Install, with pip's bars for what is large. Python compiles what is imported when it is, a part of it all."""
+    options = ("--disable-pip-version-check", "--no-input", "--no-compile", "--root-user-action=ignore")
     run(reason, "-m", "pip", "install", *options, *arguments)
 
 

@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
 # Set up, lint, and run every test that this machine can run.
 #     bash tests/run.sh [--fast] [pytest arguments]
-# --fast leaves out the tests marked slow. Environment: BMTRAIN_PYTHON (tests/env.sh), BMTRAIN_CUDA, MAX_JOBS (setup.py).
+# --fast leaves out the tests marked slow, and clang-tidy.
+# Environment: BMTRAIN_PYTHON (tests/env.sh), BMTRAIN_CUDA, MAX_JOBS (setup.py).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 arguments=()
+fast=
 for argument in "$@"; do
     if [ "$argument" = --fast ]; then
+        fast=1
         arguments+=(-m "not slow")
     else
         arguments+=("$argument")
@@ -24,6 +27,7 @@ if [ "${CI:-}" = true ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null &
 fi
 
 . tests/env.sh test examples docs
+unset PYTHONDONTWRITEBYTECODE # a run starts hundreds of processes, which all import the same modules
 "$PYTHON" -c 'import bmtrain, json; print("build:", json.dumps(bmtrain.build_info(), indent=1))'
 
 status=0
@@ -49,15 +53,19 @@ check "$PYTHON" -m ruff format --quiet --check .
 check "$(dirname "$PYTHON")/lint-imports" --no-cache
 check "$PYTHON" -m mypy --no-error-summary
 check "$(dirname "$PYTHON")/clang-format" --dry-run -Werror "${cpp[@]}"
-check "$PYTHON" tests/tidy.py
+[ -n "$fast" ] || check "$PYTHON" tests/tidy.py
+while sleep 8 >/dev/null && kill -0 $$; do echo "linters: $SECONDS s since the start"; done 2>/dev/null &
+clock=$!
 for linter in "${linters[@]}"; do
     wait "$linter" || status=1
 done
+kill "$clock"
+wait "$clock" 2>/dev/null || true
 
 # A worker for each processor. -n 0 among the arguments runs all tests in one process, as --pdb needs it.
 workers=(-n logical --maxprocesses 8 --no-loadscope-reorder)
 result=0
-"$PYTHON" -m pytest "${workers[@]}" --durations=15 "${arguments[@]}" </dev/null || result=$?
+"$PYTHON" -u -m pytest "${workers[@]}" --durations=15 "${arguments[@]}" </dev/null || result=$?
 if [ "$status" -ne 0 ] || { [ "$result" -ne 0 ] && [ "$result" -ne 5 ]; }; then
     echo "tests/run.sh: something failed, see above" >&2
     exit 1
