@@ -109,23 +109,18 @@ class Trainer(transformers.Trainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The mean over all ranks' samples, also of a model that takes the mean of its own batch."""
-        is_mean = (
-            self.label_smoother is None
-            and self.compute_loss_func is None
+        may_be_mean = (
+            self.args.average_tokens_across_devices
             and num_items_in_batch is not None
             and self.model_accepts_loss_kwargs
-            and not self._divides_by_items(model, inputs)
+            and self.label_smoother is None
+            and self.compute_loss_func is None
         )
-        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if not (is_mean and self.args.average_tokens_across_devices):
-            return found
         # The trainer multiplies by the number of processes, as if the loss were a sum over all ranks' items.
-        loss, *outputs = found if return_outputs else (found,)
-        return (
-            (loss / self.accelerator.num_processes, *outputs)
-            if return_outputs
-            else loss / self.accelerator.num_processes
-        )
+        is_mean = may_be_mean and not self._divides_by_items(model, inputs)
+        divisor = self.accelerator.num_processes if is_mean else 1
+        found: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return (found[0] / divisor, *found[1:]) if return_outputs else found / divisor
 
     def _divides_by_items(self, model: Any, inputs: Any) -> bool:
         """Tries whether the model's loss depends on ``num_items_in_batch``, once. Collective."""
@@ -143,7 +138,7 @@ class Trainer(transformers.Trainer):
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Ranks continue to generate until all are done, as every forward gathers."""
         if hasattr(self, "_gen_kwargs"):
-            self._gen_kwargs.setdefault("synced_gpus", True)
+            self._gen_kwargs.setdefault("synced_gpus", self.args.world_size > 1)
         return super().prediction_step(model, inputs, *args, **kwargs)
 
     # ---- files

@@ -37,12 +37,13 @@ def run(command: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of a plain run, of a sharded one, and of a sharded one that is resumed at step 20."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("plain", "sharded", "resumed")}
+    """Folders of a plain run, of a sharded one, and of sharded ones resumed at two thirds, on 2 ranks and on 1."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("plain", "sharded", "resumed", "alone")}
     run([sys.executable, str(SCRIPT), "plain", str(folders["plain"])])
     run([*LAUNCH, str(SCRIPT), "sharded", str(folders["sharded"])])
-    shutil.copytree(folders["sharded"], folders["resumed"], dirs_exist_ok=True)
-    run([*LAUNCH, str(SCRIPT), "sharded", str(folders["resumed"]), "--resume"])
+    for name, launch in {"resumed": LAUNCH, "alone": [sys.executable]}.items():
+        shutil.copytree(folders["sharded"], folders[name], dirs_exist_ok=True)
+        run([*launch, str(SCRIPT), "sharded", str(folders[name]), "--resume"])
     return folders
 
 
@@ -79,6 +80,16 @@ def test_a_resumed_run_continues_loss_by_loss(runs: dict[str, Path], name: str) 
     assert resumed == whole
     final = [tensors(runs[kind] / name / "final") for kind in ("sharded", "resumed")]
     assert all(torch.equal(final[0][key], final[1][key]) for key in final[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", trainer_script.RESUMED)
+def test_a_checkpoint_of_two_ranks_continues_on_one(runs: dict[str, Path], name: str) -> None:
+    whole, alone = (
+        [entry["loss"] for entry in history(runs[kind], name) if "loss" in entry]
+        for kind in ("sharded", "alone")
+    )
+    assert alone == pytest.approx(whole, abs=TOLERANCE.get(name, 1e-5))
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
