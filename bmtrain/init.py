@@ -17,6 +17,7 @@ import torch
 from ._base.arguments import require_integer
 from ._base.deprecate import warn_once
 from ._base.generators import seed_generators
+from ._base.said import write_lines
 from ._C import set_processor_share, set_update_threads
 from ._engine.engine import Engine
 from ._ranks import context as _context
@@ -135,6 +136,8 @@ def init_distributed(
     place = Topology(launch.rank, launch.world_size, options.pipe_size, options.tp_size)
     options.virtual_shards = check_count(virtual_shards, place)
     several = launch.world_size > 1
+    if several:
+        write_lines()
     context = _join(launch, place, options) if several else _alone(launch, place, options)
     _context.install(context)
     register()

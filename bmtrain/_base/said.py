@@ -38,9 +38,7 @@ def say(text: str) -> None:
 
 
 def print_whole(*values: Any, **options: Any) -> None:
-    """`print`, in one call of ``write``.
-
-    torchrun starts ranks with ``python -u``, where `print` writes each piece by itself and lines of several ranks mix.
+    """`print`, in one call of ``write``: several lines stay together too.
 
     Example:
         >>> print_whole("rank", 0, sep=" ")
@@ -54,6 +52,16 @@ def print_whole(*values: Any, **options: Any) -> None:
         file.write(text.getvalue())
         if flush:
             file.flush()
+
+
+def write_lines() -> None:
+    """Makes standard output and error write line by line, as torchrun's ``python -u`` writes pieces of lines.
+
+    `print` would write a line and its end apart, and lines of ranks that share an output would mix.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.write_through:
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def say_once(what: str, text: str) -> None:

@@ -53,6 +53,8 @@ _SELF_ENDING = ("exception", "interrupted", "terminated", "aborted")
 _NOTICE_SECONDS = 1.0
 # Time between the announced end of a rank and its exit.
 _ENDING_SECONDS = 2.0
+# Time from a report to the end by SIGTERM, in which other ranks that print the same report find it printed.
+_REPORTED_SECONDS = 0.3
 # Ctrl-C: time for an operation with waiting callers to end by itself.
 _INTERRUPT_SECONDS = 0.3
 
@@ -87,7 +89,7 @@ class Watch:
         self._stopping = False
         self._pid = os.getpid()
         self._interrupted = 0.0
-        self._terminated = 0.0  # when a pending SIGTERM takes effect in any case
+        self._terminated = 0.0  # when a pending SIGTERM takes effect
         self._culprits: Sequence[int] = ()
         self._process_of_rank_0 = ""
         self._reporter = Reporter(rank, self._world, "")
@@ -224,7 +226,7 @@ class Watch:
                     self._look()
                 elif self.core.heard:
                     self._resort.release()
-                if self._terminated and (self._judged.is_set() or time.monotonic() > self._terminated):
+                if self._terminated and time.monotonic() > self._terminated:
                     end_by_signal(signal.SIGTERM)
         finally:
             self.core.attend(False)  # threads that wait for a verdict continue with their own errors
@@ -375,6 +377,7 @@ class Watch:
             self._resort.arm(verdict["text"])
         self.core.condemn(verdict["text"])
         self._judged.set()
+        self._terminated = min(self._terminated, time.monotonic() + _REPORTED_SECONDS)
 
     # The interpreter's hooks.
 
@@ -387,7 +390,7 @@ class Watch:
         """Whether an exception only repeats a reported verdict with another rank as the cause."""
         self._resort.release()
         told = isinstance(error, CommunicationError) and self._accepted and self.core.verdict in str(error)
-        return told and list(self._culprits)[:1] != [self._rank]
+        return told and (self._terminated > 0 or list(self._culprits)[:1] != [self._rank])
 
     def _signalled(self) -> None:
         """Handles a signal, or the wake-up by `stop`."""
@@ -396,7 +399,8 @@ class Watch:
             self._interrupted = time.monotonic() + _INTERRUPT_SECONDS
         if terminated and not self._terminated:
             # A launcher that has lost a rank ends the others: they first report the lost rank.
-            self._terminated = time.monotonic() + _VERDICT_SECONDS
+            patience = _REPORTED_SECONDS if self._judged.is_set() else _VERDICT_SECONDS
+            self._terminated = time.monotonic() + patience
             self._report_failure({"kind": "terminated", "what": "SIGTERM", "group": "", "record": None})
 
     def _after_fork(self) -> None:
