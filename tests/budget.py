@@ -22,8 +22,8 @@ PYTHON = {
     "engine": ("_engine", 4750),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 3430),
     "files": ("_files dcp distributed store weights", 4450),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 7950),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 10_560),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 8190),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 10_600),
 }
 CORE = {
     "bindings": (". bindings ops", 1400),
@@ -31,7 +31,7 @@ CORE = {
     "comm": ("comm", 6700),
     "shard": ("shard", 2520),
     "optim": ("optim", 1700),
-    "cpu": ("cpu", 1950),
+    "cpu": ("cpu", 2140),
     "cuda": ("cuda", 1400),
     "testing": ("testing", 200),
 }

@@ -73,6 +73,17 @@ static inline void store_dithered(Bf16* p, const F32x16& x, const U32x16& noise)
   __builtin_memcpy(p, &narrow, sizeof narrow);
 }
 
+// Random bits for the rounding of moments, from the weight before the step and the first moment after it.
+static inline void dither_of(U32x16& hash, const AdamFactors& f, const F32x16& w, const F32x16& exp_avg) {
+  U32x16 exp_avg_bits;
+  take_bits(hash, w);
+  take_bits(exp_avg_bits, exp_avg);
+  hash += f.dither_seed;
+  hash = (hash ^ (hash >> 15)) * 0x9e3779b1u + exp_avg_bits;
+  hash = (hash ^ (hash >> 13)) * 0x85ebca77u;
+  hash ^= hash >> 16;
+}
+
 // Stores moments in either type, `count` of them.
 template <typename Moment>
 static inline void store_moments(const AdamFactors& f, const F32x16& w, const Moments& moments,
@@ -87,13 +98,7 @@ static inline void store_moments(const AdamFactors& f, const F32x16& w, const Mo
     }
   } else {
     U32x16 hash;
-    U32x16 exp_avg_bits;
-    take_bits(hash, w);
-    take_bits(exp_avg_bits, moments.exp_avg);
-    hash += f.dither_seed;
-    hash = (hash ^ (hash >> 15)) * 0x9e3779b1u + exp_avg_bits;
-    hash = (hash ^ (hash >> 13)) * 0x85ebca77u;
-    hash ^= hash >> 16;
+    dither_of(hash, f, w, moments.exp_avg);
     Bf16 m[16];
     Bf16 v[16];
     store_dithered(m, moments.exp_avg, hash >> 16);
@@ -174,6 +179,8 @@ static void adam_one_pass(const AdamSlice& slice, std::int64_t begin, std::int64
   if constexpr (kDelta) *sums = {sum_of_lanes(lanes.sum), sum_of_lanes(lanes.sum_of_squares)};
 }
 
+#include "cpu/adam8.inl"
+
 // The same with somebody else's square root: blocks small enough for the first cache, in three sweeps. Only
 // fp32 parameters come here, whose weight is the parameter.
 template <typename Grad>
@@ -223,6 +230,7 @@ static void adam_with_moments(const AdamSlice& slice, std::int64_t begin, std::i
 
 template <typename Grad, typename Rounded>
 static void adam_rounded_to(const AdamSlice& slice, std::int64_t begin, std::int64_t end, DeltaSums* sums) {
+  if (slice.coded_exp_avg.codes != nullptr) return adam_coded<Grad, Rounded>(slice, begin, end);
   if (slice.bf16_exp_avg != nullptr) return adam_with_moments<Grad, Rounded, Bf16>(slice, begin, end, sums);
   return adam_with_moments<Grad, Rounded, float>(slice, begin, end, sums);
 }
@@ -238,6 +246,7 @@ static void adam_from(const AdamSlice& slice, std::int64_t begin, std::int64_t e
 // The loads and stores of a 16-bit step and nothing else: its ceiling. It leaves weights and moments as they
 // are.
 static void adam_move(const AdamSlice& slice, std::int64_t offset, std::int64_t n) {
+  if (slice.coded_exp_avg.codes != nullptr) return move_coded(slice, offset, n);
   constexpr std::int64_t kAhead = 512;  // as above
   const Bf16* const grad = static_cast<const Bf16*>(slice.grad);
   Bf16* const rounded = static_cast<Bf16*>(slice.rounded);

@@ -1,6 +1,6 @@
 // Every generic body, and the table that names them. Included after a vector_*.inl, which provides, for
-// V = F32x16: load and store (of float, Bf16, Half), broadcast, add, sub, mul, div, sqrt, fma, max_magnitude;
-// for F64x16: load, store, broadcast, add, mul, add_squares.
+// V = F32x16: load and store (of float, Bf16, Half, bytes), broadcast, add, sub, mul, div, sqrt, fma,
+// max_magnitude; for F64x16: load, store, broadcast, add, mul, add_squares.
 
 // A last, partial group goes through a whole one, whose other elements are 0.
 template <typename T>

@@ -45,6 +45,19 @@ static inline void store(Bf16* p, F32x16 x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
 }
 
+// 16 bytes as integers of 32 bits, and back: below 2^8.
+static inline F32x16 load_bytes(const std::uint8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_castsi256_ps(_mm256_cvtepu8_epi32(bytes)),
+          _mm256_castsi256_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)))};
+}
+static inline void store_bytes(std::uint8_t* p, F32x16 x) {
+  const __m256i mixed = _mm256_packus_epi32(_mm256_castps_si256(x.low), _mm256_castps_si256(x.high));
+  const __m256i shorts = _mm256_permute4x64_epi64(mixed, 0xd8);
+  const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(shorts), _mm256_extracti128_si256(shorts, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+}
+
 static inline F32x16 broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 static inline F32x16 add(F32x16 a, F32x16 b) {
   return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)};

@@ -32,6 +32,14 @@ static inline void store(Bf16* p, F32x16 x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(upper));
 }
 
+// 16 bytes as integers of 32 bits, and back: below 2^8.
+static inline F32x16 load_bytes(const std::uint8_t* p) {
+  return {_mm512_castsi512_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+static inline void store_bytes(std::uint8_t* p, F32x16 x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_castps_si512(x.all)));
+}
+
 static inline F32x16 broadcast(float x) { return {_mm512_set1_ps(x)}; }
 static inline F32x16 add(F32x16 a, F32x16 b) { return {_mm512_add_ps(a.all, b.all)}; }
 static inline F32x16 sub(F32x16 a, F32x16 b) { return {_mm512_sub_ps(a.all, b.all)}; }

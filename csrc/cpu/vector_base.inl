@@ -81,6 +81,16 @@ static inline void store(T* p, F32x16 x) {
   }
 }
 
+// 16 bytes as integers of 32 bits, and back: below 2^8.
+static inline F32x16 load_bytes(const std::uint8_t* p) {
+  F32x16 out;
+  for (int i = 0; i < 16; ++i) out.lane[i] = float_of(p[i]);
+  return out;
+}
+static inline void store_bytes(std::uint8_t* p, F32x16 x) {
+  for (int i = 0; i < 16; ++i) p[i] = static_cast<std::uint8_t>(bits_of(x.lane[i]));
+}
+
 #define BMT_LANEWISE(expression)                           \
   F32x16 out;                                              \
   for (int i = 0; i < 16; ++i) out.lane[i] = (expression); \

@@ -52,6 +52,20 @@ static inline void store(Bf16* p, F32x16 x) {
   for (int i = 0; i < 4; ++i) store_four(p + 4 * i, narrow_bf16(x.quarter[i]));
 }
 
+// 16 bytes as integers of 32 bits, and back: below 2^8.
+static inline F32x16 load_bytes(const std::uint8_t* p) {
+  const uint8x16_t bytes = vld1q_u8(p);
+  const uint16x8_t half[2] = {vmovl_u8(vget_low_u8(bytes)), vmovl_u8(vget_high_u8(bytes))};
+  BMT_QUARTERS(
+      vreinterpretq_f32_u32(vmovl_u16(i % 2 == 0 ? vget_low_u16(half[i / 2]) : vget_high_u16(half[i / 2]))));
+}
+static inline void store_bytes(std::uint8_t* p, F32x16 x) {
+  uint16x4_t quarter[4];
+  for (int i = 0; i < 4; ++i) quarter[i] = vmovn_u32(vreinterpretq_u32_f32(x.quarter[i]));
+  const uint8x8_t low = vmovn_u16(vcombine_u16(quarter[0], quarter[1]));
+  vst1q_u8(p, vcombine_u8(low, vmovn_u16(vcombine_u16(quarter[2], quarter[3]))));
+}
+
 static inline F32x16 broadcast(float x) { BMT_QUARTERS(vdupq_n_f32(x)); }
 static inline F32x16 add(F32x16 a, F32x16 b) { BMT_QUARTERS(vaddq_f32(a.quarter[i], b.quarter[i])); }
 static inline F32x16 sub(F32x16 a, F32x16 b) { BMT_QUARTERS(vsubq_f32(a.quarter[i], b.quarter[i])); }

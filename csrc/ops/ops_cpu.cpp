@@ -165,8 +165,8 @@ void adam_move(at::TensorList weights, at::TensorList rounded, at::TensorList gr
                   {{static_cast<std::int64_t>(weights.size())}, {AdamOptions{}}});
   for (const cpu::AdamSlice& slice : slices) {
     BMT_CHECK(TypeError,
-              slice.rounded != nullptr && size_of(slice.grad_dtype) == 2 && slice.exp_avg != nullptr,
-              "adam_move_: expected 16-bit grads and rounded weights, and float32 moments");
+              slice.rounded != nullptr && size_of(slice.grad_dtype) == 2 && slice.bf16_exp_avg == nullptr,
+              "adam_move_: expected 16-bit grads and rounded weights, and moments in float32 or 8 bits");
   }
   cpu::adam_move(slices.data(), static_cast<std::int64_t>(slices.size()));
 }

@@ -116,8 +116,7 @@ std::tuple<double, double> adam_cuda(at::TensorList weights, at::TensorList roun
   const std::vector<cpu::AdamSlice> slices =
       adam_slices({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, groups);
   for (const cpu::AdamSlice& slice : slices) {
-    BMT_CHECK(TypeError, slice.bf16_exp_avg == nullptr,
-              "adam_: expected float32 moments on CUDA, got bfloat16");
+    BMT_CHECK(TypeError, slice.exp_avg != nullptr, "adam_: expected float32 moments on CUDA");
   }
   const c10::cuda::CUDAGuard guard(weights[0].device());
   C10_CUDA_CHECK(cuda::adam(slices.data(), static_cast<std::int64_t>(slices.size()), {},

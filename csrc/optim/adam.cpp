@@ -27,20 +27,37 @@ void check_lengths(const AdamTensors& tensors) {
             tensors.steps.size());
 }
 
+cpu::CodedArray coded(const at::Tensor& tensor, const char* list, std::size_t i, std::int64_t numel) {
+  BMT_CHECK(ValueError, tensor.is_contiguous() && tensor.numel() == cpu::coded_bytes(numel), "adam: ", list,
+            "[", i, "]: expected ", cpu::coded_bytes(numel), " contiguous bytes for ", numel,
+            " weights, got ", tensor.numel());
+  auto* const codes = tensor.mutable_data_ptr<std::uint8_t>();
+  return {codes, codes + numel};
+}
+
 AdamSlice slice_of(const AdamTensors& tensors, std::size_t i) {
   const at::Tensor& exp_avg = tensors.exp_avgs[i];
   const at::Tensor& exp_avg_sq = tensors.exp_avg_sqs[i];
   AdamSlice slice;
   static_cast<cpu::StepSlice&>(slice) = step_slice(kName, tensors.step, i);
+  BMT_CHECK(ValueError, tensors.steps[i] >= 1, "adam: steps[", i, "]: expected 1 or more, got ",
+            tensors.steps[i]);
+  if (exp_avg.scalar_type() == at::kByte) {
+    BMT_CHECK(TypeError, tensors.step.weights[i].is_cpu() && exp_avg.is_cpu() && exp_avg_sq.is_cpu(),
+              "adam: exp_avgs[", i, "]: expected moments in 8 bits on the CPU");
+    check_dtype(kName, exp_avg_sq, "exp_avg_sqs", i, exp_avg_sq.scalar_type() == at::kByte,
+                "uint8 like exp_avgs");
+    slice.coded_exp_avg = coded(exp_avg, "exp_avgs", i, slice.n);
+    slice.coded_exp_avg_sq = coded(exp_avg_sq, "exp_avg_sqs", i, slice.n);
+    return slice;
+  }
   check_state(kName, exp_avg, "exp_avgs", i, tensors.step);
   check_state(kName, exp_avg_sq, "exp_avg_sqs", i, tensors.step);
   const bool bf16 = exp_avg.scalar_type() == at::kBFloat16;
   check_dtype(kName, exp_avg, "exp_avgs", i, bf16 || exp_avg.scalar_type() == at::kFloat,
-              "float32 or bfloat16");
+              "float32, bfloat16 or uint8");
   check_dtype(kName, exp_avg_sq, "exp_avg_sqs", i, exp_avg_sq.scalar_type() == exp_avg.scalar_type(),
               bf16 ? "bfloat16 like exp_avgs" : "float32 like exp_avgs");
-  BMT_CHECK(ValueError, tensors.steps[i] >= 1, "adam: steps[", i, "]: expected 1 or more, got ",
-            tensors.steps[i]);
   if (bf16) {
     slice.bf16_exp_avg = exp_avg.mutable_data_ptr();
     slice.bf16_exp_avg_sq = exp_avg_sq.mutable_data_ptr();
@@ -62,7 +79,8 @@ bool continues(const AdamSlice& slice, const AdamSlice& next) {
   const auto moment_follows = [&](const void* begin, DType dtype, const void* next_begin) {
     return follows(begin, slice.n, dtype, next_begin);
   };
-  return bmtrain::continues(slice, static_cast<const cpu::StepSlice&>(next)) &&
+  return slice.coded_exp_avg.codes == nullptr && next.coded_exp_avg.codes == nullptr &&
+         bmtrain::continues(slice, static_cast<const cpu::StepSlice&>(next)) &&
          (slice.bf16_exp_avg == nullptr
               ? moment_follows(slice.exp_avg, DType::kFloat32, next.exp_avg) &&
                     moment_follows(slice.exp_avg_sq, DType::kFloat32, next.exp_avg_sq)
@@ -155,8 +173,10 @@ cpu::DeltaSums adam_step(const AdamTensors& tensors, const AdamGroups& groups, b
             "adam: expected fp32 weights only with torch_sqrt, got rounded ones");
   const std::vector<AdamSlice> slices = adam_slices(tensors, groups);
   for (const AdamSlice& slice : slices) {
-    BMT_CHECK(TypeError, slice.bf16_exp_avg == nullptr || !torch_sqrt,
-              "adam: expected float32 moments with torch_sqrt, got bfloat16");
+    BMT_CHECK(TypeError, slice.exp_avg != nullptr || !torch_sqrt,
+              "adam: expected float32 moments with torch_sqrt, got narrower ones");
+    BMT_CHECK(TypeError, slice.coded_exp_avg.codes == nullptr || !with_delta,
+              "adam: expected no delta of moments in 8 bits");
   }
   cpu::DeltaSums sums;
   cpu::adam(slices.data(), static_cast<std::int64_t>(slices.size()), with_delta ? &sums : nullptr);

@@ -43,7 +43,7 @@ struct AdamLists {
 /// What one call updates, as parallel lists of contiguous tensors of one device.
 struct AdamTensors {
   StepTensors step;
-  at::TensorList exp_avgs;     // fp32 or bf16
+  at::TensorList exp_avgs;     // fp32, bf16, or bytes: codes and exponents, see cpu::CodedArray
   at::TensorList exp_avg_sqs;  // of the same dtype
   at::IntArrayRef steps;       // the number of each tensor's update, 1 for the first
 };

@@ -146,11 +146,14 @@ void OffloadUpdate::Plan::cut() {
   for (std::size_t s = 0; s < slices.size(); ++s) {
     const std::int64_t n = arrays_of(slices[s]).n;
     for (std::int64_t offset = 0; offset < n;) {
-      const std::int64_t numel = std::min(kChunk - filled, n - offset);
+      // A piece begins where a block of 8-bit moments does.
+      const std::int64_t room =
+          (kChunk - filled + cpu::kMomentBlock - 1) / cpu::kMomentBlock * cpu::kMomentBlock;
+      const std::int64_t numel = std::min(room, n - offset);
       pieces.push_back({.slice = s, .offset = offset, .numel = numel});
       offset += numel;
       filled += numel;
-      if (filled == kChunk) {
+      if (filled >= kChunk) {
         chunk_ends.push_back(pieces.size());
         filled = 0;
       }

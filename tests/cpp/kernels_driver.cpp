@@ -220,6 +220,23 @@ void adam_steps(const KernelTable& table) {
                              digest.add(sums.sum_of_squares);
                            });
     }
+    each_step<AdamSlice>((std::string(name) + ".8-bit").c_str(), [&](AdamSlice& slice, Digest& digest) {
+      const auto codes = static_cast<std::size_t>(slice.n);
+      std::vector<std::uint8_t> exp_avg(static_cast<std::size_t>(coded_bytes(slice.n)));
+      for (std::size_t i = 0; i < exp_avg.size(); ++i) {
+        exp_avg[i] = static_cast<std::uint8_t>(i < codes ? i * 37 : 100 + i % 40);
+      }
+      std::vector<std::uint8_t> exp_avg_sq = exp_avg;
+      slice.coded_exp_avg = {.codes = exp_avg.data(), .exponents = exp_avg.data() + codes};
+      slice.coded_exp_avg_sq = {.codes = exp_avg_sq.data(), .exponents = exp_avg_sq.data() + codes};
+      slice.factors = factors;
+      for (const std::uint32_t seed : {12'345u, 67'890u}) {
+        slice.factors.dither_seed = seed;
+        table.adam(slice, 0, slice.n, nullptr);
+      }
+      for (const std::uint8_t byte : exp_avg) digest.add(static_cast<double>(byte));
+      for (const std::uint8_t byte : exp_avg_sq) digest.add(static_cast<double>(byte));
+    });
   }
 }
 

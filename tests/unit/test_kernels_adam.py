@@ -247,7 +247,11 @@ BAD: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
         TypeError,
         r"grads\[0\]: expected float32, float16 or bfloat16, got Int",
     ),
-    ({"exp_avg": torch.zeros(4).half()}, TypeError, r"exp_avgs\[0\]: expected float32 or bfloat16, got Half"),
+    (
+        {"exp_avg": torch.zeros(4).half()},
+        TypeError,
+        r"exp_avgs\[0\]: expected float32, bfloat16 or uint8, got Half",
+    ),
     (
         {"exp_avg_sq": torch.zeros(3)},
         ValueError,
