@@ -69,7 +69,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     memory.add_argument("--no-recompute", action="store_true", help="keep activations for backward")
     memory.add_argument("--offload", action="store_true", help="optimizer state in host memory")
     memory.add_argument(
-        "--state-dtype", choices=("fp32", "bf16"), default="fp32", help="of Adam's moments, with --offload"
+        "--state-dtype", choices=("fp32", "bf16", "int8"), default="fp32", help="of Adam's moments"
     )
 
     files = parser.add_argument_group("files")

@@ -144,10 +144,10 @@ def make_optimizer(options: argparse.Namespace, model: GPT) -> torch.optim.Optim
         "lr": options.lr,
         "betas": (0.9, 0.95),
         "weight_decay": options.weight_decay,
+        "state_dtype": {**DTYPES, "int8": torch.int8}[options.state_dtype],
     }
     if options.offload:
-        state_dtype = DTYPES[options.state_dtype]
-        return bmt.optim.AdamOffloadOptimizer(model.parameters(), **arguments, state_dtype=state_dtype)
+        return bmt.optim.AdamOffloadOptimizer(model.parameters(), **arguments)
     return bmt.optim.AdamOptimizer(model.parameters(), **arguments)
 
 

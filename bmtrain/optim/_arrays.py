@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from .._ranks import context
 from .._ranks.comm import wire_device
 from ..parameter import DistributedParameter, gather_flat, shard_of
 from ._host_copies import warn_of_large_state
+from ._narrow import stored_shape, values_of
 from ._old_bounds import SLICE_BYTES, at_present_bounds
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "gathered_state",
     "layout_of",
     "read_state",
+    "readable_state",
     "take_changed_value",
 ]
 
@@ -65,25 +68,23 @@ def allocate(
 ) -> list[list[Tensor]]:
     """Returns an array for each of ``dtypes``, with one zeroed tensor per shape, in one allocation for each dtype.
 
-    The tensors of one array are contiguous, so that a step updates neighbours as one range. The arrays start at skewed
-    addresses: addresses at a power-of-two distance map to the same cache sets, and a pass over such arrays runs at less
-    than half of its speed.
+    The tensors of one array are contiguous, so that a step updates neighbours as one range (in 8 bits they have the
+    shape of `stored_shape`). The arrays start at skewed addresses: addresses at a power-of-two distance map to the same
+    cache sets, and a pass over such arrays runs at less than half of its speed.
 
     On the host the thread that will update a part of an array is the first to touch it, so that on a NUMA machine the
     part is allocated near that thread.
     """
-    offsets = []
-    end = 0
-    for shape in shapes:
-        offsets.append(end)
-        end += -(-shape.numel() // _GROUP) * _GROUP
-    kinds = dict.fromkeys(dtypes)
-    free = {kind: _skewed(dtypes.count(kind), end, kind, k, device) for k, kind in enumerate(kinds)}
-    arrays = []
-    for dtype in dtypes:
-        array = free[dtype].pop(0)
-        arrays.append([array.narrow(0, at, s.numel()).view(s) for at, s in zip(offsets, shapes, strict=True)])
-    return arrays
+    arrays: dict[torch.dtype, list[list[Tensor]]] = {}
+    for place, dtype in enumerate(dict.fromkeys(dtypes)):
+        stored = [stored_shape(shape, dtype) for shape in shapes]
+        sizes = [-(-shape.numel() // _GROUP) * _GROUP for shape in stored]
+        offsets = list(accumulate(sizes, initial=0))
+        arrays[dtype] = [
+            [array.narrow(0, at, s.numel()).view(s) for at, s in zip(offsets, stored, strict=False)]
+            for array in _skewed(dtypes.count(dtype), offsets[-1], dtype, place, device)
+        ]
+    return [arrays[dtype].pop(0) for dtype in dtypes]
 
 
 def _skewed(count: int, numel: int, dtype: torch.dtype, place: int, device: torch.device) -> list[Tensor]:
@@ -98,7 +99,7 @@ def _skewed(count: int, numel: int, dtype: torch.dtype, place: int, device: torc
         end = begin + numel
         array = memory[begin:end]
         if device.type == "cpu":
-            zero_in_shares(array)
+            zero_in_shares(array.view(torch.float32) if dtype is torch.uint8 else array)
         else:
             array.zero_()
         arrays.append(array)
@@ -130,6 +131,20 @@ def layout_of(optimizer: KeepsArrays) -> dict[str, int] | None:
     }
 
 
+def readable_state(optimizer: KeepsArrays, state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Returns the state of a state dict with arrays in 8 bits decoded, in the shapes of their parameters."""
+    parameters = _parameters(optimizer)
+    return {
+        number: {
+            name: values_of(value, name, parameters[number].shape) if isinstance(value, Tensor) else value
+            for name, value in entry.items()
+        }
+        if isinstance(number, int)
+        else entry
+        for number, entry in state.items()
+    }
+
+
 def gathered_state(optimizer: KeepsArrays) -> dict[int, dict[str, Any]]:
     """Returns the state of all ranks, by parameter number: full fp32 CPU tensors. Collective.
 
@@ -154,7 +169,8 @@ def gathered_state(optimizer: KeepsArrays) -> dict[int, dict[str, Any]]:
         entry: dict[str, Any] = {"step": step}
         for name in names:
             local = own[name] if name in own else torch.zeros(p.numel(), device="cpu")
-            flat = gather_flat(p, local.detach().reshape(-1).to("cpu", torch.float32, copy=True))
+            values = values_of(local, name, p.shape).detach().reshape(-1)
+            flat = gather_flat(p, values.to("cpu", torch.float32, copy=True))
             # As torch's optimizer of matrices keeps its state.
             is_matrix = optimizer.formula_of(p).is_whole and name != MASTER
             entry[name] = flat.view(getattr(p, "_tp_original_shape", p.shape)) if is_matrix else flat

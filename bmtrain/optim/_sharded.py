@@ -15,8 +15,17 @@ from .._base.deprecate import warn_once
 from .._base.unseen import gradient_of
 from .._ranks.context import require_intact
 from ..global_var import num_losses
-from ._arrays import MASTER, allocate, gathered_state, layout_of, read_state, take_changed_value
+from ._arrays import (
+    MASTER,
+    allocate,
+    gathered_state,
+    layout_of,
+    read_state,
+    readable_state,
+    take_changed_value,
+)
 from ._grad_stats import check_overflow, forget_unsent, parameters_of
+from ._narrow import store_values, stored_shape
 from ._untraced import UntracedOptimizer
 from ._updates import Update
 from .formulas import Formula, Part
@@ -285,21 +294,21 @@ class ShardedOptimizer(UntracedOptimizer):
         Tensors made in one call are contiguous.
         """
         place = self._place
-        kinds: dict[tuple[torch.device, tuple[str, ...]], list[Tensor]] = {}
+        kinds: dict[tuple[torch.device, tuple[str, ...], torch.dtype], list[Tensor]] = {}
         for p, names in wanted.items():
             state = self._states.get(p, {})
             lacking = tuple(name for name in names if name not in state)
             if MASTER not in state and place.has_master(p) and not place.shares_master(p):
                 lacking += (MASTER,)
-            kinds.setdefault((place.device_of(p), lacking), []).append(p)
-        for (device, lacking), members in kinds.items():
-            self._allocate_state(members, lacking, device)
+            kinds.setdefault((place.device_of(p), lacking, place.dtype_of(p)), []).append(p)
+        for (device, lacking, dtype), members in kinds.items():
+            self._allocate_state(members, lacking, dtype, device)
             place.note_new_state(members, lacking, self._states)
 
     def _allocate_state(
-        self, parameters: Sequence[Tensor], names: tuple[str, ...], device: torch.device
+        self, parameters: Sequence[Tensor], names: tuple[str, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
-        dtypes = [torch.float32 if name == MASTER else self._place.state_dtype for name in names]
+        dtypes = [torch.float32 if name == MASTER else dtype for name in names]
         arrays = allocate([p.shape for p in parameters], dtypes, device)
         for k, p in enumerate(parameters):
             state = self._states.setdefault(p, {"step": 0})
@@ -313,6 +322,8 @@ class ShardedOptimizer(UntracedOptimizer):
 
     def state_dict(self, gather: bool = False) -> dict[str, Any]:
         """Returns the state of this rank's shards, or of full parameters.
+
+        Moments in 8 bits are decoded to bf16, which is exact: they load without being rounded again.
 
         Args:
             gather: return every tensor as the full 1-D fp32 CPU tensor (the momentum of Muon in the shape of the
@@ -330,8 +341,10 @@ class ShardedOptimizer(UntracedOptimizer):
         require_intact(f"{type(self).__name__}.state_dict()")
         if gather:
             out["state"] = gathered_state(self)
-        elif (layout := layout_of(self)) is not None:
-            out["layout"] = layout
+        else:
+            out["state"] = readable_state(self, out["state"])
+            if (layout := layout_of(self)) is not None:
+                out["layout"] = layout
         out["is_whole"] = bool(gather)
         return out
 
@@ -360,7 +373,7 @@ class ShardedOptimizer(UntracedOptimizer):
             state["step"] = entry["step"]
             for name in (*self.formula_of(p).arrays, MASTER):
                 if name in entry and name in state:
-                    state[name].copy_(entry[name])
+                    store_values(state[name], entry[name], name)
             self._mark_seen(p)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -400,9 +413,11 @@ def _check_bounds(
     for p, _ in pairs:
         state = states.get(p)
         found = state.get(array) if state else None
-        if found is not None and found.numel() != p.numel():
+        if found is None:
+            continue
+        if found.numel() != (needed := stored_shape(p.shape, found.dtype).numel()):
             raise RuntimeError(
-                f"optimizer state: expected {p.numel()} elements for this rank's shard of a parameter, got "
+                f"optimizer state: expected {needed} elements for this rank's shard of a parameter, got "
                 f"{found.numel()}: its shards got other bounds when it was put into a Block, or its Block "
                 "converted to another dtype. Take the optimizer's state_dict(gather=True) before that and load it "
                 "afterwards, or make a new optimizer"

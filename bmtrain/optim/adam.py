@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
+from ._narrow import read_state_dtype
 from ._sharded import ShardedOptimizer
 from .formulas import Adam
 from .places import OnDevice
@@ -29,8 +32,11 @@ class AdamOptimizer(ShardedOptimizer):
         scale: initial loss scale of the optimizer; by default none.
         decoupled: kind of weight decay: True as in AdamW, False added to the gradient (L2), None as scripts of all
             versions have it: decoupled for 16-bit parameters, L2 for fp32 ones.
+        state_dtype: of the moments, as for `AdamOffloadOptimizer`. On a GPU narrow moments are computed by several
+            operations of torch, with temporary fp32 copies of one parameter's moments.
 
     Raises:
+        TypeError: ``state_dtype`` is neither fp32, nor bf16, nor int8.
         ValueError: an argument is out of its range.
 
     Example:
@@ -54,10 +60,12 @@ class AdamOptimizer(ShardedOptimizer):
         *,
         scale: float | None = None,
         decoupled: bool | None = None,
+        state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
         formula = {"decoupled": decoupled, "hold_steps": hold_steps}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": False}
-        super().__init__(params, defaults, formula=formula, scale=scale)
+        place = {"state_dtype": read_state_dtype(state_dtype)}
+        super().__init__(params, defaults, formula=formula, place=place, scale=scale)
 
     def get_avg_delta(self) -> float:
         """Not recorded here.

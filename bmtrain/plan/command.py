@@ -113,6 +113,12 @@ def _add_policy(policy: _Group) -> None:
     policy.add_argument(
         "--offload", type=float, default=0.0, metavar="F", help="share of the optimizer on the host, 0 to 1"
     )
+    policy.add_argument(
+        "--state-dtype",
+        choices=("float32", "bfloat16", "int8"),
+        default="float32",
+        help="dtype of Adam's moments (default: %(default)s)",
+    )
     policy.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches per step")
     policy.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks")
     policy.add_argument("--pipe", type=int, default=1, metavar="N", help="pipeline stages")
@@ -174,6 +180,7 @@ def _run(arguments: argparse.Namespace) -> int:
         gather_dtype=_dtype(arguments.gather_dtype),
         reduce=arguments.reduce,
         offload=arguments.offload,
+        state_dtype=getattr(torch, arguments.state_dtype),
         accumulate=arguments.accumulate,
         tp_size=arguments.tp,
         pipe_size=arguments.pipe,

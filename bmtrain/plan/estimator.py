@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import torch
 
 from .._engine.policy import BlockPolicy
 from ..errors import DoesNotFitError
 from .machine import Machine
-from .model import ADAM_BYTES, ModelDescription
+from .model import ModelDescription, adam_bytes
 from .network import NUM_OWN, Network
 from .policy import TrainingPolicy
 from .simulated_shards import Widths
@@ -209,30 +212,36 @@ class Plan:
 
 
 def model_state_bytes(
-    model: ModelDescription, num_ranks: int, num_sharing: int | None = None
+    model: ModelDescription,
+    num_ranks: int,
+    num_sharing: int | None = None,
+    state_dtype: torch.dtype = torch.float32,
 ) -> dict[str, int]:
     """State of a model that one rank keeps between steps: ``weights``, ``gradients`` and ``optimizer``, in bytes.
 
     Args:
         num_ranks: that share parameters outside blocks.
         num_sharing: that share a block; default: as many. 1 is level 0.
+        state_dtype: of Adam's moments.
     """
     sizes = {"weights": 0, "gradients": 0, "optimizer": 0}
     for block in model.blocks:
         for buffer in block.buffers:
-            _add(sizes, buffer.partition(num_sharing or num_ranks), buffer.element_size, buffer.trains)
+            state = adam_bytes(buffer.element_size, state_dtype, in_block=True)
+            _add(sizes, buffer.partition(num_sharing or num_ranks), buffer.element_size, state, buffer.trains)
     for param in model.outside:
-        _add(sizes, param.partition(num_ranks), param.element_size, param.trains)
+        state = adam_bytes(param.element_size, state_dtype, in_block=False)
+        _add(sizes, param.partition(num_ranks), param.element_size, state, param.trains)
     if sizes["optimizer"]:
         sizes["optimizer"] += _STATE_SKEW_BYTES
     return sizes
 
 
-def _add(sizes: dict[str, int], numel: int, element_size: int, trains: bool) -> None:
+def _add(sizes: dict[str, int], numel: int, element_size: int, state: float, trains: bool) -> None:
     sizes["weights"] += numel * element_size
     if trains:
         sizes["gradients"] += numel * element_size
-        sizes["optimizer"] += numel * ADAM_BYTES[element_size]
+        sizes["optimizer"] += math.ceil(numel * state)
 
 
 def estimate(
@@ -275,7 +284,7 @@ def estimate(
     network = Network(machine, machine.num_devices // factor, stride=policy.tp_size)
     num_sharing = policy.block_policy().num_sharing(network.size)
     sharing = network.part(num_sharing)
-    states = model_state_bytes(local, network.size, sharing.size)
+    states = model_state_bytes(local, network.size, sharing.size, policy.state_dtype)
     on_host = policy.offload * states["optimizer"]
     step = SimulatedStep(
         local,

@@ -28,6 +28,7 @@ class TrainingPolicy:
         compute_dtype: the dtype in which blocks of fp32 parameters compute, as for :class:`bmtrain.BlockPolicy`.
         gather_dtype: the dtype in which their parameters are gathered, as for :class:`bmtrain.BlockPolicy`.
         reduce: the reduction of gradients, as for :class:`bmtrain.BlockPolicy`.
+        state_dtype: of Adam's moments, as for :class:`bmtrain.optim.AdamOptimizer`.
 
     Raises:
         ValueError: a number out of its range.
@@ -49,6 +50,7 @@ class TrainingPolicy:
     compute_dtype: torch.dtype | None = None
     gather_dtype: torch.dtype | None = None
     reduce: Literal["direct", "ring", "hosts"] | None = None
+    state_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "accumulate", "tp_size", "pipe_size"):
@@ -81,6 +83,7 @@ class TrainingPolicy:
         recompute: Any = self.recompute
         dtypes = {
             name: None if dtype is None else str(dtype).removeprefix("torch.")
-            for name, dtype in (("compute_dtype", self.compute_dtype), ("gather_dtype", self.gather_dtype))
+            for name, dtype in vars(self).items()
+            if name.endswith("_dtype")
         }
         return {**vars(self), "recompute": recompute.value, **dtypes}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from .._engine.policy import Recompute
 from .estimator import Plan
 from .machine import Machine
@@ -98,6 +100,8 @@ def _policy(plan: Plan) -> str:
         parts.append(f"computed in {str(policy.compute_dtype).removeprefix('torch.')}")
     if policy.gather_dtype not in (None, policy.compute_dtype):
         parts.append(f"gathered in {str(policy.gather_dtype).removeprefix('torch.')}")
+    if policy.state_dtype != torch.float32:
+        parts.append(f"moments in {str(policy.state_dtype).removeprefix('torch.')}")
     parts += [f"offload {policy.offload:g}"] * bool(policy.offload)
     parts += [f"{policy.accumulate} micro-batches per step"] * (policy.accumulate > 1)
     parts += [f"tensor parallel {policy.tp_size}"] * (policy.tp_size > 1)

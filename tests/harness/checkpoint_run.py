@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,9 @@ class Run:
         classes: dict[str, Any] = {
             "adam": bmt.optim.AdamOptimizer,
             "offload": bmt.optim.AdamOffloadOptimizer,
+            "bf16 moments": partial(bmt.optim.AdamOptimizer, state_dtype="bfloat16"),
+            "8-bit moments": partial(bmt.optim.AdamOptimizer, state_dtype="int8"),
+            "8-bit offload": partial(bmt.optim.AdamOffloadOptimizer, state_dtype="int8"),
             "torch": torch.optim.Adam,
             "sgd": torch.optim.SGD,
         }

@@ -28,6 +28,9 @@ CLASSES: dict[str, Any] = {
     "sgd": partial(SGDOffloadOptimizer, momentum=0.9),
     "plain sgd": SGDOptimizer,
     "lion": LionOptimizer,
+    "device, bf16 moments": partial(AdamOptimizer, state_dtype="bfloat16"),
+    "device, 8-bit moments": partial(AdamOptimizer, state_dtype="int8"),
+    "offload, 8-bit moments": partial(AdamOffloadOptimizer, state_dtype="int8"),
 }
 
 
@@ -103,7 +106,7 @@ def test_gathered_state_loads_at_any_number_of_ranks(dtype: torch.dtype, kind: s
         assert (other_middle, other_end) == (middle, end)
         assert str(other_state) == str(state)
     assert len(state["state"]) == len(SHAPES) + 3
-    for world in (1, 2):
+    for world in (1, 2, 3):
         for result in run_ranks(world, load_and_train, kind, dtype, state, middle):
             assert result == end
 

@@ -55,7 +55,7 @@ def predicted_and_counted(options: dict[str, Any], dtype: torch.dtype, dim: int)
     model = gpt(policy, dtype, dim)
     batch = torch.randint(0, 101, (2, 33))
     described = describe_module(model, batch)
-    optimizer = bmt.optim.AdamOptimizer(model.parameters())
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), state_dtype=policy.state_dtype)
     pool = current_engine(context()).pool
     for _ in range(4):
         optimizer.zero_grad()
@@ -76,7 +76,9 @@ def predicted_and_counted(options: dict[str, Any], dtype: torch.dtype, dim: int)
         "counted": traffic_of_all(),
         "predicted pool": plan.memory.pool_peak,
         "counted pool": pool.stats()["peak_bytes_in_use"],
-        "predicted states": bmt.plan.model_state_bytes(described, bmt.world_size(), num_sharing),
+        "predicted states": bmt.plan.model_state_bytes(
+            described, bmt.world_size(), num_sharing, policy.state_dtype
+        ),
         "counted states": {
             "weights": storage_bytes(params),
             "gradients": storage_bytes([p.grad for p in params]),
@@ -99,6 +101,7 @@ THROUGH_HALF = {"gather_dtype": torch.bfloat16}
         (4, {}, torch.bfloat16, DIM),
         (4, {"recompute": False}, torch.float32, DIM),
         (2, {}, torch.float32, LARGE),
+        (2, {"state_dtype": torch.int8}, torch.float32, LARGE),
         (2, {"level": 2, "recompute": False}, torch.float32, LARGE),
         (2, {"recompute": "selective"}, torch.float32, DIM),
         (2, {"level": 1}, torch.float32, DIM),

@@ -214,15 +214,18 @@ def test_hooks_of_torch_are_called() -> None:
 
 @pytest.mark.parametrize("gather", (False, True))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_bf16_moments_are_saved_loaded_and_copied(dtype: torch.dtype, gather: bool) -> None:
-    params, optimizer = trained(AdamOffloadOptimizer, dtype, state_dtype=torch.bfloat16)
+@pytest.mark.parametrize(("moments", "kept_in"), (("bfloat16", torch.bfloat16), ("int8", torch.uint8)))
+@pytest.mark.parametrize(("source", "target"), (BOTH, BOTH[::-1]))
+def test_narrow_moments_are_saved_loaded_and_copied(
+    source: Any, target: Any, moments: str, kept_in: torch.dtype, dtype: torch.dtype, gather: bool
+) -> None:
+    params, optimizer = trained(source, dtype, state_dtype=moments)
     state = optimizer.state[params[0]]
-    assert [state[name].dtype for name in ("exp_avg", "exp_avg_sq")] == [torch.bfloat16] * 2
-    assert state["_param_fp32"].dtype == torch.float32
+    assert [state[name].dtype for name in ("exp_avg", "exp_avg_sq")] == [kept_in] * 2
     saved = through_a_file(optimizer.state_dict(gather=gather))
     assert saved["state"][0]["exp_avg"].dtype == (torch.float32 if gather else torch.bfloat16)
     twins = [nn.Parameter(p.detach().clone()) for p in params]
-    other = AdamOffloadOptimizer([{"params": twins[:2]}, {"params": twins[2:]}], state_dtype=torch.bfloat16)
+    other = target([{"params": twins[:2]}, {"params": twins[2:]}], state_dtype=moments)
     other.load_state_dict(saved)
     third = copy.deepcopy(other)
     for number in range(3, 6):
@@ -235,9 +238,32 @@ def test_bf16_moments_are_saved_loaded_and_copied(dtype: torch.dtype, gather: bo
         assert same_bits(p.data, r.data)
 
 
-def test_state_dtype_is_one_of_two() -> None:
-    with pytest.raises(TypeError, match=r"state_dtype: expected torch.float32 or torch.bfloat16, got"):
-        AdamOffloadOptimizer([nn.Parameter(torch.ones(2))], state_dtype=torch.float16)
+def test_moments_of_any_dtype_load_into_any_other() -> None:
+    kinds = ("float32", "bfloat16", "int8")
+    for source in kinds:
+        params, optimizer = trained(AdamOptimizer, torch.bfloat16, state_dtype=source)
+        for target in kinds:
+            _, other = trained(AdamOffloadOptimizer, torch.bfloat16, state_dtype=target)
+            other.load_state_dict(optimizer.state_dict())
+            for name in ("exp_avg", "exp_avg_sq"):
+                expected = optimizer.state_dict()["state"][2][name].float()
+                found = other.state_dict()["state"][2][name].float()
+                exact = kinds.index(source) >= kinds.index(target)
+                torch.testing.assert_close(
+                    found, expected, rtol=0 if exact else 1 / 16, atol=1e-6 * (not exact)
+                )
+    assert len(params) == len(SHAPES)
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_state_dtype_is_one_of_three(cls: Any) -> None:
+    for wrong in (torch.float16, "fp8", 8):
+        with pytest.raises(
+            TypeError, match=r"state_dtype: expected torch.float32, torch.bfloat16 or torch.int8"
+        ):
+            cls([nn.Parameter(torch.ones(2))], state_dtype=wrong)
+    with pytest.raises(ValueError, match="record_delta: expected False with moments in 8 bits"):
+        AdamOffloadOptimizer([nn.Parameter(torch.ones(2))], record_delta=True, state_dtype="int8")
 
 
 def faults_by_thread() -> dict[str, int]:

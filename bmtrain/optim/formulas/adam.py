@@ -106,7 +106,7 @@ class Adam(Formula):
             self.name,
             self.operands_of(ranges),
             *groups_of(parts),
-            torch_sqrt=as_torch and not ranges.rounded,
+            torch_sqrt=as_torch and not ranges.rounded and ranges.arrays[0][0].dtype is torch.float32,
             with_delta=self.record_delta,
         )
         if self.record_delta:

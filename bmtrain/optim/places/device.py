@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from ..._base.unseen import data_of
 from .._arrays import MASTER
+from .._narrow import random_bits, store_values, values_of
 from .._updates import Update
 from ..formulas import Part
 from .place import Place, States
 from .ranges import compute_alike, compute_on_host, split
 
-__all__ = ["OnDevice", "apply_by_torch"]
+__all__ = ["OnDevice", "apply_by_torch", "widened"]
 
 
 class OnDevice(Place):
@@ -21,10 +23,35 @@ class OnDevice(Place):
 
     def apply(self, parts: list[Part], states: States, *, is_early: bool) -> None:
         on_host, elsewhere = split(parts, lambda _, u: u.param.is_cpu)
-        by_kernel, by_torch = split(elsewhere, _has_kernel)
+        narrow, wide = split(elsewhere, _is_narrow)
         compute_on_host(on_host, as_torch=True)
-        compute_alike(by_kernel, as_torch=True)
-        apply_by_torch(by_torch)
+        _compute(wide)
+        for part in narrow:
+            for update in part.updates:
+                with widened(update, part.names) as one:
+                    _compute([part._replace(updates=[one])])
+
+
+def _compute(parts: Sequence[Part]) -> None:
+    by_kernel, by_torch = split(parts, _has_kernel)
+    compute_alike(by_kernel, as_torch=True)
+    apply_by_torch(by_torch)
+
+
+def _is_narrow(part: Part, update: Update) -> bool:
+    return any(update.state[name].dtype is not torch.float32 for name in part.names)
+
+
+@contextmanager
+def widened(update: Update, names: Sequence[str]) -> Iterator[Update]:
+    """Yields an update with its moments in fp32; when the block ends, they are rounded as the CPU's kernels do it."""
+    state = update.state
+    wide = {name: values_of(state[name], name, update.param.shape).float() for name in names}
+    before = state.get(MASTER, data_of(update.param)).clone()
+    yield update._replace(state={**state, **wide})
+    random = random_bits(state[names[0]].dtype, before, wide[names[0]], state["step"])
+    for name in names:
+        store_values(state[name], wide[name], name, random)
 
 
 def apply_by_torch(parts: Sequence[Part]) -> None:

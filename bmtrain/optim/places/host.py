@@ -26,10 +26,10 @@ class OnHost(Place):
         formula: what the optimizer computes.
         overlaps: whether updates continue after `step`.
         fraction: share of the blocks whose state stays on the run device; None: as many as fit.
-        state_dtype: dtype of the formula's arrays.
+        state_dtype: dtype of the formula's arrays, see `read_state_dtype`.
     """
 
-    settings = ("overlaps", "fraction", "state_dtype")
+    settings = (*Place.settings, "overlaps", "fraction")
 
     def __init__(
         self,
@@ -39,10 +39,9 @@ class OnHost(Place):
         fraction: float | None = 0.0,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__(formula)
+        super().__init__(formula, state_dtype=state_dtype)
         self.overlaps = overlaps
         self.fraction = fraction
-        self.state_dtype = state_dtype
         self.overlap = posting.Overlap() if overlaps else None
         #: ids of the parameters whose state stays on the run device; None before that is decided.
         self._residents: set[int] | None = None
@@ -90,7 +89,7 @@ class OnHost(Place):
         """Whether the core can update ``p`` in place."""
         if not p.is_contiguous():
             return False
-        # Only the kernels of the CPU take bf16 states.
+        # Only the kernels of the CPU take narrower states.
         return p.is_cpu or (self.state_dtype == torch.float32 and self._formula.has_kernel(p.device))
 
     def _state_bytes(self, p: Tensor) -> int:

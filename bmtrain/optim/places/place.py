@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .._narrow import dtype_for
 from ..formulas import Formula, Part
 
 __all__ = ["Groups", "Place", "States"]
@@ -25,15 +26,15 @@ class Place:
 
     Args:
         formula: what the optimizer computes.
+        state_dtype: dtype of the formula's arrays, see `read_state_dtype`.
     """
 
     #: Arguments of the constructor, kept as attributes, that copies and pickles of an optimizer have.
-    settings: ClassVar[tuple[str, ...]] = ()
-    #: Dtype of the arrays of the formula.
-    state_dtype = torch.float32
+    settings: ClassVar[tuple[str, ...]] = ("state_dtype",)
 
-    def __init__(self, formula: Formula) -> None:
+    def __init__(self, formula: Formula, *, state_dtype: torch.dtype = torch.float32) -> None:
         self._formula = formula
+        self.state_dtype = state_dtype
 
     # ---- state
 
@@ -48,6 +49,10 @@ class Place:
     def device_of(self, p: Tensor) -> torch.device:
         """Returns the device of the state of ``p``."""
         return p.device
+
+    def dtype_of(self, p: Tensor) -> torch.dtype:
+        """Returns the dtype of the arrays of ``p``."""
+        return dtype_for(p, self.state_dtype)
 
     def note_new_state(self, parameters: Sequence[Tensor], names: Sequence[str], states: States) -> None:
         """Called for new state entries of parameters, in allocations without other references."""
