@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,9 @@ from ..optim._arrays import MASTER, MOMENTS
 _SCALE = 1024.0
 _MOVER = "ceiling: one pass that only moves"
 _COPIER = "ceiling: copy"
+_CODED = "16-bit: AdamOffload, 8-bit moments"
+_CODED_MOVER = "ceiling: one pass that only moves, 8-bit moments"
+_NARROW = ("16-bit: AdamOffload, bf16 moments", _CODED, "fp32: AdamOffload, 8-bit moments")
 
 
 class Size(NamedTuple):
@@ -53,6 +57,7 @@ class Formula(NamedTuple):
     ceiling: str
     ours: tuple[str, ...]
     candidates: Callable[[Size], dict[str, Callable[[], Any]]]
+    own_ceilings: Mapping[str, str] = MappingProxyType({})  # of candidates that move other bytes
 
 
 def _adam(size: Size) -> dict[str, Callable[[], Any]]:
@@ -60,13 +65,19 @@ def _adam(size: Size) -> dict[str, Callable[[], Any]]:
     own = _own("Adam", AdamOptimizer, AdamOffloadOptimizer, size, grads)
     candidates = {_MOVER: _mover(own["16-bit: AdamOffload"]), _COPIER: _copier(28 * size.numel)}
     candidates |= _steppers(own)
-    params = _parameters(size, torch.bfloat16, grads)
-    halved = AdamOffloadOptimizer(params, overlap=False, state_dtype=torch.bfloat16)
-    candidates["16-bit: AdamOffload, bf16 moments"] = _stepper(halved)
+    for name in _NARROW:
+        dtype = torch.float32 if name.startswith("fp32") else torch.bfloat16
+        moments = torch.bfloat16 if "bf16" in name else torch.int8
+        narrow = AdamOffloadOptimizer(_parameters(size, dtype, grads), overlap=False, state_dtype=moments)
+        candidates[name] = _stepper(narrow)
+        if name == _CODED:
+            candidates[_CODED_MOVER] = _mover(narrow)
     for kind in ("fused", "foreach"):
         candidates |= _peer(f"torch AdamW {kind}", size, grads, torch.optim.AdamW, **{kind: True})
-    if (deepspeed := _deepspeed()) is not None:
+    if (deepspeed := _imported("deepspeed.ops.adam", "DeepSpeedCPUAdam")) is not None:
         candidates |= _peer("DeepSpeedCPUAdam", size, grads, deepspeed, adamw_mode=True)
+    if (in_8_bits := _imported("bitsandbytes.optim", "AdamW8bit")) is not None:
+        candidates |= _peer("bitsandbytes AdamW8bit", size, grads, in_8_bits)
     return candidates
 
 
@@ -92,7 +103,7 @@ def _titles(name: str, *more: str) -> tuple[str, ...]:
 
 #: By the name that ``--formula`` takes.
 FORMULAS = {
-    "adam": Formula("Adam", 28, _MOVER, _titles("Adam", "16-bit: AdamOffload, bf16 moments"), _adam),
+    "adam": Formula("Adam", 28, _MOVER, _titles("Adam", *_NARROW), _adam, {_CODED: _CODED_MOVER}),
     "sgd": Formula("SGD", 20, _COPIER, _titles("SGD"), _sgd),
     "lion": Formula("Lion", 20, _COPIER, _titles("Lion"), _lion),
 }
@@ -145,10 +156,10 @@ def _stepper(optimizer: Any) -> Callable[[], Any]:
     return lambda: optimizer.step(scale=_SCALE)
 
 
-def _deepspeed() -> Any:
-    """DeepSpeed's optimizer for the CPU, where that library is installed."""
+def _imported(module: str, name: str) -> Any:
+    """An optimizer of another library, where that is installed."""
     try:
-        return importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+        return getattr(importlib.import_module(module), name)
     except ImportError:
         return None
 

@@ -1,12 +1,13 @@
 """Time of an Adam step, against other libraries and against moving the same bytes.
 
 A step touches 28 bytes per element. In 16 bits: the gradient (2), fp32 weight, first and second moment (4 each, read
-and written), and the 16-bit parameter (2); in fp32: gradient (4), weight and moments. Two ceilings run along: one pass
-that has the loads and stores of a 16-bit step and computes nothing, over the memory of the 16-bit offloaded step
-(its placement changes the time by a few percent), and a copy of as many bytes. With bf16 moments a step touches 20. All
-candidates take turns, so that a busy machine disturbs them alike; the table shows the median and the fastest turn, and
-the median share of the ceiling that a candidate reaches in the same turn. A turn is one step that brings its memory
-into the caches as far as it fits, and then steps over 2^24 elements in all, whose mean counts.
+and written), and the 16-bit parameter (2); in fp32: gradient (4), weight and moments. Two ceilings run along: one
+pass that has the loads and stores of a 16-bit step and computes nothing, over the memory of the 16-bit offloaded step
+(its placement changes the time by a few percent), and a copy of as many bytes. With bf16 moments a step touches 20;
+with 8-bit moments 16, with a ceiling of their own. All candidates take turns, so that a busy machine disturbs them
+alike; the table shows the median and the fastest turn, and the median share of the ceiling that a candidate reaches
+in the same turn. A turn is one step that brings its memory into the caches as far as it fits, and then steps over
+2^24 elements in all, whose mean counts.
 
 With ``--formula sgd`` (with momentum) or ``lion`` a step touches 20 bytes, and the ceiling is the copy.
 """
@@ -102,7 +103,7 @@ def _print_table(formula: Formula, size: Size, threads: int, times: dict[str, li
     rows = []
     for name, median in seconds.items():
         fastest, speed = min(times[name]), size.numel * formula.num_bytes / median / 1e9
-        share = _speed(times, name, formula.ceiling)
+        share = _speed(times, name, formula.own_ceilings.get(name, formula.ceiling))
         rows.append([name, f"{median * 1e3:.3f}", f"{fastest * 1e3:.3f}", f"{speed:.1f}", f"{share:.2f}"])
     print_table(["", "ms", "fastest", "GB/s", "of ceiling"], rows)
     for title in ("16-bit", "fp32"):
