@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ._base.arguments import require_module
 from ._base.host_memory import resident_bytes
@@ -31,7 +32,8 @@ class MemoryReport:
     Attributes:
         parameters: shards of Blocks, and parameters of the model outside them.
         gradients: gradient shards of Blocks, and ``.grad`` outside them.
-        optimizer: state of the optimizers, without tensors that are parameters themselves.
+        optimizer: state of the optimizers, without tensors that are parameters themselves; of `optim.whole_matrix` the
+            state and fp32 values of the parameters that this rank owns.
         gathered: full parameters of Blocks, where they are not the shards themselves.
         unreduced: whole gradients of Blocks: kept in ``no_sync()``, or not yet reduced to the shards.
         activations: kept by recomputed Blocks for later backwards: inputs, and with ``"selective"`` results. None
@@ -176,7 +178,7 @@ def _states(optim: Any) -> Iterator[torch.Tensor]:
 
     for optimizer in optimizers_of(optim):
         for state in optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+            yield from (value for value in tree_leaves(state) if isinstance(value, torch.Tensor))
 
 
 def _activations(blocks: Iterable[BlockState]) -> int | None:

@@ -70,6 +70,7 @@ def load_checkpoint(
         UserError: the checkpoint is of another run, or cannot be read.
     """
     then, now = read_run(path, "--resume"), run
+    then["options"].setdefault("optimizer", "adam")  # checkpoints of earlier versions
     _compare("the text", then["text"], now["text"], path)
     for name, value in now["options"].items():
         _compare("--" + name.replace("_", "-"), then["options"].get(name), value, path)

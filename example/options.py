@@ -30,6 +30,7 @@ _DECIDES_LOSS = (
     "batch_size",
     "seq_len",
     "seed",
+    "optimizer",
     "scheduler",
     "warmup",
     "weight_decay",
@@ -56,6 +57,9 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     training.add_argument("--steps", type=_positive, default=1000)
     training.add_argument("--batch-size", type=_positive, default=8, help="samples in a step, all ranks")
     training.add_argument("--seq-len", type=_positive, default=256, help="bytes in a sample")
+    training.add_argument(
+        "--optimizer", choices=("adam", "muon"), default="adam", help="muon: for the matrices of the layers"
+    )
     training.add_argument("--lr", type=_not_negative, default=2e-3)
     training.add_argument("--scheduler", choices=SCHEDULERS, default="cosine")
     training.add_argument("--warmup", type=int, default=50, help="steps until the learning rate is reached")
@@ -106,6 +110,8 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
                 f"got {options.num_heads}"
             )
         options.dim_head = options.dim_model // options.num_heads
+    if options.optimizer == "muon" and (options.offload or options.state_dtype != "fp32"):
+        parser.error("--optimizer muon: expected neither --offload nor --state-dtype, which Adam has")
     options.dim_ff = options.dim_ff or 4 * options.dim_model
     return options
 

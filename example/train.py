@@ -146,6 +146,15 @@ def make_optimizer(options: argparse.Namespace, model: GPT) -> torch.optim.Optim
         "weight_decay": options.weight_decay,
         "state_dtype": {**DTYPES, "int8": torch.int8}[options.state_dtype],
     }
+    if options.optimizer == "muon":
+        # With this adjustment a learning rate has the same size as Adam's.
+        return bmt.optim.MuonOptimizer(
+            model.named_parameters(),
+            lr=options.lr,
+            weight_decay=options.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+            splits={"*.project_qkv": 3},
+        )
     if options.offload:
         return bmt.optim.AdamOffloadOptimizer(model.parameters(), **arguments)
     return bmt.optim.AdamOptimizer(model.parameters(), **arguments)

@@ -32,6 +32,7 @@ BENCHMARKS = {
     "adam": "one optimizer step against torch's and against moving the same bytes",
     "comm": "exchanges between CPU ranks against torch.distributed over Gloo",
     "gpu": "kernels and a training step on one GPU, against its copy bandwidth and torch",
+    "muon": "a Muon step over shards against torch.optim.Muon over whole matrices",
     "offload": "the part of the offloaded optimizer step that training does not hide",
     "scale": "a step against the number of blocks and of ranks, and the host's cost of a Block",
     "step": "one training step against DDP, FSDP2 and no communication",

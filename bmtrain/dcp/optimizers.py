@@ -61,6 +61,7 @@ def masters_of(optimizers: Iterable[Any]) -> dict[Hashable, torch.Tensor]:
     """The present values in fp32 of this rank's 16-bit parameters, by `key_of`, where an optimizer has them."""
     found = {}
     for optimizer in optimizers:
+        refuse_whole(optimizer)
         for p, state in optimizer.state.items():
             master = state.get(MASTER)
             if isinstance(master, torch.Tensor) and p.dtype != torch.float32:
@@ -71,6 +72,15 @@ def masters_of(optimizers: Iterable[Any]) -> dict[Hashable, torch.Tensor]:
                     take_changed_value(master, p)
                 found[key_of(p)] = master
     return found
+
+
+def refuse_whole(optimizer: Any) -> None:
+    """Raises ValueError for an optimizer of `whole_matrix`, whose state is not sharded like the parameters."""
+    if getattr(optimizer, "_keeps_whole_state", False):
+        raise ValueError(
+            "optim: an optimizer of whole_matrix has state of whole parameters at their owners, which the format of "
+            "torch.distributed.checkpoint cannot divide; use bmtrain.distributed.checkpoint"
+        )
 
 
 def add_state(
@@ -210,6 +220,7 @@ class Loading:
         names: Names,
         given: Mapping[str, Any],
     ) -> None:
+        refuse_whole(optimizer)
         self._optimizer = optimizer
         self._source = source
         self._values = values

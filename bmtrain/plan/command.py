@@ -111,6 +111,12 @@ def _add_policy(policy: _Group) -> None:
         "--gather-dtype", choices=("float16", "bfloat16"), help="dtype of sent fp32 parameters"
     )
     policy.add_argument(
+        "--optimizer",
+        choices=("adam", "muon"),
+        default="adam",
+        help="muon: in blocks (its time is not predicted)",
+    )
+    policy.add_argument(
         "--offload", type=float, default=0.0, metavar="F", help="share of the optimizer on the host, 0 to 1"
     )
     policy.add_argument(
@@ -181,6 +187,7 @@ def _run(arguments: argparse.Namespace) -> int:
         reduce=arguments.reduce,
         offload=arguments.offload,
         state_dtype=getattr(torch, arguments.state_dtype),
+        optimizer=arguments.optimizer,
         accumulate=arguments.accumulate,
         tp_size=arguments.tp,
         pipe_size=arguments.pipe,
@@ -192,7 +199,8 @@ def _run(arguments: argparse.Namespace) -> int:
         plan = choose_policy(model, machine, policy, ring_reduce=arguments.ring_reduce)
         if plan is None:
             print("no level, recomputation, offload or micro-batch makes it fit; the closest is:")
-            policy = dataclasses.replace(policy, micro_batch=1, level=3, recompute=True, offload=1.0)
+            offload = float(policy.optimizer == "adam")
+            policy = dataclasses.replace(policy, micro_batch=1, level=3, recompute=True, offload=offload)
     if plan is None:
         plan = estimate(model, machine, policy, ring_reduce=arguments.ring_reduce)
     changes = remedies(plan, ring_reduce=arguments.ring_reduce)

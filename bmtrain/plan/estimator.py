@@ -216,6 +216,7 @@ def model_state_bytes(
     num_ranks: int,
     num_sharing: int | None = None,
     state_dtype: torch.dtype = torch.float32,
+    optimizer: str = "adam",
 ) -> dict[str, int]:
     """State of a model that one rank keeps between steps: ``weights``, ``gradients`` and ``optimizer``, in bytes.
 
@@ -223,12 +224,14 @@ def model_state_bytes(
         num_ranks: that share parameters outside blocks.
         num_sharing: that share a block; default: as many. 1 is level 0.
         state_dtype: of Adam's moments.
+        optimizer: ``"adam"``, or ``"muon"``, which keeps one moment less in blocks. (Their vectors count as matrices.)
     """
     sizes = {"weights": 0, "gradients": 0, "optimizer": 0}
     for block in model.blocks:
         for buffer in block.buffers:
+            numel = buffer.partition(num_sharing or num_ranks)
             state = adam_bytes(buffer.element_size, state_dtype, in_block=True)
-            _add(sizes, buffer.partition(num_sharing or num_ranks), buffer.element_size, state, buffer.trains)
+            _add(sizes, numel, buffer.element_size, state - 4 * (optimizer == "muon"), buffer.trains)
     for param in model.outside:
         state = adam_bytes(param.element_size, state_dtype, in_block=False)
         _add(sizes, param.partition(num_ranks), param.element_size, state, param.trains)
@@ -284,7 +287,9 @@ def estimate(
     network = Network(machine, machine.num_devices // factor, stride=policy.tp_size)
     num_sharing = policy.block_policy().num_sharing(network.size)
     sharing = network.part(num_sharing)
-    states = model_state_bytes(local, network.size, sharing.size, policy.state_dtype)
+    states = model_state_bytes(
+        local, network.size, sharing.size, policy.state_dtype, optimizer=policy.optimizer
+    )
     on_host = policy.offload * states["optimizer"]
     step = SimulatedStep(
         local,

@@ -29,9 +29,11 @@ class TrainingPolicy:
         gather_dtype: the dtype in which their parameters are gathered, as for :class:`bmtrain.BlockPolicy`.
         reduce: the reduction of gradients, as for :class:`bmtrain.BlockPolicy`.
         state_dtype: of Adam's moments, as for :class:`bmtrain.optim.AdamOptimizer`.
+        optimizer: ``"adam"``, or ``"muon"`` for :class:`bmtrain.optim.MuonOptimizer`: its memory is predicted, not the
+            time of the orthogonalisation.
 
     Raises:
-        ValueError: a number out of its range.
+        ValueError: a number out of its range, or Muon with offload, tensor parallelism or another ``state_dtype``.
 
     Example:
         >>> from bmtrain.plan import TrainingPolicy
@@ -51,6 +53,7 @@ class TrainingPolicy:
     gather_dtype: torch.dtype | None = None
     reduce: Literal["direct", "ring", "hosts"] | None = None
     state_dtype: torch.dtype = torch.float32
+    optimizer: Literal["adam", "muon"] = "adam"
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "accumulate", "tp_size", "pipe_size"):
@@ -58,6 +61,14 @@ class TrainingPolicy:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if not 0 <= self.offload <= 1:
             raise ValueError(f"offload: expected 0 to 1, got {self.offload}")
+        if self.optimizer not in ("adam", "muon"):
+            raise ValueError(f"optimizer: expected 'adam' or 'muon', got {self.optimizer!r}")
+        if self.optimizer == "muon" and (
+            self.offload or self.tp_size > 1 or self.state_dtype != torch.float32
+        ):
+            raise ValueError(
+                "optimizer: expected neither offload nor tensor parallelism nor another state_dtype with 'muon'"
+            )
         if isinstance(self.recompute, bool):
             object.__setattr__(self, "recompute", Recompute.WHOLE if self.recompute else Recompute.OFF)
         object.__setattr__(self, "recompute", self.block_policy().recompute)

@@ -102,6 +102,7 @@ def _policy(plan: Plan) -> str:
         parts.append(f"gathered in {str(policy.gather_dtype).removeprefix('torch.')}")
     if policy.state_dtype != torch.float32:
         parts.append(f"moments in {str(policy.state_dtype).removeprefix('torch.')}")
+    parts += ["Muon"] * (policy.optimizer == "muon")
     parts += [f"offload {policy.offload:g}"] * bool(policy.offload)
     parts += [f"{policy.accumulate} micro-batches per step"] * (policy.accumulate > 1)
     parts += [f"tensor parallel {policy.tp_size}"] * (policy.tp_size > 1)

@@ -48,7 +48,7 @@ def choose_policy(
     best: Plan | None = None
     for level in (0, 1, 2, 3):
         for recompute in (Recompute.OFF, Recompute.SELECTIVE, Recompute.WHOLE):
-            for offload in _OFFLOADS:
+            for offload in _offloads(base):
                 policy = replace(_at_level(base, level), recompute=recompute, offload=offload)
                 found = _largest_batch(model, machine, policy, ring_reduce)
                 if found is not None and (best is None or found.samples_per_second > best.samples_per_second):
@@ -99,12 +99,17 @@ def _changes(policy: TrainingPolicy) -> Iterator[tuple[str, TrainingPolicy]]:
             replace(policy, micro_batch=batch),
         )
         batch //= 2
-    for offload in _OFFLOADS:
+    for offload in _offloads(policy):
         if offload > policy.offload:
             yield (
                 f"{offload:.0%} of the optimizer on the host (--offload {offload:g})",
                 replace(policy, offload=offload),
             )
+
+
+def _offloads(policy: TrainingPolicy) -> tuple[float, ...]:
+    """Shares on the host that the optimizer can have."""
+    return _OFFLOADS if policy.optimizer == "adam" else (0.0,)
 
 
 def remedies(plan: Plan, *, ring_reduce: bool = False) -> list[str]:

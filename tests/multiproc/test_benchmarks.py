@@ -72,6 +72,16 @@ def test_virtual(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_muon(tmp_path: Path) -> None:
+    file = tmp_path / "muon.json"
+    options = ["--layers", "2", "--dim", "16", "--repeat", "1", "--json", str(file)]
+    output = run_process([*BENCH, "muon", *options], timeout=150).stdout
+    found = json.loads(file.read_text())
+    assert all(name in output and min(values) > 0 for name, values in found["seconds"].items())
+    assert found["state"]["torch.optim.Muon, whole"] == 2 * found["state"]["MuonOptimizer"]  # over two ranks
+
+
+@pytest.mark.slow
 def test_plan(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     model = [

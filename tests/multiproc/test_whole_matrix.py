@@ -248,6 +248,11 @@ def local() -> None:
     more.load_grad(torch.eye(4))
     optimizer.step()
     assert not torch.equal(more.gather(), torch.ones(4, 4)) and len(optimizer.param_groups) == 2
+    held = [value for entry in optimizer.state.values() for value in entry.values()]
+    assert len(held) == 3 * len(optimizer.state)  # two moments and the value
+    assert bmt.memory_report(model, optimizer).optimizer == sum(x.untyped_storage().nbytes() for x in held)
+    with pytest.raises(ValueError, match="optim: an optimizer of whole_matrix"):
+        bmt.dcp.save("none", model, optimizer)
     with pytest.raises(TypeError, match=r"Lamb.*state_dict\(gather=True\)"):
         pickle.dumps(optimizer)
 

@@ -1,0 +1,124 @@
+"""Time of a Muon step over shards, against `torch.optim.Muon` over whole matrices and against Adam.
+
+The matrices have the shapes of the layers of a GPT and random gradients. `torch.optim.Muon` has whole matrices on every
+rank, as under data parallelism, and orthogonalises all of them there; over shards each matrix has one owner. The
+candidates take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..block_layer import Block
+from ..global_var import rank, world_size
+from ..init import init_distributed
+from ..layer import DistributedModule
+from ..optim import AdamOptimizer, MuonOptimizer, whole_matrix
+from ..parameter import DistributedParameter
+from ..synchronize import synchronize
+from ._launch import launch
+from ._table import print_table
+
+__all__ = ["add_arguments", "run"]
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_TORCH = "torch.optim.Muon, whole"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describes the options of ``bench muon``."""
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="(default: %(default)s)")
+    parser.add_argument("--dim", type=int, default=512, help="(default: %(default)s)")
+    parser.add_argument("--dtype", choices=_DTYPES, default="fp32", help="(default: %(default)s)")
+    parser.add_argument(
+        "--repeat", type=int, default=7, help="steps of each optimizer (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, help="write the results to this file as well")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Starts the ranks; in a rank, measures, and on rank 0 prints the table."""
+    if "RANK" not in os.environ:
+        launch(arguments.ranks, {"OMP_NUM_THREADS": "1"})
+        return
+    init_distributed(seed=0)
+    candidates = _candidates(arguments)
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    for step in range(arguments.repeat + 1):
+        for name, optimizer in candidates.items():
+            synchronize()
+            start = time.perf_counter()
+            optimizer.step()
+            synchronize()
+            if step:  # the first one allocates
+                seconds[name].append(time.perf_counter() - start)
+    if rank() == 0:
+        _report(arguments, seconds, {name: _state_bytes(o) for name, o in candidates.items()})
+    synchronize()
+
+
+class _Layer(DistributedModule):
+    """The matrices of a layer: query, key, value, output; up and down."""
+
+    def __init__(self, dim: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        shapes = [(dim, dim)] * 4 + [(4 * dim, dim), (dim, 4 * dim)]
+        self.weights = torch.nn.ParameterList(
+            DistributedParameter(torch.randn(shape).to(dtype)) for shape in shapes
+        )
+
+
+def _candidates(arguments: argparse.Namespace) -> dict[str, torch.optim.Optimizer]:
+    dtype = _DTYPES[arguments.dtype]
+
+    def shards() -> list[DistributedParameter]:
+        torch.manual_seed(0)
+        layers = [Block(_Layer(arguments.dim, dtype)) for _ in range(arguments.layers)]
+        parameters: list[Any] = [p for layer in layers for p in layer.parameters()]
+        for p in parameters:
+            p.load_grad(torch.randn(p.full_shape))
+        return parameters
+
+    whole = [torch.nn.Parameter(p.gather().detach().float().clone()) for p in shards()]
+    for p in whole:
+        p.grad = torch.randn_like(p)
+    return {
+        _TORCH: torch.optim.Muon(whole),
+        "MuonOptimizer": MuonOptimizer(shards()),
+        "whole_matrix(torch.optim.Muon)": whole_matrix(torch.optim.Muon, shards()),
+        "AdamOptimizer": AdamOptimizer(shards()),
+    }
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    return sum(
+        value.nbytes
+        for entry in optimizer.state.values()
+        for value in entry.values()
+        if isinstance(value, torch.Tensor)
+    )
+
+
+def _report(arguments: argparse.Namespace, seconds: dict[str, list[float]], state: dict[str, int]) -> None:
+    print(
+        f"{arguments.layers} layers of width {arguments.dim}, {arguments.dtype}, {world_size()} ranks of "
+        f"{torch.get_num_threads()} threads, {os.cpu_count()} processors"
+    )
+    base = seconds[_TORCH]
+    rows = []
+    for name, values in seconds.items():
+        ratio = statistics.median(own / whole for own, whole in zip(values, base, strict=True))
+        figures = [statistics.median(values) * 1e3, min(values) * 1e3, ratio, state[name] / 2**20]
+        rows.append([name, *(f"{figure:.2f}" for figure in figures)])
+    print_table(["", "ms", "fastest", "of torch", "state MiB"], rows)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"seconds": seconds, "state": state}, indent=2))
