@@ -225,6 +225,33 @@ def training_curve() -> str:
     return _svg(x0 + width + 30, y0 + 50, parts)
 
 
+def muon_curve() -> str:
+    """Held-out losses of Adam and Muon by step, from results/muon.json."""
+    run = json.loads((FOLDER.parent / "results" / "muon.json").read_text(encoding="utf-8"))
+    x0, y0, width, height = 60, 250, 480, 200
+    curves = [run["losses"][name] for name in ("adam", "muon")]
+    last, low, high = curves[0][-1][0], 1.5, 6.0
+
+    def place(step: float, loss: float) -> tuple[float, float]:
+        return x0 + width * step / last, y0 - height * (loss - low) / (high - low)
+
+    parts = [_text(20, 26, "loss on held-out files, nats per byte", 14, anchor="start")]
+    for tick in range(2, 7):
+        y = place(0, tick)[1]
+        parts += [_rectangle(x0, y, width, 0.5, "#ccc"), _text(x0 - 10, y + 4, str(tick), 12, anchor="end")]
+    for tick in range(0, last + 1, 100):
+        parts.append(_text(place(tick, 0)[0], y0 + 18, str(tick), 12))
+    for index, (name, losses) in enumerate(zip(("Adam", "Muon"), curves, strict=True)):
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in losses))
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{COLOURS[index]}" stroke-width="2"/>')
+        rate, end = run["rate"][name.lower()], losses[-1][1]
+        parts.append(_rectangle(300, 51 + 20 * index, 14, 3, COLOURS[index]))
+        label = f"{name}: {end:.3f} at the end, lr {rate:g}"
+        parts.append(_text(320, 57 + 20 * index, label, 12, anchor="start"))
+    parts.append(_text(x0 + width / 2, y0 + 38, "step", 12))
+    return _svg(x0 + width + 30, y0 + 50, parts)
+
+
 def plan_memory() -> str:
     """Memory of one device by purpose, from the two outputs on the page of plan."""
     page = (FOLDER.parent / "howto" / "plan.md").read_text(encoding="utf-8")
@@ -283,6 +310,7 @@ def pictures() -> dict[str, str]:
     """File name -> SVG."""
     drawn = {**_collectives(), "flat-buffer": flat_buffer(), "level-3": one_step(3), "level-2": one_step(2)}
     drawn |= {"step-peers": step_peers(), "training-curve": training_curve()}
+    drawn |= {"muon-curve": muon_curve()}
     drawn |= {"plan-memory": plan_memory(), "blame": blamed_rank()}
     return {f"{name}.svg": picture for name, picture in drawn.items()}
 

@@ -239,6 +239,26 @@ def test_muon_is_resumed_on_another_number_of_ranks(tmp_path: Path, text: Path) 
     assert "--optimizer muon: expected neither --offload" in fail(1, "train.py", *options, "--offload")
 
 
+@pytest.mark.slow
+def test_comparison_of_optimizers(tmp_path: Path, text: Path) -> None:
+    file = tmp_path / "muon.json"
+    script = [
+        sys.executable,
+        str(EXAMPLE / "compare_optimizers.py"),
+        "--data",
+        str(text),
+        "--json",
+        str(file),
+    ]
+    options = ["--rates", "2e-3", "--tune-steps", "2", "--steps", "3"]
+    run_process([*script, *options], environment=ENVIRONMENT, timeout=240)
+    found = json.loads(file.read_text())
+    assert found["rate"] == {"adam": 2e-3, "muon": 2e-3}
+    adam, muon = (found["losses"][name] for name in ("adam", "muon"))
+    assert [step for step, _ in adam] == [step for step, _ in muon] == [0, 1, 2, 3]
+    assert adam[0] == muon[0] and adam[-1] != muon[-1]
+
+
 def children(parent: int) -> list[int]:
     text = Path(f"/proc/{parent}/task/{parent}/children").read_text()
     return [int(pid) for pid in text.split()]
