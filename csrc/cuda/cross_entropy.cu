@@ -151,8 +151,14 @@ __device__ void write_zeros(T* to, std::int64_t width) {
 }
 
 // Blocks of a multiprocessor that registers must be left for: as many as need no memory in their stead.
+// Turing has 1,024 threads.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+template <typename T>
+constexpr int kBlocks = 4;
+#else
 template <typename T>
 constexpr int kBlocks = sizeof(T) == 2 ? 5 : 4;
+#endif
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, kBlocks<T>)
