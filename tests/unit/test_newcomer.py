@@ -6,10 +6,8 @@ runs the tests: nothing is downloaded.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import free_port, run_process
+from harness.empty_environment import EmptyEnvironment
 
 ROOT = Path(__file__).parents[2]
 PRESENT = ("torch", "setuptools", "ninja", "numpy")
@@ -37,72 +36,10 @@ def command(page: str, start: str) -> str:
     return found
 
 
-def distributions(names: tuple[str, ...]) -> dict[str, importlib.metadata.Distribution]:
-    """The installed ones of these, and of all that they need."""
-    found: dict[str, importlib.metadata.Distribution] = {}
-    todo = list(names)
-    while todo:
-        name = todo.pop().lower().replace("_", "-")
-        try:
-            distribution = importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if name not in found:
-            found[name] = distribution
-            wanted = [r for r in distribution.requires or [] if "extra ==" not in r]
-            todo += [re.split(r"[^\w.-]", requirement)[0] for requirement in wanted]
-    return found
-
-
-def link(distribution: importlib.metadata.Distribution, target: Path) -> None:
-    """Make a distribution visible in another environment's folder of packages."""
-    for name in {
-        file.parts[0] for file in distribution.files or [] if file.parts[0] not in ("..", "__pycache__")
-    }:
-        source = Path(str(distribution.locate_file(name)))
-        if source.exists() and not (target / name).exists():
-            (target / name).symlink_to(source)
-
-
-class Newcomer:
-    """An empty environment, and a folder to work in."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        run_process([sys.executable, "-m", "venv", folder / "env"], timeout=120)
-        self.bin = folder / "env" / "bin"
-        [packages] = (folder / "env" / "lib").glob("python*/site-packages")
-        self.packages = packages
-        for old in packages.glob("setuptools*"):  # Python's own, older than the build asks for
-            shutil.rmtree(old)
-        for distribution in distributions(PRESENT).values():
-            link(distribution, packages)
-        path = [str(self.bin), *([str(Path(found).parent)] if (found := shutil.which("ninja")) else [])]
-        self.environment = {
-            "PATH": os.pathsep.join([*path, os.environ["PATH"]]),
-            "VIRTUAL_ENV": str(folder / "env"),
-            "PYTHONPATH": "",
-            "PIP_NO_INDEX": "1",
-            "PIP_NO_BUILD_ISOLATION": "0",  # pip reads this as: no isolation; the tools of the build are linked
-            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-            "MAX_JOBS": str(os.cpu_count() or 1),
-            "CUDA_VISIBLE_DEVICES": "",
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(free_port()),
-        }
-
-    def run(self, line: str, directory: Path, **variables: str) -> str:
-        environment = {**self.environment, **variables}
-        line = line.replace("torchrun", "python -m torch.distributed.run", 1)  # its script is not linked
-        return run_process(
-            ["bash", "-euc", line], environment=environment, directory=directory, timeout=900
-        ).stdout
-
-
 @pytest.fixture(scope="module")
-def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Newcomer:
+def newcomer(tmp_path_factory: pytest.TempPathFactory) -> EmptyEnvironment:
     """Has installed bmtrain, as the README says, but from a wheel: `pip install .` here would compile all anew."""
-    person = Newcomer(tmp_path_factory.mktemp("newcomer"))
+    person = EmptyEnvironment(tmp_path_factory.mktemp("newcomer"), PRESENT)
     make = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", person.folder, ROOT]
     environment = {"MAX_JOBS": str(os.cpu_count() or 1)}
     run_process([sys.executable, *make], directory=person.folder, timeout=600, environment=environment)
@@ -112,7 +49,7 @@ def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Newcomer:
     return person
 
 
-def test_what_is_installed(newcomer: Newcomer) -> None:
+def test_what_is_installed(newcomer: EmptyEnvironment) -> None:
     """It is this version, typed, with its core, and not the tree of the tests."""
     installed = newcomer.packages / "bmtrain"
     assert (installed / "py.typed").exists()
@@ -128,7 +65,7 @@ def test_what_is_installed(newcomer: Newcomer) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["torchrun --nnodes", "python3 -m torch.distributed.launch", "alone"])
-def test_quick_start(newcomer: Newcomer, tmp_path: Path, launcher: str) -> None:
+def test_quick_start(newcomer: EmptyEnvironment, tmp_path: Path, launcher: str) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     part = text.split("<!-- quick start", 1)[1].split("<!-- end of quick start -->", 1)[0]
     program = "\n\n".join(re.findall(r"```python\n(.*?)```", part, flags=re.DOTALL))
@@ -142,7 +79,7 @@ def test_quick_start(newcomer: Newcomer, tmp_path: Path, launcher: str) -> None:
     assert "table" in torch.load(tmp_path / "model.pt", weights_only=True)
 
 
-def test_own_model_and_data_saved_and_resumed(newcomer: Newcomer, tmp_path: Path) -> None:
+def test_own_model_and_data_saved_and_resumed(newcomer: EmptyEnvironment, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("\n\n".join(blocks("docs/tutorial/own.md", "python")), encoding="utf-8")
     line = command("docs/tutorial/own.md", "torchrun")
     first = re.findall(r"epoch (\d+)  loss ([0-9.]+)", newcomer.run(line, tmp_path))
@@ -158,7 +95,7 @@ def test_own_model_and_data_saved_and_resumed(newcomer: Newcomer, tmp_path: Path
     assert all(torch.equal(own[key], back[key]) for key in own)
 
 
-def test_nothing_of_the_test_environment_is_seen(newcomer: Newcomer) -> None:
+def test_nothing_of_the_test_environment_is_seen(newcomer: EmptyEnvironment) -> None:
     found = subprocess.run(
         [newcomer.bin / "python", "-c", "import pytest"],
         cwd=newcomer.folder,
