@@ -2,25 +2,24 @@
 
 Everything static is in pyproject.toml. Environment variables: BMTRAIN_CUDA=0 or 1 (default: CUDA where torch
 and a toolkit have it), BMTRAIN_TESTING=0 or 1 (the machinery of tests in csrc/testing; default: in a checkout),
-BMTRAIN_SANITIZE=address,undefined (for tests/fault/sanitize.sh), MAX_JOBS (compilers at a time) and
-TORCH_CUDA_ARCH_LIST.
+BMTRAIN_SANITIZE=address,undefined (for tests/fault/sanitize.sh), BMTRAIN_TORCHES (for tests/wheel/build.py: folders
+of torch packages, each of which gets a core of its own), MAX_JOBS (compilers at a time) and TORCH_CUDA_ARCH_LIST.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
 import re
-import select
+import runpy
 import shutil
 import subprocess
 import sys
 import sysconfig
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,9 @@ from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT / "csrc" / "packaging"))
+from compiler_output import CompilerOutput  # noqa: E402
+
 SETUPTOOLS_MINIMUM = 77  # of pyproject.toml, which pip sees to and a call of this file does not
 TORCH_MINIMUM = (2, 11)
 TORCH_TO_INSTALL = "torch==2.13.0"
@@ -150,13 +152,29 @@ def find_headers(home: Path) -> Path | None:
     return None
 
 
+def find_libraries(home: Path | None) -> list[Path]:
+    """The folders of a toolkit's libraries."""
+    if home is None:
+        return []
+    folders = (home / "lib64", home / "lib", home / "targets" / f"{platform.machine()}-linux" / "lib")
+    return [folder for folder in folders if any(folder.glob("libcudart*"))]
+
+
+def cuda_version() -> str:
+    """That of the toolkit, such as 13.0."""
+    command = [os.path.join(os.environ["CUDA_HOME"], "bin", "nvcc"), "--version"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"release (\d+\.\d+)", told)
+    return found[1] if found else "unknown"
+
+
 def wants_cuda(torch: Any) -> bool:
     """Whether to build the CUDA sources."""
     asked = os.environ.get("BMTRAIN_CUDA", "")
     if asked not in ("", "0", "1"):
         raise SystemExit(f"BMTRAIN_CUDA: expected 0 or 1, got {asked!r}")
     missing = []
-    if torch.version.cuda is None:
+    if torch.version.cuda is None and not wheel_torches():
         missing.append(f"a torch built with CUDA (torch {torch.__version__} is not)")
     if find_toolkit() is None:
         missing.append(
@@ -173,6 +191,16 @@ def wants_cuda(torch: Any) -> bool:
     return asked != "0" and not missing
 
 
+def wheel_torches() -> list[Path]:
+    """The packages of torch that a wheel is built for; empty in a build for the torch that runs."""
+    return [Path(folder) for folder in filter(None, os.environ.get("BMTRAIN_TORCHES", "").split(os.pathsep))]
+
+
+def version_of(folder: Path) -> str:
+    """Of a package of torch, which need not be importable."""
+    return str(runpy.run_path(str(folder / "version.py"))["__version__"])
+
+
 def wants_testing(arguments: list[str]) -> bool:
     """Whether to build csrc/testing: by default in a checkout (in place), whose tests use it, and nowhere else."""
     asked = os.environ.get("BMTRAIN_TESTING", "")
@@ -184,16 +212,28 @@ def wants_testing(arguments: list[str]) -> bool:
 
 
 def find_sources(cuda: bool, testing: bool) -> list[str]:
-    """Files in csrc/cuda and files named *_cuda.cpp are for CUDA builds, those in csrc/testing for builds with it."""
+    """Files in csrc/cuda and files named *_cuda.cpp are for CUDA builds, those in csrc/testing for builds with it, and
+    those in csrc/packaging for wheels."""
+    left_out = {*([] if testing else ["testing"]), *([] if wheel_torches() else ["packaging"])}
     found = []
     for path in sorted(ROOT.glob("csrc/**/*")):
         folders = path.relative_to(ROOT).parts[:-1]
         only_cuda = "cuda" in folders or path.stem.endswith("_cuda")
-        if not testing and "testing" in folders:
+        if left_out & set(folders):
             continue
         if path.suffix in ({".cpp", ".cu"} if cuda else {".cpp"}) and (cuda or not only_cuda):
             found.append(path.relative_to(ROOT).as_posix())
     return found
+
+
+@functools.cache
+def includes_torch(source: Path) -> bool:
+    """Whether a file includes headers of torch or Python, itself or through other files of csrc."""
+    text = source.read_text(encoding="utf-8")
+    if re.search(r"#include <(torch|ATen|c10|pybind11|Python)\b", text):
+        return True
+    ours = (ROOT / "csrc" / name for name in re.findall(r'#include "([^"]+)"', text))
+    return any(includes_torch(path) for path in ours if path.exists())
 
 
 def group_sources(sources: list[str], folder: Path) -> list[str]:
@@ -239,29 +279,24 @@ def architectures() -> str:
     return ";".join([*older, "8.0", "9.0+PTX"])
 
 
-def make_extension(cuda: bool, testing: bool) -> Extension:
-    """The one extension. torch's headers are system headers, so that warnings are about our own files."""
-    from torch.utils import cpp_extension as torch_build
-
-    device = "cuda" if cuda else "cpu"
-    toolkit = find_toolkit() if cuda else None
-    headers = None if toolkit is None else find_headers(toolkit)
-    # torch knows the usual folders.
-    conda = [] if toolkit is None or headers is None or headers == toolkit / "include" else [headers]
-    system = [f"-isystem{path}" for path in [*torch_build.include_paths(device), *conda]]
-    warnings = ["-Wall", "-Wextra"]  # tests/run.sh fails if there were any, see CompilerOutput
+def compile_flags() -> dict[str, list[str]]:
+    """Of files that include no torch; the others have more."""
     # -ffp-contract=off: a multiply and an add are fused where a kernel says so, not where a compiler likes
     # to, so that all instruction sets give the same bits.
-    common = ["-O3", "-std=c++20", *(["-DBMTRAIN_WITH_CUDA"] if cuda else [])]
+    common = ["-O3", "-std=c++20"]
     host = [
-        *system,
-        *warnings,
-        "-DAT_PER_OPERATOR_HEADERS",  # torch's own headers then include the operators they use, not all of them
+        "-Wall",
+        "-Wextra",
         "-ffp-contract=off",
         "-fvisibility=hidden",
         "-fvisibility-inlines-hidden",
         "-g0",
     ]
+    # Kernels see no torch, so nvcc needs none of its headers (and knows -isystem in another spelling).
+    return {"cxx": [*common, *host, *sanitizer_flags()], "nvcc": [*common, "--fmad=false"]}
+
+
+def sanitizer_flags() -> list[str]:
     sanitizers = os.environ.get("BMTRAIN_SANITIZE", "")
     # vptr asks for type information that torch does not export. -O0 and -O3 take too long to run, and to compile.
     checks = [
@@ -272,139 +307,105 @@ def make_extension(cuda: bool, testing: bool) -> Extension:
         "-O1",
         "-fno-wrapv",
     ]
-    checks = checks if sanitizers else []
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", architectures())
+    return checks if sanitizers else []
+
+
+def make_extension(folder: Path, cuda: bool, testing: bool) -> Extension:
+    """The core for a package of torch, whose headers are system headers: warnings are about our own files."""
+    torch_headers = [folder / "include", folder / "include" / "torch" / "csrc" / "api" / "include"]
+    flags = compile_flags()
+    # AT_PER_OPERATOR_HEADERS: torch's own headers then include the operators they use, not all of them.
+    flags["cxx"] += [*(f"-isystem{path}" for path in torch_headers), "-DAT_PER_OPERATOR_HEADERS"]
+    name, cuda_libraries = "bmtrain._C", ["cudart"]
+    if wheel_torches():
+        major, minor = version_of(folder).split(".")[:2]
+        # The CUDA runtime is part of the core: it loads without CUDA too.
+        name, cuda_libraries = f"bmtrain._cores.torch{major}_{minor}._C", ["cudart_static", "rt", "dl"]
     return Extension(
-        "bmtrain._C",
+        name,
         find_sources(cuda, testing),
         include_dirs=[str(ROOT / "csrc")],
         depends=[path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/**/*") if path.is_file()],
-        library_dirs=[*torch_build.library_paths(device), *(str(path.parent / "lib") for path in conda)],
-        libraries=[
-            *("c10", "torch", "torch_cpu", "torch_python"),
-            *(("cudart", "c10_cuda", "torch_cuda") if cuda else ()),
-        ],
-        # Kernels see no torch, so nvcc needs none of its headers (and knows -isystem in another spelling).
-        extra_compile_args={"cxx": [*common, *host, *checks], "nvcc": [*common, "--fmad=false"]},
-        extra_link_args=checks,
+        library_dirs=[str(folder / "lib"), *map(str, find_libraries(find_toolkit() if cuda else None))],
+        libraries=["c10", "torch", "torch_cpu", "torch_python", *(cuda_libraries if cuda else [])],
+        extra_compile_args=flags,
+        extra_link_args=sanitizer_flags(),
         language="c++",
     )
 
 
-def make_build_command(torch: Any, cuda: bool, testing: bool) -> type:
-    """torch's build_ext, with objects kept between builds and a record of what was built."""
-    from torch.utils.cpp_extension import BuildExtension
+def make_build_command(torch: Any, folders: dict[str, Path], cuda: bool, testing: bool) -> type:
+    """torch's build_ext, with objects kept between builds and a record of what was built.
 
-    class BuildCore(BuildExtension):
-        def finalize_options(self) -> None:
-            super().finalize_options()
-            # pip gives an editable build a folder that it deletes afterwards; here ninja finds what is done.
-            # What changes every compiler call has a folder of its own, so that going back and forth is quick.
-            kind = ("-cuda" if cuda else "") + ("-sanitized" if os.environ.get("BMTRAIN_SANITIZE") else "")
-            name = f"core-{sysconfig.get_platform()}-{sys.implementation.cache_tag}-torch{torch.__version__}"
-            self.build_temp = str(ROOT / "build" / (name + kind))
+    Args:
+        folders: name of an extension -> the package of torch that it is for.
+    """
+    from torch.utils import cpp_extension as torch_build
 
+    if cuda:
+        home = os.environ["CUDA_HOME"]
+        torch_build.CUDA_HOME = home  # a torch without CUDA looks for none
+        # No flag, which all files would have: builds with CUDA and without share objects.
+        paths = [str(find_headers(Path(home))), os.environ.get("CPLUS_INCLUDE_PATH", "")]
+        os.environ["CPLUS_INCLUDE_PATH"] = os.pathsep.join(filter(None, paths))
+    # What changes every compiler call has a folder of its own, so that going back and forth is quick.
+    kind = "-sanitized" if os.environ.get("BMTRAIN_SANITIZE") else ""
+    base = ROOT / "build" / f"core-{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+    plain_folder = base.with_name(base.name + kind)
+
+    class BuildCore(torch_build.BuildExtension):
         def build_extensions(self) -> None:
-            temporary = Path(self.build_temp)
-            [core] = self.extensions
-            core.sources = group_sources(core.sources, temporary / "groups")
-            with CompilerOutput(temporary / "warnings.json"):
+            with CompilerOutput(ROOT / "build" / "warnings.json"):
                 super().build_extensions()
+
+        def build_extension(self, core: Extension) -> None:
+            """Files without torch are compiled once for all extensions."""
+            folder = build_folder(folders[core.name])
+            plain = [source for source in core.sources if not includes_torch(ROOT / source)]
+            others = [source for source in core.sources if source not in plain]
+            core.extra_objects = self.compiler.compile(
+                group_sources(plain, plain_folder / "groups"),
+                output_dir=str(plain_folder),
+                include_dirs=core.include_dirs,
+                extra_postargs=compile_flags(),
+            )
+            core.sources = group_sources(others, folder / "groups")
+            # pip gives an editable build a folder that it deletes afterwards; here ninja finds what is done.
+            self.build_temp = str(folder)
+            super().build_extension(core)
 
         def run(self) -> None:
             super().run()
-            found = Path(self.build_temp, "warnings.json")
-            config = {
-                "torch": str(torch.__version__),
-                "cuda": torch.version.cuda if cuda else None,
+            for core in self.extensions:
+                place = Path(*core.name.split(".")[:-1])
+                record = json.dumps(self.describe(core), indent=2) + "\n"
+                for root in (Path(self.build_lib), *([ROOT] if self.inplace else [])):
+                    (root / place / CONFIG_FILE).write_text(record)
+
+        def describe(self, core: Extension) -> dict[str, object]:
+            version = version_of(folders[core.name])
+            warnings = json.loads((ROOT / "build" / "warnings.json").read_text())
+            parts = {str(plain_folder), str(build_folder(folders[core.name]))}
+            flags = core.extra_compile_args["cxx"]
+            is_wheel = bool(wheel_torches())
+            return {
+                "torch": ".".join(version.split(".")[:2]) if is_wheel else version,
+                "cuda": (cuda_version() if is_wheel else torch.version.cuda) if cuda else None,
                 "cuda_arch_list": os.environ["TORCH_CUDA_ARCH_LIST"] if cuda else None,
                 "testing": testing,
                 "compiler": compiler_version(self.compiler.compiler_so[0]),
                 "python": platform.python_version(),
                 "platform": sysconfig.get_platform(),
-                "flags": " ".join(
-                    f for f in self.extensions[0].extra_compile_args["cxx"] if "-isystem" not in f
-                ),
-                "warnings": list(json.loads(found.read_text()).values()) if found.exists() else [],
+                "flags": " ".join(f for f in flags if "-isystem" not in f),
+                "warnings": [
+                    text for name, text in warnings.items() if parts & set(map(str, Path(name).parents))
+                ],
             }
-            folders = [Path(self.build_lib, "bmtrain"), *([ROOT / "bmtrain"] if self.inplace else [])]
-            for folder in folders:
-                (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+
+    def build_folder(torch_folder: Path) -> Path:
+        return base.with_name(f"{base.name}-torch{version_of(torch_folder)}{kind}")
 
     return BuildCore
-
-
-class CompilerOutput:
-    """Says how far ninja is instead of showing its commands, and keeps the warnings of every object.
-
-    Warnings of objects that an earlier build compiled are part of it too: tests/run.sh fails on them without other
-    flags, for which everything would be compiled again.
-
-    Args:
-        path: of the warnings, object -> text.
-    """
-
-    _SILENCE = 8  # seconds
-    _STATUS = re.compile(r"@compiled (\d+) (\d+) (.*)")
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._warnings: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
-        self._object = ""
-        self._done = self._all = ""
-
-    def __enter__(self) -> None:
-        os.environ["NINJA_STATUS"] = "@compiled %f %t "
-        sys.stdout.flush()
-        self._began = self._told = time.monotonic()
-        self._screen = os.dup(1)
-        self._output, end = os.pipe()
-        os.dup2(end, 1)
-        os.close(end)
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def __exit__(self, *error: object) -> None:
-        sys.stdout.flush()
-        os.dup2(self._screen, 1)
-        self._reader.join()
-        os.close(self._output)
-        os.close(self._screen)
-        found = {name: text for name, text in self._warnings.items() if "warning" in text}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(found, indent=1))
-
-    def _read(self) -> None:
-        rest = b""
-        while True:
-            if not select.select([self._output], [], [], self._SILENCE)[0]:
-                self._tell()
-                continue
-            data = os.read(self._output, 1 << 16)
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines if data else [rest]:
-                self._take(line.decode(errors="replace"))
-            if not data:
-                return
-
-    def _take(self, line: str) -> None:
-        status = self._STATUS.match(line)
-        if status is None:
-            self._warnings[self._object] = self._warnings.get(self._object, "") + line + "\n"
-            if line and not line.startswith(("ninja: no work", "ninja: Entering")):
-                os.write(self._screen, f"{line}\n".encode())
-            return
-        self._done, self._all, command = status.groups()
-        built = re.search(r" -o (\S+)", command)
-        self._object = built[1] if built else command
-        self._warnings.pop(self._object, None)
-        if self._done == self._all or time.monotonic() - self._told > 2:
-            self._tell()
-
-    def _tell(self) -> None:
-        self._told = time.monotonic()
-        what = f"{self._done} of {self._all} files" if self._all else "the first files"
-        os.write(self._screen, f"compiling: {what}, {self._told - self._began:.0f} s\n".encode())
 
 
 def compiler_version(compiler: str) -> str:
@@ -421,6 +422,19 @@ class BuildPython(build_py):
             for old in Path(self.build_lib).glob("bmtrain/**/*.py"):
                 old.unlink()
         super().run()
+
+
+class Distribution(setuptools.Distribution):
+    """bmtrain, which asks for a torch that it has a core for: in a wheel, at most the newest of them."""
+
+    def parse_config_files(self, *arguments: Any, **options: Any) -> None:
+        super().parse_config_files(*arguments, **options)
+        if torches := wheel_torches():
+            major, minor = max(tuple(map(int, version_of(folder).split(".")[:2])) for folder in torches)
+            self.install_requires = self.metadata.install_requires = [
+                f"{wanted},<{major}.{minor + 1}" if wanted.startswith("torch>=") else wanted
+                for wanted in self.install_requires
+            ]
 
 
 def main() -> None:
@@ -444,9 +458,12 @@ def main() -> None:
         use_ninja_of_this_environment()
         cuda = wants_cuda(torch)
         testing = wants_testing(sys.argv[1:])
-        extensions = [make_extension(cuda, testing)]
-        commands["build_ext"] = make_build_command(torch, cuda, testing)
-    setup(ext_modules=extensions, cmdclass=commands)
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", architectures())
+        torches = wheel_torches() or [Path(torch.__file__).parent]
+        extensions = [make_extension(folder, cuda, testing) for folder in torches]
+        folders = {core.name: folder for core, folder in zip(extensions, torches, strict=True)}
+        commands["build_ext"] = make_build_command(torch, folders, cuda, testing)
+    setup(ext_modules=extensions, cmdclass=commands, distclass=Distribution)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.pop(_name, None)
 
 #: Files that one worker runs, one after the other: they build in the tree itself.
-_TOGETHER = ("tests/unit/test_newcomer.py", "tests/unit/test_packaging.py")
+_TOGETHER = tuple(f"tests/unit/test_{name}.py" for name in ("newcomer", "packaging", "wheel"))
 _PROBLEMS = pytest.StashKey[list[str]]()
 
 

@@ -130,12 +130,15 @@ def _look(error: ImportError) -> list[tuple[str, str, str]]:
     compiler = os.environ.get("CXX", "c++").split()[0]
     missing = "" if shutil.which(compiler) else "install one (Debian, Ubuntu: apt-get install g++)"
     rows.append(("compiler", shutil.which(compiler) or f"there is no {compiler}", missing))
-    cores = sorted(path.name for path in Path(__file__).parents[1].glob("_C.*.so"))
+    package = str(Path(__file__).parents[1])
+    cores = sorted(os.path.relpath(path, package) for path in Path(package).rglob("_C.*.so"))
     if (error.name or "").partition(".")[0] == "torch":
         rows.append(
             ("core", ", ".join(cores) or "not built", "" if cores else "pip install . in the source tree")
         )
         return rows
-    what, _, remedy = str(error).partition(". " if ". Rebuild" in str(error) else ": ")
+    sentence = re.search(r"\. (?=Rebuild|Install)|: ", str(error))
+    end = sentence.span() if sentence else (None, None)
+    what, remedy = str(error)[: end[0]], str(error)[end[1] :] if sentence else ""
     there = f" (there is {', '.join(cores)})" if cores else ""
     return [*rows, ("core", what + there, remedy or "pip install . in the source tree")]

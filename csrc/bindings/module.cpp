@@ -3,6 +3,7 @@
 
 #include "bindings/bindings.h"
 #include "common/check.h"
+#include "ops/ops_cuda.h"
 
 namespace {
 
@@ -36,6 +37,15 @@ void translate(std::exception_ptr pointer) {
   }
 }
 
+// False in builds without.
+bool use_cuda_kernels() {
+  if (bmtrain::ops::register_cuda_kernels == nullptr) {
+    return false;
+  }
+  bmtrain::ops::register_cuda_kernels();
+  return true;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -45,6 +55,7 @@ PYBIND11_MODULE(_C, module) {
   bmtrain::bind_guard(module);
   bmtrain::bind_shard(module);
   bmtrain::bind_optim(module);
+  module.def("use_cuda_kernels", &use_cuda_kernels);
   if (bmtrain::bind_testing != nullptr) {
     bmtrain::bind_testing(module);
   }

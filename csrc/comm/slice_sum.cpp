@@ -5,9 +5,7 @@
 #include "common/check.h"
 #include "common/tensor_dtype.h"
 #include "cpu/kernels.h"
-#ifdef BMTRAIN_WITH_CUDA
 #include "ops/ops_cuda.h"
-#endif
 
 namespace bmtrain {
 
@@ -29,14 +27,12 @@ void sum_slices(const at::Tensor& destination, const std::vector<at::Tensor>& sl
                      dtype_of(slices.at(0).scalar_type(), "gradient"), accumulate, 1.0);
     return;
   }
-#ifdef BMTRAIN_WITH_CUDA
   // Of any number of ranks: their slices lie in one buffer.
-  if (destination.is_cuda() && is_one_dtype) {
+  if (destination.is_cuda() && is_one_dtype && ops::has_cuda_kernels != nullptr && ops::has_cuda_kernels()) {
     ops::ordered_sum_cuda(destination, slices, accumulate, 1.0);
     return;
   }
-#endif
-  // A build without our kernels, or another dtype on the wire.
+  // Without our kernels, or with another dtype on the wire.
   const auto wide = c10::elementSize(destination.scalar_type()) < 4 ? at::kFloat : destination.scalar_type();
   at::Tensor sum = slices[0].to(wide, /*non_blocking=*/false, /*copy=*/true);
   for (std::size_t r = 1; r < slices.size(); ++r) {

@@ -4,9 +4,8 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
 #include <cstdint>
@@ -28,6 +27,19 @@
 
 namespace bmtrain::ops {
 namespace {
+
+// Whether registered; nobody registers while an operator runs.
+bool is_registered = false;
+
+// See [Note: A device behind an interface]: a core with kernels runs with a torch without CUDA too.
+cudaStream_t current_stream() {
+  const c10::impl::VirtualGuardImpl device(c10::DeviceType::CUDA);
+  return static_cast<cudaStream_t>(device.getStreamNativeHandle(device.getStream(device.getDevice())));
+}
+
+void check(cudaError_t error) {
+  BMT_CHECK(StateError, error == cudaSuccess, "CUDA error: ", cudaGetErrorString(error));
+}
 
 void check_memory(const at::Tensor& tensor, const at::Tensor& first, const char* what) {
   BMT_CHECK(TypeError, tensor.is_cuda() && tensor.device() == first.device(), what,
@@ -72,34 +84,31 @@ void cast_cuda(at::Tensor out, const at::Tensor& source) {
   check_memory(source, out, "cast_: source");
   BMT_CHECK(ValueError, out.numel() == source.numel(), "cast_: expected source with ", out.numel(),
             " elements like out, got ", source.numel());
-  const c10::cuda::CUDAGuard guard(out.device());
-  C10_CUDA_CHECK(cuda::cast(out.mutable_data_ptr(), narrow_dtype_of(out, "cast_: out"),
-                            source.const_data_ptr(), narrow_dtype_of(source, "cast_: source"), out.numel(),
-                            c10::cuda::getCurrentCUDAStream()));
+  const c10::DeviceGuard guard(out.device());
+  check(cuda::cast(out.mutable_data_ptr(), narrow_dtype_of(out, "cast_: out"), source.const_data_ptr(),
+                   narrow_dtype_of(source, "cast_: source"), out.numel(), current_stream()));
 }
 
 void scale_cuda(at::TensorList tensors, const at::Tensor& factor) {
   BMT_CHECK(ValueError, factor.numel() == 1, "scale_: factor: expected one number, got ", factor.numel());
-  const c10::cuda::CUDAGuard guard(tensors[0].device());
+  const c10::DeviceGuard guard(tensors[0].device());
   const at::Tensor by = factor.to(tensors[0].device(), at::kFloat);
   for (const Range& range : ranges_of(tensors, "scale_")) {
-    C10_CUDA_CHECK(cuda::scale(range.data, range.numel, range.dtype, by.const_data_ptr<float>(),
-                               c10::cuda::getCurrentCUDAStream()));
+    check(cuda::scale(range.data, range.numel, range.dtype, by.const_data_ptr<float>(), current_stream()));
   }
 }
 
 at::Tensor squared_sum_cuda(at::TensorList tensors) {
-  const c10::cuda::CUDAGuard guard(tensors[0].device());
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  const c10::DeviceGuard guard(tensors[0].device());
+  const cudaStream_t stream = current_stream();
   const auto options = tensors[0].options().dtype(at::kDouble);
   const at::Tensor partial = at::zeros({cuda::kPartialSums}, options);
   for (const Range& range : ranges_of(tensors, "squared_sum")) {
-    C10_CUDA_CHECK(
+    check(
         cuda::squared_sum(partial.mutable_data_ptr<double>(), range.data, range.numel, range.dtype, stream));
   }
   at::Tensor total = at::empty({}, options);
-  C10_CUDA_CHECK(
-      cuda::finish_squared_sum(total.mutable_data_ptr<double>(), partial.const_data_ptr<double>(), stream));
+  check(cuda::finish_squared_sum(total.mutable_data_ptr<double>(), partial.const_data_ptr<double>(), stream));
   return total;
 }
 
@@ -118,16 +127,14 @@ std::tuple<double, double> adam_cuda(at::TensorList weights, at::TensorList roun
   for (const cpu::AdamSlice& slice : slices) {
     BMT_CHECK(TypeError, slice.exp_avg != nullptr, "adam_: expected float32 moments on CUDA");
   }
-  const c10::cuda::CUDAGuard guard(weights[0].device());
-  C10_CUDA_CHECK(cuda::adam(slices.data(), static_cast<std::int64_t>(slices.size()), {},
-                            c10::cuda::getCurrentCUDAStream()));
+  const c10::DeviceGuard guard(weights[0].device());
+  check(cuda::adam(slices.data(), static_cast<std::int64_t>(slices.size()), {}, current_stream()));
   return {0, 0};
 }
 
 void momentum_cuda(at::TensorList weights, const std::vector<cpu::MomentumSlice>& slices) {
-  const c10::cuda::CUDAGuard guard(weights[0].device());
-  C10_CUDA_CHECK(cuda::momentum(slices.data(), static_cast<std::int64_t>(slices.size()), {},
-                                c10::cuda::getCurrentCUDAStream()));
+  const c10::DeviceGuard guard(weights[0].device());
+  check(cuda::momentum(slices.data(), static_cast<std::int64_t>(slices.size()), {}, current_stream()));
 }
 
 void sgd_cuda(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList momenta,
@@ -184,7 +191,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cross_entropy_sums_cu
     const at::Tensor& logits, const at::Tensor& target, const std::optional<at::Tensor>& weight, bool smooth,
     bool divided) {
   const cuda::Logits rows = rows_of(logits, target, weight, smooth);
-  const c10::cuda::CUDAGuard guard(logits.device());
+  const c10::DeviceGuard guard(logits.device());
   const auto options = logits.options().dtype(at::kFloat);
   const auto make = [&](std::int64_t numel) { return at::empty({numel}, options); };
   at::Tensor maximum = make(rows.num_rows), exp_sum = make(rows.num_rows), target_logit = make(rows.num_rows);
@@ -192,7 +199,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cross_entropy_sums_cu
   const cuda::RowSums out{maximum.mutable_data_ptr<float>(), exp_sum.mutable_data_ptr<float>(),
                           target_logit.mutable_data_ptr<float>(),
                           smooth ? smoothed.mutable_data_ptr<float>() : nullptr, divided};
-  C10_CUDA_CHECK(cuda::cross_entropy_sums(rows, out, c10::cuda::getCurrentCUDAStream()));
+  check(cuda::cross_entropy_sums(rows, out, current_stream()));
   return {maximum, exp_sum, target_logit, smoothed};
 }
 
@@ -214,9 +221,8 @@ void cross_entropy_gradient_cuda(at::Tensor out, const at::Tensor& logits, const
                                  number(hit, "cross_entropy: hit"),
                                  number(spread, "cross_entropy: spread"),
                                  column<bool>(ignored, logits, at::kBool, "cross_entropy: ignored")};
-  const c10::cuda::CUDAGuard guard(logits.device());
-  C10_CUDA_CHECK(
-      cuda::cross_entropy_gradient(rows, factors, out.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
+  const c10::DeviceGuard guard(logits.device());
+  check(cuda::cross_entropy_gradient(rows, factors, out.mutable_data_ptr(), current_stream()));
 }
 
 }  // namespace
@@ -236,24 +242,30 @@ void ordered_sum_cuda(at::Tensor out, at::TensorList sources, bool accumulate, d
   BMT_CHECK(ValueError, count <= cuda::kMostSources || cuda::is_evenly_spaced(pointers.data(), count),
             "ordered_sum_: expected at most ", cuda::kMostSources,
             " sources on CUDA, or evenly spaced slices of one tensor, got ", count);
-  const c10::cuda::CUDAGuard guard(out.device());
-  C10_CUDA_CHECK(cuda::ordered_sum(out.mutable_data_ptr(), pointers.data(), count, out.numel(),
-                                   dtype_of(out.scalar_type(), "ordered_sum_: out"), accumulate, factor,
-                                   c10::cuda::getCurrentCUDAStream()));
+  const c10::DeviceGuard guard(out.device());
+  check(cuda::ordered_sum(out.mutable_data_ptr(), pointers.data(), count, out.numel(),
+                          dtype_of(out.scalar_type(), "ordered_sum_: out"), accumulate, factor,
+                          current_stream()));
+}
+
+bool has_cuda_kernels() { return is_registered; }
+
+void register_cuda_kernels() {
+  if (is_registered) {
+    return;
+  }
+  // For as long as the process lives, like what TORCH_LIBRARY_IMPL registers.
+  static torch::Library library(torch::Library::IMPL, "bmtrain", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  library.impl("cast_", &Typed<cast_cuda>::call);
+  library.impl("ordered_sum_", &Typed<ordered_sum_cuda>::call);
+  library.impl("scale_", &Typed<scale_cuda>::call);
+  library.impl("squared_sum", &Typed<squared_sum_cuda>::call);
+  library.impl("adam_", &Typed<adam_cuda>::call);
+  library.impl("sgd_", &Typed<sgd_cuda>::call);
+  library.impl("lion_", &Typed<lion_cuda>::call);
+  library.impl("cross_entropy_sums", &Typed<cross_entropy_sums_cuda>::call);
+  library.impl("cross_entropy_gradient_", &Typed<cross_entropy_gradient_cuda>::call);
+  is_registered = true;
 }
 
 }  // namespace bmtrain::ops
-
-TORCH_LIBRARY_IMPL(bmtrain, CUDA, m) {
-  using bmtrain::Typed;
-  using namespace bmtrain::ops;  // NOLINT(google-build-using-namespace)
-  m.impl("cast_", &Typed<cast_cuda>::call);
-  m.impl("ordered_sum_", &Typed<ordered_sum_cuda>::call);
-  m.impl("scale_", &Typed<scale_cuda>::call);
-  m.impl("squared_sum", &Typed<squared_sum_cuda>::call);
-  m.impl("adam_", &Typed<adam_cuda>::call);
-  m.impl("sgd_", &Typed<sgd_cuda>::call);
-  m.impl("lion_", &Typed<lion_cuda>::call);
-  m.impl("cross_entropy_sums", &Typed<cross_entropy_sums_cuda>::call);
-  m.impl("cross_entropy_gradient_", &Typed<cross_entropy_gradient_cuda>::call);
-}

@@ -123,10 +123,12 @@ def build_core(torch: Path) -> None:
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     subprocess.run(command, cwd=CHECKOUT, env=environment, check=True)
     (core,) = (CHECKOUT / "bmtrain").glob(f"_C.{sys.implementation.cache_tag}-*.so")
-    (objects,) = (CHECKOUT / "build").glob(f"core-*-{sys.implementation.cache_tag}-*-cuda")
+    name = f"core-*-{sys.implementation.cache_tag}"  # files that include torch, and the others
+    folders = [*(CHECKOUT / "build").glob(f"{name}-torch*"), *(CHECKOUT / "build").glob(name)]
     csrc, emulate = CHECKOUT / "csrc", CHECKOUT / "tests" / "cuda" / "emulate"
-    built = re.findall(r"^build (\S+\.o):", (objects / "build.ninja").read_text(), flags=re.MULTILINE)
-    kept = [path for path in map(Path, built) if path.parent != objects / "csrc" / "cuda"]
+    plans = [(folder / "build.ninja").read_text() for folder in folders]
+    built = re.findall(r"^build (\S+\.o):", "\n".join(plans), flags=re.MULTILINE)
+    kept = [path for path in map(Path, built) if path.parts[-3:-1] != ("csrc", "cuda")]
     common = ["-ffp-contract=off", "-fvisibility=hidden", f"-I{csrc}", f"-I{emulate}"]
     kernel = [*common, f"-I{emulate / 'include'}", "-Wno-unknown-pragmas", "-Wno-unused-function", "-xc++"]
     runtime = [*common, f"-I{TOOLKIT / 'include'}"]
@@ -135,7 +137,7 @@ def build_core(torch: Path) -> None:
     for source, flags in parts.items():
         kept.append(LIBRARIES / f"{source.stem}.o")
         run([*FLAGS, *flags, "-c", str(source), "-o", str(kept[-1])], kept[-1], [source])
-    names = ("c10", "torch", "torch_cpu", "torch_python", "cudart", "c10_cuda", "torch_cuda")
+    names = ("c10", "torch", "torch_cpu", "torch_python", "cudart")
     places = [f"-L{torch / 'lib'}", f"-L{TOOLKIT / 'lib64'}"]
     core.unlink()  # a process may have it mapped
     run(["-shared", *map(str, kept), *places, *(f"-l{name}" for name in names), "-o", str(core)], core, kept)

@@ -15,9 +15,7 @@ from torch.utils.cpp_extension import include_paths
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/**/*.cu"))
 GLUE = sorted(
-    path.relative_to(ROOT).as_posix()
-    for path in ROOT.glob("csrc/**/*.cpp")
-    if path.stem.endswith("_cuda") or "BMTRAIN_WITH_CUDA" in path.read_text()
+    path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/**/*.cpp") if path.stem.endswith("_cuda")
 )
 TOOLKIT: Path | None = runpy.run_path(str(ROOT / "setup.py"))["find_toolkit"]()
 
@@ -55,7 +53,6 @@ def test_kernels(tmp_path: Path) -> None:
         "--fmad=false",
         "-Icsrc",
         "-Werror=all-warnings",
-        "-DBMTRAIN_WITH_CUDA",
         "-Xptxas=-v",
         "--keep",
         *TORCH_FLAGS,
@@ -88,7 +85,7 @@ def test_glue(source: str, tmp_path: Path) -> None:
     generated.parent.mkdir(parents=True)
     generated.write_text("#pragma once\n#define C10_CUDA_BUILD_SHARED_LIBS\n")
     system = [f"-isystem{path}" for path in (*include_paths(), tmp_path, TOOLKIT / "include")]
-    flags = ["-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-Icsrc", "-DBMTRAIN_WITH_CUDA"]
+    flags = ["-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-Icsrc"]
     run_process([os.environ.get("CXX", "c++"), *flags, *system, source], directory=ROOT, timeout=300)
 
 

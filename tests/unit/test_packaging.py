@@ -39,7 +39,7 @@ def record(monkeypatch: pytest.MonkeyPatch, folder: Path, **built: object) -> No
     """Pretend that the core was built like this."""
     file = folder / "_build_config.json"
     file.write_text(json.dumps(built))
-    monkeypatch.setattr(build, "_CONFIG", file)
+    monkeypatch.setattr(build, "_PACKAGE", folder)
 
 
 def test_build_info_describes_this_build() -> None:
@@ -69,10 +69,62 @@ def test_core_of_another_torch_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
         ({"torch": "2.13.0", "cuda": "13.0"}, ("2.13.0+cpu", None), False),
         ({"torch": "2.13.0", "cuda": "13.0"}, ("2.13.0", "12.8"), False),
         ({"torch": "2.12.0", "cuda": None}, ("2.13.0", None), False),
+        # Of a wheel, which goes without kernels where their CUDA is not torch's.
+        ({"torch": "2.13", "cuda": "13.0"}, ("2.13.1+cpu", None), True),
+        ({"torch": "2.13", "cuda": "13.0"}, ("2.13.0", "12.8"), True),
+        ({"torch": "2.13", "cuda": "13.0"}, ("2.14.0", "13.0"), False),
     ],
 )
 def test_which_torch_fits(built: dict[str, str | None], running: tuple[str, str | None], fits: bool) -> None:
     assert (build._mismatch(built, *running) == "") == fits
+
+
+def make_wheel_cores(folder: Path) -> None:
+    """As in a wheel for torch 2.9, 2.10 and the release that is installed."""
+    installed = "_".join(str(torch.__version__).split(".")[:2])
+    for release in ("2_9", "2_10", installed):
+        place = folder / "_cores" / f"torch{release}"
+        place.mkdir(parents=True)
+        config = {"torch": release.replace("_", "."), "cuda": "13.0", "cuda_arch_list": "9.0+PTX"}
+        (place / "_build_config.json").write_text(json.dumps(config))
+
+
+def test_a_wheel_has_a_core_for_each_release_of_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make_wheel_cores(tmp_path)
+    monkeypatch.setattr(build, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(torch, "__version__", "2.10.1+cu130")
+    found = []
+
+    def find(name: str) -> types.ModuleType:
+        found.append(bmtrain.__path__[-1])
+        return types.SimpleNamespace(use_cuda_kernels=lambda: found.append("kernels"))  # type: ignore[return-value]
+
+    monkeypatch.setattr(bmtrain, "__path__", list(bmtrain.__path__))
+    monkeypatch.setattr(importlib, "import_module", find)
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    build.load_extension()
+    assert found == [str(tmp_path / "_cores" / "torch2_10"), "kernels"]
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    build.load_extension()
+    assert found[2:] == [str(tmp_path / "_cores" / "torch2_10")]
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    with pytest.raises(
+        ImportError, match=r"cores for torch 2\.9, 2\.10, 2\.\d+, but torch 2\.99\.0 is.*pip install"
+    ):
+        build.load_extension()
+
+
+def test_kernels_for_another_cuda_are_not_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Or `check_card` would refuse cards on account of kernels that nobody uses."""
+    make_wheel_cores(tmp_path)
+    monkeypatch.setattr(build, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(build, "load_extension", lambda: types.SimpleNamespace(__file__="_C.so"))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert (build.build_info()["cuda"], build.build_info()["cuda_arch_list"]) == (None, None)
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    assert (build.build_info()["cuda"], build.build_info()["cuda_arch_list"]) == ("13.0", "9.0+PTX")
 
 
 def test_missing_core_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +236,44 @@ def test_cuda_sources_are_for_cuda_builds(setup_script: types.ModuleType, tmp_pa
         "csrc/cuda/c_cuda.cpp",
     }
     assert set(setup_script.find_sources(cuda=True, testing=False)) == everything
+
+
+def test_a_wheel_has_cores_without_this_machine(
+    setup_script: types.ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One for each torch that is named, with what old systems lack; each asks for no newer torch."""
+    for name in ("2.11.0+cu130", "2.13.1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "version.py").write_text(f"__version__ = {name!r}")
+    plain = setup_script.make_extension(tmp_path / "2.13.1", cuda=True, testing=False)
+    assert plain.name == "bmtrain._C" and "cudart" in plain.libraries
+    torches = [tmp_path / "2.11.0+cu130", tmp_path / "2.13.1"]
+    monkeypatch.setenv("BMTRAIN_TORCHES", ":".join(map(str, torches)))
+    cores = [setup_script.make_extension(folder, cuda=True, testing=False) for folder in torches]
+    assert [core.name for core in cores] == ["bmtrain._cores.torch2_11._C", "bmtrain._cores.torch2_13._C"]
+    assert "cudart_static" in cores[0].libraries and not {"c10_cuda", "cudart"} & set(cores[0].libraries)
+    assert set(cores[0].sources) - set(plain.sources) == {"csrc/packaging/old_glibc.cpp"}
+    distribution = setup_script.Distribution({"name": "x"})
+    distribution.install_requires = ["torch>=2.11", "other"]
+    distribution.parse_config_files([])
+    assert distribution.install_requires == ["torch>=2.11,<2.14", "other"]
+
+
+def test_files_without_torch_are_known(setup_script: types.ModuleType, tmp_path: Path) -> None:
+    """By what they include, themselves or through others."""
+    core = tmp_path / "csrc"
+    core.mkdir()
+    for name, text in {
+        "plain.h": "#include <vector>",
+        "tensor.h": "#include <ATen/core/Tensor.h>",
+        "a.cpp": '#include "plain.h"\n#include <torchless.h>',
+        "b.cpp": '#include "plain.h"\n#include "tensor.h"',
+        "c.cpp": "#include <Python.h>",
+    }.items():
+        (core / name).write_text(text)
+    setup_script.ROOT = tmp_path
+    found = [setup_script.includes_torch(core / f"{letter}.cpp") for letter in "abc"]
+    assert found == [False, True, True]
 
 
 def test_machinery_of_tests_is_built_in_a_checkout_only(

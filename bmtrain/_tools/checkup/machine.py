@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from ..._base.build import is_for, is_of_wheel
 from ..._C import highest_cpu_isa
 from ..._ranks import comm
 from ..._ranks.cards import check_card
@@ -27,7 +28,7 @@ def check_torch(here: Surroundings) -> Check:
     """The core fits the torch that is running."""
     built, running = here.build.get("torch"), str(here.build.get("running_torch"))
     found = f"bmtrain {here.build.get('version')}, torch {running}"
-    if built is not None and str(built).partition("+")[0] != running.partition("+")[0]:
+    if built is not None and not is_for(str(built), running):
         return Check(
             "torch",
             f"{found}, but the core was built for torch {built}",
@@ -40,7 +41,7 @@ _BUILD = "pip install -e . --no-build-isolation"
 
 
 def check_compiler(here: Surroundings) -> Check:
-    """There is a C++ compiler, to build the core again or for torch.compile."""
+    """There is a C++ compiler, to build the core again or for torch.compile. A wheel goes without."""
     wanted = here.environ.get("CXX")
     for name in [wanted] if wanted else ["c++", "g++", "clang++"]:
         path = shutil.which(name, path=here.environ.get("PATH", os.defpath))
@@ -50,6 +51,8 @@ def check_compiler(here: Surroundings) -> Check:
             )
             return Check("compiler", (version.stdout or path).splitlines()[0])
     what = f"CXX={wanted} is not a program" if wanted else "no C++ compiler"
+    if is_of_wheel(here.build):
+        return Check("compiler", f"{what}: torch.compile would need one")
     return Check("compiler", what, "install one (Debian, Ubuntu: apt-get install g++), or let CXX name yours")
 
 
