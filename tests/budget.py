@@ -19,7 +19,7 @@ PYTHON = {
     "watch": ("_watch", 1905),
     "ranks": ("_ranks global_var nccl synchronize utils", 4105),
     "shards": ("_shards parameter", 1400),
-    "engine": ("_engine", 4750),
+    "engine": ("_engine", 4765),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 3430),
     "files": ("_files dcp distributed store weights", 4460),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 8190),

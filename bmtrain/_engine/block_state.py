@@ -144,19 +144,20 @@ class BlockState:
     # ---- gradients
 
     def begin_backward(
-        self, trains: Mapping[ShardedBuffer, list[bool]], under_way: Sequence[ShardedBuffer]
+        self, trains: Mapping[ShardedBuffer, list[bool]], under_way: Sequence[ShardedBuffer], in_turn: bool
     ) -> None:
         """Prepares buffers to receive gradients of the marked parameters, added to unsent gradients.
 
         Args:
             trains: which parameters of a buffer are trained.
             under_way: buffers whose gradients may be summed meanwhile.
+            in_turn: whether they are summed first, which frees the memory in which they were sent.
         """
         for buffer, flags in trains.items():
             if buffer in self.unsent:
                 buffer.join_backward(flags)
             else:
-                buffer.begin_backward(flags, under_way)
+                buffer.begin_backward(flags, under_way, in_turn)
 
     def cancel_backward(self, buffers: Sequence[ShardedBuffer]) -> None:
         """Drops the gradients of a backward that failed."""

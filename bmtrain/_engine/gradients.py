@@ -19,6 +19,7 @@ import torch
 from .._C import ShardedBuffer, TreeSum
 from .._shards.gather import changed_by_hooks
 from .block_state import BlockState
+from .policy import Recompute
 from .unsent import Unsent
 
 if TYPE_CHECKING:
@@ -126,11 +127,20 @@ class Gradients:
             if not set(busy).isdisjoint(trains):  # a block that ran twice in a row
                 self.finish()
                 break
-        under_way: list[ShardedBuffer] = []
-        if self.destination.sums_on_arrival:
-            under_way = [buffer for _, buffers in self._reductions for buffer in buffers]
+        in_turn = block.policy.recompute is not Recompute.OFF
         with self._engine.waiting(block.label, "reduce"):
-            block.begin_backward(trains, under_way)
+            block.begin_backward(trains, self._under_way(), in_turn)
+
+    def sum_arrived(self) -> None:
+        """Sums gradients that have come, so that the peers need not wait for memory that this rank has yet to read."""
+        for buffer in self._under_way():
+            buffer.sum_if_arrived()
+
+    def _under_way(self) -> list[ShardedBuffer]:
+        """Buffers whose gradients may be summed before their turn."""
+        if not self.destination.sums_on_arrival:
+            return []
+        return [buffer for _, buffers in self._reductions for buffer in buffers]
 
     def send(self, block: BlockState, buffers: Sequence[ShardedBuffer]) -> None:
         """Sends the gradients in ``buffers`` to their destination; they are there when backward returns."""

@@ -183,6 +183,7 @@ class SavedTensors:
     def __init__(self, runtime: BlockState) -> None:
         self._label = runtime.label
         self._in_gathered_buffer = runtime.owns_storage
+        self._gradients = runtime.engine.gradients
         is_selective = runtime.policy.recompute is Recompute.SELECTIVE
         self._kept = KeptResults(self._in_gathered_buffer) if is_selective else None
         self._saves: list[tuple[torch.Size, torch.dtype, int]] = []
@@ -240,6 +241,7 @@ class SavedTensors:
             kept = _Kept(tensor.detach(), tensor._version)
             if self._in_gathered_buffer(tensor):
                 return kept
+            self._gradients.sum_arrived()  # see [Note: One buffer of gradients] in reduction.h
             index = len(self._values)
             save = (tensor.shape, tensor.dtype, next_node_number() - first_node)
             if index >= len(self._saves) or self._saves[index] != save:

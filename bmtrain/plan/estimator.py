@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from .._engine.policy import BlockPolicy
+from .._engine.policy import BlockPolicy, Recompute
 from ..errors import DoesNotFitError
 from .machine import Machine
 from .model import ModelDescription, adam_bytes
-from .network import NUM_OWN, Network
+from .network import NUM_OWN, NUM_OWN_RECOMPUTING, Network
 from .policy import TrainingPolicy
 from .simulated_shards import Widths
 from .simulation import Rates, SimulatedStep, StepResult
@@ -366,7 +366,8 @@ def _shared_bytes(
                 reduced += partition * widths.reduce
         through_rings = max(through_rings, ranks * gathered + 2 * (ranks - 1) * reduced)
     common = sum(part * made for part, made in result.common.made.items())
-    return through_rings + ranks * NUM_OWN * sum(own) + common
+    num_own = NUM_OWN if policy.recompute is Recompute.OFF else NUM_OWN_RECOMPUTING
+    return through_rings + ranks * num_own * sum(own) + common
 
 
 def _memory(result: StepResult, machine: Machine, on_host: float, wire: float) -> MemoryEstimate:

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 from .machine import Machine
 
-__all__ = ["LEAST_SHARED", "NUM_COMMON", "NUM_OWN", "Network", "Transfer", "Wire"]
+__all__ = ["LEAST_SHARED", "NUM_COMMON", "NUM_OWN", "NUM_OWN_RECOMPUTING", "Network", "Transfer", "Wire"]
 
 #: Bytes from which the ranks of a host use a block's buffers in place (csrc/shard/buffer_spec.cpp).
 LEAST_SHARED = 1 << 20
-#: Buffers of a size for gathered parameters, and for each rank's gradients (csrc/comm/shm/shm_heap.cpp).
-NUM_COMMON, NUM_OWN = 2, 2
+#: Buffers of a size for gathered parameters, and for each rank's gradients, also where forwards run again in backward.
+NUM_COMMON, NUM_OWN, NUM_OWN_RECOMPUTING = 2, 2, 1
 #: Messages of one rank to different peers that travel together.
 _MESSAGES_IN_FLIGHT = 8
 

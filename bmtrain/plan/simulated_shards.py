@@ -136,9 +136,8 @@ class _Gathers:
         self._simulation, self._label, self._network = simulation, label, network
         self._part = partition * widths.gather
         self._is_shared = network.shares(network.size * self._part)
-        # Each rank's part in the dtype of the gather; common buffers are counted elsewhere.
+        # Common buffers are counted elsewhere.
         self._has_buffer = network.size > 1 or widths.gather != widths.stored
-        self._copies_in_place = widths.gather != widths.stored
         #: Bytes of the gathered parameters where they are a copy of the received data.
         self._widened = network.size * partition * widths.compute * (widths.gather != widths.compute)
         self._is_in_place = False
@@ -153,7 +152,6 @@ class _Gathers:
         self._holds_wire = True
         if self._is_in_place:
             simulation.common.borrow(self._part)
-            simulation.memory.add("gathered", self._part * self._copies_in_place)
             seconds = network.gather_in_place_seconds(self._part)
         else:
             simulation.memory.add("gathered", network.size * self._part)
@@ -166,8 +164,6 @@ class _Gathers:
         if self._transfer is not None:
             self._simulation.wait("gather", self._transfer)
             self._transfer = None
-            if self._is_in_place:
-                self._simulation.memory.add("gathered", -self._part * self._copies_in_place)
 
     def finish(self) -> None:
         self.await_arrival()
@@ -339,8 +335,8 @@ class SimulatedShards:
     def unbind(self) -> None:
         """Parameters are views; that costs nothing."""
 
-    def begin_backward(self, trains: list[bool], under_way: Sequence[SimulatedShards] = ()) -> None:
-        del trains, under_way
+    def begin_backward(self, trains: list[bool], under_way: Sequence[SimulatedShards], in_turn: bool) -> None:
+        del trains, under_way, in_turn
         self._reduction.begin()
 
     def join_backward(self, trains: list[bool]) -> None:

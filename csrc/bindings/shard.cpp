@@ -218,7 +218,9 @@ void bind_buffer(py::module_& m) {
       .def("bind", &ShardedBuffer::bind)
       .def("unbind", of(&ShardedBuffer::gathered, &GatheredBuffer::unbind))
       .def("begin_backward", &ShardedBuffer::begin_backward, py::arg("trains"),
-           py::arg("under_way") = std::vector<std::shared_ptr<ShardedBuffer>>{}, NoGil())
+           py::arg("under_way") = std::vector<std::shared_ptr<ShardedBuffer>>{}, py::arg("in_turn") = false,
+           NoGil())
+      .def("sum_if_arrived", of_reduction(&Reduction::sum_if_arrived), NoGil())
       .def("join_backward", of_reduction(&Reduction::join), py::arg("trains"), NoGil())
       .def("drop_gradients", of_reduction(&Reduction::drop), py::arg("which"), NoGil())
       .def("start_reduce", of_reduction(&Reduction::start), NoGil())

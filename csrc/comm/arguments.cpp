@@ -18,19 +18,27 @@ void check_tensor(const Communicator& comm, const char* op, const char* argument
             " must be contiguous, got shape ", tensor.sizes(), " with strides ", tensor.strides());
 }
 
-// Of tensors of one dtype and device, of which one is as large as those of all ranks together.
+// Of tensors of one device, and of one dtype unless one is `rounded` to the other's, of which one is as large
+// as those of all ranks together.
 void check_sizes(const Communicator& comm, const char* op, const char* large_name, const at::Tensor& large,
-                 const char* small_name, const at::Tensor& small) {
+                 const char* small_name, const at::Tensor& small, bool rounded = false) {
   check_tensor(comm, op, large_name, large);
   check_tensor(comm, op, small_name, small);
-  BMT_CHECK(TypeError, large.scalar_type() == small.scalar_type(), describe(comm, op), ": ", large_name,
-            " and ", small_name, " must have the same dtype, got ", large.scalar_type(), " and ",
+  BMT_CHECK(TypeError, rounded || large.scalar_type() == small.scalar_type(), describe(comm, op), ": ",
+            large_name, " and ", small_name, " must have the same dtype, got ", large.scalar_type(), " and ",
             small.scalar_type());
   BMT_CHECK(TypeError, large.device() == small.device(), describe(comm, op), ": ", large_name, " and ",
             small_name, " must be on the same device, got ", large.device(), " and ", small.device());
   BMT_CHECK(ValueError, large.numel() == comm.size() * small.numel(), describe(comm, op), ": ", large_name,
             " must have ", comm.size(), " * ", small.numel(), " = ", comm.size() * small.numel(),
             " elements (group size times ", small_name, "), got ", large.numel());
+}
+
+void check_in_place(const Communicator& comm, const char* op, const at::Tensor& tensor) {
+  BMT_CHECK(StateError, comm.works_in_place(), describe(comm, op),
+            ": this transport cannot be used in place");
+  BMT_CHECK(ValueError, tensor.is_cpu() && tensor.numel() % comm.size() == 0, describe(comm, op),
+            ": expected a tensor in host memory that divides by ", comm.size(), " ranks");
 }
 
 // Of tensors of one dtype, device and size, which all ranks divide among them.
@@ -98,13 +106,12 @@ void check_arguments(const Communicator& comm, const Call& call) {
       return check_sizes(comm, op, "output", call.output, "input", call.input);
     case Op::kAllToAll:
       return check_exchange(comm, call.output, call.input);
+    case Op::kAllGatherInPlace:
+      check_sizes(comm, op, "output", call.output, "input", call.input, /*rounded=*/true);
+      return check_in_place(comm, op, call.output);
     case Op::kAllToAllInPlace:
-      BMT_CHECK(StateError, comm.works_in_place(), describe(comm, op),
-                ": this transport cannot be used in place");
       check_tensor(comm, op, "input", call.input);
-      BMT_CHECK(ValueError, call.input.is_cpu() && call.input.numel() % comm.size() == 0, describe(comm, op),
-                ": expected a tensor in host memory that divides by ", comm.size(), " ranks");
-      return;
+      return check_in_place(comm, op, call.input);
     case Op::kReduceScatter:
     case Op::kRingReduceScatter:
       check_sizes(comm, op, "input", call.input, "output", call.output);

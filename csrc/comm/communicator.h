@@ -51,6 +51,7 @@ class PeerSlices {
 /// The operations of a communicator.
 enum class Op : std::uint8_t {
   kAllGather,
+  kAllGatherInPlace,
   kAllToAll,
   kAllToAllInPlace,
   kReduceScatter,
@@ -146,11 +147,17 @@ class Communicator {
   // Memory that ranks use in place instead of copying, where the transport knows such (ranks of one host).
   // The results, the counts and the bytes of traffic() are those of the plain operations.
 
-  /// Whether all_to_all_in_place() can be used.
+  /// Whether the operations in place can be used.
   [[nodiscard]] virtual bool works_in_place() const { return false; }
   /// Memory for an all_gather's output, into which each rank copies its slice once for all; null if there is
   /// none. All ranks have to borrow alike, and to give back alike with respect to what they borrow later.
   [[nodiscard]] virtual c10::DataPtr borrow_output(std::int64_t /*nbytes*/) { return {}; }
+  /// An all_gather whose output was borrowed. `input` may have another floating-point dtype: it is rounded on
+  /// its way.
+  [[nodiscard]] WorkPtr all_gather_in_place(const at::Tensor& output, const at::Tensor& input,
+                                            const std::string& label) {
+    return start({Op::kAllGatherInPlace, output, input, label});
+  }
   /// Ends what borrow_output() began; freeing the memory without it makes that unusable for later gathers.
   virtual void give_back_output(const void* /*data*/, std::int64_t /*nbytes*/) {}
   /// Memory for the input of all_to_all_in_place(), or null. For 0 bytes: null, and what is idle is freed.

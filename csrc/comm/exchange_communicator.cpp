@@ -244,6 +244,7 @@ Exchange ExchangeCommunicator::exchange_of(const Call& call) const {
       start(1, 0);
       plan_barrier(exchange, *this);
       break;
+    case Op::kAllGatherInPlace:
     case Op::kAllToAllInPlace:
       BMT_CHECK(StateError, false, name_of(call.op), ": this transport cannot be used in place");
   }

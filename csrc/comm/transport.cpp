@@ -8,6 +8,7 @@ namespace bmtrain {
 const char* name_of(Op op) {
   switch (op) {
     case Op::kAllGather:
+    case Op::kAllGatherInPlace:
       return "all_gather";
     case Op::kAllToAll:
     case Op::kAllToAllInPlace:

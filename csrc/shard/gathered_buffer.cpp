@@ -52,12 +52,6 @@ at::Tensor GatheredBuffer::input() const {
   }
   const PlainMode plain;
   const std::int64_t partition = spec_.layout.partition();
-  if (is_borrowed_) {  // in which the ranks' slices are put by the communicator
-    const auto nbytes = partition * static_cast<std::int64_t>(c10::elementSize(spec_.gather_dtype));
-    const c10::Storage storage = empty_storage(spec_.device);
-    put_memory(storage, spec_.pool->acquire(nbytes, spec_.device), nbytes);
-    return view_of_storage(storage, spec_.gather_dtype, 0, {partition}).copy_(shard_.flat());
-  }
   return wire_.narrow(0, spec_.gather_comm->rank() * partition, partition).copy_(shard_.flat());
 }
 
@@ -78,8 +72,9 @@ void GatheredBuffer::start(bool in_place) {
     }
     put_memory(wire_.storage(), std::move(memory), nbytes);
     try {
-      const at::Tensor own = input();
-      if (spec_.layout.num_ranks() > 1) {
+      if (is_borrowed_) {
+        work_ = spec_.gather_comm->all_gather_in_place(wire_, shard_.flat(), spec_.label);
+      } else if (const at::Tensor own = input(); spec_.layout.num_ranks() > 1) {
         work_ = spec_.gather_comm->all_gather(wire_, own, spec_.label);
       }
     } catch (...) {

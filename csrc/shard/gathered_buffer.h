@@ -67,7 +67,7 @@ class GatheredBuffer {
   void await();
   void widen();
   void give_back_wire();
-  // This rank's part of what travels: the shard, or in another dtype its copy at its place in the buffer.
+  // This rank's part of what travels, not in place: the shard, or in another dtype its copy in the buffer.
   [[nodiscard]] at::Tensor input() const;
 
   const BufferSpec& spec_;

@@ -24,10 +24,16 @@ std::int64_t Reduction::num_bytes() const {
   return total;
 }
 
-void Reduction::begin(const std::vector<bool>& trains, std::vector<std::weak_ptr<Reduction>> under_way) {
+void Reduction::begin(const std::vector<bool>& trains, std::vector<std::weak_ptr<Reduction>> under_way,
+                      bool in_turn) {
   spec_.check_flags("trains", trains);
   under_way_ = std::move(under_way);
   race_point();
+  for (const std::weak_ptr<Reduction>& other : under_way_) {
+    if (const std::shared_ptr<Reduction> reduction = other.lock(); in_turn && reduction != nullptr) {
+      reduction->sum_in_turn();
+    }
+  }
   take_gradient_memory();
   for (at::Tensor& view : spec_.full_views(gradient_.storage(), spec_.reduce_dtype)) {
     places_.push_back({std::move(view), false, false});
@@ -235,6 +241,16 @@ bool Reduction::sum_if_arrived() {
   race_point();
   peer_slices_->release();
   return true;
+}
+
+void Reduction::sum_in_turn() {
+  if (stage_ == Stage::kFirstSum && peer_slices_ && !continue_sum()) {
+    await();
+    static_cast<void>(sum_if_arrived());
+  }
+  if (stage_ == Stage::kSummed) {
+    gradient_ = at::Tensor();
+  }
 }
 
 void Reduction::finish(TreeSum* tree) {

@@ -12,6 +12,13 @@
 // memory of its own, in fp32. `.grad` and the hooks follow at the end; a `.grad` that was there, or that
 // somebody else (the read of a parameter outside its block) has put there in between, is added to, with the
 // bits that it would have had.
+//
+// [Note: One buffer of gradients]
+// Where ranks read each other's gradients in place, a backward that runs the forward again needs no second
+// buffer of gradients: the run takes long enough for the reduction before it. Meanwhile that is summed as
+// soon as it has come, also whenever the run saves a tensor; before the first gradient lands it is waited
+// for, summed, and its buffer taken again once the peers have read it. So the number of buffers does not
+// depend on the ranks' speed, and a rank waits for another only if that is behind by more than this run.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -44,8 +51,8 @@ class Reduction {
   [[nodiscard]] std::int64_t num_bytes() const;
 
   /// Prepares to receive gradients of the parameters with `trains[i]`. `under_way`: reductions meanwhile, see
-  /// sum_if_arrived().
-  void begin(const std::vector<bool>& trains, std::vector<std::weak_ptr<Reduction>> under_way);
+  /// sum_if_arrived(). `in_turn`: these are summed first, see [Note: One buffer of gradients].
+  void begin(const std::vector<bool>& trains, std::vector<std::weak_ptr<Reduction>> under_way, bool in_turn);
   /// Prepares for one backward more, whose gradients add to those that begin() prepared for.
   void join(const std::vector<bool>& trains);
   /// Drops what such backwards have left for the parameters with `which[i]`. Returns whether others have
@@ -84,6 +91,8 @@ class Reduction {
 
   void take_gradient_memory();
   void sum_what_has_arrived();
+  // Waits for what peers read in place, sums it, and gives up the memory in which this rank sent its part.
+  void sum_in_turn();
   void exchange_in_host();
   void exchange_between_hosts();
   void add_replicas();

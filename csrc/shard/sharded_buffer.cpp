@@ -50,7 +50,8 @@ void ShardedBuffer::bind() {
 }
 
 void ShardedBuffer::begin_backward(const std::vector<bool>& trains,
-                                   const std::vector<std::shared_ptr<ShardedBuffer>>& under_way) {
+                                   const std::vector<std::shared_ptr<ShardedBuffer>>& under_way,
+                                   bool in_turn) {
   BMT_CHECK(StateError, reduction_->stage() == Reduction::Stage::kEnded, spec_.label,
             ": a backward is under way already");
   std::vector<std::weak_ptr<Reduction>> others;
@@ -58,7 +59,7 @@ void ShardedBuffer::begin_backward(const std::vector<bool>& trains,
     others.push_back(buffer->reduction_);
   }
   const auto next = std::make_shared<Reduction>(spec_, gradient_shard_);
-  next->begin(trains, std::move(others));
+  next->begin(trains, std::move(others), in_turn);
   reduction_ = next;
 }
 

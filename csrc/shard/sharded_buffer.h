@@ -50,9 +50,9 @@ class ShardedBuffer : public std::enable_shared_from_this<ShardedBuffer> {
   bool adopt_data();
   /// Parameters become their full tensors. The buffer must be gathered.
   void bind();
-  /// Begins a reduction; `under_way`: buffers whose reductions have not ended.
+  /// Begins a reduction; `under_way`: buffers whose reductions have not ended. See Reduction::begin().
   void begin_backward(const std::vector<bool>& trains,
-                      const std::vector<std::shared_ptr<ShardedBuffer>>& under_way);
+                      const std::vector<std::shared_ptr<ShardedBuffer>>& under_way, bool in_turn);
   /// A function that sees the gradient of parameter `index` before its reduction, and may replace it.
   void set_hook(std::size_t index, std::unique_ptr<torch::autograd::FunctionPreHook> hook);
 

@@ -29,6 +29,7 @@
 namespace bmtrain::cpu {
 // Of floating-point numbers, which nobody sums here.
 void ordered_sum(void*, const void* const*, int, std::int64_t, DType, DType, bool, double) { std::abort(); }
+void cast(void*, DType, const void*, DType, std::int64_t) { std::abort(); }
 }  // namespace bmtrain::cpu
 
 namespace {

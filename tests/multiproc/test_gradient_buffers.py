@@ -19,25 +19,41 @@ from bmtrain.errors import CommunicationError
 from bmtrain.global_var import context
 
 
-def rank_that_is_late() -> tuple[int, list[int]]:
-    """Bytes of a block's gradients, and in place for gradients when one rank is far behind in each backward."""
-    model = model_of(delay=lambda call: 0.05 * bmt.rank() * (call % 2 == 0), use_checkpoint=True)
+def rank_that_is_late(options: dict[str, Any], late: int) -> tuple[int, list[int], list[float]]:
+    """Bytes of a block's gradients, those in place when a rank is far behind in each backward, and sums."""
+    model = model_of(delay=lambda call: 0.05 * (bmt.rank() == late) * (call % 2 == 0), **options)
     comm, sizes = context().world.reduce_comm, []
     for step in range(3):
         model(inputs(step)).sum().backward()
         sizes.append(comm.bytes_in_place)
-    return 4 * bmt.world_size() * model[0]._storages[0].shards.layout.partition, sizes
+    block = 4 * bmt.world_size() * model[0]._storages[0].shards.layout.partition
+    return block, sizes, [p.grad.double().sum().item() for p in model.parameters()]
 
 
-def test_two_buffers_of_gradients_however_late_a_rank_is() -> None:
-    for block, sizes in run_ranks(2, rank_that_is_late, fresh=True):
-        assert sizes == [2 * block] * 3
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize(
+    ("options", "buffers"),
+    [
+        ({"use_checkpoint": False}, 2),
+        ({"use_checkpoint": True}, 1),
+        ({"policy": bmt.BlockPolicy(recompute="selective")}, 1),
+    ],
+)
+def test_buffers_of_gradients_however_late_a_rank_is(
+    options: dict[str, Any], buffers: int, late: int
+) -> None:
+    plain = run_ranks(2, rank_that_is_late, {"use_checkpoint": False}, -1, fresh=True)
+    for (block, sizes, sums), (*_, expected) in zip(
+        run_ranks(2, rank_that_is_late, options, late, fresh=True), plain, strict=True
+    ):
+        assert sizes == [buffers * block] * 3
+        assert sums == expected
 
 
 def gradients_of_a_model_that_is_gone() -> tuple[int, int, list[float]]:
     """Bytes in place for gradients after a model's backward, and after many of another one."""
     comm = context().world.reduce_comm
-    model_of(3)(inputs()).sum().backward()
+    model_of(3, use_checkpoint=False)(inputs()).sum().backward()
     before = comm.bytes_in_place
     other = bmt.Block(Small(), use_checkpoint=False)
     seen = []

@@ -108,8 +108,9 @@ def test_report_says_what_each_phase_holds(case):
         assert "parameters" in str(built)
 
 
-def of_large_blocks(dim: int) -> tuple[str, list[bmt.MemoryReport]]:
-    layers = bmt.TransformerBlockList([bmt.Block(TanhLinear(dim)) for _ in range(LAYERS)])
+def of_large_blocks(dim: int, **dtypes: torch.dtype) -> tuple[str, list[bmt.MemoryReport]]:
+    policy = bmt.BlockPolicy(recompute="whole", **dtypes)
+    layers = bmt.TransformerBlockList([bmt.Block(TanhLinear(dim), policy=policy) for _ in range(LAYERS)])
     x = torch.randn(ROWS, dim)
     reports = []
     for _ in range(3):
@@ -119,16 +120,19 @@ def of_large_blocks(dim: int) -> tuple[str, list[bmt.MemoryReport]]:
     return context().world.comm.backend, reports
 
 
-def test_report_counts_buffers_that_are_used_in_place():
-    dim, world = 640, 2  # a block of 1.6 MiB
-    block = 4 * (dim * dim + dim)
-    for backend, reports in run_ranks(world, of_large_blocks, dim, fresh=True):
+@pytest.mark.parametrize(
+    ("width", "dtypes"), [(4, {}), (2, {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32})]
+)
+def test_report_counts_buffers_that_are_used_in_place(width: int, dtypes: dict[str, torch.dtype]):
+    dim, world = 760, 2  # a block of 2.2 MiB, in 16 bits 1.1
+    elements = dim * dim + dim
+    for backend, reports in run_ranks(world, of_large_blocks, dim, fresh=True, **dtypes):
         if backend != "shm":
             pytest.skip(f"only ranks that share memory have such buffers, not {backend}")
-        gathered = 2 * block // world  # two Blocks', which ranks have in common
-        for report in reports:  # with up to two of gradients
-            assert gathered + block <= report.in_place <= gathered + 2 * block + 4096
-            assert report.peak_buffers < block  # none of it is among the pool's
+        gathered = 2 * width * elements // world  # two Blocks', which ranks have in common
+        for report in reports:
+            assert gathered + 4 * elements <= report.in_place <= gathered + 4 * elements + 4096
+            assert report.peak_buffers == 0  # also where shards are rounded on their way to the buffer
 
 
 def arguments() -> None:

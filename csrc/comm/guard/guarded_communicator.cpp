@@ -43,7 +43,9 @@ OpRecord record_of(const Call& call) {
   }
   const at::Tensor& tensor = call.op == Op::kRecv ? call.output : call.input;
   if (tensor.defined()) {  // the transport refuses None
-    record.dtype = c10::toString(tensor.scalar_type());
+    // What travels, where a gather rounds its input.
+    const bool is_rounded = call.op == Op::kAllGatherInPlace && call.output.defined();
+    record.dtype = c10::toString((is_rounded ? call.output : tensor).scalar_type());
     record.numel = tensor.numel();
   }
   return record;

@@ -125,6 +125,7 @@ std::int64_t NcclCommunicator::wire_bytes(const Call& call) const {
   const std::int64_t others = size() - 1;
   switch (call.op) {
     case Op::kAllGather:
+    case Op::kAllGatherInPlace:
       return bytes_of(call.input) * others;
     case Op::kAllToAll:
     case Op::kAllToAllInPlace:

@@ -3,9 +3,12 @@
 #include <chrono>
 #include <utility>
 
+#include "comm/arguments.h"
 #include "comm/host_tensor.h"
 #include "common/check.h"
+#include "common/tensor_dtype.h"
 #include "common/thread_annotations.h"
+#include "cpu/kernels.h"
 
 namespace bmtrain {
 namespace {
@@ -70,8 +73,7 @@ WorkPtr ShmCommunicator::perform(const Call& call) {
   if (call.op == Op::kAllToAllInPlace) {
     return exchange_in_place(call);
   }
-  const int slot = call.op == Op::kAllGather ? link_->find_common(call.output) : ShmHeap::kNone;
-  return slot == ShmHeap::kNone ? ExchangeCommunicator::perform(call) : gather_in_place(call, slot);
+  return call.op == Op::kAllGatherInPlace ? gather_in_place(call) : ExchangeCommunicator::perform(call);
 }
 
 WorkPtr ShmCommunicator::submit(Exchange exchange) {
@@ -87,13 +89,21 @@ WorkPtr ShmCommunicator::start_in_place(ShmOperationPtr operation) {
   return std::make_shared<ShmWork>(link_, std::move(operation));
 }
 
-WorkPtr ShmCommunicator::gather_in_place(const Call& call, int slot) {
+WorkPtr ShmCommunicator::gather_in_place(const Call& call) {
+  const int slot = link_->find_common(call.output);
+  BMT_CHECK(ValueError, slot != ShmHeap::kNone, describe(*this, name_of(call.op)),
+            ": expected an output that was borrowed for it");
   const auto operation = std::make_shared<ShmOperation>();
-  static_cast<Exchange&>(*operation) = begin(call, bytes_of(call.input), 1 + slot);
+  static_cast<Exchange&>(*operation) = begin(call, bytes_of(call.output) / size(), 1 + slot);
   operation->place = ShmPlace::kCommon;
   operation->slot = slot;
   operation->kept = {call.output, call.input};
   operation->sends = {{data_of(call.input), operation->bytes}};
+  if (call.input.scalar_type() != call.output.scalar_type()) {
+    operation->write = [from = dtype_of(call.input.scalar_type(), "input"),
+                        to = dtype_of(call.output.scalar_type(), "output"), numel = call.input.numel()](
+                           char* slice, const char* data) { cpu::cast(slice, to, data, from, numel); };
+  }
   for (int r = 0; r < size(); ++r) {
     if (r != rank()) {
       operation->receives.push_back({nullptr, operation->bytes, r});

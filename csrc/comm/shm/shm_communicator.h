@@ -45,7 +45,7 @@ class ShmCommunicator final : public ExchangeCommunicator {
   void count_copied(std::int64_t bytes) override { link_->count_copied(bytes); }
 
  private:
-  [[nodiscard]] WorkPtr gather_in_place(const Call& call, int slot);
+  [[nodiscard]] WorkPtr gather_in_place(const Call& call);
   [[nodiscard]] WorkPtr exchange_in_place(const Call& call);
   // Starts an operation in place, which sends as many bytes as the plain one.
   [[nodiscard]] WorkPtr start_in_place(ShmOperationPtr operation);

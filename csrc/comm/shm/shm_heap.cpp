@@ -18,7 +18,7 @@ namespace {
 constexpr std::uint64_t kAlignment = std::uint64_t{1} << 21;  // of a huge page
 // Far beyond what rank 0 uses for its own buffers; files take memory only where they are used.
 constexpr std::uint64_t kCommonBegin = std::uint64_t{1} << 40;
-// Gradients of one size: those of the block at hand, and those that are being summed.
+// Gradients of one size: those of the block at hand, and those that are being summed meanwhile.
 constexpr int kOwnBuffers = 2;
 // Gathered parameters of one size: of the block at hand and of the next. More where they are in use.
 constexpr int kCommonBuffers = 2;
@@ -101,8 +101,11 @@ int ShmHeap::borrow_own(std::int64_t bytes) {
       is_read |= !own_[slot].lent.load();
     }
   }
+  if (is_read) {
+    return kBeingRead;
+  }
   if (alike == kOwnBuffers || num_own_ == ShmHeapTable::kSlots) {
-    return is_read ? kBeingRead : kNone;
+    return kNone;
   }
   Own& buffer = own_[num_own_];
   buffer.data = try_map(files_[index(rank_)].get(), own_end_, bytes, /*is_private=*/false);

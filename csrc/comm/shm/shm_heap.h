@@ -3,19 +3,19 @@
 // [Note: Buffers used in place]
 // An *own* buffer belongs to one rank; its peers read it where it is. The rank publishes it through its ring
 // like any other chunk, as a reference, and it is free again when its borrower and all readers are done with
-// it. There are two of a size. A rank whose program has all of them in use takes other memory, which goes
-// through the ring: the ranks need not agree. One that only peers still read is waited for.
+// it. There are two of a size at most. A rank whose program has all of them in use takes other memory, which
+// goes through the ring: the ranks need not agree. One that only peers still read is waited for.
 //
 // [Note: Waiting for readers]
 // That wait is never one in a circle. A rank waits only for a buffer that it is done with itself: it has
-// passed, in the order of the program, the place where the sum of those gradients ends, and waits for a peer
-// to pass the same place. All other waits are of this kind too: for what a peer does at an earlier place of
-// the one program that all run (its gather was posted, its gradients were, its use of a common buffer ended).
-// Of the ranks that wait take the one that is at the earliest place: the peer it waits for is at an earlier
-// one still, so it does not wait, and gets there. What ranks read earlier than their program says, because it
-// has come (ShardedBuffer::sum_if_arrived), is let go of earlier by the reader; the owner's use ends no
-// earlier. Ranks that do not run one program could wait for each other: after some seconds other memory is
-// taken.
+// passed, in the order of the program, the place where the sum of those gradients ends (of one that it sums
+// in turn, that is before the next gradients land), and waits for a peer to pass the same place. All other
+// waits are of this kind too: for what a peer does at an earlier place of the one program that all run (its
+// gather was posted, its gradients were, its use of a common buffer ended). Of the ranks that wait take the
+// one that is at the earliest place: the peer it waits for is at an earlier one still, so it does not wait,
+// and gets there. What ranks read earlier than their program says, because it has come
+// (ShardedBuffer::sum_if_arrived), is let go of earlier by the reader; the owner's use ends no earlier.
+// Ranks that do not run one program could wait for each other: after some seconds other memory is taken.
 //
 // A *common* buffer is written by all ranks of the group, each its slice. Which one a gather uses is not
 // negotiated: every rank picks the buffer that it let go of first, and all ranks borrow and give back in the
@@ -80,7 +80,8 @@ class ShmHeap {
 
   // Own buffers.
 
-  /// A buffer of exactly `bytes`; kBeingRead if there will be one as soon as peers have read it; or kNone.
+  /// A buffer of exactly `bytes`; kBeingRead if there will be one as soon as peers have read it, and none is
+  /// idle; or kNone.
   [[nodiscard]] int borrow_own(std::int64_t bytes);
   /// The borrower is done with it. Thread-safe.
   void end_own(int slot) { own_[index(slot)].lent.store(false, std::memory_order_release); }

@@ -64,7 +64,9 @@ enum class ShmPlace : std::uint8_t { kPrivate, kOwn, kCommon };
 struct ShmOperation : Exchange {
   ShmPlace place = ShmPlace::kPrivate;
   int slot = ShmHeap::kNone;  // of the buffer, unless kPrivate
-  int left[2] = {0, 0};       // pieces of each phase that are not through
+  /// Of kCommon: writes the slice into the buffer, instead of copying it; or null.
+  std::function<void(char* slice, const char* data)> write;
+  int left[2] = {0, 0};  // pieces of each phase that are not through
   bool combined = false;
   bool done = false;
   unsigned environment = 0;  // of the thread that posted it
@@ -145,6 +147,8 @@ class ShmLink : public std::enable_shared_from_this<ShmLink> {
   // Sends of one piece what can be sent now; returns how much.
   std::uint64_t send_some(Pending& pending, ShmRingWriter& ring, const ShmDescriptor& meta,
                           const std::function<bool(int)>& is_past) BMT_REQUIRES(mutex_);
+  // Writes this rank's slice of a gather where all ranks see it.
+  void write_common(const ShmOperation& operation, const Piece& piece) BMT_REQUIRES(mutex_);
   bool receive_queue(Queue& queue, ShmRingReader& ring, int peer) BMT_REQUIRES(mutex_);
   // Aborts the link if that fails.
   void receive_chunk(Pending& pending, const ShmDescriptor& chunk, const ShmRingReader& ring, int peer)

@@ -10,6 +10,7 @@
 #include "comm/host_tensor.h"
 #include "comm/shm/shm_link.h"
 #include "common/check.h"
+#include "common/float_environment.h"
 
 namespace bmtrain {
 namespace {
@@ -142,6 +143,16 @@ std::vector<int> ShmLink::users_behind(int slot) const {
   return users;
 }
 
+void ShmLink::write_common(const ShmOperation& operation, const Piece& piece) {
+  char* const slice = heap_->common_data(operation.slot) + rank_ * piece.bytes;
+  if (operation.write == nullptr) {
+    std::memcpy(slice, piece.data, static_cast<std::size_t>(piece.bytes));
+  } else {
+    const FloatEnvironmentGuard guard(operation.environment);
+    operation.write(slice, piece.data);
+  }
+}
+
 std::uint64_t ShmLink::send_some(Pending& pending, ShmRingWriter& ring, const ShmDescriptor& meta,
                                  const std::function<bool(int)>& is_past) {
   const Piece& piece = pending.piece;
@@ -159,7 +170,7 @@ std::uint64_t ShmLink::send_some(Pending& pending, ShmRingWriter& ring, const Sh
   ShmDescriptor found = meta;
   found.length = left;
   if (is_common) {
-    std::memcpy(heap_->common_data(operation.slot) + rank_ * piece.bytes, piece.data, left);
+    write_common(operation, piece);
     count_copied(piece.bytes);
   } else {
     found.offset = heap_->own_offset(operation.slot);
