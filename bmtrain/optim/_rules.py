@@ -215,8 +215,10 @@ def heights_of(shape: Sequence[int], split: Split) -> list[int]:
 
 def _looks_fused(member: Member) -> bool:
     """Whether the name and shape of a parameter suggest several matrices in one."""
+    if not member.is_in_block:
+        return False
     shape, module_name = _shape_of(member.param), ".".join(member.name.split(".")[-2:])
-    if len(shape) < 2 or not member.is_in_block:
+    if len(shape) < 2:
         return False
     if _FUSED.search(module_name):
         return len(shape) == 2 or "expert" in module_name

@@ -46,7 +46,7 @@ def whole_matrix(cls: type[torch.optim.Optimizer], params: Iterable[Any], **opti
         ``state_dict(gather=True)`` has the form of ``cls.state_dict()`` over whole parameters.
 
     Raises:
-        TypeError: ``cls`` is no optimizer class.
+        TypeError: ``cls`` is no optimizer class, or ``params`` has something else than parameters.
         ValueError: a step of ``cls`` needs a closure, as of `torch.optim.LBFGS`; or a parameter is split over
             tensor-parallel ranks.
 
@@ -58,6 +58,10 @@ def whole_matrix(cls: type[torch.optim.Optimizer], params: Iterable[Any], **opti
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise TypeError(f"cls: expected a subclass of torch.optim.Optimizer, got {cls!r:.80}")
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        raise TypeError(
+            f"params: expected parameters or group dicts, got {params!r:.80} ({type(params).__name__})"
+        )
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
@@ -244,6 +248,8 @@ class _Members:
 
     def add(self, parameters: Sequence[Tensor]) -> None:
         for p in parameters:
+            if not isinstance(p, Tensor):
+                raise TypeError(f"params: expected parameters, got {p!r:.80} ({type(p).__name__})")
             if isinstance(p, DistributedParameter) and p._tp_split_dim >= 0:
                 raise ValueError(
                     f"params: expected whole parameters, got one of shape {tuple(p.full_shape)} that is split over "

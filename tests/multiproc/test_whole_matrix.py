@@ -273,6 +273,9 @@ def wrong() -> None:
         whole_matrix(torch.optim.LBFGS, [p])
     with pytest.raises(TypeError, match="cls: expected a subclass of torch.optim.Optimizer"):
         whole_matrix(torch.nn.Linear, [p])  # type: ignore[arg-type]
+    for params in (p, [1]):
+        with pytest.raises(TypeError, match="params: expected parameters"):
+            whole_matrix(Lamb, params)
     parameters = [bmt.DistributedParameter(torch.ones(4, 4)) for _ in range(2)]
     optimizer = whole_matrix(Failing, parameters)
     for q in parameters:

@@ -76,6 +76,10 @@ def momentum_optimizers() -> Calls:
             lambda lr, decay, kind=kind: kind([{"params": parameters, "lr": lr, "weight_decay": decay}]),
             {"lr": rate, "weight_decay": number},
         )
+    made["whole_matrix"] = (
+        lambda params: bmt.optim.whole_matrix(torch.optim.Adafactor, params),
+        {"params": ("parameters", parameters)},
+    )
     return made
 
 
