@@ -8,21 +8,22 @@ import pytest
 from harness.sanitized import build_with_torch, run_driver, torch_environment
 
 UNITS = {
-    "driver": ["tests/cpp/staged_copies_driver.cpp"],
-    "update": ["csrc/optim/offload_update.cpp"],
-    "copies": [
+    "driver": [
+        "tests/cpp/staged_copies_driver.cpp",
         *(
             f"csrc/optim/{name}.cpp"
-            for name in ("staged_copies", "sent_gradients", "staging_lane", "update_queue", "step_tensors")
+            for name in (
+                "staged_copies", "sent_gradients", "staging_lane", "update_queue", "step_tensors",
+                "offload_update", "momentum",
+            )
         ),
         *(
             f"csrc/common/{name}.cpp"
             for name in ("thread_pool", "latch", "float_environment", "tensor_dtype", "race_point", "scale")
         ),
-    ],
-    "slices": ["csrc/optim/momentum.cpp"],
-    "disturbance": ["csrc/testing/disturbance.cpp"],
-}
+        "csrc/testing/disturbance.cpp",
+    ]  # one unit: torch's headers take longer to compile than all of these
+}  # fmt: skip
 # at::Tensor::copy_ and zero_, which torch was not compiled with the sanitizer for.
 WRAPPED = ("_ZN2at4_ops5copy_4callERNS_6TensorERKS2_b", "_ZN2at4_ops5zero_4callERNS_6TensorE")
 
