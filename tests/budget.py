@@ -23,7 +23,7 @@ PYTHON = {
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 3430),
     "files": ("_files dcp distributed store weights", 4460),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 8190),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 10_750),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 11_130),
 }
 CORE = {
     "bindings": (". bindings ops", 1400),

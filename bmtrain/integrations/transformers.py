@@ -11,15 +11,13 @@ import transformers
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from .. import weights
-from .._engine.engine import default_policy
-from .._engine.policy import BlockPolicy
 from .._ranks.agree import on_rank_0
-from ..distributed import all_reduce, broadcast, checkpoint
+from ..distributed import all_reduce, checkpoint
 from ..global_var import config
 from ..init import init_distributed
-from ..parameter import DistributedParameter
 from ..wrapper import BMTrainModelWrapper
 from .accelerate import Accelerator
+from .sharding import shard_model
 
 __all__ = ["Seq2SeqTrainer", "Trainer", "from_pretrained"]
 
@@ -88,16 +86,9 @@ class Trainer(transformers.Trainer):
         return model
 
     def _shard(self, model: torch.nn.Module) -> None:
-        """Cuts the model into shards, with the values of rank 0; one that has shards stays as it is."""
-        with torch.no_grad():
-            for tensor in [*model.parameters(), *model.buffers()]:
-                if not isinstance(tensor, DistributedParameter) and not tensor.is_meta:
-                    tensor.copy_(broadcast(tensor.detach().clone(), 0))
         inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
         name = getattr(type(inner), "_old_class", type(inner)).__name__
-        # Activations are kept, as in the plain trainer; its gradient_checkpointing=True works inside Blocks.
-        with default_policy(BlockPolicy(recompute="off")):
-            BMTrainModelWrapper(model)
+        shard_model(model)
         inner._get_name = functools.partial(str, name)  # trainers look up what a causal model is by this
 
     def create_accelerator_and_postprocess(self) -> None:

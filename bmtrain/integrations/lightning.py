@@ -1,0 +1,347 @@
+"""Strategies for the ``Trainer`` and for ``Fabric`` of Lightning."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.strategies import DDPStrategy as FabricDDP
+from lightning.pytorch.strategies import DDPStrategy as TrainerDDP
+from lightning.pytorch.trainer.states import TrainerFn
+
+from .. import dcp
+from .._ranks.agree import on_rank_0
+from ..global_var import config
+from ..init import init_distributed
+from ..optim._state import load_optimizer_state
+from ..optim.clip_grad import clip_gradients
+from ..parameter import DistributedParameter
+from ..store import DistributedStateDictWrapper
+from .sharding import shard_model
+
+__all__ = ["BMTrainFabricStrategy", "BMTrainStrategy"]
+
+#: File of a checkpoint, beside the shards, of all but weights and optimizers; Lightning's own sharded strategies name
+#: it so.
+_REST = "meta.pt"
+
+
+def _join(strategy: Any) -> None:
+    """Initialises the library on the strategy's processes, once, beside torch's process group. Collective.
+
+    Raises:
+        ValueError: the library has been initialised for other ranks, or for another kind of device.
+    """
+    rank, world_size = strategy.global_rank, strategy.world_size
+    if not config["initialized"]:
+        address = strategy.cluster_environment.main_address
+        port = strategy.broadcast(_free_port() if rank == 0 else 0)
+        init_distributed(f"tcp://{address}:{port}?rank={rank}&world_size={world_size}")
+    found = config["rank"], config["world_size"], config["device"].type
+    if found != (rank, world_size, strategy.root_device.type):
+        raise ValueError(
+            f"strategy: expected rank {rank} of {world_size} on {strategy.root_device.type}, as Lightning has it, got "
+            f"{found[0]} of {found[1]} on {found[2]}: let the strategy call init_distributed, and hide GPUs that are "
+            "not to be used (CUDA_VISIBLE_DEVICES=)"
+        )
+
+
+def _free_port() -> int:
+    with closing(socket.create_server(("", 0))) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def _check_precision(plugin: Any) -> None:
+    if getattr(plugin, "scaler", None) is not None:
+        raise ValueError(
+            'precision: expected "32-true", "bf16-mixed" or "bf16-true", got "16-mixed", whose loss scale each rank '
+            "would choose for itself"
+        )
+
+
+class _Folder:
+    """A checkpoint: weights and optimizers in the format of torch.distributed.checkpoint, and a file of the rest."""
+
+    def __init__(self, path: Path, model_key: str, optim_key: str) -> None:
+        self._path = path
+        self._keys = {"model_key": model_key, "optim_key": optim_key}
+
+    def save(
+        self, model: torch.nn.Module, optimizers: list[Any], rest: dict[str, Any], write: Callable[..., None]
+    ) -> None:
+        """Replaces what is there, when the new checkpoint is complete. Collective."""
+        new = self._path.with_name(f".{self._path.name}.new")
+        on_rank_0(lambda: shutil.rmtree(new, ignore_errors=True), "save_checkpoint")
+        dcp.save(new, model, optimizers, **self._keys)
+        on_rank_0(lambda: write(rest, new / _REST), "save_checkpoint")
+        on_rank_0(lambda: self._replace(new), "save_checkpoint")
+
+    def _replace(self, new: Path) -> None:
+        old = self._path.with_name(f".{self._path.name}.old")
+        if self._path.exists():
+            self._path.rename(old)
+        new.rename(self._path)
+        if old.is_dir():
+            shutil.rmtree(old)
+        else:
+            old.unlink(missing_ok=True)
+
+    def load(self, model: torch.nn.Module, optimizers: list[Any], strict: bool) -> None:
+        """Loads weights and optimizer state. Collective."""
+        dcp.load(self._path, model, optimizers, strict=strict, **self._keys)
+
+
+def _load_whole(model: torch.nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Loads a whole state dict, which every rank has read. Collective."""
+    model.load_state_dict(DistributedStateDictWrapper(state), strict=strict)
+
+
+def _load_whole_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Loads the state of an optimizer of the unsharded model."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    sharded = [number for number, p in enumerate(parameters) if isinstance(p, DistributedParameter)]
+
+    def flat(number: int, value: Any) -> Any:
+        return value.flatten() if torch.is_tensor(value) and value.dim() and number in sharded else value
+
+    entries = {
+        number: {key: flat(number, value) for key, value in entry.items()}
+        for number, entry in state["state"].items()
+    }
+    load_optimizer_state(optimizer, {**state, "state": entries, "is_whole": True}, 1.0)
+
+
+class _ClipsShards:
+    """Of a precision plugin: clips by the norm over all ranks."""
+
+    main_params: Any
+
+    def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        clip_gradients(self.main_params(optimizer), clip_val)
+
+
+class BMTrainStrategy(TrainerDDP):  # type: ignore[misc]
+    """Strategy of Lightning's ``Trainer`` whose models are sharded by this library.
+
+    The module is sharded in place before ``configure_optimizers``: optimizers see shards. Layers in a ``ModuleList``
+    become Blocks. Gradients are of the mean of the ranks' losses, as with DDP. A checkpoint is a folder, in the form of
+    Lightning's own sharded strategies, and resumes on any number of ranks; a file of another strategy loads too.
+
+    Args:
+        options: as ``DDPStrategy`` takes them for the launcher and torch's process group.
+
+    Raises:
+        ValueError: for ``precision="16-mixed"``, whose scale each rank would choose for itself.
+
+    Example:
+        >>> from bmtrain.integrations.lightning import BMTrainStrategy
+        >>> trainer = lightning.Trainer(strategy=BMTrainStrategy(), devices=2)      # doctest: +SKIP
+    """
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        _join(self)
+
+    def setup(self, trainer: Any) -> None:
+        _check_precision(self.precision_plugin)
+        self.accelerator.setup(trainer)
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        module: Any = self.lightning_module
+        if is_fitting and self._layer_sync:
+            module = self._layer_sync.apply(module)
+        self.model = self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        shard_model(module)
+        if is_fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        plugin = self.precision_plugin
+        if not isinstance(plugin, _ClipsShards):
+            plugin.__class__ = type(type(plugin).__name__, (_ClipsShards, type(plugin)), {})
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Backpropagates the mean of the ranks' losses."""
+        super().backward(closure_loss / self.world_size, optimizer, *args, **kwargs)
+        return closure_loss
+
+    def teardown(self) -> None:
+        """Leaves the shards where they are."""
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # ---- checkpoints: what Lightning would gather is written by each rank, when the checkpoint is saved
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return {}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Does nothing: :meth:`load_checkpoint` has loaded it."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Does nothing: :meth:`load_checkpoint` has loaded it."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Writes a folder, each rank its own part. Collective."""
+        rest = {
+            key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")
+        }
+        optimizers = list(self.optimizers) if "optimizer_states" in checkpoint else []
+        write = self.checkpoint_io.save_checkpoint
+        self._folder(filepath).save(
+            self.lightning_module, optimizers, rest, lambda state, path: write(state, path, storage_options)
+        )
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Loads a folder, or a file of another strategy. Collective."""
+        path = Path(self.broadcast(checkpoint_path))
+        options = {} if weights_only is None else {"weights_only": weights_only}
+        strict = self.lightning_module.strict_loading
+        if path.is_dir():
+            self._folder(path).load(self.lightning_module, list(self.optimizers), strict)
+            rest: dict[str, Any] = self.checkpoint_io.load_checkpoint(path / _REST, **options)
+            return {"state_dict": {}, "optimizer_states": [], **rest}
+        whole: dict[str, Any] = self.checkpoint_io.load_checkpoint(path, **options)
+        _load_whole(self.lightning_module, whole["state_dict"], strict)
+        for optimizer, state in zip(self.optimizers, whole.get("optimizer_states", ()), strict=False):
+            _load_whole_state(optimizer, state)
+        return whole
+
+    def _folder(self, path: Any) -> _Folder:
+        return _Folder(Path(self.broadcast(path)), "model", "optimizer_0")
+
+
+class BMTrainFabricStrategy(FabricDDP):  # type: ignore[misc]
+    """Strategy of Lightning's ``Fabric`` whose models are sharded by this library.
+
+    ``fabric.setup(model, optimizer)`` shards the model and hands the optimizer its shards. Gradients are of the mean of
+    the ranks' losses, as with DDP, and are reduced in every backward. A checkpoint is a folder that holds one model and
+    its optimizers, and loads on any number of ranks.
+
+    Args:
+        options: as ``DDPStrategy`` takes them for the launcher and torch's process group.
+
+    Raises:
+        ValueError: for ``precision="16-mixed"``, whose scale each rank would choose for itself; for an optimizer that
+            has stepped before its model was set up.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._backward_sync_control = None
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        _join(self)
+
+    def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        _check_precision(self.precision)
+        shard_model(module)
+        return module
+
+    def setup_module_and_optimizers(self, module: torch.nn.Module, optimizers: list[Any], *args: Any) -> Any:
+        """Shards the model, and puts the shards in place of its parameters in the optimizers."""
+        names = {id(p): name for name, p in module.named_parameters()}
+        if any(optimizer.state for optimizer in optimizers):
+            raise ValueError("fabric.setup: expected an optimizer that has not stepped yet")
+        self.setup_module(module)
+        shards = dict(module.named_parameters())
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [shards[names[id(p)]] if id(p) in names else p for p in group["params"]]
+        return module, [self.setup_optimizer(optimizer) for optimizer in optimizers], *args
+
+    def backward(self, tensor: torch.Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
+        """Backpropagates the mean of the ranks' losses."""
+        super().backward(tensor / self.world_size, module, *args, **kwargs)
+
+    def clip_gradients_norm(
+        self,
+        module: torch.nn.Module,
+        optimizer: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        """Clips by the norm over all ranks, and returns it. Collective."""
+        norm = clip_gradients(self.precision.main_params(optimizer), max_norm, norm_type=norm_type)
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(f"clip_gradients: the norm of the gradients is {norm.item()}")
+        return norm
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Writes a folder, each rank its own part. Collective."""
+        if filter:
+            raise ValueError("fabric.save: expected no filter: shards are saved as they are")
+        folder, model, optimizers = self._parts(path, state)
+        rest = {
+            key: value.state_dict() if hasattr(value, "state_dict") else value
+            for key, value in state.items()
+            if not isinstance(value, (torch.nn.Module, torch.optim.Optimizer))
+        }
+        write = self.checkpoint_io.save_checkpoint
+        folder.save(model, optimizers, rest, lambda state, path: write(state, path, storage_options))
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads a folder into the objects in ``state``; or a file, as of a plain model. Collective."""
+        place = Path(self.broadcast(path))
+        options = {} if weights_only is None else {"weights_only": weights_only}
+        if not place.is_dir():
+            loaded: dict[str, Any] = super().load_checkpoint(place, state, strict, **options)
+            return loaded
+        folder, model, optimizers = self._parts(place, state)
+        folder.load(model, optimizers, strict)
+        rest: dict[str, Any] = self.checkpoint_io.load_checkpoint(place / _REST, **options)
+        for key, value in state.items():
+            if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
+                continue
+            if key not in rest:
+                if strict:
+                    raise KeyError(f"fabric.load: the checkpoint has no {key!r}, only {sorted(rest)}")
+            elif hasattr(value, "load_state_dict"):
+                value.load_state_dict(rest.pop(key))
+            else:
+                state[key] = rest.pop(key)
+        return rest
+
+    def load_module_state_dict(
+        self, module: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> None:
+        _load_whole(module, state_dict, strict)
+
+    def _parts(self, path: Any, state: Any) -> tuple[_Folder, torch.nn.Module, list[Any]]:
+        state = state if isinstance(state, dict) else {}
+        models = {key: value for key, value in state.items() if isinstance(value, torch.nn.Module)}
+        optimizers = {key: value for key, value in state.items() if isinstance(value, torch.optim.Optimizer)}
+        if len(models) != 1:
+            raise ValueError(
+                f"state: expected one model in a dict, got {sorted(models)}; give each its own folder"
+            )
+        [(key, model)] = models.items()
+        return (
+            _Folder(Path(self.broadcast(path)), key, next(iter(optimizers), "optimizer")),
+            model,
+            list(optimizers.values()),
+        )

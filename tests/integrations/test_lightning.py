@@ -1,0 +1,83 @@
+"""The Trainer and Fabric of Lightning with a sharding strategy on 2 ranks, beside the plain ones in one process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning")
+
+from integrations import lightning_script
+
+SCRIPT = Path(lightning_script.__file__)
+#: Of sums in another order: 1e-5 in fp32, and more where autocast rounds to bf16.
+TOLERANCE = {"bf16": 2e-2}
+
+
+def run(*arguments: str | Path) -> None:
+    command = [sys.executable, *map(str, arguments)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of a plain run and of a sharded one."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("plain", "sharded")}
+    run(SCRIPT, "plain", folders["plain"])
+    run(SCRIPT, "sharded", folders["sharded"], folders["plain"])
+    return folders
+
+
+def seen(runs: dict[str, Path], kind: str) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads((runs[kind] / "log.json").read_text())
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", (*lightning_script.VARIANTS, "fabric", "fabric-ours"))
+def test_figures_are_those_of_one_process(runs: dict[str, Path], name: str) -> None:
+    expected, got = seen(runs, "plain")[name], seen(runs, "sharded")[name]
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        assert got[key] == pytest.approx(value, abs=TOLERANCE.get(name, 1e-5)), key
+    assert len(got["losses"]) == 2 * lightning_script.STEPS and got["losses"][-1] < got["losses"][0]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_continues_loss_by_loss(runs: dict[str, Path]) -> None:
+    for name in lightning_script.VARIANTS:
+        found = seen(runs, "sharded")[name]
+        assert found["resumed"] == found["losses"][lightning_script.STEPS :]
+    found = seen(runs, "sharded")["fabric"]
+    assert found["again"] == found["losses"][lightning_script.STEPS :]
+
+
+@pytest.mark.slow
+def test_a_file_of_a_plain_run_resumes_sharded(runs: dict[str, Path]) -> None:
+    assert seen(runs, "sharded")["of-plain"] == pytest.approx(
+        seen(runs, "plain")["plain"]["resumed"], abs=1e-5
+    )
+
+
+@pytest.mark.slow
+def test_lightning_makes_one_file_of_a_checkpoint(runs: dict[str, Path], tmp_path: Path) -> None:
+    tool = "lightning.pytorch.utilities.consolidate_checkpoint"
+    run("-m", tool, runs["sharded"] / "plain" / "last.ckpt", "--output_file", tmp_path / "one.ckpt")
+    plain = runs["plain"] / "plain" / "last.ckpt"
+    modules = [lightning_script.Module.load_from_checkpoint(path) for path in (tmp_path / "one.ckpt", plain)]
+    for got, want in zip(*(module.parameters() for module in modules), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_fp16_is_refused_by_name(runs: dict[str, Path]) -> None:
+    assert (
+        'got "16-mixed", whose loss scale each rank would choose for itself' in seen(runs, "sharded")["fp16"]
+    )
