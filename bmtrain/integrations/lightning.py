@@ -118,7 +118,7 @@ def _load_whole_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
 
 
 class _ClipsShards:
-    """Of a precision plugin: clips by the norm over all ranks."""
+    """Part of a precision plugin that clips by the norm over all ranks."""
 
     main_params: Any
 

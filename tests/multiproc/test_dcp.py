@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 from harness import run_ranks
+from harness.checkpoint_run import Run, differences, state_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -277,6 +278,42 @@ def test_masters_are_the_weights_of_the_file(tmp_path: Path) -> None:
         assert found["temperature"].item() == 0.75
         assert found["layers.0.norm.bias"].dtype == torch.bfloat16
         assert not same(found["embed.weight"], state["embed.weight"].float())
+
+
+#: Sizes of runs, one after the other: ranks, further sizes, whether the layers are a pipeline.
+SIZES: list[tuple[int, dict[str, int], bool]] = [
+    (2, {}, False),
+    (4, {"pipe_size": 2, "tp_size": 2}, True),
+    (1, {}, False),
+    (2, {"pipe_size": 2}, True),
+    (3, {}, False),
+]
+
+
+def carry(folder: str, number: int, optimizer: str, dtype: str, pipeline: bool) -> State:
+    """Loads what the run before has saved, except that the first trains; saves it again."""
+    run = Run(optimizer, dtype, pipeline, seed=number)
+    if number:
+        bmt.dcp.load(f"{folder}/{number - 1}", run.model, run.manager)
+    else:
+        run.train(2)
+    bmt.dcp.save(f"{folder}/{number}", run.model, run.manager)
+    state = state_of(run)
+    # The optimizer's second parameter, of no elements, gets no gradient: zeros are written for it.
+    carried = {key: value for key, value in state.items() if key.startswith(("model/", "optimizer/"))}
+    return {key: value for key, value in carried.items() if not key.startswith("optimizer/1/")}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    [("adam", "float16"), ("offload", "bfloat16"), ("torch", "float32"), ("sgd", "float32")],
+)
+def test_any_size_carries_on_from_any_other(optimizer: str, dtype: str, tmp_path: Path) -> None:
+    expected: State = {}
+    for number, (world, init, pipeline) in enumerate(SIZES):
+        for state in run_ranks(world, carry, str(tmp_path), number, optimizer, dtype, pipeline, init=init):
+            expected = expected or state
+            assert differences(expected, state) == [], number
 
 
 class Parallel(bmt.DistributedModule):
