@@ -318,7 +318,8 @@ class Loading:
         groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self._groups]
         # Both mark shards of the present bounds.
         layout = {"layout": layout_of(self._optimizer)} if self._is_ours else {"slice_bytes": SLICE_BYTES}
-        load_optimizer_state(self._optimizer, {"state": state, "param_groups": groups, **layout}, 1.0)
+        loaded = {"state": state, "param_groups": groups, "is_whole": False, **layout}
+        load_optimizer_state(self._optimizer, loaded, 1.0)
 
     def _has_master(self, p: torch.Tensor) -> bool:
         return self._is_ours and p.dtype != torch.float32 and self._optimizer.has_master(p)
