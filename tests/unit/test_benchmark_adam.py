@@ -24,8 +24,8 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "4 x 2^20 elements, 1 threads" in out
     (result,) = json.loads(file.read_text())["results"]
     assert all(f"\n{name}" in out and min(seconds) > 0 for name, seconds in result["seconds"].items())
-    assert len(result["seconds"]) == 11
-    assert (tmp_path / "adam.svg").read_text().count("<rect") == 12
+    assert len(result["seconds"]) == 14
+    assert (tmp_path / "adam.svg").read_text().count("<rect") == 15
     assert "16-bit: AdamOffload is " in out
 
 
@@ -60,8 +60,17 @@ def test_the_move_has_the_bytes_of_a_step() -> None:
         (torch.float32, torch.bfloat16, torch.bfloat16, torch.float32, torch.float32))), [1])  # fmt: skip
     _ops.adam_move_(ranges)
     assert [t[0].unique().tolist() for t in ranges[:5]] == [[0], [2], [2], [3], [4]]
+    codes = [torch.arange(1001 + 32).byte() for _ in range(2)]
+    weights = ranges.weights[0].clone()
+    _ops.adam_move_(
+        ranges._replace(rounded=[torch.zeros(1001).bfloat16()], exp_avgs=codes[:1], exp_avg_sqs=codes[1:])
+    )
+    assert torch.equal(ranges.weights[0], weights)
+    assert all(torch.equal(array, torch.arange(1001 + 32).byte()) for array in codes)
     assert Size.read("100x16").numel == 100 << 16
-    with pytest.raises(TypeError, match="expected 16-bit grads and rounded weights, and float32 moments"):
+    with pytest.raises(
+        TypeError, match="expected 16-bit grads and rounded weights, and moments in float32 or 8 bits"
+    ):
         _ops.adam_move_(ranges._replace(rounded=[], grads=[torch.ones(1001)]))
 
 
