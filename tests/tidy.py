@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 UNITS = {
     "comm": ("comm/**/*.cpp", "common/*.cpp"),
     "optim": ("optim/*.cpp", "ops/ops*.cpp"),
+    "shard": ("shard/*.cpp",),
 }
 WARNINGS = ("-Wall", "-Wextra", "-Wthread-safety")
 

@@ -12,13 +12,13 @@
 #include <algorithm>
 #include <cstring>
 #include <iterator>
-#include <mutex>
 #include <new>
 #include <utility>
 #include <vector>
 
 #include "common/check.h"
 #include "common/race_point.h"
+#include "common/thread_annotations.h"
 
 namespace bmtrain {
 namespace {
@@ -75,14 +75,27 @@ c10::DataPtr allocate(std::int64_t nbytes, c10::Device device) {
 }  // namespace
 
 class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf> {
+ private:
+  // A buffer that nobody uses.
+  struct Idle {
+    c10::DataPtr memory;
+    std::int64_t nbytes;
+    c10::DeviceIndex device;
+    c10::StreamId stream;  // on a device, memory is free in the order of the stream that has used it
+
+    [[nodiscard]] bool is_like(const Idle& other) const {
+      return nbytes == other.nbytes && device == other.device && stream == other.stream;
+    }
+  };
+
  public:
   Shelf(std::int64_t idle_per_class, bool poison) : idle_per_class_(idle_per_class), poison_(poison) {}
 
-  c10::DataPtr acquire(std::int64_t nbytes, c10::Device device) {
+  c10::DataPtr acquire(std::int64_t nbytes, c10::Device device) BMT_EXCLUDES(mutex_) {
     c10::DataPtr memory;
     const c10::StreamId stream = current_stream(device);
     {
-      const std::lock_guard lock(mutex_);
+      const Lock lock(mutex_);
       memory = take_idle(nbytes, device.index(), stream);
     }
     const bool is_fresh = !memory;
@@ -99,39 +112,27 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
   }
 
   // Returns whether there was anything to give back.
-  bool trim() {
-    decltype(idle_) dropped;  // freed after the lock is released
-    const std::lock_guard lock(mutex_);
+  bool trim() BMT_EXCLUDES(mutex_) {
+    std::vector<Idle> dropped;  // freed after the lock is released
+    const Lock lock(mutex_);
     dropped.swap(idle_);
     stats_.bytes_idle = 0;
     largest_ = 0;
     return !dropped.empty();
   }
 
-  Stats stats() const {
-    const std::lock_guard lock(mutex_);
+  Stats stats() const BMT_EXCLUDES(mutex_) {
+    const Lock lock(mutex_);
     return stats_;
   }
 
-  void reset_peaks() {
-    const std::lock_guard lock(mutex_);
+  void reset_peaks() BMT_EXCLUDES(mutex_) {
+    const Lock lock(mutex_);
     stats_.peak_bytes_in_use = stats_.bytes_in_use;
     stats_.peak_buffers_in_use = stats_.buffers_in_use;
   }
 
  private:
-  // A buffer that nobody uses.
-  struct Idle {
-    c10::DataPtr memory;
-    std::int64_t nbytes;
-    c10::DeviceIndex device;
-    c10::StreamId stream;  // on a device, memory is free in the order of the stream that has used it
-
-    [[nodiscard]] bool is_like(const Idle& other) const {
-      return nbytes == other.nbytes && device == other.device && stream == other.stream;
-    }
-  };
-
   struct Lease {
     std::shared_ptr<Shelf> shelf;
     c10::DataPtr memory;
@@ -140,7 +141,8 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
   };
 
   // The one that was used last; null if there is none.
-  [[nodiscard]] c10::DataPtr take_idle(std::int64_t nbytes, c10::DeviceIndex device, c10::StreamId stream) {
+  [[nodiscard]] c10::DataPtr take_idle(std::int64_t nbytes, c10::DeviceIndex device, c10::StreamId stream)
+      BMT_REQUIRES(mutex_) {
     const auto found = std::find_if(idle_.rbegin(), idle_.rend(), [&](const Idle& idle) {
       return idle.nbytes == nbytes && idle.device == device && idle.stream == stream;
     });
@@ -153,7 +155,7 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
     return memory;
   }
 
-  [[nodiscard]] c10::DataPtr allocate_or_trim(std::int64_t nbytes, c10::Device device) {
+  [[nodiscard]] c10::DataPtr allocate_or_trim(std::int64_t nbytes, c10::Device device) BMT_EXCLUDES(mutex_) {
     try {
       return allocate(nbytes, device);
     } catch (const std::exception&) {  // torch's allocators and the C++ library have errors of their own
@@ -165,7 +167,7 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
   }
 
   // Moves to `dropped` what is too much beside a new one, see [Note: What stays idle].
-  void make_room_for(const Idle& added, std::vector<Idle>& dropped) {
+  void make_room_for(const Idle& added, std::vector<Idle>& dropped) BMT_REQUIRES(mutex_) {
     const auto is_like = [&](const Idle& idle) { return idle.is_like(added); };
     if (std::count_if(idle_.begin(), idle_.end(), is_like) >= idle_per_class_) {
       drop(std::find_if(idle_.begin(), idle_.end(), is_like), dropped);
@@ -181,15 +183,15 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
     }
   }
 
-  void drop(std::vector<Idle>::iterator place, std::vector<Idle>& dropped) {
+  void drop(std::vector<Idle>::iterator place, std::vector<Idle>& dropped) BMT_REQUIRES(mutex_) {
     stats_.bytes_idle -= place->nbytes;
     dropped.push_back(std::move(*place));
     idle_.erase(place);
   }
 
   // After the buffer is there: where there is no memory, none is in use.
-  void count_use(std::int64_t nbytes, bool is_fresh) {
-    const std::lock_guard lock(mutex_);
+  void count_use(std::int64_t nbytes, bool is_fresh) BMT_EXCLUDES(mutex_) {
+    const Lock lock(mutex_);
     stats_.bytes_in_use += nbytes;
     stats_.buffers_in_use += 1;
     largest_ = std::max(largest_, nbytes);
@@ -213,7 +215,7 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
       guard.recordDataPtrOnStream(lease->memory, c10::Stream(c10::Stream::UNSAFE, device, stream));
     }
     std::vector<Idle> dropped;  // freed after the lock is released
-    const std::lock_guard lock(shelf.mutex_);
+    const Lock lock(shelf.mutex_);
     shelf.stats_.bytes_in_use -= lease->nbytes;
     shelf.stats_.buffers_in_use -= 1;
     if (moves || shelf.idle_per_class_ == 0) {
@@ -230,10 +232,10 @@ class BufferPool::Shelf : public std::enable_shared_from_this<BufferPool::Shelf>
 
   const std::int64_t idle_per_class_;
   const bool poison_;
-  mutable std::mutex mutex_;  // protects what follows
-  std::vector<Idle> idle_;    // that which has been idle longest first
-  std::int64_t largest_ = 0;  // bytes of the largest buffer since the pool was trimmed
-  Stats stats_;
+  mutable Mutex mutex_;
+  std::vector<Idle> idle_ BMT_GUARDED_BY(mutex_);    // that which has been idle longest first
+  std::int64_t largest_ BMT_GUARDED_BY(mutex_) = 0;  // bytes of the largest buffer since the pool was trimmed
+  Stats stats_ BMT_GUARDED_BY(mutex_);
 };
 
 BufferPool::BufferPool(std::int64_t idle_per_class, bool poison)

@@ -146,10 +146,9 @@ void GatheredBuffer::unbind() noexcept {
   if (!std::exchange(is_bound_, false)) {
     return;
   }
+  shard_.attach();
   for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
-    const at::Tensor& parameter = spec_.parameters[i];
-    parameter.set_data(shard_.local_view(i));
-    set_accumulator(parameter, shard_accumulators_[i]);
+    set_accumulator(spec_.parameters[i], shard_accumulators_[i]);
   }
 }
 

@@ -95,11 +95,13 @@ Product product_of(Node* node) {
   return {nullptr, nullptr, 0};
 }
 
-/// The nodes that `roots` lead to, with how many edges lead to each.
-std::unordered_map<Node*, int> edges_into(const GraphRoots& roots) {
-  std::unordered_map<Node*, int> counts;
-  visit_graph(roots, [&counts](Node& node) {
-    counts.try_emplace(&node, 0);
+/// Counts the edges that lead to each node that `roots` lead to, and returns the products among these nodes.
+std::vector<Product> products_of(const GraphRoots& roots, std::unordered_map<Node*, int>& counts) {
+  std::vector<Product> products;
+  visit_graph(roots, [&](Node& node) {
+    if (const Product product = product_of(&node); product.node != nullptr) {
+      products.push_back(product);
+    }
     for (const Edge& edge : node.next_edges()) {
       if (edge.is_valid()) {
         ++counts[edge.function.get()];
@@ -107,7 +109,7 @@ std::unordered_map<Node*, int> edges_into(const GraphRoots& roots) {
     }
     return true;
   });
-  return counts;
+  return products;
 }
 
 /// Whether somebody sees what comes into the node or what it makes. Hooks of a tensor come before both.
@@ -174,16 +176,12 @@ std::int64_t write_products_in_place(const GraphRoots& roots, bool packed) {
       c10::impl::TorchDispatchModeTLS::any_modes_set()) {
     return 0;
   }
-  const std::unordered_map<Node*, int> edges = edges_into(roots);
-  std::vector<Product> products;  // first all: transposes end with the edges to them
-  for (const auto& [node, count] : edges) {
-    const Product product = product_of(node);
-    if (product.node != nullptr && (packed || !product.other->has_hooks()) && !is_watched(*node)) {
-      products.push_back(product);
-    }
-  }
+  std::unordered_map<Node*, int> edges;
   std::int64_t found = 0;
-  for (const Product& product : products) {
+  for (const Product& product : products_of(roots, edges)) {  // all are found: transposes end with the edges
+    if ((product.other->has_hooks() && !packed) || is_watched(*product.node)) {
+      continue;
+    }
     Edge& edge = product.node->next_edges()[product.input];
     const Way way = edge.is_valid() ? way_to_sink(edge, edges) : Way{};
     if (way.sink != nullptr) {
