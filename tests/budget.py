@@ -29,7 +29,7 @@ CORE = {
     "bindings": (". bindings ops", 1400),
     "common": ("common", 910),
     "comm": ("comm", 6700),
-    "shard": ("shard", 2520),
+    "shard": ("shard", 2425),
     "optim": ("optim", 1700),
     "cpu": ("cpu", 2140),
     "cuda": ("cuda", 1400),

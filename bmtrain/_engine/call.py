@@ -2,7 +2,7 @@
 
 [Note: A block call is an island]
 The inner forward runs on detached inputs, so it records a graph of its own that begins and ends at the block's
-border. Outside, the call is one node (island.h). When backward reaches that node it gathers the block, (runs the
+border. Outside, the call is one node (graph.h). When backward reaches that node it gathers the block, (runs the
 forward again,) runs autograd inside the island, sends the gradients off and returns those of the inputs. So it is known
 exactly when a block's backward starts and ends, without hooks on inner tensors, and whatever is legal inside plain
 autograd is legal inside the island.

@@ -2,7 +2,7 @@
 
 [Note: What the number of ranks must not change]
 A virtual shard runs alone, on one rank, on full parameters: its gradient is the same wherever it runs. The gradients
-are summed by a `TreeSum` (csrc/shard/tree_sum.h) for each of a block's buffers and each parameter outside blocks,
+are summed by a `TreeSum` (csrc/shard/reduction.h) for each of a block's buffers and each parameter outside blocks,
 elementwise: so the bounds of the ranks' shards do not matter. If a backward reaches a parameter several times (a block
 that is used twice), the first arrivals of all virtual shards form one tree, the second ones another, and the trees are
 added: a single tree would sum in different orders on one rank and on many.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .._ranks.context import Group
 
 #: Parts of parameters outside blocks are sent in slots of a multiple of this, see [Note: Aligned slices] in
-#: csrc/shard/flat_layout.h. They are sent in their own dtype.
+#: csrc/shard/buffer_spec.h. They are sent in their own dtype.
 SLOT_BYTES = 16
 
 

@@ -1,7 +1,7 @@
 """Conversion of one rank's state from before the shards of blocks were aligned.
 
 Where the number of ranks does not divide a block's buffer into multiples of 128 bytes, its shards had other bounds
-before partitions were rounded up ([Note: Aligned slices] in csrc/shard/flat_layout.h). The old bounds follow from the
+before partitions were rounded up ([Note: Aligned slices] in csrc/shard/buffer_spec.h). The old bounds follow from the
 block, so that an old file loads at the layout it was saved at.
 """
 

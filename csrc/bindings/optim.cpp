@@ -1,5 +1,4 @@
 // What Python sees of the kernels, beside the operators of ops.cpp.
-#include <ATen/record_function.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <optional>
@@ -209,9 +208,6 @@ void bind_optim(py::module_& module) {
       "The highest level this machine can run.");
   module.def("set_processor_share", &set_processor_share, py::arg("count"),
              "Says how many processors this process may count on: loops of more threads never wait awake.");
-  module.def(
-      "is_recorded", &at::hasCallbacks,
-      "Whether a profiler, or anybody else, is told of the functions of torch that this thread calls.");
   module.def("force_cpu_isa", &cpu::force_isa_level, py::arg("level"),
              "Changes the level of the whole process; for tests that compare levels.");
 }

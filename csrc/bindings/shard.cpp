@@ -4,11 +4,8 @@
 #include "bindings/bindings.h"
 #include "common/python_reference.h"
 #include "shard/buffer_pool.h"
-#include "shard/flat_layout.h"
-#include "shard/gradient_sink.h"
-#include "shard/island.h"
+#include "shard/graph.h"
 #include "shard/sharded_buffer.h"
-#include "shard/tree_sum.h"
 
 namespace bmtrain {
 namespace py = pybind11;
@@ -167,7 +164,6 @@ void bind_state(py::class_<ShardedBuffer, std::shared_ptr<ShardedBuffer>>& buffe
       // A copy: a reference would keep the buffer alive, which keeps the parameters, which keep their layout.
       .def_property_readonly("layout", [](Self self) { return FlatLayout(self.spec().layout); })
       .def_property_readonly("state", of(&ShardedBuffer::gathered, &GatheredBuffer::state))
-      .def_property_readonly("is_bound", of(&ShardedBuffer::gathered, &GatheredBuffer::is_bound))
       .def_property_readonly("num_replicas", [](Self self) { return self.spec().num_replicas(); })
       .def_property_readonly("gathered_bytes", of(&ShardedBuffer::gathered, &GatheredBuffer::num_bytes))
       .def_property_readonly("unreduced_bytes", [](Self self) { return self.reduction()->num_bytes(); })

@@ -6,9 +6,8 @@
 
 #include <utility>
 
-#include "comm/slice_sum.h"
 #include "common/check.h"
-#include "shard/island.h"
+#include "shard/graph.h"
 
 namespace bmtrain {
 namespace {

@@ -9,7 +9,6 @@
 
 #include "comm/arguments.h"
 #include "comm/host_tensor.h"
-#include "comm/slice_sum.h"
 #include "common/check.h"
 
 namespace bmtrain {

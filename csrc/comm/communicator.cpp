@@ -1,4 +1,4 @@
-#include "comm/slice_sum.h"
+#include "comm/communicator.h"
 
 #include <ATen/Functions.h>
 

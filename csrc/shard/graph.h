@@ -1,0 +1,150 @@
+// The graph of a block: its border, see [Note: A block call is an island] in bmtrain/_engine/call.py, and the
+// nodes that take the parameters' gradients to their places in the flat buffer.
+//
+// Nodes and hooks run on autograd's threads; those that run the backward of one block are one at a time.
+// Questions about a graph are asked by the thread that has made it, and by one that is about to run it.
+//
+// [Note: Products in place]
+// The gradient of a weight that a product was taken with is a product itself. Autograd gives it memory of its
+// own, from which the sink copies it to its place in the flat buffer: for a transformer nearly all gradients
+// are moved once more than need be. So before the backward of a block runs, the products in its graph that
+// lead to a sink and nowhere else are found. The edge to the sink is taken away, so that autograd's node
+// leaves the product out, and a hook of the node makes it instead, with the same call on the same operands
+// and so with the same bits, in the flat buffer. What the graph does otherwise is left to autograd: weights
+// used twice, results in another dtype, nodes that somebody watches, detect_anomaly(). A tensor that
+// saved-tensor hooks have packed is unpacked here, and autograd's node finds it unpacked: hooks like those of
+// torch.utils.checkpoint refuse a second time. One that waits on the host is left to autograd.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace bmtrain {
+
+class ShardedBuffer;
+
+// torch counts references to nodes by c10::intrusive_ptr since 2.12 and by std::shared_ptr before.
+using NodePtr =
+    decltype(torch::autograd::impl::grad_accumulator(std::declval<const torch::autograd::Variable&>()));
+
+template <typename Pointer>
+struct NodeTraits;
+
+template <typename T>
+struct NodeTraits<std::shared_ptr<T>> {
+  using Weak = std::weak_ptr<T>;
+  template <typename N, typename... Args>
+  static std::shared_ptr<N> make(Args&&... args) {
+    // torch::autograd::deleteNode, found by the argument's type: it exists only where nodes are
+    // std::shared_ptr.
+    return std::shared_ptr<N>(new N(std::forward<Args>(args)...), [](auto* node) { deleteNode(node); });
+  }
+};
+
+template <typename T>
+struct NodeTraits<c10::intrusive_ptr<T>> {
+  using Weak = c10::weak_intrusive_ptr<T>;
+  template <typename N, typename... Args>
+  static c10::intrusive_ptr<N> make(Args&&... args) {
+    return c10::make_intrusive<N>(std::forward<Args>(args)...);
+  }
+};
+
+/// The nodes that made `outputs`, also when these have left the graph since.
+struct GraphRoots {
+  explicit GraphRoots(const std::vector<at::Tensor>& outputs);
+
+  std::vector<NodePtr> nodes;
+};
+
+/// Calls `visit` with each node that `roots` lead to, once, until it returns false.
+void visit_graph(const GraphRoots& roots, const std::function<bool(torch::autograd::Node&)>& visit);
+
+/// The sequence number that the next autograd node of this thread will get.
+[[nodiscard]] std::uint64_t next_node_number();
+
+/// The name of a node reachable from `outputs` that this thread made before node number `first`, or "" if
+/// there is none: a graph recorded since `first` that reaches an older node has taken in a tensor with
+/// history from outside.
+[[nodiscard]] std::string find_older_node(const std::vector<at::Tensor>& outputs, std::uint64_t first);
+
+/// How many islands autograd is inside of right now. For any thread.
+class OpenIslands {
+ public:
+  void enter() { ++count_; }
+  void leave() { --count_; }
+  [[nodiscard]] int count() const { return count_; }
+
+ private:
+  std::atomic<int> count_ = 0;
+};
+
+/// Looks after the leaves of a block's islands, whose gradients are for the block's own backward to hand on.
+class IslandShore {
+ public:
+  /// `refusal`: what is said where a gradient reaches a leaf by another way.
+  IslandShore(std::shared_ptr<const OpenIslands> open, std::string refusal);
+  /// From now on a gradient that reaches `leaf` while no island is open is dropped, and raises a StateError.
+  void guard(const at::Tensor& leaf) const;
+
+ private:
+  struct Guard;
+  std::shared_ptr<const OpenIslands> open_;
+  std::shared_ptr<const std::string> refusal_;
+};
+
+using Gradients = std::vector<at::Tensor>;  // undefined: none
+
+/// Makes `outputs`, which have no history, the results of one node of the graph that `inputs` are in.
+/// `backward`: gradients of the outputs -> gradients of the inputs, one for each or none at all.
+void attach_island(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
+                   std::function<Gradients(const Gradients&)> backward);
+
+/// The node that takes a bound parameter's gradient to its place.
+class GradientSink final : public torch::autograd::Node {
+ public:
+  /// `full_view` gives the shape and dtype of the gradients to come.
+  GradientSink(const at::Tensor& full_view, std::weak_ptr<ShardedBuffer> buffer, std::size_t index);
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
+  std::string name() const override { return "bmtrain::GradientSink"; }
+
+  /// Whether the gradient may come as two factors: that of a matrix, on the CPU.
+  [[nodiscard]] bool takes_products() const;
+  /// As apply() with the product of two matrices, which is made where it belongs if nothing is there yet.
+  void take_product(const at::Tensor& left, const at::Tensor& right);
+
+  // Hooks that users register on the parameter see the full gradient, before the reduction. They are not
+  // autograd's own hooks of the parameter, because those also run on what arrives at the shard.
+  std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>>& tensor_pre_hooks() noexcept override {
+    return hooks_;
+  }
+  void set_hook(std::unique_ptr<torch::autograd::FunctionPreHook> hook);
+
+ private:
+  // Raises if the parameter's Block is gone.
+  [[nodiscard]] std::shared_ptr<ShardedBuffer> buffer() const;
+
+  std::weak_ptr<ShardedBuffer> buffer_;
+  std::size_t index_;
+  std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>> hooks_;
+};
+
+using SinkPtr = decltype(NodeTraits<NodePtr>::make<GradientSink>(at::Tensor(), std::weak_ptr<ShardedBuffer>(),
+                                                                 std::size_t{0}));
+
+/// Lets the products in the graph of `roots` write in place, see [Note: Products in place]; with `packed`
+/// also those that have to unpack for it what they were taken with. On the CPU. Returns how many did not yet.
+std::int64_t write_products_in_place(const GraphRoots& roots, bool packed);
+
+}  // namespace bmtrain
