@@ -325,7 +325,7 @@ def make_extension(folder: Path, cuda: bool, testing: bool) -> Extension:
         name,
         find_sources(cuda, testing),
         include_dirs=[str(ROOT / "csrc")],
-        depends=[path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/**/*") if path.is_file()],
+        depends=[path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/**/*.[cih]*")],
         library_dirs=[str(folder / "lib"), *map(str, find_libraries(find_toolkit() if cuda else None))],
         libraries=["c10", "torch", "torch_cpu", "torch_python", *(cuda_libraries if cuda else [])],
         extra_compile_args=flags,

@@ -78,10 +78,14 @@ def core_is_stale(torch_version: str | None) -> bool:
         return True
     if not built.get("testing") and os.environ.get("BMTRAIN_TESTING") != "0":
         return True  # its tests need csrc/testing
+    # Folders too: their time tells of removed files. csrc/packaging is for wheels, and gets byte code of Python.
+    folders = [folder for folder in (ROOT / "csrc").iterdir() if folder.name != "packaging"]
     sources = [
         ROOT / "setup.py",
-        *(ROOT / "csrc").rglob("*"),
-    ]  # folders too: their time tells of removed files
+        ROOT / "csrc",
+        *folders,
+        *(path for each in folders for path in each.rglob("*")),
+    ]
     return max(path.stat().st_mtime for path in sources) > core.stat().st_mtime
 
 

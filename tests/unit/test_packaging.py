@@ -6,10 +6,12 @@ import ast
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import re
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import types
 from pathlib import Path
@@ -294,7 +296,7 @@ def test_machinery_of_tests_is_built_in_a_checkout_only(
 
 def test_machinery_of_tests_is_named_in_its_folder_only() -> None:
     for path in (ROOT / "csrc").rglob("*.*"):
-        if path.parent.name != "testing":
+        if path.parent.name != "testing" and path.suffix != ".pyc":
             text = path.read_text(encoding="utf-8")
             assert not re.search("set_random_delays|disturb_updates|install_device_runtime", text), path
 
@@ -476,6 +478,23 @@ def test_set_up_rebuilds_a_stale_core(monkeypatch: pytest.MonkeyPatch) -> None:
     if bmtrain.build_info()["cuda"] is None:
         monkeypatch.setenv("BMTRAIN_CUDA", "1")
         assert environment.core_is_stale(version)
+
+
+@pytest.mark.parametrize(
+    ("newer", "is_stale"), [("csrc/comm/exchange.h", True), ("csrc/packaging/__pycache__/a.pyc", False)]
+)
+def test_what_makes_a_core_stale(
+    newer: str, is_stale: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = f"bmtrain/_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    for name in ("setup.py", newer, "bmtrain/_build_config.json", core):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"torch": "2.13.0", "cuda": null, "testing": true}')
+    os.utime(tmp_path / newer, (2e9, 2e9))
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.delenv("BMTRAIN_CUDA", raising=False)
+    assert environment.core_is_stale("2.13.0") == is_stale
 
 
 @pytest.mark.slow
