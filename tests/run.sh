@@ -56,16 +56,21 @@ check "$(dirname "$PYTHON")/clang-format" --dry-run -Werror "${cpp[@]}"
 [ -n "$fast" ] || check "$PYTHON" tests/tidy.py
 while sleep 8 >/dev/null && kill -0 $$; do echo "linters: $SECONDS s since the start"; done 2>/dev/null &
 clock=$!
-for linter in "${linters[@]}"; do
-    wait "$linter" || status=1
-done
-kill "$clock"
-wait "$clock" 2>/dev/null || true
+wait_for_linters() {
+    local linter
+    for linter in "${linters[@]}"; do
+        wait "$linter" || status=1
+    done
+    kill "$clock"
+    wait "$clock" 2>/dev/null || true
+}
+[ -n "$fast" ] || wait_for_linters # a quick run starts with the tests at once
 
 # A worker for each processor. -n 0 among the arguments runs all tests in one process, as --pdb needs it.
 workers=(-n logical --maxprocesses 8 --no-loadscope-reorder)
 result=0
 "$PYTHON" -u -m pytest "${workers[@]}" --durations=15 "${arguments[@]}" </dev/null || result=$?
+[ -z "$fast" ] || wait_for_linters
 if [ "$status" -ne 0 ] || { [ "$result" -ne 0 ] && [ "$result" -ne 5 ]; }; then
     echo "tests/run.sh: something failed, see above" >&2
     exit 1
