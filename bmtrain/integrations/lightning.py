@@ -85,16 +85,21 @@ class _Folder:
     def _replace(self, new: Path) -> None:
         old = self._path.with_name(f".{self._path.name}.old")
         if self._path.exists():
+            _remove(old)  # which a run that was killed here has left
             self._path.rename(old)
         new.rename(self._path)
-        if old.is_dir():
-            shutil.rmtree(old)
-        else:
-            old.unlink(missing_ok=True)
+        _remove(old)
 
     def load(self, model: torch.nn.Module, optimizers: list[Any], strict: bool) -> None:
         """Loads weights and optimizer state. Collective."""
         dcp.load(self._path, model, optimizers, strict=strict, **self._keys)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _load_whole(model: torch.nn.Module, state: Mapping[str, Any], strict: bool) -> None:

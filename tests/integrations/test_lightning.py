@@ -81,3 +81,15 @@ def test_fp16_is_refused_by_name(runs: dict[str, Path]) -> None:
     assert (
         'got "16-mixed", whose loss scale each rank would choose for itself' in seen(runs, "sharded")["fp16"]
     )
+
+
+def test_a_checkpoint_replaces_what_a_killed_run_has_left(tmp_path: Path) -> None:
+    from bmtrain.integrations.lightning import _Folder
+
+    new = tmp_path / ".last.ckpt.new"
+    for place in (tmp_path / "last.ckpt", tmp_path / ".last.ckpt.old", new):
+        place.mkdir()
+        (place / "meta.pt").write_text(place.name)
+    _Folder(tmp_path / "last.ckpt", "model", "optim")._replace(new)
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+    assert (tmp_path / "last.ckpt" / "meta.pt").read_text() == new.name
