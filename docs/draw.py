@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 __all__ = ["pictures"]
@@ -188,21 +189,29 @@ def step_peers() -> str:
     return _svg(x0 + scale * 1142 + 60, y, parts)
 
 
-def training_curve() -> str:
-    """Losses of the example, from results/example.json: steps, training losses, validation losses by step."""
-    run = json.loads((FOLDER.parent / "results" / "example.json").read_text(encoding="utf-8"))
+def _loss_axes(
+    title: str, last: int, every: int
+) -> tuple[list[str], Callable[[float, float], tuple[float, float]]]:
+    """Axes of a curve of losses up to step ``last``, and where a step and a loss are in the picture."""
     x0, y0, width, height = 60, 250, 480, 200
-    last, low, high = run["steps"][-1], 1.5, 6.0
+    low, high = 1.5, 6.0
 
     def place(step: float, loss: float) -> tuple[float, float]:
         return x0 + width * step / last, y0 - height * (loss - low) / (high - low)
 
-    parts = [_text(20, 26, "example/train.py: loss, nats per byte", 14, anchor="start")]
+    parts = [_text(20, 26, title, 14, anchor="start")]
     for tick in range(2, 7):
         y = place(0, tick)[1]
         parts += [_rectangle(x0, y, width, 0.5, "#ccc"), _text(x0 - 10, y + 4, str(tick), 12, anchor="end")]
-    for tick in range(0, last + 1, 200):
+    for tick in range(0, last + 1, every):
         parts.append(_text(place(tick, 0)[0], y0 + 18, str(tick), 12))
+    return parts, place
+
+
+def training_curve() -> str:
+    """Losses of the example, from results/example.json: steps, training losses, validation losses by step."""
+    run = json.loads((FOLDER.parent / "results" / "example.json").read_text(encoding="utf-8"))
+    parts, place = _loss_axes("example/train.py: loss, nats per byte", run["steps"][-1], 200)
     points = (place(*point) for point in zip(run["steps"], run["losses"], strict=True))
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     parts.append(f'<polyline points="{line}" fill="none" stroke="{COLOURS[0]}" stroke-width="2"/>')
@@ -221,26 +230,15 @@ def training_curve() -> str:
     parts += [_rectangle(300, 50, 14, 3, COLOURS[0]), _text(320, 56, "training", 12, anchor="start")]
     parts.append(f'<circle cx="407" cy="52" r="5" fill="{COLOURS[1]}"/>')
     parts.append(_text(420, 56, "held-out files", 12, anchor="start"))
-    parts.append(_text(x0 + width / 2, y0 + 38, "step", 12))
-    return _svg(x0 + width + 30, y0 + 50, parts)
+    parts.append(_text(300, 288, "step", 12))
+    return _svg(570, 300, parts)
 
 
 def muon_curve() -> str:
     """Held-out losses of Adam and Muon by step, from results/muon.json."""
     run = json.loads((FOLDER.parent / "results" / "muon.json").read_text(encoding="utf-8"))
-    x0, y0, width, height = 60, 250, 480, 200
     curves = [run["losses"][name] for name in ("adam", "muon")]
-    last, low, high = curves[0][-1][0], 1.5, 6.0
-
-    def place(step: float, loss: float) -> tuple[float, float]:
-        return x0 + width * step / last, y0 - height * (loss - low) / (high - low)
-
-    parts = [_text(20, 26, "loss on held-out files, nats per byte", 14, anchor="start")]
-    for tick in range(2, 7):
-        y = place(0, tick)[1]
-        parts += [_rectangle(x0, y, width, 0.5, "#ccc"), _text(x0 - 10, y + 4, str(tick), 12, anchor="end")]
-    for tick in range(0, last + 1, 100):
-        parts.append(_text(place(tick, 0)[0], y0 + 18, str(tick), 12))
+    parts, place = _loss_axes("loss on held-out files, nats per byte", curves[0][-1][0], 100)
     for index, (name, losses) in enumerate(zip(("Adam", "Muon"), curves, strict=True)):
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in losses))
         parts.append(f'<polyline points="{line}" fill="none" stroke="{COLOURS[index]}" stroke-width="2"/>')
@@ -248,8 +246,8 @@ def muon_curve() -> str:
         parts.append(_rectangle(300, 51 + 20 * index, 14, 3, COLOURS[index]))
         label = f"{name}: {end:.3f} at the end, lr {rate:g}"
         parts.append(_text(320, 57 + 20 * index, label, 12, anchor="start"))
-    parts.append(_text(x0 + width / 2, y0 + 38, "step", 12))
-    return _svg(x0 + width + 30, y0 + 50, parts)
+    parts.append(_text(300, 288, "step", 12))
+    return _svg(570, 300, parts)
 
 
 def plan_memory() -> str:
