@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from ._base.arguments import require_integer, require_keys
 from ._ranks import context as _context
 from .global_var import config, context
+from .virtual import shards_of
 
 __all__ = ["Loader", "loader"]
 
@@ -67,11 +68,9 @@ def loader(
             raise TypeError(f"{name}: the loader decides that; for another choice use torch's DataLoader")
     batch_size = require_integer("batch_size", batch_size, 1)
     if ctx.virtual_shards:
-        world = ctx.topology.world_size
-        parts, mine = ctx.virtual_shards, range(ctx.topology.rank, ctx.virtual_shards, world)
+        parts, mine = ctx.virtual_shards, shards_of(ctx.topology, ctx.virtual_shards)
     else:
-        parts = config["tp_zero_size"]
-        mine = range(config["tp_zero_rank"], parts, parts)
+        parts, mine = config["tp_zero_size"], [config["tp_zero_rank"]]
     batches = _Batches(
         len(dataset),  # type: ignore[arg-type]  # a Dataset need not have a length, this one has
         batch_size,
@@ -87,7 +86,7 @@ class _Batches(Sampler[list[int]]):
     """Indices of this rank's batches, from ``first`` of ``epoch`` on."""
 
     def __init__(
-        self, num_samples: int, batch_size: int, parts: int, mine: range, seed: int, shuffle: bool
+        self, num_samples: int, batch_size: int, parts: int, mine: Sequence[int], seed: int, shuffle: bool
     ) -> None:
         self.num_samples = num_samples
         self.batch_size = batch_size

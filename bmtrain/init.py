@@ -102,7 +102,7 @@ def init_distributed(
             several may share a card.
         timeout: seconds, or a timedelta, after which this call or any later operation gives up with an error.
         plan: by :func:`bmtrain.plan.estimate`, for this number of ranks; raises if it does not fit.
-        virtual_shards: parts of a step's batch for :func:`bmtrain.virtual_shards`, a multiple of the number of ranks.
+        virtual_shards: parts of a step's batch for :func:`bmtrain.virtual_shards`, at least as many as ranks.
 
     Raises:
         ValueError: an argument or launch variable that makes no sense, or that differs between ranks.

@@ -28,10 +28,13 @@ class VirtualShard:
     Attributes:
         index: its number.
         count: their number, independent of the ranks: ``virtual_shards=`` of :func:`bmtrain.init_distributed`.
+        is_repeated: whether the rank has computed this shard before, since no other is left for it in the last
+            micro-step; its gradients and its value for ``mean`` are not used.
     """
 
     index: int
     count: int
+    is_repeated: bool = False
 
     def of(self, batch: Any) -> Any:
         """Returns this shard's rows of a batch of the whole step.
@@ -66,25 +69,25 @@ class VirtualShards:
     def __iter__(self) -> Iterator[VirtualShard]:
         """Yields this rank's shards; at the end of the loop, the gradients are complete."""
         ctx = context()
-        engine, world, rank = current_engine(ctx), ctx.topology.world_size, ctx.topology.rank
+        engine = current_engine(ctx)
         if engine.virtual.is_open:
             raise RuntimeError("virtual_shards: a loop over virtual shards is running already")
-        engine.virtual.begin_step()
+        engine.virtual.begin_step(self.count)
         try:
             with kept_generators(ctx.device), engine.gradients.going_to(engine.virtual):
-                for first in range(0, self.count, world):
+                for number, index in enumerate(own := shards_of(ctx.topology, self.count)):
                     engine.virtual.begin_shard()
-                    seed_generators(_seed_of(ctx.seed, self.step, first + rank))
-                    yield VirtualShard(first + rank, self.count)
+                    seed_generators(_seed_of(ctx.seed, self.step, index))
+                    yield VirtualShard(index, self.count, is_repeated=index in own[:number])
             with engine.gradients.ending():
-                engine.virtual.publish(self.count)
+                engine.virtual.publish()
             engine.gradients.run_accumulated_hooks()
         finally:  # after an error, or a `break`: nothing remains
             engine.virtual.forget()
 
     def __len__(self) -> int:
-        """The number of virtual shards that this rank computes."""
-        return self.count // context().topology.world_size
+        """The number of micro-steps, in each of which this rank computes a virtual shard."""
+        return -(-self.count // context().topology.world_size)
 
     def mean(self, values: Sequence[torch.Tensor | float]) -> torch.Tensor:
         """Returns the mean over all virtual shards, bit-identical on all ranks and any number of them. Collective.
@@ -118,7 +121,7 @@ class VirtualShards:
         group = ctx.world
         slots = own.new_empty((group.size, len(own)))
         group.comm.all_gather(slots.view(-1), own, "mean of virtual shards").wait()
-        tree = TreeSum()
+        tree = TreeSum(self.count)
         for value in slots.t().reshape(-1, 1):
             tree.push(value)
         return tree.total().squeeze(0).div_(self.count)
@@ -128,7 +131,8 @@ def virtual_shards(step: int) -> VirtualShards:
     """Cuts a step into virtual shards, so that its result does not depend on the number of ranks.
 
     ``init_distributed(virtual_shards=V)`` fixes their number. Each is a micro-batch of its own with random generators
-    seeded by job, step and shard; in a micro-step each rank computes one. Gradients are summed in fp32 by a binary tree
+    seeded by job, step and shard; in a micro-step each rank computes one (where none is left for it in the last, it
+    repeats the one before, without effect). Gradients are summed in fp32 by a binary tree
     over the V shards and rounded once: after the loop, the parameters' ``.grad`` hold the mean's gradient if
     :meth:`OptimManager.backward <bmtrain.optim.OptimManager.backward>` was used. The generators are then as they were
     before the loop.
@@ -172,14 +176,14 @@ def check_count(count: int | None, place: Topology) -> int:
 
     Raises:
         TypeError: not an integer.
-        ValueError: not a multiple of the number of ranks, or with tensor parallelism or a pipeline.
+        ValueError: less than the number of ranks, or with tensor parallelism or a pipeline.
     """
     if count is None:
         return 0
     number = require_integer("virtual_shards", count)
-    if number < 1 or number % place.world_size:
+    if number < place.world_size:
         raise ValueError(
-            f"virtual_shards: expected a multiple of the number of ranks ({place.world_size}), got {number}"
+            f"virtual_shards: expected at least the number of ranks ({place.world_size}), got {number}"
         )
     if place.pipe_size > 1 or place.tp_size > 1:
         raise ValueError(
@@ -187,6 +191,19 @@ def check_count(count: int | None, place: Topology) -> int:
             f"tp_size {place.tp_size}"
         )
     return number
+
+
+def shards_of(place: Topology, count: int) -> list[int]:
+    """Returns the shards of a rank, one for each micro-step.
+
+    If none is left for it in the last micro-step, it repeats the one before.
+
+    >>> [shards_of(Topology(rank, 3), 8) for rank in range(3)]
+    [[0, 3, 6], [1, 4, 7], [2, 5, 5]]
+    """
+    rank, world = place.rank, place.world_size
+    num_steps = -(-count // world)
+    return [number if number < count else number - world for number in range(rank, num_steps * world, world)]
 
 
 def one_thread(device: torch.device) -> None:

@@ -6,6 +6,9 @@ are summed by a `TreeSum` (csrc/shard/reduction.h) for each of a block's buffers
 elementwise: so the bounds of the ranks' shards do not matter. If a backward reaches a parameter several times (a block
 that is used twice), the first arrivals of all virtual shards form one tree, the second ones another, and the trees are
 added: a single tree would sum in different orders on one rank and on many.
+
+In a micro-step adjacent ranks compute adjacent shards. Where the last micro-step has more ranks than shards, the last
+ranks repeat a shard, so that all ranks make the same calls; their gradients come last, and a full tree ignores them.
 """
 
 from __future__ import annotations
@@ -26,20 +29,21 @@ if TYPE_CHECKING:
 class _Sums:
     """The trees of one owner, by order of arrival."""
 
-    def __init__(self, owner: ShardedBuffer | DistributedParameter) -> None:
+    def __init__(self, owner: ShardedBuffer | DistributedParameter, num_shards: int) -> None:
         self.owner = owner  # kept: its identity is the key
+        self._num_shards = num_shards
         self._trees: list[TreeSum] = []
 
     def tree(self, arrival: int) -> TreeSum:
         if arrival == len(self._trees):
-            self._trees.append(TreeSum())
+            self._trees.append(TreeSum(self._num_shards))
         return self._trees[arrival]
 
-    def total(self, num_shards: int) -> torch.Tensor:
+    def total(self) -> torch.Tensor:
         for tree in self._trees:
-            if tree.num_leaves != num_shards:
+            if tree.num_leaves != self._num_shards:
                 raise RuntimeError(
-                    f"{self._name()}: {tree.num_leaves} of {num_shards} virtual shards gave it a gradient; "
+                    f"{self._name()}: {tree.num_leaves} of {self._num_shards} virtual shards gave it a gradient; "
                     "every one has to use the same parameters as often as the others"
                 )
         total = self._trees[0].total()
@@ -61,6 +65,7 @@ class VirtualSum(Destination):
     def __init__(self, unsent: Unsent) -> None:
         super().__init__(unsent)
         self.is_open = False
+        self._num_shards = 0
         self._sums: dict[int, _Sums] = {}
         self._arrivals: Counter[int] = Counter()  # in this micro-step
 
@@ -83,13 +88,14 @@ class VirtualSum(Destination):
     def _tree(self, owner: ShardedBuffer | DistributedParameter) -> TreeSum:
         arrival = self._arrivals[id(owner)]
         self._arrivals[id(owner)] += 1
-        return self._sums.setdefault(id(owner), _Sums(owner)).tree(arrival)
+        return self._sums.setdefault(id(owner), _Sums(owner, self._num_shards)).tree(arrival)
 
     # ---- steps
 
-    def begin_step(self) -> None:
+    def begin_step(self, num_shards: int) -> None:
         """Opens the sum: gradients are collected here until `publish` or `forget`."""
         self.is_open = True
+        self._num_shards = num_shards
         self._sums.clear()
 
     def begin_shard(self) -> None:
@@ -102,12 +108,12 @@ class VirtualSum(Destination):
         self._sums.clear()
 
     @torch.no_grad()
-    def publish(self, num_shards: int) -> None:
+    def publish(self) -> None:
         """Ends a step, and adds the sums to the gradients."""
         sums = list(self._sums.values())
         self.forget()
         for owned in sums:
-            total = owned.total(num_shards)
+            total = owned.total()
             if isinstance(owned.owner, ShardedBuffer):
                 owned.owner.add_gradient(total)
             elif owned.owner.requires_grad:

@@ -100,7 +100,10 @@ class PythonHooks final : public torch::autograd::FunctionPreHook {
 
 void bind_tree(py::module_& m) {
   py::class_<TreeSum, std::shared_ptr<TreeSum>>(m, "TreeSum")
-      .def(py::init<>())
+      .def(py::init([](std::optional<std::int64_t> capacity) {
+             return capacity ? std::make_shared<TreeSum>(*capacity) : std::make_shared<TreeSum>();
+           }),
+           py::arg("capacity") = py::none())
       .def("push", &TreeSum::push, py::arg("leaf"), NoGil())
       .def_property_readonly("num_leaves", &TreeSum::num_leaves)
       .def("total", &TreeSum::total, NoGil());

@@ -344,6 +344,9 @@ void TreeSum::push(const at::Tensor& leaf) {
   BMT_CHECK(ValueError, nodes_.empty() || nodes_.back().sum.sizes() == leaf.sizes(), "leaf: expected shape ",
             nodes_.empty() ? leaf.sizes() : nodes_.back().sum.sizes(), " like the ones before, got ",
             leaf.sizes());
+  if (num_leaves_ == capacity_) {
+    return;
+  }
   ++num_leaves_;
   if (!nodes_.empty() && nodes_.back().num_leaves == 1) {
     nodes_.back().sum.add_(leaf);  // widened as it is read

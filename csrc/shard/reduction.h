@@ -34,6 +34,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -44,6 +45,9 @@ namespace bmtrain {
 /// The sum of a known sequence of tensors, see [Note: Virtual shards]. For one thread at a time.
 class TreeSum {
  public:
+  /// `capacity`: the number of leaves; push() ignores later ones.
+  explicit TreeSum(std::int64_t capacity = std::numeric_limits<std::int64_t>::max()) : capacity_(capacity) {}
+
   /// Appends a leaf: a copy is kept, in fp32, or fp64 if it is that. All have one size, dtype and device.
   void push(const at::Tensor& leaf);
   [[nodiscard]] std::int64_t num_leaves() const { return num_leaves_; }
@@ -56,6 +60,7 @@ class TreeSum {
     std::int64_t num_leaves;
   };
   std::vector<Node> nodes_;  // from the first leaf to the last, ever fewer leaves
+  const std::int64_t capacity_;
   std::int64_t num_leaves_ = 0;
 };
 

@@ -131,7 +131,7 @@ def test_any_number_of_ranks_has_the_same_bits(dtype, steps, loss_scale, tmp_pat
     """Also after a checkpoint that another number of ranks goes on from."""
     told, state, generator = run_on(2, dtype, steps, str(tmp_path), save_at=steps // 2, loss_scale=loss_scale)
     assert float.fromhex(told[-1].split()[0]) < float.fromhex(told[0].split()[0])
-    for world in (1, 8):
+    for world in (1, 3, 8):
         other = run_on(world, dtype, steps, str(tmp_path / str(world)), loss_scale=loss_scale)
         assert other[0] == told
         assert same_bits(other[1], state)
@@ -145,7 +145,7 @@ def test_parameters_that_travel_in_16_bits_are_rounded_on_any_number_of_ranks(tm
     policies = [{"gather_dtype": torch.bfloat16}, {}]
     narrow, exact = (run_on(1, "float32", 3, str(tmp_path), **policy)[0] for policy in policies)
     assert narrow != exact
-    for world in (2, 4):
+    for world in (2, 3):
         assert run_on(world, "float32", 3, str(tmp_path), **policies[0])[0] == narrow
 
 
@@ -209,6 +209,20 @@ def misuse() -> None:
         run.train(0, 1, norm_type=3)
 
 
+def repeated() -> list[tuple[int, bool]]:
+    shards = [(shard.index, shard.is_repeated) for shard in bmt.virtual_shards(0)]
+    assert len(shards) == len(bmt.virtual_shards(0))
+    return shards
+
+
+def test_a_rank_without_a_shard_repeats_its_own():
+    assert run_ranks(3, repeated, init={"virtual_shards": 4}) == [
+        [(0, False), (3, False)],
+        [(1, False), (1, True)],
+        [(2, False), (2, True)],
+    ]
+
+
 def level_0() -> None:
     with bmt.default_policy(bmt.BlockPolicy(level=0)):
         run = Run("float32")
@@ -224,7 +238,7 @@ def test_misuse_raises():
     run_ranks(2, misuse, init={"virtual_shards": SHARDS})
 
 
-@pytest.mark.parametrize("init", [{"virtual_shards": 3}, {"virtual_shards": 8, "tp_size": 2}])
+@pytest.mark.parametrize("init", [{"virtual_shards": 1}, {"virtual_shards": 8, "tp_size": 2}])
 def test_what_cannot_be_is_refused(init):
     run_ranks(2, refused, init, init=False)
 
