@@ -22,7 +22,7 @@ PYTHON = {
     "engine": ("_engine", 4767),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 3430),
     "files": ("_files dcp distributed store weights", 4460),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 8198),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 8260),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 11_130),
 }
 CORE = {
@@ -31,7 +31,7 @@ CORE = {
     "comm": ("comm", 6700),
     "shard": ("shard", 2429),
     "optim": ("optim", 1700),
-    "cpu": ("cpu", 2140),
+    "cpu": ("cpu", 2281),
     "cuda": ("cuda", 1400),
     "packaging": ("packaging", 90),
     "testing": ("testing", 200),
