@@ -24,7 +24,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch.distributed import Store
 
@@ -65,6 +65,7 @@ class Watch:
     Attributes:
         core: guards communicators.
         suspicion: the exited ranks.
+        may_survive: decides whether the job continues after a verdict; None: it ends.
     """
 
     def __init__(self, rank: int, timeout: float, hosts: Sequence[str]) -> None:
@@ -95,6 +96,7 @@ class Watch:
         self._reporter = Reporter(rank, self._world, "")
         self._resort = LastResort(f"rank {rank} of {self._world}", timeout, self._patience.silence)
         self.suspicion = Suspicion()
+        self.may_survive: Callable[[Message], bool] | None = None
         self._thread = threading.Thread(target=self._run, name="bmtrain-watchdog", daemon=True)
         self._words = LastWords(self._tell, self._is_victim)
 
@@ -370,6 +372,10 @@ class Watch:
             return
         self._accepted = True
         self._culprits = verdict["culprits"]
+        if self.may_survive is not None and self.may_survive(verdict):
+            self.core.condemn(verdict["text"], survivable=True)
+            self._judged.set()
+            return
         if self._seen is None:
             self._state()
         self._reporter.report(verdict, self._words.raised_at or position.of_main_thread(), self._seen or [])

@@ -136,7 +136,8 @@ void bind_guard(py::module_& module) {
             self.report({std::move(kind), std::move(what), "", std::nullopt});
           },
           py::arg("kind"), py::arg("what"), Released())
-      .def("condemn", &Watchdog::condemn, py::arg("verdict"), Released())
+      .def("condemn", &Watchdog::condemn, py::arg("verdict"), py::arg("survivable") = false, Released())
+      .def("let_be_void", &Watchdog::let_be_void, py::arg("allowed"))
       .def("groups", &groups_of, py::arg("whole") = false);
 
   py::class_<GuardedCommunicator, Communicator, std::shared_ptr<GuardedCommunicator>>(

@@ -295,7 +295,8 @@ std::vector<at::Tensor> Reduction::slices() const {
     }
     return slices;
   }
-  for (std::int64_t begin = 0; begin < received_.numel(); begin += partition) {
+  const std::int64_t numel = received_.defined() ? received_.numel() : 0;  // 0 after a void operation
+  for (std::int64_t begin = 0; begin < numel; begin += partition) {
     slices.push_back(received_.narrow(0, begin, partition));
   }
   return slices;

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "comm/arguments.h"
+#include "comm/done_work.h"
 #include "common/check.h"
 #include "common/race_point.h"
 
@@ -46,7 +47,7 @@ OpRecord record_of(const Call& call) {
     // What travels, where a gather rounds its input.
     const bool is_rounded = call.op == Op::kAllGatherInPlace && call.output.defined();
     record.dtype = c10::toString((is_rounded ? call.output : tensor).scalar_type());
-    record.numel = call.op == Op::kAllToAllUneven ? 0 : tensor.numel();  // that of one rank says nothing
+    record.numel = tensor.numel();
   }
   return record;
 }
@@ -70,6 +71,9 @@ class GuardedWork final : public Work {
       over = inner_->is_completed();
     } catch (const CommunicationError& error) {
       guard_->fail(record_, error.what());
+      inner_ = std::make_shared<DoneWork>();
+      ended_.store(true, std::memory_order_release);
+      return;
     } catch (...) {
       recorder.end(record_.id, OpState::kFailed);
       throw;
@@ -91,7 +95,7 @@ class GuardedWork final : public Work {
  private:
   const std::shared_ptr<Guard> guard_;
   const OpRecord record_;
-  const WorkPtr inner_;
+  WorkPtr inner_;
   std::atomic<bool> ended_ = false;
 };
 
@@ -114,7 +118,9 @@ void Guard::fail(const OpRecord& record, const std::string& error) const {
   const std::string verdict = watchdog->explain({"failed", error, recorder->key(), record});
   recorder->end(record.id, OpState::kFailed);
   watchdog->set_heard();
-  throw CommunicationError(describe(record) + ": " + verdict);
+  if (!watchdog->is_void()) {
+    throw CommunicationError(describe(record) + ": " + verdict);
+  }
 }
 
 GuardedCommunicator::GuardedCommunicator(std::shared_ptr<Communicator> inner,
@@ -148,6 +154,9 @@ WorkPtr GuardedCommunicator::start(const Call& call) {
   if (watchdog.condemned()) {
     recorder.end(record.id, OpState::kFailed);
     watchdog.set_heard();
+    if (watchdog.is_void()) {
+      return std::make_shared<DoneWork>();
+    }
     throw CommunicationError(guard_->describe(record) +
                              ": the communicator was aborted: " + watchdog.verdict());
   }
@@ -159,6 +168,7 @@ WorkPtr GuardedCommunicator::start(const Call& call) {
     return std::make_shared<GuardedWork>(guard_, record, inner_->start(call));
   } catch (const CommunicationError& error) {
     guard_->fail(record, error.what());
+    return std::make_shared<DoneWork>();
   } catch (...) {
     recorder.withdraw(record);
     throw;

@@ -19,8 +19,8 @@ struct Guard {
   int size;
   bool check;  // compare fingerprints before data moves
 
-  /// Raises the verdict for an operation that `error` ended. Called in a catch block.
-  [[noreturn]] void fail(const OpRecord& record, const std::string& error) const;
+  /// Raises the verdict for an operation that `error` ended, unless it is void. Called in a catch block.
+  void fail(const OpRecord& record, const std::string& error) const;
   /// `all_gather #3 ... on group "zero", rank 0 of 4`.
   [[nodiscard]] std::string describe(const OpRecord& record) const;
 };
@@ -37,15 +37,17 @@ class GuardedCommunicator final : public Communicator {
 
   /// Records, compares, starts.
   [[nodiscard]] WorkPtr start(const Call& call) override;
-  [[nodiscard]] bool works_in_place() const override { return inner_->works_in_place(); }
+  [[nodiscard]] bool works_in_place() const override {
+    return !guard_->watchdog->is_void() && inner_->works_in_place();
+  }
   [[nodiscard]] c10::DataPtr borrow_output(std::int64_t nbytes) override {
-    return inner_->borrow_output(nbytes);
+    return guard_->watchdog->is_void() ? c10::DataPtr() : inner_->borrow_output(nbytes);
   }
   void give_back_output(const void* data, std::int64_t nbytes) override {
     inner_->give_back_output(data, nbytes);
   }
   [[nodiscard]] c10::DataPtr borrow_input(std::int64_t nbytes) override {
-    return inner_->borrow_input(nbytes);
+    return guard_->watchdog->is_void() ? c10::DataPtr() : inner_->borrow_input(nbytes);
   }
   [[nodiscard]] std::int64_t bytes_copied() const override { return inner_->bytes_copied(); }
   [[nodiscard]] std::int64_t bytes_in_place() const override { return inner_->bytes_in_place(); }

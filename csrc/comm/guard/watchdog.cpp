@@ -70,7 +70,7 @@ std::string Watchdog::explain(Failure failure) {
       return verdict_;
     }
   }
-  condemn(own);
+  condemn(own, /*survivable=*/false);
   return verdict();
 }
 
@@ -83,7 +83,7 @@ void Watchdog::report(Failure failure) {
       return;
     }
   }
-  condemn(failure.what);
+  condemn(failure.what, /*survivable=*/false);
 }
 
 void Watchdog::tell(Fingerprint fingerprint) {
@@ -181,7 +181,7 @@ bool Watchdog::blocked_for(double seconds) {
   return false;
 }
 
-void Watchdog::condemn(const std::string& verdict) {
+void Watchdog::condemn(const std::string& verdict, bool survivable) {
   std::vector<Watched> all;
   std::string first;
   {
@@ -191,6 +191,7 @@ void Watchdog::condemn(const std::string& verdict) {
     }
     verdict_ = verdict.empty() ? "failed for an unknown reason" : verdict;
     first = verdict_;
+    survivable_.store(survivable, std::memory_order_release);
     condemned_.store(true, std::memory_order_release);
     all = watched_;
     changed_.notify_all();

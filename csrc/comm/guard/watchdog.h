@@ -10,6 +10,11 @@
 // [Note: Time-outs]
 // The attendant also looks for operations that somebody has waited for too long. Transports have time-outs
 // too, but longer ones: closing connections tells the other ranks less than a verdict does.
+//
+// [Note: Void operations]
+// Where the job continues without a lost rank (bmtrain/_survive), a step under way is repeated. Until the
+// script's loop has come to its next micro-step, operations raise nothing: they end at once, and what their
+// results hold has no meaning. The gradients made of it are dropped.
 #pragma once
 
 #include <atomic>
@@ -68,6 +73,10 @@ class Watchdog {
   /// The verdict; empty while all is well.
   [[nodiscard]] std::string verdict() const BMT_EXCLUDES(mutex_);
   [[nodiscard]] bool condemned() const { return condemned_.load(std::memory_order_acquire); }
+  /// Whether operations after a survivable verdict are void, from now on.
+  void let_be_void(bool allowed) { may_be_void_.store(allowed, std::memory_order_relaxed); }
+  /// See [Note: Void operations].
+  [[nodiscard]] bool is_void() const { return survivable_.load(std::memory_order_acquire) && may_be_void_; }
   /// An operation has raised the verdict: the script knows of it.
   void set_heard() { heard_.store(true, std::memory_order_relaxed); }
   [[nodiscard]] bool heard() const { return heard_.load(std::memory_order_relaxed); }
@@ -86,8 +95,9 @@ class Watchdog {
   [[nodiscard]] std::optional<Failure> overdue();
   /// Whether somebody has waited in one operation for `seconds`.
   [[nodiscard]] bool blocked_for(double seconds);
-  /// Makes this the verdict unless there is one, and aborts everything with it.
-  void condemn(const std::string& verdict) BMT_EXCLUDES(mutex_);
+  /// Makes this the verdict unless there is one, and aborts everything with it. `survivable`: operations may
+  /// be void after it.
+  void condemn(const std::string& verdict, bool survivable = false) BMT_EXCLUDES(mutex_);
   [[nodiscard]] std::vector<std::shared_ptr<FlightRecorder>> recorders() BMT_EXCLUDES(mutex_);
 
  private:
@@ -103,6 +113,8 @@ class Watchdog {
   const FileDescriptor wake_fd_;
   std::atomic<bool> condemned_ = false;
   std::atomic<bool> heard_ = false;
+  std::atomic<bool> survivable_ = false;
+  std::atomic<bool> may_be_void_ = false;
 
   mutable Mutex mutex_;
   std::condition_variable changed_;
