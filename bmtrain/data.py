@@ -42,7 +42,7 @@ def loader(
 
     Raises:
         TypeError: ``dataset`` has no length or takes no indices; or an option is one that the loader decides.
-        ValueError: the samples do not fill one step.
+        ValueError: the samples do not fill one step; or ``init_distributed(survive=...)`` was called.
         RuntimeError: before :func:`bmtrain.init_distributed`.
 
     Example:
@@ -56,6 +56,11 @@ def loader(
         1 [3, 4, 5]
     """
     ctx = context("data.loader")
+    if ctx.survival is not None:
+        raise ValueError(
+            "data.loader: not with init_distributed(survive=...), where a step may be repeated with other shards: read "
+            "the samples of each step by its number, and cut them by shard.of(batch)"
+        )
     if isinstance(dataset, IterableDataset) or not all(
         hasattr(dataset, name) for name in ("__len__", "__getitem__")
     ):

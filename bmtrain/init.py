@@ -30,6 +30,7 @@ from ._ranks.orderly_end import register
 from ._ranks.rendezvous import Peer, Rendezvous
 from ._ranks.shm_meeting import place as place_in_memory
 from ._ranks.streams import Streams
+from ._survive import check_survive, surviving
 from ._version import __version__
 from ._watch.watchdog import Watch
 from .data import adapt_distributed_sampler
@@ -77,7 +78,7 @@ def init_distributed(
     timeout: float | timedelta = 600,
     plan: Plan | None = None,
     virtual_shards: int | None = None,
-    ep_size: int = 1,
+    survive: int = 0,
 ) -> None:
     """Joins the other ranks of the job and makes this process ready for everything else in the library.
 
@@ -104,7 +105,8 @@ def init_distributed(
         timeout: seconds, or a timedelta, after which this call or any later operation gives up with an error.
         plan: by :func:`bmtrain.plan.estimate`, for this number of ranks; raises if it does not fit.
         virtual_shards: parts of a step's batch for :func:`bmtrain.virtual_shards`, at least as many as ranks.
-        ep_size: ranks that hold the experts of a :class:`bmtrain.nn.MoE` together (expert parallelism).
+        survive: number of ranks that may be lost at once while the others continue: 0 or 1. Needs ``virtual_shards``
+            and CPU ranks; see `docs/howto/survive.md`.
 
     Raises:
         ValueError: an argument or launch variable that makes no sense, or that differs between ranks.
@@ -130,15 +132,14 @@ def init_distributed(
             "init_distributed.int",
             "init_distributed(SEED) is deprecated: write init_distributed(seed=SEED)",
         )
-    options = InitOptions.check(
-        seed, pipe_size, num_micro_batches, tp_size, ep_size, zero_level, backend, timeout
-    )
+    options = InitOptions.check(seed, pipe_size, num_micro_batches, tp_size, zero_level, backend, timeout)
     factor, steps = check_loss_scale(loss_scale_factor, loss_scale_steps)
     launch = read_launch(init_method, os.environ, sys.argv)
     if plan is not None:
         plan.require_fit(launch.world_size)
-    place = Topology(launch.rank, launch.world_size, options.pipe_size, options.tp_size, options.ep_size)
+    place = Topology(launch.rank, launch.world_size, options.pipe_size, options.tp_size)
     options.virtual_shards = check_count(virtual_shards, place)
+    options.survive = check_survive(survive, options)
     several = launch.world_size > 1
     if several:
         write_lines()
@@ -156,7 +157,7 @@ def init_distributed(
 
         record_from_environment()
     _log.info(
-        "bmtrain: rank %d of %d (%s), %s, device %s, pipe_size %d, tp_size %d, ep_size %d",
+        "bmtrain: rank %d of %d (%s), %s, device %s, pipe_size %d, tp_size %d",
         place.rank,
         place.world_size,
         launch.source,
@@ -164,7 +165,6 @@ def init_distributed(
         context.device,
         place.pipe_size,
         place.tp_size,
-        place.ep_size,
     )
 
 
@@ -195,10 +195,10 @@ def _join(launch: Launch, place: Topology, options: InitOptions) -> Context:
             "pipe_enabled": options.pipe_enabled,
             "num_micro_batches": options.micros,
             "tp_size": options.tp_size,
-            "ep_size": options.ep_size,
             "zero_level": options.zero_level,
             "backend": options.backend,
             "virtual_shards": options.virtual_shards,
+            "survive": options.survive,
         },
     )
     locals_ = [_local_rank(peer, peers) for peer in peers]
@@ -223,6 +223,8 @@ def _join(launch: Launch, place: Topology, options: InitOptions) -> Context:
             place, options, options.backend, device, local, peers[0].seed, meeting, watch, places
         )
         context.world.comm.barrier("init_distributed")
+        if options.survive:
+            context = surviving(context, options.survive, meeting.store, host, hosts)
     except BaseException:
         watch.stop()
         raise

@@ -68,6 +68,11 @@ class VirtualShards:
 
     def __iter__(self) -> Iterator[VirtualShard]:
         """Yields this rank's shards; at the end of the loop, the gradients are complete."""
+        survival = context().survival
+        return self.micro_steps() if survival is None else survival.shards(self)
+
+    def micro_steps(self) -> Iterator[VirtualShard]:
+        """The loop, without the survival of lost ranks."""
         ctx = context()
         engine = current_engine(ctx)
         if engine.virtual.is_open:
@@ -110,11 +115,13 @@ class VirtualShards:
             raise TypeError(
                 f"values: expected a sequence of numbers, got {values!r} ({type(values).__name__})"
             )
+        ctx = context()
+        if ctx.survival is not None and (mean := ctx.survival.mean(self, values)) is not None:
+            return mean
         if len(values) != len(self):
             raise ValueError(
                 f"values: expected {len(self)}, one for each of this rank's shards, got {len(values)}"
             )
-        ctx = context()
         own = torch.stack(
             [torch.as_tensor(value, dtype=torch.float32, device=ctx.device).detach() for value in values]
         )
@@ -185,10 +192,10 @@ def check_count(count: int | None, place: Topology) -> int:
         raise ValueError(
             f"virtual_shards: expected at least the number of ranks ({place.world_size}), got {number}"
         )
-    if place.pipe_size > 1 or place.tp_size > 1 or place.ep_size > 1:
+    if place.pipe_size > 1 or place.tp_size > 1:
         raise ValueError(
-            "virtual_shards: expected no pipeline, no tensor parallelism and no experts divided over ranks, got "
-            f"pipe_size {place.pipe_size}, tp_size {place.tp_size} and ep_size {place.ep_size}"
+            f"virtual_shards: expected no pipeline and no tensor parallelism, got pipe_size {place.pipe_size} and "
+            f"tp_size {place.tp_size}"
         )
     return number
 

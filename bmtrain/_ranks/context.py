@@ -18,6 +18,7 @@ from .streams import Streams
 if TYPE_CHECKING:
     from .._C import Communicator
     from .._watch.watchdog import Watch
+    from .survival import Survival
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class Context:
         streams: the streams that `config` shows.
         watch: the watchdog; None in a single process.
         virtual_shards: number of virtual shards of a step; 0 without.
+        survival: continues without lost ranks; None unless that was asked for.
         places: of each rank of the job, equal for those of one host; empty for a single process.
     """
 
@@ -116,6 +118,7 @@ class Context:
     watch: Watch | None = None
     virtual_shards: int = 0
     places: tuple[str, ...] = ()
+    survival: Survival | None = None
     #: Parts of groups that were connected, by family and number of sharing ranks: see `_groups.parts_of`.
     parts: dict[tuple[str, int], Parts] = field(default_factory=dict, init=False, repr=False)
 
@@ -124,11 +127,13 @@ class Context:
         """The group of all ranks."""
         return self.groups[GroupKind.ZERO.value]
 
-    def zero_group(self, slices: str | None = None, pipe: bool = False) -> Group:
-        """The group that shards a parameter; ``slices``: ``"tp"`` or ``"ep"`` if the ranks of such a group have a slice
-        each."""
-        kinds = _STAGE_ZERO_KINDS if pipe else _ZERO_KINDS
-        return self.groups[kinds[slices].value]
+    def zero_group(self, tp_mode: bool = False, pipe: bool = False) -> Group:
+        """The group that shards a parameter."""
+        if pipe:
+            kind = GroupKind.PP_TP_ZERO if tp_mode else GroupKind.PP_ZERO
+        else:
+            kind = GroupKind.TP_ZERO if tp_mode else GroupKind.ZERO
+        return self.groups[kind.value]
 
     def require_intact(self, what: str) -> None:
         """Raises if values of this rank cannot be trusted, when ``what`` has read them or is about to return them.
@@ -158,9 +163,6 @@ class Context:
         found = {id(comm): comm for group in groups for comm in (group.comm, group.reduce_comm)}
         return list(found.values())
 
-
-_ZERO_KINDS = {None: GroupKind.ZERO, "tp": GroupKind.TP_ZERO, "ep": GroupKind.EP_ZERO}
-_STAGE_ZERO_KINDS = {None: GroupKind.PP_ZERO, "tp": GroupKind.PP_TP_ZERO, "ep": GroupKind.PP_EP_ZERO}
 
 _current: Context | None = None
 #: The rank that this process was forked from.

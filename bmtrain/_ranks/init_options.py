@@ -22,11 +22,11 @@ class InitOptions:
     pipe_enabled: bool
     micros: int
     tp_size: int
-    ep_size: int
     zero_level: int
     backend: str
     timeout: float
     virtual_shards: int = 0
+    survive: int = 0
 
     @classmethod
     def check(
@@ -35,7 +35,6 @@ class InitOptions:
         pipe_size: int,
         num_micro_batches: int | None,
         tp_size: int,
-        ep_size: int,
         zero_level: int | None,
         backend: str | None,
         timeout: float | timedelta,
@@ -61,7 +60,6 @@ class InitOptions:
             pipe_enabled=enabled,
             micros=micros,
             tp_size=max(require_integer("tp_size", tp_size), 1),
-            ep_size=require_integer("ep_size", ep_size, least=1),
             zero_level=3 if zero_level is None else zero_level,
             backend=_choose_backend(backend),
             timeout=_seconds(timeout),

@@ -13,6 +13,8 @@ import signal
 import sys
 from pathlib import Path
 
+from .launch_surviving import run_ranks
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of the command."""
@@ -22,6 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_positive,
         metavar="N",
         help="number of ranks (default: one for each GPU, or 2 without any)",
+    )
+    parser.add_argument(
+        "--survive",
+        type=int,
+        choices=(0, 1),
+        default=0,
+        help="1: let the other ranks continue when one is lost, for scripts with init_distributed(survive=1)",
     )
     parser.add_argument("script", type=Path, help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
@@ -51,6 +60,8 @@ def run(options: argparse.Namespace) -> int:
     num_ranks = options.nproc or torch.cuda.device_count() or 2
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(cores // num_ranks, 1)))
+    if options.survive:
+        return run_ranks(num_ranks, [str(options.script), *options.arguments])
     for logger in logging.root.manager.loggerDict:  # which write pages about what one line says
         if logger.startswith("torch.distributed.elastic"):
             logging.getLogger(logger).setLevel(logging.CRITICAL)

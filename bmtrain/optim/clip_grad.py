@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._base.arguments import require_number
 from .._base.deprecate import warn_once
+from ..global_var import context
 from ..virtual import check_no_loop
 from ._grad_stats import global_norm, multiply_gradients, parameters_of
 
@@ -68,7 +69,9 @@ def clip_gradients(
     parameters = _parameters_of(param_groups)
     norm = global_norm(parameters, p)
     coefficient = (max_norm * scale / (norm + eps)).clamp_(max=1.0)
-    multiply_gradients(parameters, torch.where(norm.isfinite() & (norm > 0), coefficient, 1.0))
+    survival = context("clip_grad_norm").survival
+    copies = () if survival is None else survival.copies_of(parameters)
+    multiply_gradients([*parameters, *copies], torch.where(norm.isfinite() & (norm > 0), coefficient, 1.0))
     return (norm / scale).to(torch.float32)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 from .._base.arguments import require_integer, require_keys, require_number, require_tensor
 from .._base.deprecate import warn_once
 from .._engine.engine import current_engine
+from .._ranks import context as _context
+from .._ranks.survival import Survival
 from ..accumulate import no_sync
 from ..global_var import config, context, num_losses, rank
 from ..virtual import check_no_loop
@@ -173,6 +176,8 @@ class OptimManager:
                 "the optimizer was made with scale=, but the manager's loss scale is used: leave scale= out",
                 category=UserWarning,
             )
+        if (survival := _survival()) is not None:
+            survival.add(self, optimizer)
         warn_of_likely_mistakes(optimizer)
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)
@@ -205,6 +210,8 @@ class OptimManager:
             )
         self._num_backwards += 1
         self._watch.see_loss(loss)
+        if (survival := _survival()) is not None:
+            survival.note_loss(loss)
         try:
             with self._around_backward():
                 self.scale_loss(loss).backward()
@@ -268,7 +275,11 @@ class OptimManager:
                 "OptimManager.clip_grad_norm: with step_in_backward=True parameters are updated before the norm is "
                 "known; leave one of them out"
             )
-        norm = clip_gradients(param_groups, max_norm, self.loss_scale, norm_type, eps)
+        if isinstance(param_groups, Iterator):
+            param_groups = list(param_groups)  # read again after the loss of a rank
+        clip = partial(clip_gradients, param_groups, max_norm, self.loss_scale, norm_type, eps)
+        survival = _survival()
+        norm = clip() if survival is None else survival.clip(clip)
         self._watch.see_norm(norm)
         return norm
 
@@ -298,10 +309,15 @@ class OptimManager:
         self._watch.end_step(parameters_of(groups), self.loss_scale_enabled)
         if self.loss_scale_enabled and self._skip_on_overflow(groups):
             return
+        survival = _survival()
+        if survival is not None:
+            survival.pass_gate()
         optimizer: Any
         for optimizer, lr_scheduler in zip(self.optimizers, self.lr_schedulers, strict=True):
             if getattr(optimizer, "_bmtrain_optimizer", False):
                 optimizer.step(scale=self.loss_scale)
+                if survival is not None:
+                    survival.step_copy(optimizer, self.loss_scale)
             else:
                 if self.loss_scale_enabled and self.loss_scale != 1:
                     grad_rescale(optimizer.param_groups, self.loss_scale)
@@ -401,6 +417,11 @@ class OptimManager:
         self.loss_scale = state["loss_scale"]
         self.loss_scale_enabled = state["loss_scale_enabled"]
         self.steps_since_last_scale = state.get("steps_since_last_scale", 0)
+
+
+def _survival() -> Survival | None:
+    current = _context.current()
+    return None if current is None else current.survival
 
 
 def _number_of_scale(name: str, value: float | None, default: float, has_scale: bool) -> float:

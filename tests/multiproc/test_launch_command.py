@@ -115,3 +115,40 @@ def test_ctrl_c_shows_no_traceback(times: int, tmp_path: Path) -> None:
         assert "was interrupted (Ctrl-C), at " in report or (times == 2 and "ended by SIGTERM, at " in report)
         assert report.endswith("; continue with checkpoint.load('out/step-0000002', model, optimizer)")
     assert last == "bmtrain launch: stopped by SIGINT"
+
+
+_SURVIVING = """
+import os, signal, sys, torch
+import bmtrain as bmt
+bmt.init_distributed(seed=1, virtual_shards=4, survive=1, timeout=60)
+model = bmt.BMTrainModelWrapper(torch.nn.Linear(8, 4))
+optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-3)
+manager = bmt.optim.OptimManager()
+manager.add_optimizer(optimizer)
+for step in range(4):
+    batch = torch.ones(8, 8)
+    shards, losses = bmt.virtual_shards(step), []
+    for shard in shards:
+        losses.append(model(shard.of(batch)).square().mean())
+        manager.backward(losses[-1])
+    if os.environ["RANK"] == "0" and step == 2:
+        if sys.argv[1] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if sys.argv[1] == "raise":
+            raise ValueError("of the script")
+    manager.step()
+print(f"{bmt.world_size()} ranks at the end", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("way", "status", "ends"), [("well", 0, 3), ("kill", 0, 2), ("raise", 1, 0)])
+def test_the_other_ranks_continue(way: str, status: int, ends: int, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_SURVIVING)
+    command = [sys.executable, "-m", "bmtrain", "launch", "--nproc", "3", "--survive", "1", script, way]
+    done = run_process(command, check=False)
+    assert done.returncode == status
+    assert done.stdout.count(f"{ends} ranks at the end") == ends
+    if way == "kill":
+        assert "bmtrain: rank 0 lost; 2 ranks continue" in done.stdout
+        assert "bmtrain launch: rank 0 of 3 was ended by SIGKILL" in done.stdout

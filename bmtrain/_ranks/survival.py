@@ -1,0 +1,28 @@
+"""Protocol of `_survive`, which is built on optimizers, for the parts of a step that call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+
+class Survival(Protocol):
+    """Repeats or completes a step after the loss of a rank; see :class:`bmtrain._survive.survival.Survival`."""
+
+    def shards(self, loop: Any) -> Iterator[Any]: ...
+
+    def mean(self, loop: Any, values: Sequence[Any]) -> torch.Tensor | None: ...
+
+    def add(self, manager: Any, optimizer: Any) -> None: ...
+
+    def note_loss(self, loss: torch.Tensor) -> None: ...
+
+    def clip(self, clip: Callable[[], torch.Tensor]) -> torch.Tensor: ...
+
+    def copies_of(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+
+    def pass_gate(self) -> None: ...
+
+    def step_copy(self, optimizer: Any, scale: float) -> None: ...
