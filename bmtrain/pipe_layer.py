@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-from ._base.arguments import require_module
+from ._base.arguments import require_integer, require_module
 from ._base.deprecate import warn_once
 from ._base.layers import LayerSequence, run_layers
 from ._base.opaque import opaque
 from ._engine.pipe_arguments import PipeArguments
-from ._engine.pipeline import PipelineCall, idle_share, run_pipeline
+from ._engine.pipe_loss import Memory, run_forward, run_loss
+from ._engine.pipe_pass import Plan
+from ._engine.pipe_schedule import actions_of, idle_share
+from ._engine.pipeline import PipelineCall, run_pipeline
 from ._engine.policy import BlockMode
 from ._model.block_build import leave_to_stage
 from .block_layer import Block
@@ -30,12 +34,22 @@ class PipelineTransformerBlockList(LayerSequence):
     ``init_distributed(num_micro_batches=)`` micro-batches. Stage ``s`` runs ``len // stages`` layers, and one more if
     ``s < len % stages``. All layers are there on every stage; only the stage that runs a layer holds its shards.
 
+    A call returns the outputs, so that backward starts when all forwards are over (GPipe). :meth:`loss` computes the
+    loss as well, at the last stage, and follows ``schedule``; no schedule changes a bit of the gradients.
+
     Args:
         modules: plain modules, or Blocks made with ``mode="PIPE"``.
         num_hidden: only 1.
+        schedule: of :meth:`loss`. ``"1f1b"``: a stage alternates between forwards and backwards, so that stage ``s``
+            holds the activations of at most ``stages - s`` micro-batches. ``"interleaved"``: the same, with several
+            chunks of layers on a stage, which wait for each other less. ``"gpipe"``: all forwards first.
+        chunks: chunks of layers on each stage, at least 2 with ``"interleaved"``, else 1. Chunk ``c`` of stage ``s`` is
+            part ``c * stages + s`` of the layers.
+        part_lens: number of layers of each of the ``stages * chunks`` parts, in the order of the layers; None: equal
+            parts, and one more layer in the first ones if they do not divide.
 
     Raises:
-        ValueError: for a Block that was made for other use, if there is no pipeline.
+        ValueError: for a Block that was made for other use, if there is no pipeline; for a schedule that does not fit.
         NotImplementedError: if ``num_hidden`` is not 1.
 
     Example:
@@ -45,7 +59,15 @@ class PipelineTransformerBlockList(LayerSequence):
         (torch.Size([2, 4]), 1)
     """
 
-    def __init__(self, modules: Iterable[torch.nn.Module], num_hidden: int = 1) -> None:
+    def __init__(
+        self,
+        modules: Iterable[torch.nn.Module],
+        num_hidden: int = 1,
+        *,
+        schedule: str = "1f1b",
+        chunks: int = 1,
+        part_lens: Sequence[int] | None = None,
+    ) -> None:
         super().__init__()
         if num_hidden != 1:
             raise NotImplementedError(f"num_hidden: a pipeline passes one hidden state, got {num_hidden}")
@@ -59,9 +81,17 @@ class PipelineTransformerBlockList(LayerSequence):
         self.num_hidden = num_hidden
         for index, module in enumerate(modules):
             self.add_module(str(index), _as_pipe_block(module, index))
-        self.layer_ids = list(self.get_range_by_stage_id(self.stage_id))
+        self._set_schedule(schedule, require_integer("chunks", chunks, 1), part_lens)
+        self.layer_ids = [index for part in self._parts_of_stage(self.stage_id) for index in part]
         for index, block in enumerate(self):
             leave_to_stage(block, self._pipe, self.get_stage_by_layer_id(index))
+
+    def _set_schedule(self, schedule: str, chunks: int, part_lens: Sequence[int] | None) -> None:
+        self.schedule = schedule
+        self.chunks = chunks
+        self._actions = actions_of(schedule, self.stages, config["micros"], chunks)
+        self._ends = _ends_of_parts(part_lens, len(self), self.stages * chunks)
+        self._memory = Memory()
 
     def __getstate__(self) -> dict[str, Any]:
         if self.stages > 1:
@@ -74,15 +104,24 @@ class PipelineTransformerBlockList(LayerSequence):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._pipe = context().groups["pipe"]
+        if "_ends" not in state:  # written before there were schedules
+            self._set_schedule("1f1b", 1, None)
+
+    def _parts_of_stage(self, stage_id: int) -> list[range]:
+        """Numbers of the layers of a stage, by chunk."""
+        return [
+            range(self._ends[part - 1] if part else 0, self._ends[part])
+            for part in range(stage_id, len(self._ends), self.stages)
+        ]
 
     def get_part_len_by_stage_id(self, stage_id: int) -> int:
         """Number of layers of a stage."""
-        return len(self) // self.stages + (1 if stage_id < len(self) % self.stages else 0)
+        return sum(map(len, self._parts_of_stage(stage_id)))
 
-    def get_range_by_stage_id(self, stage_id: int) -> range:
-        """Numbers of the layers of a stage."""
-        begin = sum(self.get_part_len_by_stage_id(stage) for stage in range(stage_id))
-        return range(begin, begin + self.get_part_len_by_stage_id(stage_id))
+    def get_range_by_stage_id(self, stage_id: int) -> Sequence[int]:
+        """Numbers of the layers of a stage: a range, or a list if it has several chunks."""
+        parts = self._parts_of_stage(stage_id)
+        return parts[0] if len(parts) == 1 else [index for part in parts for index in part]
 
     def get_stage_by_layer_id(self, layer_id: int) -> int:
         """The stage that runs a layer."""
@@ -90,8 +129,8 @@ class PipelineTransformerBlockList(LayerSequence):
 
     @property
     def idle_share(self) -> float:
-        """The share of a pass in which a stage is idle: (stages - 1) / (micro-batches + stages - 1)."""
-        return idle_share(self.stages, config["micros"])
+        """The share of a pass in which a stage is idle: (stages - 1) / (chunks * micro-batches + stages - 1)."""
+        return idle_share(self.stages, config["micros"], self.schedule, self.chunks)
 
     @opaque
     def forward(
@@ -121,6 +160,8 @@ class PipelineTransformerBlockList(LayerSequence):
             (result,) = run_layers(self._modules, (hidden,), args, kwargs, 1, inputs)
             return result if inputs is None else (result, torch.stack([state[0] for state in inputs]))
         num_micros = config["micros"]
+        if self.chunks > 1:
+            return self._evaluate(hidden, args, kwargs, batch_related, return_hidden_states)
         total = hidden.shape[0] * self.stages
         if total % num_micros:
             raise ValueError(
@@ -128,6 +169,8 @@ class PipelineTransformerBlockList(LayerSequence):
                 f"micro-batches, got {hidden.shape[0]} rows ({total} together)"
             )
         self._refuse_late_parameters()
+        if torch.is_grad_enabled():
+            self._memory.begin_call(self._plan())
         counts = [self.get_part_len_by_stage_id(stage) for stage in range(self.stages)]
         call = PipelineCall(
             [self[index] for index in self.layer_ids], counts, self._pipe, num_micros, return_hidden_states
@@ -137,6 +180,111 @@ class PipelineTransformerBlockList(LayerSequence):
         )
         return results if return_hidden_states else results[0]
 
+    def loss(
+        self,
+        hidden: torch.Tensor,
+        *args: Any,
+        head: torch.nn.Module,
+        labels: Any = (),
+        batch_related: Sequence[int] = (),
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Runs all layers and ``head`` by the list's schedule, and returns the mean loss over the stages' ranks.
+
+        With gradients enabled this runs the backwards too, each as soon as the schedule allows; ``backward`` of the
+        result sends the gradients. If it brings another gradient of the loss than the last backward did (a new loss
+        scale), everything runs again with this one.
+
+        Args:
+            hidden: ``(batch, ...)``; the rows of all stages together make micro-batches of sizes that differ by one
+                at most, weighted by their sizes.
+            args: arguments of every layer, as in a call.
+            head: module that returns the mean loss of a micro-batch, one number, given the last layer's output and
+                ``labels``. The last stage runs it; all ranks gather its parameters, which lie outside Blocks.
+            labels: a tensor or several arguments of ``head``. Tensors with dimensions are split like ``hidden``.
+            batch_related: as in a call.
+            kwargs: arguments of every layer.
+
+        Raises:
+            TypeError: ``head`` is no module.
+            ValueError: there are fewer rows than micro-batches, ``head`` has parameters in Blocks or that are not
+                distributed, or it returns something else.
+            RuntimeError: in backward: after a later call of this list with gradients, or a second time.
+
+        Example:
+            >>> class MeanSquare(torch.nn.Module):
+            ...     def forward(self, out, wanted):
+            ...         return (out - wanted).square().mean()
+            >>> layers = bmtrain.PipelineTransformerBlockList([torch.nn.Tanh()])
+            >>> layers.loss(torch.zeros(2, 4), head=MeanSquare(), labels=torch.ones(2, 4))
+            tensor(1.)
+        """
+        return self._loss(hidden, args, kwargs, head, labels, batch_related)
+
+    @opaque
+    def _loss(
+        self,
+        hidden: torch.Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        head: torch.nn.Module,
+        labels: Any,
+        batch_related: Sequence[int],
+    ) -> torch.Tensor:
+        require_module("head", head)
+        labels = tuple(labels) if isinstance(labels, (tuple, list)) else (labels,)
+        if self.stages == 1:
+            (out,) = run_layers(self._modules, (hidden,), args, kwargs, 1)
+            loss: torch.Tensor = head(out, *labels)
+            return loss
+        self._refuse_late_parameters()
+        num_micros = self._require_rows(hidden)
+        split = [
+            index for index, value in enumerate(labels) if isinstance(value, torch.Tensor) and value.dim()
+        ]
+        return run_loss(
+            self._plan(),
+            self._memory,
+            hidden,
+            PipeArguments(self._pipe, hidden, args, kwargs, batch_related, num_micros),
+            head,
+            PipeArguments(self._pipe, hidden, labels, {}, split, num_micros),
+        )
+
+    def _require_rows(self, hidden: torch.Tensor) -> int:
+        """Returns the number of micro-batches; raises ValueError if there are fewer rows."""
+        num_micros: int = config["micros"]
+        total = hidden.shape[0] * self.stages
+        if total < num_micros:
+            raise ValueError(
+                f"hidden: expected at least one row for each of the {num_micros} micro-batches, got {hidden.shape[0]} "
+                f"rows ({total} together)"
+            )
+        return num_micros
+
+    def _evaluate(
+        self,
+        hidden: torch.Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        batch_related: Sequence[int],
+        return_hidden_states: bool,
+    ) -> torch.Tensor:
+        """Runs several chunks of layers, without gradients."""
+        if torch.is_grad_enabled() or return_hidden_states:
+            raise RuntimeError(
+                f"a pipeline with {self.chunks} chunks on a stage trains by loss(); its outputs are for "
+                "torch.no_grad(), and there are no hidden states"
+            )
+        self._refuse_late_parameters()
+        num_micros = self._require_rows(hidden)
+        arguments = PipeArguments(self._pipe, hidden, args, kwargs, batch_related, num_micros)
+        return run_forward(self._plan(), hidden, arguments)
+
+    def _plan(self) -> Plan:
+        chunks = [[self[index] for index in part] for part in self._parts_of_stage(self.stage_id)]
+        return Plan(self._pipe, chunks, self._actions, config["micros"])
+
     def _refuse_late_parameters(self) -> None:
         """Refuses parameters outside Blocks' storage: all ranks share them, and one stage alone would gather them."""
         for name, param in self.named_parameters():
@@ -145,6 +293,19 @@ class PipelineTransformerBlockList(LayerSequence):
                     f"parameter {name!r} was put into a layer of a pipeline after the layer's Block was built, which "
                     "does not have it; put it in (an adapter, say) before that"
                 )
+
+
+def _ends_of_parts(part_lens: Sequence[int] | None, num_layers: int, num_parts: int) -> list[int]:
+    """Returns, for each part of the layers, the number of layers in it and before it."""
+    if part_lens is None:
+        part_lens = [num_layers // num_parts + (part < num_layers % num_parts) for part in range(num_parts)]
+    lens = [require_integer("part_lens", length, 0) for length in part_lens]
+    if len(lens) != num_parts or sum(lens) != num_layers:
+        raise ValueError(
+            f"part_lens: expected {num_parts} numbers with the sum {num_layers}, one for each chunk of each stage, got "
+            f"{lens}"
+        )
+    return list(accumulate(lens))
 
 
 def _as_pipe_block(module: torch.nn.Module, index: int) -> Block:

@@ -25,7 +25,7 @@ class PipeArgument:
         requires_grad = value.requires_grad and torch.is_grad_enabled()
         if is_cut:
             whole = collect_batches(pipe, value)
-            pieces = whole.chunk(num_micros) if whole is not None else ()
+            pieces = whole.tensor_split(num_micros) if whole is not None else ()
         else:
             shared = value.detach().contiguous().clone()
             pipe.comm.broadcast(shared, 0, "pipe.argument").wait()

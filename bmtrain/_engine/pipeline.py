@@ -30,16 +30,12 @@ from .._shards.stage import (
 from ..global_var import context
 from .engine import current_engine
 from .pipe_arguments import PipeArguments
+from .pipe_pass import wait_for_stage
 from .pipe_recording import StageRecordings
 from .recording import active_recorder
 
 if TYPE_CHECKING:
     from .._ranks.context import Group
-
-
-def idle_share(num_stages: int, num_micros: int) -> float:
-    """Returns the idle share of a pass: (p - 1) / (m + p - 1) (Y. Huang et al., GPipe, 2019, section 2.3)."""
-    return (num_stages - 1) / (num_micros + num_stages - 1)
 
 
 class PipelineCall:
@@ -109,7 +105,7 @@ class PipelineCall:
                     send_header(pipe, out, pipe.rank + 1)
                 sending.append((channel(pipe, pipe.rank).send(out, pipe.rank + 1, "pipe.forward"), out))
         for work, _ in sending:
-            _wait_for_stage(work)
+            wait_for_stage(work)
 
     @contextmanager
     def _recording_micro(self) -> Iterator[None]:
@@ -233,7 +229,7 @@ class PipelineCall:
                 out = _gradient_of(states[0])
                 sending.append((comm.send(out, self.pipe.rank - 1, "pipe.backward"), out))
         for work, _ in sending:
-            _wait_for_stage(work)
+            wait_for_stage(work)
         for block in reversed(self.blocks):
             self._engine.gradients.send_deferred(block._runtime)
 
@@ -292,7 +288,7 @@ class _Incoming:
 
     def take(self, index: int) -> torch.Tensor:
         if self._works:
-            _wait_for_stage(self._works[index])
+            wait_for_stage(self._works[index])
         return self._tensors[index]
 
 
@@ -331,11 +327,6 @@ def run_pipeline(
         call, arguments, hidden, *(source for source, _ in arguments.trained)
     )
     return call.give_out(results)
-
-
-def _wait_for_stage(work: Work) -> None:
-    with current_engine(context()).waiting("pipeline", "stage"):
-        work.wait()
 
 
 def _gradient_of(leaf: torch.Tensor) -> torch.Tensor:

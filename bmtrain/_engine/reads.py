@@ -25,7 +25,7 @@ from .outside import Results
 from .uninitialised import Uninitialised
 
 
-class _Scope:
+class Scope:
     """One running forward of ``root``, and the results of its reads.
 
     Attributes:
@@ -38,7 +38,7 @@ class _Scope:
         self._root = root
         self._reads = reads
         self._results: Results | None = None
-        self._outer: _Scope | None = None
+        self._outer: Scope | None = None
         self.owner: BlockRef | None = root.__dict__.get(OWNER)
 
     def __enter__(self) -> None:
@@ -62,7 +62,7 @@ class Reads:
     """
 
     def __init__(self) -> None:
-        self.innermost: _Scope | None = None
+        self.innermost: Scope | None = None
         self.uninitialised = Uninitialised()
 
     def belong_to(self, owner: BlockRef) -> bool:
@@ -73,7 +73,7 @@ class Reads:
         """Context manager for a forward of ``root``."""
         if self.uninitialised.before_forward and self.innermost is None:
             self.uninitialised.check_forward(root)
-        return _Scope(root, self)
+        return Scope(root, self)
 
     def read(self, param: DistributedParameter) -> torch.Tensor:
         """Returns the full tensor of a parameter that has values. Collective."""

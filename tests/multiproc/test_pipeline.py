@@ -289,3 +289,20 @@ def test_a_block_of_another_stage_is_not_called_alone() -> None:
     first, last = run_ranks(2, called_alone, init={"pipe_size": 2})
     assert first[:2] == ["", ""] and "runs on stage 1 of the pipeline" in first[2]
     assert last[2] == "" and all("runs on stage 0 of the pipeline" in told for told in last[:2])
+
+
+def old_pickle() -> None:
+    pipeline = bmt.PipelineTransformerBlockList([torch.nn.Tanh() for _ in range(3)])
+    state = {
+        name: value
+        for name, value in pipeline.__getstate__().items()
+        if name not in ("schedule", "chunks", "_actions", "_ends", "_memory")
+    }
+    loaded = bmt.PipelineTransformerBlockList.__new__(bmt.PipelineTransformerBlockList)
+    loaded.__setstate__(state)
+    assert loaded.get_range_by_stage_id(0) == range(3)
+    assert loaded.idle_share == 0
+
+
+def test_a_list_that_was_pickled_without_a_schedule():
+    run_ranks(1, old_pickle)

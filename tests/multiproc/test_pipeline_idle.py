@@ -17,15 +17,20 @@ import torch
 from harness import run_ranks
 
 import bmtrain as bmt
+from bmtrain._engine.pipe_schedule import idle_share
 
 DIM = 4
 MESSAGES = ("pipe.forward", "pipe.backward")
-NOTES: list[tuple[str, str, int, int]] = []  # (what, direction, rank in the pipe group, communicator)
+#: (what, direction, rank in the pipe group, communicator, number of the receive)
+NOTES: list[tuple[str, str, int, int, int]] = []
 
 
 class NotedWork:
     def __init__(self, work, note) -> None:
         self.work, self.note = work, note
+
+    def __getattr__(self, name):
+        return getattr(self.work, name)
 
     def wait(self) -> None:
         NOTES.append(self.note)
@@ -43,15 +48,16 @@ class NotedCommunicator:
 
     def send(self, tensor, peer, label):
         if label in MESSAGES:
-            NOTES.append(("send", label, peer, self.number))
+            NOTES.append(("send", label, peer, self.number, -1))
         return self.comm.send(tensor, peer, label)
 
     def recv(self, tensor, peer, label):
         work = self.comm.recv(tensor, peer, label)
         if label not in MESSAGES:
             return work
-        NOTES.append(("recv", label, peer, self.number))
-        return NotedWork(work, ("wait", label, peer, self.number))
+        number = len(NOTES)
+        NOTES.append(("recv", label, peer, self.number, number))
+        return NotedWork(work, ("wait", label, peer, self.number, number))
 
 
 class Layer(bmt.DistributedModule):
@@ -63,24 +69,34 @@ class Layer(bmt.DistributedModule):
     def forward(self, x):
         if self.is_first_of_stage:  # runs again in backward
             again = torch._C._current_graph_task_id() != -1  # in a backward
-            NOTES.append(("work", "pipe.backward" if again else "pipe.forward", -1, -1))
+            NOTES.append(("work", "pipe.backward" if again else "pipe.forward", -1, -1, -1))
         return x @ self.weight
 
 
-def noted_pass(layers_per_stage: int) -> list[tuple[str, str, int, int]]:
-    stages = bmt.config["pipe_size"]
+class MeanHead(torch.nn.Module):
+    def forward(self, out):
+        return out.mean()
+
+
+def noted_pass(layers_per_part: int, schedule: str | None = None, chunks: int = 1) -> list[tuple]:
+    """Notes of a pass: with ``schedule`` of a loss, else of a call and its backward."""
     pipeline = bmt.PipelineTransformerBlockList(
         [
-            bmt.Block(Layer(index % layers_per_stage == 0), mode="PIPE")
-            for index in range(stages * layers_per_stage)
-        ]
+            bmt.Block(Layer(index % layers_per_part == 0), mode="PIPE")
+            for index in range(bmt.config["pipe_size"] * chunks * layers_per_part)
+        ],
+        schedule=schedule or "1f1b",
+        chunks=chunks,
     )
     pipe = pipeline._pipe
     noted = [NotedCommunicator(comm, number) for number, comm in enumerate((pipe.comm, pipe.reduce_comm))]
     pipeline._pipe = dataclasses.replace(pipe, comm=noted[0], reduce_comm=noted[1])
     x = torch.randn(2 * bmt.config["micros"], DIM)
     NOTES.clear()
-    pipeline(x).sum().backward()
+    if schedule is None:
+        pipeline(x).sum().backward()
+    else:
+        pipeline.loss(x, head=MeanHead())
     return list(NOTES)
 
 
@@ -122,28 +138,29 @@ class Streams:
         return moved
 
 
-def clocks(notes: list[list[tuple[str, str, int, int]]], direction: str) -> list[tuple[int, int]]:
+def clocks(notes: list[list[tuple]], directions: tuple[str, ...]) -> list[tuple[int, int]]:
     """(clock at the end, units of work) of each rank."""
-    waiting = [[note for note in of_rank if note[1] == direction] for of_rank in notes]
+    waiting = [[note for note in of_rank if note[1] in directions] for of_rank in notes]
     now, work = [0] * len(notes), [0] * len(notes)
     streams = Streams()
-    received: list[list[Operation]] = [[] for _ in notes]  # not waited for yet
+    received: list[dict[int, Operation]] = [{} for _ in notes]  # not waited for yet
     moved = True
     while moved:
         moved = False
         for rank, todo in enumerate(waiting):
             while todo:
-                what, _, peer, comm = todo[0]
+                what, _, peer, comm, number = todo[0]
                 if what == "wait":
-                    if received[rank][0].done is None:
+                    done = received[rank][number].done
+                    if done is None:
                         break
-                    now[rank] = max(now[rank], received[rank].pop(0).done)
+                    now[rank] = max(now[rank], done)
                 elif what == "work":
                     now[rank] += 1
                     work[rank] += 1
                 else:
                     operation = streams.post(what, rank, peer, comm, now[rank])
-                    received[rank] += [operation] if what == "recv" else []
+                    received[rank][number] = operation
                 todo.pop(0)
                 moved = True
         moved = streams.advance() or moved
@@ -155,9 +172,30 @@ def clocks(notes: list[list[tuple[str, str, int, int]]], direction: str) -> list
 def test_counted_idle_share_is_the_formula(stages, micros):
     notes = run_ranks(stages, noted_pass, 2, init={"pipe_size": stages, "num_micro_batches": micros})
     for direction in ("pipe.forward", "pipe.backward"):
-        ended = clocks(notes, direction)
+        ended = clocks(notes, (direction,))
         length = max(end for end, _ in ended)
         assert all(units == micros for _, units in ended)
         assert length == micros + stages - 1
         idle = Fraction(sum(length - units for _, units in ended), length * stages)
         assert idle == Fraction(stages - 1, micros + stages - 1)
+
+
+@pytest.mark.parametrize(
+    ("stages", "micros", "schedule", "chunks"),
+    [
+        (4, 8, "gpipe", 1),
+        (2, 6, "1f1b", 1),
+        (3, 8, "1f1b", 1),
+        (4, 8, "1f1b", 1),
+        (2, 4, "interleaved", 2),
+        (4, 8, "interleaved", 2),
+    ],
+)
+def test_counted_idle_share_of_a_loss_is_the_formula(stages, micros, schedule, chunks):
+    """A unit is half of a forward and a backward: forwards and backwards last equally long here."""
+    init = {"pipe_size": stages, "num_micro_batches": micros}
+    ended = clocks(run_ranks(stages, noted_pass, 2, schedule, chunks, init=init), MESSAGES)
+    assert all(units == 2 * chunks * micros for _, units in ended)
+    assert max(end for end, _ in ended) == 2 * (chunks * micros + stages - 1)
+    idle = 1 - 2 * chunks * micros / max(end for end, _ in ended)
+    assert idle == pytest.approx(idle_share(stages, micros, schedule, chunks))

@@ -1,0 +1,222 @@
+"""One pass of a pipeline: the actions of a schedule, run on this rank's stage.
+
+[Note: Messages of a pass]
+The messages to a stage, and the order in which they are sent, follow from the schedule alone. Receives are posted in
+this order, the next action's before the present one runs, so that a message travels while its receiver computes. A
+message is preceded by a header with its shape where that cannot be known: the first of each number of rows in each
+chunk. Which communicator it travels on is said in [Note: Channels of a pipeline].
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from .._C import Work
+from .._ranks.messages import header_of
+from .._shards.stage import channel, receive_header
+from ..global_var import context
+from .engine import current_engine
+from .pipe_arguments import PipeArguments
+from .pipe_schedule import Action, Actions, Kind, Message, message_of, messages_to, without_backward
+
+if TYPE_CHECKING:
+    from .._ranks.context import Group
+
+
+class Plan(NamedTuple):
+    """The parts of a pipeline list that are the same in all passes.
+
+    Attributes:
+        pipe: the group with one rank of each stage.
+        chunks: this stage's layers, by chunk.
+        actions: of each stage.
+        num_micros: number of micro-batches.
+    """
+
+    pipe: Group
+    chunks: Sequence[Sequence[Any]]
+    actions: Actions
+    num_micros: int
+
+    @property
+    def blocks(self) -> list[Any]:
+        """This stage's layers, in order."""
+        return [block for blocks in self.chunks for block in blocks]
+
+
+#: Computes the loss of a micro-batch from the last layer's output, on the last stage.
+LossOf = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+class Pass:
+    """One pass.
+
+    Args:
+        plan: of the pipeline list.
+        pieces: the micro-batches of the first layer's input; elsewhere than on the first stage, of their sizes.
+        arguments: further arguments of all layers.
+        loss_of: gives the loss of a micro-batch; None: the outputs are the results.
+        seed: the gradient of the mean loss; None for a pass without backward.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        pieces: Sequence[torch.Tensor],
+        arguments: PipeArguments,
+        loss_of: LossOf | None,
+        seed: float | None,
+    ) -> None:
+        self._plan = plan
+        self._pieces = pieces
+        self._arguments = arguments
+        self._loss_of = loss_of
+        self._seed = seed
+        #: The shares of the micro-batches in the mean loss.
+        self.shares = [len(piece) / sum(map(len, pieces)) for piece in pieces]
+        self._stage, self._num_stages = plan.pipe.rank, plan.pipe.size
+        actions = plan.actions if seed is not None else without_backward(plan.actions)
+        self._actions = actions[self._stage]
+        self._inbox = _Inbox(plan, actions, [len(piece) for piece in pieces], pieces[0].device)
+        self._sending: list[tuple[Work, torch.Tensor]] = []
+        self._has_shape: set[tuple[int, int, int]] = set()  # headers sent
+        # Of the micro-batches under way: the input and the output (or loss) of a chunk.
+        self._alive: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        #: On the last stage: losses, or outputs, of the micro-batches.
+        self.results: list[torch.Tensor] = []
+        #: On the first stage: gradients of the micro-batches of the first layer's input.
+        self.gradients: list[torch.Tensor] = []
+
+    def run(self) -> None:
+        """Runs this stage's actions. Collective over the pipe group."""
+        do = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward}
+        with torch.set_grad_enabled(self._seed is not None):
+            for action, following in zip(self._actions, [*self._actions[1:], None], strict=True):
+                self._inbox.post(action, following)
+                do[action.kind](action)
+                while self._sending and self._sending[0][0].is_completed():
+                    self._sending.pop(0)[0].wait()
+        for work, _ in self._sending:
+            wait_for_stage(work)
+
+    def _forward(self, action: Action) -> None:
+        _, micro, chunk = action
+        is_first, is_last = self._ends(chunk)
+        x = self._pieces[micro] if is_first else self._inbox.take(action)
+        x = x.detach().requires_grad_(torch.is_grad_enabled())
+        args, kwargs = self._arguments.of_micro(micro)
+        out = x
+        for block in self._plan.chunks[chunk]:
+            result = block(out, *args, **kwargs)
+            out = result[0] if isinstance(result, tuple) else result
+        if not is_last:
+            self._send(action, out.detach().contiguous())
+        elif self._loss_of is None:
+            self.results.append(out)
+        else:
+            out = self._loss_of(out, micro)
+            self.results.append(out.detach())
+        if self._seed is not None:
+            self._alive[chunk, micro] = x, out
+            if not is_last:
+                self._inbox.expect_gradient(action, out)
+
+    def _backward(self, action: Action) -> None:
+        _, micro, chunk = action
+        is_first, is_last = self._ends(chunk)
+        x, out = self._alive.pop((chunk, micro))
+        if is_last:
+            gradient = torch.full_like(out, (self._seed or 0) * self.shares[micro])
+        else:
+            gradient = self._inbox.take(action)
+        torch.autograd.backward([out], [gradient])
+        own = torch.zeros_like(x) if x.grad is None else x.grad.contiguous()
+        if is_first:
+            self.gradients.append(own)
+        else:
+            self._send(action, own)
+
+    def _ends(self, chunk: int) -> tuple[bool, bool]:
+        """Whether a chunk of this stage is the first of all, and the last."""
+        place = chunk * self._num_stages + self._stage
+        return place == 0, place == self._num_stages * len(self._plan.chunks) - 1
+
+    def _send(self, action: Action, tensor: torch.Tensor) -> None:
+        message = message_of(action, self._stage, self._num_stages, len(self._plan.chunks))
+        assert message is not None
+        comm = channel(self._plan.pipe, self._stage)
+        if action.kind is Kind.FORWARD:
+            shape = message.receiver, message.action.chunk, len(self._pieces[action.micro])
+            if shape not in self._has_shape:
+                self._has_shape.add(shape)
+                header = header_of(tensor, tensor.device)
+                self._sending.append((comm.send(header, message.receiver, "pipe.shape"), header))
+        label = "pipe.forward" if action.kind is Kind.FORWARD else "pipe.backward"
+        self._sending.append((comm.send(tensor, message.receiver, label), tensor))
+
+
+class _Inbox:
+    """Messages to this stage. See [Note: Messages of a pass]."""
+
+    def __init__(self, plan: Plan, actions: Actions, rows: Sequence[int], device: torch.device) -> None:
+        self._pipe = plan.pipe
+        self._rows = rows
+        self._device = device
+        self._coming = deque(messages_to(plan.pipe.rank, actions, len(plan.chunks)))
+        self._awaited = {message.action for message in self._coming}
+        self._posted: dict[Action, tuple[Work, torch.Tensor]] = {}
+        self._shapes: dict[tuple[int, int], tuple[torch.Size, torch.dtype]] = {}  # by chunk and rows
+        self._gradients: dict[Action, torch.Tensor] = {}  # tensors with the shapes of gradients to come
+
+    def expect_gradient(self, forward: Action, out: torch.Tensor) -> None:
+        """Records the shape of the gradient of a forward's result."""
+        self._gradients[forward._replace(kind=Kind.BACKWARD)] = torch.empty_like(out, device="meta")
+
+    def post(self, action: Action, following: Action | None) -> None:
+        """Posts the receives of an action and, as far as their shapes are known, of the one after it."""
+        while action in self._awaited:
+            self._post_first(waits=True)
+        while following in self._awaited and self._post_first(waits=False):
+            pass
+
+    def _post_first(self, *, waits: bool) -> bool:
+        message = self._coming[0]
+        like = self._like(message, waits)
+        if like is None:
+            return False
+        self._coming.popleft()
+        self._awaited.remove(message.action)
+        tensor = torch.empty(like[0], dtype=like[1], device=self._device)
+        is_forward = message.action.kind is Kind.FORWARD
+        comm = channel(self._pipe, message.sender)
+        work = comm.recv(tensor, message.sender, "pipe.forward" if is_forward else "pipe.backward")
+        self._posted[message.action] = work, tensor
+        return True
+
+    def _like(self, message: Message, waits: bool) -> tuple[torch.Size, torch.dtype] | None:
+        """Returns the shape and dtype of a message; None if they are not known and ``waits`` is False."""
+        kind, micro, chunk = message.action
+        if kind is not Kind.FORWARD:
+            like = self._gradients.pop(message.action, None)
+            return None if like is None else (like.shape, like.dtype)
+        known = self._shapes.get((chunk, self._rows[micro]))
+        if known is None and waits:
+            known = receive_header(self._pipe, message.sender, self._device)
+            self._shapes[chunk, self._rows[micro]] = known
+        return known
+
+    def take(self, action: Action) -> torch.Tensor:
+        """Waits for the message to an action."""
+        work, tensor = self._posted.pop(action)
+        wait_for_stage(work)
+        return tensor
+
+
+def wait_for_stage(work: Work) -> None:
+    """Waits for another stage, as seen by the timeline."""
+    with current_engine(context()).waiting("pipeline", "stage"):
+        work.wait()

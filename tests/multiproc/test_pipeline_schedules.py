@@ -1,0 +1,360 @@
+"""Schedules of a pipeline whose loss is inside: equal bits, peaks of activations, and idle shares."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from harness import rank_outcomes, run_ranks
+
+import bmtrain as bmt
+from bmtrain._engine.pipe_schedule import actions_of, peak_micros
+
+DIM, ROWS = 8, 6
+LIVE: list[weakref.ref] = []
+
+
+class Token:
+    """Is there as long as the activations of one layer and one micro-batch are."""
+
+
+class Held(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.token = Token()
+        LIVE.append(weakref.ref(ctx.token))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Layer(bmt.DistributedModule):
+    def __init__(self, dtype=torch.float32) -> None:
+        super().__init__()
+        normal = bmt.ParameterInitializer(torch.nn.init.normal_, std=0.3)
+        self.weight = bmt.DistributedParameter(torch.empty(DIM, DIM, dtype=dtype), init_method=normal)
+        self.bias = bmt.DistributedParameter(torch.zeros(DIM, dtype=dtype))
+
+    def forward(self, x, scale):
+        return x + Held.apply(torch.tanh(torch.nn.functional.linear(x, self.weight, self.bias))) * scale
+
+
+class Head(bmt.DistributedModule):
+    """Its weight is also read before the layers (tied)."""
+
+    def __init__(self, embedding) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.scale = bmt.DistributedParameter(torch.linspace(0.5, 1.5, DIM))
+
+    def forward(self, x, wanted):
+        return torch.nn.functional.cross_entropy(
+            (x.float() * self.scale) @ self.embedding.weight.float().t(), wanted
+        )
+
+
+class Model(bmt.DistributedModule):
+    def __init__(self, num_layers, dtype=torch.float32, policy=None, **options) -> None:
+        super().__init__()
+        self.embedding = bmt.nn.Linear(DIM, DIM, bias=False, dtype=dtype)
+        blocks = [bmt.Block(Layer(dtype), mode="PIPE", policy=policy) for _ in range(num_layers)]
+        self.layers = bmt.PipelineTransformerBlockList(blocks, **options)
+        self.head = Head(self.embedding)
+
+    def forward(self, x, wanted):
+        return self.layers.loss(self.embedding(x), 0.5, head=self.head, labels=wanted)
+
+
+def trained(num_layers, options, scale=None, accumulate=1, dtype="float32", rows=ROWS, policy=None):
+    """Losses and weights of three steps, and the gradients of the last."""
+    torch.manual_seed(1)
+    dtype = getattr(torch, dtype)
+    policy = None if policy is None else bmt.BlockPolicy(**policy)
+    model = Model(num_layers, dtype, policy, **options)
+    bmt.init_parameters(model)
+    optimizer = bmt.optim.SGDOptimizer(model.parameters(), lr=0.1)
+    manager = bmt.optim.OptimManager(loss_scale=scale, loss_scale_steps=2, accumulate=accumulate)
+    manager.add_optimizer(optimizer)
+    torch.manual_seed(2)
+    losses = []
+    for _ in range(3 * accumulate):
+        x, wanted = torch.randn(bmt.world_size(), rows, DIM), torch.randint(DIM, (bmt.world_size(), rows))
+        manager.zero_grad()
+        loss = model(x[bmt.rank()].to(dtype), wanted[bmt.rank()])
+        manager.backward(loss)
+        losses.append(loss.item())
+        gradients = [param.gather_grad() for param in model.parameters()]
+        manager.step()
+    assert all(not block._runtime.defers for block in model.layers)
+    return losses, [param.gather().detach() for param in model.parameters()], gradients
+
+
+CASES = [
+    (2, {"pipe_size": 2, "num_micro_batches": 4}, 4),
+    (4, {"pipe_size": 4, "num_micro_batches": 8}, 9),
+    (4, {"pipe_size": 2, "num_micro_batches": 4}, 5),
+]
+
+
+OPTIONS = [{"schedule": "gpipe"}, {"schedule": "1f1b"}, {"schedule": "interleaved", "chunks": 2}]
+
+
+@pytest.mark.parametrize(("world", "init", "num_layers"), CASES, ids=str)
+def test_schedules_have_the_bits_of_gpipe(world, init, num_layers):
+    expected = run_ranks(world, trained, num_layers, OPTIONS[0], init=init)
+    for options in OPTIONS[1:]:
+        assert_equal(run_ranks(world, trained, num_layers, options, init=init), expected)
+
+
+def assert_equal(found, expected):
+    for (losses, weights, gradients), reference in zip(found, expected, strict=True):
+        assert losses == reference[0]
+        for one, other in zip([*weights, *gradients], [*reference[1], *reference[2]], strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        {"scale": 2.0**10, "dtype": "float16"},
+        {"scale": 3.0},
+        {"accumulate": 2},
+        {"rows": 5},
+        {"policy": {"level": 2, "recompute": "off"}},
+        {"policy": {"level": 0, "recompute": "selective"}},
+    ],
+    ids=str,
+)
+def test_bits_with_loss_scales_accumulation_uneven_rows_and_policies(kinds):
+    init = {"pipe_size": 2, "num_micro_batches": 4}
+    expected = run_ranks(4, trained, 4, OPTIONS[0], init=init, **kinds)
+    for options in OPTIONS[1:]:
+        assert_equal(run_ranks(4, trained, 4, options, init=init, **kinds), expected)
+
+
+def seeded_twice() -> None:
+    """Gradients of any seed are those that a first call with this seed has."""
+    found = []
+    for before in ([], [1.0, 7.0]):
+        torch.manual_seed(1)
+        model = Model(4)
+        bmt.init_parameters(model)
+        for factor in [*before, 0.3, 0.3]:
+            torch.manual_seed(2)
+            x, wanted = torch.randn(ROWS, DIM), torch.randint(DIM, (ROWS,))
+            for param in model.parameters():
+                param.grad = None
+            (model(x, wanted) * factor).backward()
+        found.append([param.gather_grad() for param in model.parameters()])
+    for gradients in found:
+        assert all(torch.equal(one, other) for one, other in zip(gradients, found[0], strict=True))
+
+
+def test_gradients_have_the_bits_of_the_true_seed():
+    run_ranks(2, seeded_twice, init={"pipe_size": 2, "num_micro_batches": 4})
+
+
+def losses_without_backward() -> None:
+    torch.manual_seed(1)
+    model = Model(4)
+    bmt.init_parameters(model)
+    x, wanted = torch.randn(ROWS, DIM), torch.randint(DIM, (ROWS,))
+    loss = model(x, wanted)
+    loss.backward()
+    expected = [param.gather_grad() for param in model.parameters()]
+    for param in model.parameters():
+        param.grad = None
+    model(x + 1, wanted)
+    dropped = model(x + 2, wanted)
+    loss = model(x, wanted)
+    with torch.no_grad():
+        model(x + 3, wanted)
+    loss.backward()
+    for param, reference in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(param.gather_grad(), reference)
+    with pytest.raises(RuntimeError, match="after a later call of the same list"):
+        dropped.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    loss = model(x, wanted)
+    with torch.no_grad():
+        for param in model.layers.parameters():
+            param.add_(1)
+    with pytest.raises(RuntimeError, match="modified in place between"):
+        loss.backward()
+
+
+def test_a_loss_without_backward_leaves_nothing():
+    run_ranks(2, losses_without_backward, init={"pipe_size": 2, "num_micro_batches": 4})
+
+
+def chosen_boundaries() -> tuple[list[int], list[torch.Tensor]]:
+    torch.manual_seed(1)
+    model = Model(7, part_lens=[1, 0, 5, 1], schedule="interleaved", chunks=2)
+    other = Model(7, part_lens=[5, 2])
+    bmt.init_parameters(model)
+    other.load_state_dict(model.state_dict())
+    x, wanted = torch.randn(ROWS, DIM), torch.randint(DIM, (ROWS,))
+    for each in (model, other):
+        each(x, wanted).backward()
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one.gather_grad(), two.gather_grad())
+    return model.layers.layer_ids
+
+
+def test_a_boundary_may_be_anywhere():
+    init = {"pipe_size": 2, "num_micro_batches": 4}
+    assert run_ranks(2, chosen_boundaries, init=init) == [[0, 1, 2, 3, 4, 5], [6]]
+
+
+class InBlock(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = bmt.Block(bmt.nn.Linear(DIM, 1))
+
+
+class Outputs(torch.nn.Module):
+    def forward(self, out):
+        return out
+
+
+class Elsewhere(torch.nn.Module):
+    def __init__(self, held) -> None:
+        super().__init__()
+        self.held = [held]
+
+    def forward(self, out):
+        return self.held[0](out).mean()
+
+
+def mistakes() -> None:
+    def pipeline(**options):
+        return bmt.PipelineTransformerBlockList([torch.nn.Tanh() for _ in range(4)], **options)
+
+    for options, message in (
+        ({"schedule": "2f2b"}, "schedule: expected one of gpipe, 1f1b, interleaved"),
+        ({"chunks": 2}, "chunks: expected 1 with schedule '1f1b', got 2"),
+        ({"schedule": "interleaved"}, "chunks: expected at least 2"),
+        ({"schedule": "interleaved", "chunks": 2}, "expected a multiple of the 2 stages"),
+        ({"part_lens": [1, 2]}, "part_lens: expected 2 numbers with the sum 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pipeline(**options)
+    layers, x = pipeline(), torch.zeros(2, DIM)
+    with pytest.raises(ValueError, match="parameter 'block.weight' is in a Block"):
+        layers.loss(x, head=InBlock())
+    with pytest.raises(ValueError, match="expected distributed parameters.*'weight'"):
+        layers.loss(x, head=torch.nn.Linear(DIM, 1))
+    with pytest.raises(TypeError, match="head"):
+        layers.loss(x, head=torch.sum)
+    with pytest.raises(ValueError, match="at least one row for each of the 3 micro-batches"):
+        layers.loss(x[:1], head=Outputs())
+
+
+def test_mistakes_are_named():
+    run_ranks(2, mistakes, init={"pipe_size": 2, "num_micro_batches": 3})
+
+
+def broken_head(kind: str) -> None:
+    layers = bmt.PipelineTransformerBlockList([torch.nn.Tanh() for _ in range(4)])
+    layers.loss(torch.zeros(2, DIM), head=Outputs() if kind == "shape" else Elsewhere(bmt.nn.Linear(DIM, 1)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("shape", "expected a module that returns the mean loss"), ("read", "read a parameter")],
+)
+def test_a_wrong_head_is_named_by_the_last_stage(kind, message):
+    outcomes = rank_outcomes(2, broken_head, kind, init={"pipe_size": 2, "timeout": 20}, fresh=True)
+    assert message in str(outcomes[1])
+
+
+def parity(options, num_layers) -> None:
+    torch.manual_seed(1)
+    model = Model(num_layers, **options)
+    bmt.init_parameters(model)
+    world, rank = bmt.world_size(), bmt.rank()
+    x_all, wanted = torch.randn(world, ROWS, DIM), torch.randint(DIM, (world, ROWS))
+    full = {name: param.gather().detach().requires_grad_() for name, param in model.named_parameters()}
+    expected_x = x_all.clone().requires_grad_()
+    losses = []
+    for r in range(world):
+        h = expected_x[r] @ full["embedding.weight"].t()
+        for i in range(num_layers):
+            y = torch.tanh(
+                torch.nn.functional.linear(h, full[f"layers.{i}.weight"], full[f"layers.{i}.bias"])
+            )
+            h = h + y * 0.5
+        logits = (h * full["head.scale"]) @ full["embedding.weight"].t()
+        losses.append(torch.nn.functional.cross_entropy(logits, wanted[r]))
+    torch.stack(losses).mean().backward()
+
+    x = x_all[rank].clone().requires_grad_()
+    loss = model(x, wanted[rank])
+    bmt.optim.OptimManager().backward(loss)
+    group = pipe_members(model)
+    torch.testing.assert_close(loss.detach(), torch.stack([losses[r] for r in group]).mean().detach())
+    for name, param in model.named_parameters():
+        check(param.gather_grad(), full[name].grad)
+    check(x.grad, expected_x.grad[rank])
+    with torch.no_grad():
+        assert torch.equal(model(x, wanted[rank]), loss.detach())
+        out = model.layers(model.embedding(x), 0.5)
+        assert out.shape == x.shape
+
+
+def pipe_members(model) -> list[int]:
+    own = torch.tensor([bmt.rank()])
+    members = own.new_empty(model.layers.stages)
+    model.layers._pipe.comm.all_gather(members, own, "test").wait()
+    return members.tolist()
+
+
+def check(actual, expected) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("world", "init", "num_layers"), CASES, ids=str)
+def test_loss_and_gradients_are_those_of_plain_torch(world, init, num_layers, options):
+    run_ranks(world, parity, options, num_layers, init=init)
+
+
+def live_micros(options, layers_per_chunk) -> int:
+    """The largest number of micro-batches (of each chunk) whose activations were alive in a pass."""
+    stages, chunks = bmt.config["pipe_size"], options.get("chunks", 1)
+    policy = bmt.BlockPolicy(level=2, recompute="off")
+    model = Model(stages * chunks * layers_per_chunk, policy=policy, **options)
+    LIVE.clear()
+    peak = 0
+    forward = Layer.forward
+
+    def counting(self, x, scale):
+        nonlocal peak
+        out = forward(self, x, scale)
+        peak = max(peak, sum(reference() is not None for reference in LIVE))
+        return out
+
+    Layer.forward = counting
+    try:
+        loss = model(torch.randn(ROWS, DIM), torch.randint(DIM, (ROWS,)))
+    finally:
+        Layer.forward = forward
+    loss.backward()
+    assert peak % layers_per_chunk == 0
+    return peak // layers_per_chunk
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("stages", "micros"), [(2, 8), (4, 8)])
+def test_peak_of_activations_is_that_of_the_schedule(stages, micros, options):
+    found = run_ranks(
+        stages, live_micros, options, 2, init={"pipe_size": stages, "num_micro_batches": micros}
+    )
+    actions = actions_of(options["schedule"], stages, micros, options.get("chunks", 1))
+    assert found == [peak_micros(of_stage) for of_stage in actions]
+    if options["schedule"] == "1f1b":
+        assert found == [stages - stage for stage in range(stages)]
