@@ -22,7 +22,7 @@ PYTHON = {
     "engine": ("_engine", 5494),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 3568),
     "files": ("_files dcp distributed store weights", 4460),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 8250),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 8330),
     "survive": ("_survive", 1220),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 11_240),
 }

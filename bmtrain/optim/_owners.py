@@ -6,6 +6,10 @@ the rank with the least work so far, alike on all ranks. The other ranks send th
 theirs of the result. Messages are posted in the order of the matrices on every rank, all gathers before the first
 scatter, so that no two ranks wait for each other also where a transport serves its messages in order. While the owner
 transforms a matrix others travel. Ranks that hold replicas (ZeRO level 0, `zero_size`) each compute the same bits.
+
+A matrix that is split over tensor-parallel ranks is whole at its owner: the ranks that share any of its slices are one
+team, and the owner concatenates the slices. Ranks are numbered so that a team is a run of ranks of the world, or of
+their stage of a pipeline: shard by shard, and in each the slices.
 """
 
 from __future__ import annotations
@@ -17,36 +21,120 @@ import torch
 from torch import Tensor
 
 from .._C import Work
+from .._ranks.context import Group
 from .._shards.sharding import ShardSpec
+from ..global_var import context
+from ..parameter import DistributedParameter
 
-__all__ = ["Transfer", "is_here", "owners_of", "spec_of"]
-
-
-def spec_of(param: Any) -> ShardSpec | None:
-    """Returns the distribution of a parameter; None for a plain one."""
-    return getattr(param, "_spec", None)
+__all__ = ["Team", "Transfer", "is_here", "owners_of", "whole_shape"]
 
 
 def is_here(param: Tensor) -> bool:
     """Whether this rank shares the parameter; in a pipeline another stage may hold it."""
-    is_here: bool = getattr(spec_of(param), "is_here", True)
+    is_here: bool = getattr(getattr(param, "_spec", None), "is_here", True)
     return is_here
 
 
-def owners_of(work: Sequence[float], specs: Sequence[ShardSpec | None]) -> list[int]:
-    """Returns the group rank that owns each matrix, see [Note: Owners].
+def whole_shape(param: Tensor) -> torch.Size:
+    """Returns the shape of a parameter on one process: neither sharded nor split over tensor-parallel ranks."""
+    if not isinstance(param, DistributedParameter):
+        return param.shape
+    shape: torch.Size = param._tp_original_shape if param._tp_split_dim >= 0 else param.full_shape
+    return shape
+
+
+class Team:
+    """The ranks that share a parameter, or any of its tensor-parallel slices.
+
+    Attributes:
+        size: number of ranks, 1 for a plain parameter.
+        rank: number of this rank.
+        begin: its first element, among the slices one after the other.
+        key: the same for teams of the same ranks.
+
+    Args:
+        param: the parameter.
+    """
+
+    size, rank, begin, _first = 1, 0, 0, 0
+    key: Any = None
+
+    def __init__(self, param: Tensor) -> None:
+        self._spec: ShardSpec | None = getattr(param, "_spec", None)
+        self.shape = whole_shape(param)
+        self._num_slices, self._dim = 1, 0
+        if self._spec is None:
+            return
+        group: Group = self._spec.group
+        self.size, self.rank, self.comm = group.size, group.rank, group.comm
+        if isinstance(param, DistributedParameter) and param._tp_split_dim >= 0:
+            self._dim = param._tp_split_dim
+            self._merge_slices(group)
+        self.key = id(self.comm), self._first
+        self.begin = self.part(self.rank)[0]
+
+    def _merge_slices(self, group: Group) -> None:
+        groups = context().groups
+        slices, wide = groups["tp"], groups["pp_zero" if group.name.startswith("pp_") else "zero"]
+        self._num_slices = slices.size
+        self.size, self.rank = group.size * slices.size, group.rank * slices.size + slices.rank
+        self.comm, self._first = wide.comm, wide.rank - self.rank
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def part(self, rank: int) -> tuple[int, int]:
+        """Returns the first element and the number of elements of a rank of the team."""
+        if self._spec is None:
+            return 0, self.numel
+        shard, index = divmod(rank, self._num_slices)
+        begin, count = self._spec.part(shard)
+        return index * self._spec.numel + begin, count
+
+    def own(self, slices: Tensor) -> Tensor:
+        """Returns this rank's elements of the slices one after the other, as a view."""
+        return slices.narrow(0, *self.part(self.rank))
+
+    def others(self, slices: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yields the other ranks that hold elements, by their numbers in the communicator, and these elements."""
+        for rank in range(self.size):
+            begin, count = self.part(rank)
+            if rank != self.rank and count:
+                yield self._first + rank, slices.narrow(0, begin, count)
+
+    def peer(self, rank: int) -> int:
+        """Returns the number in the communicator of a rank of the team."""
+        return self._first + rank
+
+    def merged(self, slices: Tensor) -> Tensor:
+        """Returns the whole tensor, 1-D, of its slices one after the other."""
+        if self._num_slices == 1 or self._dim == 0:
+            return slices
+        assert self._spec is not None
+        return slices.view(self._num_slices, *self._spec.shape).movedim(0, self._dim).reshape(-1)
+
+    def divided(self, whole: Tensor) -> Tensor:
+        """Returns the slices one after the other of the whole tensor, 1-D."""
+        if self._num_slices == 1 or self._dim == 0:
+            return whole
+        sizes = list(self.shape)
+        sizes[self._dim : self._dim + 1] = [self._num_slices, sizes[self._dim] // self._num_slices]
+        return whole.view(sizes).movedim(self._dim, 0).reshape(-1)
+
+
+def owners_of(work: Sequence[float], teams: Sequence[Team]) -> list[int]:
+    """Returns the rank of its team that owns each matrix, see [Note: Owners].
 
     Args:
         work: of each matrix.
-        specs: distribution of each; None for a whole one.
+        teams: of each matrix.
     """
-    loads: dict[int, list[float]] = {}
+    loads: dict[Any, list[float]] = {}
     owners = [0] * len(work)
     for index in sorted(range(len(work)), key=lambda index: -work[index]):
-        spec = specs[index]
-        if spec is None:
-            continue
-        load = loads.setdefault(id(spec.group), [0] * spec.group.size)
+        team = teams[index]
+        load = loads.setdefault(team.key, [0] * team.size)
         owners[index] = owner = load.index(min(load))
         load[owner] += work[index]
     return owners
@@ -57,11 +145,11 @@ class Transfer:
 
     Args:
         param: the parameter.
-        owner: group rank of the owner.
+        owner: rank of the owner in the team of the parameter.
     """
 
     def __init__(self, param: Tensor, owner: int) -> None:
-        self._spec = spec_of(param)
+        self._team = Team(param)
         self._owner = owner
         self._label = getattr(param, "_label", "plain parameter")
         self._device = param.device
@@ -70,13 +158,8 @@ class Transfer:
         self._sent: Tensor | None = None  # alive until it has arrived
 
     @property
-    def is_alone(self) -> bool:
-        """Whether this rank has all elements."""
-        return self._spec is None or self._spec.group.size == 1
-
-    @property
     def is_owner(self) -> bool:
-        return self._spec is None or self._spec.group.rank == self._owner
+        return self._team.rank == self._owner
 
     def gather(self, local: Tensor) -> None:
         """Posts the messages to the owner; `whole` waits for them.
@@ -84,22 +167,21 @@ class Transfer:
         Args:
             local: 1-D, the elements of this rank.
         """
-        self._tensor = local
-        if self._spec is None or self.is_alone:
+        self._tensor, team = local, self._team
+        if team.size == 1:
             return
-        comm = self._spec.group.comm
         if self.is_owner:
-            self._tensor = local.new_empty(self._spec.numel)
-            self._spec.slice_of(self._tensor).copy_(local)
-            self._works = [comm.recv(x, r, self._label) for r, x in self._parts_of_others(self._tensor)]
+            self._tensor = local.new_empty(team.numel)
+            team.own(self._tensor).copy_(local)
+            self._works = [team.comm.recv(x, r, self._label) for r, x in team.others(self._tensor)]
         elif local.numel():
             self._sent = local
-            self._works = [comm.send(local, self._owner, self._label)]
+            self._works = [team.comm.send(local, team.peer(self._owner), self._label)]
 
     def whole(self) -> Tensor:
         """Returns the gathered tensor, 1-D, at the owner."""
         self.wait()
-        return self._tensor
+        return self._team.merged(self._tensor) if self.is_owner else self._tensor
 
     def scatter(self, whole: Tensor | None, dtype: torch.dtype) -> None:
         """Posts the messages from the owner; `part` waits for them.
@@ -108,19 +190,18 @@ class Transfer:
             whole: 1-D at the owner, None elsewhere.
             dtype: of the tensor.
         """
+        team = self._team
         if whole is not None:
-            if self._spec is None or self.is_alone:
-                self._tensor = whole
+            self._tensor = self._sent = whole
+            if team.size == 1:
                 return
-            self._sent = whole
-            self._tensor = self._spec.slice_of(whole)
-            comm = self._spec.group.comm
-            self._works = [comm.send(x, r, self._label) for r, x in self._parts_of_others(whole)]
+            self._sent = team.divided(whole)
+            self._tensor = team.own(self._sent)
+            self._works = [team.comm.send(x, r, self._label) for r, x in team.others(self._sent)]
             return
-        assert self._spec is not None
-        self._tensor = torch.empty(self._spec.local_part[1], dtype=dtype, device=self._device)
+        self._tensor = torch.empty(team.part(team.rank)[1], dtype=dtype, device=self._device)
         if self._tensor.numel():
-            self._works.append(self._spec.group.comm.recv(self._tensor, self._owner, self._label))
+            self._works.append(team.comm.recv(self._tensor, team.peer(self._owner), self._label))
 
     def part(self) -> Tensor:
         """Returns this rank's elements of the scattered tensor, 1-D."""
@@ -132,12 +213,3 @@ class Transfer:
         for work in self._works:
             work.wait()
         self._works = []
-
-    def _parts_of_others(self, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yields the other ranks that hold elements, and their elements."""
-        assert self._spec is not None
-        group = self._spec.group
-        for r in range(group.size):
-            begin, count = self._spec.part(r)
-            if r != group.rank and count:
-                yield r, flat.narrow(0, begin, count)

@@ -16,6 +16,7 @@ from torch import Tensor
 from .._base.deprecate import warn_once
 from ..global_var import rank
 from ..parameter import DistributedParameter
+from ._owners import whole_shape
 
 __all__ = ["RULES", "Choice", "Member", "Rules", "Split", "heights_of", "members_of", "table_of"]
 
@@ -204,7 +205,7 @@ def _names_of(members: Iterable[Member]) -> str:
 
 def _shape_of(p: Tensor) -> tuple[int, ...]:
     """Returns the shape of the whole parameter."""
-    return tuple(p.full_shape if isinstance(p, DistributedParameter) else p.shape)
+    return tuple(whole_shape(p))
 
 
 def heights_of(shape: Sequence[int], split: Split) -> list[int]:
@@ -245,11 +246,6 @@ def _check_split(split: Any) -> None:
 def _check_matrix(member: Member, split: Split | None) -> None:
     p, shape = member.param, _shape_of(member.param)
     name = f"{member.name}: " if member.name else ""
-    if isinstance(p, DistributedParameter) and p._tp_split_dim >= 0:
-        raise ValueError(
-            f"params: {name}expected whole matrices for Muon, got one of shape {shape} that is split over "
-            "tensor-parallel ranks; give it to a group with rule='adam', or name it in rules={...: 'adam'}"
-        )
     if len(shape) != 2 and (len(shape) < 2 or split is None):
         raise ValueError(f"rule: {name}expected parameters of two dimensions for 'muon', got shape {shape}")
     if split is None:
@@ -261,4 +257,9 @@ def _check_matrix(member: Member, split: Split | None) -> None:
     if side % split if isinstance(split, int) else sum(split) != side:
         raise ValueError(
             f"splits: {name}expected parts of {side} rows together, got {split} for shape {shape}"
+        )
+    if not isinstance(split, int) and getattr(p, "_tp_split_dim", -1) > 0:
+        raise ValueError(
+            f"splits: {name}expected a number of parts for a matrix whose columns are split over tensor-parallel "
+            f"ranks, got {split}"
         )

@@ -23,7 +23,8 @@ class MuonOptimizer(ShardedOptimizer):
     A matrix moves along its orthogonalised momentum, with the bits of `torch.optim.Muon` over whole matrices (see there
     for the formula); 16-bit parameters have an fp32 master, of which they are the rounding to nearest even. In each
     step one rank, the owner of a matrix, gathers its momentum in bf16, orthogonalises it and sends the result to the
-    others; the work is divided over the ranks. Momentum and masters stay sharded.
+    others; the work is divided over the ranks. Momentum and masters stay sharded. A matrix that is split over
+    tensor-parallel ranks is orthogonalised as a whole.
 
     The parameters of a group that take Muon and the others become groups of their own, with ``rule`` ``"muon"`` or
     ``"adam"``, and options by the names of `torch.optim.Muon` and `torch.optim.AdamW`; ``print(optimizer)`` shows them.
@@ -54,8 +55,8 @@ class MuonOptimizer(ShardedOptimizer):
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: an argument is out of its range; Muon is chosen for a parameter without two dimensions, or for a
-            matrix that is split over tensor-parallel ranks; a pattern matches nothing; or names are missing.
+        ValueError: an argument is out of its range; Muon is chosen for a parameter without two dimensions; a pattern
+            matches nothing; or names are missing.
 
     Example:
         >>> layer = bmtrain.Block(bmtrain.nn.Linear(2, 3))

@@ -17,10 +17,9 @@ from .._ranks.agree import failing_together
 from .._ranks.comm import wire_device
 from .._ranks.context import require_intact
 from .._ranks.objects import allgather_objects
-from ..parameter import DistributedParameter
 from ._arrays import MASTER, layout_of, take_changed_value
 from ._grad_stats import forget_unsent, parameters_of
-from ._owners import Transfer, is_here, owners_of, spec_of
+from ._owners import Team, Transfer, is_here, owners_of, whole_shape
 from ._untraced import UntracedOptimizer
 
 __all__ = ["WholeOptimizer", "whole_matrix"]
@@ -29,11 +28,11 @@ __all__ = ["WholeOptimizer", "whole_matrix"]
 def whole_matrix(cls: type[torch.optim.Optimizer], params: Iterable[Any], **options: Any) -> WholeOptimizer:
     """Makes an optimizer whose update needs whole parameters work on shards.
 
-    Each parameter has one owner among the ranks that share it. In a step the owner gathers the gradient, steps ``cls``
-    over whole parameters, and sends the new values; it keeps the state of ``cls`` for the parameters that it owns, and
-    their values in fp32. Parameters are divided by work and size. The results are the bits of ``cls`` in one process
-    with the same gradients, on any number of ranks; a 16-bit parameter is the rounding of an fp32 one that ``cls``
-    updates.
+    Each parameter has one owner among the ranks that share it or, under tensor parallelism, its slices. In a step the
+    owner gathers the gradient, steps ``cls`` over whole parameters, and sends the new values; it keeps the state of
+    ``cls`` for the parameters that it owns, and their values in fp32. Parameters are divided by work and size. The
+    results are the bits of ``cls`` in one process with the same gradients, on any number of ranks; a 16-bit parameter
+    is the rounding of an fp32 one that ``cls`` updates.
 
     Args:
         cls: a `torch.optim.Optimizer`. Its update of a parameter must depend on that parameter, its gradient and the
@@ -47,8 +46,7 @@ def whole_matrix(cls: type[torch.optim.Optimizer], params: Iterable[Any], **opti
 
     Raises:
         TypeError: ``cls`` is no optimizer class, or ``params`` has something else than parameters.
-        ValueError: a step of ``cls`` needs a closure, as of `torch.optim.LBFGS`; or a parameter is split over
-            tensor-parallel ranks.
+        ValueError: a step of ``cls`` needs a closure, as of `torch.optim.LBFGS`.
 
     Example:
         >>> model = bmtrain.nn.Linear(4, 3)
@@ -250,17 +248,12 @@ class _Members:
         for p in parameters:
             if not isinstance(p, Tensor):
                 raise TypeError(f"params: expected parameters, got {p!r:.80} ({type(p).__name__})")
-            if isinstance(p, DistributedParameter) and p._tp_split_dim >= 0:
-                raise ValueError(
-                    f"params: expected whole parameters, got one of shape {tuple(p.full_shape)} that is split over "
-                    "tensor-parallel ranks"
-                )
-        work = [_work(_shape_of(p)) for p in parameters]
-        self.owners.update(zip(parameters, owners_of(work, [spec_of(p) for p in parameters]), strict=True))
+        work = [_work(whole_shape(p)) for p in parameters]
+        self.owners.update(zip(parameters, owners_of(work, list(map(Team, parameters))), strict=True))
         for p in parameters:
             if is_here(p) and Transfer(p, self.owners[p]).is_owner:
                 self.masters[p] = torch.nn.Parameter(
-                    torch.zeros(_shape_of(p), dtype=_dtype_of(p), device=p.device), p.requires_grad
+                    torch.zeros(whole_shape(p), dtype=_dtype_of(p), device=p.device), p.requires_grad
                 )
         with torch.no_grad():
             self.update_values(parameters)
@@ -269,7 +262,7 @@ class _Members:
         """Returns the group with whole parameters in place of shards; others' are on the meta device."""
         members = [
             self.masters[p] if p in self.masters
-            else torch.nn.Parameter(torch.empty(_shape_of(p), dtype=_dtype_of(p), device="meta"), p.requires_grad)
+            else torch.nn.Parameter(torch.empty(whole_shape(p), dtype=_dtype_of(p), device="meta"), p.requires_grad)
             for p in map(_parameter, group["params"])
         ]  # fmt: skip
         names = [item[0] for item in group["params"] if isinstance(item, tuple)]
@@ -291,7 +284,7 @@ class _Members:
         for p, transfer in zip(changed, transfers, strict=True):
             value = transfer.whole()
             if p in self.masters:
-                master, value = self.masters[p].detach(), value.view(_shape_of(p))
+                master, value = self.masters[p].detach(), value.view(whole_shape(p))
                 if p.dtype.itemsize < 4:
                     take_changed_value(master, value)
                 else:
@@ -305,7 +298,7 @@ class _Members:
     def load(self, masters: dict[Tensor, Tensor]) -> None:
         """Loads fp32 values; the next step replaces them where parameters have other values."""
         for p, value in masters.items():
-            self.masters[p].detach().copy_(value.view(_shape_of(p)))
+            self.masters[p].detach().copy_(value.view(whole_shape(p)))
         self._seen.clear()
 
 
@@ -355,10 +348,6 @@ def _listed(params: Any) -> list[Any]:
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
-
-
-def _shape_of(p: Tensor) -> torch.Size:
-    return p.full_shape if isinstance(p, DistributedParameter) else p.shape
 
 
 def _dtype_of(p: Tensor) -> torch.dtype:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .._owners import Transfer, is_here, owners_of, spec_of
+from .._owners import Team, Transfer, is_here, owners_of
 from .._updates import Update
 from ..formulas import Part
 from .device import OnDevice
@@ -21,7 +21,7 @@ class OnOwners(OnDevice):
     def apply(self, parts: list[Part], states: States, *, is_early: bool) -> None:
         whole = [(part, u) for part in parts if part.formula.is_whole for u in part.updates]
         matrices = [_Matrix(part, u) for part, u in whole if is_here(u.param)]
-        owners = owners_of([matrix.work for matrix in matrices], [spec_of(m.update.param) for m in matrices])
+        owners = owners_of([matrix.work for matrix in matrices], [matrix.team for matrix in matrices])
         for matrix, owner in zip(matrices, owners, strict=True):
             matrix.gather(owner)
         super().apply([part for part in parts if not part.formula.is_whole], states, is_early=is_early)
@@ -38,13 +38,11 @@ class _Matrix:
         self._formula: Any = part.formula
         self._numbers = part.numbers
         self.update = update
-        spec = spec_of(update.param)
-        self._shape: torch.Size = update.param.shape if spec is None else spec.shape
-        self._begin = 0 if spec is None else spec.local_part[0]
+        self.team = Team(update.param)
 
     @property
     def work(self) -> int:
-        work: int = self._formula.work(self._shape, self._numbers)
+        work: int = self._formula.work(self.team.shape, self._numbers)
         return work
 
     def gather(self, owner: int) -> None:
@@ -56,11 +54,11 @@ class _Matrix:
         """Computes the result at the owner, and posts its messages."""
         result = None
         if self._transfer.is_owner:
-            matrix = self._transfer.whole().view(self._shape)
+            matrix = self._transfer.whole().view(self.team.shape)
             result = self._formula.transform(matrix, self._numbers).reshape(-1)
         self._transfer.scatter(result, torch.bfloat16)
 
     def finish(self) -> None:
         """Updates the weights."""
         direction = self._transfer.part()
-        self._formula.finish(self.update, self._numbers, self._shape, self._begin, direction)
+        self._formula.finish(self.update, self._numbers, self.team.shape, self.team.begin, direction)
