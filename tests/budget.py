@@ -32,7 +32,7 @@ CORE = {
     "comm": ("comm", 6710),
     "shard": ("shard", 2430),
     "optim": ("optim", 1700),
-    "cpu": ("cpu", 2140),
+    "cpu": ("cpu", 2281),
     "cuda": ("cuda", 1400),
     "packaging": ("packaging", 90),
     "testing": ("testing", 200),

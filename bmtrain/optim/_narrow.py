@@ -80,28 +80,24 @@ def store_values(array: Tensor, values: Tensor, name: str, random: Tensor | None
     elif random is None or array.dtype is torch.float32:
         array.copy_(values)
     else:
-        noise = random if name in _UNSIGNED else random >> 16
-        rounded = (_bits(values) + (noise & 0xFFFF)) >> 16
+        rounded = (_bits(values) + _noise(random, name, 16)) >> 16
         array.copy_(rounded.short().view(torch.bfloat16).view(array.shape))
 
 
 def _encode(array: Tensor, values: Tensor, name: str, random: Tensor | None) -> None:
     numel, top = values.numel(), _top(name)
-    bits = values.contiguous().view(torch.int32)
-    magnitude = bits & 0x7FFFFFFF
+    bits = _finite_bits(values)
+    noise = 1 << (_BELOW_CODE - 1) if random is None else _noise(random, name, _BELOW_CODE)
+    magnitude = ((bits & 0x7FFFFFFF) + noise) >> _BELOW_CODE
     blocks = torch.nn.functional.pad(magnitude, (0, -numel % _BLOCK)).view(-1, _BLOCK)
-    largest = blocks.amax(1).clamp_(max=0x7F800000) if numel else blocks[:, 0]
-    exponents = ((largest + 0x7FFFFF) >> 23).clamp_(min=33)
+    largest = blocks.amax(1) if numel else blocks[:, 0]
+    exponents = ((largest + 7) >> 3).clamp_(min=33)
     spread = _of_elements(exponents, numel)
-    if random is None:
-        noise: Any = 1 << (_BELOW_CODE - 1)
-    else:
-        noise = (random if name in _UNSIGNED else random >> 12) & 0xFFFFF
-    codes = (magnitude - (spread << 23) + noise + (top << _BELOW_CODE)) >> _BELOW_CODE
+    codes = (magnitude - (spread << 3) + top).clamp_(min=0)
     if name in _UNSIGNED:
         codes = torch.maximum(codes, magnitude.clamp(max=1))
     else:
-        codes = codes.clamp_(min=0) | (bits >> 24 & 0x80)
+        codes |= bits >> 24 & 0x80
     array[:numel].copy_(torch.where(spread == _NOT_FINITE, 0, codes))
     array[numel:].copy_(exponents)
 
@@ -121,15 +117,20 @@ def random_bits(dtype: torch.dtype, weight: Tensor, exp_avg: Tensor, step: int) 
     They are a hash of the weight before and the first moment after the step, for each element: the same for any bounds
     of shards.
     """
-    seed = _signed(step * 0x9E3779B1)
-    if dtype is torch.uint8:
-        magnitude = (weight.reshape(-1).view(torch.int32) & 0x7FFFFFFF).clamp_(max=0x7FC00000)
-        bits = ((magnitude + seed) ^ exp_avg.reshape(-1).view(torch.int32)) * _signed(0x9E3779B1)
-        return bits ^ _shifted(bits, 15)
-    bits = _bits(weight) + seed
-    bits = (bits ^ _shifted(bits, 15)) * _signed(0x9E3779B1) + _bits(exp_avg)
-    bits = (bits ^ _shifted(bits, 13)) * _signed(0x85EBCA77)
-    return bits ^ _shifted(bits, 16)
+    first = _finite_bits(exp_avg) if dtype is torch.uint8 else _bits(exp_avg)
+    return (_finite_bits(weight) ^ first ^ _signed(step * 0x9E3779B1)) * _signed(0x85EBCA77)
+
+
+def _noise(random: Tensor, name: str, num_bits: int) -> Tensor:
+    """Returns random numbers of ``num_bits`` bits for one of the moments."""
+    upper = _shifted(random, 32 - num_bits)
+    return (random ^ upper) & (1 << num_bits) - 1 if name in _UNSIGNED else upper
+
+
+def _finite_bits(x: Tensor) -> Tensor:
+    """Returns the bits of fp32 numbers, flat, every NaN as infinity."""
+    bits = x.reshape(-1).view(torch.int32)
+    return torch.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7F800000, bits)
 
 
 def _bits(x: Tensor) -> Tensor:

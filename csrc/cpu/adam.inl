@@ -52,10 +52,6 @@ static inline F32x16 delta_of(const AdamFactors& f, F32x16 m, F32x16 d, F32x16 w
   return fma(broadcast(f.weight_decay), w, u);
 }
 
-// Sixteen integers: the compiler's vectors, whose operations every level has.
-using U32x16 [[gnu::vector_size(64)]] = std::uint32_t;
-using U16x16 [[gnu::vector_size(32)]] = std::uint16_t;
-
 // The bits of numbers, every NaN with those of one: which an operation gives it is up to the compiler. (Such
 // vectors cannot be returned at every level.)
 static inline void take_bits(U32x16& bits, const F32x16& x) {
@@ -65,23 +61,22 @@ static inline void take_bits(U32x16& bits, const F32x16& x) {
 }
 
 // Rounds to one of the two neighbours in bf16: up if the part that is cut off and `noise`, below 2^16, carry.
-static inline void store_dithered(Bf16* p, const F32x16& x, const U32x16& noise) {
-  U32x16 bits;
-  take_bits(bits, x);
+static inline void store_dithered(Bf16* p, const U32x16& bits, const U32x16& noise) {
   const U32x16 upper = (bits + noise) >> 16;
   const U16x16 narrow = __builtin_convertvector(upper, U16x16);
   __builtin_memcpy(p, &narrow, sizeof narrow);
 }
 
-// Random bits for the rounding of moments, from the weight before the step and the first moment after it.
-static inline void dither_of(U32x16& hash, const AdamFactors& f, const F32x16& w, const F32x16& exp_avg) {
-  U32x16 exp_avg_bits;
-  take_bits(hash, w);
-  take_bits(exp_avg_bits, exp_avg);
-  hash += f.dither_seed;
-  hash = (hash ^ (hash >> 15)) * 0x9e3779b1u + exp_avg_bits;
-  hash = (hash ^ (hash >> 13)) * 0x85ebca77u;
-  hash ^= hash >> 16;
+// Random numbers of kBits bits for the rounding of either moment, from the weight before the step and the
+// first moment after it, in which every NaN has the same bits.
+template <int kBits>
+static inline void noise_of(U32x16 (&noise)[2], const AdamFactors& f, const F32x16& w,
+                            const F32x16& exp_avg) {
+  const F32x16 number = min_of(w, broadcast(__builtin_inff()));
+  U32x16 hash = __builtin_bit_cast(U32x16, number) ^ __builtin_bit_cast(U32x16, exp_avg) ^ f.dither_seed;
+  hash *= 0x85ebca77u;
+  noise[0] = hash >> (32 - kBits);
+  noise[1] = (hash ^ noise[0]) & ((1u << kBits) - 1u);
 }
 
 // Stores moments in either type, `count` of them.
@@ -97,12 +92,16 @@ static inline void store_moments(const AdamFactors& f, const F32x16& w, const Mo
       store_part(exp_avg_sq, moments.exp_avg_sq, count);
     }
   } else {
-    U32x16 hash;
-    dither_of(hash, f, w, moments.exp_avg);
+    U32x16 first;
+    U32x16 second;
+    take_bits(first, moments.exp_avg);
+    take_bits(second, moments.exp_avg_sq);
+    U32x16 noise[2];
+    noise_of<16>(noise, f, w, __builtin_bit_cast(F32x16, first));
     Bf16 m[16];
     Bf16 v[16];
-    store_dithered(m, moments.exp_avg, hash >> 16);
-    store_dithered(v, moments.exp_avg_sq, hash & 0xffffu);
+    store_dithered(m, first, noise[0]);
+    store_dithered(v, second, noise[1]);
     __builtin_memcpy(exp_avg, m, static_cast<std::size_t>(count) * sizeof(Bf16));
     __builtin_memcpy(exp_avg_sq, v, static_cast<std::size_t>(count) * sizeof(Bf16));
   }

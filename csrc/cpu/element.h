@@ -1,4 +1,4 @@
-// Element types of the kernels in memory. No functions here: see [Note: One body, several levels].
+// Element types of the kernels. No functions here: see [Note: One body, several levels].
 #pragma once
 
 #include <cstdint>
@@ -12,5 +12,11 @@ struct Bf16 {
 struct Half {
   std::uint16_t bits;
 };
+
+// Integers in the compiler's vectors, whose operations every level has.
+using U32x16 [[gnu::vector_size(64)]] = std::uint32_t;
+using U16x16 [[gnu::vector_size(32)]] = std::uint16_t;
+using U16x32 [[gnu::vector_size(64)]] = std::uint16_t;
+using I16x32 [[gnu::vector_size(64)]] = std::int16_t;
 
 }  // namespace bmtrain::cpu

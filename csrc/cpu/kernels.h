@@ -113,16 +113,16 @@ struct AdamFactors {
 ///
 /// [Note: Moments in 8 bits]
 /// Blocks of 32 elements share an exponent (Dettmers et al., "8-bit Optimizers via Block-wise Quantization",
-/// 2022; OCP Microscaling Formats 1.0, 2023): that of the power of two at or above their magnitudes. Relative
-/// to it an element is a float with 3 bits of mantissa: the first moment with a sign and 4 bits of exponent,
-/// the second moment, whose range is the square of the first one's, with 5 (FP8 moments with scales: Xi et
-/// al., "COAT", 2024). The largest code is that power of two, and a code less is the next fp32 number with 3
-/// bits of mantissa below; code 0 is 0, which no second moment above 0 is rounded to, as it would be divided
-/// by. All values are exact in bf16, and encoding them again changes none: so files have bf16 moments. They
-/// are rounded at random as above. A block with an inf, a NaN or a magnitude above 2^127 becomes NaN, with
-/// the exponent 255. Shards begin at multiples of 128 bytes of a parameter (see [Note: Aligned slices]), 32
-/// elements of fp32: so no number of ranks cuts a block, and no rank needs to know the elements of another
-/// one.
+/// 2022; OCP Microscaling Formats 1.0, 2023): that of the power of two at or above their rounded magnitudes.
+/// Relative to it an element is a float with 3 bits of mantissa: the first moment with a sign and 4 bits of
+/// exponent, the second moment, whose range is the square of the first one's, with 5 (FP8 moments with
+/// scales: Xi et al., "COAT", 2024). The largest code is that power of two, and a code less is the next fp32
+/// number with 3 bits of mantissa below; code 0 is 0, which no second moment of 2^-126 or more is rounded to,
+/// as it would be divided by. All values are exact in bf16, and encoding them again changes none: so files
+/// have bf16 moments. They are rounded at random as above. A block with an inf, a NaN or a magnitude above
+/// 2^127 becomes NaN, with the exponent 255. Shards begin at multiples of 128 bytes of a parameter (see
+/// [Note: Aligned slices]), 32 elements of fp32: so no number of ranks cuts a block, and no rank needs to
+/// know the elements of another one.
 constexpr std::int64_t kMomentBlock = 32;
 
 /// A moment in 8 bits: a code for each element, then an exponent, biased as fp32's, for each block.

@@ -45,17 +45,36 @@ static inline void store(Bf16* p, F32x16 x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
 }
 
-// 16 bytes as integers of 32 bits, and back: below 2^8.
-static inline F32x16 load_bytes(const std::uint8_t* p) {
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return {_mm256_castsi256_ps(_mm256_cvtepu8_epi32(bytes)),
-          _mm256_castsi256_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)))};
+// 32 bytes in the upper bytes of words, see U16x32: byte k in word 2k, byte 16 + k in word 2k + 1.
+static inline void load_codes(U16x32& codes, const std::uint8_t* p) {
+  const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16));
+  const __m256i half[2] = {_mm256_cvtepu8_epi16(_mm_unpacklo_epi8(low, high)),
+                           _mm256_cvtepu8_epi16(_mm_unpackhi_epi8(low, high))};
+  const __m256i upper[2] = {_mm256_slli_epi16(half[0], 8), _mm256_slli_epi16(half[1], 8)};
+  __builtin_memcpy(&codes, upper, sizeof codes);
 }
-static inline void store_bytes(std::uint8_t* p, F32x16 x) {
-  const __m256i mixed = _mm256_packus_epi32(_mm256_castps_si256(x.low), _mm256_castps_si256(x.high));
-  const __m256i shorts = _mm256_permute4x64_epi64(mixed, 0xd8);
-  const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(shorts), _mm256_extracti128_si256(shorts, 1));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+static inline void store_codes(std::uint8_t* p, const U16x32& codes) {
+  __m256i half[2];
+  __builtin_memcpy(half, &codes, sizeof codes);
+  const __m256i upper =
+      _mm256_broadcastsi128_si256(_mm_setr_epi8(1, 5, 9, 13, 3, 7, 11, 15, -1, -1, -1, -1, -1, -1, -1, -1));
+  // In each quarter four bytes of the first half of the block, then four of the second.
+  const __m256i bytes =
+      _mm256_unpacklo_epi64(_mm256_shuffle_epi8(half[0], upper), _mm256_shuffle_epi8(half[1], upper));
+  const __m256i order = _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permutevar8x32_epi32(bytes, order));
+}
+// The largest word of each vector.
+static inline void max_of_words(std::uint16_t (&largest)[8], const U16x32 (&words)[8]) {
+  for (int i = 0; i < 8; ++i) {
+    __m256i half[2];
+    __builtin_memcpy(half, &words[i], sizeof half);
+    const __m256i all = _mm256_max_epu16(half[0], half[1]);
+    const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+    const __m128i least = _mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi32(-1)));
+    largest[i] = static_cast<std::uint16_t>(~_mm_cvtsi128_si32(least));
+  }
 }
 
 static inline F32x16 broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -72,6 +91,10 @@ static inline F32x16 div(F32x16 a, F32x16 b) {
   return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)};
 }
 static inline F32x16 sqrt(F32x16 a) { return {_mm256_sqrt_ps(a.low), _mm256_sqrt_ps(a.high)}; }
+// a if that is less, else b, also if a is NaN.
+static inline F32x16 min_of(F32x16 a, F32x16 b) {
+  return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)};
+}
 // a * b + c with one rounding.
 static inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
   return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};

@@ -32,12 +32,44 @@ static inline void store(Bf16* p, F32x16 x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(upper));
 }
 
-// 16 bytes as integers of 32 bits, and back: below 2^8.
-static inline F32x16 load_bytes(const std::uint8_t* p) {
-  return {_mm512_castsi512_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+// 32 bytes in the upper bytes of words, see U16x32: byte k in word 2k, byte 16 + k in word 2k + 1.
+static inline void load_codes(U16x32& codes, const std::uint8_t* p) {
+  const __m512i bytes = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  const __m512i halves = _mm512_setr_epi32(0, 4, 0, 4, 1, 5, 1, 5, 2, 6, 2, 6, 3, 7, 3, 7);
+  const __m512i upper =
+      _mm512_broadcast_i32x4(_mm_setr_epi8(-1, 0, -1, 4, -1, 1, -1, 5, -1, 2, -1, 6, -1, 3, -1, 7));
+  const __m512i spread = _mm512_permutexvar_epi32(halves, bytes);
+  codes = __builtin_bit_cast(U16x32, _mm512_shuffle_epi8(spread, upper));
 }
-static inline void store_bytes(std::uint8_t* p, F32x16 x) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_castps_si512(x.all)));
+static inline void store_codes(std::uint8_t* p, const U16x32& codes) {
+  const __m512i upper =
+      _mm512_broadcast_i32x4(_mm_setr_epi8(1, 5, 9, 13, 3, 7, 11, 15, -1, -1, -1, -1, -1, -1, -1, -1));
+  const __m512i halves = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 0, 0, 0, 0, 0, 0, 0, 0);
+  const __m512i bytes = _mm512_shuffle_epi8(__builtin_bit_cast(__m512i, codes), upper);
+  const __m256i packed = _mm512_castsi512_si256(_mm512_permutexvar_epi32(halves, bytes));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), packed);
+}
+// The largest word of each vector.
+static inline void max_of_words(std::uint16_t (&largest)[8], const U16x32 (&words)[8]) {
+  __m512i two[4];  // in each quarter four words of a vector, then four of the next
+  for (int i = 0; i < 4; ++i) {
+    const __m512i a = __builtin_bit_cast(__m512i, words[2 * i]);
+    const __m512i b = __builtin_bit_cast(__m512i, words[2 * i + 1]);
+    two[i] = _mm512_max_epu16(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+  }
+  __m512i four[2];  // two words of each
+  for (int i = 0; i < 2; ++i) {
+    const __m512 a = _mm512_castsi512_ps(two[2 * i]);
+    const __m512 b = _mm512_castsi512_ps(two[2 * i + 1]);
+    four[i] = _mm512_max_epu16(_mm512_castps_si512(_mm512_shuffle_ps(a, b, 0x88)),
+                               _mm512_castps_si512(_mm512_shuffle_ps(a, b, 0xdd)));
+  }
+  for (__m512i& x : four)
+    x = _mm512_and_si512(_mm512_max_epu16(x, _mm512_srli_epi32(x, 16)), _mm512_set1_epi32(0xffff));
+  const __m512i eight = _mm512_packus_epi32(four[0], four[1]);
+  const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(eight), _mm512_extracti64x4_epi64(eight, 1));
+  const __m128i all = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+  __builtin_memcpy(largest, &all, sizeof largest);
 }
 
 static inline F32x16 broadcast(float x) { return {_mm512_set1_ps(x)}; }
@@ -46,6 +78,8 @@ static inline F32x16 sub(F32x16 a, F32x16 b) { return {_mm512_sub_ps(a.all, b.al
 static inline F32x16 mul(F32x16 a, F32x16 b) { return {_mm512_mul_ps(a.all, b.all)}; }
 static inline F32x16 div(F32x16 a, F32x16 b) { return {_mm512_div_ps(a.all, b.all)}; }
 static inline F32x16 sqrt(F32x16 a) { return {_mm512_sqrt_ps(a.all)}; }
+// a if that is less, else b, also if a is NaN.
+static inline F32x16 min_of(F32x16 a, F32x16 b) { return {_mm512_min_ps(a.all, b.all)}; }
 // a * b + c with one rounding.
 static inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) { return {_mm512_fmadd_ps(a.all, b.all, c.all)}; }
 

@@ -81,14 +81,19 @@ static inline void store(T* p, F32x16 x) {
   }
 }
 
-// 16 bytes as integers of 32 bits, and back: below 2^8.
-static inline F32x16 load_bytes(const std::uint8_t* p) {
-  F32x16 out;
-  for (int i = 0; i < 16; ++i) out.lane[i] = float_of(p[i]);
-  return out;
+// 32 bytes in the upper bytes of words, see U16x32: byte k in word 2k, byte 16 + k in word 2k + 1.
+static inline void load_codes(U16x32& codes, const std::uint8_t* p) {
+  for (int i = 0; i < 32; ++i) codes[2 * (i % 16) + i / 16] = static_cast<std::uint16_t>(p[i] << 8);
 }
-static inline void store_bytes(std::uint8_t* p, F32x16 x) {
-  for (int i = 0; i < 16; ++i) p[i] = static_cast<std::uint8_t>(bits_of(x.lane[i]));
+static inline void store_codes(std::uint8_t* p, const U16x32& codes) {
+  for (int i = 0; i < 32; ++i) p[i] = static_cast<std::uint8_t>(codes[2 * (i % 16) + i / 16] >> 8);
+}
+// The largest word of each vector.
+static inline void max_of_words(std::uint16_t (&largest)[8], const U16x32 (&words)[8]) {
+  for (int i = 0; i < 8; ++i) {
+    largest[i] = 0;
+    for (int k = 0; k < 32; ++k) largest[i] = words[i][k] > largest[i] ? words[i][k] : largest[i];
+  }
 }
 
 #define BMT_LANEWISE(expression)                           \
@@ -103,6 +108,10 @@ static inline F32x16 mul(F32x16 a, F32x16 b) { BMT_LANEWISE(a.lane[i] * b.lane[i
 static inline F32x16 div(F32x16 a, F32x16 b) { BMT_LANEWISE(a.lane[i] / b.lane[i]); }
 static inline F32x16 div_by(F32x16 x, const Divisor& d) { BMT_LANEWISE(x.lane[i] / d.value); }
 static inline F32x16 sqrt(F32x16 a) { BMT_LANEWISE(__builtin_sqrtf(a.lane[i])); }
+// a if that is less, else b, also if a is NaN.
+static inline F32x16 min_of(F32x16 a, F32x16 b) {
+  BMT_LANEWISE(a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]);
+}
 // a * b + c with one rounding.
 static inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
   BMT_LANEWISE(__builtin_fmaf(a.lane[i], b.lane[i], c.lane[i]));

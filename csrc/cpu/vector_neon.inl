@@ -52,18 +52,28 @@ static inline void store(Bf16* p, F32x16 x) {
   for (int i = 0; i < 4; ++i) store_four(p + 4 * i, narrow_bf16(x.quarter[i]));
 }
 
-// 16 bytes as integers of 32 bits, and back: below 2^8.
-static inline F32x16 load_bytes(const std::uint8_t* p) {
-  const uint8x16_t bytes = vld1q_u8(p);
-  const uint16x8_t half[2] = {vmovl_u8(vget_low_u8(bytes)), vmovl_u8(vget_high_u8(bytes))};
-  BMT_QUARTERS(
-      vreinterpretq_f32_u32(vmovl_u16(i % 2 == 0 ? vget_low_u16(half[i / 2]) : vget_high_u16(half[i / 2]))));
+// 32 bytes in the upper bytes of words, see U16x32: byte k in word 2k, byte 16 + k in word 2k + 1.
+static inline void load_codes(U16x32& codes, const std::uint8_t* p) {
+  const uint8x16x2_t mixed = vzipq_u8(vld1q_u8(p), vld1q_u8(p + 16));
+  const uint8x16_t zero = vdupq_n_u8(0);
+  const uint8x16x2_t words[2] = {vzipq_u8(zero, mixed.val[0]), vzipq_u8(zero, mixed.val[1])};
+  __builtin_memcpy(&codes, words, sizeof codes);
 }
-static inline void store_bytes(std::uint8_t* p, F32x16 x) {
-  uint16x4_t quarter[4];
-  for (int i = 0; i < 4; ++i) quarter[i] = vmovn_u32(vreinterpretq_u32_f32(x.quarter[i]));
-  const uint8x8_t low = vmovn_u16(vcombine_u16(quarter[0], quarter[1]));
-  vst1q_u8(p, vcombine_u8(low, vmovn_u16(vcombine_u16(quarter[2], quarter[3]))));
+static inline void store_codes(std::uint8_t* p, const U16x32& codes) {
+  uint8x16_t quarter[4];
+  __builtin_memcpy(quarter, &codes, sizeof codes);
+  const uint8x16_t low = vuzp2q_u8(quarter[0], quarter[1]);
+  const uint8x16_t high = vuzp2q_u8(quarter[2], quarter[3]);
+  vst1q_u8(p, vuzp1q_u8(low, high));
+  vst1q_u8(p + 16, vuzp2q_u8(low, high));
+}
+// The largest word of each vector.
+static inline void max_of_words(std::uint16_t (&largest)[8], const U16x32 (&words)[8]) {
+  for (int i = 0; i < 8; ++i) {
+    uint16x8_t quarter[4];
+    __builtin_memcpy(quarter, &words[i], sizeof quarter);
+    largest[i] = vmaxvq_u16(vmaxq_u16(vmaxq_u16(quarter[0], quarter[1]), vmaxq_u16(quarter[2], quarter[3])));
+  }
 }
 
 static inline F32x16 broadcast(float x) { BMT_QUARTERS(vdupq_n_f32(x)); }
@@ -73,6 +83,10 @@ static inline F32x16 mul(F32x16 a, F32x16 b) { BMT_QUARTERS(vmulq_f32(a.quarter[
 static inline F32x16 div(F32x16 a, F32x16 b) { BMT_QUARTERS(vdivq_f32(a.quarter[i], b.quarter[i])); }
 static inline F32x16 div_by(F32x16 x, const Divisor& d) { return div(x, broadcast(d.value)); }
 static inline F32x16 sqrt(F32x16 a) { BMT_QUARTERS(vsqrtq_f32(a.quarter[i])); }
+// a if that is less, else b, also if a is NaN.
+static inline F32x16 min_of(F32x16 a, F32x16 b) {
+  BMT_QUARTERS(vbslq_f32(vcltq_f32(a.quarter[i], b.quarter[i]), a.quarter[i], b.quarter[i]));
+}
 // a * b + c with one rounding.
 static inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
   BMT_QUARTERS(vfmaq_f32(c.quarter[i], a.quarter[i], b.quarter[i]));
