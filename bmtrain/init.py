@@ -78,6 +78,7 @@ def init_distributed(
     timeout: float | timedelta = 600,
     plan: Plan | None = None,
     virtual_shards: int | None = None,
+    ep_size: int = 1,
     survive: int = 0,
 ) -> None:
     """Joins the other ranks of the job and makes this process ready for everything else in the library.
@@ -105,6 +106,7 @@ def init_distributed(
         timeout: seconds, or a timedelta, after which this call or any later operation gives up with an error.
         plan: by :func:`bmtrain.plan.estimate`, for this number of ranks; raises if it does not fit.
         virtual_shards: parts of a step's batch for :func:`bmtrain.virtual_shards`, at least as many as ranks.
+        ep_size: ranks that hold the experts of a :class:`bmtrain.nn.MoE` together (expert parallelism).
         survive: number of ranks that may be lost at once while the others continue: 0 or 1. Needs ``virtual_shards``
             and CPU ranks; see `docs/howto/survive.md`.
 
@@ -132,12 +134,14 @@ def init_distributed(
             "init_distributed.int",
             "init_distributed(SEED) is deprecated: write init_distributed(seed=SEED)",
         )
-    options = InitOptions.check(seed, pipe_size, num_micro_batches, tp_size, zero_level, backend, timeout)
+    options = InitOptions.check(
+        seed, pipe_size, num_micro_batches, tp_size, ep_size, zero_level, backend, timeout
+    )
     factor, steps = check_loss_scale(loss_scale_factor, loss_scale_steps)
     launch = read_launch(init_method, os.environ, sys.argv)
     if plan is not None:
         plan.require_fit(launch.world_size)
-    place = Topology(launch.rank, launch.world_size, options.pipe_size, options.tp_size)
+    place = Topology(launch.rank, launch.world_size, options.pipe_size, options.tp_size, options.ep_size)
     options.virtual_shards = check_count(virtual_shards, place)
     options.survive = check_survive(survive, options)
     several = launch.world_size > 1
@@ -157,7 +161,7 @@ def init_distributed(
 
         record_from_environment()
     _log.info(
-        "bmtrain: rank %d of %d (%s), %s, device %s, pipe_size %d, tp_size %d",
+        "bmtrain: rank %d of %d (%s), %s, device %s, pipe_size %d, tp_size %d, ep_size %d",
         place.rank,
         place.world_size,
         launch.source,
@@ -165,6 +169,7 @@ def init_distributed(
         context.device,
         place.pipe_size,
         place.tp_size,
+        place.ep_size,
     )
 
 
@@ -195,6 +200,7 @@ def _join(launch: Launch, place: Topology, options: InitOptions) -> Context:
             "pipe_enabled": options.pipe_enabled,
             "num_micro_batches": options.micros,
             "tp_size": options.tp_size,
+            "ep_size": options.ep_size,
             "zero_level": options.zero_level,
             "backend": options.backend,
             "virtual_shards": options.virtual_shards,

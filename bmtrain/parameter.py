@@ -7,7 +7,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable
 from sys import _getframe
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -28,6 +28,9 @@ from ._shards.meta import no_values
 from ._shards.sharding import ShardSpec, merge_slices, merged_shape
 from ._shards.stage import spec_from_portable
 from .global_var import context
+
+if TYPE_CHECKING:
+    from ._ranks.context import Group
 
 __all__ = [
     "DistributedParameter",
@@ -54,9 +57,12 @@ class DistributedParameter(torch.nn.Parameter):
         tp_mode: shard over the ranks that hold the same tensor-parallel slice.
         tp_split_dim: dimension along which the tensor-parallel slices are concatenated to the logical tensor; -1 if
             every slice is the whole.
+        ep_mode: the data are this rank's experts, stacked along dim 0: shard them over the ranks that hold the same
+            ones.
 
     Raises:
         RuntimeError: before :func:`bmtrain.init_distributed`.
+        ValueError: both ``tp_mode`` and ``ep_mode``, or no such dimension.
         TypeError: ``data`` is not a tensor, or complex or in 8 bits though trained; ``init_method`` cannot be called.
 
     Example:
@@ -76,6 +82,7 @@ class DistributedParameter(torch.nn.Parameter):
     _group: str | None
     _tp_mode: bool
     _tp_split_dim: int
+    _ep_mode: bool = False
     #: Number of possible writes that no version counter counts: loads, and writes through ``data``.
     _unversioned_writes: int = 0
     #: Whether the data are temporarily the full tensor. See [Note: Writing to a whole parameter].
@@ -97,6 +104,7 @@ class DistributedParameter(torch.nn.Parameter):
         group: str | None = None,
         tp_mode: bool = False,
         tp_split_dim: int = -1,
+        ep_mode: bool = False,
     ) -> DistributedParameter:
         if not isinstance(data, torch.Tensor):
             raise TypeError(f"data: expected a torch.Tensor, got {type(data).__name__}")
@@ -109,24 +117,30 @@ class DistributedParameter(torch.nn.Parameter):
             raise ValueError(
                 f"tp_split_dim: expected -1 to {data.dim() - 1} for shape {tuple(shape)}, got {tp_split_dim}"
             )
-        local = data.detach() if data.is_meta else copy_of_part(data, tp_mode)
+        if ep_mode and (tp_mode or data.dim() == 0):
+            raise ValueError(
+                f"ep_mode: expected experts along dim 0 and no tp_mode, got shape {tuple(shape)}, tp_mode {tp_mode}"
+            )
+        slices = "ep" if ep_mode else "tp" if tp_mode else None
+        local = data.detach() if data.is_meta else copy_of_part(data, slices)
         param = cls._from_local(local, requires_grad)
         param._original_shape = shape
         param._init_method = init_method
         param._group = "tp" if tp_mode else group
         param._tp_mode = tp_mode
-        param._tp_split_dim = tp_split_dim if tp_mode else -1
+        param._tp_split_dim = 0 if ep_mode else tp_split_dim if tp_mode else -1
+        param._ep_mode = ep_mode
         return param
 
     def __getattr__(self, name: str) -> Any:
         """Computes attributes that depend on the groups of ranks at their first use."""
         if name == "_spec":
-            self._spec = ShardSpec(self._original_shape, context().zero_group(self._tp_mode, False))
+            self._spec = ShardSpec(self._original_shape, context().zero_group(self._slices))
         elif name == "_label":
             self._label = f"parameter {self._number} of shape {tuple(self._original_shape)}"
         elif name == "_tp_original_shape":
-            tp_size = context().groups["tp"].size
-            self._tp_original_shape = merged_shape(self._original_shape, self._tp_split_dim, tp_size)
+            number = self._slice_group.size
+            self._tp_original_shape = merged_shape(self._original_shape, self._tp_split_dim, number)
         else:
             refuse_fsdp(name)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -141,6 +155,15 @@ class DistributedParameter(torch.nn.Parameter):
         param._gradient_hooks = None
         param._accumulated_hooks = None
         return param
+
+    @property
+    def _slices(self) -> str | None:
+        """The family of the ranks that have a slice of the parameter each; None if it is not sliced."""
+        return "ep" if self._ep_mode else "tp" if self._tp_mode else None
+
+    @property
+    def _slice_group(self) -> Group:
+        return context().groups[self._slices or "tp"]
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -229,11 +252,11 @@ class DistributedParameter(torch.nn.Parameter):
         return full
 
     def tp_gather(self) -> torch.Tensor:
-        """Concatenates the full tensors over the tensor-parallel group. Collective over the tp group."""
-        return merge_slices(self.gather(), self._tp_split_dim)
+        """Concatenates the full tensors over the ranks that have a slice each. Collective over these."""
+        return merge_slices(self.gather(), self._tp_split_dim, self._slice_group)
 
     def gather_all(self) -> torch.Tensor:
-        """Returns the full tensor with its tensor-parallel slices merged along ``tp_split_dim``. Collective."""
+        """Returns the full tensor, with tensor-parallel slices and experts of all ranks merged. Collective."""
         return self.gather() if self._tp_split_dim < 0 else self.tp_gather()
 
     def load(self, full: torch.Tensor) -> None:

@@ -18,6 +18,9 @@ class GroupKind(str, Enum):
     TP_ZERO = "tp_zero"  # ranks with equal tp coordinate: shards of tensor-parallel parameters
     PP_ZERO = "pp_zero"  # ranks of one stage: shards of the stage's ordinary parameters
     PP_TP_ZERO = "pp_tp_zero"  # ranks of one stage with equal tp coordinate
+    EP = "ep"  # consecutive ranks that hold the experts of a layer together
+    EP_ZERO = "ep_zero"  # ranks with equal ep coordinate: shards of the same experts
+    PP_EP_ZERO = "pp_ep_zero"  # ranks of one stage with equal ep coordinate
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,8 @@ class Topology:
     """The place of one rank in a world cut into ``pipe_size`` stages of groups of ``tp_size`` ranks.
 
     With ``S = world_size // pipe_size`` ranks in a stage, rank ``r`` is number ``r % S`` of stage ``r // S``
-    and number ``r % tp_size`` of tensor-parallel group ``r // tp_size``. For every family of groups there
-    is an ``..._idx`` (which group) and a coordinate (the rank inside it); see :meth:`get_group_id` and
+    and number ``r % tp_size`` of tensor-parallel group ``r // tp_size``; likewise with ``ep_size``. For every family of
+    groups there is an ``..._idx`` (which group) and a coordinate (the rank inside it); see :meth:`get_group_id` and
     :meth:`get_group_rank`.
 
     Args:
@@ -34,6 +37,7 @@ class Topology:
         world_size: number of processes.
         pipe_size: number of pipeline stages, at least 1.
         tp_size: ranks in a tensor-parallel group, at least 1.
+        ep_size: ranks in an expert-parallel group, at least 1.
 
     Raises:
         ValueError: sizes that do not factor the world, or a rank outside it.
@@ -50,6 +54,7 @@ class Topology:
     world_size: int
     pipe_size: int = 1
     tp_size: int = 1
+    ep_size: int = 1
 
     stages: int = field(init=False)
     stage_id: int = field(init=False)
@@ -64,13 +69,20 @@ class Topology:
     pp_tp_zero_id: int = field(init=False)
     zero_idx: int = field(init=False)
     zero_id: int = field(init=False)
+    ep_idx: int = field(init=False)
+    ep_id: int = field(init=False)
+    ep_zero_idx: int = field(init=False)
+    ep_zero_id: int = field(init=False)
+    pp_ep_zero_idx: int = field(init=False)
+    pp_ep_zero_id: int = field(init=False)
 
     def __post_init__(self) -> None:
         self._validate()
-        rank, tp = self.rank, self.tp_size
+        rank, tp, ep = self.rank, self.tp_size, self.ep_size
         stage_size = self.world_size // self.pipe_size
         stage_id, pipe_idx = divmod(rank, stage_size)
         tp_idx, tp_id = divmod(rank, tp)
+        ep_idx, ep_id = divmod(rank, ep)
         coordinates = {
             "stages": self.pipe_size,
             "stage_id": stage_id,
@@ -85,6 +97,12 @@ class Topology:
             "pp_tp_zero_id": pipe_idx // tp,
             "zero_idx": 0,
             "zero_id": rank,
+            "ep_idx": ep_idx,
+            "ep_id": ep_id,
+            "ep_zero_idx": ep_id,
+            "ep_zero_id": ep_idx,
+            "pp_ep_zero_idx": stage_id * ep + ep_id,
+            "pp_ep_zero_id": pipe_idx // ep,
         }
         for name, value in coordinates.items():
             object.__setattr__(self, name, value)
@@ -99,12 +117,25 @@ class Topology:
                 f"pipe_size and tp_size: expected at least 1, got pipe_size {self.pipe_size}, "
                 f"tp_size {self.tp_size}"
             )
+        if self.ep_size < 1:
+            raise ValueError(f"ep_size: expected at least 1, got {self.ep_size}")
+        if self.ep_size > 1 and self.tp_size > 1:
+            raise ValueError(
+                f"ep_size {self.ep_size}, tp_size {self.tp_size}: experts are divided over ranks of their own losses, "
+                "and tensor-parallel ranks share one: expected 1 of either"
+            )
         factor = self.pipe_size * self.tp_size
         if self.world_size % factor:
             raise ValueError(
                 f"world_size {self.world_size} must be divisible by pipe_size * tp_size = "
                 f"{self.pipe_size} * {self.tp_size} = {factor} (remainder {self.world_size % factor}): "
                 "start another number of ranks, or change pipe_size or tp_size"
+            )
+        stage_size = self.world_size // self.pipe_size
+        if stage_size % self.ep_size:
+            raise ValueError(
+                f"ep_size: expected a divisor of {stage_size} ranks"
+                f"{' of a pipeline stage' * (self.pipe_size > 1)}, got {self.ep_size}"
             )
 
     def get_group_id(self, name: str) -> int:
@@ -129,7 +160,7 @@ class Topology:
 
     def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
         """The world ranks of every group of a family, in group order."""
-        world, tp, kind = self.world_size, self.tp_size, _kind(name)
+        world, tp, ep, kind = self.world_size, self.tp_size, self.ep_size, _kind(name)
         stage_size = world // self.pipe_size
         if kind is GroupKind.PIPE:
             return tuple(tuple(range(i, world, stage_size)) for i in range(stage_size))
@@ -137,11 +168,17 @@ class Topology:
             return tuple(tuple(range(i, i + tp)) for i in range(0, world, tp))
         if kind is GroupKind.TP_ZERO:
             return tuple(tuple(range(i, world, tp)) for i in range(tp))
+        if kind is GroupKind.EP:
+            return tuple(tuple(range(i, i + ep)) for i in range(0, world, ep))
+        if kind is GroupKind.EP_ZERO:
+            return tuple(tuple(range(i, world, ep)) for i in range(ep))
         starts = range(0, world, stage_size)
         if kind is GroupKind.PP_ZERO:
             return tuple(tuple(range(s, s + stage_size)) for s in starts)
         if kind is GroupKind.PP_TP_ZERO:
             return tuple(tuple(range(s + i, s + stage_size, tp)) for s in starts for i in range(tp))
+        if kind is GroupKind.PP_EP_ZERO:
+            return tuple(tuple(range(s + i, s + stage_size, ep)) for s in starts for i in range(ep))
         return (tuple(range(world)),)
 
     # Names of the 0.2.x releases.
@@ -185,6 +222,9 @@ _ID_ATTRIBUTES: dict[GroupKind, tuple[str, str]] = {
     GroupKind.TP_ZERO: ("tp_zero_idx", "tp_zero_id"),
     GroupKind.PP_ZERO: ("pp_zero_idx", "pp_zero_id"),
     GroupKind.PP_TP_ZERO: ("pp_tp_zero_idx", "pp_tp_zero_id"),
+    GroupKind.EP: ("ep_idx", "ep_id"),
+    GroupKind.EP_ZERO: ("ep_zero_idx", "ep_zero_id"),
+    GroupKind.PP_EP_ZERO: ("pp_ep_zero_idx", "pp_ep_zero_id"),
 }
 
 

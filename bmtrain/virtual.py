@@ -192,10 +192,10 @@ def check_count(count: int | None, place: Topology) -> int:
         raise ValueError(
             f"virtual_shards: expected at least the number of ranks ({place.world_size}), got {number}"
         )
-    if place.pipe_size > 1 or place.tp_size > 1:
+    if place.pipe_size > 1 or place.tp_size > 1 or place.ep_size > 1:
         raise ValueError(
-            f"virtual_shards: expected no pipeline and no tensor parallelism, got pipe_size {place.pipe_size} and "
-            f"tp_size {place.tp_size}"
+            "virtual_shards: expected no pipeline, no tensor parallelism and no experts divided over ranks, got "
+            f"pipe_size {place.pipe_size}, tp_size {place.tp_size} and ep_size {place.ep_size}"
         )
     return number
 

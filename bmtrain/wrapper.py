@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
 from ._base.arguments import require_module
 from ._engine.engine import current_engine
 from ._engine.sync_batch_norm import SyncedBatchNorm
+from ._model.divided_experts import DividedExperts, can_divide, divide_experts, own_experts, takes_routing
 from ._ranks.context import current as current_context
 from ._shards.foreign import keep_reparametrized, refuse_change
 from .block_layer import Block, TransformerBlockList, as_block, chain_blocks
@@ -143,9 +144,11 @@ class _Conversion:
             return
         if isinstance(module, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
             raise TypeError(f"model: a scripted module ({module.original_name}) cannot be made distributed")
+        if is_divided := can_divide(module):
+            divide_experts(module)
         for name, param in module._parameters.items():
             if param is not None:
-                made = self.parameter(param, f"{type(module).__name__}.{name}")
+                made = self.parameter(param, f"{type(module).__name__}.{name}", is_divided)
                 module._parameters[name] = made
                 note_full_shape(module, name, made)
         if getattr(module, "max_norm", None) is not None and isinstance(module, _EMBEDDINGS):
@@ -160,7 +163,9 @@ class _Conversion:
                 module._buffers[name] = buffer.to(device)
         _set_class(module, _distributed_class(type(module)))
 
-    def parameter(self, param: torch.nn.Parameter, name: str) -> DistributedParameter:
+    def parameter(
+        self, param: torch.nn.Parameter, name: str, of_experts: bool = False
+    ) -> DistributedParameter:
         """Returns the distributed parameter for ``param``: the same one for the same object."""
         if isinstance(param, DistributedParameter):
             return param
@@ -171,7 +176,8 @@ class _Conversion:
         known = self._parameters.get(id(param))
         if known is not None and known[0]() is param:
             return known[1]
-        made = DistributedParameter(param, requires_grad=param.requires_grad)
+        data = own_experts(param) if of_experts else param
+        made = DistributedParameter(data, requires_grad=param.requires_grad, ep_mode=of_experts)
         for key, value in param.__dict__.items():
             made.__dict__.setdefault(key, value)
         self._parameters[id(param)] = (
@@ -237,6 +243,7 @@ def _derive_class(old: type[torch.nn.Module]) -> type[torch.nn.Module]:
         _Converted,
         *([_RecurrentWeights] if issubclass(old, torch.nn.RNNBase) else []),
         *([SyncedBatchNorm] if issubclass(old, torch.nn.SyncBatchNorm) else []),
+        *([DividedExperts] if takes_routing(old) else []),
         *([_CopiesItself] if hasattr(old, "__deepcopy__") else []),
         *([_OfTransformers] if hasattr(old, "resize_token_embeddings") else []),
         old,

@@ -109,13 +109,13 @@ def build_storage(
 
     ``label`` names the block in errors and records; ``owner`` is the parameters' reference to it.
     """
-    kinds: dict[tuple[str, bool], list[tuple[str, DistributedParameter]]] = {}
+    kinds: dict[tuple[str, str | None], list[tuple[str, DistributedParameter]]] = {}
     for name, param in named:
-        kinds.setdefault((_kind(param), param._tp_mode), []).append((name, param))
+        kinds.setdefault((_kind(param), param._slices), []).append((name, param))
     ctx = context()
     storages = []
-    for (kind, tp_mode), members in kinds.items():
-        family = ctx.zero_group(tp_mode, mode is BlockMode.PIPE)
+    for (kind, slices), members in kinds.items():
+        family = ctx.zero_group(slices, mode is BlockMode.PIPE)
         group, replicas = parts_of(ctx, family.name, policy.num_sharing(family.size))
         params = [param for _, param in members]
         dtypes = policy.dtypes_of(params[0].dtype)

@@ -127,13 +127,11 @@ class Context:
         """The group of all ranks."""
         return self.groups[GroupKind.ZERO.value]
 
-    def zero_group(self, tp_mode: bool = False, pipe: bool = False) -> Group:
-        """The group that shards a parameter."""
-        if pipe:
-            kind = GroupKind.PP_TP_ZERO if tp_mode else GroupKind.PP_ZERO
-        else:
-            kind = GroupKind.TP_ZERO if tp_mode else GroupKind.ZERO
-        return self.groups[kind.value]
+    def zero_group(self, slices: str | None = None, pipe: bool = False) -> Group:
+        """The group that shards a parameter; ``slices``: ``"tp"`` or ``"ep"`` if the ranks of such a group have a slice
+        each."""
+        kinds = _STAGE_ZERO_KINDS if pipe else _ZERO_KINDS
+        return self.groups[kinds[slices].value]
 
     def require_intact(self, what: str) -> None:
         """Raises if values of this rank cannot be trusted, when ``what`` has read them or is about to return them.
@@ -163,6 +161,9 @@ class Context:
         found = {id(comm): comm for group in groups for comm in (group.comm, group.reduce_comm)}
         return list(found.values())
 
+
+_ZERO_KINDS = {None: GroupKind.ZERO, "tp": GroupKind.TP_ZERO, "ep": GroupKind.EP_ZERO}
+_STAGE_ZERO_KINDS = {None: GroupKind.PP_ZERO, "tp": GroupKind.PP_TP_ZERO, "ep": GroupKind.PP_EP_ZERO}
 
 _current: Context | None = None
 #: The rank that this process was forked from.

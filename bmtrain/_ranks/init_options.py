@@ -22,6 +22,7 @@ class InitOptions:
     pipe_enabled: bool
     micros: int
     tp_size: int
+    ep_size: int
     zero_level: int
     backend: str
     timeout: float
@@ -35,6 +36,7 @@ class InitOptions:
         pipe_size: int,
         num_micro_batches: int | None,
         tp_size: int,
+        ep_size: int,
         zero_level: int | None,
         backend: str | None,
         timeout: float | timedelta,
@@ -60,6 +62,7 @@ class InitOptions:
             pipe_enabled=enabled,
             micros=micros,
             tp_size=max(require_integer("tp_size", tp_size), 1),
+            ep_size=require_integer("ep_size", ep_size, least=1),
             zero_level=3 if zero_level is None else zero_level,
             backend=_choose_backend(backend),
             timeout=_seconds(timeout),

@@ -17,10 +17,10 @@ def _is_sharded(param: torch.Tensor) -> TypeGuard[Any]:
     return hasattr(param, "_original_shape")
 
 
-def copy_of_part(data: torch.Tensor, tp_mode: bool) -> torch.Tensor:
-    """Returns a copy of this rank's shard of ``data``, on the run device."""
+def copy_of_part(data: torch.Tensor, slices: str | None) -> torch.Tensor:
+    """Returns a copy of this rank's shard of ``data``, on the run device; ``slices`` as of `Context.zero_group`."""
     ctx = context()
-    part = ShardSpec(data.shape, ctx.zero_group(tp_mode, False)).slice_of(data.detach().reshape(-1))
+    part = ShardSpec(data.shape, ctx.zero_group(slices)).slice_of(data.detach().reshape(-1))
     with torch.inference_mode(False):  # so that a parameter built in inference mode can be trained
         return torch.empty(part.numel(), dtype=data.dtype, device=ctx.device).copy_(part)
 
@@ -33,7 +33,7 @@ def gather_flat(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         local: 1-D, one element for each element of this rank's shard; any dtype, host or run device.
 
     Returns:
-        The full 1-D tensor in the parameter's element order, tensor-parallel slices merged, on ``local``'s device.
+        The full 1-D tensor in the parameter's element order, slices merged, on ``local``'s device.
         Collective.
     """
     if not _is_sharded(param):
@@ -41,13 +41,14 @@ def gather_flat(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     device = local.device
     flat = param._spec.gather(local.to(context().device), param._label)
     if param._tp_split_dim >= 0:
-        flat = merge_slices(flat.view(param._original_shape), param._tp_split_dim).reshape(-1)
+        slices = flat.view(param._original_shape)
+        flat = merge_slices(slices, param._tp_split_dim, param._slice_group).reshape(-1)
     result: torch.Tensor = flat.to(device)
     return result
 
 
 def shard_of(param: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a full tensor (tensor-parallel slices merged): 1-D, on ``full``'s device. Local.
+    """Returns this rank's part of a full tensor (slices merged): 1-D, on ``full``'s device. Local.
 
     Raises:
         ValueError: if the number of elements is not the parameter's.
@@ -60,15 +61,15 @@ def shard_of(param: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
             f"full: expected {expected.numel()} elements for shape {tuple(expected)}, got {full.numel()}"
         )
     if param._tp_split_dim >= 0:
-        tp = context().groups["tp"]
-        full = full.reshape(expected).chunk(tp.size, dim=param._tp_split_dim)[tp.rank]
+        group = param._slice_group
+        full = full.reshape(expected).chunk(group.size, dim=param._tp_split_dim)[group.rank]
     part: torch.Tensor = param._spec.slice_of(full.reshape(-1))
     return part
 
 
 @torch.no_grad()
 def full_value(param: torch.Tensor) -> torch.Tensor:
-    """Returns the full (tensor-parallel merged) value, detached, on the run device. Collective."""
+    """Returns the full value (slices merged), detached, on the run device. Collective."""
     if not _is_sharded(param):
         return param.detach()
     param.require_data()

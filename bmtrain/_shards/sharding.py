@@ -9,7 +9,6 @@ import torch
 
 from .._C import FlatLayout, ReduceOp
 from .._ranks.collectives import all_gather
-from ..global_var import context
 
 if TYPE_CHECKING:
     from .._C import FlatLayout
@@ -182,16 +181,15 @@ def _padded(local: torch.Tensor, length: int) -> torch.Tensor:
     return padded
 
 
-def merged_shape(shape: torch.Size, dim: int, tp_size: int) -> torch.Size:
-    """Returns the shape of ``tp_size`` tensor-parallel slices concatenated along ``dim``; -1: slices are whole."""
+def merged_shape(shape: torch.Size, dim: int, number: int) -> torch.Size:
+    """Returns the shape of ``number`` slices concatenated along ``dim``; -1: slices are whole."""
     if dim < 0:
         return shape
-    return torch.Size([size * tp_size if i == dim else size for i, size in enumerate(shape)])
+    return torch.Size([size * number if i == dim else size for i, size in enumerate(shape)])
 
 
-def merge_slices(value: torch.Tensor, dim: int) -> torch.Tensor:
-    """Concatenates the slices of the tensor-parallel ranks along ``dim``; differentiable. Collective over them."""
-    group = context().groups["tp"]
+def merge_slices(value: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    """Concatenates the slices of the ranks of ``group`` along ``dim``; differentiable. Collective over them."""
     if group.size == 1:
         return value
     return torch.cat(list(all_gather(value, group.comm).unbind(0)), dim=max(dim, 0))

@@ -4,6 +4,7 @@ from ..layer import DistributedModule
 from ..parameter import DistributedParameter
 from .column_parallel_linear import ColumnParallelLinear
 from .linear import Linear, OpLinear
+from .moe import Experts, MoE
 from .parallel_embedding import Projection, VPEmbedding, VPProjection
 from .parallel_linear_func import OpParallelLinear, ReduceType
 from .row_parallel_linear import RowParallelLinear
@@ -12,7 +13,9 @@ __all__ = [
     "ColumnParallelLinear",
     "DistributedModule",
     "DistributedParameter",
+    "Experts",
     "Linear",
+    "MoE",
     "OpLinear",
     "OpParallelLinear",
     "Projection",

@@ -1,4 +1,4 @@
-"""Division of a dimension over the tensor-parallel ranks, and checks of layers."""
+"""Division of layers over tensor-parallel and expert-parallel ranks, and checks of their arguments."""
 
 from __future__ import annotations
 
@@ -63,6 +63,17 @@ def tp_parameter(
             tp_split_dim=split_dim,
         )
     )
+
+
+def expert_parameter(shape: tuple[int, ...], dtype: Any, init: Any) -> Any:
+    """Returns the parameter of this rank's experts, of which ``shape`` is for all ranks; ``init`` gets one expert's."""
+
+    def each(experts: torch.Tensor) -> None:
+        for expert in experts:
+            init(expert)
+
+    own = (shape[0] // context().groups["ep"].size, *shape[1:])
+    return _uninitialised(DistributedParameter(_empty(own, dtype), init_method=each, ep_mode=True))
 
 
 def parameter(shape: tuple[int, ...], dtype: Any, init: Any, *args: Any, **kwargs: Any) -> Any:

@@ -126,6 +126,7 @@ def layout_of(optimizer: KeepsArrays) -> dict[str, int] | None:
         "world_size": topology.world_size,
         "tp_size": topology.tp_size,
         "pipe_size": topology.pipe_size,
+        **({"ep_size": topology.ep_size} if topology.ep_size > 1 else {}),  # not in older files
         "rank": topology.rank,
         "slice_bytes": SLICE_BYTES,
     }

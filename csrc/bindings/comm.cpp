@@ -51,6 +51,16 @@ void bind_interface(py::module_& module) {
       .def_property_readonly("closed", &Communicator::closed)
       .def("all_gather", &Communicator::all_gather, py::arg("output"), py::arg("input"), label(), Released())
       .def("all_to_all", &Communicator::all_to_all, py::arg("output"), py::arg("input"), label(), Released())
+      .def(
+          "all_to_all_uneven",
+          [](Communicator& self, const at::Tensor& output, const at::Tensor& input,
+             std::vector<std::int64_t> output_counts, std::vector<std::int64_t> input_counts,
+             const std::string& label) {
+            return self.all_to_all_uneven(output, input, {std::move(output_counts), std::move(input_counts)},
+                                          label);
+          },
+          py::arg("output"), py::arg("input"), py::arg("output_counts"), py::arg("input_counts"), label(),
+          Released())
       .def("reduce_scatter", &Communicator::reduce_scatter, py::arg("output"), py::arg("input"),
            py::arg("op"), label(), Released())
       .def("all_reduce", &Communicator::all_reduce, py::arg("tensor"), py::arg("op"), label(), Released())

@@ -56,6 +56,42 @@ void check_exchange(const Communicator& comm, const at::Tensor& output, const at
             describe(comm, "all_to_all"), ": output must not be input");
 }
 
+// Of tensors of one dtype and device, cut into a slice for each rank.
+void check_uneven(const Communicator& comm, const Call& call) {
+  const char* const op = name_of(call.op);
+  check_tensor(comm, op, "output", call.output);
+  check_tensor(comm, op, "input", call.input);
+  BMT_CHECK(
+      TypeError,
+      call.output.scalar_type() == call.input.scalar_type() && call.output.device() == call.input.device(),
+      describe(comm, op), ": output and input must have the same dtype and device, got ",
+      call.output.scalar_type(), " on ", call.output.device(), " and ", call.input.scalar_type(), " on ",
+      call.input.device());
+  const auto check_counts = [&](const char* name, const std::vector<std::int64_t>& counts,
+                                const at::Tensor& tensor) {
+    BMT_CHECK(ValueError, counts.size() == static_cast<std::size_t>(comm.size()), describe(comm, op), ": ",
+              name, " must have a number for each of ", comm.size(), " ranks, got ", counts.size());
+    std::int64_t total = 0;
+    for (const std::int64_t count : counts) {
+      BMT_CHECK(ValueError, 0 <= count && count <= tensor.numel() - total, describe(comm, op), ": ", name,
+                " must be at least 0 and add up to ", tensor.numel(), " elements, got ", count, " after ",
+                total);
+      total += count;
+    }
+    BMT_CHECK(ValueError, total == tensor.numel(), describe(comm, op), ": ", name, " must add up to ",
+              tensor.numel(), " elements, got ", total);
+  };
+  check_counts("output_counts", call.counts->output, call.output);
+  check_counts("input_counts", call.counts->input, call.input);
+  const auto own = static_cast<std::size_t>(comm.rank());
+  BMT_CHECK(ValueError, call.counts->output[own] == call.counts->input[own], describe(comm, op),
+            ": this rank sends itself ", call.counts->input[own], " elements and expects ",
+            call.counts->output[own]);
+  BMT_CHECK(ValueError,
+            call.input.numel() == 0 || comm.size() == 1 || call.output.data_ptr() != call.input.data_ptr(),
+            describe(comm, op), ": output must not be input");
+}
+
 // Whether ordered_reduce can combine values of the tensor's dtype.
 void check_reducible(const Communicator& comm, const char* op, const at::Tensor& tensor, ReduceOp reduce_op) {
   switch (tensor.scalar_type()) {
@@ -106,6 +142,8 @@ void check_arguments(const Communicator& comm, const Call& call) {
       return check_sizes(comm, op, "output", call.output, "input", call.input);
     case Op::kAllToAll:
       return check_exchange(comm, call.output, call.input);
+    case Op::kAllToAllUneven:
+      return check_uneven(comm, call);
     case Op::kAllGatherInPlace:
       check_sizes(comm, op, "output", call.output, "input", call.input, /*rounded=*/true);
       return check_in_place(comm, op, call.output);

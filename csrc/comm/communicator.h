@@ -54,6 +54,7 @@ enum class Op : std::uint8_t {
   kAllGatherInPlace,
   kAllToAll,
   kAllToAllInPlace,
+  kAllToAllUneven,
   kReduceScatter,
   kRingReduceScatter,
   kAllReduce,
@@ -66,6 +67,12 @@ enum class Op : std::uint8_t {
 /// The name in errors, records and traffic; a variant has the name of the plain operation.
 [[nodiscard]] const char* name_of(Op op);
 
+/// Elements of the slices of an all_to_all, by rank.
+struct SliceCounts {
+  std::vector<std::int64_t> output;  // that this rank receives from each
+  std::vector<std::int64_t> input;   // that it sends to each
+};
+
 /// One operation as it was called. Where it works in place, both tensors are the same.
 struct Call {
   Op op;
@@ -75,6 +82,7 @@ struct Call {
   ReduceOp reduce_op = ReduceOp::kSum;
   int peer = -1;                                  // the root, or the other rank of a message
   std::shared_ptr<PeerSlices>* slices = nullptr;  // result of kAllToAllInPlace
+  const SliceCounts* counts = nullptr;            // of kAllToAllUneven
 
   [[nodiscard]] bool is_message() const { return op == Op::kSend || op == Op::kRecv; }
 };
@@ -109,6 +117,12 @@ class Communicator {
   [[nodiscard]] WorkPtr all_to_all(const at::Tensor& output, const at::Tensor& input,
                                    const std::string& label) {
     return start({Op::kAllToAll, output, input, label});
+  }
+  /// An all_to_all of slices of any size, also none, one after the other: this rank sends counts.input[r]
+  /// elements to rank r, which has to expect as many from this one.
+  [[nodiscard]] WorkPtr all_to_all_uneven(const at::Tensor& output, const at::Tensor& input,
+                                          const SliceCounts& counts, const std::string& label) {
+    return start({Op::kAllToAllUneven, output, input, label, ReduceOp::kSum, -1, nullptr, &counts});
   }
   /// input.numel() == size() * output.numel(); output is slice rank() of the reduction.
   [[nodiscard]] WorkPtr reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,

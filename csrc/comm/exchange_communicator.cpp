@@ -106,6 +106,27 @@ void plan_all_to_all(Exchange& exchange, const Communicator& comm) {
   exchange.own = {data_of(exchange.to) + own, data_of(exchange.from) + own, bytes};
 }
 
+void plan_uneven(Exchange& exchange, const Communicator& comm, const Call& call) {
+  const auto element = static_cast<std::int64_t>(call.input.element_size());
+  char* from = data_of(exchange.from);
+  char* to = data_of(exchange.to);
+  for (int r = 0; r < comm.size(); ++r) {
+    const std::int64_t sent = call.counts->input[static_cast<std::size_t>(r)] * element;
+    const std::int64_t received = call.counts->output[static_cast<std::size_t>(r)] * element;
+    if (r == comm.rank()) {
+      exchange.own = {to, from, sent};
+    } else {
+      exchange.sends.push_back({from, sent, r});
+      exchange.receives.push_back({to, received, r});
+      exchange.wire_bytes += sent;
+    }
+    from += sent;
+    to += received;
+  }
+  // As in for_each_peer().
+  std::rotate(exchange.sends.begin(), exchange.sends.begin() + comm.rank(), exchange.sends.end());
+}
+
 void plan_reduce_scatter(Exchange& exchange, const Communicator& comm, const Call& call) {
   send_slices(exchange, comm);
   reduce_with_peers(exchange, comm, call, data_of(exchange.from) + comm.rank() * exchange.bytes,
@@ -216,6 +237,10 @@ Exchange ExchangeCommunicator::exchange_of(const Call& call) const {
     case Op::kAllToAll:
       start(bytes_of(call.input) / size(), 0);
       plan_all_to_all(exchange, *this);
+      break;
+    case Op::kAllToAllUneven:
+      start(0, static_cast<int>(call.input.scalar_type()));  // the ranks' sizes differ
+      plan_uneven(exchange, *this, call);
       break;
     case Op::kReduceScatter:
     case Op::kRingReduceScatter:

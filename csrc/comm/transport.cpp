@@ -12,6 +12,7 @@ const char* name_of(Op op) {
       return "all_gather";
     case Op::kAllToAll:
     case Op::kAllToAllInPlace:
+    case Op::kAllToAllUneven:
       return "all_to_all";
     case Op::kReduceScatter:
     case Op::kRingReduceScatter:

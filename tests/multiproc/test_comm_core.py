@@ -115,6 +115,33 @@ def movement() -> None:
             assert torch.equal(copy, parts[root])
 
 
+def count_of(source: int, target: int) -> int:
+    """Elements that a rank sends to another, or keeps: none for some, more than a ring of shared memory has for one."""
+    return (
+        0 if (source + target) % 3 == 2 else 2_000_003 if source == 1 and target == 0 else 5 * source + target
+    )
+
+
+def uneven() -> None:
+    comm = bmtrain.config["comm"]
+    size, rank = comm.size, comm.rank
+    for dtype in (torch.bfloat16, torch.int64):
+        sent = [values(rank * size + r, count_of(rank, r), dtype) for r in range(size)]
+        received = [values(r * size + rank, count_of(r, rank), dtype) for r in range(size)]
+        result = torch.empty(sum(map(len, received)), dtype=dtype)
+        counts = [len(part) for part in received], [len(part) for part in sent]
+        comm.reset_traffic()
+        comm.all_to_all_uneven(result, torch.cat(sent), *counts).wait()
+        assert torch.equal(result, torch.cat(received))
+        others = sum(counts[1]) - counts[1][rank]
+        assert comm.traffic()["all_to_all"] == (1, others * dtype.itemsize)
+
+
+@cases([1, 2, 4], [4])
+def test_all_to_all_of_any_sizes(transport: str, world: int) -> None:
+    run_over(transport, world, uneven)
+
+
 def reductions() -> None:
     comm = bmtrain.config["comm"]
     size, rank = comm.size, comm.rank
@@ -294,6 +321,16 @@ def bad_arguments() -> None:
     cases = [
         (ValueError, "elements", lambda: comm.all_gather(torch.empty(size * 4 + 1), part)),
         (TypeError, "dtype", lambda: comm.all_gather(whole.double(), part)),
+        (
+            ValueError,
+            "a number for each of",
+            lambda: comm.all_to_all_uneven(part.clone(), part, [], [4]),
+        ),
+        (
+            ValueError,
+            "add up to 4 elements",
+            lambda: comm.all_to_all_uneven(part.clone(), part, [1] * size, [5] + [0] * (size - 1)),
+        ),
         (TypeError, "contiguous", lambda: comm.all_reduce(square.t(), add)),
         (TypeError, "must be on", lambda: comm.all_reduce(torch.empty(4, device="meta"), add)),
         (ValueError, "root", lambda: comm.broadcast(part, size)),

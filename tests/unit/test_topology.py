@@ -47,7 +47,23 @@ def test_groups_are_a_partition_and_the_coordinate_is_the_position(kind: GroupKi
 def test_group_sizes() -> None:
     t = Topology(0, 24, pipe_size=3, tp_size=2)
     sizes = {kind.value: len(t.members(kind)) for kind in GroupKind}
-    assert sizes == {"zero": 24, "tp": 2, "pipe": 3, "tp_zero": 12, "pp_zero": 8, "pp_tp_zero": 4}
+    expected = {"zero": 24, "tp": 2, "pipe": 3, "tp_zero": 12, "pp_zero": 8, "pp_tp_zero": 4}
+    assert sizes == {**expected, "ep": 1, "ep_zero": 24, "pp_ep_zero": 8}
+    t = Topology(0, 24, pipe_size=3, ep_size=4)
+    assert [len(t.members(kind)) for kind in ("ep", "ep_zero", "pp_ep_zero")] == [4, 6, 2]
+
+
+def test_expert_parallel_groups() -> None:
+    t = Topology(5, 8, pipe_size=2, ep_size=2)
+    assert (t.members("ep"), t.members("ep_zero"), t.members("pp_ep_zero")) == ((4, 5), (1, 3, 5, 7), (5, 7))
+    for rank in range(8):
+        t = Topology(rank, 8, pipe_size=2, ep_size=2)
+        for kind in ("ep", "ep_zero", "pp_ep_zero"):
+            assert t.members(kind)[t.get_group_rank(kind)] == rank
+    with pytest.raises(ValueError, match="ep_size: expected a divisor of 4 ranks of a pipeline stage, got 3"):
+        Topology(0, 8, pipe_size=2, ep_size=3)
+    with pytest.raises(ValueError, match="ep_size 2, tp_size 2: .* expected 1 of either"):
+        Topology(0, 8, tp_size=2, ep_size=2)
 
 
 def test_documented_group_names() -> None:

@@ -175,6 +175,7 @@ WRONG: dict[str, dict[str, Callable[[Any], Any]]] = {
         "another shape": lambda x: torch.zeros(x.numel() + 1, dtype=torch.int64),
         "too large": lambda x: x + 100,
     },
+    "mask": {"a list": lambda x: x.tolist(), "another size": lambda x: torch.ones(len(x) + 1)},
     "class weights": {
         "a list": lambda x: x.tolist(),
         "integers": lambda x: x.long(),

@@ -71,6 +71,33 @@ def layers() -> Calls:
     for projection in (n.Projection, n.VPProjection):
         made[f"{projection.__name__}.forward"] = (projection(8, 4, torch.float32), hidden)
     made["VPEmbedding.projection"] = (n.VPEmbedding(8, 4, torch.float32).projection, hidden)
+    sizes: dict[str, tuple[str, Any]] = {
+        "dim": ("size", 4),
+        "hidden_dim": ("size", 6),
+        "num_experts": ("count", 3),
+        "act": ("callable", torch.tanh),
+        "dtype": ("floating dtype", torch.float32),
+    }
+    made["Experts"] = (lambda d, h, e, act, t: n.Experts(d, h, e, act=act, dtype=t), sizes)
+    made["MoE"] = (
+        lambda d, h, e, act, t, k, s, shared: n.MoE(
+            d, h, e, k, scoring=s, shared_hidden_dim=shared, act=act, dtype=t
+        ),
+        {
+            **sizes,
+            "top_k": ("count", 2),
+            "scoring": ("reduction", "softmax"),
+            "shared_hidden_dim": ("size", 0),
+        },
+    )
+    made["Experts.forward"] = (
+        n.Experts(4, 6, 3),
+        {
+            "x": ("features", torch.ones(5, 4)),
+            "top_k_index": ("class indices", torch.zeros(5, 2, dtype=torch.int64)),
+            "top_k_weights": ("a tensor", torch.ones(5, 2)),
+        },
+    )
     chunks = {"async_gather_chunks": ("positive", 2)}
     made["ColumnParallelLinear(chunks)"] = (
         lambda number: n.ColumnParallelLinear(4, 6, async_gather_chunks=number),
@@ -84,7 +111,7 @@ def layers() -> Calls:
 
 
 def losses() -> Calls:
-    """Both losses, their options and inputs."""
+    """The losses, their options and inputs."""
     weight, logits, target = torch.ones(5), torch.ones(3, 5), torch.zeros(3, dtype=torch.int64)
     return {
         "FusedCrossEntropy": (
@@ -99,6 +126,14 @@ def losses() -> Calls:
         "FusedCrossEntropy.forward": (
             bmt.loss.FusedCrossEntropy(),
             {"input": ("logits", logits), "target": ("class indices", target)},
+        ),
+        "load_balancing_loss": (
+            bmt.loss.load_balancing_loss,
+            {"router_logits": ("logits", logits), "top_k": ("count", 2), "mask": ("mask", torch.ones(3))},
+        ),
+        "router_z_loss": (
+            bmt.loss.router_z_loss,
+            {"router_logits": ("logits", logits), "mask": ("mask", torch.ones(3))},
         ),
         "fused_linear_cross_entropy": (
             lambda hidden, table, targets, chunk, weight, ignored, reduction, smoothing: (

@@ -57,10 +57,9 @@ class Loading:
         self._strict = strict
         self._random = random
         manifest = reader.manifest
-        self.same_layout = (manifest.world_size, manifest.tp_size, manifest.pipe_size) == (
-            topology.world_size,
-            topology.tp_size,
-            topology.pipe_size,
+        self.same_layout = all(
+            getattr(manifest, size) == getattr(topology, size)
+            for size in ("world_size", "tp_size", "pipe_size", "ep_size")
         )
         own = manifest.ranks[topology.rank % manifest.world_size]
         self._random_state = own["random"]

@@ -81,7 +81,7 @@ class Manifest:
     Args:
         step: number of finished steps.
         save: names this one act of saving; part of the names of its files.
-        world_size, tp_size, pipe_size: of the run that saved.
+        world_size, tp_size, pipe_size, ep_size: of the run that saved.
         files: by rank.
         tensors: by name.
         values: everything that is not a tensor, the same for all ranks.
@@ -98,6 +98,7 @@ class Manifest:
     values: dict[str, Any] = field(default_factory=dict)
     ranks: list[dict[str, Any]] = field(default_factory=list)
     format: int = FORMAT
+    ep_size: int = 1
 
     def to_bytes(self) -> bytes:
         """The text of the file, with its own checksum."""
@@ -148,6 +149,7 @@ class Manifest:
         manifest = cls(**{**told, "files": files, "tensors": tensors})
         _check_numbers("the manifest", manifest.step)
         _check_numbers("the manifest", manifest.world_size, manifest.tp_size, manifest.pipe_size, least=1)
+        _check_numbers("the manifest", manifest.ep_size, least=1)
         is_known = isinstance(manifest.values, dict) and isinstance(manifest.ranks, list)
         if not (
             is_known and isinstance(manifest.save, str) and all(isinstance(r, dict) for r in manifest.ranks)

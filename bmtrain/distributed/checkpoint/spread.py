@@ -1,4 +1,4 @@
-"""The division of one logical tensor: into tensor-parallel slices, and these into runs."""
+"""The division of one logical tensor: into slices (tensor-parallel ones, or experts), and these into runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ...global_var import context
 from ...parameter import DistributedParameter
 
 __all__ = ["Spread", "local_run", "spread_of"]
@@ -78,18 +77,18 @@ class Spread:
 
 
 def spread_of(param: torch.Tensor) -> Spread:
-    """The present division of the parameter over the tensor-parallel ranks."""
+    """The present division of the parameter over the ranks that have a slice each."""
     if not isinstance(param, DistributedParameter):
         return Spread(tuple(param.shape))
     if param._tp_split_dim < 0:
         return Spread(tuple(param._tp_original_shape))
-    return Spread(tuple(param._tp_original_shape), param._tp_split_dim, context().groups["tp"].size)
+    return Spread(tuple(param._tp_original_shape), param._tp_split_dim, param._slice_group.size)
 
 
 def local_run(param: torch.Tensor) -> tuple[int, int, int]:
     """This rank's part of the parameter: the slice, the first element in it, the number of elements."""
     if not isinstance(param, DistributedParameter):
         return 0, 0, param.numel()
-    part = context().groups["tp"].rank if param._tp_split_dim >= 0 else 0
+    part = param._slice_group.rank if param._tp_split_dim >= 0 else 0
     begin, count = param._spec.local_part
     return part, begin, count

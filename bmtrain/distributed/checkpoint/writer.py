@@ -269,6 +269,7 @@ def _merge(step: int, save: str, topology: Topology, parts: list[dict[str, Any]]
         tensors=tensors,
         values=values,
         ranks=[part["own"] for part in parts],
+        ep_size=topology.ep_size,
     )
     return Manifest.from_bytes(manifest.to_bytes(), "the manifest to be written")
 

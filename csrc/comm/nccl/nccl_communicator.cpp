@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "comm/arguments.h"
+#include "comm/exchange.h"
 #include "comm/host_tensor.h"
 #include "common/check.h"
 
@@ -54,6 +55,18 @@ nccl::Op op_of(ReduceOp op, at::ScalarType dtype) {
 
 bool is_16_bit_float(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
+}
+
+// The slices of a tensor, one after the other, by rank.
+std::vector<Piece> pieces_of(const at::Tensor& tensor, const std::vector<std::int64_t>& counts) {
+  std::vector<Piece> pieces;
+  char* data = data_of(tensor);
+  for (const std::int64_t count : counts) {
+    const std::int64_t bytes = count * static_cast<std::int64_t>(tensor.element_size());
+    pieces.push_back({data, bytes, static_cast<int>(pieces.size())});
+    data += bytes;
+  }
+  return pieces;
 }
 
 // The local half of a sum or average: `received` has one slice per rank.
@@ -129,6 +142,9 @@ std::int64_t NcclCommunicator::wire_bytes(const Call& call) const {
     case Op::kAllToAll:
     case Op::kAllToAllInPlace:
       return bytes_of(call.input) / size() * others;
+    case Op::kAllToAllUneven:
+      return (call.input.numel() - call.counts->input[static_cast<std::size_t>(rank())]) *
+             static_cast<std::int64_t>(call.input.element_size());
     case Op::kReduceScatter:
     case Op::kRingReduceScatter:
       return bytes_of(call.output) * others;
@@ -167,6 +183,8 @@ WorkPtr NcclCommunicator::perform(const Call& call) {
   switch (call.op) {
     case Op::kAllToAll:
       return submit(call, {call.output, call.input}, exchange(call.output, call.input));
+    case Op::kAllToAllUneven:
+      return submit(call, {call.output, call.input}, exchange(call.output, call.input, call.counts));
     case Op::kReduceScatter:
       if (is_16_bit_float(call.input) &&
           (call.reduce_op == ReduceOp::kSum || call.reduce_op == ReduceOp::kAvg)) {
@@ -186,23 +204,31 @@ WorkPtr NcclCommunicator::perform(const Call& call) {
 
 // [Note: Groups of an exchange]
 // Slice r of `input` goes to rank r, which puts it where its `output` has a slice for this rank. That is a
-// message to and one from each rank, and NCCL takes 2,048 calls in a group. A group has the peers at certain
-// distances, so that both sides of a message find it in the same group.
-std::vector<NcclLink::Issue> NcclCommunicator::exchange(const at::Tensor& output,
-                                                        const at::Tensor& input) const {
-  const auto bytes = static_cast<std::size_t>(bytes_of(input) / size());
+// message to and one from each rank (none for slices of no bytes, of which both sides know), and NCCL takes
+// 2,048 calls in a group. A group has the peers at certain distances, so that both sides of a message find it
+// in the same group.
+std::vector<NcclLink::Issue> NcclCommunicator::exchange(const at::Tensor& output, const at::Tensor& input,
+                                                        const SliceCounts* counts) const {
+  const auto even = std::vector<std::int64_t>(static_cast<std::size_t>(size()), input.numel() / size());
+  const auto sent = pieces_of(input, counts == nullptr ? even : counts->input);
+  const auto received = pieces_of(output, counts == nullptr ? even : counts->output);
   std::vector<NcclLink::Issue> groups;
   for (int first = 0; first < size(); first += peers_per_group_) {
-    groups.emplace_back([call = &link_->call(), from = data_of(input), to = data_of(output), bytes, first,
+    groups.emplace_back([call = &link_->call(), sent, received, first,
                          end = std::min(first + peers_per_group_, size()), rank = rank(),
                          size = size()](nccl::Comm comm, nccl::Stream stream) {
-      const auto offset = [bytes](int r) { return static_cast<std::size_t>(r) * bytes; };
       Result result = Result::kSuccess;
       for (int distance = first; distance < end && !nccl::is_error(result); ++distance) {
         const int after = (rank + distance) % size, before = (rank + size - distance) % size;
-        result = call->Send(from + offset(after), bytes, nccl::Type::kUint8, after, comm, stream);
-        if (!nccl::is_error(result)) {
-          result = call->Recv(to + offset(before), bytes, nccl::Type::kUint8, before, comm, stream);
+        const Piece& to = sent[static_cast<std::size_t>(after)];
+        const Piece& from = received[static_cast<std::size_t>(before)];
+        if (to.bytes > 0) {
+          result = call->Send(to.data, static_cast<std::size_t>(to.bytes), nccl::Type::kUint8, after, comm,
+                              stream);
+        }
+        if (from.bytes > 0 && !nccl::is_error(result)) {
+          result = call->Recv(from.data, static_cast<std::size_t>(from.bytes), nccl::Type::kUint8, before,
+                              comm, stream);
         }
       }
       return result;

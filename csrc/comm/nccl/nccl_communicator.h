@@ -64,9 +64,9 @@ class NcclCommunicator final : public Transport {
   [[nodiscard]] WorkPtr move(const Call& call);
   [[nodiscard]] WorkPtr meet(const Call& call);
   [[nodiscard]] nccl::Type type_of(const char* op, const at::Tensor& tensor) const;
-  // One for each group of NCCL's.
-  [[nodiscard]] std::vector<NcclLink::Issue> exchange(const at::Tensor& output,
-                                                      const at::Tensor& input) const;
+  // One for each group of NCCL's. Without `counts` the slices have equal sizes.
+  [[nodiscard]] std::vector<NcclLink::Issue> exchange(const at::Tensor& output, const at::Tensor& input,
+                                                      const SliceCounts* counts = nullptr) const;
   // Bytes that this rank sends for the operation.
   [[nodiscard]] std::int64_t wire_bytes(const Call& call) const;
   [[nodiscard]] WorkPtr submit(const Call& call, std::vector<at::Tensor> tensors,

@@ -1,0 +1,164 @@
+"""Exchange of tokens with experts, each of which runs on one rank of an expert-parallel group.
+
+[Note: Order of tokens at an expert]
+An expert gets its tokens in the order of the ranks they come from, and of each rank in the order of its batch: the
+order of one process that computes the batches of all ranks, one after the other. So a gradient sums the same tokens in
+the same order, whatever the number of ranks that hold experts. A token with several experts sums their results in the
+order of its own list of experts.
+
+A rank sends another one exactly the rows that the other's experts get; nothing is padded, and no token is dropped. All
+ranks of the group take part in each call, with or without tokens of their own or for their experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..global_var import context
+from .engine import current_engine
+
+if TYPE_CHECKING:
+    from .._C import Communicator
+
+#: Computes one rank's experts. Arguments: ``(n, ...)``, the rows of the first expert, then those of the second and so
+#: on; ``(experts,)``, how many rows each has, on the host. Returns ``(n, ...)``, in the same order.
+RunExperts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def run_experts(
+    x: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    num_experts: int,
+    run: RunExperts,
+    trains: bool = True,
+) -> torch.Tensor:
+    """Sends each token to its experts, and adds their results. Collective over the expert-parallel group.
+
+    Args:
+        x: ``(tokens, features)``; ranks may have different numbers of tokens, also none.
+        top_k_index: ``(tokens, k)``, integers: the experts of each token, ``0 <= index < num_experts``.
+        top_k_weights: ``(tokens, k)``, the factor of each result; sums are made in its dtype, or fp32.
+        num_experts: of all ranks; a multiple of the ranks, each of which holds as many, one after the other.
+        run: computes this rank's experts.
+        trains: whether ``run`` uses parameters that require grad; the same on all ranks.
+
+    Returns:
+        ``(tokens, features of the results)``, in the dtype of ``x``.
+    """
+    comm = context().groups["ep"].comm
+    tokens, k = top_k_index.shape
+    expert = top_k_index.reshape(-1)
+    order = expert.argsort(stable=True)
+    back = order.argsort()
+    counts = expert.new_zeros(num_experts).scatter_add_(0, expert, torch.ones_like(expert))
+    rows = _Rows.apply(x, order // k, back, k)
+    if comm.size == 1:
+        results: torch.Tensor = run(rows, counts.cpu())
+    else:
+        by_rank = _gathered(counts, comm)  # (ranks, experts), on the host
+        sent = by_rank[comm.rank].view(comm.size, -1).sum(1).tolist()
+        here = by_rank.view(comm.size, comm.size, -1)[:, comm.rank]  # (ranks, experts of this one)
+        received = here.sum(1).tolist()
+        # What has come is in the order of (rank, expert).
+        numbers = torch.arange(here.shape[1]).repeat(comm.size).repeat_interleave(here.reshape(-1))
+        by_expert = numbers.argsort(stable=True).to(x.device)
+        from_ranks = by_expert.argsort()
+        arrived = _Exchange.apply(rows, received, sent, comm)
+        arrived = _Rows.apply(arrived, by_expert, from_ranks, 1)
+        computed = run(arrived, here.sum(0))
+        if torch.is_grad_enabled() and (trains or arrived.requires_grad):
+            computed = _Connected.apply(computed, arrived if arrived.requires_grad else _a_leaf(computed))
+        results = _Exchange.apply(_Rows.apply(computed, from_ranks, by_expert, 1), sent, received, comm)
+    own: torch.Tensor = _Rows.apply(results, back, order, 1).view(tokens, k, results.shape[-1])
+    dtype = torch.promote_types(torch.float32, top_k_weights.dtype)
+    return (own * top_k_weights.to(dtype).unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+def _gathered(counts: torch.Tensor, comm: Communicator) -> torch.Tensor:
+    """Returns the counts of all ranks, on the host; the one place where the host waits for the device."""
+    counts = counts.to(context().device) if comm.backend == "nccl" else counts.cpu()
+    by_rank = counts.new_empty((comm.size, len(counts)))
+    with current_engine(context()).waiting("experts", "counts"):
+        comm.all_gather(by_rank, counts, "experts.counts").wait()
+    return by_rank.cpu()
+
+
+class _Rows(torch.autograd.Function):
+    """``x[index]``, for an index that has each row of ``x`` ``times`` times: the gradient is a sum in a fixed order.
+
+    ``inverse`` has, row by row of ``x``, the places of the copies of that row in the result.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor, times: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.times = times
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (inverse,) = ctx.saved_tensors
+        rows = grad.index_select(0, inverse)
+        if ctx.times > 1:
+            rows = rows.view(len(rows) // ctx.times, ctx.times, *rows.shape[1:]).sum(1)
+        return rows, None, None, None
+
+
+class _Connected(torch.autograd.Function):
+    """``computed`` as it is, in the graph of ``anchor``.
+
+    Experts without tokens may return zeros that depend on nothing. Backward sends gradients through the exchanges of
+    all ranks, so each rank must have both exchanges in its graph.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, computed: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        return computed.view_as(computed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
+
+
+def _a_leaf(like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty(0).requires_grad_()
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows sent to, and received from, each rank of a group; backward sends gradients the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, received: list[int], sent: list[int], comm: Communicator
+    ) -> torch.Tensor:
+        ctx.received, ctx.sent, ctx.comm = received, sent, comm
+        return _exchanged(rows, received, sent, comm)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _exchanged(grad, ctx.sent, ctx.received, ctx.comm), None, None, None
+
+
+def _exchanged(rows: torch.Tensor, received: list[int], sent: list[int], comm: Communicator) -> torch.Tensor:
+    result = rows.new_empty((sum(received), *rows.shape[1:]))
+    width = rows.shape[1:].numel()
+    work = comm.all_to_all_uneven(
+        result,
+        rows.detach().contiguous(),
+        [number * width for number in received],
+        [number * width for number in sent],
+        "experts.rows",
+    )
+    with current_engine(context()).waiting("experts", "rows"):
+        work.wait()
+    return result

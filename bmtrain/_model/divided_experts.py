@@ -1,0 +1,90 @@
+"""Experts of other libraries, such as transformers, divided over expert-parallel ranks.
+
+A module of experts is recognised by its call, ``forward(hidden_states, indices, weights)`` with ``(tokens, features)``
+and twice ``(tokens, k)``, and by its parameters, each of which has a slice along dim 0 for each of ``num_experts``. A
+rank keeps the slices of its own experts, and calls the module's forward with their tokens, one expert each, with
+weight 1.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from .._engine.experts import run_experts
+from ..global_var import context
+
+__all__ = ["DividedExperts", "can_divide", "divide_experts", "own_experts", "takes_routing"]
+
+_ALL = "_num_experts_of_all_ranks"
+
+
+def takes_routing(module_class: type[torch.nn.Module]) -> bool:
+    """Whether modules of this class are called with hidden states, indices of experts, and their weights."""
+    try:
+        names = list(inspect.signature(module_class.forward).parameters)[1:]
+    except (TypeError, ValueError):
+        return False
+    return (
+        len(names) == 3
+        and names[0] == "hidden_states"
+        and "ind" in names[1]  # top_k_index, router_indices, selected_indices
+        and "weights" in names[2]
+    )
+
+
+def can_divide(module: torch.nn.Module) -> bool:
+    """Whether ``module`` holds experts that are to be divided over several ranks.
+
+    Raises:
+        ValueError: they do not divide.
+    """
+    ep_size = context().topology.ep_size
+    number = getattr(module, "num_experts", None)
+    if ep_size == 1 or not takes_routing(type(module)) or type(number) is not int:
+        return False
+    own = list(module.parameters(recurse=False))
+    if not own or len(own) != len(list(module.parameters())):
+        return False
+    if any(param.dim() == 0 or param.shape[0] != number for param in own):
+        return False
+    if number % ep_size:
+        raise ValueError(
+            f"{type(module).__name__}: expected a number of experts that divides by ep_size {ep_size}, got {number}"
+        )
+    return True
+
+
+def divide_experts(module: Any) -> None:
+    """Makes ``module`` one of this rank's share of experts; its parameters are the caller's to cut."""
+    module.__dict__[_ALL] = module.num_experts
+    module.num_experts //= context().topology.ep_size
+
+
+def own_experts(param: torch.Tensor) -> torch.Tensor:
+    """Returns the slices of this rank's experts."""
+    ep = context().groups["ep"]
+    return param.detach().chunk(ep.size)[ep.rank]
+
+
+class DividedExperts:
+    """Base class of converted modules of experts; where one rank holds all of them, the module is called as before."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        number = vars(self).get(_ALL)
+        run_here = super().forward  # type: ignore[misc]
+        if number is None:
+            result: torch.Tensor = run_here(hidden_states, index, weights)
+            return result
+
+        def run(rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+            own = torch.arange(len(numbers)).repeat_interleave(numbers).to(rows.device).unsqueeze(1)
+            computed: torch.Tensor = run_here(rows, own, torch.ones_like(own, dtype=rows.dtype))
+            return computed
+
+        trains = any(param.requires_grad for param in self.parameters())  # type: ignore[attr-defined]
+        return run_experts(hidden_states, index, weights, number, run, trains)

@@ -1,0 +1,249 @@
+"""Mixtures of experts, divided over ranks or not, against plain PyTorch in one process with all ranks' tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import run_ranks
+
+import bmtrain
+from bmtrain._shards.full_values import full_value
+from bmtrain.distributed import checkpoint
+from bmtrain.loss import load_balancing_loss, router_z_loss
+
+DIM, HIDDEN, EXPERTS, TOP_K, LAYERS = 16, 24, 4, 2, 3
+#: Added to the experts' logits.
+ROUTED = {"free": [0.0, 0, 0, 0], "all to two": [20.0, 0, 0, 20], "none to one": [0.0, -20, 0, 0]}
+LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]
+
+
+class Layer(bmtrain.DistributedModule):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.moe = bmtrain.nn.MoE(DIM, HIDDEN, EXPERTS, TOP_K, **options)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, logits = self.moe(torch.tanh(x))
+        return x + y, logits
+
+
+class Model(bmtrain.DistributedModule):
+    def __init__(self, recompute: str, **options: Any) -> None:
+        super().__init__()
+        policy = bmtrain.BlockPolicy(recompute=recompute)
+        self.layers = torch.nn.ModuleList(
+            bmtrain.Block(Layer(**options), policy=policy) for _ in range(LAYERS)
+        )
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = []
+        for layer in self.layers:
+            x, found = layer(x)
+            logits.append(found)
+        return x, torch.cat(logits)
+
+
+def plain_moe(x: torch.Tensor, weights: dict[str, torch.Tensor], options: dict[str, Any]) -> Any:
+    """The layer as its docstring describes it, one expert after the other."""
+    logits = x @ weights["router.weight"].T
+    scores = logits.softmax(-1) if options.get("scoring", "softmax") == "softmax" else logits.sigmoid()
+    factors, index = scores.topk(TOP_K, dim=-1)
+    if options.get("normalize", True):
+        factors = factors / factors.sum(-1, keepdim=True)
+    y = torch.zeros_like(x)
+    for expert in range(EXPERTS):
+        gate, up = (x @ weights["experts.gate_up"][expert].T).chunk(2, dim=-1)
+        of_all = (F.silu(gate) * up) @ weights["experts.down"][expert].T
+        y = y + of_all * (factors * (index == expert)).sum(-1, keepdim=True)
+    if options.get("shared_hidden_dim"):
+        gate, up = (x @ weights["shared_gate_up.weight"].T).chunk(2, dim=-1)
+        y = y + (F.silu(gate) * up) @ weights["shared_down.weight"].T
+    return y, logits
+
+
+def plain_loss(x: torch.Tensor, target: torch.Tensor, weights: dict[str, torch.Tensor], options: Any) -> Any:
+    all_logits = []
+    for layer in range(LAYERS):
+        prefix = f"layers.{layer}.moe."
+        own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+        y, logits = plain_moe(torch.tanh(x), own, options)
+        x = x + y
+        all_logits.append(logits)
+    logits = torch.cat(all_logits)
+    frequencies = torch.zeros_like(logits).scatter_(-1, logits.topk(TOP_K).indices, 1).mean(0)
+    balance = EXPERTS * (frequencies * logits.softmax(-1).mean(0)).sum()
+    z = torch.logsumexp(logits, -1).square().mean()
+    return (x * target).sum() / len(x) + 0.1 * balance + 0.01 * z
+
+
+def tokens_of(rank: int, world: int, numbers: str) -> tuple[torch.Tensor, torch.Tensor]:
+    count = 10 if numbers == "even" else (7 * rank) % 12  # the first rank has none, unless it is alone
+    count = max(count, 5) if world == 1 else count
+    generator = torch.Generator().manual_seed(rank)
+    x, target = (torch.randn(count, DIM, generator=generator) for _ in range(2))
+    x[:, 0] = 3  # about 1 after tanh, for `ROUTED`
+    return x, target
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    scale = expected.abs().max().clamp_min(1e-3)
+    assert ((found - expected).abs().max() / scale) < 1e-6, what
+
+
+def merged_gradient(param: Any) -> torch.Tensor:
+    gradient = param.gather_grad()
+    if not param._ep_mode:
+        return gradient
+    parts = bmtrain.distributed.all_gather(gradient, comm=bmtrain.config["ep_comm"])
+    return parts.flatten(0, 1)
+
+
+def train(routing: str, numbers: str, recompute: str, options: dict[str, Any]) -> None:
+    rank, world = bmtrain.rank(), bmtrain.world_size()
+    model = Model(recompute, **options)
+    bmtrain.init_parameters(model)
+    for name, param in model.named_parameters():
+        if name.endswith("router.weight"):
+            router = full_value(param)
+            router[:, 0] += torch.tensor(ROUTED[routing])
+            param.load(router)
+    weights = {name: full_value(param).clone().requires_grad_() for name, param in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = bmtrain.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    plain = torch.optim.SGD(weights.values(), lr=0.1)
+    x, target = tokens_of(rank, world, numbers)
+    everybody = [tokens_of(r, world, numbers) for r in range(world)]
+    all_x, all_target = (torch.cat(parts) for parts in zip(*everybody, strict=True))
+    for _ in range(3):
+        manager.zero_grad()
+        y, logits = model(x)
+        own = (y * target).sum() * world / len(all_x)
+        loss = own + 0.1 * load_balancing_loss(logits, TOP_K) + 0.01 * router_z_loss(logits)
+        manager.backward(loss)
+        plain.zero_grad()
+        expected = plain_loss(all_x, all_target, weights, options)
+        expected.backward()
+        mean = bmtrain.distributed.all_reduce(loss.detach(), "avg")
+        close(mean + 10, expected.detach() + 10, "loss")  # a sum of large terms of both signs
+        for name, param in model.named_parameters():
+            close(merged_gradient(param), weights[name].grad, name)
+        norm = manager.clip_grad_norm(optimizer.param_groups, 0.1)
+        close(norm.float(), torch.nn.utils.clip_grad_norm_(list(weights.values()), 0.1), "norm")
+        manager.step()
+        plain.step()
+    for name, param in model.named_parameters():
+        close(full_value(param), weights[name].detach(), name)
+
+
+def save(folder: str) -> None:
+    model = Model("whole")
+    bmtrain.init_parameters(model)
+    optimizer = bmtrain.optim.AdamOptimizer(model.parameters(), lr=1e-2)
+    manager = bmtrain.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    for _ in range(2):
+        manager.zero_grad()
+        manager.backward(model(torch.ones(4, DIM))[0].square().mean())
+        manager.step()
+    checkpoint.save(folder, 2, model, manager)
+    bmtrain.save(model, f"{folder}/whole.pt")
+
+
+def load(folder: str) -> tuple[dict[str, torch.Tensor], dict[Any, Any]]:
+    model = Model("whole")
+    bmtrain.init_parameters(model)
+    manager = bmtrain.optim.OptimManager()
+    optimizer = bmtrain.optim.AdamOptimizer(model.parameters(), lr=1e-2)
+    manager.add_optimizer(optimizer)
+    checkpoint.load(folder, model, manager)
+    weights = {name: full_value(param) for name, param in model.named_parameters()}
+    bmtrain.load(model, f"{folder}/whole.pt")
+    for name, param in model.named_parameters():
+        assert torch.equal(full_value(param), weights[name])
+    return weights, optimizer.state_dict(gather=True)["state"]
+
+
+def test_checkpoints_fit_any_division(tmp_path: Path) -> None:
+    run_ranks(4, save, str(tmp_path), init={"ep_size": 2})
+    found = [run_ranks(world, load, str(tmp_path), init={"ep_size": ep})[0] for world, ep in LAYOUTS]
+    for weights, state in found[1:]:
+        torch.testing.assert_close(weights, found[0][0], rtol=0, atol=0)
+        torch.testing.assert_close(state, found[0][1], rtol=0, atol=0)
+
+
+def initial() -> dict[str, torch.Tensor]:
+    model = Model("whole")
+    bmtrain.init_parameters(model)
+    return {name: full_value(param) for name, param in model.named_parameters()}
+
+
+def test_initial_values_are_the_same() -> None:
+    found = [run_ranks(world, initial, init={"ep_size": ep})[0] for world, ep in LAYOUTS]
+    for values in found[1:]:
+        torch.testing.assert_close(values, found[0], rtol=0, atol=0)
+
+
+def count_bytes() -> tuple[dict[str, Any], int]:
+    experts = bmtrain.nn.Experts(DIM, HIDDEN, EXPERTS)
+    bmtrain.init_parameters(experts)
+    comm, tokens = bmtrain.config["ep_comm"], 6
+    index = torch.arange(tokens * TOP_K).view(tokens, TOP_K) % EXPERTS
+    x = torch.randn(tokens, DIM, requires_grad=True)
+    comm.reset_traffic()
+    experts(x, index, torch.ones(tokens, TOP_K)).sum().backward()
+    return comm.traffic(), tokens * TOP_K // 2 * DIM * 4
+
+
+def test_sends_the_rows_of_other_ranks_and_nothing_else() -> None:
+    for traffic, bytes_of_others in run_ranks(2, count_bytes, init={"ep_size": 2}):
+        assert traffic["all_to_all"] == (4, 4 * bytes_of_others)  # there and back, and their gradients
+        assert traffic["all_gather"] == (1, EXPERTS * 8)
+
+
+def refused() -> None:
+    with pytest.raises(ValueError, match="num_experts: expected a multiple of ep_size 2, got 3"):
+        bmtrain.nn.MoE(4, 4, 3)
+    with pytest.raises(ValueError, match="top_k: expected at most num_experts 4, got 5"):
+        bmtrain.nn.MoE(4, 4, 4, 5)
+    with pytest.raises(ValueError, match="scoring: expected 'softmax' or 'sigmoid'"):
+        bmtrain.nn.MoE(4, 4, 4, scoring="tanh")
+    layer = bmtrain.nn.MoE(4, 4, 4)
+    bmtrain.init_parameters(layer)
+    with pytest.raises(ValueError, match="expected a last dim of 4"):
+        layer.experts(torch.ones(2, 3), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
+    with pytest.raises(ValueError, match=r"expected \(tokens, 4\) and \(tokens, k\)"):
+        layer.experts(torch.ones(2, 4), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+
+
+def test_wrong_arguments_are_named() -> None:
+    run_ranks(2, refused, init={"ep_size": 2})
+
+
+@pytest.mark.parametrize("routing", ["all to two", "none to one"])
+@pytest.mark.parametrize(("world", "ep_size"), [(2, 2), (4, 2)])
+def test_experts_without_tokens(world: int, ep_size: int, routing: str) -> None:
+    run_ranks(world, train, routing, "uneven", "whole", {}, init={"ep_size": ep_size})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"scoring": "sigmoid"}, id="sigmoid"),
+        pytest.param({"normalize": False}, id="not normalized"),
+        pytest.param({"shared_hidden_dim": 8}, id="shared"),
+    ],
+)
+def test_options(options: dict[str, Any]) -> None:
+    run_ranks(2, train, "free", "even", "whole", options, init={"ep_size": 2})
+
+
+@pytest.mark.parametrize("recompute", ["off", "whole"])
+@pytest.mark.parametrize("numbers", ["even", "uneven"])
+@pytest.mark.parametrize(("world", "ep_size"), LAYOUTS)
+def test_trains_like_one_process(world: int, ep_size: int, numbers: str, recompute: str) -> None:
+    run_ranks(world, train, "free", numbers, recompute, {}, init={"ep_size": ep_size})

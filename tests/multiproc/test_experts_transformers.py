@@ -1,0 +1,98 @@
+"""Mixtures of transformers with experts divided over ranks, against the plain model in one process."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+
+import bmtrain
+from bmtrain._shards.full_values import full_value
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("transformers is not installed", allow_module_level=True)
+
+COMMON = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+}
+#: Of each architecture: its configuration, and how many of its modules hold experts that are divided.
+FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
+    "Mixtral": ({"num_local_experts": 4}, 2),
+    "Qwen2Moe": ({"num_experts": 4, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 12}, 2),
+    "Qwen3Moe": ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 8}, 2),
+    "Olmoe": ({"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}, 2),
+    "GptOss": ({"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}, 2),
+    "DeepseekV3": (
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 8,
+            "num_key_value_heads": 2,
+        },
+        1,
+    ),
+    "GraniteMoe": ({"num_local_experts": 4, "num_experts_per_tok": 2}, 2),
+    "Llama": ({}, 0),
+}
+
+
+def inputs(rank: int) -> torch.Tensor:
+    return torch.randint(1, 50, (2, 8), generator=torch.Generator().manual_seed(rank))
+
+
+def train(family: str, divided: int) -> None:
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**{**COMMON, **FAMILIES[family][0]})
+    torch.manual_seed(1)
+    plain = getattr(transformers, f"{family}ForCausalLM")(config).train()
+    model = bmtrain.BMTrainModelWrapper(copy.deepcopy(plain))
+    assert sum(p._ep_mode for p in model.parameters()) >= divided
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    ids = inputs(bmtrain.rank())
+    everybody = torch.cat([inputs(rank) for rank in range(bmtrain.world_size())])
+    manager = bmtrain.optim.OptimManager()
+    manager.add_optimizer(optimizers[1])
+    for _ in range(3):
+        manager.zero_grad()
+        optimizers[0].zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        manager.backward(loss)
+        expected = plain(input_ids=everybody, labels=everybody).loss
+        expected.backward()
+        mean = bmtrain.distributed.all_reduce(loss.detach(), "avg")
+        torch.testing.assert_close(mean, expected.detach(), rtol=1e-6, atol=0)
+        norm = manager.clip_grad_norm(optimizers[1].param_groups, 1.0)
+        known = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        torch.testing.assert_close(norm.float(), known, rtol=2e-6, atol=0)
+        manager.step()
+        optimizers[0].step()
+    values = {name: full_value(param) for name, param in model.named_parameters()}
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(values[name], param.detach(), rtol=1e-6, atol=1e-6, msg=name)
+    state = model.state_dict()
+    plain.load_state_dict(state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_divided_experts_are_the_model(family: str) -> None:
+    run_ranks(2, train, family, FAMILIES[family][1], init={"ep_size": 2}, timeout=200)
