@@ -73,7 +73,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     memory.add_argument("--no-recompute", action="store_true", help="keep activations for backward")
     memory.add_argument("--offload", action="store_true", help="optimizer state in host memory")
     memory.add_argument(
-        "--state-dtype", choices=("fp32", "bf16", "int8"), default="fp32", help="of Adam's moments"
+        "--state-dtype", choices=("fp32", "bf16", "int8"), default="fp32", help="of the moments"
     )
 
     files = parser.add_argument_group("files")
@@ -110,8 +110,8 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
                 f"got {options.num_heads}"
             )
         options.dim_head = options.dim_model // options.num_heads
-    if options.optimizer == "muon" and (options.offload or options.state_dtype != "fp32"):
-        parser.error("--optimizer muon: expected neither --offload nor --state-dtype, which Adam has")
+    if options.optimizer == "muon" and options.offload:
+        parser.error("--optimizer muon: expected no --offload, which Adam has")
     options.dim_ff = options.dim_ff or 4 * options.dim_model
     return options
 

@@ -154,6 +154,7 @@ def make_optimizer(options: argparse.Namespace, model: GPT) -> torch.optim.Optim
             weight_decay=options.weight_decay,
             adjust_lr_fn="match_rms_adamw",
             splits={"*.project_qkv": 3},
+            state_dtype=arguments["state_dtype"],
         )
     if options.offload:
         return bmt.optim.AdamOffloadOptimizer(model.parameters(), **arguments)

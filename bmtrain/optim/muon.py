@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._narrow import read_state_dtype
 from ._of_torch import is_of_torch, joined
 from ._rules import members_of, table_of
 from ._sharded import ShardedOptimizer
@@ -52,6 +53,8 @@ class MuonOptimizer(ShardedOptimizer):
         splits: matrices that are several in one, by pattern: a number of equal parts, such as ``{"*.qkv": 3}``, or the
             rows of each part. Parts are orthogonalised separately, with the bits of separate matrices. Parts of more
             than two dimensions (stacked experts) divide the rows of all matrices, one below the other.
+        state_dtype: of momentum and moments, as for `AdamOffloadOptimizer`: ``"bfloat16"`` or ``"int8"``. The momentum
+            of a matrix is computed by several operations of torch then, with a temporary fp32 copy.
 
     Raises:
         TypeError: an argument is of another type.
@@ -86,6 +89,7 @@ class MuonOptimizer(ShardedOptimizer):
         adam_weight_decay: float | None = None,
         rules: Mapping[str, str] | None = None,
         splits: Mapping[str, int | Sequence[int]] | None = None,
+        state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
         options = {
             "lr": lr,
@@ -102,7 +106,8 @@ class MuonOptimizer(ShardedOptimizer):
             "adam_weight_decay": adam_weight_decay,
         }
         formula = {"options": options, "rules": rules, "splits": splits}
-        super().__init__(params, {"lr": lr}, formula=formula)
+        place = {"state_dtype": read_state_dtype(state_dtype)}
+        super().__init__(params, {"lr": lr}, formula=formula, place=place)
         self._formula.names.check()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

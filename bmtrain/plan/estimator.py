@@ -223,15 +223,16 @@ def model_state_bytes(
     Args:
         num_ranks: that share parameters outside blocks.
         num_sharing: that share a block; default: as many. 1 is level 0.
-        state_dtype: of Adam's moments.
+        state_dtype: of the moments.
         optimizer: ``"adam"``, or ``"muon"``, which keeps one moment less in blocks. (Their vectors count as matrices.)
     """
     sizes = {"weights": 0, "gradients": 0, "optimizer": 0}
     for block in model.blocks:
         for buffer in block.buffers:
             numel = buffer.partition(num_sharing or num_ranks)
-            state = adam_bytes(buffer.element_size, state_dtype, in_block=True)
-            _add(sizes, numel, buffer.element_size, state - 4 * (optimizer == "muon"), buffer.trains)
+            num_moments = 1 if optimizer == "muon" else 2
+            state = adam_bytes(buffer.element_size, state_dtype, in_block=True, num_moments=num_moments)
+            _add(sizes, numel, buffer.element_size, state, buffer.trains)
     for param in model.outside:
         state = adam_bytes(param.element_size, state_dtype, in_block=False)
         _add(sizes, param.partition(num_ranks), param.element_size, state, param.trains)

@@ -28,12 +28,12 @@ class TrainingPolicy:
         compute_dtype: the dtype in which blocks of fp32 parameters compute, as for :class:`bmtrain.BlockPolicy`.
         gather_dtype: the dtype in which their parameters are gathered, as for :class:`bmtrain.BlockPolicy`.
         reduce: the reduction of gradients, as for :class:`bmtrain.BlockPolicy`.
-        state_dtype: of Adam's moments, as for :class:`bmtrain.optim.AdamOptimizer`.
+        state_dtype: of the moments, as for :class:`bmtrain.optim.AdamOptimizer`.
         optimizer: ``"adam"``, or ``"muon"`` for :class:`bmtrain.optim.MuonOptimizer`: its memory is predicted, not the
             time of the orthogonalisation.
 
     Raises:
-        ValueError: a number out of its range, or Muon with offload, tensor parallelism or another ``state_dtype``.
+        ValueError: a number out of its range, or Muon with offload.
 
     Example:
         >>> from bmtrain.plan import TrainingPolicy
@@ -63,12 +63,8 @@ class TrainingPolicy:
             raise ValueError(f"offload: expected 0 to 1, got {self.offload}")
         if self.optimizer not in ("adam", "muon"):
             raise ValueError(f"optimizer: expected 'adam' or 'muon', got {self.optimizer!r}")
-        if self.optimizer == "muon" and (
-            self.offload or self.tp_size > 1 or self.state_dtype != torch.float32
-        ):
-            raise ValueError(
-                "optimizer: expected neither offload nor tensor parallelism nor another state_dtype with 'muon'"
-            )
+        if self.optimizer == "muon" and self.offload:
+            raise ValueError("optimizer: expected no offload with 'muon'")
         if isinstance(self.recompute, bool):
             object.__setattr__(self, "recompute", Recompute.WHOLE if self.recompute else Recompute.OFF)
         object.__setattr__(self, "recompute", self.block_policy().recompute)

@@ -1,4 +1,4 @@
-"""Adam with moments in 8 and 16 bits: any number of ranks has the same bits, memory as predicted, losses as in fp32."""
+"""Moments in 8 and 16 bits: any number of ranks has the same bits, memory as predicted, losses as in fp32."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from bmtrain.distributed import checkpoint
 from bmtrain.parameter import shard_of
 
 EXAMPLE = str(Path(__file__).parents[2] / "example")
-CLASSES: dict[str, Any] = {"device": bmt.optim.AdamOptimizer, "offload": bmt.optim.AdamOffloadOptimizer}
+CLASSES: dict[str, Any] = {
+    "device": bmt.optim.AdamOptimizer,
+    "offload": bmt.optim.AdamOffloadOptimizer,
+    "muon": bmt.optim.MuonOptimizer,
+}
 
 
 class Model(bmt.DistributedModule):

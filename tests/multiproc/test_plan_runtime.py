@@ -127,20 +127,23 @@ def test_prediction_is_what_is_counted(world, options, dtype, dim) -> None:
             assert counted <= predicted <= 1.05 * counted + 200_000, name
 
 
-def state_of_muon(dtype: torch.dtype) -> tuple[int, int]:
+def state_of_muon(dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[int, int]:
     model = gpt(TrainingPolicy(micro_batch=2), dtype, DIM)
     batch = torch.randint(0, 101, (2, 33))
-    optimizer = bmt.optim.MuonOptimizer(model.parameters())
+    optimizer = bmt.optim.MuonOptimizer(model.parameters(), state_dtype=state_dtype)
     model(batch).backward()
     optimizer.step()
     described = describe_module(model, batch)
-    predicted = bmt.plan.model_state_bytes(described, bmt.world_size(), optimizer="muon")
+    predicted = bmt.plan.model_state_bytes(
+        described, bmt.world_size(), state_dtype=state_dtype, optimizer="muon"
+    )
     return predicted["optimizer"], bmt.memory_report(model, optimizer).optimizer
 
 
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_state_of_muon_is_predicted(dtype: torch.dtype) -> None:
-    for predicted, counted in run_ranks(2, state_of_muon, dtype):
+def test_state_of_muon_is_predicted(dtype: torch.dtype, state_dtype: torch.dtype) -> None:
+    for predicted, counted in run_ranks(2, state_of_muon, dtype, state_dtype):
         assert predicted == pytest.approx(counted, abs=200_000, rel=0.05)
 
 

@@ -15,7 +15,7 @@ from ..formulas import Part
 from .place import Place, States
 from .ranges import compute_alike, compute_on_host, split
 
-__all__ = ["OnDevice", "apply_by_torch", "widened"]
+__all__ = ["OnDevice", "apply_by_torch", "is_narrow", "widened"]
 
 
 class OnDevice(Place):
@@ -23,7 +23,7 @@ class OnDevice(Place):
 
     def apply(self, parts: list[Part], states: States, *, is_early: bool) -> None:
         on_host, elsewhere = split(parts, lambda _, u: u.param.is_cpu)
-        narrow, wide = split(elsewhere, _is_narrow)
+        narrow, wide = split(elsewhere, is_narrow)
         compute_on_host(on_host, as_torch=True)
         _compute(wide)
         for part in narrow:
@@ -38,7 +38,8 @@ def _compute(parts: Sequence[Part]) -> None:
     apply_by_torch(by_torch)
 
 
-def _is_narrow(part: Part, update: Update) -> bool:
+def is_narrow(part: Part, update: Update) -> bool:
+    """Whether an array of the state is narrower than fp32."""
     return any(update.state[name].dtype is not torch.float32 for name in part.names)
 
 

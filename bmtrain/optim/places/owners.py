@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from .._owners import Team, Transfer, is_here, owners_of
 from .._updates import Update
 from ..formulas import Part
-from .device import OnDevice
+from .device import OnDevice, is_narrow, widened
 from .place import States
 
 __all__ = ["OnOwners"]
@@ -37,7 +38,7 @@ class _Matrix:
     def __init__(self, part: Part, update: Update) -> None:
         self._formula: Any = part.formula
         self._numbers = part.numbers
-        self.update = update
+        self._part, self.update = part, update
         self.team = Team(update.param)
 
     @property
@@ -48,7 +49,10 @@ class _Matrix:
     def gather(self, owner: int) -> None:
         """Posts the messages to the owner."""
         self._transfer = Transfer(self.update.param, owner)
-        self._transfer.gather(self._formula.start(self.update, self._numbers).reshape(-1))
+        narrow = is_narrow(self._part, self.update)
+        with widened(self.update, self._part.names) if narrow else nullcontext(self.update) as update:
+            local = self._formula.start(update, self._numbers)
+        self._transfer.gather(local.reshape(-1))
 
     def transform(self) -> None:
         """Computes the result at the owner, and posts its messages."""
