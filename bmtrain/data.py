@@ -25,10 +25,10 @@ def loader(
     """Loads a dataset in batches, with different samples on each rank.
 
     A step takes the next ``batch_size * W`` samples of the epoch's order, of which rank *r* of *W* gets every *W*-th,
-    beginning with the *r*-th, as with torch's ``DistributedSampler``. Tensor-parallel ranks, which compute one loss
-    together, get the same samples. With virtual shards a batch belongs to one shard, and shards take the place of
-    ranks: a step sees the same samples on any number of ranks. Samples at the end of an epoch that do not fill a step
-    are dropped.
+    beginning with the *r*-th, as with torch's ``DistributedSampler``. The ranks of a tensor-parallel group get the same
+    samples, and so do ranks that divide the tokens of one batch (``sp_size``). With virtual shards a batch belongs to
+    one shard, and shards take the place of ranks: a step sees the same samples on any number of ranks. Samples at the
+    end of an epoch that do not fill a step are dropped.
 
     Args:
         dataset: has a length and takes indices; the same on all ranks.
@@ -66,7 +66,7 @@ def loader(
     ):
         raise TypeError(
             f"dataset: expected one with a length and indices, got {type(dataset).__name__}; one that is only iterated "
-            'has to leave out the samples of other ranks itself: by config["tp_zero_rank"] of config["tp_zero_size"]'
+            'has to leave out the samples of other ranks itself: by config["dp_rank"] of config["dp_size"]'
         )
     for name in _CHOSEN_HERE:
         if name in options:
@@ -75,7 +75,7 @@ def loader(
     if ctx.virtual_shards:
         parts, mine = ctx.virtual_shards, shards_of(ctx.topology, ctx.virtual_shards)
     else:
-        parts, mine = config["tp_zero_size"], [config["tp_zero_rank"]]
+        parts, mine = config["dp_size"], [config["dp_rank"]]
     batches = _Batches(
         len(dataset),  # type: ignore[arg-type]  # a Dataset need not have a length, this one has
         batch_size,
@@ -233,8 +233,8 @@ def adapt_distributed_sampler() -> None:
         **kwargs: Any,
     ) -> None:
         if _context.current() is not None and not torch.distributed.is_initialized():
-            num_replicas = config["tp_zero_size"] if num_replicas is None else num_replicas
-            rank = config["tp_zero_rank"] if rank is None else rank
+            num_replicas = config["dp_size"] if num_replicas is None else num_replicas
+            rank = config["dp_rank"] if rank is None else rank
         plain(self, dataset, num_replicas, rank, *args, **kwargs)
 
     init._bmtrain = True  # type: ignore[attr-defined]

@@ -80,6 +80,7 @@ def init_distributed(
     virtual_shards: int | None = None,
     ep_size: int = 1,
     survive: int = 0,
+    sp_size: int = 1,
 ) -> None:
     """Joins the other ranks of the job and makes this process ready for everything else in the library.
 
@@ -109,6 +110,7 @@ def init_distributed(
         ep_size: ranks that hold the experts of a :class:`bmtrain.nn.MoE` together (expert parallelism).
         survive: number of ranks that may be lost at once while the others continue: 0 or 1. Needs ``virtual_shards``
             and CPU ranks; see `docs/howto/survive.md`.
+        sp_size: ranks that divide the tokens of one batch, see :func:`bmtrain.shard_sequence`.
 
     Raises:
         ValueError: an argument or launch variable that makes no sense, or that differs between ranks.
@@ -135,13 +137,15 @@ def init_distributed(
             "init_distributed(SEED) is deprecated: write init_distributed(seed=SEED)",
         )
     options = InitOptions.check(
-        seed, pipe_size, num_micro_batches, tp_size, ep_size, zero_level, backend, timeout
+        seed, pipe_size, num_micro_batches, tp_size, ep_size, zero_level, backend, timeout, sp_size
     )
     factor, steps = check_loss_scale(loss_scale_factor, loss_scale_steps)
     launch = read_launch(init_method, os.environ, sys.argv)
     if plan is not None:
         plan.require_fit(launch.world_size)
-    place = Topology(launch.rank, launch.world_size, options.pipe_size, options.tp_size, options.ep_size)
+    place = Topology(
+        launch.rank, launch.world_size, options.pipe_size, options.tp_size, options.ep_size, options.sp_size
+    )
     options.virtual_shards = check_count(virtual_shards, place)
     options.survive = check_survive(survive, options)
     several = launch.world_size > 1
@@ -171,6 +175,7 @@ def init_distributed(
         place.tp_size,
         place.ep_size,
     )
+    _log.info("bmtrain: %s", place)
 
 
 def _alone(launch: Launch, place: Topology, options: InitOptions) -> Context:
@@ -201,6 +206,7 @@ def _join(launch: Launch, place: Topology, options: InitOptions) -> Context:
             "num_micro_batches": options.micros,
             "tp_size": options.tp_size,
             "ep_size": options.ep_size,
+            "sp_size": options.sp_size,
             "zero_level": options.zero_level,
             "backend": options.backend,
             "virtual_shards": options.virtual_shards,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -21,6 +22,7 @@ class GroupKind(str, Enum):
     EP = "ep"  # consecutive ranks that hold the experts of a layer together
     EP_ZERO = "ep_zero"  # ranks with equal ep coordinate: shards of the same experts
     PP_EP_ZERO = "pp_ep_zero"  # ranks of one stage with equal ep coordinate
+    SP = "sp"  # ranks that divide the tokens of one batch among themselves
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,9 @@ class Topology:
     """The place of one rank in a world cut into ``pipe_size`` stages of groups of ``tp_size`` ranks.
 
     With ``S = world_size // pipe_size`` ranks in a stage, rank ``r`` is number ``r % S`` of stage ``r // S``
-    and number ``r % tp_size`` of tensor-parallel group ``r // tp_size``; likewise with ``ep_size``. For every family of
-    groups there is an ``..._idx`` (which group) and a coordinate (the rank inside it); see :meth:`get_group_id` and
+    and number ``r % tp_size`` of tensor-parallel group ``r // tp_size``; likewise with ``ep_size``. ``sp_size``
+    successive tensor-parallel groups divide the tokens of one batch. For every family of groups there is an
+    ``..._idx`` (which group) and a coordinate (the rank inside it); see :meth:`get_group_id` and
     :meth:`get_group_rank`.
 
     Args:
@@ -38,6 +41,7 @@ class Topology:
         pipe_size: number of pipeline stages, at least 1.
         tp_size: ranks in a tensor-parallel group, at least 1.
         ep_size: ranks in an expert-parallel group, at least 1.
+        sp_size: ranks that divide the tokens of one batch, at least 1.
 
     Raises:
         ValueError: sizes that do not factor the world, or a rank outside it.
@@ -55,6 +59,7 @@ class Topology:
     pipe_size: int = 1
     tp_size: int = 1
     ep_size: int = 1
+    sp_size: int = 1
 
     stages: int = field(init=False)
     stage_id: int = field(init=False)
@@ -75,6 +80,9 @@ class Topology:
     ep_zero_id: int = field(init=False)
     pp_ep_zero_idx: int = field(init=False)
     pp_ep_zero_id: int = field(init=False)
+    sp_idx: int = field(init=False)
+    sp_id: int = field(init=False)
+    dp_id: int = field(init=False)
 
     def __post_init__(self) -> None:
         self._validate()
@@ -83,6 +91,7 @@ class Topology:
         stage_id, pipe_idx = divmod(rank, stage_size)
         tp_idx, tp_id = divmod(rank, tp)
         ep_idx, ep_id = divmod(rank, ep)
+        dp_id, sp_id = divmod(tp_idx, self.sp_size)
         coordinates = {
             "stages": self.pipe_size,
             "stage_id": stage_id,
@@ -103,6 +112,9 @@ class Topology:
             "ep_zero_id": ep_idx,
             "pp_ep_zero_idx": stage_id * ep + ep_id,
             "pp_ep_zero_id": pipe_idx // ep,
+            "sp_idx": dp_id * tp + tp_id,
+            "sp_id": sp_id,
+            "dp_id": dp_id,
         }
         for name, value in coordinates.items():
             object.__setattr__(self, name, value)
@@ -112,11 +124,13 @@ class Topology:
             raise ValueError(f"world_size: expected at least 1, got {self.world_size}")
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank: expected 0 <= rank < world_size {self.world_size}, got {self.rank}")
-        if self.pipe_size < 1 or self.tp_size < 1:
-            raise ValueError(
-                f"pipe_size and tp_size: expected at least 1, got pipe_size {self.pipe_size}, "
-                f"tp_size {self.tp_size}"
-            )
+        sizes = {"pipe_size": self.pipe_size, "tp_size": self.tp_size}
+        if self.sp_size != 1:
+            sizes["sp_size"] = self.sp_size
+        names = list(sizes)
+        if min(sizes.values()) < 1:
+            given = ", ".join(f"{name} {size}" for name, size in sizes.items())
+            raise ValueError(f"{' and '.join(names)}: expected at least 1, got {given}")
         if self.ep_size < 1:
             raise ValueError(f"ep_size: expected at least 1, got {self.ep_size}")
         if self.ep_size > 1 and self.tp_size > 1:
@@ -124,12 +138,12 @@ class Topology:
                 f"ep_size {self.ep_size}, tp_size {self.tp_size}: experts are divided over ranks of their own losses, "
                 "and tensor-parallel ranks share one: expected 1 of either"
             )
-        factor = self.pipe_size * self.tp_size
+        factor = math.prod(sizes.values())
         if self.world_size % factor:
             raise ValueError(
-                f"world_size {self.world_size} must be divisible by pipe_size * tp_size = "
-                f"{self.pipe_size} * {self.tp_size} = {factor} (remainder {self.world_size % factor}): "
-                "start another number of ranks, or change pipe_size or tp_size"
+                f"world_size {self.world_size} must be divisible by {' * '.join(names)} = "
+                f"{' * '.join(map(str, sizes.values()))} = {factor} (remainder {self.world_size % factor}): "
+                f"start another number of ranks, or change {' or '.join(names)}"
             )
         stage_size = self.world_size // self.pipe_size
         if stage_size % self.ep_size:
@@ -137,6 +151,33 @@ class Topology:
                 f"ep_size: expected a divisor of {stage_size} ranks"
                 f"{' of a pipeline stage' * (self.pipe_size > 1)}, got {self.ep_size}"
             )
+
+    @property
+    def dp_size(self) -> int:
+        """Number of different batches of a step: ranks divided by the number of ranks that share a batch."""
+        return self.world_size // (self.tp_size * self.sp_size)
+
+    def __str__(self) -> str:
+        """The factors, and every group of the families that have several ranks.
+
+        >>> print(Topology(rank=0, world_size=4, sp_size=2))
+        4 ranks = 2 batches x 2 sequence parts
+          zero 0,1,2,3
+          sp   0,1 | 2,3
+        """
+        factors = {
+            "stages": self.pipe_size,
+            "batches": self.dp_size // self.pipe_size,
+            "sequence parts": self.sp_size,
+            "tensor slices": self.tp_size,
+        }
+        product = " x ".join(f"{size} {name}" for name, size in factors.items() if size > 1) or "1 batch"
+        lines = [f"{self.world_size} ranks = {product}"]
+        for kind in (GroupKind.ZERO, GroupKind.PIPE, GroupKind.SP, GroupKind.TP, GroupKind.EP):
+            groups = self.groups(kind)
+            if len(groups[0]) > 1:
+                lines.append(f"  {kind.value:<4} " + " | ".join(",".join(map(str, g)) for g in groups))
+        return "\n".join(lines)
 
     def get_group_id(self, name: str) -> int:
         """The number of this rank's group in a family: ``"pipe"``, ``"zero"``, ``"tp_zero"``, ``"tp"``, ...
@@ -172,6 +213,9 @@ class Topology:
             return tuple(tuple(range(i, i + ep)) for i in range(0, world, ep))
         if kind is GroupKind.EP_ZERO:
             return tuple(tuple(range(i, world, ep)) for i in range(ep))
+        if kind is GroupKind.SP:
+            step = tp * self.sp_size
+            return tuple(tuple(range(s + i, s + step, tp)) for s in range(0, world, step) for i in range(tp))
         starts = range(0, world, stage_size)
         if kind is GroupKind.PP_ZERO:
             return tuple(tuple(range(s, s + stage_size)) for s in starts)
@@ -225,6 +269,7 @@ _ID_ATTRIBUTES: dict[GroupKind, tuple[str, str]] = {
     GroupKind.EP: ("ep_idx", "ep_id"),
     GroupKind.EP_ZERO: ("ep_zero_idx", "ep_zero_id"),
     GroupKind.PP_EP_ZERO: ("pp_ep_zero_idx", "pp_ep_zero_id"),
+    GroupKind.SP: ("sp_idx", "sp_id"),
 }
 
 

@@ -28,6 +28,7 @@ class InitOptions:
     timeout: float
     virtual_shards: int = 0
     survive: int = 0
+    sp_size: int = 1
 
     @classmethod
     def check(
@@ -40,8 +41,15 @@ class InitOptions:
         zero_level: int | None,
         backend: str | None,
         timeout: float | timedelta,
+        sp_size: int = 1,
     ) -> InitOptions:
         """Raises TypeError or ValueError, naming the argument."""
+        sequence_ranks = require_integer("sp_size", sp_size, least=1)
+        if sequence_ranks > 1 and max(pipe_size, tp_size, ep_size) > 1:
+            raise ValueError(
+                f"sp_size {sequence_ranks}: expected no pipeline, no tensor parallelism and no experts divided over "
+                f"ranks beside it, got pipe_size {pipe_size}, tp_size {tp_size} and ep_size {ep_size}"
+            )
         stages = require_integer("pipe_size", pipe_size)
         enabled = stages >= 1
         micros = max(stages, 1)
@@ -66,6 +74,7 @@ class InitOptions:
             zero_level=3 if zero_level is None else zero_level,
             backend=_choose_backend(backend),
             timeout=_seconds(timeout),
+            sp_size=sequence_ranks,
         )
 
 

@@ -154,7 +154,7 @@ class Stream(IterableDataset[int]):
 
 
 def refused() -> None:
-    with pytest.raises(TypeError, match=r"length and indices, got Stream.*tp_zero_rank"):
+    with pytest.raises(TypeError, match=r"length and indices, got Stream.*dp_rank"):
         bmt.data.loader(Stream(), 4)
     with pytest.raises(TypeError, match="sampler: the loader decides"):
         bmt.data.loader(range(SIZE), 4, sampler=None)

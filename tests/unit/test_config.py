@@ -17,7 +17,7 @@ LIBRARY_KEYS = {
     *("ep_size", "ep_rank", "ep_comm"),
     *("pp_tp_zero_comm", "topology", "calc_stream", "load_stream", "barrier_stream", "tp_comm_stream"),
     *("pp_comm_stream", "load_event", "save_param_to_cpu", "loss_scale_factor", "loss_scale_steps"),
-    *("zero_level", "finish_save", "save_thread"),
+    *("zero_level", "finish_save", "save_thread", "sp_size", "sp_rank", "sp_comm", "dp_size", "dp_rank"),
 }
 SETTINGS = {"save_param_to_cpu": True, "loss_scale_factor": 2.0, "loss_scale_steps": 1024}
 
@@ -138,6 +138,10 @@ def test_after_init_of_one_process() -> None:
         "tp_zero_size": 1,
         "ep_size": 1,
         "ep_rank": 0,
+        "sp_size": 1,
+        "sp_rank": 0,
+        "dp_size": 1,
+        "dp_rank": 0,
         "zero_level": 3,
         "finish_save": True,
         **SETTINGS,

@@ -48,7 +48,7 @@ def test_group_sizes() -> None:
     t = Topology(0, 24, pipe_size=3, tp_size=2)
     sizes = {kind.value: len(t.members(kind)) for kind in GroupKind}
     expected = {"zero": 24, "tp": 2, "pipe": 3, "tp_zero": 12, "pp_zero": 8, "pp_tp_zero": 4}
-    assert sizes == {**expected, "ep": 1, "ep_zero": 24, "pp_ep_zero": 8}
+    assert sizes == {**expected, "sp": 1, "ep": 1, "ep_zero": 24, "pp_ep_zero": 8}
     t = Topology(0, 24, pipe_size=3, ep_size=4)
     assert [len(t.members(kind)) for kind in ("ep", "ep_zero", "pp_ep_zero")] == [4, 6, 2]
 
@@ -64,6 +64,19 @@ def test_expert_parallel_groups() -> None:
         Topology(0, 8, pipe_size=2, ep_size=3)
     with pytest.raises(ValueError, match="ep_size 2, tp_size 2: .* expected 1 of either"):
         Topology(0, 8, tp_size=2, ep_size=2)
+
+
+def test_sequence_ranks_have_one_batch() -> None:
+    places = [Topology(rank, 16, tp_size=2, sp_size=4) for rank in range(16)]
+    assert places[0].groups("sp") == ((0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15))
+    assert [place.dp_id for place in places] == [0] * 8 + [1] * 8
+    for place in places:
+        assert place.dp_size == 2
+        assert place.members("sp")[place.get_group_rank("sp")] == place.rank
+    with pytest.raises(
+        ValueError, match=r"pipe_size \* tp_size \* sp_size = 1 \* 2 \* 3 = 6 \(remainder 2\)"
+    ):
+        Topology(0, 8, tp_size=2, sp_size=3)
 
 
 def test_documented_group_names() -> None:
