@@ -82,6 +82,7 @@ if TYPE_CHECKING:  # these load when they are first used, see _ON_FIRST_USE
     from .backward import optim_step
     from .init import init_distributed
     from .memory import MemoryReport, memory_report
+    from .nn import shard_sequence
     from .pipe_layer import PipelineTransformerBlockList
     from .store import load, save
     from .virtual import virtual_shards
@@ -141,6 +142,7 @@ __all__ = [
     "rank",
     "save",
     "see_memory",
+    "shard_sequence",
     "store",
     "sum_loss",
     "synchronize",
@@ -173,7 +175,7 @@ _ON_FIRST_USE: dict[str, tuple[str, ...]] = {
     "lr_scheduler": (),
     "memory": ("MemoryReport", "memory_report"),
     "nccl": (),
-    "nn": (),
+    "nn": ("shard_sequence",),
     "optim": (),
     "pipe_layer": ("PipelineTransformerBlockList",),
     "plan": (),

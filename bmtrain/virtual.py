@@ -194,8 +194,8 @@ def check_count(count: int | None, place: Topology) -> int:
         )
     if place.pipe_size > 1 or place.tp_size > 1 or place.ep_size > 1 or place.sp_size > 1:
         raise ValueError(
-            "virtual_shards: expected no pipeline, no tensor parallelism, no experts divided over ranks and no sequences "
-            f"divided over ranks, got pipe_size {place.pipe_size}, tp_size {place.tp_size}, ep_size {place.ep_size} "
+            "virtual_shards: expected no pipeline, no tensor parallelism, no experts and no sequences divided over "
+            f"ranks, got pipe_size {place.pipe_size}, tp_size {place.tp_size}, ep_size {place.ep_size} "
             f"and sp_size {place.sp_size}"
         )
     return number

@@ -62,6 +62,10 @@ def model_wrapper_dispatch(model: torch.nn.Module) -> torch.nn.Module:
     conversion = _Conversion()
     model = conversion.tree(model)
     conversion.put_blocks_everywhere(model)
+    if context().topology.sp_size > 1:
+        from .nn._divided_model import prepare  # here: few runs divide sequences
+
+        prepare(model)
     _watch_growth()
     current_engine(context()).wrapped.add(model)
     return model

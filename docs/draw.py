@@ -101,6 +101,12 @@ def _collectives() -> dict[str, str]:
         "reduce": collective(own, [total, *at_root[1:]], to_root),
         "all-reduce": collective(own, [total] * 4, everybody),
         "all-gather": collective(own, [stacked] * 4, everybody),
+        "sequence-heads": collective(table, [[table[r][i] for r in RANKS] for i in RANKS], everybody),
+        "sequence-ring": collective(
+            [[(str(r), (r,)), (str(7 - r), (r,))] for r in RANKS],
+            [[(str(r), (r,)), (str(7 - r), (r,))] for r in (3, 0, 1, 2)],
+            [(r, (r + 1) % 4) for r in RANKS],
+        ),
         "reduce-scatter": collective(table, [[(f"sum {r}", tuple(RANKS))] for r in RANKS], everybody),
     }
 

@@ -15,12 +15,12 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Storey, from the bottom, or folder -> what belongs to it, and its ceiling. A commit that raises a ceiling gives the
 #: reason in its message.
 PYTHON = {
-    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2470),
+    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2515),
     "watch": ("_watch", 1905),
-    "ranks": ("_ranks global_var nccl synchronize utils", 4130),
+    "ranks": ("_ranks global_var nccl synchronize utils", 4150),
     "shards": ("_shards parameter", 1415),
     "engine": ("_engine", 5660),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 4010),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5210),
     "files": ("_files dcp distributed store weights", 4460),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 8330),
     "survive": ("_survive", 1220),

@@ -7,6 +7,7 @@ import torch
 from .._engine.engine import default_policy
 from .._engine.policy import BlockPolicy
 from ..distributed import broadcast
+from ..global_var import config
 from ..parameter import DistributedParameter
 from ..wrapper import BMTrainModelWrapper
 
@@ -18,6 +19,11 @@ def shard_model(model: torch.nn.Module) -> None:
 
     Activations are kept, as in the plain trainers; recomputation inside the layers works.
     """
+    if config["sp_size"] > 1:
+        raise NotImplementedError(
+            f"sp_size {config['sp_size']}: expected 1 with a trainer, which knows no ranks that share a batch; write "
+            "the loop with bmtrain.shard_sequence()"
+        )
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             if not isinstance(tensor, DistributedParameter) and not tensor.is_meta:

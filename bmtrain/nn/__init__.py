@@ -2,12 +2,14 @@
 
 from ..layer import DistributedModule
 from ..parameter import DistributedParameter
+from . import functional, sequence
 from .column_parallel_linear import ColumnParallelLinear
 from .linear import Linear, OpLinear
 from .moe import Experts, MoE
 from .parallel_embedding import Projection, VPEmbedding, VPProjection
 from .parallel_linear_func import OpParallelLinear, ReduceType
 from .row_parallel_linear import RowParallelLinear
+from .sequence import shard_sequence
 
 __all__ = [
     "ColumnParallelLinear",
@@ -23,4 +25,7 @@ __all__ = [
     "RowParallelLinear",
     "VPEmbedding",
     "VPProjection",
+    "functional",
+    "sequence",
+    "shard_sequence",
 ]

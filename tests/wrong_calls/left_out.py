@@ -35,6 +35,7 @@ _BY_REASON = {
     "ends what the others need: tests/multiproc/test_comm_nccl.py": ("commDestroy",),
     "called once in a process: tests/multiproc/test_init_failures.py": ("init_distributed",),
     "needs a job of its own: tests/multiproc/test_virtual_shards.py": ("virtual_shards",),
+    "needs a job of its own: tests/multiproc/test_sequences.py": ("shard_sequence",),
     "needs an optimizer that has stepped: tests/multiproc/test_one_parameter.py": (
         "gather_state",
         "load_state",

@@ -1,0 +1,195 @@
+"""Check that a model treats every token by itself outside of attention.
+
+[Note: Models that may be divided]
+Attention is the only place where divided tokens meet. A convolution, a recurrence, a pooling, an attention of the
+model's own or positions that it counts itself would compute over this rank's tokens as if there were no others, and
+nothing would fail. No list of layers finds all of these. So the first forward of a model is preceded by three small
+ones in which attention is replaced by a function of each token alone: then the result for some tokens together must be
+the results for their first and for their second half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .._base.generators import kept_generators
+from .._C import ReduceOp
+from ..global_var import context
+from ._intercept import replaced_by
+from ._sequences import current_sequences
+
+__all__ = ["check_first_forward"]
+
+_NUM_TOKENS = 32  # of one sequence, at most
+_LABELS = ("labels", "shift_labels", "num_items_in_batch")
+
+
+def check_first_forward(model: torch.nn.Module) -> None:
+    """Has the first forward over divided sequences checked, see [Note: Models that may be divided]."""
+
+    def check(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        sequences = current_sequences()
+        if sequences is None or sequences.group.size == 1 or sequences.num_own < 2:
+            return
+        handle.remove()
+        _agree(_complaint(module, args, kwargs, sequences.num_own))
+
+    handle = model.register_forward_pre_hook(check, with_kwargs=True)
+
+
+def _agree(complaint: str | None) -> None:
+    """Raises NotImplementedError on all ranks if there is a complaint on one. Collective."""
+    ctx = context()
+    flag = torch.tensor([complaint is not None], dtype=torch.uint8, device=ctx.device)
+    ctx.world.comm.all_reduce(flag, ReduceOp.MAX, "check of a divided model").wait()
+    if complaint is not None or flag.item():
+        raise NotImplementedError(complaint or "the model cannot be divided: another rank says why")
+
+
+def _complaint(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num_own: int
+) -> str | None:
+    """Returns the first problem that the model has with divided sequences; None without one."""
+    kwargs = {name: value for name, value in kwargs.items() if name not in _LABELS}
+    tokens = min(num_own, _NUM_TOKENS)
+    half = tokens // 2
+    runs = []
+    for part in (slice(0, tokens), slice(0, half), slice(half, tokens)):
+        run = _Run(tokens=part.stop - part.start)
+        try:
+            run(model, _cut(args, num_own, part), _cut(kwargs, num_own, part))
+        except NotImplementedError as error:
+            return str(error)
+        runs.append(run)
+    whole, *halves = runs
+    if whole.random:
+        return (
+            f"{whole.random}: random numbers (dropout) in a model whose tokens are divided: ranks would draw the same "
+            "for different tokens; set dropout to 0"
+        )
+    for name, together in whole.results.items():
+        if not _is_joined(together, [run.results.get(name) for run in halves]):
+            return (
+                f"{name}: other for some tokens together than for the first and the second half of them, even without "
+                "attention: the model mixes tokens (a convolution, a recurrence, a pooling, an attention that is not "
+                "torch's scaled_dot_product_attention or bmtrain.nn.functional.attention), or counts positions instead "
+                "of taking position_ids; its sequences cannot be divided over ranks"
+            )
+    if not whole.num_attentions:
+        return (
+            f"{type(model).__name__}: no attention by torch's scaled_dot_product_attention, transformers' attention "
+            "interface or bmtrain.nn.functional.attention: its sequences cannot be divided over ranks"
+        )
+    return None
+
+
+def _cut(tree: Any, num_own: int, part: slice) -> Any:
+    """Some tokens of the first sequence, of all tensors that have tokens."""
+    if isinstance(tree, Tensor):
+        return tree[:1, part] if tree.dim() > 1 and tree.shape[1] == num_own else tree
+    if isinstance(tree, dict):
+        return {name: _cut(value, num_own, part) for name, value in tree.items()}
+    if type(tree) in (tuple, list):
+        return type(tree)(_cut(value, num_own, part) for value in tree)
+    return tree
+
+
+def _is_joined(whole: Tensor, halves: list[Tensor | None]) -> bool:
+    """Whether one tensor is the others, one behind the other along the dimension of tokens, up to rounding."""
+    parts = [part for part in halves if part is not None]
+    if len(parts) != len(halves) or whole.dim() < 2 or sum(part.shape[1] for part in parts) != whole.shape[1]:
+        return False
+    joined = torch.cat(parts, dim=1)
+    if not whole.is_floating_point():
+        return torch.equal(joined, whole)
+    allowed = 1e-4 if torch.finfo(whole.dtype).bits >= 32 else 5e-2
+    difference = (joined.double() - whole.double()).abs().max()
+    return bool(difference <= allowed * whole.double().abs().max().clamp_min(1e-30))
+
+
+class _Run:
+    """One forward, with attention replaced.
+
+    Attributes:
+        results: by name of a module, the tensors ``(1, tokens, ...)`` it returned, in the order of their ends; then
+            all tensors that the model returned.
+        num_attentions: calls of attention.
+        random: the module that drew random numbers; empty if none did.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.results: dict[str, Tensor] = {}
+        self.num_attentions = 0
+        self.random = ""
+
+    def __call__(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(kept_generators(context().device))
+            stack.enter_context(replaced_by(self.attend))
+            stack.enter_context(self._recorded(model))
+            stack.enter_context(_RandomNumbers(self))
+            out = model(*args, **kwargs)
+        values = out.items() if hasattr(out, "items") else enumerate(out if isinstance(out, tuple) else [out])
+        for name, value in values:
+            if isinstance(value, Tensor):
+                self._add(f"{type(model).__name__}'s result {name!r}", value)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """A function of each token alone, in the place of attention."""
+        self.num_attentions += 1
+        if q.shape[2] != self.tokens or k.shape[2] != self.tokens:
+            raise NotImplementedError(
+                f"attention of {q.shape[2]} to {k.shape[2]} tokens, where {self.tokens} are given: attention between "
+                "other sequences than the divided ones (cross attention, images, a cache) is not implemented"
+            )
+        groups = q.shape[1] // k.shape[1]
+        return (
+            v.repeat_interleave(groups, 1)
+            + q.mean(-1, keepdim=True)
+            + k.repeat_interleave(groups, 1).mean(-1, True)
+        )
+
+    @contextmanager
+    def _recorded(self, model: torch.nn.Module) -> Iterator[None]:
+        handles = [
+            module.register_forward_hook(self._record(name)) for name, module in model.named_modules() if name
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        if name in self.results:
+            name += f", call {sum(other.startswith(name) for other in self.results) + 1}"
+        self.results[name] = tensor
+
+    def _record(self, name: str) -> Any:
+        def hook(module: torch.nn.Module, args: Any, out: Any) -> None:
+            tensor = out[0] if isinstance(out, tuple) and out else out
+            if isinstance(tensor, Tensor) and tensor.dim() > 2 and tensor.shape[:2] == (1, self.tokens):
+                self._add(f"{name} ({type(module).__name__})", tensor.detach())
+
+        return hook
+
+
+class _RandomNumbers(TorchDispatchMode):
+    """Notices the first operation that draws random numbers."""
+
+    def __init__(self, run: _Run) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in func.__name__:
+            self._run.random = self._run.random or func.__name__
+        return func(*args, **(kwargs or {}))

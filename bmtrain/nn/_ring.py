@@ -1,0 +1,234 @@
+"""Attention with keys and values that visit all ranks, in pieces that are equal work for each rank.
+
+[Note: A ring of keys and values]
+Rank r of n has pieces r and 2n - 1 - r of each sequence. In n steps it sees the keys and values of every rank, passing
+them on, and merges what its queries find by the log-sum-exp of the scores (M. Milakov, N. Gimelshein, Online
+normalizer calculation for softmax, 2018), in fp32. Backward sends keys and values around once more, and behind them
+their gradients, to which each rank adds its own: after n steps they are home. A message and the one after it never
+share a buffer, so that nothing is read that has not arrived, or has been overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._base.differentiable_once import differentiable_once
+from .._shards.stage import channel
+from ._sequences import Sequences, check_stamp
+
+if TYPE_CHECKING:
+    from .._C import Work
+    from .._ranks.context import Group
+
+__all__ = ["ring_attention"]
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool, scale: float
+) -> Tensor:
+    """Returns the attention of this rank's queries ``(batch, heads, tokens, features)``; differentiable."""
+    out: Tensor = _Ring.apply(q, k, v, sequences, causal, scale)
+    return out
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool, scale: float
+    ) -> Tensor:
+        attend = _Attend(sequences, causal, scale, groups=q.shape[1] // k.shape[1], device=q.device)
+        queries = attend.fold(q)
+        out = queries.new_zeros(*queries.shape[:-1], v.shape[-1])
+        largest = queries.new_full(queries.shape[:-1], -torch.inf)
+        for source, (keys, values) in _visits(sequences, k, v):
+            for pair in attend.pairs(source):
+                _merge(out, largest, pair, *attend.forward(queries, keys, values, pair))
+        ctx.attend, ctx.dtypes = attend, (q.dtype, k.dtype, v.dtype)
+        ctx.save_for_backward(q, k, v, out, largest, sequences.stamp)
+        return attend.unfold(out).to(q.dtype)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        q, k, v, out, largest, stamp = ctx.saved_tensors
+        attend: _Attend = ctx.attend
+        check_stamp(attend.sequences, stamp)
+        queries, grad_out = attend.fold(q), attend.fold(gradient)
+        inner = (grad_out * out).sum(-1)
+        grad_q = torch.zeros_like(queries)
+        travelling = _Travelling(attend.sequences.group)
+        for source, (keys, values) in _visits(attend.sequences, k, v):
+            grad_k, grad_v = (queries.new_zeros(t.shape) for t in (k, v))
+            for pair in attend.pairs(source):
+                attend.backward(
+                    (queries, keys, values), (grad_out, largest, inner), (grad_q, grad_k, grad_v), pair
+                )
+            travelling.add(grad_k, grad_v)
+        grads = (attend.unfold(grad_q), *travelling.home(k.shape, v.shape))
+        return *(grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)), None, None, None
+
+
+class _Pair(NamedTuple):
+    """A piece of queries and a piece of keys that it attends to."""
+
+    queries: slice  # of this rank's tokens
+    keys: slice  # of the tokens of the rank that the keys came from
+    mask: Tensor | None  # (batch or 1, queries, keys), where not all of them attend to all
+
+
+class _Attend:
+    """Attention between pieces, over heads of keys: the ``groups`` heads of queries that share one follow each other
+    among its tokens."""
+
+    def __init__(
+        self, sequences: Sequences, causal: bool, scale: float, groups: int, device: torch.device
+    ) -> None:
+        self.sequences = sequences
+        self.device = device
+        self.causal = causal
+        self.scale = scale
+        self.groups = groups
+
+    def fold(self, q: Tensor) -> Tensor:
+        """``(batch, heads, tokens, features)`` as ``(batch, heads of keys, groups, tokens, features)``, fp32."""
+        folded: Tensor = q.unflatten(1, (-1, self.groups))
+        return _wide(folded)
+
+    def unfold(self, q: Tensor) -> Tensor:
+        """The inverse of :meth:`fold`, in fp32 still."""
+        return q.flatten(1, 2)
+
+    def pairs(self, source: int) -> Iterator[_Pair]:
+        """Pairs of a piece of this rank and one of rank ``source`` in which some token attends to another."""
+        sequences = self.sequences
+        piece = sequences.num_own // 2
+        last = 2 * sequences.group.size - 1
+        for mine, here in enumerate((sequences.group.rank, last - sequences.group.rank)):
+            for theirs, there in enumerate((source, last - source)):
+                if self.causal and there > here:
+                    continue
+                mask = self._mask(here, there, piece)
+                if mask is None or mask.any():
+                    q, k = (slice(i * piece, (i + 1) * piece) for i in (mine, theirs))
+                    yield _Pair(q, k, None if mask is None else mask.to(self.device))
+
+    def _mask(self, here: int, there: int, piece: int) -> Tensor | None:
+        own, other = (self.sequences.documents[:, i * piece : (i + 1) * piece] for i in (here, there))
+        mask = None
+        if own.min() != own.max() or other.min() != other.max() or own.min() != other.min():
+            mask = own[:, :, None] == other[:, None, :]
+        if self.causal and here == there:
+            earlier = torch.ones(1, piece, piece, dtype=torch.bool).tril()
+            mask = earlier if mask is None else mask & earlier
+        return mask
+
+    def _scores(self, queries: Tensor, keys: Tensor, pair: _Pair) -> Tensor:
+        scores: Tensor = queries[..., pair.queries, :] @ _piece(keys, pair).transpose(-1, -2) * self.scale
+        if pair.mask is not None:
+            scores.masked_fill_(~pair.mask[:, None, None], -torch.inf)
+        return scores
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, pair: _Pair) -> tuple[Tensor, Tensor]:
+        """Returns attention to one piece, and the log-sum-exp of its scores: -inf where a query attends to none."""
+        scores = self._scores(queries, keys, pair)
+        total = scores.logsumexp(-1)
+        return _softmax(scores, total) @ _piece(values, pair), total
+
+    def backward(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        saved: tuple[Tensor, Tensor, Tensor],
+        grads: tuple[Tensor, Tensor, Tensor],
+        pair: _Pair,
+    ) -> None:
+        """Adds to the gradients of queries, keys and values what one pair contributes."""
+        queries, keys, values = tensors
+        grad_out, total, inner = (
+            t[..., pair.queries, :] for t in (saved[0], saved[1][..., None], saved[2][..., None])
+        )
+        grad_q, grad_k, grad_v = grads
+        weights = _softmax(self._scores(queries, keys, pair), total.squeeze(-1))
+        grad_v[..., pair.keys, :] += (weights.transpose(-1, -2) @ grad_out).sum(2)
+        grad_scores = weights * (grad_out @ _piece(values, pair).transpose(-1, -2) - inner) * self.scale
+        grad_q[..., pair.queries, :] += grad_scores @ _piece(keys, pair)
+        grad_k[..., pair.keys, :] += (grad_scores.transpose(-1, -2) @ queries[..., pair.queries, :]).sum(2)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """The tensor in the dtype of computation: fp32, or fp64 for fp64."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _piece(tensor: Tensor, pair: _Pair) -> Tensor:
+    """The pair's keys or values, for all heads of queries that share them, in fp32."""
+    return _wide(tensor[:, :, None, pair.keys])
+
+
+def _softmax(scores: Tensor, total: Tensor) -> Tensor:
+    weights: Tensor = scores.sub_(total.masked_fill(total == -torch.inf, 0)[..., None]).exp_()
+    return weights
+
+
+def _merge(out: Tensor, largest: Tensor, pair: _Pair, part: Tensor, total: Tensor) -> None:
+    """Adds attention to one more piece to the attention so far, both weighted by the sums of their exponentials."""
+    old = largest[..., pair.queries]
+    new = torch.logaddexp(old, total)
+    safe = new.masked_fill(new == -torch.inf, 0)
+    weighted = out[..., pair.queries, :] * (old - safe).exp_()[..., None]
+    out[..., pair.queries, :] = weighted.add_(part * (total - safe).exp_()[..., None])
+    largest[..., pair.queries] = new
+
+
+def _pass_on(group: Group, flat: Tensor) -> tuple[Tensor, list[Work]]:
+    """Sends a tensor to the next rank; returns the one of the previous rank, and what to wait for before reading it."""
+    coming = torch.empty_like(flat)
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    works = [
+        channel(group, group.rank).send(flat, after, "sp.ring"),
+        channel(group, before).recv(coming, before, "sp.ring"),
+    ]
+    return coming, works
+
+
+def _visits(sequences: Sequences, k: Tensor, v: Tensor) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+    """Yields the keys and values of every rank, beginning with this one's; the next are under way meanwhile."""
+    group = sequences.group
+    here = torch.cat([k.flatten(), v.flatten()])
+    for step in range(group.size):
+        is_last = step == group.size - 1
+        coming, works = (here, []) if is_last else _pass_on(group, here)
+        keys, values = here.split([k.numel(), v.numel()])
+        yield (group.rank - step) % group.size, (keys.view(k.shape), values.view(v.shape))
+        for work in works:
+            work.wait()
+        here = coming
+
+
+class _Travelling:
+    """Gradients of the visiting keys and values, which travel on with them to the rank that they belong to."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._coming: tuple[Tensor, list[Work]] | None = None
+
+    def add(self, grad_k: Tensor, grad_v: Tensor) -> None:
+        """Adds this rank's gradients to the sums that came with the keys and values, and sends these on."""
+        flat = torch.cat([grad_k.flatten(), grad_v.flatten()])
+        if self._coming is not None:
+            flat += self._arrived()
+        self._coming = _pass_on(self._group, flat)
+
+    def _arrived(self) -> Tensor:
+        assert self._coming is not None
+        for work in self._coming[1]:
+            work.wait()
+        return self._coming[0]
+
+    def home(self, k_shape: torch.Size, v_shape: torch.Size) -> tuple[Tensor, Tensor]:
+        """The gradients of this rank's own keys and values."""
+        grad_k, grad_v = self._arrived().split([k_shape.numel(), v_shape.numel()])
+        return grad_k.view(k_shape), grad_v.view(v_shape)

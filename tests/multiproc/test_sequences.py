@@ -1,0 +1,323 @@
+"""Sequences that ranks divide: attention, training, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import run_ranks
+from harness.divided import assert_same_run, batch_of, train_divided, train_whole
+from torch import nn
+
+import bmtrain as bmt
+from bmtrain import _C
+from bmtrain.nn._sequences import Sequences, current_sequences
+from bmtrain.nn.functional import attention
+from bmtrain.nn.sequence import token_mean, whole_sequences
+
+METHODS = ("heads", "ring")
+
+
+def plain_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    documents: torch.Tensor,
+    causal: bool,
+    window: int | None,
+) -> torch.Tensor:
+    """Attention in fp64 by its formula."""
+    groups, length = q.shape[1] // k.shape[1], q.shape[2]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    allowed = (documents[:, :, None] == documents[:, None, :])[:, None]
+    if causal:
+        allowed = allowed & torch.ones(length, length).tril().triu(1 - (window or length)).bool()
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    return scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v
+
+
+def attend(method: str, heads: int, causal: bool, packed: bool, by_torch: bool, window: int | None) -> float:
+    """The largest error of the result and of three gradients, relative to each one's largest value."""
+    torch.use_deterministic_algorithms(True)  # empty tensors are NaN: what has not arrived shows
+    worst = 0.0
+    for length in (24, 17):
+        torch.manual_seed(length)
+        whole = [
+            torch.randn(2, n, length, 4, dtype=torch.float64, requires_grad=True) for n in (12, heads, heads)
+        ]
+        documents = torch.stack([torch.arange(length) // 3, torch.arange(length) // 5]) * packed
+        wanted = plain_attention(*whole, documents, causal, window)
+        weights = torch.randn_like(wanted)
+        (wanted * weights).sum().backward()
+        bmt.shard_sequence({"input_ids": documents, "documents": documents}, method=method)
+        sequences = current_sequences()
+        assert sequences is not None
+
+        def part(tensor: torch.Tensor, sequences: Sequences = sequences) -> torch.Tensor:
+            return sequences.shard(tensor.detach().transpose(1, 2)).transpose(1, 2)
+
+        own = [part(tensor).float().requires_grad_() for tensor in whole]
+        if by_torch:
+            got = F.scaled_dot_product_attention(*own, is_causal=causal, enable_gqa=heads != 12)
+        else:
+            got = attention(*own, causal=causal, window=window)
+        (got * part(weights)).sum().backward()
+        real = sequences.own < length
+        for have, want in [(got, wanted), *((a.grad, b.grad) for a, b in zip(own, whole, strict=True))]:
+            difference = (have.detach() - part(want))[:, :, real].abs().max()
+            worst = max(worst, (difference / want.abs().max()).item())
+            assert not have.isnan().any()
+    torch.use_deterministic_algorithms(False)
+    return worst
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_attention_is_that_of_one_process(world: int, method: str) -> None:
+    for heads in (12, 3, 1):
+        for causal in (True, False):
+            for packed in (False, True):
+                arguments = (method, heads, causal, packed, heads == 1, None)
+                worst = max(run_ranks(world, attend, *arguments, init={"sp_size": world}))
+                assert worst <= 1e-6, (*arguments, worst)
+
+
+def test_windows_go_with_heads() -> None:
+    assert max(run_ranks(2, attend, "heads", 3, True, True, False, 4, init={"sp_size": 2})) <= 1e-6
+
+
+class Layer(nn.Module):
+    """A layer in plain torch, which calls torch's attention."""
+
+    def __init__(self, dim: int, num_heads: int, num_kept: int) -> None:
+        super().__init__()
+        self.num_heads, self.num_kept = num_heads, num_kept
+        self.norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.q = nn.Linear(dim, dim)
+        self.kv = nn.Linear(dim, 2 * num_kept * (dim // num_heads))
+        self.out = nn.Linear(dim, dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 3 * dim), nn.GELU(), nn.Linear(3 * dim, dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        q = self.q(y).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        k, v = self.kv(y).unflatten(-1, (2 * self.num_kept, -1)).transpose(1, 2).chunk(2, dim=1)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        result: torch.Tensor = x + self.mlp(self.mlp_norm(x))
+        return result
+
+
+class Model(nn.Module):
+    def __init__(self, *extra: nn.Module) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(50, 32), nn.Embedding(64, 32)
+        self.layers = nn.ModuleList([*(Layer(32, 4, 2) for _ in range(2)), *extra])
+        self.head = nn.Linear(32, 50)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(input_ids) + self.positions(position_ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+def make_plain() -> nn.Module:
+    torch.manual_seed(3)
+    return Model()
+
+
+def make_llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+
+
+MODELS = {"plain": make_plain, "llama": make_llama}
+
+
+def trained(model: str, length: int, packed: bool, method: str, recompute: str, delays: int = 0) -> Any:
+    if delays:
+        _C.set_random_delays(delays * bmt.world_size() + bmt.rank(), 3000)
+    try:
+        return train_divided(MODELS[model], batch_of(4, length, packed), method, 3, recompute)
+    finally:
+        if delays:
+            _C.set_random_delays(0, 0)
+
+
+@pytest.mark.parametrize("recompute", ["whole", "off"])
+@pytest.mark.parametrize(("world", "sp_size"), [(1, 1), (2, 2), (4, 2), (4, 4)])
+def test_training_is_that_of_one_process(world: int, sp_size: int, recompute: str) -> None:
+    pytest.importorskip("transformers")
+    for model, length, packed in (("llama", 16, False), ("llama", 19, True), ("plain", 19, False)):
+        wanted = train_whole(MODELS[model], batch_of(4, length, packed), 3)
+        for method in METHODS:
+            arguments = (model, length, packed, method, recompute)
+            first, *others = run_ranks(world, trained, *arguments, init={"sp_size": sp_size})
+            assert_same_run(first, wanted)
+            for other in others:
+                assert other.losses == first.losses
+                assert all(torch.equal(other.weights[name], first.weights[name]) for name in first.weights)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_random_delays_change_no_bit(method: str) -> None:
+    first = run_ranks(4, trained, "plain", 19, False, method, "whole", init={"sp_size": 4})[0]
+    for seed in (1, 2):
+        late = run_ranks(4, trained, "plain", 19, False, method, "whole", seed, init={"sp_size": 4})[0]
+        assert late.losses == first.losses
+        assert all(torch.equal(late.weights[name], first.weights[name]) for name in first.weights)
+
+
+def loss_over_all() -> tuple[float, float]:
+    """Means over tokens where ranks have unequally many."""
+    own = torch.arange(bmt.rank() + 1.0, requires_grad=True)
+    mean = token_mean(own)
+    bmt.optim.OptimManager().backward(mean)
+    return bmt.sum_loss(mean.detach()).item(), own.grad[0].item()
+
+
+def test_the_mean_is_over_all_tokens() -> None:
+    assert run_ranks(4, loss_over_all, init={"sp_size": 2}) == [(1.0, pytest.approx(0.1))] * 4
+
+
+def batches() -> list[list[int]]:
+    return [batch.tolist() for batch in bmt.data.loader(range(8), batch_size=2, shuffle=False)]
+
+
+def test_ranks_that_share_a_sequence_have_the_same_samples() -> None:
+    one, other = [[0, 2], [4, 6]], [[1, 3], [5, 7]]
+    assert run_ranks(4, batches, init={"sp_size": 2}) == [one, one, other, other]
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = nn.Conv1d(32, 32, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.mixer(x.transpose(1, 2)).transpose(1, 2)
+        return x + y
+
+
+class OwnAttention(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (x @ x.transpose(1, 2) / 32).softmax(-1) @ x
+
+
+class Masked(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
+        return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], mask)[:, 0]
+
+
+class CountsPositions(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.arange(x.shape[1])[:, None]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(32, 32, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.gru(x)[0]
+        return y
+
+
+class Cross(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x[:, None]
+        return x + F.scaled_dot_product_attention(y, y[:, :, :1], y[:, :, :1])[:, 0]
+
+
+LAYERS = {
+    "convolution": (Convolution, "layers.2 .*mixes tokens"),
+    "attention": (OwnAttention, "layers.2 .*mixes tokens"),
+    "positions": (CountsPositions, "layers.2 .*counts positions"),
+    "recurrence": (Recurrent, "layers.2.gru|layers.2 .*recurrence"),
+    "cross": (Cross, "attention of 8 to 1 tokens"),
+    "dropout": (lambda: nn.Dropout(0.1), "random numbers"),
+    "norm": (lambda: nn.BatchNorm1d(8), "statistics are over tokens"),
+    "masked": (Masked, "attn_mask of shape"),
+}
+
+
+def refuse(layer: str) -> str:
+    with pytest.raises(NotImplementedError) as caught:
+        model = bmt.BMTrainModelWrapper(Model(LAYERS[layer][0]()))
+        part = bmt.shard_sequence({"input_ids": batch_of(2, 16)["input_ids"]})
+        model(part["input_ids"], part["position_ids"])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_that_cannot_be_divided_is_named(layer: str) -> None:
+    for said in run_ranks(2, refuse, layer, init={"sp_size": 2}):
+        assert re.search(LAYERS[layer][1], said)
+
+
+def wrong_calls() -> None:
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    with pytest.raises(ValueError, match="method: expected 'heads' or 'ring', got 'tokens'"):
+        bmt.shard_sequence({"input_ids": ids}, method="tokens")
+    with pytest.raises(ValueError, match="batch: expected 'input_ids'"):
+        bmt.shard_sequence({"labels": ids})
+    with pytest.raises(ValueError, match="attention_mask: expected padding at the ends"):
+        bmt.shard_sequence({"input_ids": ids, "attention_mask": torch.tensor([[1, 0] * 8] * 2)})
+    with pytest.raises(ValueError, match="features: expected .* what is not one value for each token"):
+        bmt.shard_sequence({"input_ids": ids, "features": torch.zeros(2, 3)})
+    bmt.shard_sequence({"input_ids": ids})
+    x = torch.randn(2, 3, 8, 4)
+    with pytest.raises(ValueError, match="multiple of sp_size 2 heads, got 3"):
+        attention(x, x, x)
+    with pytest.raises(NotImplementedError, match="dropout=0.1: expected 0"):
+        attention(x, x, x, dropout=0.1)
+    with pytest.raises(ValueError, match="this rank's part of the last shard_sequence"):
+        F.scaled_dot_product_attention(x[:, :, :2], x, x)
+    bmt.shard_sequence({"input_ids": ids}, method="ring")
+    with pytest.raises(NotImplementedError, match="window=2 in a ring"):
+        attention(x, x, x, window=2)
+    whole_sequences()
+    assert F.scaled_dot_product_attention(x[:, :, :2], x, x).shape == (2, 3, 2, 4)
+
+
+def test_wrong_calls_are_named() -> None:
+    run_ranks(2, wrong_calls, init={"sp_size": 2})
+
+
+def stale() -> None:
+    block = bmt.BMTrainModelWrapper(nn.ModuleList([Layer(32, 4, 2)]))[0]
+    x = torch.randn(1, 8, 32, requires_grad=True)
+    bmt.shard_sequence({"inputs_embeds": torch.zeros(1, 16, 32)})
+    out = block(x)
+    bmt.shard_sequence({"inputs_embeds": torch.zeros(1, 16, 32)})
+    with pytest.raises(RuntimeError, match="backward\\(\\) before the next shard_sequence"):
+        out.sum().backward()
+
+
+def test_recomputation_with_other_sequences_is_refused() -> None:
+    run_ranks(2, stale, init={"sp_size": 2})
+
+
+def sizes(**options: int) -> str:
+    with pytest.raises(ValueError) as caught:
+        bmt.init_distributed(**options)
+    return str(caught.value)
+
+
+def test_sizes_that_cannot_be_are_refused() -> None:
+    assert (
+        "divisible by pipe_size * tp_size * sp_size = 1 * 1 * 2"
+        in run_ranks(3, sizes, sp_size=2, init=False)[0]
+    )
+    assert "sp_size 2: expected no pipeline" in run_ranks(4, sizes, sp_size=2, tp_size=2, init=False)[0]
+    assert "virtual_shards" in run_ranks(2, sizes, sp_size=2, virtual_shards=2, init=False)[0]
