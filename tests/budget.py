@@ -24,7 +24,7 @@ PYTHON = {
     "files": ("_files dcp distributed store weights", 4460),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 8330),
     "survive": ("_survive", 1220),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 11_260),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 11340),
 }
 CORE = {
     "bindings": (". bindings ops", 1400),

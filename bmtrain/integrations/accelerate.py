@@ -10,6 +10,7 @@ import torch
 
 from ..optim.clip_grad import clip_gradients
 from ..wrapper import BMTrainModelWrapper
+from .loss_scale import SharedScaler
 
 __all__ = ["Accelerator"]
 
@@ -22,8 +23,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     backward, also inside ``accumulate()``, as whole gradients are what does not fit.
 
     Raises:
-        ValueError: for ``mixed_precision="fp16"``, whose scale each rank would choose for itself; for DeepSpeed, FSDP
-            and Megatron plugins.
+        ValueError: for DeepSpeed, FSDP and Megatron plugins.
 
     Example:
         >>> from bmtrain.integrations.accelerate import Accelerator
@@ -37,12 +37,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         >>> optimizer.step()
     """
 
+    scaler: Any
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.check()
+        self.adopt()
 
-    def check(self) -> None:
-        """Refuses what two libraries would do at once.
+    def adopt(self) -> None:
+        """Refuses what two libraries would do at once, and makes all ranks share the loss scale of fp16.
 
         Raises:
             ValueError: see the class.
@@ -52,11 +54,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             raise ValueError(
                 f"Accelerator: expected plain data parallelism, got {kind.value}; leave its plugin out"
             )
-        if self.mixed_precision == "fp16":
-            raise ValueError(
-                'Accelerator: expected mixed_precision "no" or "bf16", got "fp16", whose loss scale each rank would '
-                "choose for itself; use bf16, or OptimManager(loss_scale=...)"
-            )
+        if self.scaler is not None and self.scaler.is_enabled():
+            self.scaler = SharedScaler(self.scaler)
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

@@ -22,6 +22,7 @@ from ..optim._state import load_optimizer_state
 from ..optim.clip_grad import clip_gradients
 from ..parameter import DistributedParameter
 from ..store import DistributedStateDictWrapper
+from .loss_scale import SharedScaler
 from .sharding import shard_model
 
 __all__ = ["BMTrainFabricStrategy", "BMTrainStrategy"]
@@ -57,12 +58,11 @@ def _free_port() -> int:
         return port
 
 
-def _check_precision(plugin: Any) -> None:
-    if getattr(plugin, "scaler", None) is not None:
-        raise ValueError(
-            'precision: expected "32-true", "bf16-mixed" or "bf16-true", got "16-mixed", whose loss scale each rank '
-            "would choose for itself"
-        )
+def _share_scale(plugin: Any) -> None:
+    """Lets all ranks use one loss scale, where the precision has one. Does nothing a second time."""
+    scaler = getattr(plugin, "scaler", None)
+    if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
+        plugin.scaler = SharedScaler(scaler)
 
 
 class _Folder:
@@ -141,9 +141,6 @@ class BMTrainStrategy(TrainerDDP):  # type: ignore[misc]
     Args:
         options: as ``DDPStrategy`` takes them for the launcher and torch's process group.
 
-    Raises:
-        ValueError: for ``precision="16-mixed"``, whose scale each rank would choose for itself.
-
     Example:
         >>> from bmtrain.integrations.lightning import BMTrainStrategy
         >>> trainer = lightning.Trainer(strategy=BMTrainStrategy(), devices=2)      # doctest: +SKIP
@@ -154,7 +151,7 @@ class BMTrainStrategy(TrainerDDP):  # type: ignore[misc]
         _join(self)
 
     def setup(self, trainer: Any) -> None:
-        _check_precision(self.precision_plugin)
+        _share_scale(self.precision_plugin)
         self.accelerator.setup(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         module: Any = self.lightning_module
@@ -245,8 +242,7 @@ class BMTrainFabricStrategy(FabricDDP):  # type: ignore[misc]
         options: as ``DDPStrategy`` takes them for the launcher and torch's process group.
 
     Raises:
-        ValueError: for ``precision="16-mixed"``, whose scale each rank would choose for itself; for an optimizer that
-            has stepped before its model was set up.
+        ValueError: for an optimizer that has stepped before its model was set up.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -258,7 +254,7 @@ class BMTrainFabricStrategy(FabricDDP):  # type: ignore[misc]
         _join(self)
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        _check_precision(self.precision)
+        _share_scale(self.precision)
         shard_model(module)
         return module
 

@@ -65,9 +65,8 @@ class Trainer(transformers.Trainer):
             of rank 0.
 
     Raises:
-        ValueError: naming an argument that a sharded model cannot follow: fp16 (its loss scale is chosen by each rank),
-            fp16_full_eval, bf16_full_eval, auto_find_batch_size, deepspeed, fsdp, parallelism_config, more than one
-            GPU in a process.
+        ValueError: naming an argument that a sharded model cannot follow: fp16_full_eval, bf16_full_eval,
+            auto_find_batch_size, deepspeed, fsdp, parallelism_config, more than one GPU in a process.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -94,7 +93,7 @@ class Trainer(transformers.Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = Accelerator  # the trainer makes its own; the subclass adds no state
-        self.accelerator.check()
+        self.accelerator.adopt()
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -202,7 +201,6 @@ class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
 
 def _check(args: transformers.TrainingArguments) -> None:
     reasons = {
-        "fp16": "each rank would choose its own loss scale; use bf16",
         "fp16_full_eval": "it would convert the shards in place; use bf16",
         "bf16_full_eval": "it would convert the shards in place; use bf16",
         "auto_find_batch_size": "one rank that runs out of memory would leave the others waiting",

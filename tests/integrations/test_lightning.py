@@ -16,8 +16,8 @@ pytest.importorskip("lightning")
 from integrations import lightning_script
 
 SCRIPT = Path(lightning_script.__file__)
-#: Of sums in another order: 1e-5 in fp32, and more where autocast rounds to bf16.
-TOLERANCE = {"bf16": 2e-2}
+#: Of sums in another order: 1e-5 in fp32, and more where autocast rounds to 16 bits.
+TOLERANCE = {"bf16": 2e-2, "fp16": 2e-3}
 
 
 def run(*arguments: str | Path) -> None:
@@ -74,13 +74,6 @@ def test_lightning_makes_one_file_of_a_checkpoint(runs: dict[str, Path], tmp_pat
     modules = [lightning_script.Module.load_from_checkpoint(path) for path in (tmp_path / "one.ckpt", plain)]
     for got, want in zip(*(module.parameters() for module in modules), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_fp16_is_refused_by_name(runs: dict[str, Path]) -> None:
-    assert (
-        'got "16-mixed", whose loss scale each rank would choose for itself' in seen(runs, "sharded")["fp16"]
-    )
 
 
 def test_a_checkpoint_replaces_what_a_killed_run_has_left(tmp_path: Path) -> None:

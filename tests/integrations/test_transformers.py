@@ -26,8 +26,8 @@ SCRIPT = Path(trainer_script.__file__)
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 #: What has to be equal; times and sizes of a run are left out.
 FIGURES = {"loss", "grad_norm", "learning_rate", "epoch", "step", "total_flos", "train_loss"}
-#: Of sums in another order: 1e-5 in fp32, and more where autocast rounds to bf16.
-TOLERANCE = {"bf16": 2e-2, "cosine-sgd": 1e-4}
+#: Of sums in another order: 1e-5 in fp32, and more where autocast rounds to 16 bits.
+TOLERANCE = {"bf16": 2e-2, "fp16": 1e-3, "cosine-sgd": 1e-4}
 
 
 def run(command: list[str]) -> None:
@@ -62,7 +62,10 @@ def test_figures_and_weights_are_those_of_the_plain_trainer(runs: dict[str, Path
         assert theirs.keys() == ours.keys()
         for key in theirs:
             if key in FIGURES or key in ("eval_loss", "eval_accuracy", "eval_generated"):
-                assert ours[key] == pytest.approx(theirs[key], abs=tolerance), (theirs["step"], key)
+                assert ours[key] == pytest.approx(theirs[key], abs=tolerance, nan_ok=True), (
+                    theirs["step"],
+                    key,
+                )
     weights, ours = (tensors(runs[kind] / name / "final") for kind in ("plain", "sharded"))
     assert ours.keys() == weights.keys()
     for key, tensor in weights.items():

@@ -97,6 +97,7 @@ VARIANTS: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any]]] = 
     "callback": (llama, {}, {"callbacks": [Stops()]}),
     "cosine-sgd": (llama, {"lr_scheduler_type": "cosine", "optim": "sgd", "learning_rate": 0.1}, {}),
     "bf16": (llama, {"bf16": True}, {}),
+    "fp16": (llama, {"fp16": True, "optim": "adamw_torch"}, {}),
     "model-init": (llama, {}, {"model_init": lambda: llama()}),
     "lora": (lora, {"learning_rate": 1e-2}, {}),
     "seq2seq": (
@@ -110,7 +111,9 @@ VARIANTS: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any]]] = 
 #: Variants of 30 steps; the others have 12.
 LONG = ("causal", "classification")
 #: Variants that are also resumed from the checkpoint at two thirds.
-RESUMED = ("causal", "bf16", "accumulation", "lora", "seq2seq")
+RESUMED = ("causal", "bf16", "fp16", "accumulation", "lora", "seq2seq")
+#: The loss scale of "fp16" in its first step, so large that gradients overflow.
+FIRST_SCALE = 2.0**22
 
 
 def dataset(name: str) -> list[dict[str, Any]]:
@@ -120,6 +123,14 @@ def dataset(name: str) -> list[dict[str, Any]]:
         ids = torch.randint(1, VOCABULARY, (16,), generator=generator)
         samples.append({"input_ids": ids, "labels": ids[0] % 3 if name == "classification" else ids.clone()})
     return samples
+
+
+def compute_in_fp16(accelerator: Any) -> None:
+    """Makes accelerate use fp16 on a CPU, as on a GPU."""
+    accelerator.native_amp = True
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=FIRST_SCALE, growth_interval=4)
+    if hasattr(accelerator, "adopt"):
+        accelerator.adopt()
 
 
 def train(name: str, kind: str, folder: Path, resume: bool) -> list[dict[str, Any]]:
@@ -158,6 +169,8 @@ def train(name: str, kind: str, folder: Path, resume: bool) -> list[dict[str, An
     trainer = (trainers.Seq2SeqTrainer if seq2seq else trainers.Trainer)(
         model=model, args=args, train_dataset=data, eval_dataset=data[:24], **extra
     )
+    if args.fp16:
+        compute_in_fp16(trainer.accelerator)
     trainer.train(resume_from_checkpoint=str(folder / name / f"checkpoint-{2 * third}") if resume else None)
     trainer.save_model(str(folder / name / "final"))
     return trainer.state.log_history
