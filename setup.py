@@ -2,8 +2,8 @@
 
 Everything static is in pyproject.toml. Environment variables: BMTRAIN_CUDA=0 or 1 (default: CUDA where torch
 and a toolkit have it), BMTRAIN_TESTING=0 or 1 (the machinery of tests in csrc/testing; default: in a checkout),
-BMTRAIN_SANITIZE=address,undefined (for tests/fault/sanitize.sh), BMTRAIN_TORCHES (for tests/wheel/build.py: folders
-of torch packages, each of which gets a core of its own), MAX_JOBS (compilers at a time) and TORCH_CUDA_ARCH_LIST.
+BMTRAIN_SANITIZE=address,undefined (for tests/fault/sanitize.sh), BMTRAIN_TORCHES (of csrc/packaging/build_wheel.py:
+packages of torch, each of which gets a core of its own), MAX_JOBS (compilers at a time) and TORCH_CUDA_ARCH_LIST.
 """
 
 from __future__ import annotations

@@ -19,26 +19,7 @@ from harness.empty_environment import EmptyEnvironment
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "csrc" / "packaging" / "build_wheel.py"
 
-TRAINING = """
-import shutil
-import torch
-import bmtrain as bmt
-assert shutil.which("c++") is None and shutil.which("g++") is None
-bmt.init_distributed(seed=0)
-torch.manual_seed(bmt.rank())
-model = bmt.BMTrainModelWrapper(torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 1)))
-optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2)
-manager = bmt.optim.OptimManager()
-manager.add_optimizer(optimizer)
-x = torch.randn(64, 16)
-for _ in range(20):
-    manager.zero_grad()
-    loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
-    manager.backward(loss)
-    manager.step()
-    bmt.print_rank("loss", bmt.sum_loss(loss).item())
-bmt.print_rank("core", bmt.build_info()["extension"])
-"""
+TRAINING = ROOT / "tests" / "scripts" / "train_with_wheel.py"
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +58,7 @@ def test_training_without_a_compiler(wheel: Path, tmp_path: Path) -> None:
     person = EmptyEnvironment(tmp_path, ("torch", "numpy"))
     path = str(person.bin)  # and nothing else
     person.run(f"python -m pip install --no-deps {wheel}", tmp_path, PATH=path)
-    (tmp_path / "train.py").write_text(TRAINING, encoding="utf-8")
-    launch = f"torchrun --nproc-per-node 2 --master-port {free_port()} train.py"
+    launch = f"torchrun --nproc-per-node 2 --master-port {free_port()} {TRAINING}"
     told = person.run(launch, tmp_path, PATH=path)
     losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", told)]
     assert len(losses) == 20 and losses[-1] < losses[0] / 2
