@@ -11,7 +11,9 @@ import transformers
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from .. import weights
-from .._ranks.agree import on_rank_0
+from .._files.safetensors import locate_tensors
+from .._model.outline import outline_of
+from .._ranks.agree import on_all_ranks, on_rank_0
 from ..distributed import all_reduce, checkpoint
 from ..global_var import config
 from ..init import init_distributed
@@ -28,9 +30,12 @@ _OPTIMIZER_FOLDER = "optimizer"
 def from_pretrained(cls: Any, folder: str | Path, **options: Any) -> torch.nn.Module:
     """A pretrained model of which each rank reads the bytes of its own shards only. Collective.
 
+    Where names in the files differ from the model's, because transformers converts them while it loads (mixtures of
+    experts, ``ViT``, ``Llava``), each rank reads the whole model on its host.
+
     Args:
         cls: a class of models, or an Auto class.
-        folder: with ``config.json`` and safetensors; names as in the model.
+        folder: with ``config.json`` and safetensors.
         options: for ``AutoConfig.from_pretrained``, ``dtype`` for example.
 
     Returns:
@@ -44,8 +49,11 @@ def from_pretrained(cls: Any, folder: str | Path, **options: Any) -> torch.nn.Mo
     make = getattr(cls, "from_config", None) or cls._from_config
     with torch.device("meta"):
         model = BMTrainModelWrapper(make(settings).eval())
-    weights.load(model, folder)
-    return model
+    stored = on_all_ranks(lambda: locate_tensors(folder), "from_pretrained")
+    if stored.keys() <= outline_of(model).entries.keys():
+        weights.load(model, folder)
+        return model
+    return BMTrainModelWrapper(cls.from_pretrained(folder, config=settings))
 
 
 def _initialize() -> None:

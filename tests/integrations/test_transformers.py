@@ -20,6 +20,7 @@ import bmtrain as bmt
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
+import transformers
 from integrations import trainer_script
 
 SCRIPT = Path(trainer_script.__file__)
@@ -156,3 +157,77 @@ def test_num_parameters_counts_whole_parameters() -> None:
     model = trainer_script.llama()
     expected = (model.num_parameters(), model.num_parameters(exclude_embeddings=True))
     assert run_ranks(2, whole_counts, timeout=120) == [expected] * 2
+
+
+def mixtral() -> tuple[Any, dict[str, torch.Tensor]]:
+    """Files have the matrices of each expert, the model those of all experts in one parameter."""
+    config = transformers.MixtralConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config), {"input_ids": torch.arange(16)[None]}
+
+
+def vit() -> tuple[Any, dict[str, torch.Tensor]]:
+    """Names of layers differ."""
+    config = transformers.ViTConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=28,
+        patch_size=14, num_labels=3,
+    )  # fmt: skip
+    pixels = torch.linspace(-1, 1, 3 * 28 * 28).view(1, 3, 28, 28)
+    return transformers.ViTForImageClassification(config), {"pixel_values": pixels}
+
+
+def llava() -> tuple[Any, dict[str, torch.Tensor]]:
+    """Names of the parts differ."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(image_size=28, patch_size=14, projection_dim=32, **sizes),
+        text_config=transformers.LlamaConfig(vocab_size=96, **sizes),
+        image_token_id=95,
+    )
+    ids = torch.tensor([[1, 2, 95, 95, 95, 95, 3, 4]])
+    pixels = torch.linspace(-1, 1, 3 * 28 * 28).view(1, 3, 28, 28)
+    return transformers.LlavaForConditionalGeneration(config), {"input_ids": ids, "pixel_values": pixels}
+
+
+def train_and_save(cls: Any, inputs: dict[str, torch.Tensor], source: str, target: str) -> list[torch.Tensor]:
+    """Logits of the model that each of the two ways loads; the Trainer's is trained for a step and saved."""
+    from bmtrain.integrations.transformers import Trainer, from_pretrained
+
+    labels = torch.zeros(1) if "input_ids" not in inputs else inputs["input_ids"][0]
+    sample = {**{name: value[0] for name, value in inputs.items()}, "labels": labels.long().squeeze()}
+    args = transformers.TrainingArguments(
+        target, use_cpu=True, report_to=[], max_steps=1, save_strategy="no", per_device_train_batch_size=1,
+        disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(model=cls.from_pretrained(source), args=args, train_dataset=[sample] * 2)
+    found = []
+    with torch.no_grad():
+        found.append(trainer.model.eval()(**inputs).logits)
+        found.append(from_pretrained(cls, source)(**inputs).logits)
+    trainer.train()
+    trainer.save_model(target)
+    with torch.no_grad():
+        found.append(trainer.model.eval()(**inputs).logits)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [mixtral, vit, llava])
+def test_names_that_transformers_converts(make: Any, tmp_path: Path) -> None:
+    """Weights whose names in files differ from the model's are read, and saved so that plain models read them."""
+    model, inputs = make()
+    source, target = str(tmp_path / "source"), str(tmp_path / "target")
+    model.save_pretrained(source)
+    with torch.no_grad():
+        expected = model.eval()(**inputs).logits
+    assert not tensors(Path(source)).keys() <= model.state_dict().keys()
+    for by_trainer, by_shards, trained in run_ranks(2, train_and_save, type(model), inputs, source, target):
+        torch.testing.assert_close(by_trainer, expected)
+        torch.testing.assert_close(by_shards, expected)
+        assert not torch.equal(trained, expected)
+    again, report = type(model).from_pretrained(target, output_loading_info=True)
+    assert not any(report.values())
+    with torch.no_grad():
+        torch.testing.assert_close(again.eval()(**inputs).logits, trained)
