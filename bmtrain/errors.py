@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "BMTrainError",
     "CommunicationError",
+    "DiskError",
     "DoesNotFitError",
     "PipelineModeError",
     "RepeatedBlockError",
@@ -30,6 +31,14 @@ class CommunicationError(BMTrainError):
         except bmtrain.errors.CommunicationError as error:
             print(error)  # rank 1 died: connections closed without a word ...
             raise  # this process cannot join the others again: let the launcher start all of them again
+    """
+
+
+class DiskError(BMTrainError):
+    """A disk tier has no room, cannot be read or written, or holds other bytes than were written to it.
+
+    The message names the directory, the offset and the cause. Bytes that were read are not used: continue from the last
+    checkpoint.
     """
 
 

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -24,7 +25,7 @@ from ._ranks import context as _context
 from ._ranks.cards import choose_cards, use_card, visible_cards
 from ._ranks.context import Context
 from ._ranks.groups import connect_groups
-from ._ranks.init_options import InitOptions, check_loss_scale
+from ._ranks.init_options import InitOptions, check_directories, check_loss_scale
 from ._ranks.launch import Launch, read_launch
 from ._ranks.orderly_end import register
 from ._ranks.rendezvous import Peer, Rendezvous
@@ -81,6 +82,7 @@ def init_distributed(
     ep_size: int = 1,
     survive: int = 0,
     sp_size: int = 1,
+    tier_directories: Sequence[str | os.PathLike[str]] | None = None,
 ) -> None:
     """Joins the other ranks of the job and makes this process ready for everything else in the library.
 
@@ -111,6 +113,8 @@ def init_distributed(
         survive: number of ranks that may be lost at once while the others continue: 0 or 1. Needs ``virtual_shards``
             and CPU ranks; see `docs/howto/survive.md`.
         sp_size: ranks that divide the tokens of one batch, see :func:`bmtrain.shard_sequence`.
+        tier_directories: a directory, in a list of one, for what Blocks keep on a drive (`BlockPolicy`): in a file
+            without a name, of each rank's own, which ends with the process. With it, making an optimizer is collective.
 
     Raises:
         ValueError: an argument or launch variable that makes no sense, or that differs between ranks.
@@ -148,6 +152,7 @@ def init_distributed(
     )
     options.virtual_shards = check_count(virtual_shards, place)
     options.survive = check_survive(survive, options)
+    options.tier_directories = check_directories(tier_directories, options.survive)
     several = launch.world_size > 1
     if several:
         write_lines()
@@ -211,6 +216,7 @@ def _join(launch: Launch, place: Topology, options: InitOptions) -> Context:
             "backend": options.backend,
             "virtual_shards": options.virtual_shards,
             "survive": options.survive,
+            "number of tier_directories": len(options.tier_directories),
         },
     )
     locals_ = [_local_rank(peer, peers) for peer in peers]
@@ -273,6 +279,7 @@ def _build(
         virtual_shards=options.virtual_shards,
         streams=Streams.for_device(device),
         places=places,
+        tier_directories=options.tier_directories,
     )
 
 

@@ -34,6 +34,7 @@ class MemoryReport:
         gradients: gradient shards of Blocks, and ``.grad`` outside them.
         optimizer: state of the optimizers, without tensors that are parameters themselves; of `optim.whole_matrix` the
             state and fp32 values of the parameters that this rank owns.
+        on_disk: state of the optimizers in files (``BlockPolicy(optimizer="disk")``), which is no memory.
         gathered: full parameters of Blocks, where they are not the shards themselves.
         unreduced: whole gradients of Blocks: kept in ``no_sync()``, or not yet reduced to the shards.
         activations: kept by recomputed Blocks for later backwards: inputs, and with ``"selective"`` results. None
@@ -41,6 +42,7 @@ class MemoryReport:
         offloaded: activations that wait on the host (:attr:`BlockPolicy.offload_activations`).
         staging: host memory, page-locked, through which gradients and parameters of offloaded updates pass between a
             GPU and the host.
+        disk_buffers: through which state in files passes a step.
         idle_buffers: freed buffers that are kept for the next Block.
         peak_buffers: the most that ``gathered`` and ``unreduced`` were together since peaks were reset, except for what
             lies in buffers that are used in place.
@@ -54,11 +56,13 @@ class MemoryReport:
     parameters: int
     gradients: int
     optimizer: int
+    on_disk: int
     gathered: int
     unreduced: int
     activations: int | None
     offloaded: int
     staging: int
+    disk_buffers: int
     idle_buffers: int
     peak_buffers: int
     in_place: int
@@ -113,14 +117,16 @@ def memory_report(
     report = MemoryReport(
         parameters=parameters.nbytes,
         gradients=gradients.nbytes,
-        optimizer=_Memory(_states(optim)).without(parameters).nbytes,
+        optimizer=_Memory(_states(optim, on_disk=False)).without(parameters).nbytes,
+        on_disk=_Memory(_states(optim, on_disk=True)).without(parameters).nbytes,
         gathered=sum(group.gathered_bytes for group in groups),
         unreduced=sum(group.unreduced_bytes for group in groups),
         activations=_activations(current_engine(current).blocks),
         offloaded=sum(
             call.host.nbytes for call in _open_calls(current_engine(current).blocks) if call.host is not None
         ),
-        staging=sum(_staging_bytes(optim)),
+        staging=sum(_bytes_of(optim, "staging_bytes")),
+        disk_buffers=sum(_bytes_of(optim, "disk_buffer_bytes")),
         idle_buffers=pool["bytes_idle"],
         peak_buffers=pool["peak_bytes_in_use"],
         in_place=sum(comm.bytes_in_place for comm in current.communicators()),
@@ -164,21 +170,25 @@ def _is_in_block(param: torch.Tensor) -> bool:
     return isinstance(param, DistributedParameter) and param._in_block
 
 
-def _staging_bytes(optim: Any) -> Iterator[int]:
-    """Bytes of staging memory of optimizers that offload."""
+def _bytes_of(optim: Any, name: str) -> Iterator[int]:
+    """Bytes of memory that optimizers report by themselves."""
     from .distributed.checkpoint.snapshot import optimizers_of
 
     for optimizer in optimizers_of(optim):
-        yield getattr(optimizer, "staging_bytes", 0)
+        yield getattr(optimizer, name, 0)
 
 
-def _states(optim: Any) -> Iterator[torch.Tensor]:
-    """The tensors of the state of optimizers."""
+def _states(optim: Any, on_disk: bool) -> Iterator[torch.Tensor]:
+    """The tensors of the state of optimizers, in files or not."""
     from .distributed.checkpoint.snapshot import optimizers_of
 
     for optimizer in optimizers_of(optim):
-        for state in optimizer.state.values():
-            yield from (value for value in tree_leaves(state) if isinstance(value, torch.Tensor))
+        is_on_disk = getattr(optimizer, "is_on_disk", lambda _: False)
+        # Of this library's without a wait, and without a look into the files.
+        states = optimizer.__dict__["state"] if hasattr(optimizer, "is_on_disk") else optimizer.state
+        for param, state in states.items():
+            if is_on_disk(param) == on_disk:
+                yield from (value for value in tree_leaves(state) if isinstance(value, torch.Tensor))
 
 
 def _activations(blocks: Iterable[BlockState]) -> int | None:

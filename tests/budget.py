@@ -15,22 +15,23 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Storey, from the bottom, or folder -> what belongs to it, and its ceiling. A commit that raises a ceiling gives the
 #: reason in its message.
 PYTHON = {
-    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2515),
+    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2530),
     "watch": ("_watch", 1905),
-    "ranks": ("_ranks global_var nccl synchronize utils", 4150),
+    "ranks": ("_ranks global_var nccl synchronize utils", 4170),
     "shards": ("_shards parameter", 1415),
     "engine": ("_engine", 5660),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5210),
     "files": ("_files dcp distributed store weights", 4460),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 8330),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 8960),
     "survive": ("_survive", 1220),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 11340),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 11_620),
 }
 CORE = {
-    "bindings": (". bindings ops", 1400),
-    "common": ("common", 910),
+    "bindings": (". bindings ops", 1480),
+    "common": ("common", 920),
     "comm": ("comm", 6815),
     "shard": ("shard", 2430),
+    "disk": ("disk", 790),
     "optim": ("optim", 1700),
     "cpu": ("cpu", 2281),
     "cuda": ("cuda", 1400),

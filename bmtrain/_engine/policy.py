@@ -84,6 +84,10 @@ class BlockPolicy:
             the inputs that require grad, and kept results; without it all activations. On CPU ranks they are there
             already, and nothing is done.
 
+        optimizer: ``"disk"``: the state that this library's optimizers of single elements keep for the block is in
+            ``init_distributed(tier_directories=...)``, and passes through a few buffers in each step. None: where the
+            optimizer keeps it.
+
     Raises:
         ValueError: naming the field, for a value that is not among these.
 
@@ -103,6 +107,7 @@ class BlockPolicy:
     reduce: Literal["direct", "ring", "hosts"] | None = None
     zero_size: int | None = None
     offload_activations: bool = False
+    optimizer: Literal["disk"] | None = None
 
     def __post_init__(self) -> None:
         if self.level not in (0, 1, 2, 3):
@@ -112,6 +117,11 @@ class BlockPolicy:
         except ValueError:
             values = ", ".join(repr(known.value) for known in Recompute)
             raise ValueError(f"recompute: expected one of {values}, got {self.recompute!r}") from None
+        if self.optimizer not in (None, "disk"):
+            raise ValueError(
+                f"optimizer: expected None or 'disk', got {self.optimizer!r}; for host memory use an optimizer that "
+                "offloads, such as AdamOffloadOptimizer"
+            )
         self._check_dtypes()
         if self.reduce not in (None, "direct", "ring", "hosts"):
             raise ValueError(f"reduce: expected None, 'direct', 'ring' or 'hosts', got {self.reduce!r}")

@@ -113,6 +113,10 @@ def build_storage(
     for name, param in named:
         kinds.setdefault((_kind(param), param._slices), []).append((name, param))
     ctx = context()
+    if policy.optimizer == "disk" and not ctx.tier_directories:
+        raise ValueError(
+            f"{label}: BlockPolicy(optimizer='disk'): expected init_distributed(tier_directories=[...]), got none"
+        )
     storages = []
     for (kind, slices), members in kinds.items():
         family = ctx.zero_group(slices, mode is BlockMode.PIPE)

@@ -100,6 +100,7 @@ class Context:
         virtual_shards: number of virtual shards of a step; 0 without.
         survival: continues without lost ranks; None unless that was asked for.
         places: of each rank of the job, equal for those of one host; empty for a single process.
+        tier_directories: where Blocks may keep state on drives; empty without.
     """
 
     topology: Topology
@@ -119,6 +120,7 @@ class Context:
     virtual_shards: int = 0
     places: tuple[str, ...] = ()
     survival: Survival | None = None
+    tier_directories: tuple[str, ...] = ()
     #: Parts of groups that were connected, by family and number of sharing ranks: see `_groups.parts_of`.
     parts: dict[tuple[str, int], Parts] = field(default_factory=dict, init=False, repr=False)
 

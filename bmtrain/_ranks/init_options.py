@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -29,6 +30,7 @@ class InitOptions:
     virtual_shards: int = 0
     survive: int = 0
     sp_size: int = 1
+    tier_directories: tuple[str, ...] = ()
 
     @classmethod
     def check(
@@ -76,6 +78,21 @@ class InitOptions:
             timeout=_seconds(timeout),
             sp_size=sequence_ranks,
         )
+
+
+def check_directories(value: Sequence[str | os.PathLike[str]] | None, survive: int) -> tuple[str, ...]:
+    """The directories of tiers; raises TypeError or ValueError, naming the argument."""
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise TypeError(f"tier_directories: expected a list of directories, got {value!r}")
+    if len(value) != 1:
+        raise ValueError(
+            f"tier_directories: expected one directory (several are not supported yet), got {len(value)}"
+        )
+    if survive:
+        raise ValueError(f"tier_directories: cannot be combined with survive yet, got survive={survive}")
+    return tuple(os.path.abspath(os.fspath(directory)) for directory in value)
 
 
 def _check_seed(seed: int) -> int:

@@ -13,11 +13,10 @@ from torch import Tensor
 from .._base.arguments import require_number
 from .._base.deprecate import warn_once
 from .._base.unseen import gradient_of
-from .._ranks.context import require_intact
+from .._ranks.context import current, require_intact
 from ..global_var import num_losses
 from ._arrays import (
     MASTER,
-    allocate,
     gathered_state,
     layout_of,
     read_state,
@@ -29,7 +28,7 @@ from ._narrow import store_values, stored_shape
 from ._untraced import UntracedOptimizer
 from ._updates import Update
 from .formulas import Formula, Part
-from .places import Place
+from .places import OnDisk, Place
 
 __all__ = ["ShardedOptimizer", "check_scale"]
 
@@ -98,10 +97,18 @@ class ShardedOptimizer(UntracedOptimizer):
         self._formula.formula_in(options).check(options)
         super().add_param_group(param_group)
         self._place.note_new_group()
+        self._use_tiers()
+        self._place.reserve(self.param_groups[-1]["params"])
 
     def _compose(self, formula: Mapping[str, Any], place: Mapping[str, Any]) -> None:
         self._formula: Any = self._formula_class(**formula)
         self._place: Any = self._place_class(self._formula, **place)
+
+    def _use_tiers(self) -> None:
+        """Lets the policies of Blocks decide where state lies, in a run with tiers."""
+        context = current()
+        if context is not None and context.tier_directories and not isinstance(self._place, OnDisk):
+            self._place = OnDisk(self._place, context)
 
     # ---- loss scale
 
@@ -240,6 +247,7 @@ class ShardedOptimizer(UntracedOptimizer):
                 if master.data_ptr() != p.data_ptr():
                     state[MASTER] = p.detach()
             elif self._seen.get(p) != _value_mark(p):
+                self._place.note_write(p)
                 take_changed_value(master, p)
         return state
 
@@ -265,7 +273,7 @@ class ShardedOptimizer(UntracedOptimizer):
     @property
     def state(self) -> Any:
         """State by parameter. Reading it waits for pending updates."""
-        self._place.finish()
+        self._place.show_state()
         return self.__dict__["state"]
 
     @state.setter
@@ -281,6 +289,17 @@ class ShardedOptimizer(UntracedOptimizer):
         """Whether the state of ``p`` has an fp32 copy of its value."""
         has_master: bool = self._place.has_master(p)
         return has_master
+
+    def is_on_disk(self, p: Tensor) -> bool:
+        """Whether the state of ``p`` is in a file, see ``BlockPolicy(optimizer="disk")``."""
+        is_on_disk: bool = self._place.is_on_disk(p)
+        return is_on_disk
+
+    @property
+    def disk_buffer_bytes(self) -> int:
+        """Bytes of memory that state on drives passes through."""
+        nbytes: int = self._place.disk_buffer_bytes
+        return nbytes
 
     @property
     def _states(self) -> dict[Tensor, dict[str, Any]]:
@@ -309,7 +328,7 @@ class ShardedOptimizer(UntracedOptimizer):
         self, parameters: Sequence[Tensor], names: tuple[str, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
         dtypes = [torch.float32 if name == MASTER else dtype for name in names]
-        arrays = allocate([p.shape for p in parameters], dtypes, device)
+        arrays = self._place.allocate(parameters, names, dtypes, device)
         for k, p in enumerate(parameters):
             state = self._states.setdefault(p, {"step": 0})
             for name, array in zip(names, arrays, strict=True):
@@ -390,6 +409,7 @@ class ShardedOptimizer(UntracedOptimizer):
             state = dict(state)
             self._compose(*(_take_settings(state, kind) for kind in (self._formula_class, self._place_class)))
         super().__setstate__(state)
+        self._use_tiers()
 
 
 def _settings_of(part: Formula | Place) -> dict[str, Any]:

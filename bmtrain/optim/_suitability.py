@@ -11,8 +11,10 @@ from .._ranks import context
 from ..global_var import rank, world_size
 from ..parameter import DistributedParameter
 from ._grad_stats import parameters_of
+from .places import wants_disk
 
 __all__ = [
+    "refuse_policies_of_tiers",
     "refuse_whole_tensor_optimizer",
     "warn_of_likely_mistakes",
     "warn_of_uninitialised",
@@ -33,6 +35,17 @@ def refuse_whole_tensor_optimizer(optimizer: Any) -> None:
         raise ValueError(
             f"optimizer: {name} computes over whole tensors and would see this rank's shards, flat; use "
             f"bmtrain.optim.whole_matrix({name}, params, ...)"
+        )
+
+
+def refuse_policies_of_tiers(optimizer: Any) -> None:
+    """Raises ValueError for an optimizer of another library whose state a policy wants on a drive."""
+    if not getattr(optimizer, "_bmtrain_optimizer", False) and any(
+        map(wants_disk, parameters_of(optimizer.param_groups))
+    ):
+        raise ValueError(
+            "BlockPolicy(optimizer='disk'): expected an optimizer of bmtrain.optim, got "
+            f"{type(optimizer).__name__}"
         )
 
 

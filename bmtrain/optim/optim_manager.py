@@ -24,6 +24,7 @@ from ._grad_stats import check_overflow, first_overflow, forget_unsent, grad_res
 from ._loss_watch import LossWatch
 from ._state import load_optimizer_state, optimizer_state
 from ._suitability import (
+    refuse_policies_of_tiers,
     refuse_whole_tensor_optimizer,
     warn_of_likely_mistakes,
     warn_of_uninitialised,
@@ -170,6 +171,7 @@ class OptimManager:
         if any(optimizer is known for known in self.optimizers):
             raise ValueError("optimizer: this one has been added before, and would step twice in each step()")
         refuse_whole_tensor_optimizer(optimizer)
+        refuse_policies_of_tiers(optimizer)
         if getattr(optimizer, "_owned_scale", None) is not None:
             warn_once(
                 "OptimManager.owned_scale",

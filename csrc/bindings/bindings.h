@@ -7,6 +7,7 @@ namespace bmtrain {
 
 void bind_comm(py::module_& module);
 void bind_guard(py::module_& module);  // after bind_comm
+void bind_disk(py::module_& module);
 void bind_shard(py::module_& module);
 void bind_optim(py::module_& module);
 /// The machinery of tests, in csrc/testing; null in builds without.

@@ -9,12 +9,12 @@ namespace {
 
 // The class lives in Python, so that it can be caught without the extension being loaded. An operation that
 // was aborted because of Ctrl-C raises what Ctrl-C raises.
-void raise_communication_error(const char* message) {
+void raise_own(const char* name, const char* message) {
   if (PyErr_CheckSignals() != 0) {
     return;
   }
   try {
-    const auto type = py::module_::import("bmtrain.errors").attr("CommunicationError");
+    const auto type = py::module_::import("bmtrain.errors").attr(name);
     PyErr_SetString(type.ptr(), message);
   } catch (py::error_already_set& error) {
     error.restore();
@@ -33,7 +33,9 @@ void translate(std::exception_ptr pointer) {
   } catch (const bmtrain::StateError& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
   } catch (const bmtrain::CommunicationError& error) {
-    raise_communication_error(error.what());
+    raise_own("CommunicationError", error.what());
+  } catch (const bmtrain::DiskError& error) {
+    raise_own("DiskError", error.what());
   }
 }
 
@@ -53,6 +55,7 @@ PYBIND11_MODULE(_C, module) {
   py::register_local_exception_translator(&translate);
   bmtrain::bind_comm(module);
   bmtrain::bind_guard(module);
+  bmtrain::bind_disk(module);
   bmtrain::bind_shard(module);
   bmtrain::bind_optim(module);
   module.def("use_cuda_kernels", &use_cuda_kernels);

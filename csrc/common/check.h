@@ -27,6 +27,12 @@ struct CommunicationError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+/// A file of a disk tier cannot be made, grown, read or written, or holds other bytes than were written to it
+/// (becomes bmtrain.errors.DiskError).
+struct DiskError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 namespace detail {
 template <typename... Parts>
 [[nodiscard]] std::string join(const Parts&... parts) {

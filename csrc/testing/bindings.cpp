@@ -11,6 +11,9 @@ void bind_testing(py::module_& module) {
              "Pauses at random in front of operations, updates and buffers given back; 0 for none.");
   module.def("disturb_updates", &disturb_updates, py::arg("max_delay_microseconds"),
              py::arg("failing_label") = "", "Delays chunks by random times, or lets a block's fail.");
+  module.def("disturb_transfers", &disturb_transfers, py::arg("max_delay_microseconds"),
+             py::arg("failing") = -1, py::arg("result") = 0,
+             "Delays transfers of the disk tier by random times, or ends one with another result.");
   module.def("install_device_runtime", &install_device_runtime, py::arg("library"));
 }
 

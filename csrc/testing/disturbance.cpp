@@ -9,6 +9,7 @@
 #include "common/check.h"
 #include "common/per_process.h"
 #include "common/race_point.h"
+#include "disk/transfer_fault.h"
 
 namespace bmtrain {
 namespace {
@@ -17,7 +18,10 @@ struct Disturbance {
   std::atomic<std::uint64_t> random{0};
   std::atomic<std::int64_t> most_microseconds{0};             // at every second point
   std::atomic<std::int64_t> most_microseconds_of_updates{0};  // at each chunk of an update
-  std::mutex mutex;                                           // protects the label
+  std::atomic<std::int64_t> most_microseconds_of_transfers{0};
+  std::atomic<std::int64_t> transfers_before_failure{-1};
+  std::atomic<std::int64_t> result_of_failure{0};
+  std::mutex mutex;  // protects the label
   std::string failing_label;
 };
 
@@ -54,6 +58,13 @@ void disturb(const std::string* update) {
   pause(random, disturbance.most_microseconds_of_updates.load(std::memory_order_relaxed));
 }
 
+std::int64_t end_of_transfer(bool /*is_write*/, std::int64_t /*offset*/, std::int64_t result) {
+  auto& disturbance = per_process<Disturbance>();
+  pause(next_random(disturbance.random), disturbance.most_microseconds_of_transfers.load());
+  return disturbance.transfers_before_failure.fetch_sub(1) == 0 ? disturbance.result_of_failure.load()
+                                                                : result;
+}
+
 }  // namespace
 
 void set_random_delays(std::uint64_t seed, std::int64_t most_microseconds) {
@@ -71,6 +82,14 @@ void disturb_updates(std::int64_t max_delay_microseconds, const std::string& fai
   const std::lock_guard lock(disturbance.mutex);
   disturbance.failing_label = failing_label;
   at_race_point.store(&disturb);
+}
+
+void disturb_transfers(std::int64_t max_delay_microseconds, std::int64_t failing, std::int64_t result) {
+  auto& disturbance = per_process<Disturbance>();
+  disturbance.most_microseconds_of_transfers.store(max_delay_microseconds);
+  disturbance.result_of_failure.store(result);
+  disturbance.transfers_before_failure.store(failing);
+  transfer_fault.store(&end_of_transfer);
 }
 
 }  // namespace bmtrain

@@ -23,12 +23,24 @@ _MACHINES = {
     "x86_64": (
         0xC000003E,
         317,
-        {"memfd_create": 319, "pidfd_open": 434, "process_vm_readv": 310, "ptrace": 101},
+        {
+            "io_uring_setup": 425,
+            "memfd_create": 319,
+            "pidfd_open": 434,
+            "process_vm_readv": 310,
+            "ptrace": 101,
+        },
     ),
     "aarch64": (
         0xC00000B7,
         277,
-        {"memfd_create": 279, "pidfd_open": 434, "process_vm_readv": 270, "ptrace": 117},
+        {
+            "io_uring_setup": 425,
+            "memfd_create": 279,
+            "pidfd_open": 434,
+            "process_vm_readv": 270,
+            "ptrace": 117,
+        },
     ),
 }
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .drives import check_drive
 from .findings import Check, Surroundings
 from .machine import (
     check_compiler,
@@ -36,6 +37,7 @@ def check_up(here: Surroundings) -> Iterator[Check]:
         check_shared_memory,
         check_transport,
         check_memory,
+        check_drive,
         check_port,
     ):
         try:

@@ -48,6 +48,7 @@ class Surroundings:
         nodes: the folder that lists the machine's memories and the processors near each.
         processors: numbers of those that this process may run on.
         available_memory: bytes that are left.
+        tier_directory: whose drive is measured; None: none.
         clock: seconds since the epoch.
         timeout: seconds in which ranks must meet.
     """
@@ -60,5 +61,6 @@ class Surroundings:
     nodes: Path = Path("/sys/devices/system/node")
     processors: Callable[[], set[int]] = _own_processors
     available_memory: Callable[[], int] = available_bytes
+    tier_directory: str | None = None
     clock: Callable[[], float] = time.time
     timeout: float = 10.0

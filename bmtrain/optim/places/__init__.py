@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from .device import OnDevice
+from .disk import OnDisk, wants_disk
 from .host import OnHost
 from .owners import OnOwners
 from .place import Place
 
-__all__ = ["OnDevice", "OnHost", "OnOwners", "Place"]
+__all__ = ["OnDevice", "OnDisk", "OnHost", "OnOwners", "Place", "wants_disk"]

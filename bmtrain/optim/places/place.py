@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .._arrays import allocate
 from .._narrow import dtype_for
 from ..formulas import Formula, Part
 
@@ -32,6 +33,9 @@ class Place:
     #: Arguments of the constructor, kept as attributes, that copies and pickles of an optimizer have.
     settings: ClassVar[tuple[str, ...]] = ("state_dtype",)
 
+    #: Bytes of memory that state on drives passes through.
+    disk_buffer_bytes = 0
+
     def __init__(self, formula: Formula, *, state_dtype: torch.dtype = torch.float32) -> None:
         self._formula = formula
         self.state_dtype = state_dtype
@@ -53,6 +57,30 @@ class Place:
     def dtype_of(self, p: Tensor) -> torch.dtype:
         """Returns the dtype of the arrays of ``p``."""
         return dtype_for(p, self.state_dtype)
+
+    def is_on_disk(self, p: Tensor) -> bool:
+        """Whether the arrays of ``p`` are in a file."""
+        return False
+
+    def reserve(self, parameters: Sequence[Tensor]) -> None:
+        """Called with the parameters of a new group; collective where `is_on_disk` may be true."""
+
+    def allocate(
+        self,
+        parameters: Sequence[Tensor],
+        names: Sequence[str],
+        dtypes: Sequence[torch.dtype],
+        device: torch.device,
+    ) -> list[list[Tensor]]:
+        """Returns arrays of zeros, one tensor for each parameter, see `_arrays.allocate`."""
+        return allocate([p.shape for p in parameters], dtypes, device)
+
+    def note_write(self, p: Tensor) -> None:
+        """Called before arrays of ``p`` are written otherwise than by a step."""
+
+    def show_state(self) -> None:
+        """Called before the state is handed out, for reading and writing."""
+        self.finish()
 
     def note_new_state(self, parameters: Sequence[Tensor], names: Sequence[str], states: States) -> None:
         """Called for new state entries of parameters, in allocations without other references."""

@@ -1,0 +1,209 @@
+"""State on a drive, which passes through a few buffers in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._base.unseen import data_of
+from ..._ranks.agree import failing_together
+from ..._ranks.context import Context
+from ...errors import DiskError
+from .._arrays import MASTER
+from ..formulas import Part
+from .disk_arena import Arena, Chunk, Home, Stream
+from .place import Groups, Place, States
+from .ranges import split
+
+__all__ = ["OnDisk", "wants_disk"]
+
+
+class OnDisk(Place):
+    """A drive, for parameters of Blocks with such a policy; the state of others is where another place has it.
+
+    [Note: A step of state on a drive]
+    Arrays of neighbouring parameters are cut into chunks. While one chunk is computed, by the other place and in
+    memory, the next ones are read and those before are written, so that a step takes as long as the slower of
+    computation and drive. Every chunk is read once and written once.
+
+    Outside a step the tensors of the state are mappings of the file, with the page cache as memory: reading the state
+    reads the file. The file is checked before the optimizer's ``state`` is handed out; as its reader may write to
+    it, the next step takes the chunks as they are then.
+
+    A failure of a drive is noticed by one rank. It is raised at the end of the step, by all of them.
+
+    Args:
+        inner: the place of the other parameters, which also computes.
+        context: of this process.
+    """
+
+    def __init__(self, inner: Place, context: Context) -> None:
+        super().__init__(inner._formula, state_dtype=inner.state_dtype)
+        self._inner = inner
+        self._directory = context.tier_directories[0]
+        self._homes: dict[Tensor, Home] = {}
+        self._stream: Stream | None = None
+        self._failure: DiskError | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns a setting of the other place."""
+        return getattr(self.__dict__["_inner"], name)
+
+    @property
+    def settings(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Those of the other place: a copy of the optimizer finds out by itself what is on a drive."""
+        return self._inner.settings
+
+    # ---- state
+
+    def has_master(self, p: Tensor) -> bool:
+        return self._inner.has_master(p)
+
+    def shares_master(self, p: Tensor) -> bool:
+        return self._inner.shares_master(p)
+
+    def device_of(self, p: Tensor) -> torch.device:
+        return self._inner.device_of(p)
+
+    def dtype_of(self, p: Tensor) -> torch.dtype:
+        return self._inner.dtype_of(p)
+
+    def is_on_disk(self, p: Tensor) -> bool:
+        return p in self._homes
+
+    @property
+    def disk_buffer_bytes(self) -> int:  # type: ignore[override]
+        return 0 if self._stream is None else self._stream.nbytes
+
+    def reserve(self, parameters: Sequence[Tensor]) -> None:
+        """Reserves the space of new parameters on all ranks. Collective.
+
+        Raises:
+            DiskError: a drive has no room.
+            ValueError: the state cannot be on a drive.
+        """
+        with failing_together("reserving space for optimizer state"):
+            wanted = [p for p in parameters if wants_disk(p) and p.requires_grad and p.numel()]
+            for p in wanted:
+                self._check(p)
+            self._make_arenas(wanted)
+
+    def _check(self, p: Tensor) -> None:
+        where = "BlockPolicy(optimizer='disk')"
+        if p.device.type != "cpu":
+            raise ValueError(
+                f"{where}: expected CPU ranks, got parameters on {p.device}: GPUs are not supported"
+            )
+        if self._formula.is_whole:
+            raise ValueError(f"{where}: expected an optimizer of single elements, got one of whole matrices")
+        if self.dtype_of(p) is torch.uint8:
+            raise ValueError(f"{where}: expected state_dtype float32 or bfloat16, got int8")
+
+    def _make_arenas(self, parameters: Sequence[Tensor]) -> None:
+        kinds: dict[tuple[tuple[str, torch.dtype], ...], list[Tensor]] = {}
+        for p in parameters:
+            arrays = [(name, self.dtype_of(p)) for name in self._formula.arrays]
+            if self.has_master(p) and not self.shares_master(p):
+                arrays.append((MASTER, torch.float32))
+            kinds.setdefault(tuple(arrays), []).append(p)
+        for kind, members in kinds.items():
+            self._homes.update(Arena(self._directory, kind, members).homes)
+
+    def allocate(
+        self,
+        parameters: Sequence[Tensor],
+        names: Sequence[str],
+        dtypes: Sequence[torch.dtype],
+        device: torch.device,
+    ) -> list[list[Tensor]]:
+        mine = {p for p in parameters if wants_disk(p)}
+        # Reserved already, unless the parameter has changed since.
+        self._make_arenas(
+            [
+                p
+                for p in parameters
+                if p in mine and not (p in self._homes and self._homes[p].fits(p, names, dtypes))
+            ]
+        )
+        others = [p for p in parameters if p not in mine]
+        in_memory = iter(zip(*self._inner.allocate(others, names, dtypes, device), strict=True))
+        rows = [self._homes[p].zeroed(names) if p in mine else next(in_memory) for p in parameters]
+        return [list(array) for array in zip(*rows, strict=True)]
+
+    def note_new_state(self, parameters: Sequence[Tensor], names: Sequence[str], states: States) -> None:
+        self._inner.note_new_state([p for p in parameters if p not in self._homes], names, states)
+
+    def note_write(self, p: Tensor) -> None:
+        if p in self._homes:
+            self._homes[p].unseal()
+
+    def note_new_group(self) -> None:
+        self._inner.note_new_group()
+
+    def show_state(self) -> None:
+        self._inner.show_state()
+        for arena in self._arenas():
+            if arena.is_sealed:
+                self._passage().check(arena)
+                arena.file.unseal(0, arena.file.nbytes)
+                arena.is_sealed = False
+
+    def _arenas(self) -> list[Arena]:
+        return list({id(home.arena): home.arena for home in self._homes.values()}.values())
+
+    def _passage(self) -> Stream:
+        num_arrays = max(len(arena.dtypes) for arena in self._arenas())
+        if self._stream is None or self._stream.num_arrays < num_arrays:
+            self._stream = Stream(num_arrays)
+        return self._stream
+
+    # ---- a step
+
+    def start_step(self, groups: Groups, states: States) -> None:
+        self._inner.start_step(groups, states)
+        self._make_arenas([p for p in states if p not in self._homes and wants_disk(p)])
+
+    def apply(self, parts: list[Part], states: States, *, is_early: bool) -> None:
+        mine, others = split(parts, lambda _, u: u.param in self._homes)
+        self._inner.apply(list(others), states, is_early=is_early)
+        try:
+            if mine and self._failure is None:
+                self._passage().update(
+                    self._chunks_of(mine), lambda pieces: self._inner.apply(pieces, {}, is_early=True)
+                )
+        except DiskError as error:
+            self._failure = error
+        if not is_early:
+            with failing_together("optimizer state on disk"):
+                if self._failure is not None:
+                    raise self._failure
+
+    def _chunks_of(self, parts: Sequence[Part]) -> list[Chunk]:
+        chunks: dict[tuple[int, int], Chunk] = {}
+        for part in parts:
+            for update in part.updates:
+                home = self._homes[update.param]
+                home.take_foreign(update.state)
+                flat = update._replace(param=data_of(update.param).view(-1), grad=update.grad.reshape(-1))
+                for number in home.chunk_numbers():
+                    key = (id(home.arena), number)
+                    if key not in chunks:
+                        chunks[key] = Chunk(home.arena, number)
+                    chunks[key].pieces.append((part, flat, home))
+        return list(chunks.values())
+
+    def finish(self) -> None:
+        self._inner.finish()
+
+    def zero_grad(self, groups: Groups, set_to_none: bool) -> bool:
+        return self._inner.zero_grad(groups, set_to_none)
+
+
+def wants_disk(p: Any) -> bool:
+    """Whether ``p`` is in a Block with a policy that puts its state on a drive."""
+    block = getattr(p, "_block", None)
+    runtime = None if block is None or block.runtime is None else block.runtime()
+    return runtime is not None and runtime.policy.optimizer == "disk"

@@ -1,0 +1,269 @@
+"""Arrays of optimizer state in a file, and the buffers through which they pass a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._C import DiskFile, DiskQueue
+from ...errors import DiskError
+from .._arrays import MASTER
+from .._updates import Update
+from ..formulas import Part
+
+__all__ = ["Arena", "Chunk", "Home", "Stream"]
+
+#: Elements of a chunk: 2 MiB of an fp32 array, with which a drive is as fast as with more.
+CHUNK = 1 << 19
+#: Chunks that are read before they are needed; as many are being written after they were computed.
+AHEAD = 2
+_SLOTS = 2 * AHEAD + 1
+_ALIGNMENT = 4096  # bytes, of csrc/disk
+_GROUP = 16  # elements: parameters start at a cache line of fp32
+
+
+class Arena:
+    """The same arrays of some parameters, in a file of their own, each array contiguous.
+
+    Args:
+        directory: of the file.
+        arrays: names and dtypes.
+        parameters: members.
+
+    Raises:
+        DiskError: the drive has no room.
+    """
+
+    def __init__(
+        self, directory: str, arrays: Sequence[tuple[str, torch.dtype]], parameters: Sequence[Tensor]
+    ) -> None:
+        begins = list(accumulate((-(-p.numel() // _GROUP) * _GROUP for p in parameters), initial=0))
+        self.numel = begins.pop()
+        self.dtypes = dict(arrays)
+        sizes = [_aligned(self.numel * dtype.itemsize) for dtype in self.dtypes.values()]
+        offsets = list(accumulate(sizes, initial=0))
+        self.file = DiskFile(directory)
+        self.file.reserve(offsets.pop())
+        self.offsets = dict(zip(self.dtypes, offsets, strict=True))
+        self.mapping = self.file.map(0, self.file.nbytes)
+        self.homes = {p: Home(self, p, begin) for p, begin in zip(parameters, begins, strict=True)}
+        #: Whether a step has written since the state was last shown.
+        self.is_sealed = False
+
+    @property
+    def num_chunks(self) -> int:
+        return -(-self.numel // CHUNK)
+
+
+class Home:
+    """The place of one parameter in an arena."""
+
+    def __init__(self, arena: Arena, p: Tensor, begin: int) -> None:
+        self.arena = arena
+        self.begin = begin
+        self.shape = p.shape
+        self.tensors = {name: self._tensor(name, dtype) for name, dtype in arena.dtypes.items()}
+        self._is_new = True  # so all zeros
+
+    def _tensor(self, name: str, dtype: torch.dtype) -> Tensor:
+        at, nbytes = (
+            self.arena.offsets[name] + self.begin * dtype.itemsize,
+            self.shape.numel() * dtype.itemsize,
+        )
+        return self.arena.mapping.tensor(at, nbytes).view(dtype).view(self.shape)
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.shape.numel()
+
+    def chunk_numbers(self) -> range:
+        """Returns the chunks that hold elements of it."""
+        return range(self.begin // CHUNK, -(-self.end // CHUNK))
+
+    def fits(self, p: Tensor, names: Sequence[str], dtypes: Sequence[torch.dtype]) -> bool:
+        """Whether it has these arrays, for the parameter as it is now."""
+        known = self.arena.dtypes
+        return self.shape == p.shape and all(
+            known.get(name) == dtype for name, dtype in zip(names, dtypes, strict=True)
+        )
+
+    def zeroed(self, names: Sequence[str]) -> list[Tensor]:
+        """Returns arrays, filled with zeros, for a new state."""
+        self.unseal()
+        found = [self.tensors[name] for name in names]
+        if not self._is_new:
+            for tensor in found:
+                tensor.zero_()
+        self._is_new = False
+        return found
+
+    def take_foreign(self, state: dict[str, Any]) -> None:
+        """Copies arrays here that a user has put into the state, or an earlier home."""
+        for name, own in self.tensors.items():
+            if name in state and state[name].data_ptr() != own.data_ptr():
+                self.unseal()
+                state[name] = own.copy_(state[name])
+
+    def unseal(self) -> None:
+        """Called before a write: from then on the file holds other bytes than steps have written."""
+        for number in self.chunk_numbers():
+            for offset, nbytes in Chunk(self.arena, number).ranges().values():
+                self.arena.file.unseal(offset, nbytes)
+
+
+class Chunk:
+    """Elements of an arena that are in memory together, and the updates that meet them."""
+
+    def __init__(self, arena: Arena, number: int) -> None:
+        self.arena = arena
+        self.begin = number * CHUNK
+        self.end = min(self.begin + CHUNK, arena.numel)
+        self.pieces: list[tuple[Part, Update, Home]] = []
+
+    @property
+    def label(self) -> str:
+        """The block of the first parameter in it, for messages."""
+        for p, home in self.arena.homes.items():
+            if home.end > self.begin:
+                runtime = p._block.runtime()  # type: ignore[attr-defined]
+                return f"optimizer state of {runtime.label}"
+        return "optimizer state"
+
+    def ranges(self) -> dict[str, tuple[int, int]]:
+        """Returns offset and length in the file, by the names of the arrays."""
+        return {
+            name: (
+                self.arena.offsets[name] + self.begin * dtype.itemsize,
+                _aligned((self.end - self.begin) * dtype.itemsize),
+            )
+            for name, dtype in self.arena.dtypes.items()
+        }
+
+    def parts(self, arrays: dict[str, Tensor]) -> list[Part]:
+        """Returns the updates of these elements.
+
+        Args:
+            arrays: the chunk in memory.
+        """
+        parts: list[Part] = []
+        for origin, update, home in self.pieces:
+            first, last = max(self.begin, home.begin), min(self.end, home.end)
+            of_param, of_chunk = (slice(first - at, last - at) for at in (home.begin, self.begin))
+            param = update.param[of_param]
+            state: dict[str, Any] = {"step": update.state["step"]}
+            if MASTER in update.state:
+                state[MASTER] = param  # unless it has one of its own, here
+            state.update({name: array[of_chunk] for name, array in arrays.items() if name in update.state})
+            piece = Update(param, update.grad[of_param], state, update.is_fresh)
+            if parts and parts[-1].numbers is origin.numbers:
+                parts[-1].updates.append(piece)
+            else:
+                parts.append(origin._replace(updates=[piece]))
+        return parts
+
+
+class _Buffer(NamedTuple):
+    """One array of the chunk in a slot."""
+
+    number: int
+    memory: Tensor
+
+
+class Stream:
+    """Buffers for a few chunks, and the order in which these pass.
+
+    Args:
+        num_arrays: the most that an arena has.
+    """
+
+    def __init__(self, num_arrays: int) -> None:
+        self.num_arrays = num_arrays
+        self.queue = DiskQueue(
+            os.environ.get("BMTRAIN_DISK_IO", "auto"), _SLOTS * num_arrays, CHUNK * torch.float32.itemsize
+        )
+        buffers = [_Buffer(n, self.queue.buffer(n)) for n in range(_SLOTS * num_arrays)]
+        self._slots = [buffers[n * num_arrays : (n + 1) * num_arrays] for n in range(_SLOTS)]
+        self._chunks: list[Chunk | None] = [None] * _SLOTS  # of the last transfers, for messages
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.memory.numel() for slot in self._slots for buffer in slot)
+
+    def check(self, arena: Arena) -> None:
+        """Compares what the file holds with what steps have written.
+
+        Raises:
+            DiskError: it differs, or cannot be read.
+        """
+        self._pass([Chunk(arena, number) for number in range(arena.num_chunks)], None)
+
+    def update(self, chunks: Sequence[Chunk], compute: Callable[[list[Part]], None]) -> None:
+        """Reads chunks, has their parts computed, and writes them.
+
+        Raises:
+            DiskError: a chunk cannot be read or written, or is not what was written.
+        """
+        self._pass(chunks, compute)
+        for chunk in chunks:
+            chunk.arena.is_sealed = True
+
+    def _pass(self, chunks: Sequence[Chunk], compute: Callable[[list[Part]], None] | None) -> None:
+        try:
+            for number in range(len(chunks) + AHEAD):
+                if number < len(chunks):
+                    self._read(number % _SLOTS, chunks[number])
+                if number >= AHEAD:
+                    slot = (number - AHEAD) % _SLOTS
+                    self._wait(slot)
+                    if compute is not None:
+                        compute(chunks[number - AHEAD].parts(self._arrays(slot)))
+                        self._write(slot)
+            for slot in range(_SLOTS):
+                self._wait(slot)
+        except BaseException:
+            self._drain()
+            raise
+
+    def _read(self, slot: int, chunk: Chunk) -> None:
+        self._wait(slot)
+        self._chunks[slot] = chunk
+        for buffer, (offset, nbytes) in zip(self._slots[slot], chunk.ranges().values(), strict=False):
+            self.queue.read(buffer.number, chunk.arena.file, offset, nbytes)
+
+    def _write(self, slot: int) -> None:
+        chunk = self._chunks[slot]
+        assert chunk is not None
+        for buffer, (offset, nbytes) in zip(self._slots[slot], chunk.ranges().values(), strict=False):
+            self.queue.write(buffer.number, chunk.arena.file, offset, nbytes)
+
+    def _arrays(self, slot: int) -> dict[str, Tensor]:
+        chunk = self._chunks[slot]
+        assert chunk is not None
+        return {
+            name: buffer.memory[: (chunk.end - chunk.begin) * dtype.itemsize].view(dtype)
+            for buffer, (name, dtype) in zip(self._slots[slot], chunk.arena.dtypes.items(), strict=False)
+        }
+
+    def _wait(self, slot: int) -> None:
+        for buffer in self._slots[slot]:
+            try:
+                self.queue.wait(buffer.number)
+            except DiskError as error:
+                chunk = self._chunks[slot]
+                raise DiskError(f"{chunk.label if chunk else 'optimizer state'}: {error}") from None
+
+    def _drain(self) -> None:
+        for slot in self._slots:
+            for buffer in slot:
+                with suppress(DiskError):
+                    self.queue.wait(buffer.number)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,97 @@
+#include "disk/disk_file.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include "common/check.h"
+#include "disk/checksum.h"
+
+namespace bmtrain {
+namespace {
+
+// A file that no path leads to. Filesystems without O_TMPFILE get one with a name, for a moment.
+int open_nameless(const std::string& directory, int flags) {
+  const int file = ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | flags, 0600);
+  if (file >= 0 || (errno != EOPNOTSUPP && errno != EISDIR && errno != ENOENT)) return file;
+  std::string path = directory + "/bmtrain-tier-XXXXXX";
+  const int named = ::mkostemp(path.data(), O_CLOEXEC | flags);
+  if (named >= 0) ::unlink(path.c_str());
+  return named;
+}
+
+}  // namespace
+
+DiskMapping::DiskMapping(int file, std::int64_t offset, std::int64_t nbytes, const std::string& name)
+    : nbytes_(nbytes) {
+  void* const data =
+      ::mmap(nullptr, static_cast<std::size_t>(nbytes), PROT_READ | PROT_WRITE, MAP_SHARED, file, offset);
+  BMT_CHECK(DiskError, data != MAP_FAILED, name, ": mapping ", nbytes, " bytes at offset ", offset, ": ",
+            std::strerror(errno));
+  data_ = static_cast<char*>(data);
+}
+
+DiskMapping::~DiskMapping() { ::munmap(data_, static_cast<std::size_t>(nbytes_)); }
+
+DiskFile::DiskFile(std::string directory)
+    : directory_(std::move(directory)), name_("disk tier in " + directory_) {
+  int file = open_nameless(directory_, O_DIRECT);
+  if (file < 0 && errno == EINVAL) {
+    is_direct_ = false;
+    file = open_nameless(directory_, 0);
+  }
+  BMT_CHECK(DiskError, file >= 0, name_, ": cannot make a file there: ", std::strerror(errno));
+  descriptor_ = FileDescriptor(file);
+}
+
+void DiskFile::reserve(std::int64_t nbytes) {
+  if (nbytes <= size_) return;
+  const int failure = ::posix_fallocate(descriptor(), size_, nbytes - size_);
+  if (failure != 0) {
+    struct statvfs drive{};
+    const bool known = ::fstatvfs(descriptor(), &drive) == 0;
+    if (::ftruncate(descriptor(), size_) != 0) std::abort();  // shorter always fits
+    if (known && ::fstatvfs(descriptor(), &drive) != 0) drive = {};
+    throw DiskError(detail::join(
+        name_, ": cannot reserve space: ", std::strerror(failure), "; ", nbytes - size_,
+        " bytes are needed, ", static_cast<std::uint64_t>(drive.f_bavail) * drive.f_frsize,
+        " are free; free some, or name another directory in init_distributed(tier_directories=...)"));
+  }
+  size_ = nbytes;
+}
+
+std::shared_ptr<DiskMapping> DiskFile::map(std::int64_t offset, std::int64_t nbytes) const {
+  BMT_CHECK(ValueError, offset >= 0 && nbytes > 0 && offset % kDiskAlignment == 0 && offset + nbytes <= size_,
+            name_, ": map: expected an aligned range in ", size_, " bytes, got ", nbytes, " at ", offset);
+  return std::make_shared<DiskMapping>(descriptor(), offset, nbytes, name_);
+}
+
+void DiskFile::seal(std::int64_t offset, std::int64_t nbytes, std::uint64_t sum) {
+  unseal(offset, nbytes);
+  seals_[offset] = {.nbytes = nbytes, .sum = sum};
+}
+
+void DiskFile::unseal(std::int64_t offset, std::int64_t nbytes) {
+  auto first = seals_.lower_bound(offset);
+  if (first != seals_.begin() && std::prev(first)->first + std::prev(first)->second.nbytes > offset) --first;
+  seals_.erase(first, seals_.lower_bound(offset + nbytes));
+}
+
+void DiskFile::check(std::int64_t offset, std::int64_t nbytes, const void* data) const {
+  const auto found = seals_.find(offset);
+  if (found == seals_.end() || found->second.nbytes != nbytes) return;
+  BMT_CHECK(
+      DiskError, checksum(data, nbytes) == found->second.sum, name_, ": ", nbytes, " bytes at offset ",
+      offset,
+      " are not those that were written there: their checksum differs. The drive, or memory on the way, "
+      "changed them; continue from the last checkpoint");
+}
+
+}  // namespace bmtrain

@@ -1,0 +1,47 @@
+"""Training with optimizer state on a drive and without, for tests that compare bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import bmtrain as bmt
+from bmtrain.optim.places import disk_arena
+
+from .offloaded import Model, values_of
+
+__all__ = ["make", "small_chunks", "train"]
+
+
+def small_chunks() -> None:
+    """Cuts state into chunks as small as a drive allows, so that small models have several."""
+    disk_arena.CHUNK = 2048
+
+
+def make(kind: str, dtype: torch.dtype, on_disk: bool, **options: Any) -> tuple[torch.nn.Module, Any]:
+    """Returns a model and an optimizer of `bmtrain.optim`."""
+    torch.manual_seed(3)
+    with bmt.default_policy(bmt.BlockPolicy(optimizer="disk" if on_disk else None)):
+        model = Model().to(dtype)
+    return model, getattr(bmt.optim, kind)(model.parameters(), lr=0.01, weight_decay=0.1, **options)
+
+
+def train(
+    model: torch.nn.Module, optimizer: Any, steps: range, *, clips: bool = True, in_backward: bool = False
+) -> list[torch.Tensor]:
+    """Trains, and returns the losses and everything that a step changes."""
+    manager = bmt.optim.OptimManager(step_in_backward=in_backward)
+    manager.add_optimizer(optimizer)
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + bmt.rank())
+        x = torch.randn(3, 40, generator=generator).to(next(model.parameters()).dtype)
+        loss = model(x).float().square().mean()
+        manager.zero_grad()
+        manager.backward(loss)
+        if clips:
+            manager.clip_grad_norm(optimizer.param_groups, 0.5)
+        manager.step()
+        losses.append(loss.detach().clone())
+    return [*losses, *values_of(model, [optimizer])]
