@@ -51,7 +51,7 @@ def describe() -> dict[str, Any]:
         group = context.groups[kind.value]
         sums = [summed(comm, float(place.rank)) for comm in (group.comm, group.reduce_comm)]
         groups[kind.value] = (group.rank, group.size, group.comm.rank, group.comm.size, group.group_id, *sums)
-    flags = [(tp_mode, pipe) for tp_mode in (False, True) for pipe in (False, True)]
+    flags = [(slices, pipe) for slices in (None, "tp") for pipe in (False, True)]
     return {
         "groups": groups,
         "sizes": [config[name].size for name in HANDLES],
