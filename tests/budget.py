@@ -24,7 +24,7 @@ PYTHON = {
     "files": ("_files dcp distributed store weights", 4460),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 8960),
     "survive": ("_survive", 1220),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 11_620),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 11_890),
 }
 CORE = {
     "bindings": (". bindings ops", 1480),

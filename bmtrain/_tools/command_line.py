@@ -20,6 +20,7 @@ COMMANDS = {
     "doctor": ("_tools.doctor", "check this installation"),
     "plan": ("plan.command", "predict memory, time and traffic of a run"),
     "launch": ("_tools.launch", "start a training script on several ranks of this host"),
+    "parity": ("_tools.parity", "compare a training script in several layouts with one process"),
     "timeline": ("_tools.timeline", "show what recorded steps spent their time on"),
     "blame": ("_tools.blame", "find the rank that made a job fail"),
     "convert": ("convert", "convert files of weights"),

@@ -27,6 +27,7 @@ COMMANDS: dict[str, list[str]] = {
             "doctor",
             "convert",
             "launch",
+            "parity",
             "plan",
             "timeline",
             "blame",

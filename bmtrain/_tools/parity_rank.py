@@ -1,0 +1,122 @@
+"""One rank of `bmtrain parity`: runs the script, and records its steps."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import init
+from .._shards.full_values import full_value, gather_flat
+from ..distributed import all_reduce
+from ..global_var import rank
+from ..optim import OptimManager
+from ..parameter import DistributedParameter
+
+
+class _Done(Exception):
+    """Enough steps have been recorded."""
+
+
+class Recorder:
+    """Records the losses, gradients, norms and weights of the steps of every `OptimManager`."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.step = 0
+        self.found: list[tuple[str, torch.Tensor]] = []
+
+    def keep(self, what: str, value: torch.Tensor) -> None:
+        """Keeps a copy of a tensor, under its step."""
+        self.found.append((f"step {self.step}: {what}", value.detach().to("cpu", copy=True)))
+
+    def see_loss(self, loss: torch.Tensor) -> None:
+        """Keeps the mean of the ranks' losses."""
+        self.keep("loss", all_reduce(loss.detach().float(), "avg"))
+
+    def before_step(self, manager: OptimManager) -> None:
+        """Keeps the gradients."""
+        for name, param in _parameters(manager):
+            if param.grad is not None:
+                whole = param.grad
+                if isinstance(param, DistributedParameter):
+                    whole = gather_flat(param, param.grad)
+                self.keep(f"gradient of {name}", whole.reshape(-1))
+
+    def after_step(self, manager: OptimManager) -> None:
+        """Keeps the weights; raises `_Done` after the last step."""
+        for name, param in _parameters(manager):
+            whole = full_value(param) if isinstance(param, DistributedParameter) else param
+            self.keep(f"weight of {name}", whole.reshape(-1))
+        self.step += 1
+        if self.step == self.steps:
+            raise _Done
+
+
+def _parameters(manager: OptimManager) -> Iterator[tuple[str, Any]]:
+    number = 0
+    for optimizer in manager.optimizers:
+        for group in optimizer.param_groups:
+            names = group.get("param_names", ())
+            for position, param in enumerate(group["params"]):
+                shape = tuple(getattr(param, "_original_shape", param.shape))
+                yield names[position] if names else f"parameter {number} of shape {shape}", param
+                number += 1
+
+
+def watch(recorder: Recorder, options: dict[str, int]) -> None:
+    """Has `init_distributed` use ``options``, and every `OptimManager` report to the recorder."""
+    plain_init, backward, clip, step = (
+        init.init_distributed,
+        OptimManager.backward,
+        OptimManager.clip_grad_norm,
+        OptimManager.step,
+    )
+
+    def init_distributed(*args: Any, **kwargs: Any) -> None:
+        plain_init(*args, **{**kwargs, "sp_size": 1, "ep_size": 1, **options})
+
+    def watched_backward(self: OptimManager, loss: torch.Tensor) -> None:
+        recorder.see_loss(loss)
+        backward(self, loss)
+
+    def watched_clip(self: OptimManager, *args: Any, **kwargs: Any) -> torch.Tensor:
+        recorder.before_step(self)
+        norm = clip(self, *args, **kwargs)
+        recorder.keep("norm of gradients", norm)
+        return norm
+
+    def watched_step(self: OptimManager) -> None:
+        recorder.before_step(self)
+        step(self)
+        recorder.after_step(self)
+
+    for module in (init, sys.modules["bmtrain"]):
+        vars(module)["init_distributed"] = init_distributed
+    OptimManager.backward = watched_backward  # type: ignore[method-assign]
+    OptimManager.clip_grad_norm = watched_clip  # type: ignore[method-assign]
+    OptimManager.step = watched_step  # type: ignore[method-assign]
+
+
+def main() -> None:
+    """Runs the script of the command line until enough steps are recorded; rank 0 writes them."""
+    settings, script, *arguments = sys.argv[1:]
+    given = ast.literal_eval(settings)
+    recorder = Recorder(given["steps"])
+    watch(recorder, given["options"])
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    with contextlib.suppress(_Done):
+        runpy.run_path(script, run_name="__main__")
+    if rank() == 0:
+        torch.save(recorder.found, given["path"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""`bmtrain parity`: layouts of a script against one process."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness import run_process
+
+from bmtrain._tools.parity import Layout, compare
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "parity_train.py"
+
+
+def command(*arguments: str) -> tuple[int, str]:
+    done = run_process([sys.executable, "-m", "bmtrain", "parity", "--steps", "2", *arguments], check=False)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.slow
+def test_layouts_are_as_one_process() -> None:
+    status, said = command("--layouts", "2", "2:sp_size=2", "--", str(SCRIPT))
+    assert (status, said.count("tensors as in one process")) == (0, 2), said
+
+
+@pytest.mark.slow
+def test_the_first_tensor_that_differs_is_named() -> None:
+    status, said = command("--layouts", "2:sp_size=2", "--", str(SCRIPT), "--wrong")
+    assert status == 1 and "step 0: loss differs by" in said, said
+
+
+def test_comparison() -> None:
+    one, bias = torch.tensor([1.0, -2.0]), torch.tensor([1e-9])
+    wanted = [("step 0: gradient of a", one), ("step 0: gradient of b", bias)]
+    assert compare(wanted, [(name, value.clone()) for name, value in wanted], 1e-6) == ""
+    assert compare(wanted, [wanted[0], (wanted[1][0], -bias)], 1e-6) == ""  # zero, except for rounding
+    found = compare(wanted, [(wanted[0][0], one * 1.01), wanted[1]], 1e-6)
+    assert found == "step 0: gradient of a differs by 0.01 of its largest value"
+    nothing = compare(wanted, [(wanted[0][0], one * torch.nan), wanted[1]], 1e-6)
+    assert nothing.startswith("step 0: gradient of a differs by nan")
+    assert compare(wanted, wanted[:1], 1e-6) == "other tensors: expected 2, got 1"
+
+
+def test_layouts_are_read() -> None:
+    assert Layout.parse("4:sp_size=2") == Layout("4:sp_size=2", 4, {"sp_size": 2})
+    for wrong in ("0", "x", "2:sp_size", "2:heads=2", "2:sp_size=0"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected RANKS"):
+            Layout.parse(wrong)
