@@ -5,11 +5,13 @@ Each matrix of a step has one owner among the ranks that share it, chosen by wor
 the rank with the least work so far, alike on all ranks. The other ranks send their elements to the owner and receive
 theirs of the result. Messages are posted in the order of the matrices on every rank, all gathers before the first
 scatter, so that no two ranks wait for each other also where a transport serves its messages in order. While the owner
-transforms a matrix others travel. Ranks that hold replicas (ZeRO level 0, `zero_size`) each compute the same bits.
+transforms a matrix others travel.
 
-A matrix that is split over tensor-parallel ranks is whole at its owner: the ranks that share any of its slices are one
-team, and the owner concatenates the slices. Ranks are numbered so that a team is a run of ranks of the world, or of
-their stage of a pipeline: shard by shard, and in each the slices.
+All ranks that hold a parameter are a team. Ranks with replicas of its shards (ZeRO level 0, `zero_size`) divide the
+work too: the owner gathers from the ranks of its own part and sends the result to all. A matrix that is split over
+tensor-parallel ranks, or over the ranks that hold its experts, is whole at its owner, which concatenates the slices.
+A team's ranks have the order of the world, or of their stage of a pipeline: part by part, in each shard by
+shard, and in each of these the slices.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ import torch
 from torch import Tensor
 
 from .._C import Work
-from .._ranks.context import Group
 from .._shards.sharding import ShardSpec
 from ..global_var import context
 from ..parameter import DistributedParameter
@@ -44,68 +45,73 @@ def whole_shape(param: Tensor) -> torch.Size:
 
 
 class Team:
-    """The ranks that share a parameter, or any of its tensor-parallel slices.
+    """The ranks that hold a parameter: its shards, replicas of these, and all slices of a tensor-parallel one.
 
     Attributes:
         size: number of ranks, 1 for a plain parameter.
         rank: number of this rank.
         begin: its first element, among the slices one after the other.
         key: the same for teams of the same ranks.
+        comm: communicator of the team.
 
     Args:
         param: the parameter.
     """
 
-    size, rank, begin, _first = 1, 0, 0, 0
-    key: Any = None
+    size, rank, begin = 1, 0, 0
+    key: int | None = None
 
     def __init__(self, param: Tensor) -> None:
         self._spec: ShardSpec | None = getattr(param, "_spec", None)
         self.shape = whole_shape(param)
-        self._num_slices, self._dim = 1, 0
+        self._num_slices = self._num_shards = 1
+        self._dim = 0
         if self._spec is None:
             return
-        group: Group = self._spec.group
-        self.size, self.rank, self.comm = group.size, group.rank, group.comm
+        shards, parts = self._spec.group, self._spec.replicas
+        self._num_shards, self.rank = shards.size, shards.rank
+        self.size = shards.size * (1 if parts is None else parts.size)
+        self.rank += shards.size * (0 if parts is None else parts.rank)
+        self.comm = shards.comm if parts is None else context().groups[shards.name].comm
         if isinstance(param, DistributedParameter) and param._tp_split_dim >= 0:
-            self._dim = param._tp_split_dim
-            self._merge_slices(group)
-        self.key = id(self.comm), self._first
+            slices, self._dim = param._slice_group, param._tp_split_dim
+            self._num_slices = slices.size
+            self.size, self.rank = self.size * slices.size, self.rank * slices.size + slices.rank
+            self.comm = context().groups["pp_zero" if shards.name.startswith("pp_") else "zero"].comm
+        self.key = id(self.comm)
         self.begin = self.part(self.rank)[0]
-
-    def _merge_slices(self, group: Group) -> None:
-        groups = context().groups
-        slices, wide = groups["tp"], groups["pp_zero" if group.name.startswith("pp_") else "zero"]
-        self._num_slices = slices.size
-        self.size, self.rank = group.size * slices.size, group.rank * slices.size + slices.rank
-        self.comm, self._first = wide.comm, wide.rank - self.rank
 
     @property
     def numel(self) -> int:
         return self.shape.numel()
 
     def part(self, rank: int) -> tuple[int, int]:
-        """Returns the first element and the number of elements of a rank of the team."""
+        """Returns the first element and the number of elements of a rank."""
         if self._spec is None:
             return 0, self.numel
         shard, index = divmod(rank, self._num_slices)
-        begin, count = self._spec.part(shard)
+        begin, count = self._spec.part(shard % self._num_shards)
         return index * self._spec.numel + begin, count
+
+    def holds_all(self) -> bool:
+        """Whether a rank has all elements."""
+        return self._num_shards * self._num_slices == 1
+
+    def are_together(self, rank: int, other: int) -> bool:
+        """Whether two ranks are of one part: the ranks that have every element once."""
+        num = self._num_shards * self._num_slices
+        return rank // num == other // num
 
     def own(self, slices: Tensor) -> Tensor:
         """Returns this rank's elements of the slices one after the other, as a view."""
         return slices.narrow(0, *self.part(self.rank))
 
     def others(self, slices: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yields the other ranks that hold elements, by their numbers in the communicator, and these elements."""
+        """Yields the other ranks that hold elements, and these elements."""
         for rank in range(self.size):
             begin, count = self.part(rank)
             if rank != self.rank and count:
-                yield self._first + rank, slices.narrow(0, begin, count)
-
-    def peer(self, rank: int) -> int:
-        """Returns the number in the communicator of a rank of the team."""
-        return self._first + rank
+                yield rank, slices.narrow(0, begin, count)
 
     def merged(self, slices: Tensor) -> Tensor:
         """Returns the whole tensor, 1-D, of its slices one after the other."""
@@ -168,15 +174,16 @@ class Transfer:
             local: 1-D, the elements of this rank.
         """
         self._tensor, team = local, self._team
-        if team.size == 1:
+        if team.holds_all() or not team.are_together(team.rank, self._owner):
             return
         if self.is_owner:
             self._tensor = local.new_empty(team.numel)
             team.own(self._tensor).copy_(local)
-            self._works = [team.comm.recv(x, r, self._label) for r, x in team.others(self._tensor)]
+            parts = [x for x in team.others(self._tensor) if team.are_together(x[0], self._owner)]
+            self._works = [team.comm.recv(x, r, self._label) for r, x in parts]
         elif local.numel():
             self._sent = local
-            self._works = [team.comm.send(local, team.peer(self._owner), self._label)]
+            self._works = [team.comm.send(local, self._owner, self._label)]
 
     def whole(self) -> Tensor:
         """Returns the gathered tensor, 1-D, at the owner."""
@@ -201,7 +208,7 @@ class Transfer:
             return
         self._tensor = torch.empty(team.part(team.rank)[1], dtype=dtype, device=self._device)
         if self._tensor.numel():
-            self._works.append(team.comm.recv(self._tensor, team.peer(self._owner), self._label))
+            self._works.append(team.comm.recv(self._tensor, self._owner, self._label))
 
     def part(self) -> Tensor:
         """Returns this rank's elements of the scattered tensor, 1-D."""

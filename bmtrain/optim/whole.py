@@ -96,7 +96,7 @@ class WholeOptimizer(UntracedOptimizer):
         super().add_param_group(param_group)
 
     def owner_of(self, p: Tensor) -> int:
-        """Returns the rank, in the group that shares ``p``, that updates it."""
+        """Returns the rank that updates ``p``, among the ranks that hold it (see `Team`)."""
         return self._members.owners[p]
 
     def owns(self, p: Tensor) -> bool:

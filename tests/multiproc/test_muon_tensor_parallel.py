@@ -142,3 +142,46 @@ def wrong() -> None:
 
 def test_parts_of_different_sizes_need_whole_rows() -> None:
     run_ranks(2, wrong, init={"tp_size": 2})
+
+
+def experts() -> None:
+    """Experts that are divided over ranks are stacked at their owner, each a matrix."""
+    torch.manual_seed(1)
+    whole = torch.randn(4, 5, 6)
+    layer = bmt.DistributedModule()
+    layer.experts = bmt.DistributedParameter(whole.chunk(2)[bmt.rank() % 2].clone(), ep_mode=True)
+    block = bmt.Block(layer)
+    optimizer = MuonOptimizer(block.named_parameters(), splits={"experts": 4}, **OPTIONS)
+    copies = [torch.nn.Parameter(expert.clone()) for expert in whole]
+    reference = torch.optim.Muon(copies, **OPTIONS)
+    (p,) = block.parameters()
+    for step in range(3):
+        gradient = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(step))
+        p.load_grad(gradient.chunk(2)[bmt.rank() % 2])
+        for copy, part in zip(copies, gradient, strict=True):
+            copy.grad = part.clone()
+        optimizer.step()
+        reference.step()
+        assert torch.equal(p.gather_all(), torch.stack([copy.detach() for copy in copies]))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_experts_on_several_ranks_are_matrices_of_one_process(world: int) -> None:
+    run_ranks(world, experts, init={"ep_size": 2})
+
+
+def replicas() -> None:
+    """Ranks with replicas divide the matrices: nothing is gathered, and each result is sent to all."""
+    block = bmt.Block(Inner(torch.float32), policy=BlockPolicy(level=0))
+    optimizer = MuonOptimizer(block.parameters())
+    for name, p in block.named_parameters():
+        p.load_grad(torch.randn(MATRICES[name][0], generator=torch.Generator().manual_seed(1)))
+    comm = bmt.config["comm"]
+    comm.reset_traffic()
+    optimizer.step()
+    sent = bmt.distributed.all_reduce(torch.tensor(float(comm.traffic()["send"][1]))).item()
+    assert sent == 2 * sum(torch.Size(shape).numel() for shape, _ in MATRICES.values())
+
+
+def test_replicas_divide_the_matrices() -> None:
+    run_ranks(2, replicas)
