@@ -32,6 +32,7 @@ BENCHMARKS = {
     "plan": "planner and timeline against runs on this machine",
     "adam": "one optimizer step against torch's and against moving the same bytes",
     "comm": "exchanges between CPU ranks against torch.distributed over Gloo",
+    "disk": "a step with state on a drive against a raw program on the same file",
     "gpu": "kernels and a training step on one GPU, against its copy bandwidth and torch",
     "muon": "a Muon step over shards against torch.optim.Muon over whole matrices",
     "offload": "the part of the offloaded optimizer step that training does not hide",

@@ -28,6 +28,16 @@ def test_comm(tmp_path: Path) -> None:
     assert plot.stat().st_size > 0
 
 
+def test_disk(tmp_path: Path) -> None:
+    file = tmp_path / "disk.json"
+    options = ["--directory", str(tmp_path), "--mib", "8", "--repeat", "2", "--json", str(file)]
+    output = run_process([*BENCH, "disk", *options], timeout=150).stdout
+    result = json.loads(file.read_text())
+    assert 7 << 20 < result["bytes"] < 9 << 20
+    assert [len(values) for values in result["seconds"].values()] == [2, 2, 2]
+    assert "of the raw program" in output
+
+
 @pytest.mark.slow
 def test_step(tmp_path: Path) -> None:
     file = tmp_path / "step.json"
