@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 import bmtrain as bmt
 from bmtrain import _C
+from bmtrain.distributed import checkpoint
 from bmtrain.nn._sequences import Sequences, current_sequences
 from bmtrain.nn.functional import attention
 from bmtrain.nn.sequence import token_mean, whole_sequences
@@ -174,6 +176,37 @@ def test_random_delays_change_no_bit(method: str) -> None:
         late = run_ranks(4, trained, "plain", 19, False, method, "whole", seed, init={"sp_size": 4})[0]
         assert late.losses == first.losses
         assert all(torch.equal(late.weights[name], first.weights[name]) for name in first.weights)
+
+
+def saved_and_resumed(folder: str, saves: bool) -> list[torch.Tensor]:
+    """Weights after a further step, of a run that is saved or resumed here."""
+    model: Any = bmt.BMTrainModelWrapper(make_plain())
+    manager, optimizer = (
+        bmt.optim.OptimManager(),
+        bmt.optim.SGDOptimizer(model.parameters(), lr=0.1, momentum=0.9),
+    )
+    manager.add_optimizer(optimizer)
+    if not saves:
+        checkpoint.load(folder, model, manager)
+    for step in range(2 if saves else 1):
+        if step == 1:
+            checkpoint.save(folder, 1, model, manager)
+        part = bmt.shard_sequence(batch_of(1, 17))
+        logits = model(part["input_ids"], part["position_ids"]).flatten(0, 1)
+        targets = part["shift_labels"].flatten()
+        manager.zero_grad()
+        losses = F.cross_entropy(logits, targets, reduction="none")
+        manager.backward(token_mean(losses, targets != -100))
+        manager.step()
+    return list(model.state_dict().values())
+
+
+def test_a_checkpoint_continues_in_another_layout(tmp_path: Path) -> None:
+    wanted = run_ranks(2, saved_and_resumed, str(tmp_path), True, init={"sp_size": 2})[0]
+    for world in (1, 4):
+        found = run_ranks(world, saved_and_resumed, str(tmp_path), False, init={"sp_size": world})[0]
+        for have, want in zip(found, wanted, strict=True):
+            assert (have - want).abs().max() <= 1e-6
 
 
 def loss_over_all() -> tuple[float, float]:
