@@ -66,7 +66,8 @@ class Results:
         full = param.gather()
         self._times[id(param)] = self._times.get(id(param), 0) + 1
         param._is_reread |= self._times[id(param)] > 1
-        if param._is_reread or _is_small(param):
+        # Every virtual shard must read it equally often, the first one too.
+        if param._is_reread or _is_small(param) or context().engine.is_summing_virtual_shards:
             self._keep(param, full, mode)
         return full
 

@@ -255,3 +255,36 @@ def not_asked_for() -> None:
 
 def test_needs_their_number():
     run_ranks(1, not_asked_for)
+
+
+class LargeHead(bmt.DistributedModule):
+    """A parameter that is too large for the common message, read twice in a forward by the module that has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = bmt.DistributedParameter(
+            torch.randn(1100, 64, generator=torch.Generator().manual_seed(1))
+        )
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = F.embedding(ids, self.table).tanh() @ self.table.t()
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def train_large_head() -> torch.Tensor:
+    model = LargeHead()
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    for step in range(2):
+        batch = torch.randint(1100, (SHARDS, SEQ), generator=torch.Generator().manual_seed(step))
+        manager.zero_grad()
+        for shard in bmt.virtual_shards(step):
+            manager.backward(model(shard.of(batch)))
+        manager.step()
+    return model.table.detach().clone()
+
+
+def test_a_large_parameter_read_twice_in_a_forward() -> None:
+    found = [run_ranks(world, train_large_head, init={"virtual_shards": SHARDS})[0] for world in (1, 2, 3)]
+    assert all(torch.equal(table, found[0]) for table in found[1:])
