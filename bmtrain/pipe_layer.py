@@ -42,7 +42,9 @@ class PipelineTransformerBlockList(LayerSequence):
         num_hidden: only 1.
         schedule: of :meth:`loss`. ``"1f1b"``: a stage alternates between forwards and backwards, so that stage ``s``
             holds the activations of at most ``stages - s`` micro-batches. ``"interleaved"``: the same, with several
-            chunks of layers on a stage, which wait for each other less. ``"gpipe"``: all forwards first.
+            chunks of layers on a stage, which wait for each other less. ``"zb1p"``: as ``"1f1b"``, with the matrix
+            products that are gradients of weights put off to where a stage would wait; it holds up to ``stages``
+            micro-batches. ``"gpipe"``: all forwards first.
         chunks: chunks of layers on each stage, at least 2 with ``"interleaved"``, else 1. Chunk ``c`` of stage ``s`` is
             part ``c * stages + s`` of the layers.
         part_lens: number of layers of each of the ``stages * chunks`` parts, in the order of the layers; None: equal
@@ -129,7 +131,11 @@ class PipelineTransformerBlockList(LayerSequence):
 
     @property
     def idle_share(self) -> float:
-        """The share of a pass in which a stage is idle: (stages - 1) / (chunks * micro-batches + stages - 1)."""
+        """The share of a pass in which a stage is idle: (stages - 1) / (n * micro-batches + stages - 1).
+
+        *n* is the number of chunks, and 3 with ``"zb1p"``, if a forward and both halves of a backward last equally
+        long.
+        """
         return idle_share(self.stages, config["micros"], self.schedule, self.chunks)
 
     @opaque

@@ -267,7 +267,7 @@ class BlockCall:
             if self.host is None:
                 roots = None if isinstance(outputs[0], torch.Tensor) else self.roots
                 packed = any(map(_PACKS_SAVED, self.parts))
-                write_products_in_place(roots or GraphRoots(outputs), packed=packed)
+                write_products_in_place(roots or GraphRoots(outputs), packed=packed, later=self.engine.later)
             Variable._execution_engine.run_backward(
                 outputs, gradients, keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
             )

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from .._C import BufferPool, OpenIslands, ShardedBuffer
+from .._C import BufferPool, DeferredProducts, OpenIslands, ShardedBuffer
 from ..errors import CommunicationError
 from ..global_var import context
 from .block_state import BlockState
@@ -102,6 +102,7 @@ class Engine:
         schedule: the learnt order of calls.
         gradients: gradients that have not reached their shards.
         islands: islands of blocks in which autograd is running.
+        later: receives the products that are gradients of weights, in a backward of inputs alone; None: made at once.
         calls: the calls whose forward is running, outermost first.
         lagging_steps: number of steps whose updates the CPU computes while the device runs.
         observer: receives the events of a step; None if nothing records them.
@@ -116,6 +117,7 @@ class Engine:
         self.num_blocks = 0
         self.schedule = Schedule()
         self.islands = OpenIslands()
+        self.later: DeferredProducts | None = None
         self.gradients = Gradients(self)
         self.virtual = VirtualSum(self.gradients.unsent)
         self.calls: list[Any] = []

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .._C import Work
+from .._C import DeferredProducts, Work
 from .._ranks.messages import header_of
 from .._shards.stage import channel, receive_header
 from ..global_var import context
@@ -86,6 +86,7 @@ class Pass:
         self._has_shape: set[tuple[int, int, int]] = set()  # headers sent
         # Of the micro-batches under way: the input and the output (or loss) of a chunk.
         self._alive: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._later: dict[tuple[int, int], DeferredProducts] = {}
         #: On the last stage: losses, or outputs, of the micro-batches.
         self.results: list[torch.Tensor] = []
         #: On the first stage: gradients of the micro-batches of the first layer's input.
@@ -93,7 +94,12 @@ class Pass:
 
     def run(self) -> None:
         """Runs this stage's actions. Collective over the pipe group."""
-        do = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward}
+        do = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
+        }
         with torch.set_grad_enabled(self._seed is not None):
             for action, following in zip(self._actions, [*self._actions[1:], None], strict=True):
                 self._inbox.post(action, following)
@@ -140,6 +146,17 @@ class Pass:
         else:
             self._send(action, own)
 
+    def _backward_input(self, action: Action) -> None:
+        engine = current_engine(context())
+        engine.later = self._later[action.chunk, action.micro] = DeferredProducts()
+        try:
+            self._backward(action)
+        finally:
+            engine.later = None
+
+    def _backward_weight(self, action: Action) -> None:
+        self._later.pop((action.chunk, action.micro)).run()
+
     def _ends(self, chunk: int) -> tuple[bool, bool]:
         """Whether a chunk of this stage is the first of all, and the last."""
         place = chunk * self._num_stages + self._stage
@@ -170,11 +187,12 @@ class _Inbox:
         self._awaited = {message.action for message in self._coming}
         self._posted: dict[Action, tuple[Work, torch.Tensor]] = {}
         self._shapes: dict[tuple[int, int], tuple[torch.Size, torch.dtype]] = {}  # by chunk and rows
-        self._gradients: dict[Action, torch.Tensor] = {}  # tensors with the shapes of gradients to come
+        # By chunk and micro-batch: tensors with the shapes of gradients to come.
+        self._gradients: dict[tuple[int, int], torch.Tensor] = {}
 
     def expect_gradient(self, forward: Action, out: torch.Tensor) -> None:
         """Records the shape of the gradient of a forward's result."""
-        self._gradients[forward._replace(kind=Kind.BACKWARD)] = torch.empty_like(out, device="meta")
+        self._gradients[forward.chunk, forward.micro] = torch.empty_like(out, device="meta")
 
     def post(self, action: Action, following: Action | None) -> None:
         """Posts the receives of an action and, as far as their shapes are known, of the one after it."""
@@ -201,7 +219,7 @@ class _Inbox:
         """Returns the shape and dtype of a message; None if they are not known and ``waits`` is False."""
         kind, micro, chunk = message.action
         if kind is not Kind.FORWARD:
-            like = self._gradients.pop(message.action, None)
+            like = self._gradients.pop((chunk, micro), None)
             return None if like is None else (like.shape, like.dtype)
         known = self._shapes.get((chunk, self._rows[micro]))
         if known is None and waits:

@@ -18,6 +18,8 @@ class Kind(enum.Enum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    BACKWARD_INPUT = "I"  # a backward without the products that are gradients of weights
+    BACKWARD_WEIGHT = "W"  # these products
 
 
 class Action(NamedTuple):
@@ -39,7 +41,7 @@ class Message(NamedTuple):
 Actions = tuple[tuple[Action, ...], ...]  # by stage
 
 #: Names of schedules.
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb1p")
 
 
 def check_schedule(name: str, num_stages: int, num_micros: int, num_chunks: int) -> None:
@@ -61,7 +63,8 @@ def actions_of(name: str, num_stages: int, num_micros: int, num_chunks: int = 1)
 
     Sources: ``gpipe``: Y. Huang et al., GPipe, 2019, figure 2c. ``1f1b``: D. Narayanan et al., Memory-Efficient
     Pipeline-Parallel DNN Training, 2021, figure 2 (PipeDream-Flush). ``interleaved``: D. Narayanan et al., Efficient
-    Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, 2021, section 2.2.
+    Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, 2021, section 2.2. ``zb1p``: P. Qi et al.,
+    Zero Bubble Pipeline Parallelism, 2023, section 2.2 (ZB-H1).
     """
     check_schedule(name, num_stages, num_micros, num_chunks)
     return tuple(
@@ -85,10 +88,17 @@ def _actions_of_stage(
         ahead = num_micros if name == "gpipe" else num_stages - stage - 1
     ahead = min(ahead, len(order))
     forwards = [Action(Kind.FORWARD, micro, chunk) for micro, chunk in order]
-    backwards = [Action(Kind.BACKWARD, micro, num_chunks - 1 - chunk) for micro, chunk in order]
+    kind = Kind.BACKWARD_INPUT if name == "zb1p" else Kind.BACKWARD
+    backwards = [Action(kind, micro, num_chunks - 1 - chunk) for micro, chunk in order]
     actions = forwards[:ahead]
     for turn, backward in enumerate(backwards):
         actions += [*forwards[ahead + turn : ahead + turn + 1], backward]
+        # Later stages put off more: the first ones wait for their inputs.
+        if name == "zb1p" and turn >= stage:
+            actions.append(Action(Kind.BACKWARD_WEIGHT, turn - stage))
+    if name == "zb1p":
+        late = range(max(num_micros - stage, 0), num_micros)
+        actions += [Action(Kind.BACKWARD_WEIGHT, micro) for micro in late]
     return actions
 
 
@@ -99,6 +109,8 @@ def without_backward(actions: Actions) -> Actions:
 
 def message_of(action: Action, stage: int, num_stages: int, num_chunks: int) -> Message | None:
     """Returns what an action sends to another stage, or None."""
+    if action.kind is Kind.BACKWARD_WEIGHT:
+        return None
     step = 1 if action.kind is Kind.FORWARD else -1
     place = action.chunk * num_stages + stage + step
     if not 0 <= place < num_stages * num_chunks:
@@ -128,7 +140,11 @@ def ends_of(
                 is_source = (action.kind is Kind.FORWARD and place == 0) or (
                     action.kind is not Kind.FORWARD and place == last
                 )
-                if not is_source and (stage, action) not in arrived:
+                if (
+                    not is_source
+                    and action.kind is not Kind.BACKWARD_WEIGHT
+                    and (stage, action) not in arrived
+                ):
                     break
                 begin = max(arrived.get((stage, action), 0), ends[stage][-1] if ends[stage] else 0)
                 end = begin + (1 if units is None else units[action.kind])
@@ -158,8 +174,10 @@ def messages_to(stage: int, actions: Actions, num_chunks: int = 1) -> list[Messa
 def peak_micros(actions: Sequence[Action]) -> int:
     """Returns the largest number of micro-batches, counted for each chunk, whose activations a stage holds."""
     alive = peak = 0
+    splits = any(action.kind is Kind.BACKWARD_WEIGHT for action in actions)
+    frees = Kind.BACKWARD_WEIGHT if splits else Kind.BACKWARD
     for action in actions:
-        alive += 1 if action.kind is Kind.FORWARD else -1
+        alive += (action.kind is Kind.FORWARD) - (action.kind is frees)
         peak = max(peak, alive)
     return peak
 
@@ -168,7 +186,9 @@ def idle_share(num_stages: int, num_micros: int, name: str = "gpipe", num_chunks
     """Returns the idle share of a pass.
 
     With *p* stages, *m* micro-batches and *v* chunks: ``(p - 1) / (m + p - 1)`` for ``gpipe`` (Huang et al., section
-    2.3) and ``1f1b``, and ``(p - 1) / (v m + p - 1)`` for ``interleaved`` (Narayanan et al., section 2.2).
+    2.3) and ``1f1b``, ``(p - 1) / (v m + p - 1)`` for ``interleaved`` (Narayanan et al., section 2.2), and
+    ``(p - 1) / (3 m + p - 1)`` for ``zb1p``, whose idle time is ``(p - 1) (F + I - W)`` (Qi et al., table 2), if a
+    forward and both halves of a backward take the same time.
     """
-    units = num_micros * (num_chunks if name == "interleaved" else 1)
+    units = {"interleaved": num_chunks, "zb1p": 3}.get(name, 1) * num_micros
     return (num_stages - 1) / (units + num_stages - 1)

@@ -241,7 +241,11 @@ void bind_shard(py::module_& m) {
   m.def("materialize", &materialize, py::arg("parameter"), py::arg("data"));
   m.def("next_node_number", &next_node_number);
   py::class_<GraphRoots>(m, "GraphRoots").def(py::init<const std::vector<at::Tensor>&>(), py::arg("outputs"));
-  m.def("write_products_in_place", &write_products_in_place, py::arg("roots"), py::arg("packed"));
+  py::class_<DeferredProducts, std::shared_ptr<DeferredProducts>>(m, "DeferredProducts")
+      .def(py::init<>())
+      .def("run", &DeferredProducts::run, py::call_guard<py::gil_scoped_release>());
+  m.def("write_products_in_place", &write_products_in_place, py::arg("roots"), py::arg("packed"),
+        py::arg("later") = nullptr);
   m.def("find_older_node", &find_older_node, py::arg("outputs"), py::arg("first"));
 }
 

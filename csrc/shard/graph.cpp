@@ -134,11 +134,11 @@ torch::autograd::variable_list GradientSink::apply(torch::autograd::variable_lis
   return {};
 }
 
-bool GradientSink::takes_products() const {
+bool GradientSink::takes_products(bool any_device) const {
   const torch::autograd::InputMetadata& expected = input_metadata(0);
   const auto shape = expected.shape_as_dim_vector();
   // With a dimension of 1 the layout does not say which of two ways autograd takes.
-  return expected.device().is_cpu() && shape.size() == 2 && shape[0] > 1 && shape[1] > 1;
+  return (any_device || expected.device().is_cpu()) && shape.size() == 2 && shape[0] > 1 && shape[1] > 1;
 }
 
 void GradientSink::take_product(const at::Tensor& left, const at::Tensor& right) {
@@ -225,8 +225,13 @@ bool has_hooks(Node& node) {
 /// Makes the gradient of a parameter, when that of the product has come.
 class MakeGradient final : public torch::autograd::FunctionPreHook {
  public:
-  MakeGradient(const NodePtr& node, SavedVariable* other, NodePtr sink, bool is_transposed)
-      : node_(node), other_(other), sink_(std::move(sink)), is_transposed_(is_transposed) {}
+  MakeGradient(const NodePtr& node, SavedVariable* other, NodePtr sink, bool is_transposed,
+               std::shared_ptr<DeferredProducts> later)
+      : node_(node),
+        other_(other),
+        sink_(std::move(sink)),
+        is_transposed_(is_transposed),
+        later_(std::move(later)) {}
 
   variable_list operator()(const variable_list& gradients) override {
     const at::Tensor& gradient = gradients.at(0);
@@ -238,7 +243,11 @@ class MakeGradient final : public torch::autograd::FunctionPreHook {
       // The two forms that the gradient of mm() has, by the layout of what was multiplied with.
       const at::Tensor left = is_transposed_ ? gradient.t() : other.t();
       const at::Tensor& right = is_transposed_ ? other : gradient;
-      static_cast<GradientSink&>(*sink_).take_product(left, right);
+      if (later_ != nullptr) {
+        later_->add(sink_, left, right);
+      } else {
+        static_cast<GradientSink&>(*sink_).take_product(left, right);
+      }
     }
     return gradients;
   }
@@ -248,6 +257,7 @@ class MakeGradient final : public torch::autograd::FunctionPreHook {
   SavedVariable* other_;
   NodePtr sink_;
   bool is_transposed_;
+  std::shared_ptr<DeferredProducts> later_;  // null: now
 };
 
 /// Where the gradient of a product's parameter goes.
@@ -256,7 +266,7 @@ struct Way {
   bool is_transposed = false;
 };
 
-Way way_to_sink(const Edge& first, const std::unordered_map<Node*, int>& edges) {
+Way way_to_sink(const Edge& first, const std::unordered_map<Node*, int>& edges, bool any_device) {
   Way way{first.function};
   if (auto* transpose = dynamic_cast<TBackward0*>(first.function.get()); transpose != nullptr) {
     if (edges.at(transpose) > 1 || has_hooks(*transpose)) {
@@ -265,7 +275,7 @@ Way way_to_sink(const Edge& first, const std::unordered_map<Node*, int>& edges) 
     way = {transpose->next_edge(0).function, true};
   }
   auto* sink = dynamic_cast<GradientSink*>(way.sink.get());
-  if (sink == nullptr || edges.at(sink) > 1 || !sink->takes_products()) {
+  if (sink == nullptr || edges.at(sink) > 1 || !sink->takes_products(any_device)) {
     return {};
   }
   return way;
@@ -273,9 +283,22 @@ Way way_to_sink(const Edge& first, const std::unordered_map<Node*, int>& edges) 
 
 }  // namespace
 
-std::int64_t write_products_in_place(const GraphRoots& roots, bool packed) {
+void DeferredProducts::add(NodePtr sink, const at::Tensor& left, const at::Tensor& right) {
+  products_.push_back({std::move(sink), left, right});
+}
+
+void DeferredProducts::run() {
+  for (Product& product : std::exchange(products_, {})) {
+    static_cast<GradientSink&>(*product.sink).take_product(product.left, product.right);
+    product = {};  // its factors may be large
+  }
+}
+
+std::int64_t write_products_in_place(const GraphRoots& roots, bool packed,
+                                     const std::shared_ptr<DeferredProducts>& later) {
   // Who watches single operations sees those that autograd makes.
   if (AnomalyMode::is_enabled() || at::autocast::is_autocast_enabled(at::kCPU) ||
+      (later != nullptr && at::autocast::is_autocast_enabled(at::kCUDA)) ||
       c10::impl::TorchDispatchModeTLS::any_modes_set()) {
     return 0;
   }
@@ -286,10 +309,10 @@ std::int64_t write_products_in_place(const GraphRoots& roots, bool packed) {
       continue;
     }
     Edge& edge = product.node->next_edges()[product.input];
-    const Way way = edge.is_valid() ? way_to_sink(edge, edges) : Way{};
+    const Way way = edge.is_valid() ? way_to_sink(edge, edges, later != nullptr) : Way{};
     if (way.sink != nullptr) {
-      product.node->add_pre_hook(
-          std::make_unique<MakeGradient>(product.node->getptr(), product.other, way.sink, way.is_transposed));
+      product.node->add_pre_hook(std::make_unique<MakeGradient>(product.node->getptr(), product.other,
+                                                                way.sink, way.is_transposed, later));
       edge = Edge();
       ++found;
     }

@@ -119,8 +119,8 @@ class GradientSink final : public torch::autograd::Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   std::string name() const override { return "bmtrain::GradientSink"; }
 
-  /// Whether the gradient may come as two factors: that of a matrix, on the CPU.
-  [[nodiscard]] bool takes_products() const;
+  /// Whether the gradient may come as two factors: that of a matrix, on the CPU or on any device.
+  [[nodiscard]] bool takes_products(bool any_device) const;
   /// As apply() with the product of two matrices, which is made where it belongs if nothing is there yet.
   void take_product(const at::Tensor& left, const at::Tensor& right);
 
@@ -143,8 +143,25 @@ class GradientSink final : public torch::autograd::Node {
 using SinkPtr = decltype(NodeTraits<NodePtr>::make<GradientSink>(at::Tensor(), std::weak_ptr<ShardedBuffer>(),
                                                                  std::size_t{0}));
 
+/// Products that wait: gradients of weights, apart from the rest of a backward. For one thread at a time.
+class DeferredProducts {
+ public:
+  void add(NodePtr sink, const at::Tensor& left, const at::Tensor& right);
+  /// Makes the products, in the order in which they were added.
+  void run();
+
+ private:
+  struct Product {
+    NodePtr sink;
+    at::Tensor left, right;
+  };
+  std::vector<Product> products_;
+};
+
 /// Lets the products in the graph of `roots` write in place, see [Note: Products in place]; with `packed`
-/// also those that have to unpack for it what they were taken with. On the CPU. Returns how many did not yet.
-std::int64_t write_products_in_place(const GraphRoots& roots, bool packed);
+/// also those that have to unpack for it what they were taken with. On the CPU, or with `later`, to which
+/// they are added instead of being made. Returns how many did not yet.
+std::int64_t write_products_in_place(const GraphRoots& roots, bool packed,
+                                     const std::shared_ptr<DeferredProducts>& later);
 
 }  // namespace bmtrain

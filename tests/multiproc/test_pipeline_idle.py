@@ -93,6 +93,11 @@ def noted_pass(layers_per_part: int, schedule: str | None = None, chunks: int = 
     pipeline._pipe = dataclasses.replace(pipe, comm=noted[0], reduce_comm=noted[1])
     x = torch.randn(2 * bmt.config["micros"], DIM)
     NOTES.clear()
+    if schedule == "zb1p":
+        for block in list(pipeline)[::layers_per_part]:
+            block._module.weight.register_hook(
+                lambda _: NOTES.append(("work", "pipe.weight", -1, -1, -1))  # with the product
+            )
     if schedule is None:
         pipeline(x).sum().backward()
     else:
@@ -189,13 +194,18 @@ def test_counted_idle_share_is_the_formula(stages, micros):
         (4, 8, "1f1b", 1),
         (2, 4, "interleaved", 2),
         (4, 8, "interleaved", 2),
+        (3, 9, "zb1p", 1),
+        (4, 8, "zb1p", 1),
     ],
 )
 def test_counted_idle_share_of_a_loss_is_the_formula(stages, micros, schedule, chunks):
-    """A unit is half of a forward and a backward: forwards and backwards last equally long here."""
+    """Units: forwards and backwards, and with zb1p products, all of which last equally long here."""
+    per_micro = 3 if schedule == "zb1p" else 2 * chunks
     init = {"pipe_size": stages, "num_micro_batches": micros}
-    ended = clocks(run_ranks(stages, noted_pass, 2, schedule, chunks, init=init), MESSAGES)
-    assert all(units == 2 * chunks * micros for _, units in ended)
-    assert max(end for end, _ in ended) == 2 * (chunks * micros + stages - 1)
-    idle = 1 - 2 * chunks * micros / max(end for end, _ in ended)
+    notes = run_ranks(stages, noted_pass, 2, schedule, chunks, init=init)
+    ended = clocks(notes, (*MESSAGES, "pipe.weight"))
+    assert all(units == per_micro * micros for _, units in ended)
+    length = max(end for end, _ in ended)
+    assert length == per_micro * micros + (1 if schedule == "zb1p" else 2) * (stages - 1)
+    idle = 1 - per_micro * micros / length
     assert idle == pytest.approx(idle_share(stages, micros, schedule, chunks))

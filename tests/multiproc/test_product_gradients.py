@@ -168,8 +168,8 @@ def gradients(model: torch.nn.Module, case: Case, dtype: torch.dtype) -> dict[st
     found: list[int] = []
     original = call.write_products_in_place
 
-    def counting(roots: Any, packed: bool) -> int:
-        found.append(original(roots, packed))
+    def counting(roots: Any, packed: bool, later: Any) -> int:
+        found.append(original(roots, packed, later))
         return found[-1]
 
     call.write_products_in_place = counting
