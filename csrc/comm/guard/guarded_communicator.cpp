@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "comm/arguments.h"
-#include "comm/done_work.h"
+#include "comm/transport.h"
 #include "common/check.h"
 #include "common/race_point.h"
 
