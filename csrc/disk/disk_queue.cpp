@@ -16,8 +16,6 @@
 
 namespace bmtrain {
 
-std::atomic<TransferFault> transfer_fault{nullptr};
-
 std::shared_ptr<DiskQueue> DiskQueue::make(const std::string& back_end, int num_buffers,
                                            std::int64_t buffer_bytes) {
   BMT_CHECK(ValueError, back_end == "auto" || back_end == "io_uring" || back_end == "threads",
