@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from .._base.arguments import require_integer, require_tensor
-from .._C import ReduceOp
-from ..global_var import context, num_losses
+from .._engine.tokens import total_over_batches
+from ..global_var import num_losses
 
 __all__ = ["load_balancing_loss", "router_z_loss"]
 
@@ -45,8 +45,8 @@ def load_balancing_loss(
     probabilities = router_logits.float().softmax(-1)
     chosen = torch.zeros_like(probabilities).scatter_(-1, router_logits.topk(top_k, dim=-1).indices, 1)
     weight = _weights(router_logits, mask)
-    counts = torch.cat([(chosen * weight).sum(0), weight.sum().view(1)]).double()
-    totals = _over_all_ranks(counts, "load_balancing_loss")
+    counts = torch.cat([(chosen * weight).sum(0), weight.sum().view(1)])
+    totals = total_over_batches(counts, "load_balancing_loss")
     frequencies, share = totals[:-1] / totals[-1], num_losses() / totals[-1]
     own = (probabilities * weight).sum(0)
     return router_logits.shape[-1] * (frequencies * share).float() @ own
@@ -75,9 +75,9 @@ def router_z_loss(router_logits: torch.Tensor, mask: torch.Tensor | None = None)
     """
     _check_logits(router_logits)
     weight = _weights(router_logits, mask)
-    total = _over_all_ranks(weight.sum().view(1).double(), "router_z_loss")
+    total = total_over_batches(weight.sum(), "router_z_loss")
     squares = torch.logsumexp(router_logits.float(), dim=-1, keepdim=True).square()
-    return (squares * weight).sum() * (num_losses() / total[0]).float()
+    return (squares * weight).sum() * (num_losses() / total).float()
 
 
 def _check_logits(router_logits: torch.Tensor) -> None:
@@ -96,15 +96,3 @@ def _weights(router_logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Te
     if mask.numel() != len(router_logits):
         raise ValueError(f"mask: expected {len(router_logits)} tokens, got shape {tuple(mask.shape)}")
     return mask.reshape(-1, 1).to(router_logits.device, torch.float32)
-
-
-def _over_all_ranks(counts: torch.Tensor, name: str) -> torch.Tensor:
-    """Adds counts of the ranks that have losses of their own."""
-    ctx = context(f"loss.{name}")
-    if ctx.engine.is_summing_virtual_shards:
-        raise RuntimeError(
-            f"{name} needs the tokens of all virtual shards at once; use it without virtual_shards()"
-        )
-    counts = counts.detach()
-    ctx.groups["tp_zero"].comm.all_reduce(counts, ReduceOp.SUM, name).wait()
-    return counts

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._base.arguments import require_tensor
-from .._C import ReduceOp
+from .._engine.tokens import total_over_batches
 from ..global_var import context
 from . import _intercept
 from ._sequences import Method, Sequences, set_current, whole_sequences
@@ -46,7 +46,7 @@ def shard_sequence(batch: Mapping[str, Any], *, method: str = "heads") -> dict[s
 
     Raises:
         TypeError, ValueError: a value makes no sense, or cannot be divided.
-        RuntimeError: before :func:`bmtrain.init_distributed`.
+        RuntimeError: before :func:`bmtrain.init_distributed`; with labels, within :func:`bmtrain.virtual_shards`.
 
     Example:
         >>> import torch
@@ -71,7 +71,9 @@ def shard_sequence(batch: Mapping[str, Any], *, method: str = "heads") -> dict[s
     divided = {name: _divided(sequences, name, value) for name, value in values.items()}
     if divided.get("shift_labels") is not None:
         counted = (divided["shift_labels"] != _IGNORED).sum()
-        divided["num_items_in_batch"] = _total(counted) / ctx.groups["tp_zero"].size
+        divided["num_items_in_batch"] = (
+            total_over_batches(counted, "shard_sequence") / ctx.groups["tp_zero"].size
+        )
     set_current(sequences)
     _intercept.install(attention)
     return divided
@@ -90,6 +92,9 @@ def token_mean(losses: torch.Tensor, weights: torch.Tensor | None = None) -> tor
     Returns:
         A scalar of the dtype of ``losses``.
 
+    Raises:
+        RuntimeError: within :func:`bmtrain.virtual_shards`, whose tokens are not there at once.
+
     Example:
         >>> import torch
         >>> token_mean(torch.tensor([1.0, 2.0, 9.0]), weights=torch.tensor([1, 1, 0]))
@@ -103,22 +108,16 @@ def token_mean(losses: torch.Tensor, weights: torch.Tensor | None = None) -> tor
     weights = weights.to(losses.dtype).detach()
     # Not a product: the loss of a token that does not count may be inf or NaN.
     total = torch.where(weights == 0, 0, losses * weights).sum()
-    return total * context("token_mean").groups["tp_zero"].size / _total(weights.sum()).to(losses.dtype)
+    return (
+        total
+        * context("token_mean").groups["tp_zero"].size
+        / total_over_batches(weights.sum(), "token_mean").to(losses.dtype)
+    )
 
 
 _IGNORED = -100
 #: Values of tokens that make a length divisible.
 _FILL = {"labels": _IGNORED, "shift_labels": _IGNORED}
-
-
-def _total(number: torch.Tensor) -> torch.Tensor:
-    """The sum over all batches of the step, fp64."""
-    ctx = context("shard_sequence")
-    # On a CPU tensor of a GPU run, too: batches may be in host memory.
-    total = number.detach().to(ctx.device, torch.float64).reshape(1)
-    if ctx.groups["tp_zero"].size > 1:
-        ctx.groups["tp_zero"].comm.all_reduce(total, ReduceOp.SUM, "number of tokens").wait()
-    return total.reshape(())
 
 
 def _method(method: str) -> Method:

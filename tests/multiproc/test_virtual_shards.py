@@ -288,3 +288,22 @@ def train_large_head() -> torch.Tensor:
 def test_a_large_parameter_read_twice_in_a_forward() -> None:
     found = [run_ranks(world, train_large_head, init={"virtual_shards": SHARDS})[0] for world in (1, 2, 3)]
     assert all(torch.equal(table, found[0]) for table in found[1:])
+
+
+def means_over_tokens() -> None:
+    """How many tokens a micro-step has depends on the number of ranks."""
+    logits, ids = torch.zeros(4, 3), torch.zeros(1, 4, dtype=torch.int64)
+    for mean in (
+        lambda: bmt.nn.sequence.token_mean(torch.ones(4)),
+        lambda: bmt.shard_sequence({"input_ids": ids, "labels": ids}),
+        lambda: bmt.loss.load_balancing_loss(logits, 1),
+        lambda: bmt.loss.router_z_loss(logits),
+    ):
+        mean()
+        with pytest.raises(RuntimeError, match="needs the tokens of all virtual shards at once"):
+            for _ in bmt.virtual_shards(0):
+                mean()
+
+
+def test_means_over_tokens_are_refused() -> None:
+    run_ranks(2, means_over_tokens, init={"virtual_shards": 4})
