@@ -110,8 +110,6 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
                 f"got {options.num_heads}"
             )
         options.dim_head = options.dim_model // options.num_heads
-    if options.optimizer == "muon" and options.offload:
-        parser.error("--optimizer muon: expected no --offload, which Adam has")
     options.dim_ff = options.dim_ff or 4 * options.dim_model
     return options
 

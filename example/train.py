@@ -148,7 +148,8 @@ def make_optimizer(options: argparse.Namespace, model: GPT) -> torch.optim.Optim
     }
     if options.optimizer == "muon":
         # With this adjustment a learning rate has the same size as Adam's.
-        return bmt.optim.MuonOptimizer(
+        muon = bmt.optim.MuonOffloadOptimizer if options.offload else bmt.optim.MuonOptimizer
+        return muon(
             model.named_parameters(),
             lr=options.lr,
             weight_decay=options.weight_decay,

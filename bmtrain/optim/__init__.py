@@ -8,7 +8,7 @@ from .adam import AdamOptimizer
 from .adam_offload import AdamOffloadOptimizer
 from .clip_grad import clip_grad_norm
 from .lion import LionOffloadOptimizer, LionOptimizer
-from .muon import MuonOptimizer
+from .muon import MuonOffloadOptimizer, MuonOptimizer
 from .optim_manager import OptimManager
 from .sgd import SGDOffloadOptimizer, SGDOptimizer
 from .whole import whole_matrix
@@ -18,6 +18,7 @@ __all__ = [
     "AdamOptimizer",
     "LionOffloadOptimizer",
     "LionOptimizer",
+    "MuonOffloadOptimizer",
     "MuonOptimizer",
     "OptimManager",
     "SGDOffloadOptimizer",

@@ -1,4 +1,4 @@
-"""Muon for matrices, and AdamW for the other parameters."""
+"""Muon for matrices, and AdamW for the other parameters; state on the device or on the host."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from torch import Tensor
 
 from ._narrow import read_state_dtype
 from ._of_torch import is_of_torch, joined
+from ._offload import OffloadOptimizer
 from ._rules import members_of, table_of
 from ._sharded import ShardedOptimizer
 from .formulas import Formula, Muon
-from .places import OnOwners
+from .places import OnHostOwners, OnOwners, Place
 
-__all__ = ["MuonOptimizer"]
+__all__ = ["MuonOffloadOptimizer", "MuonOptimizer"]
 
 
 class MuonOptimizer(ShardedOptimizer):
@@ -68,7 +69,8 @@ class MuonOptimizer(ShardedOptimizer):
         [('muon', 1), ('adam', 1)]
     """
 
-    _formula_class, _place_class = Muon, OnOwners
+    _formula_class = Muon
+    _place_class: type[Place] = OnOwners
     _may_step_early = False  # the ranks step a matrix together
 
     def __init__(
@@ -153,3 +155,27 @@ class MuonOptimizer(ShardedOptimizer):
         group = next(group for group in self.param_groups if any(p is member for member in group["params"]))
         formula: Formula = self._formula.formula_in(group)
         return formula
+
+
+class MuonOffloadOptimizer(MuonOptimizer, OffloadOptimizer):
+    """`MuonOptimizer` with momentum, moments and masters in host memory.
+
+    The host updates momentum and masters; matrices travel and are orthogonalised on the run device, in bf16. On CPU
+    ranks the results are the bits of `MuonOptimizer`, on GPUs they agree to rounding. Updates of 16-bit parameters by
+    AdamW continue after `step`, as with `AdamOffloadOptimizer`; matrices and fp32 parameters of CPU ranks are updated
+    within `step`.
+
+    Arguments, groups and state dicts are as in `MuonOptimizer`; each loads the other's state.
+
+    Raises:
+        TypeError, ValueError: as `MuonOptimizer`.
+        RuntimeError: from the next call that waits for it, naming the block: an update in the background failed.
+
+    Example:
+        >>> layer = bmtrain.Block(bmtrain.nn.Linear(2, 3))
+        >>> optimizer = MuonOffloadOptimizer(layer.parameters(), lr=0.5)
+        >>> [group["rule"] for group in optimizer.param_groups]
+        ['muon', 'adam']
+    """
+
+    _place_class = OnHostOwners

@@ -361,6 +361,7 @@ def refusals(wrong: str) -> str:
     calls = {
         "int8": lambda: bmt.optim.AdamOptimizer(model.parameters(), state_dtype="int8"),
         "muon": lambda: bmt.optim.MuonOptimizer(model.named_parameters()),
+        "muon offload": lambda: bmt.optim.MuonOffloadOptimizer(model.named_parameters()),
         "torch": lambda: bmt.optim.OptimManager().add_optimizer(torch.optim.SGD(model.parameters(), lr=1)),
         "tierless": lambda: bmt.Block(bmt.nn.Linear(8, 8), policy=policy),
     }
@@ -374,6 +375,7 @@ def refusals(wrong: str) -> str:
     [
         ("int8", "expected state_dtype float32 or bfloat16, got int8"),
         ("muon", "expected an optimizer of single elements"),
+        ("muon offload", "expected an optimizer of single elements"),
         ("torch", "expected an optimizer of bmtrain.optim, got SGD"),
         ("tierless", "init_distributed"),
     ],

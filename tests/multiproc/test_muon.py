@@ -11,7 +11,7 @@ from harness import run_ranks
 
 import bmtrain as bmt
 from bmtrain import BlockPolicy
-from bmtrain.optim import AdamOptimizer, MuonOptimizer, OptimManager, gather_state
+from bmtrain.optim import AdamOptimizer, MuonOffloadOptimizer, MuonOptimizer, OptimManager, gather_state
 from bmtrain.optim._owners import Team, owners_of
 
 LR, DECAY = 0.02, 0.1
@@ -76,17 +76,20 @@ class Reference:
                 torch.testing.assert_close(value, expected)
 
 
-def make(model: Model) -> MuonOptimizer:
+def make(model: Model, cls: type[MuonOptimizer] = MuonOptimizer) -> MuonOptimizer:
     parameters = dict(model.named_parameters())
     chosen = parameters.pop("chosen")
     groups = [{"params": list(parameters.values())}, {"params": [chosen], "rule": "muon"}]
-    return MuonOptimizer(groups, lr=LR, weight_decay=DECAY)
+    return cls(groups, lr=LR, weight_decay=DECAY)
 
 
-def train(dtype: torch.dtype, policy: dict[str, Any], loss_scale: float | None) -> None:
+def train(
+    dtype: torch.dtype, policy: dict[str, Any], loss_scale: float | None, *classes: type[MuonOptimizer]
+) -> None:
+    """Steps by the first class, then goes on with the second."""
     model = Model(dtype, BlockPolicy(**policy))
     reference = Reference(dict(model.named_parameters()))
-    optimizer, manager = make(model), OptimManager(loss_scale=loss_scale)
+    optimizer, manager = make(model, classes[0]), OptimManager(loss_scale=loss_scale)
     manager.add_optimizer(optimizer)
     assert [(g["rule"], len(g["params"])) for g in optimizer.param_groups] == [
         ("muon", 8), ("adam", 3), ("muon", 1),
@@ -101,7 +104,7 @@ def train(dtype: torch.dtype, policy: dict[str, Any], loss_scale: float | None) 
         reference.check()
         if step == 1:  # goes on with a new optimizer
             saved = manager.state_dict(gather_opt=True)
-            optimizer, manager = make(model), OptimManager(loss_scale=loss_scale)
+            optimizer, manager = make(model, classes[1]), OptimManager(loss_scale=loss_scale)
             manager.add_optimizer(optimizer)
             manager.load_state_dict(saved)
     name = reference.by_muon[0]
@@ -126,7 +129,20 @@ def train(dtype: torch.dtype, policy: dict[str, Any], loss_scale: float | None) 
 def test_weights_are_those_of_torch_over_whole_tensors(
     world: int, policy: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    run_ranks(world, train, dtype, policy, 1024.0 if dtype == torch.float32 else None)
+    loss_scale = 1024.0 if dtype == torch.float32 else None
+    run_ranks(world, train, dtype, policy, loss_scale, MuonOptimizer, MuonOptimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "world, policy", [(1, {}), (3, {}), (2, {"level": 0}), (4, {"zero_size": 2})], ids=str
+)
+@pytest.mark.parametrize("others", [MuonOffloadOptimizer, MuonOptimizer])
+def test_state_on_the_host_has_the_same_weights(
+    world: int, policy: dict[str, Any], dtype: torch.dtype, others: type[MuonOptimizer]
+) -> None:
+    loss_scale = 1024.0 if dtype == torch.float32 else None
+    run_ranks(world, train, dtype, policy, loss_scale, MuonOffloadOptimizer, others)
 
 
 def traffic() -> None:

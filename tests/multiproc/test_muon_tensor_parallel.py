@@ -12,7 +12,7 @@ from harness import run_ranks
 import bmtrain as bmt
 from bmtrain import BlockPolicy
 from bmtrain.distributed import checkpoint
-from bmtrain.optim import MuonOptimizer, OptimManager, whole_matrix
+from bmtrain.optim import MuonOffloadOptimizer, MuonOptimizer, OptimManager, whole_matrix
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 STEPS, SPLIT = 4, 3
@@ -71,7 +71,9 @@ class Reference:
         return torch.cat([part.detach() for part in self.whole[name]]).to(self.dtype)
 
 
-def train(by_muon: bool, dtype: torch.dtype, policy: dict[str, Any], folder: str, first: int) -> None:
+def train(
+    by_muon: bool, dtype: torch.dtype, policy: dict[str, Any], folder: str, first: int, offload: bool = False
+) -> None:
     blocks = [bmt.Block(Inner(dtype), policy=BlockPolicy(**policy)) for _ in range(2)]
     model = bmt.TransformerBlockList(blocks)
     named: dict[str, Any] = {
@@ -80,7 +82,8 @@ def train(by_muon: bool, dtype: torch.dtype, policy: dict[str, Any], folder: str
     for name, value in drawn(100, dtype).items():
         named[name].load(value)
     if by_muon:
-        optimizer: Any = MuonOptimizer(named.items(), splits={"*.fused": SPLIT}, **OPTIONS)
+        cls = MuonOffloadOptimizer if offload else MuonOptimizer
+        optimizer: Any = cls(named.items(), splits={"*.fused": SPLIT}, **OPTIONS)
     else:
         optimizer = whole_matrix(torch.optim.Adafactor, named.items(), lr=0.05)
     manager, reference = OptimManager(), Reference(by_muon, dtype)
@@ -111,6 +114,12 @@ def test_weights_are_those_of_torch_over_whole_matrices(
     run_ranks(world, train, by_muon, dtype, policy, str(tmp_path), 0, init={"tp_size": 2})
     if world == 4:  # goes on without tensor parallelism, at another number of ranks
         run_ranks(3, train, by_muon, dtype, {}, str(tmp_path), 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_state_on_the_host_has_the_same_weights(dtype: torch.dtype, tmp_path: Path) -> None:
+    run_ranks(2, train, True, dtype, {}, str(tmp_path), 0, True, init={"tp_size": 2})
+    run_ranks(3, train, True, dtype, {}, str(tmp_path), 2, False)
 
 
 def traffic() -> None:

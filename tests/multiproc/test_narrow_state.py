@@ -22,6 +22,7 @@ CLASSES: dict[str, Any] = {
     "device": bmt.optim.AdamOptimizer,
     "offload": bmt.optim.AdamOffloadOptimizer,
     "muon": bmt.optim.MuonOptimizer,
+    "muon offload": bmt.optim.MuonOffloadOptimizer,
 }
 
 

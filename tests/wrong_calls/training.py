@@ -62,12 +62,14 @@ def momentum_optimizers() -> Calls:
         (bmt.optim.LionOffloadOptimizer, lion),
     ):
         made[kind.__name__] = (lambda *values, kind=kind: kind(parameters, *values), options)
-    made["MuonOptimizer"] = (
-        lambda *values: bmt.optim.MuonOptimizer(parameters, **dict(zip(muon, values, strict=True))),
-        muon,
-    )
+    both = (bmt.optim.MuonOptimizer, bmt.optim.MuonOffloadOptimizer)
+    for kind in both:
+        made[kind.__name__] = (
+            lambda *values, kind=kind: kind(parameters, **dict(zip(muon, values, strict=True))),
+            muon,
+        )
     some = (bmt.optim.AdamOptimizer, bmt.optim.SGDOptimizer, bmt.optim.LionOffloadOptimizer)
-    for kind in (*some, bmt.optim.MuonOptimizer):
+    for kind in (*some, *both):
         made[f"{kind.__name__}(params)"] = (
             lambda params, kind=kind: kind(params),
             {"params": ("parameters", parameters)},

@@ -19,6 +19,7 @@ from ..._ranks.agree import broadcast_json
 from ..._ranks.context import require_intact
 from ..._shards.stage import StagedShardSpec
 from ...global_var import context
+from ...optim._arrays import MASTER
 from ...optim._old_bounds import SLICE_BYTES
 from ...optim.optim_manager import OptimManager
 from ...parameter import DistributedParameter
@@ -213,12 +214,13 @@ def _add_optimizer(snapshot: Snapshot, name: str, optimizer: Any) -> dict[str, A
         is_shard = isinstance(p, DistributedParameter)
         for key, value in entry.items():
             full = f"{name}/{number}/{key}"
+            is_master = key == MASTER and p.is_cpu and p.dtype is torch.float32
             if not isinstance(value, torch.Tensor) or keeps_whole:
                 described[key] = {"value": snapshot.add_value(own_name(rank, full), value, own=True)}
             elif is_shard and value.dim() == 0:
                 described[key] = {"scalar": [dtype_name(value.dtype), value.item()]}
-            elif value.data_ptr() == p.data_ptr() and value.numel():
-                continue  # a master that is the parameter itself
+            elif value.data_ptr() == p.data_ptr() and (value.numel() or is_master):
+                continue  # a master that is the parameter itself, also where a rank holds no element
             elif is_shard and value.shape == p.shape:
                 described[key] = {"shard": full}
                 snapshot.add_shard(full, p, value)

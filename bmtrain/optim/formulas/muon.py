@@ -136,10 +136,11 @@ class Muon(Formula):
 
     def start(self, update: Update, numbers: dict[str, Any]) -> Tensor:
         """Updates the momentum of a shard and returns its elements of the matrix to transform, in bf16."""
-        grad = update.grad.float()
+        momentum = update.state[_MOMENTUM]
+        grad = update.grad.to(momentum.device, torch.float32)
         if numbers["scale"] != 1:
             grad = grad / numbers["scale"]
-        momentum = update.state[_MOMENTUM].lerp_(grad, 1 - numbers["momentum"])
+        momentum.lerp_(grad, 1 - numbers["momentum"])
         return (grad.lerp(momentum, numbers["momentum"]) if numbers["nesterov"] else momentum).bfloat16()
 
     def transform(self, matrix: Tensor, numbers: dict[str, Any]) -> Tensor:
@@ -170,7 +171,10 @@ class Muon(Formula):
             direction: elements of the transformed matrix.
         """
         lr, master = numbers["lr"], update.state.get(MASTER)
+        if master is not None and master.data_ptr() == update.param.data_ptr():
+            master = None  # an alias of the parameter, see `Place.shares_master`
         weight = data_of(update.param) if master is None else master
+        direction = direction.to(weight.device)
         weight.mul_(1 - lr * numbers["weight_decay"])
         for first, last, part in _parts_in(shape, numbers, begin, begin + weight.numel()):
             rate = _adjusted(lr, numbers["adjust_lr_fn"], part)
@@ -181,6 +185,9 @@ class Muon(Formula):
                 weight.view(-1)[piece].add_(direction.view(-1)[piece], alpha=-rate)
         if master is not None:
             data_of(update.param).copy_(master)
+
+    def has_kernel(self, device: torch.device) -> bool:
+        return False  # operations of torch compute it
 
     def work(self, shape: torch.Size, numbers: dict[str, Any]) -> int:
         """Returns the number of multiplications of one iteration over a matrix."""

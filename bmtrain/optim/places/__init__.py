@@ -5,7 +5,7 @@ from __future__ import annotations
 from .device import OnDevice
 from .disk import OnDisk, wants_disk
 from .host import OnHost
-from .owners import OnOwners
+from .owners import OnHostOwners, OnOwners
 from .place import Place
 
-__all__ = ["OnDevice", "OnDisk", "OnHost", "OnOwners", "Place", "wants_disk"]
+__all__ = ["OnDevice", "OnDisk", "OnHost", "OnHostOwners", "OnOwners", "Place", "wants_disk"]
