@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .._base.arguments import require_integer, require_tensor
 from .._base.differentiable_once import differentiable_once
@@ -15,7 +17,7 @@ from . import _intercept
 from ._ring import ring_attention
 from ._sequences import Method, Sequences, check_stamp, current_sequences
 
-__all__ = ["attention"]
+__all__ = ["attention", "tiled"]
 
 
 @opaque
@@ -173,3 +175,38 @@ def _exchange(sequences: Sequences, gathers_tokens: bool, tensors: tuple[Tensor,
     for piece, flat in zip(pieces, received.split([p[0].numel() for p in pieces], dim=1), strict=True):
         results.append(torch.cat(flat.reshape(piece.shape).unbind(), dim=2 if gathers_tokens else 1))
     return tuple(results)
+
+
+def tiled(function: Callable[[Tensor], Tensor], x: Tensor, tiles: int) -> Tensor:
+    """Returns ``function(x)`` of a function of each token alone, computed tile by tile.
+
+    Activations inside ``function`` are there for one tile at a time: backward computes them again. With the tiles of an
+    MLP and ``chunk=`` of :func:`bmtrain.loss.fused_linear_cross_entropy`, only what all tokens have at once grows with
+    the length: inputs and results of layers. Gradients of parameters are sums over tiles.
+
+    Args:
+        function: from ``(batch, n, features)`` to ``(batch, n, other features)``, such as an MLP.
+        x: ``(batch, tokens, features)``.
+        tiles: number of tiles, which differ by one token at most.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, or ``function`` returns another number of tokens.
+
+    Example:
+        >>> import torch
+        >>> mlp = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+        >>> tiled(mlp, torch.ones(2, 6, 4), tiles=3).shape
+        torch.Size([2, 6, 4])
+    """
+    require_tensor("x", x)
+    if x.dim() < 2:
+        raise ValueError(f"x: expected (batch, tokens, ...), got shape {tuple(x.shape)}")
+    number = min(require_integer("tiles", tiles, 1), max(x.shape[1], 1))
+    outs = []
+    for tile in x.tensor_split(number, dim=1):
+        out = checkpoint(function, tile, use_reentrant=False)
+        if not isinstance(out, Tensor) or out.shape[:2] != tile.shape[:2]:
+            got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+            raise ValueError(f"function: expected a tensor {tuple(tile.shape[:2])} and features, got {got}")
+        outs.append(out)
+    return torch.cat(outs, dim=1)
