@@ -1,4 +1,4 @@
-"""The example's GPT-2 by Muon with virtual shards: the same bits on any number of ranks, also after a resume.
+"""The example's GPT-2 by Muon with virtual shards: the bits of torch on any number of ranks, also after a resume.
 
 ``BMTRAIN_MUON_STEPS`` sets the number of steps (8).
 """
@@ -19,7 +19,45 @@ from bmtrain.distributed import checkpoint
 
 EXAMPLE = Path(__file__).parents[2] / "example"
 STEPS = int(os.environ.get("BMTRAIN_MUON_STEPS", "8"))
-SEQ, VOCAB = 8, 31
+SEQ, VOCAB, LR = 8, 31, 5e-3
+
+
+class Reference:
+    """torch's optimizers over whole fp32 copies, by the gradients of the ranks."""
+
+    def __init__(self, model: Any, optimizer: bmt.optim.MuonOptimizer) -> None:
+        self.parameters = dict(model.named_parameters())
+        muon = {id(p) for group in optimizer.param_groups if group["rule"] == "muon" for p in group["params"]}
+        self.by_muon = [name for name, p in self.parameters.items() if id(p) in muon]
+        self.parts = {name: self.divided(name, p.gather().float()) for name, p in self.parameters.items()}
+        kinds: list[list[torch.Tensor]] = [[], []]
+        for name, parts in self.parts.items():
+            kinds[name not in self.by_muon] += parts
+        self.optimizers = (
+            torch.optim.Muon(kinds[0], lr=LR, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(kinds[1], lr=LR, betas=(0.9, 0.95), weight_decay=0.1),
+        )
+
+    @staticmethod
+    def divided(name: str, whole: torch.Tensor) -> list[torch.Tensor]:
+        count = 3 if "project_qkv" in name and whole.dim() == 2 else 1
+        return [torch.nn.Parameter(part.detach().clone()) for part in whole.chunk(count)]
+
+    def step(self) -> None:
+        for name, p in self.parameters.items():
+            gradient = p.gather_grad()
+            for part, own in zip(self.parts[name], self.divided(name, gradient.float()), strict=True):
+                part.grad = own.detach()
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def check(self) -> None:
+        for name, p in self.parameters.items():
+            expected = torch.cat([part.detach() for part in self.parts[name]]).to(p.dtype)
+            if p.dtype is torch.float32 or name in self.by_muon:
+                assert torch.equal(p.gather(), expected), name
+            else:
+                torch.testing.assert_close(p.gather(), expected)
 
 
 def train(
@@ -34,12 +72,13 @@ def train(
     bmt.init_parameters(model)
     splits = {"*.project_qkv": 3}
     muon = bmt.optim.MuonOffloadOptimizer if offload else bmt.optim.MuonOptimizer
-    optimizer = muon(model.named_parameters(), lr=5e-3, adjust_lr_fn="match_rms_adamw", splits=splits)
+    optimizer = muon(model.named_parameters(), lr=LR, adjust_lr_fn="match_rms_adamw", splits=splits)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
     first = 0
     if save_at is None and checkpoint.latest(folder) is not None:
         first = checkpoint.load(folder, model, manager).step
+    reference = Reference(model, optimizer) if first == 0 else None
     for step in range(first, STEPS):
         if step == save_at:
             checkpoint.save(folder, step, model, manager)
@@ -52,7 +91,11 @@ def train(
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
             manager.backward(loss)
         manager.clip_grad_norm(optimizer.param_groups, 0.5)
+        if reference is not None:
+            reference.step()
         manager.step()
+    if reference is not None:
+        reference.check()
     values = dict(model.state_dict())
     for index, entry in optimizer.state_dict(gather=True)["state"].items():
         values.update({f"{index}.{name}": torch.as_tensor(value) for name, value in entry.items()})
