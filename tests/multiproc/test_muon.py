@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import bmtrain as bmt
 from bmtrain import BlockPolicy
 from bmtrain.optim import AdamOptimizer, MuonOffloadOptimizer, MuonOptimizer, OptimManager, gather_state
 from bmtrain.optim._owners import Team, owners_of
+from bmtrain.optim.formulas.muon import _work
 
 LR, DECAY = 0.02, 0.1
 SHAPES = ((24, 40), (40, 24), (16, 16), (3, 70))
@@ -158,10 +160,15 @@ def traffic() -> None:
     matrices = [p for g in optimizer.param_groups if g["rule"] == "muon" for p in g["params"]]
     work = [optimizer._formula.work(p.full_shape, {"split": None}) for p in matrices]
     owners = owners_of(work, [Team(p) for p in matrices])
-    expected = 0
-    for p, owner in zip(matrices, owners, strict=True):
-        expected += 2 * 2 * sum(p._spec.part(r)[1] for r in range(bmt.world_size()) if r != owner)
-    assert sent == expected
+    messages = bmt.distributed.all_reduce(torch.tensor(float(comm.traffic()["send"][0]))).item()
+    parts = [
+        p._spec.part(r)[1]
+        for p, owner in zip(matrices, owners, strict=True)
+        for r in range(bmt.world_size())
+        if r != owner
+    ]
+    assert sent == 2 * 2 * sum(parts)
+    assert messages == 2 * sum(part > 0 for part in parts)
 
 
 def test_a_matrix_travels_to_its_owner_and_back() -> None:
@@ -178,6 +185,25 @@ def test_work_is_balanced() -> None:
     loads = [sum(w for w, owner in zip(work, owners, strict=True) if owner == r) for r in range(4)]
     assert max(loads) <= 1.1 * sum(work) / 4
     assert owners == owners_of(work, [_Team] * len(work))  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+@pytest.mark.parametrize(
+    ("layers", "shapes"),
+    [
+        (12, [(2304, 768), (768, 768), (3072, 768), (768, 3072)]),
+        (32, [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)]),
+    ],
+    ids=["gpt2", "llama3-8b"],
+)
+def test_no_rank_has_a_tenth_more_than_its_share(
+    layers: int, shapes: list[tuple[int, int]], ranks: int
+) -> None:
+    work = [_work(*shape) for _ in range(layers) for shape in shapes]
+    team = SimpleNamespace(size=ranks, key=None)
+    owners = owners_of(work, [team] * len(work))  # type: ignore[list-item]
+    loads = [sum(w for w, owner in zip(work, owners, strict=True) if owner == r) for r in range(ranks)]
+    assert max(loads) <= 1.1 * sum(work) / ranks
 
 
 def resume(path: str) -> None:
