@@ -25,20 +25,20 @@ from ._ranks import context as _context
 from ._ranks.cards import choose_cards, use_card, visible_cards
 from ._ranks.context import Context
 from ._ranks.groups import connect_groups
-from ._ranks.init_options import InitOptions, check_directories, check_loss_scale
+from ._ranks.init_options import InitOptions
 from ._ranks.launch import Launch, read_launch
 from ._ranks.orderly_end import register
 from ._ranks.rendezvous import Peer, Rendezvous
 from ._ranks.shm_meeting import place as place_in_memory
 from ._ranks.streams import Streams
-from ._survive import check_survive, surviving
+from ._survive import surviving
 from ._version import __version__
 from ._watch.watchdog import Watch
 from .data import adapt_distributed_sampler
-from .global_var import config
+from .global_var import config, context
 from .topology import Topology
 from .topology import Topology as topology
-from .virtual import check_count, one_thread
+from .virtual import one_thread
 
 __all__ = ["init_distributed", "is_initialized", "topology"]
 
@@ -141,26 +141,45 @@ def init_distributed(
             "init_distributed(SEED) is deprecated: write init_distributed(seed=SEED)",
         )
     options = InitOptions.check(
-        seed, pipe_size, num_micro_batches, tp_size, ep_size, zero_level, backend, timeout, sp_size
+        seed=seed,
+        pipe_size=pipe_size,
+        num_micro_batches=num_micro_batches,
+        tp_size=tp_size,
+        ep_size=ep_size,
+        sp_size=sp_size,
+        zero_level=zero_level,
+        loss_scale=(loss_scale_factor, loss_scale_steps),
+        backend=backend,
+        timeout=timeout,
+        virtual_shards=virtual_shards,
+        survive=survive,
+        tier_directories=tier_directories,
     )
-    factor, steps = check_loss_scale(loss_scale_factor, loss_scale_steps)
     launch = read_launch(init_method, os.environ, sys.argv)
     if plan is not None:
         plan.require_fit(launch.world_size)
-    place = Topology(
-        launch.rank, launch.world_size, options.pipe_size, options.tp_size, options.ep_size, options.sp_size
-    )
-    options.virtual_shards = check_count(virtual_shards, place)
-    options.survive = check_survive(survive, options)
-    options.tier_directories = check_directories(tier_directories, options.survive)
-    several = launch.world_size > 1
-    if several:
+    place = options.topology(launch.rank, launch.world_size)
+    if place.world_size > 1:
         write_lines()
-    context = _join(launch, place, options) if several else _alone(launch, place, options)
+        _use(_join(launch, place, options), options)
+    else:
+        _use(_alone(launch, place, options), options)
+    _log.info(
+        "bmtrain: rank %d of %d (%s), %s, device %s",
+        place.rank,
+        place.world_size,
+        launch.source,
+        context().backend,
+        config["device"],
+    )
+    _log.info("bmtrain: %s", place)
+
+
+def _use(context: Context, options: InitOptions) -> None:
+    """Makes everything of this process that depends on the context ready."""
     _context.install(context)
     register()
-    config["loss_scale_factor"] = factor
-    config["loss_scale_steps"] = steps
+    config["loss_scale_factor"], config["loss_scale_steps"] = options.loss_scale
     if options.virtual_shards:
         one_thread(context.device)
     seed_generators(context.seed)
@@ -169,18 +188,6 @@ def init_distributed(
         from .timeline import record_from_environment  # here: few runs are recorded
 
         record_from_environment()
-    _log.info(
-        "bmtrain: rank %d of %d (%s), %s, device %s, pipe_size %d, tp_size %d, ep_size %d",
-        place.rank,
-        place.world_size,
-        launch.source,
-        context.backend,
-        context.device,
-        place.pipe_size,
-        place.tp_size,
-        place.ep_size,
-    )
-    _log.info("bmtrain: %s", place)
 
 
 def _alone(launch: Launch, place: Topology, options: InitOptions) -> Context:
@@ -204,20 +211,7 @@ def _join(launch: Launch, place: Topology, options: InitOptions) -> Context:
             seed=options.seed,
             place=place_in_memory(),
         ),
-        {
-            "bmtrain version": __version__,
-            "pipe_size": options.pipe_size,
-            "pipe_enabled": options.pipe_enabled,
-            "num_micro_batches": options.micros,
-            "tp_size": options.tp_size,
-            "ep_size": options.ep_size,
-            "sp_size": options.sp_size,
-            "zero_level": options.zero_level,
-            "backend": options.backend,
-            "virtual_shards": options.virtual_shards,
-            "survive": options.survive,
-            "number of tier_directories": len(options.tier_directories),
-        },
+        {"bmtrain version": __version__, **options.to_compare()},
     )
     locals_ = [_local_rank(peer, peers) for peer in peers]
     card = choose_cards(peers, locals_, options.backend)[launch.rank]

@@ -178,29 +178,6 @@ def virtual_shards(step: int) -> VirtualShards:
     return VirtualShards(require_integer("step", step), count)
 
 
-def check_count(count: int | None, place: Topology) -> int:
-    """The argument of init_distributed, 0 for None.
-
-    Raises:
-        TypeError: not an integer.
-        ValueError: less than the number of ranks, or with tensor parallelism or a pipeline.
-    """
-    if count is None:
-        return 0
-    number = require_integer("virtual_shards", count)
-    if number < place.world_size:
-        raise ValueError(
-            f"virtual_shards: expected at least the number of ranks ({place.world_size}), got {number}"
-        )
-    if place.pipe_size > 1 or place.tp_size > 1 or place.ep_size > 1 or place.sp_size > 1:
-        raise ValueError(
-            "virtual_shards: expected no pipeline, no tensor parallelism, no experts and no sequences divided over "
-            f"ranks, got pipe_size {place.pipe_size}, tp_size {place.tp_size}, ep_size {place.ep_size} "
-            f"and sp_size {place.sp_size}"
-        )
-    return number
-
-
 def shards_of(place: Topology, count: int) -> list[int]:
     """Returns the shards of a rank, one for each micro-step.
 

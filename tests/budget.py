@@ -17,14 +17,14 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2530),
     "watch": ("_watch", 1905),
-    "ranks": ("_ranks global_var nccl synchronize utils", 4170),
+    "ranks": ("_ranks global_var nccl synchronize utils", 4240),
     "shards": ("_shards parameter", 1415),
     "engine": ("_engine", 5724),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5210),
     "files": ("_files dcp distributed store weights", 4460),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 8960),
-    "survive": ("_survive", 1220),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 11_890),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 8935),
+    "survive": ("_survive", 1180),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 11_830),
 }
 CORE = {
     "bindings": (". bindings ops", 1480),

@@ -12,76 +12,150 @@ import torch
 
 from .._base.arguments import require_integer
 from .._base.deprecate import warn_once
+from ..topology import Topology
 
 
-@dataclass
+@dataclass(frozen=True)
 class InitOptions:
     """The arguments of `init_distributed`, checked and normalised."""
 
     seed: int
-    pipe_size: int
+    sizes: dict[str, int]
     pipe_enabled: bool
     micros: int
-    tp_size: int
-    ep_size: int
     zero_level: int
+    loss_scale: tuple[float, int]
     backend: str
     timeout: float
-    virtual_shards: int = 0
-    survive: int = 0
-    sp_size: int = 1
-    tier_directories: tuple[str, ...] = ()
+    virtual_shards: int
+    survive: int
+    tier_directories: tuple[str, ...]
 
     @classmethod
     def check(
         cls,
+        *,
         seed: int,
         pipe_size: int,
         num_micro_batches: int | None,
         tp_size: int,
         ep_size: int,
+        sp_size: int,
         zero_level: int | None,
+        loss_scale: tuple[float, int],
         backend: str | None,
         timeout: float | timedelta,
-        sp_size: int = 1,
+        virtual_shards: int | None,
+        survive: int,
+        tier_directories: Sequence[str | os.PathLike[str]] | None,
     ) -> InitOptions:
         """Raises TypeError or ValueError, naming the argument."""
-        sequence_ranks = require_integer("sp_size", sp_size, least=1)
-        if sequence_ranks > 1 and max(pipe_size, tp_size, ep_size) > 1:
-            raise ValueError(
-                f"sp_size {sequence_ranks}: expected no pipeline, no tensor parallelism and no experts divided over "
-                f"ranks beside it, got pipe_size {pipe_size}, tp_size {tp_size} and ep_size {ep_size}"
-            )
         stages = require_integer("pipe_size", pipe_size)
-        enabled = stages >= 1
-        micros = max(stages, 1)
+        sizes = {
+            "pipe_size": max(stages, 1),
+            "tp_size": max(require_integer("tp_size", tp_size), 1),
+            "ep_size": require_integer("ep_size", ep_size, least=1),
+            "sp_size": require_integer("sp_size", sp_size, least=1),
+        }
+        _check_sequences(sizes)
+        micros = sizes["pipe_size"]
         if num_micro_batches is not None:
             given = require_integer("num_micro_batches", num_micro_batches, least=1)
-            micros = given if enabled else 1
-        if zero_level is not None:
-            if zero_level not in (2, 3):
-                raise ValueError(f"zero_level: expected 2 or 3, got {zero_level!r}")
-            warn_once(
-                "init_distributed.zero_level",
-                "init_distributed(zero_level=...) is deprecated: write Block(module, zero_level=...)",
-                stacklevel=3,
-            )
+            micros = given if stages >= 1 else 1
+        backend = _choose_backend(backend)
+        shards = _check_virtual_shards(virtual_shards, sizes)
+        may_lose = _check_survive(survive, shards, backend)
         return cls(
             seed=_check_seed(seed),
-            pipe_size=max(stages, 1),
-            pipe_enabled=enabled,
+            sizes=sizes,
+            pipe_enabled=stages >= 1,
             micros=micros,
-            tp_size=max(require_integer("tp_size", tp_size), 1),
-            ep_size=require_integer("ep_size", ep_size, least=1),
-            zero_level=3 if zero_level is None else zero_level,
-            backend=_choose_backend(backend),
+            zero_level=_check_level(zero_level),
+            loss_scale=_check_loss_scale(*loss_scale),
+            backend=backend,
             timeout=_seconds(timeout),
-            sp_size=sequence_ranks,
+            virtual_shards=shards,
+            survive=may_lose,
+            tier_directories=_check_directories(tier_directories, may_lose),
+        )
+
+    def topology(self, rank: int, world_size: int) -> Topology:
+        """The place of a rank. Raises ValueError for a number of ranks that the sizes do not allow."""
+        place = Topology(rank, world_size, **self.sizes)
+        if self.virtual_shards and self.virtual_shards < world_size:
+            raise ValueError(
+                f"virtual_shards: expected at least the number of ranks ({world_size}), got {self.virtual_shards}"
+            )
+        return place
+
+    def to_compare(self) -> dict[str, object]:
+        """The arguments that must be equal on all ranks."""
+        return {
+            **self.sizes,
+            "pipe_enabled": self.pipe_enabled,
+            "num_micro_batches": self.micros,
+            "zero_level": self.zero_level,
+            "backend": self.backend,
+            "virtual_shards": self.virtual_shards,
+            "survive": self.survive,
+            "number of tier_directories": len(self.tier_directories),
+        }
+
+
+def _check_sequences(sizes: dict[str, int]) -> None:
+    others = {name: size for name, size in sizes.items() if name != "sp_size"}
+    if sizes["sp_size"] > 1 and max(others.values()) > 1:
+        raise ValueError(
+            f"sp_size {sizes['sp_size']}: expected no pipeline, no tensor parallelism and no experts divided over "
+            f"ranks beside it, got {_listed(others)}"
         )
 
 
-def check_directories(value: Sequence[str | os.PathLike[str]] | None, survive: int) -> tuple[str, ...]:
-    """The directories of tiers; raises TypeError or ValueError, naming the argument."""
+def _check_virtual_shards(count: int | None, sizes: dict[str, int]) -> int:
+    """The number of virtual shards, 0 for None."""
+    if count is None:
+        return 0
+    number = require_integer("virtual_shards", count, least=1)
+    if max(sizes.values()) > 1:
+        raise ValueError(
+            "virtual_shards: expected no pipeline, no tensor parallelism, no experts and no sequences divided over "
+            f"ranks, got {_listed(sizes)}"
+        )
+    return number
+
+
+def _listed(sizes: dict[str, int]) -> str:
+    *first, last = (f"{name} {size}" for name, size in sizes.items())
+    return f"{', '.join(first)} and {last}"
+
+
+def _check_survive(survive: int, virtual_shards: int, backend: str) -> int:
+    number = require_integer("survive", survive)
+    if number not in (0, 1):
+        raise ValueError(f"survive: expected 0 or 1, got {number}")
+    if number and not virtual_shards:
+        raise ValueError(
+            "survive: expected virtual_shards=, which make a step independent of the number of ranks"
+        )
+    if number and backend == "nccl":
+        raise ValueError("survive: expected CPU ranks (backend='gloo'), got 'nccl'")
+    return number
+
+
+def _check_level(zero_level: int | None) -> int:
+    if zero_level is None:
+        return 3
+    if zero_level not in (2, 3):
+        raise ValueError(f"zero_level: expected 2 or 3, got {zero_level!r}")
+    warn_once(
+        "init_distributed.zero_level",
+        "init_distributed(zero_level=...) is deprecated: write Block(module, zero_level=...)",
+        stacklevel=4,
+    )
+    return zero_level
+
+
+def _check_directories(value: Sequence[str | os.PathLike[str]] | None, survive: int) -> tuple[str, ...]:
     if value is None:
         return ()
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
@@ -114,8 +188,8 @@ def _seconds(timeout: float | timedelta) -> float:
     return float(timeout)
 
 
-def check_loss_scale(factor: float, steps: int) -> tuple[float, int]:
-    """The factor and the interval of the loss scale; raises as documented at `init_distributed`."""
+def _check_loss_scale(factor: float, steps: int) -> tuple[float, int]:
+    """The factor, 1 or more, and the interval of the loss scale."""
     if isinstance(factor, bool) or not isinstance(factor, (int, float)):
         raise TypeError(f"loss_scale_factor: expected a number, got {factor!r} ({type(factor).__name__})")
     if not 0 < factor < math.inf:

@@ -6,35 +6,12 @@ import dataclasses
 import json
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .._base.arguments import require_integer
 from .._ranks.context import Context
 from .._ranks.shm_meeting import exchange
 
-if TYPE_CHECKING:
-    from .._ranks.init_options import InitOptions
-
-__all__ = ["check_survive", "surviving"]
-
-
-def check_survive(survive: int, options: InitOptions) -> int:
-    """The argument of init_distributed.
-
-    Raises:
-        TypeError: not an integer.
-        ValueError: neither 0 nor 1, or with something that does not survive.
-    """
-    number = require_integer("survive", survive)
-    if number not in (0, 1):
-        raise ValueError(f"survive: expected 0 or 1, got {number}")
-    if number and not options.virtual_shards:
-        raise ValueError(
-            "survive: expected virtual_shards=, which make a step independent of the number of ranks"
-        )
-    if number and options.backend == "nccl":
-        raise ValueError("survive: expected CPU ranks (backend='gloo'), got 'nccl'")
-    return number
+__all__ = ["surviving"]
 
 
 def surviving(ctx: Context, may_lose: int, store: Any, host: str, hosts: Sequence[str]) -> Context:
