@@ -91,9 +91,8 @@ class Rendezvous:
         raise _ERRORS[verdict["error"]](verdict["message"])
 
     def close(self) -> None:
-        """Removes the files of the rendezvous; called when no rank needs the store any more."""
-        if self._launch.meeting.scheme == "file" and self._launch.rank == 0:
-            Path(self._launch.meeting.path).unlink(missing_ok=True)
+        """Lets the store go, and with the last rank its file; called when no rank needs the store any more."""
+        del self.store
 
     def _refuse_other_job(self, root: Store) -> None:
         """Raises if the first rank at the address belongs to another job; this rank would wait there in vain."""
@@ -184,7 +183,8 @@ class Rendezvous:
                 read = self.store.add("read", 0)
         except RuntimeError:
             return  # no rank left to wait for
-        self.close()
+        if self._launch.meeting.scheme == "file" and self._launch.rank == 0:
+            Path(self._launch.meeting.path).unlink(missing_ok=True)
 
     def _remaining(self) -> timedelta:
         return timedelta(seconds=max(self._deadline - time.monotonic(), 1.0))

@@ -107,7 +107,7 @@ class _Opening:
                 f"init_method, {self._who}: expected a file in a folder that can be written, "
                 f"got {meeting.path}"
             )
-        store = FileStore(meeting.path, -1)
+        store = FileStore(meeting.path, self._launch.world_size)  # whose last user removes the file
         store.set_timeout(self._remaining())
         return store
 
