@@ -20,7 +20,7 @@ from ..optim import OptimManager
 from ..parameter import DistributedParameter
 
 
-class _Done(Exception):
+class Done(Exception):
     """Enough steps have been recorded."""
 
 
@@ -43,20 +43,28 @@ class Recorder:
     def before_step(self, manager: OptimManager) -> None:
         """Keeps the gradients."""
         for name, param in _parameters(manager):
-            if param.grad is not None:
-                whole = param.grad
-                if isinstance(param, DistributedParameter):
-                    whole = gather_flat(param, param.grad)
+            whole = param.grad
+            if isinstance(param, DistributedParameter):
+                whole = _whole_gradient(param)
+            if whole is not None:
                 self.keep(f"gradient of {name}", whole.reshape(-1))
 
     def after_step(self, manager: OptimManager) -> None:
-        """Keeps the weights; raises `_Done` after the last step."""
+        """Keeps the weights; raises `Done` after the last step."""
         for name, param in _parameters(manager):
             whole = full_value(param) if isinstance(param, DistributedParameter) else param
             self.keep(f"weight of {name}", whole.reshape(-1))
         self.step += 1
         if self.step == self.steps:
-            raise _Done
+            raise Done
+
+
+def _whole_gradient(param: DistributedParameter) -> torch.Tensor | None:
+    """Returns the gradient with slices merged; None if no rank has any, as other stages of a pipeline have none."""
+    own = param.grad
+    if not param._has_grad_anywhere(own):
+        return None
+    return gather_flat(param, param.new_zeros(param._spec.local_part[1]) if own is None else own)
 
 
 def _parameters(manager: OptimManager) -> Iterator[tuple[str, Any]]:
@@ -112,7 +120,7 @@ def main() -> None:
     watch(recorder, given["options"])
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
-    with contextlib.suppress(_Done):
+    with contextlib.suppress(Done):
         runpy.run_path(script, run_name="__main__")
     if rank() == 0:
         torch.save(recorder.found, given["path"])
