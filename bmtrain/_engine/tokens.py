@@ -9,7 +9,9 @@ from ..global_var import context
 
 
 def total_over_batches(numbers: torch.Tensor, needed_by: str) -> torch.Tensor:
-    """Returns the sum over the ranks that have losses of their own, in fp64 on the run device. Collective.
+    """Returns the sum over all ranks divided by `tp_size`, in fp64 on the run device. Collective.
+
+    So a loss is right whether the tensor-parallel ranks that share it all have its tokens, or a part of them each.
 
     Raises:
         RuntimeError: within :func:`bmtrain.virtual_shards`: one micro-step has some of the step's tokens, how many
@@ -22,5 +24,5 @@ def total_over_batches(numbers: torch.Tensor, needed_by: str) -> torch.Tensor:
         )
     # On a CPU tensor of a GPU run, too: batches may be in host memory.
     total = numbers.detach().to(ctx.device, torch.float64, copy=True).reshape(-1)
-    ctx.groups["tp_zero"].comm.all_reduce(total, ReduceOp.SUM, needed_by).wait()
-    return total.view(numbers.shape)
+    ctx.world.comm.all_reduce(total, ReduceOp.SUM, needed_by).wait()
+    return total.view(numbers.shape) / ctx.topology.tp_size
