@@ -14,10 +14,15 @@ import os
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 from .redirect import Redirection
 
 __all__ = ["Redirection", "add_arguments", "run"]
+
+# What the script leaves behind lives until the interpreter ends, as it does under `python script.py`. Dropped at once,
+# a process group joins its threads under the GIL; one that still has to drop a tensor waits for the GIL for ever.
+_globals: dict[str, Any] = {}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     redirection = Redirection()
     try:
         with redirection:
-            runpy.run_path(str(options.script), run_name="__main__")
+            _globals.update(runpy.run_path(str(options.script), run_name="__main__"))
     finally:
         sys.argv, sys.path[:] = argv, path
         if os.environ.get("RANK", "0") == "0":

@@ -53,11 +53,16 @@ def with_port(command: list[str]) -> list[str]:
     return command if not command or "--standalone" in command else [*command, f"--master-port={free_port()}"]
 
 
+kept: dict[
+    str, object
+] = {}  # globals of scripts: a process group that is dropped at once can wait for the GIL for ever
+
+
 def run_script(script: str, *arguments: str) -> None:
     """Run a program on this rank, as a launcher would."""
     sys.path.insert(0, str(FOLDER))
     sys.argv = [script, *arguments]
-    runpy.run_path(str(FOLDER / script), run_name="__main__")
+    kept.update(runpy.run_path(str(FOLDER / script), run_name="__main__"))
 
 
 def check_lines(output: list[str]) -> None:

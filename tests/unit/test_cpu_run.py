@@ -17,13 +17,17 @@ from bmtrain import cpu_run
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "scripts" / "cuda"
 
+kept: dict[
+    str, object
+] = {}  # globals of scripts: a process group that is dropped at once can wait for the GIL for ever
+
 
 def run_for_gpu(name: str) -> None:
     cpu_run.run(argparse.Namespace(script=SCRIPTS / f"gpu_{name}.py", arguments=[]))
 
 
 def run_for_cpu(name: str) -> None:
-    runpy.run_path(str(SCRIPTS / f"cpu_{name}.py"), run_name="__main__")
+    kept.update(runpy.run_path(str(SCRIPTS / f"cpu_{name}.py"), run_name="__main__"))
 
 
 def losses(output: str) -> list[str]:
@@ -61,6 +65,20 @@ def test_the_command_passes_arguments_and_reports(tmp_path: Path) -> None:
     assert re.search(
         r'script.py ran on the CPU; redirected:\n  1 x ones\(device="cuda"\)\n  1 x .cuda\(\)', done.stdout
     )
+
+
+def test_globals_of_a_script_live_until_the_interpreter_ends(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "class Last:\n"
+        "    def __del__(self, write=sys.stderr.write):\n"
+        "        write('dropped\\n')\n"
+        "last = Last()\n"
+    )
+    command = [sys.executable, "-m", "bmtrain", "run", "--cpu", script]
+    done = run_process(command, environment={"PYTHONPATH": str(ROOT)}, timeout=120)
+    assert re.search(r"asked for nothing of CUDA\ndropped", done.stdout), done.stdout
 
 
 def test_nothing_is_left_redirected() -> None:
