@@ -16,6 +16,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     ):  # set by readline, which pytest imports; programs here write to no terminal
         os.environ.pop(_name, None)
 
+pytest.register_assert_rewrite("harness")  # its assertions show what they compared, as those of tests do
+
 #: Files that one worker runs, one after the other: they build in the tree itself.
 _TOGETHER = tuple(f"tests/unit/test_{name}.py" for name in ("newcomer", "packaging", "wheel"))
 _PROBLEMS = pytest.StashKey[list[str]]()

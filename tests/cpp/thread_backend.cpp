@@ -5,6 +5,8 @@
 #include <cstring>
 #include <stdexcept>
 
+Transfer::~Transfer() { network.withdraw(*this); }
+
 bool Transfer::wait(std::chrono::milliseconds timeout) { return network.wait(*this, timeout); }
 
 void Transfer::abort() { network.abort(*this); }
@@ -20,14 +22,14 @@ Network::~Network() {
   mover_.join();
 }
 
-void Network::post(const TransferPtr& transfer, int peer, int tag, bool is_send) {
+void Network::post(Transfer& transfer, int peer, int tag, bool is_send) {
   const std::lock_guard lock(mutex_);
-  if (closed_.count(transfer->rank) + closed_.count(peer) > 0) {
+  if (closed_.count(transfer.rank) + closed_.count(peer) > 0) {
     throw std::runtime_error("Connection closed by peer");
   }
-  const int rank = transfer->rank;
+  const int rank = transfer.rank;
   Line& line = lines_[is_send ? std::tuple(rank, peer, tag) : std::tuple(peer, rank, tag)];
-  (is_send ? line.sends : line.receives).push_back(transfer);
+  (is_send ? line.sends : line.receives).push_back(&transfer);
   changed_.notify_all();
 }
 
@@ -47,6 +49,15 @@ bool Network::wait(Transfer& transfer, std::chrono::milliseconds timeout) {
   return transfer.state == Transfer::State::kDone;
 }
 
+void Network::withdraw(Transfer& transfer) {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&transfer] { return transfer.state != Transfer::State::kMoving; });
+  for (auto& [key, line] : lines_) {
+    std::erase(line.sends, &transfer);
+    std::erase(line.receives, &transfer);
+  }
+}
+
 void Network::abort(Transfer& transfer) {
   const std::lock_guard lock(mutex_);
   transfer.is_aborted = true;
@@ -63,14 +74,14 @@ void Network::disconnect_locked(int rank) {
   for (auto& [key, line] : lines_) {
     if (std::get<0>(key) != rank && std::get<1>(key) != rank) continue;
     for (auto* queue : {&line.sends, &line.receives}) {
-      for (const TransferPtr& transfer : *queue) transfer->state = Transfer::State::kLost;
+      for (Transfer* const transfer : *queue) transfer->state = Transfer::State::kLost;
       queue->clear();
     }
   }
   changed_.notify_all();
 }
 
-std::pair<TransferPtr, TransferPtr> Network::next() {
+std::pair<Transfer*, Transfer*> Network::next() {
   for (auto entry = lines_.begin(); entry != lines_.end();) {
     Line& line = entry->second;
     if (line.sends.empty() && line.receives.empty()) {
@@ -85,13 +96,13 @@ std::pair<TransferPtr, TransferPtr> Network::next() {
     }
     ++entry;
   }
-  return {};
+  return {nullptr, nullptr};
 }
 
 void Network::move() {
   std::unique_lock lock(mutex_);
   while (true) {
-    auto [send, receive] = next();
+    const auto [send, receive] = next();
     if (send == nullptr) {
       if (is_over_) return;
       changed_.wait(lock);

@@ -1,6 +1,7 @@
 // A stand-in for c10d's Gloo backend between threads of one process, which a sanitizer sees both sides of. As
-// there, a thread of the transport moves the bytes after send() and recv() have returned, and a wait that
-// times out closes all connections of its rank.
+// there, a thread of the transport moves the bytes after send() and recv() have returned, a wait that times
+// out closes all connections of its rank, and the end of a work waits while its bytes are moved: nothing
+// touches them afterwards.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,6 +27,7 @@ struct Transfer final : c10d::Work {
 
   Transfer(Network& network, int rank, at::Tensor bytes)
       : network(network), rank(rank), bytes(std::move(bytes)) {}
+  ~Transfer() override;
   bool wait(std::chrono::milliseconds timeout) override;
   void abort() override;
 
@@ -35,7 +37,6 @@ struct Transfer final : c10d::Work {
   State state = State::kOpen;  // this and the next are protected by the network's mutex
   bool is_aborted = false;
 };
-using TransferPtr = c10::intrusive_ptr<Transfer>;
 
 // All connections, and the thread that moves what goes through them. Outlives the ranks.
 class Network {
@@ -45,20 +46,22 @@ class Network {
   Network(const Network&) = delete;
   Network& operator=(const Network&) = delete;
 
-  void post(const TransferPtr& transfer, int peer, int tag, bool is_send);
+  void post(Transfer& transfer, int peer, int tag, bool is_send);
   bool wait(Transfer& transfer, std::chrono::milliseconds timeout);
+  // Forgets a transfer; waits for its end if its bytes are on their way.
+  void withdraw(Transfer& transfer);
   void abort(Transfer& transfer);
   // Closes all connections of a rank.
   void disconnect(int rank);
 
  private:
   struct Line {
-    std::deque<TransferPtr> sends, receives;
+    std::deque<Transfer*> sends, receives;
   };
 
   void disconnect_locked(int rank);
   // A pair that can be moved, taken off its line.
-  std::pair<TransferPtr, TransferPtr> next();
+  std::pair<Transfer*, Transfer*> next();
   void move();
 
   std::mutex mutex_;  // protects what follows
@@ -86,7 +89,7 @@ class ThreadBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> post(const std::vector<at::Tensor>& tensors, int peer, int tag,
                                       bool is_send) {
     auto transfer = c10::make_intrusive<Transfer>(network_, getRank(), tensors.at(0));
-    network_.post(transfer, peer, tag, is_send);
+    network_.post(*transfer, peer, tag, is_send);
     return transfer;
   }
 

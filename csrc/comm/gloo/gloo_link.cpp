@@ -197,18 +197,16 @@ void GlooLink::keep_abandoned(Abandoned abandoned) {
 }
 
 void GlooLink::abort(const std::string& reason) {
-  std::vector<Awaited> awaited;
   {
     const Lock lock(mutex_);
     if (!standing_.abort(reason)) {
       return;
     }
-    awaited = awaited_;
-  }
-  // Closing the connections does not end all waits: Gloo forgets a send that was under way when the other
-  // side closed its end.
-  for (const Awaited& one : awaited) {
-    one.work->abort();
+    // Closing the connections does not end all waits: Gloo forgets a send that was under way when the other
+    // side closed its end. No reference is taken: Gloo touches the bytes until a work's last one is dropped.
+    for (const Awaited& one : awaited_) {
+      one.work->abort();
+    }
   }
   disconnect();
 }
