@@ -1,5 +1,12 @@
 """Draw the pictures of these pages: `python docs/draw.py` writes docs/images/*.svg.
 
+The other pictures there: `python -m bmtrain plan --machine h100-80gb --scale docs/images` writes scale-mfu.png and
+scale-parts.png, docs/results/step.md says how scale-step.png was measured, and timeline.png is of the example:
+
+    export BMTRAIN_TIMELINE=out/timeline
+    torchrun --standalone --nproc-per-node 2 example/train.py --num-layers 4 --dim-model 256
+    python -m bmtrain timeline out/timeline && cp out/timeline/timeline.png docs/images/
+
 A picture of a collective shows the ranks' tensors before and after, one colour for the data of each rank; a sum has
 the colours of what it is made of.
 """

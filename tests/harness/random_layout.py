@@ -22,16 +22,8 @@ from bmtrain.nn.functional import attention
 
 __all__ = ["Layout", "draw", "initial_weights", "train", "train_whole"]
 
-DIM, HEADS, FF, EXPERTS, TOP_K, VOCAB, TOKENS, ROWS = (
-    16,
-    8,
-    24,
-    8,
-    2,
-    24,
-    8,
-    144,
-)  # rows that every draw divides
+DIM, HEADS, FF, EXPERTS, TOP_K, VOCAB, TOKENS = 16, 8, 24, 8, 2, 24, 8
+ROWS = 144  # which every draw divides
 STEPS = 5
 CLIP = 0.5
 Weights = dict[str, torch.Tensor]
@@ -89,12 +81,13 @@ def draw(seed: int) -> Layout:
     while True:
         pipe, tp, sp = (r.choice([1, 1, 1, 2, 2, 4]) for _ in range(3))
         product = pipe * tp * sp
-        if product <= 8:
+        if product <= 8 and (sp == 1 or sp == product):  # others are refused, as experts beside either below
             break
     ranks = product * r.choice([times for times in (1, 2, 3, 4, 8) if product * times <= 8])
     stage = ranks // pipe
     mixture = r.random() < 0.5
-    ep = r.choice([size for size in (1, 2, 2, 4, 8) if stage % size == 0]) if mixture else 1
+    divides_experts = mixture and tp == sp == 1
+    ep = r.choice([size for size in (1, 2, 2, 4, 8) if stage % size == 0]) if divides_experts else 1
     init = {"tp_size": tp, "sp_size": sp, "ep_size": ep}
     pipeline: dict[str, Any] | None = None
     if pipe > 1:

@@ -306,7 +306,7 @@ def broken_head(kind: str) -> None:
     [("shape", "expected a module that returns the mean loss"), ("read", "read a parameter")],
 )
 def test_a_wrong_head_is_named_by_the_last_stage(kind, message):
-    outcomes = rank_outcomes(2, broken_head, kind, init={"pipe_size": 2, "timeout": 20}, fresh=True)
+    outcomes = rank_outcomes(2, broken_head, kind, init={"pipe_size": 2}, grace=1)
     assert message in str(outcomes[1])
 
 
