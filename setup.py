@@ -453,8 +453,8 @@ def main() -> None:
     if BUILDING & set(sys.argv[1:]):
         if (toolkit := find_toolkit()) is not None:
             os.environ["CUDA_HOME"] = str(toolkit)  # torch's build reads it when it is imported
-        torch = import_torch()
         require_compiler()
+        torch = import_torch()
         use_ninja_of_this_environment()
         cuda = wants_cuda(torch)
         testing = wants_testing(sys.argv[1:])

@@ -31,6 +31,7 @@ from ._ranks.orderly_end import register
 from ._ranks.rendezvous import Peer, Rendezvous
 from ._ranks.shm_meeting import place as place_in_memory
 from ._ranks.streams import Streams
+from ._shards.foreign import adapt_torch_errors
 from ._survive import surviving
 from ._version import __version__
 from ._watch.watchdog import Watch
@@ -184,6 +185,7 @@ def _use(context: Context, options: InitOptions) -> None:
         one_thread(context.device)
     seed_generators(context.seed)
     adapt_distributed_sampler()
+    adapt_torch_errors()
     if os.environ.get("BMTRAIN_TIMELINE"):
         from .timeline import record_from_environment  # here: few runs are recorded
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -66,6 +67,49 @@ def refuse_replicated(param: torch.Tensor) -> None:
     model = ddp.DistributedDataParallel._active_ddp_module
     if model is not None and world_size() > 1 and any(param is member for member in model._module_parameters):
         raise _replicated(f"a DistributedParameter of a {type(model.module).__name__}")
+
+
+def adapt_torch_errors() -> None:
+    """Makes two classes of torch raise errors that fit a program of this library where torch's advice would not."""
+    for kind, explanation in (
+        (ddp.DistributedDataParallel, _without_group),
+        (torch.optim.Muon, _with_shards),
+    ):
+        if not hasattr(kind.__init__, "_bmtrain"):
+            kind.__init__ = _explained(kind.__init__, explanation)  # type: ignore[method-assign]
+
+
+def _explained(plain: Callable[..., None], explanation: Callable[[Any], str]) -> Callable[..., None]:
+    @functools.wraps(plain)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            plain(self, *args, **kwargs)
+        except ValueError:
+            if text := explanation(self):
+                raise ValueError(text) from None
+            raise
+
+    init._bmtrain = True  # type: ignore[attr-defined]
+    return init
+
+
+def _without_group(_: Any) -> str:
+    if world_size() == 1 or torch.distributed.is_initialized():
+        return ""
+    return (
+        "DistributedDataParallel: expected a process group of torch, got none, as init_distributed() makes none. "
+        "Around a model of bmtrain, leave it out: backward() sums the gradients over the ranks. Around a plain model, "
+        "call torch.distributed.init_process_group() before"
+    )
+
+
+def _with_shards(optimizer: torch.optim.Optimizer) -> str:
+    if not any(hasattr(p, "full_shape") for group in optimizer.param_groups for p in group["params"]):
+        return ""
+    return (
+        "torch.optim.Muon: expected whole matrices, got DistributedParameters, which are flat: use "
+        "bmtrain.optim.MuonOptimizer, or bmtrain.optim.whole_matrix(torch.optim.Muon, params, ...)"
+    )
 
 
 def _replicated(owner: str) -> RuntimeError:

@@ -1,13 +1,15 @@
 """Common mistakes, by number: what a script prints for each of them, on one rank or on all, and on how many lines.
 
-Those that another file tests are in `ELSEWHERE`. None is silent, and none ends in advice of torch that is wrong here.
+None is silent, none takes more than `MOST_LINES`, and none ends in advice of torch that is wrong here.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
+import socket
 import sys
 import threading
 import time
@@ -19,17 +21,31 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from harness import Status, rank_outcomes, run_ranks
-from torch.utils.data import DistributedSampler
+from harness import Status, rank_outcomes, run_process, run_ranks
+from torch.utils.data import DataLoader, DistributedSampler
 
 import bmtrain as bmt
 from bmtrain._base import deprecate as _deprecate
 from bmtrain._ranks import context as _context
+from bmtrain.distributed import checkpoint
 
 ROOT = Path(__file__).parents[2]
 MOST_LINES = 40
 #: Texts of torch that advise something that is wrong, or unsafe, in a program of this library.
-WRONG_ADVICE = ("make sure to call init_process_group", "weights_only` set to `False`", "add_safe_globals")
+WRONG_ADVICE = (
+    "make sure to call init_process_group",
+    "weights_only` set to `False`",
+    "add_safe_globals",
+    "TORCH_DISTRIBUTED_DEBUG",
+    "find_unused_parameters",
+    "use_libuv",
+)
+
+
+def check_text(text: str, advice: tuple[str, ...] = WRONG_ADVICE) -> None:
+    """Checks that ``text`` is short enough to be read, and advises nothing that is wrong."""
+    assert len(text.splitlines()) <= MOST_LINES, text
+    assert not any(wrong in text for wrong in advice), text
 
 
 def linear(*args: int) -> torch.nn.Module:
@@ -63,6 +79,14 @@ def optimizer_before_wrapping() -> None:
 
 def plain_parameter() -> None:
     managed(torch.optim.SGD([*linear().parameters(), torch.nn.Parameter(torch.ones(4))], lr=0.1))
+
+
+def state_of_other_ranks() -> None:
+    weights = torch.nn.ParameterList([linear().weight])
+    state = managed(bmt.optim.AdamOptimizer(weights.parameters())).state_dict()
+    [saved] = state["optimizers"]
+    saved["layout"]["world_size"] = 4
+    managed(bmt.optim.AdamOptimizer(weights.parameters())).load_state_dict(state)
 
 
 def missing_key() -> None:
@@ -105,6 +129,30 @@ class Code:
     """An object that a file of tensors may not hold."""
 
 
+def full_disk() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    bmt.synchronize()
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (10_000, limits[1])
+    )  # writing more is an error, as on a full disk
+    try:
+        bmt.save(linear(100, 100), "full.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def damaged_checkpoint() -> None:
+    model = linear(64, 64)
+    checkpoint.save("damaged", 1, model)
+    if bmt.rank() == 0:
+        shard = next(Path("damaged").glob("step-*/shard-0-*"))
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 4
+        shard.write_bytes(content)
+    bmt.synchronize()
+    checkpoint.load("damaged/step-0000001", model)
+
+
 def no_checkpoint() -> None:
     name = f"other-{bmt.rank()}.pt"
     torch.save({"weight": Code()}, name)
@@ -116,6 +164,32 @@ def printed_on_one_rank() -> None:
     if bmt.rank() == 0:
         assert "Linear" in repr(model)
     assert model.weight.shape == (4, 4)
+    bmt.synchronize()
+
+
+def replicated() -> None:
+    torch.nn.parallel.DistributedDataParallel(linear())
+
+
+def clipped_by_torch() -> None:
+    model = linear()
+    model(torch.ones(2, 4)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def scaled_by_torch() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    scaler.step(bmt.optim.AdamOptimizer(linear().parameters()))
+
+
+def orthogonalized_by_torch() -> None:
+    torch.optim.Muon(linear().parameters())
+
+
+def loader_with_workers() -> None:
+    loader = DataLoader(torch.arange(8.0).view(8, 1), batch_size=2, num_workers=2)  # type: ignore[arg-type]
+    assert [batch.shape for batch in loader] == [(2, 1)] * 4
     bmt.synchronize()
 
 
@@ -164,6 +238,7 @@ RECOVERABLE = [
     ),
     Mistake(5, optimizer_before_wrapping, r"after the model has been wrapped"),
     Mistake(6, plain_parameter, r"1 of its 3 parameters are plain ones", on_rank_0_only=True),
+    Mistake(7, state_of_other_ranks, r"layout"),
     Mistake(8, missing_key, r'Missing key.*"bias"[\s\S]*strict=False'),
     Mistake(8, missing_key_in_a_file, r'Missing key.*"bias"[\s\S]*strict=False'),
     Mistake(9, loss_of_several_numbers, r"loss: expected one number .*, got shape \(2, 4\)"),
@@ -173,8 +248,15 @@ RECOVERABLE = [
     ),
     Mistake(14, too_big, r"65,536\.0 GiB.*meta.*python -m bmtrain plan"),
     Mistake(15, not_finite, r"the loss was inf or NaN in 3 steps in a row.*loss_scale", on_rank_0_only=True),
+    Mistake(25, full_disk, r"File too large: '.*full\.pt"),
+    Mistake(26, damaged_checkpoint, r"damaged at tensor "),
     Mistake(27, no_checkpoint, r"not a readable file of tensors: it contains \S*Code"),
     Mistake(31, no_process_group, r"Default process group has not been initialized"),
+    Mistake(32, replicated, r"a model of bmtrain, leave it out"),
+    Mistake(32, clipped_by_torch, r"OptimManager\.clip_grad_norm"),
+    Mistake(32, scaled_by_torch, r"OptimManager"),
+    Mistake(32, orthogonalized_by_torch, r"use bmtrain\.optim\.MuonOptimizer"),
+    Mistake(33, loader_with_workers),
     Mistake(34, printed_on_one_rank),
     Mistake(
         35,
@@ -216,9 +298,7 @@ def test_mistakes_that_are_said_at_once(tmp_path: Path) -> None:
                 assert re.search(mistake.says, text), (mistake, text)
             else:
                 assert not text, (mistake, text)
-            assert len(text.splitlines()) <= MOST_LINES, (mistake, text)
-            for advice in WRONG_ADVICE:
-                assert advice not in text or mistake.make is no_process_group, (mistake, text)
+            check_text(text, WRONG_ADVICE[1:] if mistake.make is no_process_group else WRONG_ADVICE)
 
 
 # ---- mistakes that end the job
@@ -274,10 +354,10 @@ def too_big_for_torch() -> None:
     torch.nn.Linear(1 << 22, 1 << 22)
 
 
-def as_script(name: str) -> None:
+def as_script(name: str, *arguments: int) -> None:
     """To the end of a program: with what the interpreter prints of an exception."""
     try:
-        globals()[name]()
+        globals()[name](*arguments)
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         sys.stderr.flush()
@@ -297,7 +377,7 @@ ENDING: list[tuple[int, Callable[[], None], str]] = [
     (
         29,
         forward_on_one_rank,
-        r"rank 0 called all_gather .* rank 1 called barrier|rank 1 is in another operation: barrier|only rank 0",
+        r"rank 0 called all_gather .* rank 1 called barrier|rank [01] is in another operation: |only rank 0",
     ),
     (30, state_on_one_rank, LEFT),
 ]
@@ -313,8 +393,7 @@ def test_mistakes_that_end_the_job(number: int, mistake: Callable[[], None], say
     output = outcomes[0].output if number != 24 else outcomes[0].output + outcomes[1].output
     assert re.search(says, output), output
     for outcome in outcomes:
-        assert len(outcome.output.splitlines()) <= MOST_LINES, outcome.output
-        assert not any(advice in outcome.output for advice in WRONG_ADVICE)
+        check_text(outcome.output)
 
 
 def mistyped() -> None:
@@ -334,27 +413,86 @@ def test_a_mistyped_option_is_said_in_one_line_by_one_rank() -> None:  # 28
     assert all(outcome.error == "SystemExit" and outcome.message == "2" for outcome in outcomes), outcomes
 
 
-#: Number, file and test of mistakes that have a test of their own.
-ELSEWHERE = [
-    (7, "multiproc/test_optim_manager_state.py", "test_state_of_one_rank_fits_no_other_layout"),
-    (18, "multiproc/test_init_failures.py", "test_a_port_that_another_program_has"),
-    (19, "multiproc/test_init_failures.py", "test_a_missing_rank_is_named_on_every_rank"),
-    (20, "unit/test_packaging.py", "test_build_without_torch_says_what_to_run"),
-    (21, "unit/test_packaging.py", "test_an_old_torch_is_refused_before_anything_is_downloaded"),
-    (22, "unit/test_packaging.py", "test_an_old_python_is_named"),
-    (23, "unit/test_packaging.py", "test_a_build_without_a_compiler_names_it"),
-    (25, "multiproc/test_store_failures.py", "test_a_full_disk_is_an_error_that_names_the_file"),
-    (26, "fault/test_checkpoint_damage.py", "test_damage_is_noticed_and_named"),
-    (32, "multiproc/test_whole_tensor_tools.py", "test_refused_on_shards_naming_what_to_use"),
-    (33, "multiproc/test_data.py", "test_goes_on_in_the_middle_of_an_epoch"),
+# ---- mistakes before the ranks have met
+
+
+def rank_missing(port: int) -> None:
+    os.environ.update(WORLD_SIZE="3", LOCAL_WORLD_SIZE="3", MASTER_PORT=str(port))
+    bmt.init_distributed(timeout=2)
+
+
+def port_in_use(port: int) -> None:
+    os.environ["MASTER_PORT"] = str(port)
+    bmt.init_distributed(timeout=2)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "listening", "says"),
+    [
+        (
+            port_in_use,
+            True,
+            [r"expected port \d+ to be free .*set MASTER_PORT to a free port", r"accepts connections"],
+        ),
+        (rank_missing, False, [r"expected 3 ranks within 2 s, got 2; missing rank 2"] * 2),
+    ],
+    ids=["18", "19"],
+)
+def test_mistakes_at_the_start(mistake: Callable[[int], None], listening: bool, says: list[str]) -> None:
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        if not listening:
+            other.close()
+        outcomes = rank_outcomes(2, as_script, mistake.__name__, port, init=False, fresh=True, timeout=60)
+    for outcome, pattern in zip(outcomes, says, strict=True):
+        assert re.search(pattern, outcome.output), outcome.output
+        check_text(outcome.output)
+
+
+# ---- mistakes of a set-up
+
+PIP = [sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-deps", str(ROOT)]
+HIDDEN_TORCH = ("sitecustomize.py", "import sys; sys.modules['torch'] = None\n")
+OLD_TORCH = ("torch-2.5.1.dist-info/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 2.5.1\n")
+OLD_PYTHON = ("python3.9", "#!/bin/sh\nexit 1\n")  # its answer to the question for its version
+SET_UP: list[tuple[int, list[str], str, tuple[str, str], str]] = [
+    (20, PIP, "PYTHONPATH=.", HIDDEN_TORCH, r"has none\.\s+First run\s+\S* -m pip install torch==\d"),
+    (21, PIP, "PYTHONPATH=.", OLD_TORCH, r"needs torch >= 2\.11, .* has 2\.5\.1"),
+    (
+        22,
+        ["bash", "-c", f". {ROOT}/tests/env.sh"],
+        "BMTRAIN_PYTHON=./python3.9",
+        OLD_PYTHON,
+        r"python3\.9 is not a Python >= 3\.10; name one in BMTRAIN_PYTHON",
+    ),
+    (
+        23,
+        PIP,
+        "CXX=nope-g++ -O2",
+        ("unused", ""),
+        r"needs a C\+\+20 compiler, and there is no nope-g\+\+ \(Debian",
+    ),
 ]
 
 
+@pytest.mark.parametrize(
+    ("number", "command", "setting", "file", "says"), SET_UP, ids=[str(c[0]) for c in SET_UP]
+)
+def test_mistakes_of_a_set_up(
+    number: int, command: list[str], setting: str, file: tuple[str, str], says: str, tmp_path: Path
+) -> None:
+    place = tmp_path / file[0]
+    place.parent.mkdir(exist_ok=True)
+    place.write_text(file[1], encoding="utf-8")
+    place.chmod(0o755)
+    name, value = setting.split("=")
+    value = str(tmp_path) if value == "." else value  # pip changes the directory
+    done = run_process(command, environment={name: value}, directory=tmp_path, check=False)
+    assert done.returncode != 0
+    assert re.search(says, done.stdout), done.stdout
+    check_text(done.stdout)
+
+
 def test_every_mistake_is_in_a_table() -> None:
-    numbers = {mistake.number for mistake in RECOVERABLE} | {case[0] for case in (*ENDING, *ELSEWHERE)}
-    assert numbers | {28} == set(range(1, 37))
-
-
-@pytest.mark.parametrize(("number", "file", "test"), ELSEWHERE)
-def test_the_others_have_tests(number: int, file: str, test: str) -> None:
-    assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8")
+    tabled = [mistake.number for mistake in RECOVERABLE], [case[0] for case in (*ENDING, *SET_UP)]
+    assert {18, 19, 28}.union(*tabled) == set(range(1, 37))
