@@ -3,9 +3,11 @@ buffers there."""
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -80,8 +82,13 @@ print(*answers, "broken", cards.cards_capture_is_broken(), "opened", cards.cards
 """
 
 
-def run_on_two_cards(tmp_path: Path, script: str, *flags: str) -> list[str]:
-    library = tmp_path / "libcards.so"
+@pytest.fixture(scope="module")
+def cards_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[str]], Path]:
+    """Builds the library of two cards; once for each tuple of flags."""
+    return functools.cache(lambda flags: build_cards(tmp_path_factory.mktemp("cards") / "libcards.so", flags))
+
+
+def build_cards(library: Path, flags: Sequence[str]) -> Path:
     torch_folder = Path(torch.__file__).parent
     command = [os.environ.get("CXX", "c++"), "-std=c++20", "-O0", "-fPIC", "-shared", *flags]
     command += [f"-isystem{path}" for path in include_paths("cpu")]
@@ -94,6 +101,10 @@ def run_on_two_cards(tmp_path: Path, script: str, *flags: str) -> list[str]:
     ]
     command += [f"-L{torch_folder / 'lib'}", "-lc10"]
     subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    return library
+
+
+def run_on_two_cards(library: Path, script: str) -> list[str]:
     environment = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = run_process(
         [sys.executable, "-c", script, str(library)],
@@ -105,24 +116,28 @@ def run_on_two_cards(tmp_path: Path, script: str, *flags: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_a_thread_without_a_card_opens_none_but_the_ranks(tmp_path: Path) -> None:
-    assert run_on_two_cards(tmp_path, SENDING) == ["opened", str(1 << 1), "events", "0"]
+def test_a_thread_without_a_card_opens_none_but_the_ranks(
+    cards_library: Callable[[Sequence[str]], Path],
+) -> None:
+    assert run_on_two_cards(cards_library(()), SENDING) == ["opened", str(1 << 1), "events", "0"]
 
 
 @pytest.mark.skipif(
     torch.version.cuda is not None, reason="a torch with CUDA asks the driver about tensors of cards"
 )
-def test_a_thread_without_a_card_takes_buffers_of_the_ranks(tmp_path: Path) -> None:
-    assert run_on_two_cards(tmp_path, BUFFERS) == ["buffer", "1"]
+def test_a_thread_without_a_card_takes_buffers_of_the_ranks(
+    cards_library: Callable[[Sequence[str]], Path],
+) -> None:
+    assert run_on_two_cards(cards_library(()), BUFFERS) == ["buffer", "1"]
 
 
 @pytest.mark.parametrize(
     ("flags", "told"),
-    [([], ["1", "1", "broken", "0"]), (["-DWITHOUT_MODES"], ["1", "0", "broken", "1"])],
+    [((), ["1", "1", "broken", "0"]), (("-DWITHOUT_MODES",), ["1", "0", "broken", "1"])],
     ids=["relaxed", "refused"],
 )
 def test_events_are_asked_on_their_card_and_during_captures(
-    tmp_path: Path, flags: list[str], told: list[str]
+    cards_library: Callable[[Sequence[str]], Path], flags: Sequence[str], told: list[str]
 ) -> None:
     """A graph that is captured meanwhile is left alone; where it cannot be, the answer is "not yet", no failure."""
-    assert run_on_two_cards(tmp_path, ASKING, *flags) == [*told, "opened", str(1 << 1)]
+    assert run_on_two_cards(cards_library(flags), ASKING) == [*told, "opened", str(1 << 1)]
