@@ -65,8 +65,8 @@ def loader(
         hasattr(dataset, name) for name in ("__len__", "__getitem__")
     ):
         raise TypeError(
-            f"dataset: expected one with a length and indices, got {type(dataset).__name__}; one that is only iterated "
-            'has to leave out the samples of other ranks itself: by config["dp_rank"] of config["dp_size"]'
+            f"dataset: expected one with a length and indices, got {type(dataset).__name__}; an iterable "
+            'dataset must itself select this rank\'s samples, by config["dp_rank"] of config["dp_size"]'
         )
     for name in _CHOSEN_HERE:
         if name in options:

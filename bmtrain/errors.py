@@ -59,4 +59,4 @@ class UnevenSplitError(BMTrainError, ValueError, AssertionError):
 
 
 class UnreadableFileError(BMTrainError, ValueError):
-    """A file is not what it should be, or holds something that would run code when it is read."""
+    """A file is damaged or of another format, or contains objects that would run code when it is read."""

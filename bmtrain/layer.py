@@ -101,7 +101,7 @@ class DistributedModule(torch.nn.Module):
         super().__setattr__(name, value)
 
     def apply(self, fn: Callable[[torch.nn.Module], None]) -> Any:
-        """Calls ``fn`` with every module below and this one, as torch does; what it writes reaches the shards."""
+        """Calls ``fn`` with every module below and this one, as torch does; its writes reach the shards."""
         return super().apply(writing_function(fn))
 
     def __repr__(self) -> str:

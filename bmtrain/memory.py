@@ -50,7 +50,7 @@ class MemoryReport:
             common ones. They are never freed, and ``gathered`` and ``unreduced`` lie in them.
         process: of the process on CPU ranks (resident), of torch's allocator on GPUs (allocated).
         peak_process: the most that ``process`` was since peaks were reset.
-        update_workers: no bytes: threads that compute offloaded updates, beside those that wait for one.
+        update_workers: a number of threads, no bytes: background threads that compute offloaded updates.
     """
 
     parameters: int

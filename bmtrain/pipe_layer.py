@@ -43,7 +43,7 @@ class PipelineTransformerBlockList(LayerSequence):
         schedule: of :meth:`loss`. ``"1f1b"``: a stage alternates between forwards and backwards, so that stage ``s``
             holds the activations of at most ``stages - s`` micro-batches. ``"interleaved"``: the same, with several
             chunks of layers on a stage, which wait for each other less. ``"zb1p"``: as ``"1f1b"``, with the matrix
-            products that are gradients of weights put off to where a stage would wait; it holds up to ``stages``
+            products that are gradients of weights postponed to where a stage would wait; it holds up to ``stages``
             micro-batches. ``"gpipe"``: all forwards first.
         chunks: chunks of layers on each stage, at least 2 with ``"interleaved"``, else 1. Chunk ``c`` of stage ``s`` is
             part ``c * stages + s`` of the layers.

@@ -219,7 +219,7 @@ _set_class = object.__dict__["__class__"].__set__
 
 
 class _Converted(DistributedModule):
-    """Base class of converted modules, besides their old class."""
+    """First base class of converted modules; the second is their old class."""
 
     _old_class: type[torch.nn.Module]
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: what bmtrain.distributed.checkpoint writes, and what the run was.
+"""Checkpoints of a run: what bmtrain.distributed.checkpoint writes, and a description of the run.
 
 ``OUT/checkpoints/step-0000100/`` holds the model, the optimizer's state, the scheduler, the loss scale and the random
 number generators, one file a rank, and loads on any number of ranks. The position in the text is the step alone
@@ -47,7 +47,7 @@ def save_checkpoint(
 
 
 def read_run(path: Path, option: str) -> dict[str, Any]:
-    """What the run of the checkpoint ``path`` was: ``model``, ``options`` and ``text``. Collective.
+    """Description of the run that saved the checkpoint ``path``: ``model``, ``options`` and ``text``. Collective.
 
     Raises:
         UserError: naming ``option``; it is no checkpoint, or damaged.
@@ -81,13 +81,13 @@ def load_checkpoint(
 def _compare(name: str, then: Any, now: Any, path: Path) -> None:
     if then != now:
         raise UserError(
-            f"--resume: {name} was {then} when {path} was written and is {now} now; give the same, or start anew "
+            f"--resume: {name} was {then} when {path} was written and is {now} now; give the same, or start again "
             "without --resume"
         )
 
 
 def _of_the_user(action: Callable[[], T], what: str) -> T:
-    """What the library raises on every rank alike, as a UserError; not the loss of a rank."""
+    """Turns errors that the library raises on all ranks into a UserError, except the loss of a rank."""
     try:
         return action()
     except bmt.errors.CommunicationError:

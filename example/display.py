@@ -26,7 +26,7 @@ class Display(Protocol):
 
 
 def make_display(first_step: int, num_steps: int, every: int) -> Display:
-    """What suits the standard output, with a line every ``every`` steps."""
+    """A display for this standard output, with a line every ``every`` steps."""
     if sys.stdout.isatty():
         if importlib.util.find_spec("rich"):
             return _Rich(first_step, num_steps, every)

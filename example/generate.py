@@ -26,7 +26,7 @@ def main() -> None:
     )
     parser.add_argument("--out", default="out/gpt2", help="the folder that train.py wrote to")
     parser.add_argument("--checkpoint", help="a folder step-* of it; default: the last one")
-    parser.add_argument("--prompt", default="def main(", help="the text to go on from")
+    parser.add_argument("--prompt", default="def main(", help="the text to continue")
     parser.add_argument("--num-tokens", type=int, default=200, help="bytes to add")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the most likely byte")
     parser.add_argument("--top-k", type=int, default=40, help="choose among the k most likely; 0: all")

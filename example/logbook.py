@@ -1,4 +1,4 @@
-"""What rank 0 reports: progress on the screen, metrics.jsonl, TensorBoard events, Weights & Biases and loss.png."""
+"""Reports of rank 0: progress on the screen, metrics.jsonl, TensorBoard events, Weights & Biases and loss.png."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Logbook:
             _draw(self.records, self.out / "loss.png")
 
     def written(self) -> list[Path]:
-        """What there is to look at."""
+        """The files of results to look at."""
         names = ("metrics.jsonl", "tensorboard", "loss.png")
         return [self.out / name for name in names if (self.out / name).exists()]
 
@@ -199,7 +199,7 @@ def _draw(records: list[dict[str, Any]], path: Path) -> None:
 def prepare(out: Path, resume: bool) -> Path | None:
     """Make the folder; move what a former run left in it to ``out/earlier-<time>``, unless to be resumed.
 
-    A run that starts anew must neither mix with the former one's checkpoints nor delete them.
+    A new run must neither mix with the former one's checkpoints nor delete them.
 
     Returns:
         Where the former run is now, None if it was not moved.

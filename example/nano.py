@@ -17,7 +17,7 @@ from bmtrain.distributed import checkpoint
 
 parser = argparse.ArgumentParser(description="Train a GPT on the characters of a text.")
 parser.add_argument("--data", default=argparse.__file__, help="file of text; default: a module of Python")
-parser.add_argument("--out", default="out/nano", help="folder for checkpoints; a run in it goes on")
+parser.add_argument("--out", default="out/nano", help="folder for checkpoints; a run that is there continues")
 sizes = {"steps": 200, "layers": 4, "heads": 4, "dim": 64, "context": 64, "batch-size": 8, "log-every": 20}
 for name, value in sizes.items():
     parser.add_argument(f"--{name}", type=int, default=value)

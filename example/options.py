@@ -18,7 +18,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCHEDULERS = ("cosine", "noam", "linear", "exponential", "no-decay")
 
 # What a step's loss depends on, apart from the text and the number of ranks; equal in a resumed run. The learning rate
-# and the bound of the norm may change: a run that ended in NaN goes on with smaller ones.
+# and the bound of the norm may change: a run that ended in NaN continues with smaller ones.
 _DECIDES_LOSS = (
     "num_layers",
     "dim_model",
@@ -80,7 +80,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     files.add_argument("--data", help="a file or folder of text; default: Python's standard library")
     files.add_argument("--out", default="out/gpt2", help="folder for checkpoints and logs")
     files.add_argument("--save-every", type=_positive, default=250, help="steps between checkpoints")
-    files.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    files.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out")
     files.add_argument(
         "--validate-every",
         type=_positive,
@@ -143,7 +143,7 @@ def model_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_options(options: argparse.Namespace) -> dict[str, Any]:
-    """What else must be equal for a resumed run to go on as the interrupted one would have."""
+    """Other values that must be equal for a resumed run to continue as the interrupted one would have."""
     return {name: getattr(options, name) for name in _DECIDES_LOSS}
 
 

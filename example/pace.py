@@ -21,7 +21,7 @@ def peak_memory() -> float:
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """What a device computes in a second in products of 16 bits; None where that is not known."""
+    """Peak of a device in 16-bit matrix products, in operations per second; None where it is unknown."""
     if dtype == torch.float32 or "PCIe" in device_name:  # the figures below are of SXM modules
         return None
     for name, machine in bmt.plan.MACHINES.items():

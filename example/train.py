@@ -201,7 +201,7 @@ def resume_or_start(
     optim_manager: bmt.optim.OptimManager,
     run: dict[str, Any],
 ) -> int:
-    """The step to go on from: that of the last checkpoint with --resume, else 0."""
+    """The first step: the last checkpoint's step with --resume, else 0."""
     moved = together(lambda: prepare(out, options.resume) if bmt.rank() == 0 else None, "--out")
     if moved:
         bmt.print_rank(f"moved the former run in {out} to {moved} (--resume would have continued it)")

@@ -1,4 +1,4 @@
-"""Copies of arguments, so that a forward can be run again on what it got."""
+"""Copies of arguments, so that a forward can be run again on the same values."""
 
 from __future__ import annotations
 

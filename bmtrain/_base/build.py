@@ -134,7 +134,7 @@ def _read_config() -> dict[str, str | None]:
 def _mismatch(built: dict[str, str | None], torch_version: str, torch_cuda: str | None) -> str:
     """Names the torch that the core was built for if another one is running; empty if it matches.
 
-    The CUDA parts of a core need a torch with the same major version of CUDA. A core of a wheel goes without them.
+    The CUDA parts of a core need a torch with the same major version of CUDA. A core of a wheel runs without them.
     """
     recorded = built.get("torch")
     if recorded is None:

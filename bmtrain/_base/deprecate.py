@@ -14,8 +14,8 @@ def warn_once(
 ) -> None:
     """Issues a warning the first time that ``key`` is seen in this process.
 
-    ``stacklevel`` is that of :func:`warnings.warn` called in place of this function: 1 is the line that calls
-    ``warn_once``, 2 (default) its caller, normally the user's line.
+    ``stacklevel`` counts frames as :func:`warnings.warn` does: 1 is the line that calls ``warn_once``, 2 (default) is
+    its caller, normally the user's line.
 
     >>> import warnings
     >>> with warnings.catch_warnings(record=True) as caught:

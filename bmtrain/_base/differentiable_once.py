@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a backward whose gradient depends on saved tensors, not on the incoming gradient alone.
 
-    torch's ``once_differentiable`` takes such a gradient for a constant when the incoming one is a constant (that of a
-    loss is 1), and a gradient penalty would be wrong in silence. With this one, differentiating the gradient raises.
+    torch's ``once_differentiable`` treats such a gradient as a constant when the incoming gradient is a constant (a
+    loss has 1), and a gradient penalty would be silently wrong. With this one, differentiating the gradient raises.
 
     Example:
         >>> class Square(torch.autograd.Function):

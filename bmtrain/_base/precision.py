@@ -44,9 +44,9 @@ class _Conversions:
     """The arguments that one call has converted.
 
     [Note: Conversions in containers]
-    What can be written to keeps its identity, so that the caller sees what the forward puts into it. Converted tensors
-    stand in it during the forward only: afterwards the caller's are back, with what was written to the converted ones
-    in place (a key-value cache of fixed size). What the forward has put into their places stays.
+    Mutable containers keep their identity, so that the caller sees changes that the forward makes to them. They hold
+    converted tensors during the forward only: afterwards the caller's tensors are back, with values that the forward
+    wrote in place (a key-value cache of fixed size). Items that the forward replaced stay replaced.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -75,7 +75,7 @@ class _Conversions:
             return tensor.to(self._dtype)
 
     def undo(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Puts the caller's tensors back into what the forward could write to."""
+        """Puts the caller's tensors back into the mutable containers among the arguments."""
         if self._known:
             replace_arguments(args, kwargs, self._original, data_fields)
 

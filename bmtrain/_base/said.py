@@ -101,6 +101,6 @@ class Waiting:
         return time.monotonic() - self._started >= self._next
 
     def report(self, whom: str) -> None:
-        """Reports what this process waits for."""
+        """Reports the event that this process waits for."""
         seconds, self._next = self._next, 2 * self._next
         say_once(f"{self._what}-{seconds:g}", f"bmtrain: waiting for {whom} ({seconds:.0f} s so far)")

@@ -49,9 +49,9 @@ def replace_tensors(
     _seen: dict[int, Any] | None = None,
     attributes: Callable[[Any], list[tuple[str, Any]]] = attributes_of,
 ) -> Any:
-    """``value`` with every tensor in it replaced by ``function(tensor)``; what can be written to, in place.
+    """``value`` with every tensor in it replaced by ``function(tensor)``; mutable containers are changed in place.
 
-    ``attributes`` returns those of an object that are walked.
+    ``attributes`` returns the attributes of an object that are traversed.
     """
     if isinstance(value, torch.Tensor):
         return function(value)

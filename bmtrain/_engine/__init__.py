@@ -1,1 +1,1 @@
-"""Running Blocks: gathering ahead, recomputation, reductions, pipelines, what is read outside Blocks."""
+"""Running Blocks: gathering ahead, recomputation, reductions, pipelines, reads outside Blocks."""

@@ -2,10 +2,10 @@
 
 [Note: A block call is an island]
 The inner forward runs on detached inputs, so it records a graph of its own that begins and ends at the block's
-border. Outside, the call is one node (graph.h). When backward reaches that node it gathers the block, (runs the
-forward again,) runs autograd inside the island, sends the gradients off and returns those of the inputs. So it is known
-exactly when a block's backward starts and ends, without hooks on inner tensors, and whatever is legal inside plain
-autograd is legal inside the island.
+border. Outside, the call is one node (graph.h). When backward reaches that node, it gathers the block, (runs the
+forward again,) runs autograd inside the island, sends the parameters' gradients and returns the inputs' gradients. The
+start and the end of a block's backward are thus known exactly, without hooks on inner tensors, and everything that
+plain autograd allows is allowed inside the island.
 
 [Note: Parts of a call]
 This file is the plain call, which keeps all activations. Every feature is a :class:`Part` that sees the same few
@@ -69,7 +69,7 @@ class Part:
         """The leaves have their gradients; ``again``: in a graph of the second run."""
 
     def drop(self, *, for_good: bool) -> None:
-        """Frees what a backward has made; ``for_good`` (no further backward) also what the forward has kept."""
+        """Frees the memory of a backward; ``for_good`` (no further backward) also the memory that the forward kept."""
 
 
 class BlockCall:
@@ -278,7 +278,7 @@ class BlockCall:
         label = self.block.label
         if self.is_spent:
             raise RuntimeError(
-                f"{label}: trying to backward through the block a second time, but what it saved has been freed; "
+                f"{label}: trying to backward through the block a second time, but its saved tensors have been freed; "
                 "specify retain_graph=True in the first backward()"
             )
         if not Variable._execution_engine.is_checkpoint_valid():

@@ -240,7 +240,7 @@ class Gradients:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Context manager in which nothing more is put off to the end of the backward."""
+        """Context manager in which no work is postponed to the end of the backward."""
         self._is_ending = True
         try:
             yield
@@ -248,7 +248,7 @@ class Gradients:
             self._is_ending = False
 
     def close_round(self) -> None:
-        """Starts to send what is unsent, at the end of a backward that sends. Collective."""
+        """Starts to send the unsent gradients, at the end of a backward that sends. Collective."""
         self.round += 1
         unsent = self.unsent
         for number in sorted(unsent.blocks):

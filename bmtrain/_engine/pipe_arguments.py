@@ -64,8 +64,8 @@ class PipeArguments:
         hidden: this rank's batch.
         args: positional arguments.
         kwargs: keyword arguments.
-        batch_related: positions in ``args`` of the tensors to cut with the batch; empty: those that have the rank and
-            dim-0 size of ``hidden``.
+        batch_related: positions in ``args`` of the tensors to cut with the batch; empty: all tensors with as many
+            dimensions as ``hidden`` and its size in dimension 0.
         num_micros: number of micro-batches.
     """
 

@@ -4,7 +4,7 @@
 The messages to a stage, and the order in which they are sent, follow from the schedule alone. Receives are posted in
 this order, the next action's before the present one runs, so that a message travels while its receiver computes. A
 message is preceded by a header with its shape where that cannot be known: the first of each number of rows in each
-chunk. Which communicator it travels on is said in [Note: Channels of a pipeline].
+chunk. Its communicator is described in [Note: Channels of a pipeline].
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def without_backward(actions: Actions) -> Actions:
 
 
 def message_of(action: Action, stage: int, num_stages: int, num_chunks: int) -> Message | None:
-    """Returns what an action sends to another stage, or None."""
+    """Returns the message of an action to another stage, or None."""
     if action.kind is Kind.BACKWARD_WEIGHT:
         return None
     step = 1 if action.kind is Kind.FORWARD else -1

@@ -192,8 +192,8 @@ class PipelineCall:
         return hand_out_batches(pipe, whole, 0, self.hidden_shape, self.hidden_dtype, self.device)
 
     def _wanted_anywhere(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """``gradients``, with zeros for those that only other ranks of the pipe group have. Collective if there are
-        several."""
+        """``gradients``, with zeros where only other ranks of the pipe group have a gradient. Collective for several
+        gradients."""
         if len(gradients) == 1:  # or this backward would not run
             return [gradients[0] if gradients[0] is not None else self._zeros_like_result(0)]
         flags = torch.tensor([gradient is not None for gradient in gradients], device=self.device)

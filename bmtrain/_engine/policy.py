@@ -61,9 +61,9 @@ class BlockPolicy:
             the forward sees them and its floating-point arguments in it. Their shards, gradients and optimizer state
             stay fp32, and gradients are summed over the ranks in fp32. None: the parameters' own.
         gather_dtype: ``torch.float16`` or ``torch.bfloat16``: fp32 parameters travel in it (half the bytes) and are
-            widened to fp32 when they have come. So the forward sees each rounded to it (to nearest, ties to even), on
-            every rank, those that it holds itself included, and on one rank alone. Shards, state dicts and the
-            optimizer keep the exact values. None: the dtype that the forward computes in.
+            widened to fp32 on arrival. The forward sees values rounded to this dtype (to nearest, ties to even), on
+            every rank, for its own shard too, and also on a single rank. Shards, state dicts and the optimizer keep
+            the exact values. None: the dtype that the forward computes in.
         reduce_dtype: dtype in which gradients wait (in ``no_sync()``) and travel: ``torch.float16``, ``torch.bfloat16``
             or ``torch.float32``. None: the dtype that the forward computes in; at level 0, whose sums travel too, the
             parameters' own.
@@ -76,9 +76,9 @@ class BlockPolicy:
             where the ranks are on several hosts that have equally many, one after the other; else ``"direct"``, and
             with ``zero_size`` and virtual shards. ``"hosts"`` is ``"direct"`` where None would be.
 
-        zero_size: how many ranks shard the block among themselves; each group of that many, one rank after the other,
-            holds what the others hold (hybrid sharding). It divides the ranks that would share the block otherwise.
-            None, or at least as many as these: all of them.
+        zero_size: number of consecutive ranks that shard one copy of the block, of which there is one for each such
+            group (hybrid sharding). It must divide the number of ranks that would share the block without it. None, or
+            at least that number: all of them.
 
         offload_activations: what backward needs of the forward waits in pinned memory of the host: with recomputation
             the inputs that require grad, and kept results; without it all activations. On CPU ranks they are there

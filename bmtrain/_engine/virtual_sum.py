@@ -1,6 +1,6 @@
 """Sums of the gradients of one step's virtual shards, independent of the number of ranks.
 
-[Note: What the number of ranks must not change]
+[Note: Independence of the number of ranks]
 A virtual shard runs alone, on one rank, on full parameters: its gradient is the same wherever it runs. The gradients
 are summed by a `TreeSum` (csrc/shard/reduction.h) for each of a block's buffers and each parameter outside blocks,
 elementwise: so the bounds of the ranks' shards do not matter. If a backward reaches a parameter several times (a block
@@ -44,7 +44,7 @@ class _Sums:
             if tree.num_leaves != self._num_shards:
                 raise RuntimeError(
                     f"{self._name()}: {tree.num_leaves} of {self._num_shards} virtual shards gave it a gradient; "
-                    "every one has to use the same parameters as often as the others"
+                    "every one must use the same parameters equally often"
                 )
         total = self._trees[0].total()
         for tree in self._trees[1:]:

@@ -58,7 +58,7 @@ class TorchFolder:
 
     Attributes:
         places: the tensors by name.
-        bytes_read: what has been read from the files so far.
+        bytes_read: bytes read from the files so far.
     """
 
     def __init__(self, folder: Path, table: Mapping[str, Any]) -> None:
@@ -78,7 +78,7 @@ class TorchFolder:
 
     @property
     def values(self) -> list[str]:
-        """Names of what is not a tensor."""
+        """Names of values other than tensors."""
         return list(self._values)
 
     def check_sizes(self) -> None:
@@ -100,7 +100,7 @@ class TorchFolder:
             self._wanted.setdefault(box, name)
 
     def verify(self) -> None:
-        """Opens what was requested: the headers of the archives, no elements."""
+        """Opens the requested tensors: reads the headers of the archives, no elements."""
         for box, name in self._wanted.items():
             self._find(box, name)
 

@@ -1,4 +1,4 @@
-"""Folders of ``torch.distributed.checkpoint``, written by torch's own writer from what each rank has."""
+"""Folders of ``torch.distributed.checkpoint``, written by torch's own writer from each rank's values."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def write_part(
 
 
 def write_table(folder: Path, written: Iterable[_Written]) -> None:
-    """Makes a checkpoint of what all ranks have written. For rank 0."""
+    """Completes a checkpoint whose parts all ranks have written. For rank 0."""
     contents: dict[str, Any] = {}
     paths: dict[str, Path_] = {}
     results = []

@@ -17,7 +17,7 @@ class CrossEntropySums(NamedTuple):
         maximum: largest logit; 0 for a row of -inf if ``divided``.
         exp_sum: sum of ``exp(x - maximum)``; NaN if a logit is NaN or inf.
         target_logit: logit of the target column; without such a column 0 if ``divided``, else NaN.
-        smooth: sum of ``weight * (x - maximum)``; empty unless asked for.
+        smooth: sum of ``weight * (x - maximum)``; empty unless requested.
     """
 
     maximum: Tensor

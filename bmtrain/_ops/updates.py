@@ -44,7 +44,7 @@ class AdamRanges(NamedTuple):
 
 
 class DeltaSums(NamedTuple):
-    """Sums over all updated elements of ``u + weight_decay * w`` and of its square (zeros if not asked for)."""
+    """Sums over all updated elements of ``u + weight_decay * w`` and of its square (zeros unless requested)."""
 
     total: float
     squares: float

@@ -29,7 +29,7 @@ def visible_cards() -> list[str]:
 
 
 def choose_cards(peers: Sequence[Peer], local_ranks: Sequence[int], backend: str) -> list[int]:
-    """The number of each rank's card among those that it sees; 0 for a rank without any.
+    """For each rank, the index of its card among the visible cards; 0 for a rank without any.
 
     Raises:
         ValueError: over ``nccl``, two ranks of a host would use one card. The same on every rank.

@@ -1,6 +1,6 @@
 """Collectives that autograd can differentiate, and the exchange of activations between pipeline stages.
 
-[Note: What the backward of a collective means]
+[Note: Backward of a collective]
 Every rank differentiates its own copy of the loss: the backward of `all_gather` and `all_reduce` uses this rank's
 incoming gradient alone and does not communicate. This is not the adjoint of the collective over all ranks, and
 programs rely on it. Only `broadcast` and `reduce_scatter` communicate in backward.
@@ -34,9 +34,9 @@ def all_reduce(x: Tensor, op: str = "sum", comm: Communicator | None = None) -> 
         comm: communicator; default all ranks.
 
     Returns:
-        a new tensor with the shape and dtype of ``x``. Backward (see [Note: What the backward of a collective
-        means]): ``sum`` passes the gradient on, ``avg`` divides it by the number of ranks, ``max`` and ``min`` pass
-        it where this rank's value is the result, ``prod`` multiplies it by the product of the other ranks' values.
+        a new tensor with the shape and dtype of ``x``. Backward (see [Note: Backward of a collective]): ``sum`` passes
+        the gradient on, ``avg`` divides it by the number of ranks, ``max`` and ``min`` pass it where this rank's value
+        is the result, ``prod`` multiplies it by the product of the other ranks' values.
 
     Raises:
         RuntimeError: before `init_distributed`.

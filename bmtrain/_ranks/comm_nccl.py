@@ -81,7 +81,7 @@ def create_nccl(
         unique_id = bytes.fromhex(scoped.get("nccl_id").decode())
     except dist.DistError as error:
         raise CommunicationError(
-            f"group {name!r}: rank {rank} of {size} waited in vain for the NCCL id of its rank 0: "
+            f"group {name!r}: rank {rank} of {size} did not get the NCCL id of its rank 0: "
             f"{str(error).splitlines()[0]}"
         ) from error
     device = torch.device("cuda", torch.cuda.current_device())

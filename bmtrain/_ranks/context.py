@@ -85,7 +85,7 @@ class Context:
         topology: coordinates of this rank.
         device: the run device of this rank.
         backend: ``"single"`` (one process), ``"gloo"`` or ``"nccl"``.
-        local_rank: this process among those of its host.
+        local_rank: index of this process on its host.
         local_size: processes on its host.
         timeout: seconds after which an operation of the library gives up.
         seed: value the random generators of every rank were seeded with.
@@ -93,14 +93,14 @@ class Context:
             share their communicators.
         engine: runs Blocks; `current_engine()` of `_engine/engine.py` gives it with its own type.
         zero_level: ZeRO level of Blocks that do not name one.
-        pipe_enabled: whether a pipeline was asked for, be it of one stage.
+        pipe_enabled: whether a pipeline was requested, also with a single stage.
         micros: number of micro-batches a pipeline cuts the batch into.
         streams: the streams that `config` shows.
         watch: the watchdog; None in a single process.
         virtual_shards: number of virtual shards of a step; 0 without.
-        survival: continues without lost ranks; None unless that was asked for.
-        places: of each rank of the job, equal for those of one host; empty for a single process.
-        tier_directories: where Blocks may keep state on drives; empty without.
+        survival: continues without lost ranks; None without ``survive=``.
+        places: the host of each rank of the job, as an identifier; empty for a single process.
+        tier_directories: folders in which Blocks may keep state on drives.
     """
 
     topology: Topology

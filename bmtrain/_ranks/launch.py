@@ -202,7 +202,7 @@ def _read_local(
 def _tasks_of_node(environ: Mapping[str, str]) -> int | None:
     """Tasks of a Slurm step on this node: its place in a list such as ``2(x3),1``, which counts the step's nodes.
 
-    ``SLURM_NTASKS_PER_NODE`` is what the job asked for: a step may have been given other numbers.
+    ``SLURM_NTASKS_PER_NODE`` is the request of the job: a step may have been given other numbers.
 
     >>> _tasks_of_node({"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "3"})
     1

@@ -1,7 +1,7 @@
 """The rendezvous of ranks: one key-value store, one count of the ranks present, one verdict for all.
 
 [Note: One verdict]
-Every rank writes what it was started with and counts itself in. The last one to arrive publishes the table
+Every rank writes its start-up options and counts itself in. The last one to arrive publishes the table
 of all ranks as the verdict; the first rank that finds an error (a second process with its rank, other
 sizes than the rest, ranks still missing at the deadline) publishes that instead. All ranks act on the one
 verdict, so that all of them succeed or all of them raise the same sentence.
@@ -95,7 +95,7 @@ class Rendezvous:
         del self.store
 
     def _refuse_other_job(self, root: Store) -> None:
-        """Raises if the first rank at the address belongs to another job; this rank would wait there in vain."""
+        """Raises if the first rank at the address belongs to another job; this rank would wait there for ever."""
         mine = self._launch.job.rpartition("/")[0] or "-"  # without the number of the restart
         try:
             first = root.compare_set("bmtrain/job", "", mine).decode()
@@ -103,8 +103,8 @@ class Rendezvous:
             raise self._lost(error) from None
         if first != mine:
             raise BMTrainError(
-                f"{self._who}: expected the ranks of job {mine!r} at {self._launch.meeting}, got those of job "
-                f"{first!r}: give each job a MASTER_PORT of its own"
+                f"{self._who}: expected ranks of job {mine!r} at {self._launch.meeting}, got ranks of job {first!r}: "
+                "give each job a MASTER_PORT of its own"
             )
 
     def _lost(self, error: RuntimeError) -> CommunicationError:

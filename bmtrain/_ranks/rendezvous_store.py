@@ -69,7 +69,7 @@ def settle_server(launch: Launch) -> Launch:
         except (OSError, UnicodeError):
             return launch  # the ordinary attempts report the error
     say(
-        f"bmtrain: rank 0 serves the rendezvous at {meeting}: nobody does there, although torchrun's variables say "
+        f"bmtrain: rank 0 serves the rendezvous at {meeting}: no process does there, although torchrun's variables say "
         "that its agent would (was MASTER_ADDR or MASTER_PORT changed after the start?)"
     )
     return replace(launch, meeting=replace(meeting, served=False))
@@ -191,7 +191,7 @@ class _Opening:
                 f"lead there ({reason}): MASTER_ADDR must be an address of the host of rank 0"
             )
         return (
-            f"{self._who}: nobody answers at {meeting} after {self._timeout:g} s ({reason}): expected "
+            f"{self._who}: no answer at {meeting} after {self._timeout:g} s ({reason}): expected "
             f"{server_of(self._launch)} there; see whether it runs and whether MASTER_ADDR and MASTER_PORT are right"
             f"{loopback_hint(self._launch)}"
         )

@@ -49,7 +49,7 @@ def why_not() -> str:
     try:
         os.close(_create_file(1))
     except OSError as error:
-        return f"memory files are refused here ({error.strerror})"
+        return f"memory files are not allowed here ({error.strerror})"
     return ""
 
 

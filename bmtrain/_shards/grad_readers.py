@@ -23,13 +23,13 @@ from torch.optim import _adafactor, lbfgs
 
 from ..global_var import world_size
 
-_ELEMENTWISE = "use bmtrain.optim.AdamOptimizer, or an optimizer of torch.optim that works element by element"
+_ELEMENTWISE = "use bmtrain.optim.AdamOptimizer, or an elementwise optimizer of torch.optim"
 
 #: File and function of torch -> its name for users, and the remedy.
 _REFUSED = {
     (clip_grad.__file__, "clip_grad_norm_"): (
         "torch.nn.utils.clip_grad_norm_",
-        "use OptimManager.clip_grad_norm, whose norm is that of all ranks' gradients",
+        "use OptimManager.clip_grad_norm, which computes the norm over all ranks' gradients",
     ),
     (grad_scaler.__file__, "_unscale_grads_"): (
         "torch.amp.GradScaler",

@@ -155,7 +155,7 @@ class Message:
         found, checksum = _HEADER.unpack(self.data[: _HEADER.size].numpy().tobytes())
         if found != step or checksum != _checksum(self.data[_HEADER.size :]):
             raise CommunicationError(
-                f"copies: expected the gradients of step {step} of rank {sender}, got those of step {found} with "
+                f"copies: expected the gradients of step {step} of rank {sender}, got gradients of step {found} with "
                 f"{'a wrong' if found == step else 'another'} checksum: they are damaged, and are not used"
             )
 

@@ -102,7 +102,7 @@ def answer_early() -> None:
 
 
 def report_broken(error: ImportError) -> None:
-    """Ends a command that cannot load torch or the core, in a few lines; `doctor` also lists what is installed."""
+    """Ends a command that cannot load torch or the core, in a few lines; `doctor` also lists installed packages."""
     arguments = _own_arguments()
     if arguments is None:
         return

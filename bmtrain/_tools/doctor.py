@@ -301,7 +301,7 @@ def _run_api() -> int:
     """Prints the table of names. Returns 1 if anything is missing or is not the object it should be, else 0."""
     findings = list(check_api())
     width = max(len(finding.path) for finding in findings) + len(PACKAGE) + 1
-    title = f"{'documented name':<{width}}  what it is, and the module that defines it"
+    title = f"{'documented name':<{width}}  kind, and defining module"
     print(fold(title, 8, columns()))
     for finding in findings:
         result = f"PROBLEM: {finding.problem}" if finding.problem else finding.resolves_to

@@ -63,10 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _draw(spans: Mapping[int, Sequence[Span]], path: Path, step: int = -1) -> None:
-    """Draws three lanes for each rank: gathers, what it does itself, reductions.
+    """Draws three lanes for each rank: gathers, computation, reductions.
 
     Args:
-        spans: rank -> what it recorded; the first eight ranks are drawn.
+        spans: rank -> its recorded spans; the first eight ranks are drawn.
         path: the PNG to write.
         step: which recorded step; negative ones count from the last.
 

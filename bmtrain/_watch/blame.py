@@ -1,4 +1,4 @@
-"""The cause of a failure, in one sentence, from the reports of what each rank was doing.
+"""The cause of a failure, in one sentence, from each rank's report of its last actions.
 
 [Note: Cause of a failure]
 The rank that raises first is often a victim. The cause is, in this order: a rank that reported its own end (an
@@ -33,7 +33,7 @@ _OPERATION = re.compile(r'\w+ #\d+.*? on group "[^"]*", rank \d+ of \d+: (the co
 
 # The remedy for ranks that have made different calls.
 SAME_CALLS = (
-    "Every rank has to make the same calls in the same order: forward, backward, step, save, load, state_dict, gather "
+    "Every rank must make the same calls in the same order: forward, backward, step, save, load, state_dict, gather "
     "and norms, also where one rank alone uses the result."
 )
 

@@ -153,7 +153,7 @@ class Watch:
         return self._hub.listen_beside()
 
     def note_saved(self, resume: str) -> None:
-        """Records, on rank 0, how to continue from what was just saved; reports of a failure show it."""
+        """Records, on rank 0, how to continue from the checkpoint just saved; reports of a failure show it."""
         if self._hub is not None:
             self._hub.resume = resume
 

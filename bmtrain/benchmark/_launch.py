@@ -19,7 +19,7 @@ def launch(num_ranks: int, environment: Mapping[str, str] | None = None, extra: 
 
     Args:
         num_ranks: ranks, all on this host.
-        environment: variables that the ranks get besides this process's, unless it sets them itself.
+        environment: variables that the ranks get in addition to this process's, unless it sets them itself.
         extra: options added after this process's own.
 
     Returns:

@@ -77,7 +77,7 @@ def measure(size: Size, repeat: int, formula: Formula = FORMULAS["adam"]) -> dic
     """Returns the seconds of a step of each candidate, in each of its turns.
 
     Args:
-        size: of what is updated.
+        size: number of updated elements.
         repeat: number of turns, after one that does not count.
         formula: of the step.
     """

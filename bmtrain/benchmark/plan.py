@@ -1,7 +1,7 @@
 """Error of the planner and the timeline against this machine's runs: step time, exposed communication, memory.
 
 Each policy trains the same GPT twice in the same ranks: once as it is, and once with communicators that move nothing,
-which shows what a step costs without communication. All of them run in turn, so that a busy machine disturbs them
+which measures a step without communication. All of them run in turn, so that a busy machine disturbs them
 alike.
 """
 

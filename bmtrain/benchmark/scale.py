@@ -141,7 +141,7 @@ def _train(arguments: argparse.Namespace, num_layers: int) -> dict[str, Any]:
 
 
 def _print(found: dict[str, Any], arguments: argparse.Namespace) -> None:
-    print(f"layers of {arguments.dim}, {arguments.seq} tokens a rank, fp32, level 3, recomputed")
+    print(f"layers of {arguments.dim}, {arguments.seq} tokens per rank, fp32, level 3, recomputed")
     print(
         f"{'blocks':>7}{'ranks':>7}{'ms/step':>9}{'cpu ms':>8}{'messages':>10}{'MB sent':>9}{'MiB kept':>10}"
     )
@@ -166,7 +166,7 @@ def _plot(found: dict[str, Any], arguments: argparse.Namespace) -> None:
     left, right = figure.subplots(1, 2)
     blocks = found["blocks"]
     left.plot([row["blocks"] for row in blocks], [row["seconds"] * 1e3 for row in blocks], "o-", color=BLUE)
-    left.set(xlabel=f"blocks, on {arguments.ranks_of_blocks} ranks", ylabel="ms a step", ylim=0)
+    left.set(xlabel=f"blocks, on {arguments.ranks_of_blocks} ranks", ylabel="ms per step", ylim=0)
     left.set_xlim(0)
     left.xaxis.get_major_locator().set_params(integer=True)
     ranks = found["ranks"]
@@ -174,7 +174,7 @@ def _plot(found: dict[str, Any], arguments: argparse.Namespace) -> None:
     right.loglog(numbers, [row["kept_bytes"] / 2**20 for row in ranks], "o-", color=BLUE, label="measured")
     states = 16 * ranks[0]["parameters"] * ranks[0]["ranks"] / 2**20
     right.loglog(
-        numbers, [states / n for n in numbers], "--", color=ORANGE, label="16 bytes a parameter / ranks"
+        numbers, [states / n for n in numbers], "--", color=ORANGE, label="16 bytes per parameter / ranks"
     )
     right.set(xlabel=f"ranks, {arguments.layers} blocks", ylabel="MiB of a rank between steps")
     right.minorticks_off()

@@ -52,11 +52,11 @@ class Result:
     Attributes:
         variant: a key of `VARIANTS`.
         seconds: of each step.
-        cpu_seconds: processor time of rank 0 for each step, all threads: what is left of `seconds` it waited.
+        cpu_seconds: processor time of rank 0 for each step, all threads; the rest of `seconds` is waiting.
         losses: rank 0's, warm-up included.
         messages: collectives of a step on rank 0; None for variants whose communication is not ours.
         wire_bytes: bytes that rank 0 sent in a step; likewise.
-        peak_mib: highest resident memory of each rank with --memory, else empty. Of the memory through which ranks
+        peak_mib: highest resident memory of each rank with --memory, else empty. For the memory through which ranks
             exchange data each counts its share, so that the sum over the ranks counts it once.
         shared_mib: the resident part of that memory in each rank; used pages stay resident.
     """
@@ -227,7 +227,7 @@ def _number(value: float | None, unit: float) -> str:
 
 
 def _print_against_best(results: list[Result]) -> None:
-    """Each of ours against FSDP2 in the setting that was fastest here, of those that do the same work."""
+    """Each bmtrain variant against the fastest FSDP2 setting that does the same work."""
     for ours in (result for result in results if result.variant.startswith("bmtrain")):
         kind = reference_of(ours.variant)
         peers = [
@@ -265,7 +265,7 @@ def _print_peaks(results: list[Result]) -> None:
 
 def _plot(results: list[Result], file: Path) -> None:
     names = [result.variant for result in results]
-    values = [("ms a step", [result.median * 1e3 for result in results])]
+    values = [("ms per step", [result.median * 1e3 for result in results])]
     if results[0].peak_mib:
         values.append(("peak MiB", [max(result.peak_mib) for result in results]))
     figure = new_figure(6 * len(values), 1 + 0.3 * len(names))

@@ -178,7 +178,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layout",
         choices=LAYOUTS,
         metavar="LAYOUT",
-        help="names and shapes of the target, if not those of the source: gpt2 (of example/models/gpt.py), hf-gpt2, "
+        help="layout of the target, if it differs from the source's: gpt2 (of example/models/gpt.py), hf-gpt2, "
         "hf-llama, or hf-llama-fused (queries, keys and values in one matrix, as Phi-3 has it)",
     )
     parser.add_argument(

@@ -15,7 +15,7 @@ class Slot(NamedTuple):
     """A tensor of a layout.
 
     Attributes:
-        parts: what it consists of: names that the layouts of a family have in common. Several lie below one another.
+        parts: its constituents, by names that the layouts of a family have in common. Several lie below one another.
         is_transposed: whether it is stored as ``(in, out)``, as the ``Conv1D`` of Hugging Face's GPT-2 has it.
         is_required: whether every model has it.
         is_square: whether the layout has a place for square matrices only.

@@ -294,7 +294,7 @@ def _install_loading(redirection: Redirects) -> None:
     redirection.replace(torch, "set_default_device", set_default)
 
     class Generator(torch.Generator):
-        """A generator on the CPU, whatever device is asked for."""
+        """A generator on the CPU, whatever the requested device."""
 
         def __new__(cls, device: Any = "cpu") -> Any:
             if is_cuda(device):

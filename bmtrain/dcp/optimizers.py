@@ -205,7 +205,7 @@ class Loading:
     Args:
         optimizer: over parameters of the model.
         source: the files.
-        values: what is not a tensor in them, by name.
+        values: their values other than tensors, by name.
         prefix: of the names of the optimizer's state.
         names: of the model's parameters.
         given: the stored weights, by name.

@@ -75,7 +75,7 @@ class _Folder:
     def save(
         self, model: torch.nn.Module, optimizers: list[Any], rest: dict[str, Any], write: Callable[..., None]
     ) -> None:
-        """Replaces what is there, when the new checkpoint is complete. Collective."""
+        """Replaces an existing checkpoint, when the new one is complete. Collective."""
         new = self._path.with_name(f".{self._path.name}.new")
         on_rank_0(lambda: shutil.rmtree(new, ignore_errors=True), "save_checkpoint")
         dcp.save(new, model, optimizers, **self._keys)

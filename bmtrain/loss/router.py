@@ -55,8 +55,8 @@ def load_balancing_loss(
 def router_z_loss(router_logits: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     """The mean of ``logsumexp(logits) ** 2`` over all ranks' tokens, which keeps a router's logits small.
 
-    From B. Zoph et al., ST-MoE, 2022, equation 5. The mean of the ranks' results is that of all tokens. Collective over
-    all ranks.
+    From B. Zoph et al., ST-MoE, 2022, equation 5. The mean of the ranks' results is the mean over all tokens.
+    Collective over all ranks.
 
     Args:
         router_logits: ``(tokens, num_experts)``.

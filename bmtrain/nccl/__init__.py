@@ -257,7 +257,7 @@ def _open(call: str, comm: NCCLCommunicator) -> NCCLCommunicator:
 
 
 def _joined(call: str, comm: NCCLCommunicator) -> NCCLCommunicator:
-    """``comm``, for an operation; over NCCL what a group posts must start as one."""
+    """``comm``, for an operation; over NCCL the operations of a group must start as one."""
     _check_comm(call, comm)
     transport = comm.inner if isinstance(comm, GuardedCommunicator) else comm
     if _posted.depth and isinstance(transport, NcclCommunicator) and transport not in _posted.comms:
@@ -325,7 +325,7 @@ def _sliced(
 
 
 def _copied(call: str, src: Buffer, dst: Buffer) -> Tensor:
-    """``dst`` holding the values of ``src``: what the in-place operations of a communicator start from."""
+    """``dst`` holding the values of ``src``, as the in-place operations of a communicator need it."""
     source, target = _as_tensor(call, "src", src), _as_tensor(call, "dst", dst)
     _check_pair(call, source, target)
     if source.data_ptr() != target.data_ptr():

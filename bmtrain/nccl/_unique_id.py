@@ -50,7 +50,7 @@ def commInitRank(unique_id: bytes, world_size: int, rank: int) -> Communicator:
     """Join a group. [collective over its ranks]
 
     Args:
-        unique_id: what one process got from `getUniqueId`; good for one group.
+        unique_id: the result of `getUniqueId` in one process; valid for one group.
         world_size: number of ranks.
         rank: this process's rank, 0 to world_size - 1.
 
@@ -110,7 +110,7 @@ def _connect(host: str, port: int, who: str) -> dist.Store:
         return dist.TCPStore(host, port, None, False, _timeout(), wait_for_workers=False)
     except RuntimeError as error:
         raise CommunicationError(
-            f"{who}: nobody answers at {host}:{port}, where the process that made the id should be: "
+            f"{who}: no answer at {host}:{port}, where the process that made the id should be: "
             f"{str(error).splitlines()[0]}"
         ) from error
 

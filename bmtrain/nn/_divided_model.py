@@ -44,7 +44,7 @@ def _of_transformers(model: Any) -> None:
         if chosen != _NAME:
             raise NotImplementedError(
                 f"{type(module).__name__}: its attention is {chosen!r}, and cannot be chosen: the tokens of a "
-                "sequence cannot be divided (transformers' _can_set_attn_implementation says so)"
+                "sequence cannot be divided (by transformers' _can_set_attn_implementation)"
             )
 
 

@@ -145,7 +145,7 @@ class _Attend:
         grads: tuple[Tensor, Tensor, Tensor],
         pair: _Pair,
     ) -> None:
-        """Adds to the gradients of queries, keys and values what one pair contributes."""
+        """Adds one pair's contribution to the gradients of queries, keys and values."""
         queries, keys, values = tensors
         grad_out, total, inner = (
             t[..., pair.queries, :] for t in (saved[0], saved[1][..., None], saved[2][..., None])

@@ -124,7 +124,7 @@ def set_current(sequences: Sequences) -> None:
 
 
 def whole_sequences() -> None:
-    """Ends the division of sequences: until the next :func:`shard_sequence`, each rank attends to what it has.
+    """Ends the division of sequences: until the next :func:`shard_sequence`, each rank attends to its own tokens.
 
     Example:
         >>> bmtrain.nn.sequence.whole_sequences()  # before an evaluation that each rank makes alone

@@ -93,8 +93,8 @@ def attention(
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
     if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1] or q.shape[-1] != k.shape[-1]:
         raise ValueError(
-            "attention: expected as many heads of k as of v, a divisor of those of q, and features of q and k alike, "
-            f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+            "attention: expected equally many heads of k and v, a divisor of the heads of q, and q and k of the same "
+            f"features, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
 
 

@@ -221,7 +221,7 @@ def read_state(
     """
     if isinstance(state_dict, Mapping) and "optimizers" in state_dict:
         raise ValueError(
-            "state_dict: expected the state of an optimizer, got that of an OptimManager; give it to "
+            "state_dict: expected the state of an optimizer, got an OptimManager's state; give it to "
             "OptimManager.load_state_dict(), or the optimizer one of its ['optimizers']"
         )
     require_keys("state_dict", state_dict, ("state", "param_groups"))

@@ -3,7 +3,7 @@
 [Note: Exact sums]
 A floating-point sum depends on its order, and the order on where shards begin and end. So the terms are turned into
 whole numbers of 60 bits, relative to a power of two above the largest term of all ranks, in three pieces of 20 bits:
-integers add up to the same in any order. What is below 2^-60 of the largest term is dropped, term by term. Terms are
+integers have the same sum in any order. In each term, digits below 2^-60 of the largest term are dropped. Terms are
 computed in fp64, where the square of an fp32 number is exact.
 """
 

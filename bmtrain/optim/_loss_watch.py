@@ -55,7 +55,7 @@ class LossWatch:
                 warn_once(
                     "OptimManager.not_finite",
                     f"OptimManager: the {name} was inf or NaN in {_NUM_BAD} steps in a row, and parameters probably "
-                    "are by now: go on from the last good checkpoint, with a smaller learning rate or "
+                    "are by now: continue from the last good checkpoint, with a smaller learning rate or "
                     "clip_grad_norm(). float16 needs OptimManager(loss_scale=2**15), bfloat16 does not",
                     stacklevel=3,
                     category=UserWarning,

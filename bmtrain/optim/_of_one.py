@@ -77,7 +77,7 @@ def load_state(optimizer: torch.optim.Optimizer, param: Tensor, name: str, full:
 
 
 def _agreed_dtype(param: Tensor, name: str, own: Any) -> torch.dtype:
-    """Returns the dtype of a state that a rank may not have, because it holds no element of the parameter.
+    """Returns the dtype of a state that a rank lacks if it holds no element of the parameter.
 
     Raises:
         KeyError, ValueError: on all ranks, as :func:`gather_state`.

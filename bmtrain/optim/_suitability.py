@@ -91,7 +91,7 @@ def warn_of_unsent_gradients(param_groups: Iterable[Any]) -> None:
     if current_engine(current).gradients.unsent.has_any_of(parameters_of(param_groups)):
         warn_once(
             "OptimManager.unsent_gradients",
-            "OptimManager.step: gradients of backwards in no_sync() were not sent, and this step goes without them: "
+            "OptimManager.step: gradients of backwards in no_sync() were not sent, and this step does not use them: "
             "make the last backward before a step outside of no_sync(), or drop them by zero_grad()",
             stacklevel=3,
             category=UserWarning,

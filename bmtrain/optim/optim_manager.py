@@ -40,8 +40,8 @@ class OptimManager:
 
     With a ``loss_scale``, a step in which any gradient of any rank is inf or NaN is skipped by all ranks and
     the scale is divided by ``loss_scale_factor``; after ``loss_scale_steps`` good steps in a row it is
-    multiplied by it. The loss is divided by ``grad_scale`` so that the gradients, which are summed over the
-    ranks, become those of the mean of the ranks' losses.
+    multiplied by it. The loss is divided by ``grad_scale``, so that the sum of the ranks' gradients is the gradient
+    of the mean of their losses.
 
     Args:
         loss_scale: scale to start from; None for no scaling (bfloat16 and float32 need none).
@@ -56,9 +56,9 @@ class OptimManager:
             :func:`bmtrain.no_sync`), and until it :meth:`zero_grad` and :meth:`step` do nothing: the loop is the same.
             After a backward that failed, and after :meth:`load_state_dict`, it begins again with :meth:`zero_grad`.
         step_in_backward: update a block inside :meth:`backward`, as soon as its gradient is complete and nothing else
-            can change it; :meth:`step` updates the rest. The bits are those of updates within :meth:`step`. There is
-            one backward to a step then (or use ``accumulate``), gradients cannot be changed between them, and neither
-            clipping nor a loss scale can be had: both need all gradients before the first update.
+            can change it; :meth:`step` updates the rest. Results are bit-identical to updates within :meth:`step`.
+            Each step then has one backward (or use ``accumulate``), gradients cannot be changed between the two, and
+            clipping and loss scales are not available: both need all gradients before the first update.
 
     Raises:
         ValueError: a number is out of range, or ``step_in_backward`` comes with a loss scale or a pipeline.
@@ -390,7 +390,7 @@ class OptimManager:
         """
         if isinstance(state_dict, dict) and "param_groups" in state_dict:
             raise ValueError(
-                "state_dict: expected the state of an OptimManager, got that of an optimizer; give it to "
+                "state_dict: expected the state of an OptimManager, got an optimizer's state; give it to "
                 "load_state_dict() of the optimizer"
             )
         require_keys(

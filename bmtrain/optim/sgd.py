@@ -22,7 +22,7 @@ class SGDOptimizer(ShardedOptimizer):
     Args:
         params: parameters, or group dicts with ``params`` and any of the options below.
         lr: learning rate.
-        momentum: what the momentum is multiplied by in each step; with 0 there is none, and no memory for it.
+        momentum: factor of the momentum in each step; with 0 no momentum is kept.
         dampening: the momentum gets ``1 - dampening`` times the gradient (its first step: the whole).
         weight_decay: times the weight is added to the gradient (L2).
         nesterov: step along the gradient and the momentum (Sutskever et al., 2013) instead of the momentum.

@@ -241,7 +241,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def _stored_in(model: ModelDescription, arguments: argparse.Namespace) -> torch.dtype:
-    """The dtype of the parameters of blocks. Of a module only their width is known: 16 bits are taken for bf16."""
+    """The dtype of the parameters of blocks. For a module only their width is known: 16 bits count as bf16."""
     sizes = [buffer.element_size for block in model.blocks for buffer in block.buffers]
     return _dtype(arguments.dtype) or (torch.bfloat16 if sizes[:1] == [2] else torch.float32)
 

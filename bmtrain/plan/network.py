@@ -107,7 +107,7 @@ class Transfer:
     """One collective in flight.
 
     Args:
-        name: what it is for.
+        name: its purpose.
         remaining: seconds of communication that it still needs.
         begin: when it was started.
         end: when it was over; None before.

@@ -1,4 +1,4 @@
-"""The training loop of bmt_mp.py and bmt_torchrun.py: that of ddp_trainer.py on bmtrain.
+"""The training loop of bmt_mp.py and bmt_torchrun.py: ddp_trainer.py on bmtrain.
 
 Every rank has a shard of the model and a part of the data. Changed lines are marked.
 """

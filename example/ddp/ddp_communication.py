@@ -18,7 +18,7 @@ def show(name: str, value: object) -> None:
 
 
 def own(device: torch.device) -> torch.Tensor:
-    """What this rank starts with: [1, 2] on rank 0, [3, 4] on rank 1, ..."""
+    """The initial values of this rank: [1, 2] on rank 0, [3, 4] on rank 1, ..."""
     return torch.tensor([1.0, 2.0], device=device) + 2 * dist.get_rank()
 
 

@@ -1,4 +1,4 @@
-"""What all programs of this folder train: one dense layer on 4096 random samples.
+"""Model and data of all programs of this folder: one linear layer, 4096 random samples.
 
 4 ranks take 32 samples each in a step, so that an epoch has 4096 / (32 * 4) = 32 steps.
 """
@@ -39,7 +39,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def device_kind() -> str:
-    """What a rank computes on: GPU or CPU."""
+    """Kind of device of a rank: GPU or CPU."""
     return "GPU" if torch.cuda.is_available() else "CPU"
 
 

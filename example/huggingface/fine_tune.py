@@ -102,7 +102,7 @@ def with_adapters(model: torch.nn.Module, rank: int) -> torch.nn.Module:
 
 
 def name_in_adapter(name: str) -> str | None:
-    """What a parameter of an adapter is called in peft's files, which hold nothing else."""
+    """The name of an adapter's parameter in peft's files, which hold nothing else."""
     return name.replace(".default.", ".") if "lora_" in name else None
 
 

@@ -43,8 +43,8 @@ LIMITS: dict[str, Callable[[], None]] = {
 }
 # What `doctor` says of the transport where it is not shared memory.
 CHOSEN = {
-    "no memfd_create": "Gloo: memory files are refused here (Operation not permitted)",
-    "none of these calls": "Gloo: memory files are refused here (Operation not permitted)",
+    "no memfd_create": "Gloo: memory files are not allowed here (Operation not permitted)",
+    "none of these calls": "Gloo: memory files are not allowed here (Operation not permitted)",
 }
 # What `doctor` says of /dev/shm, which the ranks do not use but torch's data loaders do.
 FOUND = {"/dev/shm of 8 MiB": "has 8 MiB left", "no /dev/shm": "cannot be written to"}

@@ -177,7 +177,7 @@ def test_a_call_that_one_rank_makes_is_told_within_seconds() -> None:
         assert "rank 0 called all_gather #2" in outcome.value
         assert "test_reports.py:" in outcome.output
         assert " in save_alone" in outcome.output
-        assert "Every rank has to make the same calls" in outcome.output
+        assert "Every rank must make the same calls" in outcome.output
 
 
 def wait_in_other_groups() -> float:

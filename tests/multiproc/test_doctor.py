@@ -81,7 +81,7 @@ def unknown_transport(folder: Path, stack: ExitStack) -> Check:
 
 def shared_memory_refused(folder: Path, stack: ExitStack) -> Check:
     patch = stack.enter_context(pytest.MonkeyPatch.context())
-    patch.setattr("bmtrain._ranks.shm_meeting.why_not", lambda: "memory files are refused here")
+    patch.setattr("bmtrain._ranks.shm_meeting.why_not", lambda: "memory files are not allowed here")
     return machine.check_transport(here(environ={"BMTRAIN_CPU_TRANSPORT": "shm"}))
 
 
@@ -163,7 +163,7 @@ def missing_rank(folder: Path, stack: ExitStack) -> Check:
         (missing_rank, "1", "start every rank"),
         (unwritable_shared_memory, "cannot be written to", "--shm-size"),
         (unknown_transport, "expected 'shm', 'gloo' or 'auto', got 'tcp'", "unset BMTRAIN_CPU_TRANSPORT"),
-        (shared_memory_refused, "memory files are refused here", "unset BMTRAIN_CPU_TRANSPORT"),
+        (shared_memory_refused, "memory files are not allowed here", "unset BMTRAIN_CPU_TRANSPORT"),
         (forced_too_high, "BMTRAIN_CPU_ISA=avx512", "unset BMTRAIN_CPU_ISA"),
         (wrong_torch, "built for torch 2.1.0", "install torch 2.1.0"),
         (skewed_clocks, "differ by 100.", "timedatectl"),

@@ -104,7 +104,7 @@ def test_a_missing_rank_is_named_on_every_rank() -> None:
 def test_rank_0_is_missing() -> None:
     [message] = start({**world_of(2), "RANK": "1"}, arguments=[{"timeout": 1}])
     pattern = (
-        r"CommunicationError: rank 1 of 2: nobody answers at 127.0.0.1:\d+ after 1 s \(.*refused\): expected "
+        r"CommunicationError: rank 1 of 2: no answer at 127.0.0.1:\d+ after 1 s \(.*refused\): expected "
     )
     assert re.match(pattern + "rank 0 there; see whether it runs", message)
 

@@ -13,6 +13,8 @@ import torch
 from harness.terminal import in_terminal, screen_lines
 
 from bmtrain.__main__ import main
+from bmtrain._tools.command_line import BENCHMARKS
+from bmtrain._tools.command_line import COMMANDS as TOOLS
 from bmtrain._tools.terminal import fold
 from bmtrain.timeline import Span, write_trace
 
@@ -22,20 +24,7 @@ Screens = dict[tuple[str, int], tuple[list[str], str]]  # by command and width: 
 COMMANDS: dict[str, list[str]] = {
     **{
         f"{name} --help".strip(): [*name.split(), "--help"]
-        for name in (
-            "",
-            "doctor",
-            "convert",
-            "launch",
-            "parity",
-            "plan",
-            "timeline",
-            "blame",
-            "soak",
-            "bench",
-            *(f"bench {kind}" for kind in ("plan", "adam", "comm", "gpu", "offload", "step")),
-            "run",
-        )
+        for name in ("", *TOOLS, "bench", *(f"bench {kind}" for kind in BENCHMARKS))
     },
     "doctor": ["doctor"],
     "doctor --api": ["doctor", "--api"],

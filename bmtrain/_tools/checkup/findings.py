@@ -17,8 +17,8 @@ class Check:
     """One line of the report.
 
     Args:
-        name: what was looked at.
-        found: what is there, or what is wrong.
+        name: the subject of the check.
+        found: the finding, or the problem.
         remedy: what to do; empty if nothing is wrong.
     """
 
@@ -44,9 +44,9 @@ class Surroundings:
         build: as :func:`bmtrain.build_info` gives it.
         sources: of the core.
         shared_memory: the folder that is shared memory.
-        driver: what is there where the NVIDIA driver is.
+        driver: a path that exists where the NVIDIA driver is installed.
         nodes: the folder that lists the machine's memories and the processors near each.
-        processors: numbers of those that this process may run on.
+        processors: indices of the processors that this process may run on.
         available_memory: bytes that are left.
         tier_directory: whose drive is measured; None: none.
         clock: seconds since the epoch.

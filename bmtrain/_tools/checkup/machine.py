@@ -41,7 +41,7 @@ _BUILD = "pip install -e . --no-build-isolation"
 
 
 def check_compiler(here: Surroundings) -> Check:
-    """There is a C++ compiler, to build the core again or for torch.compile. A wheel goes without."""
+    """There is a C++ compiler, to build the core again or for torch.compile. A wheel needs none."""
     wanted = here.environ.get("CXX")
     for name in [wanted] if wanted else ["c++", "g++", "clang++"]:
         path = shutil.which(name, path=here.environ.get("PATH", os.defpath))
@@ -246,7 +246,7 @@ def check_memory(here: Surroundings) -> Check:
             "memory",
             f"{available >> 20} MiB available",
             "end other programs, start fewer ranks on this host, or raise the container's limit; "
-            "bmtrain plan tells what a run needs",
+            "bmtrain plan estimates the memory of a run",
         )
     return Check("memory", f"{available / 2**30:.1f} GiB available")
 

@@ -46,7 +46,7 @@ class Checkpoint:
         step: number of finished steps; None for a file of :func:`bmtrain.save`.
         data: this rank's position in the data; None if another number of ranks saved it.
         data_of_ranks: the positions of all ranks that saved.
-        extra: what the user added.
+        extra: values that the user added.
         world_size, tp_size, pipe_size: of the run that saved; None for a file.
     """
 
@@ -90,8 +90,8 @@ def save(
 
     Returns:
         A handle with ``path``; with ``non_blocking``, ``wait()`` returns when this rank's part is on disk, and on rank
-        0 when the checkpoint is complete. What went wrong in the background is raised by ``wait()`` on that rank and
-        on rank 0, and by the next save, load or prune on all ranks; or the program fails at its end.
+        0 when the checkpoint is complete. An error in the background is raised by ``wait()`` on that rank and on rank
+        0, and by the next save, load or prune on all ranks; without these, the program fails at its end.
 
     Raises:
         OSError: on every rank, if one cannot write; nothing of the step is left then, unless it was complete and only
@@ -181,7 +181,7 @@ def load(
 
 
 def _check_parts(model: Any, optim: Any, schedulers: Iterable[Any]) -> list[Any]:
-    """Returns the schedulers. Raises TypeError for what is neither a model, nor an optimizer, nor a scheduler."""
+    """Returns the schedulers. Raises TypeError for an object that is no model, optimizer or scheduler."""
     if model is not None and not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module or None, got {type(model).__name__}")
     optimizers_of(optim)

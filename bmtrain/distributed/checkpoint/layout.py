@@ -153,6 +153,6 @@ def remove_unreferenced(checkpoint: Path) -> None:
 
 
 def remove_checkpoint(checkpoint: Path) -> None:
-    """Removes a checkpoint, the manifest first: what an interruption leaves is no checkpoint."""
+    """Removes a checkpoint, the manifest first, so that an interruption leaves no damaged checkpoint."""
     (checkpoint / MANIFEST).unlink(missing_ok=True)
     remove_unreferenced(checkpoint)

@@ -75,7 +75,7 @@ class Snapshot:
         self.runs = [run.detached() for run in self.runs]
 
     def keep_what_differs(self) -> None:
-        """Makes runs of the replicas: on rank 0 of all, elsewhere of those that are not the same bits. Collective."""
+        """Makes runs of the replicas: of all on rank 0, elsewhere of replicas whose bits differ. Collective."""
         rank = context().topology.rank
         mine = {run.name: zlib.crc32(bytes_of(in_host_memory(run.values))) for run in self.replicas}
         first = broadcast_json(mine, label="checkpoint.save")
@@ -114,7 +114,7 @@ def _whole(name: str, tensor: torch.Tensor) -> Run:
 
 
 def _is_writer(param: torch.Tensor) -> bool:
-    """Whether this rank is the first of those that hold the same elements of the parameter."""
+    """Whether this rank is the first of the ranks that hold the same elements of the parameter."""
     if not isinstance(param, DistributedParameter):
         return context().topology.rank == 0
     topology = context().topology
@@ -132,7 +132,7 @@ def own_name(rank: int, name: str) -> str:
 
 
 def optimizers_of(optim: Any) -> list[Any]:
-    """The optimizers behind what a user gives: a manager, an optimizer, several, or None."""
+    """The optimizers in a user's argument: a manager, an optimizer, several, or None."""
     if optim is None:
         return []
     if isinstance(optim, OptimManager):
@@ -147,7 +147,7 @@ def optimizers_of(optim: Any) -> list[Any]:
 
 
 def schedulers_of(optim: Any, schedulers: Iterable[Any]) -> list[Any]:
-    """The manager's schedulers, and those that were given beside it."""
+    """The manager's schedulers, followed by the given ``schedulers``."""
     managed = list(optim.lr_schedulers) if isinstance(optim, OptimManager) else []
     return managed + list(schedulers)
 

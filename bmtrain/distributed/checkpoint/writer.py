@@ -76,7 +76,7 @@ class Saving:
         return self.checkpoint / part_name(rank, self._topology.world_size, self._save)
 
     def prepare(self) -> None:
-        """Makes the folder and removes what an interrupted save of the same step left. For rank 0, before the rest."""
+        """Makes the folder and removes remains of an interrupted save of the step. For rank 0, before the rest."""
         folder = self.checkpoint.parent
         folder.mkdir(parents=True, exist_ok=True)
         if self.checkpoint.exists():
@@ -132,7 +132,7 @@ class Saving:
             remove_old(self.checkpoint.parent, self._keep)
 
     def _check_undisturbed(self, manifest: Manifest) -> None:
-        """Another job that saves or prunes here takes what has no manifest yet for what an interrupted save left."""
+        """Another job that saves or prunes here takes a folder without a manifest for an interrupted save."""
         try:
             check_sizes(self.checkpoint, manifest)
         except FileNotFoundError as error:
@@ -275,7 +275,7 @@ def _merge(step: int, save: str, topology: Topology, parts: list[dict[str, Any]]
 
 
 def write_single(checkpoint: Path, runs: Iterable[Run], keys: list[Any]) -> None:
-    """Makes a checkpoint of a model alone, by one process without a group; ``runs`` are asked for one at a time."""
+    """Makes a checkpoint of a model alone, by one process without a group; ``runs`` are taken one at a time."""
     saving = Saving(checkpoint, os.urandom(5).hex(), 0, Topology(0, 1), None, 0.0)
     saving.prepare()
     no_value: dict[str, Any] = {"is": None, "tensors": []}

@@ -54,7 +54,7 @@ class OnDisk(Place):
 
     @property
     def settings(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of the other place: a copy of the optimizer finds out by itself what is on a drive."""
+        """The arguments of the other place: a copy of the optimizer detects state on a drive itself."""
         return self._inner.settings
 
     # ---- state

@@ -196,7 +196,7 @@ class Stream:
         return sum(buffer.memory.numel() for slot in self._slots for buffer in slot)
 
     def check(self, arena: Arena) -> None:
-        """Compares what the file holds with what steps have written.
+        """Compares the contents of the file with the values that steps have written.
 
         Raises:
             DiskError: it differs, or cannot be read.
@@ -207,7 +207,7 @@ class Stream:
         """Reads chunks, has their parts computed, and writes them.
 
         Raises:
-            DiskError: a chunk cannot be read or written, or is not what was written.
+            DiskError: a chunk cannot be read or written, or differs from the values written.
         """
         self._pass(chunks, compute)
         for chunk in chunks:

@@ -23,7 +23,7 @@ class OnHost(Place):
     """Host memory, except for the blocks whose state stays on the run device.
 
     Args:
-        formula: what the optimizer computes.
+        formula: the formula of the optimizer.
         overlaps: whether updates continue after `step`.
         fraction: share of the blocks whose state stays on the run device; None: as many as fit.
         state_dtype: dtype of the formula's arrays, see `read_state_dtype`.

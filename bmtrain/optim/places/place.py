@@ -26,7 +26,7 @@ class Place:
     A subclass defines `apply`, and overrides what differs from state on the device of the parameters.
 
     Args:
-        formula: what the optimizer computes.
+        formula: the formula of the optimizer.
         state_dtype: dtype of the formula's arrays, see `read_state_dtype`.
     """
 

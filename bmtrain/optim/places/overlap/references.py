@@ -157,7 +157,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _num_references(tensor: Tensor) -> int:
-    """Returns the number of references to the storage from tensors and Python, except those of this function."""
+    """Returns the number of references to the storage from tensors and Python, without this function's own."""
     return _raw_references(tensor) - _baseline().storage
 
 
