@@ -34,12 +34,13 @@ def world_size() -> int:
 
 
 def num_losses() -> int:
-    """The number of losses that the gradients sum: ranks divided by tensor-parallel size, or virtual shards."""
+    """The number of losses that the gradients sum: ranks divided by tensor-parallel size, or virtual shards, of each
+    of which sequence ranks have a part."""
     current = _context.current()
     if current is None:
         return 1
     if current.engine.is_summing_virtual_shards:
-        return current.virtual_shards
+        return current.virtual_shards * current.topology.sp_size
     return current.topology.world_size // current.topology.tp_size
 
 

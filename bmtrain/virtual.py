@@ -77,7 +77,7 @@ class VirtualShards:
         engine = current_engine(ctx)
         if engine.virtual.is_open:
             raise RuntimeError("virtual_shards: a loop over virtual shards is running already")
-        engine.virtual.begin_step(self.count)
+        engine.virtual.begin_step(self.count * ctx.topology.sp_size)
         try:
             with kept_generators(ctx.device), engine.gradients.going_to(engine.virtual):
                 for number, index in enumerate(own := shards_of(ctx.topology, self.count)):
@@ -92,13 +92,14 @@ class VirtualShards:
 
     def __len__(self) -> int:
         """The number of micro-steps, in each of which this rank computes a virtual shard."""
-        return -(-self.count // context().topology.world_size)
+        return -(-self.count // context().topology.dp_size)
 
     def mean(self, values: Sequence[torch.Tensor | float]) -> torch.Tensor:
         """Returns the mean over all virtual shards, bit-identical on all ranks and any number of them. Collective.
 
         Args:
-            values: one number for each virtual shard of this rank, in their order; for instance the losses.
+            values: one number for each virtual shard of this rank, in their order; for instance the losses. Those of
+                sequence ranks, which share a virtual shard, count alike.
 
         Returns:
             0-dim, fp32, on the run device, without a graph.
@@ -128,10 +129,11 @@ class VirtualShards:
         group = ctx.world
         slots = own.new_empty((group.size, len(own)))
         group.comm.all_gather(slots.view(-1), own, "mean of virtual shards").wait()
-        tree = TreeSum(self.count)
+        num_values = self.count * ctx.topology.sp_size
+        tree = TreeSum(num_values)
         for value in slots.t().reshape(-1, 1):
             tree.push(value)
-        return tree.total().squeeze(0).div_(self.count)
+        return tree.total().squeeze(0).div_(num_values)
 
 
 def virtual_shards(step: int) -> VirtualShards:
@@ -139,7 +141,8 @@ def virtual_shards(step: int) -> VirtualShards:
 
     ``init_distributed(virtual_shards=V)`` fixes their number. Each is a micro-batch of its own with random generators
     seeded by job, step and shard; in a micro-step each rank computes one (where none is left for it in the last, it
-    repeats the one before, without effect). Gradients are summed in fp32 by a binary tree
+    repeats the one before, without effect). Ranks that divide sequences (``sp_size``) compute a shard together, and the
+    result is then the same on any number of ranks with this ``sp_size``. Gradients are summed in fp32 by a binary tree
     over the V shards and rounded once: after the loop, the parameters' ``.grad`` hold the mean's gradient if
     :meth:`OptimManager.backward <bmtrain.optim.OptimManager.backward>` was used. The generators are then as they were
     before the loop.
@@ -181,14 +184,18 @@ def virtual_shards(step: int) -> VirtualShards:
 def shards_of(place: Topology, count: int) -> list[int]:
     """Returns the shards of a rank, one for each micro-step.
 
-    If none is left for it in the last micro-step, it repeats the one before.
+    If none is left for it in the last micro-step, it repeats the one before. Sequence ranks have the same ones.
 
     >>> [shards_of(Topology(rank, 3), 8) for rank in range(3)]
     [[0, 3, 6], [1, 4, 7], [2, 5, 5]]
+    >>> [shards_of(Topology(rank, 4, sp_size=2), 4) for rank in range(4)]
+    [[0, 2], [0, 2], [1, 3], [1, 3]]
     """
-    rank, world = place.rank, place.world_size
-    num_steps = -(-count // world)
-    return [number if number < count else number - world for number in range(rank, num_steps * world, world)]
+    first, groups = place.dp_id, place.dp_size
+    num_steps = -(-count // groups)
+    return [
+        number if number < count else number - groups for number in range(first, num_steps * groups, groups)
+    ]
 
 
 def one_thread(device: torch.device) -> None:

@@ -100,10 +100,12 @@ class Pass:
             Kind.BACKWARD_INPUT: self._backward_input,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
         }
+        engine, rows = current_engine(context()), [len(piece) for piece in self._pieces]
         with torch.set_grad_enabled(self._seed is not None):
             for action, following in zip(self._actions, [*self._actions[1:], None], strict=True):
                 self._inbox.post(action, following)
-                do[action.kind](action)
+                with engine.on_rows(sum(rows[: action.micro]), rows[action.micro]):
+                    do[action.kind](action)
                 while self._sending and self._sending[0][0].is_completed():
                     self._sending.pop(0)[0].wait()
         for work, _ in self._sending:

@@ -96,7 +96,7 @@ class PipelineCall:
         incoming = self._incoming(collect_batches(pipe, hidden, target=0))
         for index in range(self.num_micros):
             x = incoming.take(index).detach().requires_grad_(torch.is_grad_enabled())
-            with self._recording_micro():
+            with self._recording_micro(), self._engine.on_rows(index * len(x), len(x)):
                 states = self._run_stage(x, *arguments.of_micro(index))
             self.states.append(states)
             if not self.is_last:
@@ -224,7 +224,8 @@ class PipelineCall:
                 recorded, recorded_grads = self.recordings.roots(index)
                 roots += recorded
                 root_grads += recorded_grads
-            torch.autograd.backward(roots, root_grads, retain_graph=keep_graph)
+            with self._engine.on_rows(index * len(states[0]), len(states[0])):
+                torch.autograd.backward(roots, root_grads, retain_graph=keep_graph)
             if not self.is_first:
                 out = _gradient_of(states[0])
                 sending.append((comm.send(out, self.pipe.rank - 1, "pipe.backward"), out))

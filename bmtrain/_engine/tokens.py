@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from .._C import ReduceOp
 from ..global_var import context
+from .engine import current_engine
+
+if TYPE_CHECKING:
+    from .._ranks.context import Group
 
 
 def total_over_batches(numbers: torch.Tensor, needed_by: str) -> torch.Tensor:
@@ -15,14 +21,36 @@ def total_over_batches(numbers: torch.Tensor, needed_by: str) -> torch.Tensor:
 
     Raises:
         RuntimeError: within :func:`bmtrain.virtual_shards`: one micro-step has some of the step's tokens, how many
-            depends on the number of ranks.
+            depends on the number of ranks; or in a pipeline, whose stages do not make this call together.
     """
     ctx = context(needed_by)
     if ctx.engine.is_summing_virtual_shards:
         raise RuntimeError(
             f"{needed_by} needs the tokens of all virtual shards at once; use it without virtual_shards()"
         )
+    return _total(numbers, ctx.world, needed_by) / ctx.topology.tp_size
+
+
+def tokens_of_a_loss(numbers: torch.Tensor, needed_by: str) -> torch.Tensor:
+    """Returns the divisor with which a rank's sum over its tokens is its share of a mean. Collective.
+
+    The mean of the ranks' shares is that over the tokens of the step; within :func:`bmtrain.virtual_shards` over those
+    of the virtual shard, which sequence ranks have parts of.
+    """
+    ctx = context(needed_by)
+    if ctx.engine.is_summing_virtual_shards:
+        group = ctx.groups["sp"]
+        return _total(numbers, group, needed_by) / group.size
+    return total_over_batches(numbers, needed_by) / ctx.groups["tp_zero"].size
+
+
+def _total(numbers: torch.Tensor, group: Group, label: str) -> torch.Tensor:
+    if current_engine(context(label)).rows is not None:
+        raise RuntimeError(
+            f"{label} needs the tokens of all micro-batches at once, and was called in a pipeline's layer or head: "
+            "give the number of tokens, num_items_in_batch of shard_sequence(), to the head with the labels"
+        )
     # On a CPU tensor of a GPU run, too: batches may be in host memory.
-    total = numbers.detach().to(ctx.device, torch.float64, copy=True).reshape(-1)
-    ctx.world.comm.all_reduce(total, ReduceOp.SUM, needed_by).wait()
-    return total.view(numbers.shape) / ctx.topology.tp_size
+    total = numbers.detach().to(context(label).device, torch.float64, copy=True).reshape(-1)
+    group.comm.all_reduce(total, ReduceOp.SUM, label).wait()
+    return total.view(numbers.shape)

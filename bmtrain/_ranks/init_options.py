@@ -57,14 +57,13 @@ class InitOptions:
             "ep_size": require_integer("ep_size", ep_size, least=1),
             "sp_size": require_integer("sp_size", sp_size, least=1),
         }
-        _check_sequences(sizes)
         micros = sizes["pipe_size"]
         if num_micro_batches is not None:
             given = require_integer("num_micro_batches", num_micro_batches, least=1)
             micros = given if stages >= 1 else 1
         backend = _choose_backend(backend)
         shards = _check_virtual_shards(virtual_shards, sizes)
-        may_lose = _check_survive(survive, shards, backend)
+        may_lose = _check_survive(survive, shards, backend, sizes["sp_size"])
         return cls(
             seed=_check_seed(seed),
             sizes=sizes,
@@ -82,9 +81,10 @@ class InitOptions:
     def topology(self, rank: int, world_size: int) -> Topology:
         """The place of a rank. Raises ValueError for a number of ranks that the sizes do not allow."""
         place = Topology(rank, world_size, **self.sizes)
-        if self.virtual_shards and self.virtual_shards < world_size:
+        if self.virtual_shards and self.virtual_shards < place.dp_size:
+            number = "ranks" if place.sp_size == 1 else f"ranks / sp_size {place.sp_size}"
             raise ValueError(
-                f"virtual_shards: expected at least the number of ranks ({world_size}), got {self.virtual_shards}"
+                f"virtual_shards: expected at least the number of {number} ({place.dp_size}), got {self.virtual_shards}"
             )
         return place
 
@@ -102,24 +102,16 @@ class InitOptions:
         }
 
 
-def _check_sequences(sizes: dict[str, int]) -> None:
-    others = {name: size for name, size in sizes.items() if name != "sp_size"}
-    if sizes["sp_size"] > 1 and max(others.values()) > 1:
-        raise ValueError(
-            f"sp_size {sizes['sp_size']}: expected no pipeline, no tensor parallelism and no experts divided over "
-            f"ranks beside it, got {_listed(others)}"
-        )
-
-
 def _check_virtual_shards(count: int | None, sizes: dict[str, int]) -> int:
     """The number of virtual shards, 0 for None."""
     if count is None:
         return 0
     number = require_integer("virtual_shards", count, least=1)
-    if max(sizes.values()) > 1:
+    others = {name: size for name, size in sizes.items() if name != "sp_size"}
+    if max(others.values()) > 1:
         raise ValueError(
-            "virtual_shards: expected no pipeline, no tensor parallelism, no experts and no sequences divided over "
-            f"ranks, got {_listed(sizes)}"
+            "virtual_shards: expected no pipeline, no tensor parallelism and no experts divided over ranks, got "
+            f"{_listed(others)}"
         )
     return number
 
@@ -129,7 +121,7 @@ def _listed(sizes: dict[str, int]) -> str:
     return f"{', '.join(first)} and {last}"
 
 
-def _check_survive(survive: int, virtual_shards: int, backend: str) -> int:
+def _check_survive(survive: int, virtual_shards: int, backend: str, sp_size: int) -> int:
     number = require_integer("survive", survive)
     if number not in (0, 1):
         raise ValueError(f"survive: expected 0 or 1, got {number}")
@@ -137,6 +129,8 @@ def _check_survive(survive: int, virtual_shards: int, backend: str) -> int:
         raise ValueError(
             "survive: expected virtual_shards=, which make a step independent of the number of ranks"
         )
+    if number and sp_size > 1:
+        raise ValueError(f"survive: expected no sequences divided over ranks, got sp_size {sp_size}")
     if number and backend == "nccl":
         raise ValueError("survive: expected CPU ranks (backend='gloo'), got 'nccl'")
     return number

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._base.generators import kept_generators
 from .._C import ReduceOp
+from .._engine.engine import current_engine
 from ..global_var import context
 from ._intercept import replaced_by
 from ._sequences import current_sequences
@@ -44,8 +45,13 @@ def check_first_forward(model: torch.nn.Module) -> None:
 
 
 def _agree(complaint: str | None) -> None:
-    """Raises NotImplementedError on all ranks if there is a complaint on one. Collective."""
+    """Raises NotImplementedError on all ranks if there is a complaint on one. Collective; but in a layer of a pipeline,
+    which its stage alone runs."""
     ctx = context()
+    if current_engine(ctx).rows is not None:
+        if complaint is not None:
+            raise NotImplementedError(complaint)
+        return
     flag = torch.tensor([complaint is not None], dtype=torch.uint8, device=ctx.device)
     ctx.world.comm.all_reduce(flag, ReduceOp.MAX, "check of a divided model").wait()
     if complaint is not None or flag.item():

@@ -40,7 +40,7 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool, scale: float
     ) -> Tensor:
-        attend = _Attend(sequences, causal, scale, groups=q.shape[1] // k.shape[1], device=q.device)
+        attend = _Attend(sequences, causal, scale, q, groups=q.shape[1] // k.shape[1])
         queries = attend.fold(q)
         out = queries.new_zeros(*queries.shape[:-1], v.shape[-1])
         largest = queries.new_full(queries.shape[:-1], -torch.inf)
@@ -85,10 +85,13 @@ class _Attend:
     among its tokens."""
 
     def __init__(
-        self, sequences: Sequences, causal: bool, scale: float, groups: int, device: torch.device
+        self, sequences: Sequences, causal: bool, scale: float, queries: Tensor, groups: int
     ) -> None:
+        documents = sequences.documents_of(len(queries))
+        assert documents is not None
         self.sequences = sequences
-        self.device = device
+        self.documents = documents
+        self.device = queries.device
         self.causal = causal
         self.scale = scale
         self.groups = groups
@@ -117,7 +120,7 @@ class _Attend:
                     yield _Pair(q, k, None if mask is None else mask.to(self.device))
 
     def _mask(self, here: int, there: int, piece: int) -> Tensor | None:
-        own, other = (self.sequences.documents[:, i * piece : (i + 1) * piece] for i in (here, there))
+        own, other = (self.documents[:, i * piece : (i + 1) * piece] for i in (here, there))
         mask = None
         if own.min() != own.max() or other.min() != other.max() or own.min() != other.min():
             mask = own[:, :, None] == other[:, None, :]

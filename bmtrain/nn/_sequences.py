@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from .._engine.engine import current_engine
 from ..global_var import context
 
 if TYPE_CHECKING:
@@ -45,11 +46,12 @@ class Sequences:
     Attributes:
         group: the ranks that share the tokens.
         method: how attention exchanges tokens.
-        batch_size: number of sequences.
+        batch_size: number of sequences of this rank's batch.
         length: tokens of a sequence.
         padded: the same with the tokens that make it divisible; these attend to themselves only.
         own: indices of this rank's tokens in a sequence, ``(padded / ranks,)``, on the CPU.
-        documents: ``(batch_size, padded)`` number of the document that a token belongs to, never falling, on the CPU.
+        documents: ``(tp_size, pipe_size * batch_size, padded)`` number of the document that a token belongs to, never
+            falling, on the CPU: of all batches that this rank's layers may see, see :meth:`documents_of`.
         stamp: distinguishes these sequences from others, in what backward has saved.
     """
 
@@ -75,9 +77,24 @@ class Sequences:
             tensor = torch.cat([tensor, tensor.new_full(shape, fill)], dim=1)
         return tensor.index_select(1, self.own.to(tensor.device))
 
-    def runs(self) -> list[list[Run]]:
-        """The documents of each sequence; one list if all sequences have the same."""
-        rows = self.documents
+    def documents_of(self, num_rows: int) -> torch.Tensor | None:
+        """Returns the documents ``(num_rows, padded)`` of the rows that attention sees here; None if these are others.
+
+        Layers of a pipeline see a micro-batch, which may have rows of all stages' ranks; layers between a column- and a
+        row-parallel one see the rows of all tensor-parallel ranks.
+        """
+        ctx = context("attention")
+        first = ctx.groups["pipe"].rank * self.batch_size
+        rows = current_engine(ctx).rows or slice(first, first + self.batch_size)
+        found = self.documents[:, rows]
+        if num_rows == found.shape[1]:
+            return found[ctx.groups["tp"].rank]
+        return found.flatten(0, 1) if num_rows == found.shape[0] * found.shape[1] else None
+
+    def runs(self, num_rows: int) -> list[list[Run]]:
+        """The documents of each row that attention sees; one list if all rows have the same."""
+        rows = self.documents_of(num_rows)
+        assert rows is not None
         if (rows == rows[:1]).all():
             rows = rows[:1]
         found = []
@@ -88,7 +105,8 @@ class Sequences:
 
     def check(self, name: str, tensor: torch.Tensor) -> None:
         """Raises ValueError unless ``(batch, heads, tokens, ...)`` are this rank's tokens."""
-        if tensor.dim() != 4 or (tensor.shape[0], tensor.shape[2]) != (self.batch_size, self.num_own):
+        is_part = tensor.dim() == 4 and tensor.shape[2] == self.num_own
+        if not is_part or self.documents_of(tensor.shape[0]) is None:
             raise ValueError(
                 f"attention: {name}: expected ({self.batch_size} sequences, heads, {self.num_own} tokens, features), "
                 f"this rank's part of the last shard_sequence(), got {tuple(tensor.shape)}; attention over other "

@@ -115,7 +115,7 @@ def _by_document(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool, scale: float, window: int | None
 ) -> Tensor:
     """Attention among all tokens of some heads, document by document: no mask of all pairs of tokens is made."""
-    rows = sequences.runs()
+    rows = sequences.runs(len(q))
     parts = []
     for number, runs in enumerate(rows):
         here = slice(None) if len(rows) == 1 else slice(number, number + 1)
@@ -134,8 +134,8 @@ def _by_heads(
     size, heads = sequences.group.size, q.shape[1]
     if heads % size:
         raise ValueError(
-            f"attention: expected a multiple of sp_size {size} heads, got {heads}: choose another sp_size, or "
-            "shard_sequence(batch, method='ring')"
+            f"attention: expected a multiple of sp_size {size} heads of each tensor-parallel rank, got {heads}: "
+            "choose another sp_size, or shard_sequence(batch, method='ring')"
         )
     # Heads of keys that do not divide are repeated as often as needed: their gradients are summed again.
     kept = k.shape[1]

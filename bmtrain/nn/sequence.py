@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._base.arguments import require_tensor
-from .._engine.tokens import total_over_batches
+from .._engine.tokens import tokens_of_a_loss
 from ..global_var import context
 from . import _intercept
 from ._sequences import Method, Sequences, set_current, whole_sequences
@@ -21,7 +21,7 @@ __all__ = ["shard_sequence", "token_mean", "whole_sequences"]
 
 
 def shard_sequence(batch: Mapping[str, Any], *, method: str = "heads") -> dict[str, Any]:
-    """Returns this rank's tokens of a batch. Collective if there are labels.
+    """Returns this rank's tokens of a batch. Collective if there are labels, and with other divisions of the ranks.
 
     Until the next call, :func:`bmtrain.nn.functional.attention`, torch's ``scaled_dot_product_attention`` and the
     attention of transformers models made distributed by the wrapper are over the whole sequences.
@@ -42,11 +42,12 @@ def shard_sequence(batch: Mapping[str, Any], *, method: str = "heads") -> dict[s
 
     Returns:
         A dict with the divided tensors, ``position_ids``, and with labels ``num_items_in_batch``: the divisor with
-        which the summed loss of this rank has the mean over all tokens of the step as its mean over ranks.
+        which the summed loss of this rank has the mean over all tokens of the step as its mean over ranks; within
+        :func:`bmtrain.virtual_shards`, over the tokens of the virtual shard.
 
     Raises:
         TypeError, ValueError: a value makes no sense, or cannot be divided.
-        RuntimeError: before :func:`bmtrain.init_distributed`; with labels, within :func:`bmtrain.virtual_shards`.
+        RuntimeError: before :func:`bmtrain.init_distributed`.
 
     Example:
         >>> import torch
@@ -71,9 +72,7 @@ def shard_sequence(batch: Mapping[str, Any], *, method: str = "heads") -> dict[s
     divided = {name: _divided(sequences, name, value) for name, value in values.items()}
     if divided.get("shift_labels") is not None:
         counted = (divided["shift_labels"] != _IGNORED).sum()
-        divided["num_items_in_batch"] = (
-            total_over_batches(counted, "shard_sequence") / ctx.groups["tp_zero"].size
-        )
+        divided["num_items_in_batch"] = tokens_of_a_loss(counted, "shard_sequence")
     set_current(sequences)
     _intercept.install(attention)
     return divided
@@ -85,15 +84,14 @@ def token_mean(losses: torch.Tensor, weights: torch.Tensor | None = None) -> tor
     The mean of the ranks' results is the mean over all tokens, however many each rank has, and
     :meth:`OptimManager.backward <bmtrain.optim.OptimManager.backward>` gives its gradient.
 
+    Within :func:`bmtrain.virtual_shards` the mean is over the tokens of the virtual shard.
+
     Args:
         losses: of this rank's tokens, any shape.
         weights: of the tokens, same shape: 0 for tokens that do not count; default 1 for all.
 
     Returns:
         A scalar of the dtype of ``losses``.
-
-    Raises:
-        RuntimeError: within :func:`bmtrain.virtual_shards`, whose tokens are not there at once.
 
     Example:
         >>> import torch
@@ -108,11 +106,7 @@ def token_mean(losses: torch.Tensor, weights: torch.Tensor | None = None) -> tor
     weights = weights.to(losses.dtype).detach()
     # Not a product: the loss of a token that does not count may be inf or NaN.
     total = torch.where(weights == 0, 0, losses * weights).sum()
-    return (
-        total
-        * context("token_mean").groups["tp_zero"].size
-        / total_over_batches(weights.sum(), "token_mean").to(losses.dtype)
-    )
+    return total / tokens_of_a_loss(weights.sum(), "token_mean").to(losses.dtype)
 
 
 _IGNORED = -100
@@ -176,12 +170,38 @@ def _divide(group: Group, method: Method, shape: torch.Size, documents: torch.Te
     padded = piece * num_pieces
     if padded > length:
         documents = torch.nn.functional.pad(documents, (0, padded - length), value=length)
+    documents = _of_layers(documents, method)
     pieces = torch.arange(padded).view(num_pieces, piece)
     mine = [group.rank] if num_pieces == group.size else [group.rank, num_pieces - 1 - group.rank]
     own = pieces[mine].flatten()
     _Stamp.last += 1
     stamp = torch.tensor([_Stamp.last])
     return Sequences(group, method, batch_size, length, padded, own, documents, stamp)
+
+
+def _of_layers(documents: torch.Tensor, method: Method) -> torch.Tensor:
+    """Returns the documents of all batches that this rank's layers see, see :class:`Sequences`. Collective with tensor
+    parallelism or a pipeline."""
+    ctx = context("shard_sequence")
+    pipe, tp = ctx.groups["pipe"], ctx.groups["tp"]
+    if pipe.size * tp.size == 1:
+        return documents[None]
+    own = torch.tensor([*documents.shape, list(Method).index(method)], device=ctx.device)
+    sizes = own.new_empty((ctx.world.size, len(own)))
+    ctx.world.comm.all_gather(sizes, own, "shard_sequence").wait()
+    for ranks in (*ctx.topology.groups("pipe"), *ctx.topology.groups("tp"), *ctx.topology.groups("sp")):
+        found = sizes[list(ranks)]
+        if (found != found[0]).any():
+            raise ValueError(
+                f"batch: expected as many sequences, of one length, and one method on ranks {ranks}, whose layers see "
+                f"each other's tokens, got (sequences, tokens, number of the method) {found.tolist()}"
+            )
+    for group in (pipe, tp):
+        documents = documents.to(ctx.device).contiguous()
+        every = documents.new_empty((group.size, *documents.shape))
+        group.comm.all_gather(every, documents, "shard_sequence").wait()
+        documents = every.flatten(0, 1) if group is pipe else every
+    return documents.cpu()
 
 
 class _Stamp:

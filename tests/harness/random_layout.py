@@ -50,6 +50,7 @@ class Layout:
         dtype: of the layers' parameters.
         optimizer: ``"sgd"`` or ``"adam"``.
         method: of divided sequences.
+        packed: whether sequences have several documents, at other places in each.
     """
 
     seed: int
@@ -68,6 +69,7 @@ class Layout:
     dtype: str = "float32"
     optimizer: str = "sgd"
     method: str = "heads"
+    packed: bool = False
 
     @property
     def has_auxiliary_loss(self) -> bool:
@@ -81,12 +83,12 @@ def draw(seed: int) -> Layout:
     while True:
         pipe, tp, sp = (r.choice([1, 1, 1, 2, 2, 4]) for _ in range(3))
         product = pipe * tp * sp
-        if product <= 8 and (sp == 1 or sp == product):  # others are refused, as experts beside either below
+        if product <= 8:
             break
     ranks = product * r.choice([times for times in (1, 2, 3, 4, 8) if product * times <= 8])
     stage = ranks // pipe
     mixture = r.random() < 0.5
-    divides_experts = mixture and tp == sp == 1
+    divides_experts = mixture and tp == 1
     ep = r.choice([size for size in (1, 2, 2, 4, 8) if stage % size == 0]) if divides_experts else 1
     init = {"tp_size": tp, "sp_size": sp, "ep_size": ep}
     pipeline: dict[str, Any] | None = None
@@ -117,6 +119,7 @@ def draw(seed: int) -> Layout:
         dtype="float16" if r.random() < 0.2 and not mixture else "float32",
         optimizer=r.choice(["sgd", "adam"]),
         method=r.choice(["heads", "ring"]),
+        packed=r.random() < 0.4,
     )
 
 
@@ -242,11 +245,12 @@ class Model(bmtrain.DistributedModule):
         return loss.div(tp)
 
 
-def batch(layout: Layout, step: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels of all ranks."""
+def batch(layout: Layout, step: int, micro: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, labels and documents of all ranks."""
     generator = torch.Generator().manual_seed(layout.seed * 1000 + step * 10 + micro)
     ids, labels = (torch.randint(VOCAB, (ROWS, TOKENS), generator=generator) for _ in range(2))
-    return ids, labels
+    begins = torch.rand(ROWS, TOKENS, generator=generator) < 0.3 * layout.packed
+    return ids, labels, begins.cumsum(1)
 
 
 def freeze(layout: Layout, named: Mapping[str, torch.Tensor]) -> None:
@@ -306,14 +310,14 @@ def train(layout: Layout, weights: Weights) -> Recorded:
 
 def _own(layout: Layout, step: int, micro: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """This rank's tokens, their positions and labels: sequence ranks divide tokens, tensor-parallel ranks rows."""
-    ids, labels = batch(layout, step, micro)
     config = bmtrain.config
-    own_ids, own_labels = (part.chunk(config["dp_size"])[config["dp_rank"]] for part in (ids, labels))
-    own_ids, own_labels = (part.chunk(config["tp_size"])[config["tp_rank"]] for part in (own_ids, own_labels))
-    if config["sp_size"] > 1:
-        part = bmtrain.shard_sequence({"input_ids": own_ids, "targets": own_labels}, method=layout.method)
-        return part["input_ids"], part["position_ids"], part["targets"]
-    return own_ids, torch.arange(TOKENS).expand_as(own_ids), own_labels
+    whole = dict(zip(("input_ids", "targets", "documents"), batch(layout, step, micro), strict=True))
+    own = {name: part.chunk(config["dp_size"])[config["dp_rank"]] for name, part in whole.items()}
+    own = {name: part.chunk(config["tp_size"])[config["tp_rank"]] for name, part in own.items()}
+    if config["sp_size"] > 1 or layout.packed:
+        own = bmtrain.shard_sequence(own, method=layout.method)
+        return own["input_ids"], own["position_ids"], own["targets"]
+    return own["input_ids"], torch.arange(TOKENS).expand_as(own["input_ids"]), own["targets"]
 
 
 def train_whole(layout: Layout, weights: Weights) -> Recorded:
@@ -346,9 +350,12 @@ def train_whole(layout: Layout, weights: Weights) -> Recorded:
     return found
 
 
-def _plain_loss(layout: Layout, w: Weights, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def _plain_loss(
+    layout: Layout, w: Weights, ids: torch.Tensor, labels: torch.Tensor, documents: torch.Tensor
+) -> torch.Tensor:
     x = w["embedding.tokens"][ids] + w["embedding.places"][: ids.shape[1]]
     order = [*range(len(layout.policies)), *[0] * int(layout.shared)]
+    allowed = (documents[:, :, None] == documents[:, None]).tril()[:, None]
     logits = []
     for number in order:
         prefix = f"layers.{number}."
@@ -356,8 +363,7 @@ def _plain_loss(layout: Layout, w: Weights, ids: torch.Tensor, labels: torch.Ten
         normed = torch.tanh(x) @ own["norm.weight"].T
         q, k, v = (split(F.linear(normed, own[f"{n}.weight"], own[f"{n}.bias"])) for n in "qkv")
         scores = q @ k.transpose(-1, -2) / (DIM // HEADS) ** 0.5
-        scores = scores.masked_fill(~torch.ones(TOKENS, TOKENS).tril().bool(), -torch.inf)
-        mixed = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        mixed = (scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
         x = x + F.linear(mixed, own["o.weight"], own["o.bias"])
         if layout.mixture:
             y, found = _plain_mixture(torch.tanh(x).flatten(0, 1), own)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from harness import run_ranks
 from harness.divided import assert_same_run, batch_of, train_divided, train_whole
+from harness.divided_model import Layer, Model, make_plain
 from torch import nn
 
 import bmtrain as bmt
@@ -89,48 +90,6 @@ def test_attention_is_that_of_one_process(world: int, method: str) -> None:
 
 def test_windows_go_with_heads() -> None:
     assert max(run_ranks(2, attend, "heads", 3, True, True, False, 4, init={"sp_size": 2})) <= 1e-6
-
-
-class Layer(nn.Module):
-    """A layer in plain torch, which calls torch's attention."""
-
-    def __init__(self, dim: int, num_heads: int, num_kept: int) -> None:
-        super().__init__()
-        self.num_heads, self.num_kept = num_heads, num_kept
-        self.norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.q = nn.Linear(dim, dim)
-        self.kv = nn.Linear(dim, 2 * num_kept * (dim // num_heads))
-        self.out = nn.Linear(dim, dim)
-        self.mlp = nn.Sequential(nn.Linear(dim, 3 * dim), nn.GELU(), nn.Linear(3 * dim, dim))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
-        q = self.q(y).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        k, v = self.kv(y).unflatten(-1, (2 * self.num_kept, -1)).transpose(1, 2).chunk(2, dim=1)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        result: torch.Tensor = x + self.mlp(self.mlp_norm(x))
-        return result
-
-
-class Model(nn.Module):
-    def __init__(self, *extra: nn.Module) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(50, 32), nn.Embedding(64, 32)
-        self.layers = nn.ModuleList([*(Layer(32, 4, 2) for _ in range(2)), *extra])
-        self.head = nn.Linear(32, 50)
-
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(input_ids) + self.positions(position_ids)
-        for layer in self.layers:
-            x = layer(x)
-        logits: torch.Tensor = self.head(x)
-        return logits
-
-
-def make_plain() -> nn.Module:
-    torch.manual_seed(3)
-    return Model()
 
 
 def make_llama() -> nn.Module:
@@ -310,7 +269,7 @@ def wrong_calls() -> None:
         bmt.shard_sequence({"input_ids": ids, "features": torch.zeros(2, 3)})
     bmt.shard_sequence({"input_ids": ids})
     x = torch.randn(2, 3, 8, 4)
-    with pytest.raises(ValueError, match="multiple of sp_size 2 heads, got 3"):
+    with pytest.raises(ValueError, match="multiple of sp_size 2 heads of each tensor-parallel rank, got 3"):
         attention(x, x, x)
     with pytest.raises(NotImplementedError, match="dropout=0.1: expected 0"):
         attention(x, x, x, dropout=0.1)
@@ -352,5 +311,6 @@ def test_sizes_that_cannot_be_are_refused() -> None:
         "divisible by pipe_size * tp_size * sp_size = 1 * 1 * 2"
         in run_ranks(3, sizes, sp_size=2, init=False)[0]
     )
-    assert "sp_size 2: expected no pipeline" in run_ranks(4, sizes, sp_size=2, tp_size=2, init=False)[0]
-    assert "virtual_shards" in run_ranks(2, sizes, sp_size=2, virtual_shards=2, init=False)[0]
+    few = run_ranks(4, sizes, sp_size=2, virtual_shards=1, init=False)[0]
+    assert "at least the number of ranks / sp_size 2 (2), got 1" in few
+    assert "survive" in run_ranks(2, sizes, sp_size=2, virtual_shards=2, survive=1, init=False)[0]
