@@ -98,8 +98,8 @@ class VirtualShards:
         """Returns the mean over all virtual shards, bit-identical on all ranks and any number of them. Collective.
 
         Args:
-            values: one number for each virtual shard of this rank, in their order; for instance the losses. Those of
-                sequence ranks, which share a virtual shard, count alike.
+            values: one number for each virtual shard of this rank, in their order; for instance the losses. Sequence
+                ranks share a virtual shard, and their values count alike.
 
         Returns:
             0-dim, fp32, on the run device, without a graph.

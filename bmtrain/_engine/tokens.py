@@ -34,7 +34,7 @@ def total_over_batches(numbers: torch.Tensor, needed_by: str) -> torch.Tensor:
 def tokens_of_a_loss(numbers: torch.Tensor, needed_by: str) -> torch.Tensor:
     """Returns the divisor with which a rank's sum over its tokens is its share of a mean. Collective.
 
-    The mean of the ranks' shares is that over the tokens of the step; within :func:`bmtrain.virtual_shards` over those
+    The mean of the ranks' shares is over the tokens of the step; within :func:`bmtrain.virtual_shards`, over the tokens
     of the virtual shard, which sequence ranks have parts of.
     """
     ctx = context(needed_by)
