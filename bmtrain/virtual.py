@@ -84,6 +84,7 @@ class VirtualShards:
                     engine.virtual.begin_shard()
                     seed_generators(_seed_of(ctx.seed, self.step, index))
                     yield VirtualShard(index, self.count, is_repeated=index in own[:number])
+                    engine.virtual.end_shard()
             with engine.gradients.ending():
                 engine.virtual.publish()
             engine.gradients.run_accumulated_hooks()

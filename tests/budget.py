@@ -19,10 +19,10 @@ PYTHON = {
     "watch": ("_watch", 1905),
     "ranks": ("_ranks global_var nccl synchronize utils", 4240),
     "shards": ("_shards parameter", 1458),
-    "engine": ("_engine", 5765),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5254),
+    "engine": ("_engine", 5896),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5297),
     "files": ("_files dcp distributed store weights", 4460),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 8939),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 8940),
     "survive": ("_survive", 1180),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 11_830),
 }

@@ -218,8 +218,11 @@ class BlockCall:
         block, engine = self.block, self.engine
         self._refuse_what_cannot_be_right()
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        takes = engine.gradients.destination.takes
         trains = {
-            buffer: flags for buffer, flags in zip(block.buffers, self.trains, strict=True) if True in flags
+            buffer: flags
+            for buffer, flags in zip(block.buffers, self.trains, strict=True)
+            if True in flags and takes(buffer)
         }
         training = tuple(trains)
         roots = [number for number, gradient in enumerate(gradients) if gradient is not None]

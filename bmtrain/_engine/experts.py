@@ -8,25 +8,31 @@ order of its own list of experts.
 
 A rank sends another one exactly the rows that the other's experts get; nothing is padded, and no token is dropped. All
 ranks of the group take part in each call, with or without tokens of their own or for their experts.
+
+[Note: Experts in virtual shards]
+The ranks of a group compute one virtual shard each, and a shard's gradient must be the same wherever it is computed. So
+an expert takes the rows of each rank in a call of its own, with an alias of its parameters, and the gradients of the
+aliases are the leaves of the tree, in the order of the shards: see `virtual_sum.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..global_var import context
+from .copies import source_of
 from .engine import current_engine
 
 if TYPE_CHECKING:
     from .._C import Communicator
 
 #: Computes one rank's experts. Arguments: ``(n, ...)``, the rows of the first expert, then those of the second and so
-#: on; ``(experts,)``, how many rows each has, on the host. Returns ``(n, ...)``, in the same order.
-RunExperts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+#: on; ``(experts,)``, how many rows each has, on the host; the full parameters. Returns ``(n, ...)``, in their order.
+RunExperts = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
 
 
 def run_experts(
@@ -35,7 +41,7 @@ def run_experts(
     top_k_weights: torch.Tensor,
     num_experts: int,
     run: RunExperts,
-    trains: bool = True,
+    parameters: Sequence[torch.Tensor],
 ) -> torch.Tensor:
     """Sends each token to its experts, and adds their results. Collective over the expert-parallel group.
 
@@ -44,8 +50,8 @@ def run_experts(
         top_k_index: ``(tokens, k)``, integers: the experts of each token, ``0 <= index < num_experts``.
         top_k_weights: ``(tokens, k)``, the factor of each result; sums are made in its dtype, or fp32.
         num_experts: of all ranks; a multiple of the ranks, each of which holds as many, one after the other.
-        run: computes this rank's experts.
-        trains: whether ``run`` uses parameters that require grad; the same on all ranks.
+        run: computes this rank's experts; draws no random numbers.
+        parameters: of this rank's experts, as read from their module.
 
     Returns:
         ``(tokens, features of the results)``, in the dtype of ``x``.
@@ -58,25 +64,63 @@ def run_experts(
     counts = expert.new_zeros(num_experts).scatter_add_(0, expert, torch.ones_like(expert))
     rows = _Rows.apply(x, order // k, back, k)
     if comm.size == 1:
-        results: torch.Tensor = run(rows, counts.cpu())
+        results: torch.Tensor = run(rows, counts.cpu(), parameters)
     else:
         by_rank = _gathered(counts, comm)  # (ranks, experts), on the host
         sent = by_rank[comm.rank].view(comm.size, -1).sum(1).tolist()
         here = by_rank.view(comm.size, comm.size, -1)[:, comm.rank]  # (ranks, experts of this one)
         received = here.sum(1).tolist()
-        # What has come is in the order of (rank, expert).
-        numbers = torch.arange(here.shape[1]).repeat(comm.size).repeat_interleave(here.reshape(-1))
-        by_expert = numbers.argsort(stable=True).to(x.device)
-        from_ranks = by_expert.argsort()
         arrived = _Exchange.apply(rows, received, sent, comm)
-        arrived = _Rows.apply(arrived, by_expert, from_ranks, 1)
-        computed = run(arrived, here.sum(0))
-        if torch.is_grad_enabled() and (trains or arrived.requires_grad):
-            computed = _Connected.apply(computed, arrived if arrived.requires_grad else _a_leaf(computed))
-        results = _Exchange.apply(_Rows.apply(computed, from_ranks, by_expert, 1), sent, received, comm)
+        if current_engine(context()).virtual.is_open:
+            computed = _run_each_source(arrived, here, run, parameters)
+        else:
+            computed = _run_together(arrived, here, run, parameters)
+        results = _Exchange.apply(computed, sent, received, comm)
     own: torch.Tensor = _Rows.apply(results, back, order, 1).view(tokens, k, results.shape[-1])
     dtype = torch.promote_types(torch.float32, top_k_weights.dtype)
     return (own * top_k_weights.to(dtype).unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+def _run_together(
+    arrived: torch.Tensor, here: torch.Tensor, run: RunExperts, parameters: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Runs this rank's experts on the rows of all ranks, which are in the order of ``(rank, expert)``, as ``here``."""
+    numbers = torch.arange(here.shape[1]).repeat(len(here)).repeat_interleave(here.reshape(-1))
+    by_expert = numbers.argsort(stable=True).to(arrived.device)
+    from_ranks = by_expert.argsort()
+    arrived = _Rows.apply(arrived, by_expert, from_ranks, 1)
+    computed = run(arrived, here.sum(0), parameters)
+    if torch.is_grad_enabled() and (arrived.requires_grad or _trained(parameters)):
+        computed = _Connected.apply(computed, arrived if arrived.requires_grad else _a_leaf(computed))
+    rows: torch.Tensor = _Rows.apply(computed, from_ranks, by_expert, 1)
+    return rows
+
+
+def _run_each_source(
+    arrived: torch.Tensor, here: torch.Tensor, run: RunExperts, parameters: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """As `_run_together`, on the rows of one rank after the other. See [Note: Experts in virtual shards]."""
+    anchors, aliases = [], [list(parameters) for _ in here]
+    if torch.is_grad_enabled() and _trained(parameters):
+        anchor, *flat = _ForEachSource.apply(_a_leaf(arrived), len(here), parameters)
+        anchors.append(anchor)
+        for own, of_source in zip(aliases, _in_parts(flat, len(here)), strict=True):
+            for number, alias in zip(_trained(parameters), of_source, strict=True):
+                own[number] = alias
+    if torch.is_grad_enabled() and arrived.requires_grad:
+        anchors.append(arrived)
+    parts = arrived.split(here.sum(1).tolist())
+    computed = torch.cat([run(*each) for each in zip(parts, here, aliases, strict=True)])
+    return _Connected.apply(computed, *anchors) if anchors else computed
+
+
+def _in_parts(values: Sequence[Any], number: int) -> list[Sequence[Any]]:
+    size = len(values) // number
+    return [values[first : first + size] for first in range(0, len(values), size)]
+
+
+def _trained(parameters: Sequence[torch.Tensor]) -> list[int]:
+    return [number for number, param in enumerate(parameters) if param.requires_grad]
 
 
 def _gathered(counts: torch.Tensor, comm: Communicator) -> torch.Tensor:
@@ -113,20 +157,45 @@ class _Rows(torch.autograd.Function):
 
 
 class _Connected(torch.autograd.Function):
-    """``computed`` as it is, in the graph of ``anchor``.
+    """``computed`` as it is, in the graph of ``anchors``.
 
     Experts without tokens may return zeros that depend on nothing. Backward sends gradients through the exchanges of
     all ranks, so each rank must have both exchanges in its graph.
     """
 
     @staticmethod
-    def forward(ctx: Any, computed: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, computed: torch.Tensor, *anchors: torch.Tensor) -> torch.Tensor:
+        ctx.number = len(anchors)
         return computed.view_as(computed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad, None
+        return grad, *[None] * ctx.number
+
+
+class _ForEachSource(torch.autograd.Function):
+    """Aliases of the trained parameters for each source of rows; their gradients go to the virtual shards' sums.
+
+    Returns an anchor, by which backward comes here on all ranks, and the aliases, those of one source together.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, leaf: torch.Tensor, number: int, parameters: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.trained = [parameters[index] for index in _trained(parameters)]
+        ctx.number = number
+        return leaf.detach(), *[param.detach() for _ in range(number) for param in ctx.trained]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: torch.Tensor, *gradients: torch.Tensor) -> Any:
+        virtual = current_engine(context()).virtual
+        for full, *own in zip(ctx.trained, *_in_parts(gradients, ctx.number), strict=True):
+            source = source_of(full)  # outside blocks
+            virtual.of_experts(full if source is None else source, own)
+        return None, None, None
 
 
 def _a_leaf(like: torch.Tensor) -> torch.Tensor:

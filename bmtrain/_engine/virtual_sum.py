@@ -9,16 +9,23 @@ added: a single tree would sum in different orders on one rank and on many.
 
 In a micro-step adjacent ranks compute adjacent shards. Where the last micro-step has more ranks than shards, the last
 ranks repeat a shard, so that all ranks make the same calls; their gradients come last, and a full tree ignores them.
+
+Where experts are divided over ranks, a rank has a gradient of its experts from each rank of its group. These do not go
+through the block's buffer, which has room for one: they wait here for the end of the block's backward, and are sent and
+summed parameter by parameter.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from .._C import ShardedBuffer, TreeSum
+from .._shards.gather import changed_by_hooks
+from .block_state import BlockState
 from .gradients import Destination
 from .unsent import Unsent
 
@@ -68,15 +75,45 @@ class VirtualSum(Destination):
         self._num_shards = 0
         self._sums: dict[int, _Sums] = {}
         self._arrivals: Counter[int] = Counter()  # in this micro-step
+        self._of_experts: dict[int, tuple[DistributedParameter, list[torch.Tensor]]] = {}
 
     # ---- the destination of gradients
 
     def of_parameter(self, param: DistributedParameter, gradient: torch.Tensor) -> None:
         """Adds the full gradient of a parameter outside blocks. Collective."""
-        _refuse_replicas(1 if param._spec.replicas is None else param._spec.replicas.size)
-        tree = self._tree(param)
+        tree = self._tree_of(param)
         for part in param._spec.scatter(gradient.reshape(-1), param._label):
             tree.push(part)
+
+    def takes(self, buffer: ShardedBuffer) -> bool:
+        """Whether gradients reach ``buffer`` itself: not those of experts from several ranks."""
+        param: DistributedParameter = buffer.parameters[0]  # type: ignore[assignment]
+        return not (param._ep_mode and param._slice_group.size > 1)
+
+    def of_experts(self, param: DistributedParameter, gradients: Sequence[torch.Tensor]) -> None:
+        """Adds the full gradients of this rank's experts: for the rows of each rank of their group."""
+        block = _block_of(param)
+        dtype = param.dtype if block is None else block.policy.dtypes_of(param.dtype).reduce
+        own = [changed_by_hooks(param, gradient).to(dtype) for gradient in gradients]
+        known = self._of_experts.get(id(param))
+        if known is not None:
+            own = [one + other for one, other in zip(known[1], own, strict=True)]
+        self._of_experts[id(param)] = param, own
+
+    def of_block(self, block: BlockState, buffers: Sequence[ShardedBuffer]) -> Sequence[ShardedBuffer] | None:
+        self._send_experts(block)
+        return super().of_block(block, buffers)
+
+    def _send_experts(self, block: BlockState | None) -> None:
+        """Sends the gradients of experts in ``block``; None: outside blocks. Collective."""
+        for param, gradients in list(self._of_experts.values()):
+            if _block_of(param) is block:
+                del self._of_experts[id(param)]
+                parts = [param._spec.scatter(own.reshape(-1), param._label) for own in gradients]
+                tree = self._tree_of(param)
+                for of_rank in zip(*parts, strict=True):
+                    for part in of_rank:
+                        tree.push(part)
 
     def keeps(self, param: DistributedParameter) -> bool:
         return True
@@ -84,6 +121,10 @@ class VirtualSum(Destination):
     def tree_of(self, buffer: ShardedBuffer) -> TreeSum:
         _refuse_replicas(buffer.num_replicas)
         return self._tree(buffer)
+
+    def _tree_of(self, param: DistributedParameter) -> TreeSum:
+        _refuse_replicas(1 if param._spec.replicas is None else param._spec.replicas.size)
+        return self._tree(param)
 
     def _tree(self, owner: ShardedBuffer | DistributedParameter) -> TreeSum:
         arrival = self._arrivals[id(owner)]
@@ -102,10 +143,15 @@ class VirtualSum(Destination):
         """Begins the next of this rank's virtual shards."""
         self._arrivals.clear()
 
+    def end_shard(self) -> None:
+        """Ends a virtual shard: all its gradients are there. Collective."""
+        self._send_experts(None)
+
     def forget(self) -> None:
         """Ends a step, and drops its sums."""
         self.is_open = False
         self._sums.clear()
+        self._of_experts.clear()
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -118,6 +164,11 @@ class VirtualSum(Destination):
                 owned.owner.add_gradient(total)
             elif owned.owner.requires_grad:
                 _add_gradient(owned.owner, total)
+
+
+def _block_of(param: DistributedParameter) -> BlockState | None:
+    reference = param._block
+    return None if reference is None or reference.runtime is None else reference.runtime()
 
 
 def _refuse_replicas(number: int) -> None:

@@ -9,6 +9,7 @@ weight 1.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,9 +42,15 @@ def can_divide(module: torch.nn.Module) -> bool:
     Raises:
         ValueError: they do not divide.
     """
-    ep_size = context().topology.ep_size
+    ctx = context()
+    ep_size = ctx.topology.ep_size
     number = getattr(module, "num_experts", None)
-    if ep_size == 1 or not takes_routing(type(module)) or type(number) is not int:
+    # With virtual shards one rank, too, sums the results of a token in the order that several do.
+    if (
+        (ep_size == 1 and not ctx.virtual_shards)
+        or not takes_routing(type(module))
+        or type(number) is not int
+    ):
         return False
     own = list(module.parameters(recurse=False))
     if not own or len(own) != len(list(module.parameters())):
@@ -81,10 +88,28 @@ class DividedExperts:
             result: torch.Tensor = run_here(hidden_states, index, weights)
             return result
 
-        def run(rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-            own = torch.arange(len(numbers)).repeat_interleave(numbers).to(rows.device).unsqueeze(1)
-            computed: torch.Tensor = run_here(rows, own, torch.ones_like(own, dtype=rows.dtype))
+        names = list(self._parameters)  # type: ignore[attr-defined]
+
+        def run_some(rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+            computed: torch.Tensor = run_here(rows, experts, torch.ones_like(experts, dtype=rows.dtype))
             return computed
 
-        trains = any(param.requires_grad for param in self.parameters())  # type: ignore[attr-defined]
-        return run_experts(hidden_states, index, weights, number, run, trains)
+        def run(
+            rows: torch.Tensor, numbers: torch.Tensor, parameters: Sequence[torch.Tensor]
+        ) -> torch.Tensor:
+            own = torch.arange(len(numbers)).repeat_interleave(numbers).to(rows.device).unsqueeze(1)
+            vars(self).update(zip(names, parameters, strict=True))  # which come before registered ones
+            try:
+                if not context().virtual_shards:
+                    return run_some(rows, own)
+                # One expert at a time: modules that sort rows may take those of an expert in an order that depends on
+                # the number of rows.
+                sizes = numbers.tolist()
+                parts = zip(rows.split(sizes), own.split(sizes), strict=True)
+                return torch.cat([rows[:0], *(run_some(*part) for part in parts if len(part[0]))])
+            finally:
+                for name in names:
+                    del vars(self)[name]
+
+        parameters = [getattr(self, name) for name in names]
+        return run_experts(hidden_states, index, weights, number, run, parameters)

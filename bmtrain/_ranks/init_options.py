@@ -63,7 +63,7 @@ class InitOptions:
             micros = given if stages >= 1 else 1
         backend = _choose_backend(backend)
         shards = _check_virtual_shards(virtual_shards, sizes)
-        may_lose = _check_survive(survive, shards, backend, sizes["sp_size"])
+        may_lose = _check_survive(survive, shards, backend, sizes)
         return cls(
             seed=_check_seed(seed),
             sizes=sizes,
@@ -107,11 +107,15 @@ def _check_virtual_shards(count: int | None, sizes: dict[str, int]) -> int:
     if count is None:
         return 0
     number = require_integer("virtual_shards", count, least=1)
-    others = {name: size for name, size in sizes.items() if name != "sp_size"}
+    others = {name: size for name, size in sizes.items() if name not in ("sp_size", "ep_size")}
     if max(others.values()) > 1:
         raise ValueError(
-            "virtual_shards: expected no pipeline, no tensor parallelism and no experts divided over ranks, got "
-            f"{_listed(others)}"
+            f"virtual_shards: expected no pipeline and no tensor parallelism, got {_listed(others)}"
+        )
+    if sizes["sp_size"] > 1 and sizes["ep_size"] > 1:
+        raise ValueError(
+            "virtual_shards: expected either sequences or experts divided over ranks, got sp_size "
+            f"{sizes['sp_size']} and ep_size {sizes['ep_size']}"
         )
     return number
 
@@ -121,7 +125,7 @@ def _listed(sizes: dict[str, int]) -> str:
     return f"{', '.join(first)} and {last}"
 
 
-def _check_survive(survive: int, virtual_shards: int, backend: str, sp_size: int) -> int:
+def _check_survive(survive: int, virtual_shards: int, backend: str, sizes: dict[str, int]) -> int:
     number = require_integer("survive", survive)
     if number not in (0, 1):
         raise ValueError(f"survive: expected 0 or 1, got {number}")
@@ -129,8 +133,11 @@ def _check_survive(survive: int, virtual_shards: int, backend: str, sp_size: int
         raise ValueError(
             "survive: expected virtual_shards=, which make a step independent of the number of ranks"
         )
-    if number and sp_size > 1:
-        raise ValueError(f"survive: expected no sequences divided over ranks, got sp_size {sp_size}")
+    if number and max(sizes.values()) > 1:
+        raise ValueError(
+            "survive: expected no sequences and no experts divided over ranks, got sp_size "
+            f"{sizes['sp_size']} and ep_size {sizes['ep_size']}"
+        )
     if number and backend == "nccl":
         raise ValueError("survive: expected CPU ranks (backend='gloo'), got 'nccl'")
     return number

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -74,12 +74,15 @@ class Experts(DistributedModule):
         """
         check_features("x", x, self.gate_up, self.dim)
         _check_routing(x, top_k_index, top_k_weights, self.num_experts)
-        trains = self.gate_up.requires_grad or self.down.requires_grad
-        return run_experts(x, top_k_index, top_k_weights, self.num_experts, self._run, trains)
+        parameters = self.gate_up, self.down
+        return run_experts(x, top_k_index, top_k_weights, self.num_experts, self._run, parameters)
 
-    def _run(self, rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        gate, up = grouped_linear(rows, self.gate_up, numbers).chunk(2, dim=-1)
-        return grouped_linear(self.act(gate) * up, self.down, numbers)
+    def _run(
+        self, rows: torch.Tensor, numbers: torch.Tensor, parameters: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        gate_up, down = parameters
+        gate, up = grouped_linear(rows, gate_up, numbers).chunk(2, dim=-1)
+        return grouped_linear(self.act(gate) * up, down, numbers)
 
 
 class MoE(DistributedModule):
@@ -174,11 +177,26 @@ def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, numbers: torch.Tens
     Returns:
         ``(n, out)``.
     """
+    if context().virtual_shards:
+        return _grouped_linear(*_aligned(rows, weight), numbers)[:, : weight.shape[1]]
+    return _grouped_linear(rows, weight, numbers)
+
+
+def _grouped_linear(rows: torch.Tensor, weight: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     if _has_grouped_products(rows, weight):
         ends = numbers.cumsum(0).to(rows.device, torch.int32)
         return F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
     parts = zip(rows.split(numbers.tolist()), weight.unbind(0), strict=True)
     return torch.cat([F.linear(part, matrix) for part, matrix in parts])
+
+
+def _aligned(rows: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pads features so that each group starts at a multiple of 64 bytes, on which the bits of a product depend."""
+    multiple = 64 // weight.element_size()
+    of_out, of_in = (-size % multiple for size in weight.shape[1:])
+    if of_out or of_in:
+        return F.pad(rows, (0, of_in)), F.pad(weight, (0, of_in, 0, of_out))
+    return rows, weight
 
 
 def _check_function(name: str, value: object) -> None:

@@ -1,9 +1,13 @@
-"""Mixtures of transformers with experts divided over ranks, against the plain model in one process."""
+"""Mixtures of transformers with experts divided over ranks, against the plain model in one process.
+
+``BMTRAIN_ALL_MIXTURES=1`` runs every architecture in the tests of further layouts, in place of one.
+"""
 
 from __future__ import annotations
 
 import copy
 import importlib.util
+import os
 from typing import Any
 
 import pytest
@@ -52,6 +56,16 @@ FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
     "GraniteMoe": ({"num_local_experts": 4, "num_experts_per_tok": 2}, 2),
     "Llama": ({}, 0),
 }
+#: Architectures of the tests of further layouts.
+CHOSEN = list(FAMILIES) if os.environ.get("BMTRAIN_ALL_MIXTURES") == "1" else ["Mixtral"]
+
+
+def make(family: str) -> Any:
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**{**COMMON, **FAMILIES[family][0]})
+    torch.manual_seed(1)
+    return getattr(transformers, f"{family}ForCausalLM")(config).train()
 
 
 def inputs(rank: int) -> torch.Tensor:
@@ -59,11 +73,7 @@ def inputs(rank: int) -> torch.Tensor:
 
 
 def train(family: str, divided: int) -> None:
-    import transformers
-
-    config = getattr(transformers, f"{family}Config")(**{**COMMON, **FAMILIES[family][0]})
-    torch.manual_seed(1)
-    plain = getattr(transformers, f"{family}ForCausalLM")(config).train()
+    plain = make(family)
     model = bmtrain.BMTrainModelWrapper(copy.deepcopy(plain))
     assert sum(p._ep_mode for p in model.parameters()) >= divided
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
@@ -96,3 +106,28 @@ def train(family: str, divided: int) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_divided_experts_are_the_model(family: str) -> None:
     run_ranks(2, train, family, FAMILIES[family][1], init={"ep_size": 2}, timeout=200)
+
+
+def train_virtual(family: str) -> dict[str, bytes]:
+    model = bmtrain.BMTrainModelWrapper(make(family))
+    optimizer = bmtrain.optim.AdamOptimizer(model.parameters(), lr=1e-2)
+    manager = bmtrain.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    for step in range(2):
+        manager.zero_grad()
+        for shard in bmtrain.virtual_shards(step):
+            ids = inputs(10 * step + shard.index)
+            manager.backward(model(input_ids=ids, labels=ids).loss)
+        manager.clip_grad_norm(optimizer.param_groups, 1.0)
+        manager.step()
+    return {name: full_value(param).numpy().tobytes() for name, param in model.named_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", CHOSEN)
+def test_any_division_has_the_same_bits_with_virtual_shards(family: str) -> None:
+    found = [
+        run_ranks(world, train_virtual, family, init={"ep_size": world, "virtual_shards": 4}, timeout=200)
+        for world in (1, 2)
+    ]
+    assert found[1] == found[0] * 2

@@ -264,7 +264,10 @@ def test_misuse_raises():
     run_ranks(2, misuse, init={"virtual_shards": SHARDS, "survive": 1}, fresh=True)
 
 
-@pytest.mark.parametrize("init", [{"survive": 1}, {"survive": 2, "virtual_shards": 8}])
+@pytest.mark.parametrize(
+    "init",
+    [{"survive": 1}, {"survive": 2, "virtual_shards": 8}, {"survive": 1, "virtual_shards": 8, "ep_size": 2}],
+)
 def test_arguments_that_raise(init):
     run_ranks(1, refused, init, init=False)
 

@@ -238,7 +238,14 @@ def test_misuse_raises():
     run_ranks(2, misuse, init={"virtual_shards": SHARDS})
 
 
-@pytest.mark.parametrize("init", [{"virtual_shards": 1}, {"virtual_shards": 8, "tp_size": 2}])
+@pytest.mark.parametrize(
+    "init",
+    [
+        {"virtual_shards": 1},
+        {"virtual_shards": 8, "tp_size": 2},
+        {"virtual_shards": 8, "sp_size": 2, "ep_size": 2},
+    ],
+)
 def test_what_cannot_be_is_refused(init):
     run_ranks(2, refused, init, init=False)
 
