@@ -118,7 +118,7 @@ class Engine:
         self.schedule = Schedule()
         self.islands = OpenIslands()
         self.later: DeferredProducts | None = None
-        self.rows: slice | None = None  # of :meth:`on_rows`
+        self.rows: slice | None = None  # of `on_rows` of a pipeline
         self.gradients = Gradients(self)
         self.virtual = VirtualSum(self.gradients.unsent)
         self.calls: list[Any] = []
@@ -292,15 +292,6 @@ class Engine:
         self._keep_or_drop(block, keep=False)
 
     # ---- shared by all blocks, and parameters outside them
-
-    @contextmanager
-    def on_rows(self, first: int, number: int) -> Iterator[None]:
-        """Context manager in which a pipeline's layers run on these rows of the batches of all stages' ranks."""
-        before, self.rows = self.rows, slice(first, first + number)
-        try:
-            yield
-        finally:
-            self.rows = before
 
     def waiting(self, name: str, reason: str) -> AbstractContextManager[None]:
         """Context manager for waits of this rank, for the observer. See :meth:`Observer.waiting`."""

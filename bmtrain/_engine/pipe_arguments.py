@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from .._shards.stage import collect_batches
 
 if TYPE_CHECKING:
     from .._ranks.context import Group
+    from .engine import Engine
 
 
 class PipeArgument:
@@ -108,3 +110,13 @@ class PipeArguments:
         return [unwrap(value) for value in self._args], {
             name: unwrap(value) for name, value in self._kwargs.items()
         }
+
+
+@contextmanager
+def on_rows(engine: Engine, first: int, number: int) -> Iterator[None]:
+    """Context manager in which a pipeline's layers run on these rows of the batches of all stages' ranks."""
+    before, engine.rows = engine.rows, slice(first, first + number)
+    try:
+        yield
+    finally:
+        engine.rows = before

@@ -20,7 +20,7 @@ from .._ranks.messages import header_of
 from .._shards.stage import channel, receive_header
 from ..global_var import context
 from .engine import current_engine
-from .pipe_arguments import PipeArguments
+from .pipe_arguments import PipeArguments, on_rows
 from .pipe_schedule import Action, Actions, Kind, Message, message_of, messages_to, without_backward
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Pass:
         with torch.set_grad_enabled(self._seed is not None):
             for action, following in zip(self._actions, [*self._actions[1:], None], strict=True):
                 self._inbox.post(action, following)
-                with engine.on_rows(sum(rows[: action.micro]), rows[action.micro]):
+                with on_rows(engine, sum(rows[: action.micro]), rows[action.micro]):
                     do[action.kind](action)
                 while self._sending and self._sending[0][0].is_completed():
                     self._sending.pop(0)[0].wait()

@@ -29,7 +29,7 @@ from .._shards.stage import (
 )
 from ..global_var import context
 from .engine import current_engine
-from .pipe_arguments import PipeArguments
+from .pipe_arguments import PipeArguments, on_rows
 from .pipe_pass import wait_for_stage
 from .pipe_recording import StageRecordings
 from .recording import active_recorder
@@ -96,7 +96,7 @@ class PipelineCall:
         incoming = self._incoming(collect_batches(pipe, hidden, target=0))
         for index in range(self.num_micros):
             x = incoming.take(index).detach().requires_grad_(torch.is_grad_enabled())
-            with self._recording_micro(), self._engine.on_rows(index * len(x), len(x)):
+            with self._recording_micro(), on_rows(self._engine, index * len(x), len(x)):
                 states = self._run_stage(x, *arguments.of_micro(index))
             self.states.append(states)
             if not self.is_last:
@@ -224,7 +224,7 @@ class PipelineCall:
                 recorded, recorded_grads = self.recordings.roots(index)
                 roots += recorded
                 root_grads += recorded_grads
-            with self._engine.on_rows(index * len(states[0]), len(states[0])):
+            with on_rows(self._engine, index * len(states[0]), len(states[0])):
                 torch.autograd.backward(roots, root_grads, retain_graph=keep_graph)
             if not self.is_first:
                 out = _gradient_of(states[0])
