@@ -177,7 +177,7 @@ class _Connected(torch.autograd.Function):
 class _ForEachSource(torch.autograd.Function):
     """Aliases of the trained parameters for each source of rows; their gradients go to the virtual shards' sums.
 
-    Returns an anchor, by which backward comes here on all ranks, and the aliases, those of one source together.
+    Returns an anchor, by which backward comes here on all ranks, and the aliases, source by source.
     """
 
     @staticmethod

@@ -86,7 +86,7 @@ class VirtualSum(Destination):
             tree.push(part)
 
     def takes(self, buffer: ShardedBuffer) -> bool:
-        """Whether gradients reach ``buffer`` itself: not those of experts from several ranks."""
+        """Whether gradients reach ``buffer`` itself: false for experts that get rows of several ranks."""
         param: DistributedParameter = buffer.parameters[0]  # type: ignore[assignment]
         return not (param._ep_mode and param._slice_group.size > 1)
 
