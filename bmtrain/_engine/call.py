@@ -218,12 +218,9 @@ class BlockCall:
         block, engine = self.block, self.engine
         self._refuse_what_cannot_be_right()
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        takes = engine.gradients.destination.takes
-        trains = {
-            buffer: flags
-            for buffer, flags in zip(block.buffers, self.trains, strict=True)
-            if True in flags and takes(buffer)
-        }
+        trains = dict(
+            filter(engine.gradients.destination.takes, zip(block.buffers, self.trains, strict=True))
+        )
         training = tuple(trains)
         roots = [number for number, gradient in enumerate(gradients) if gradient is not None]
         outputs, leaves = self.outputs, self.leaves

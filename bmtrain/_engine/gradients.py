@@ -44,9 +44,9 @@ class Destination:
         """Returns the full gradient of a parameter outside Blocks to reduce now, or None."""
         return self.unsent.joined(param, gradient) if self.unsent.outside else gradient
 
-    def takes(self, buffer: ShardedBuffer) -> bool:
-        """Whether gradients of the parameters in ``buffer`` are collected there."""
-        return True
+    def takes(self, trained: tuple[ShardedBuffer, list[bool]]) -> bool:
+        """Whether a buffer collects gradients; given with it: which of its parameters are trained."""
+        return True in trained[1]
 
     def keeps(self, param: DistributedParameter) -> bool:
         """Whether a parameter outside Blocks gets gradients of this backward at a later time."""

@@ -85,10 +85,10 @@ class VirtualSum(Destination):
         for part in param._spec.scatter(gradient.reshape(-1), param._label):
             tree.push(part)
 
-    def takes(self, buffer: ShardedBuffer) -> bool:
-        """Whether gradients reach ``buffer`` itself: false for experts that get rows of several ranks."""
-        param: DistributedParameter = buffer.parameters[0]  # type: ignore[assignment]
-        return not (param._ep_mode and param._slice_group.size > 1)
+    def takes(self, trained: tuple[ShardedBuffer, list[bool]]) -> bool:
+        """As of the base class; never for experts that get rows of several ranks."""
+        param: DistributedParameter = trained[0].parameters[0]  # type: ignore[assignment]
+        return super().takes(trained) and not (param._ep_mode and param._slice_group.size > 1)
 
     def of_experts(self, param: DistributedParameter, gradients: Sequence[torch.Tensor]) -> None:
         """Adds the full gradients of this rank's experts: for the rows of each rank of their group."""
