@@ -97,7 +97,7 @@ def init_distributed(
         init_method: the address of the rendezvous: ``env://`` (MASTER_ADDR and MASTER_PORT), ``tcp://host:port`` or
             ``file:///path``; ``?rank=R&world_size=W`` in it wins over the environment. An int is the seed, as
             in the first release.
-        seed: seeds ``torch``, ``random`` and ``numpy`` with the same value on every rank: rank 0's.
+        seed: seeds ``torch``, ``random`` and ``numpy`` on every rank with the value of rank 0.
         pipe_size: pipeline stages; 0 or less: no pipeline.
         num_micro_batches: micro-batches that a pipeline cuts the gathered batch into; default ``pipe_size``.
         tp_size: ranks that compute one loss together (tensor parallelism); 1 or less: none.

@@ -1,5 +1,6 @@
 """How Sphinx builds these pages: `python -m sphinx -W docs docs/_build`."""
 
+import posixpath
 import re
 import sys
 from pathlib import Path
@@ -118,7 +119,30 @@ def link_other_language(app, pagename, templatename, context, doctree):
         }
 
 
+def stay_in_language(app, pagename, templatename, context, doctree):
+    """No page leads on or back to one in the other language, although the first Chinese page follows an English one."""
+    for way in ("prev", "next"):
+        link = (context.get(way) or {}).get("link", "")
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(pagename), link))
+        if link and target.startswith("zh/") != pagename.startswith("zh/"):
+            context[way] = None
+
+
+def break_names(app, pagename, templatename, context, doctree):
+    """A long name in a table is broken after an underscore, a dot and such marks, and between its words."""
+
+    def break_code(code):
+        return code[1] + re.sub(r"(?<=[_./=(\[,:-])(?=[\w\"')\]])|(?<=[a-z])(?=[A-Z])", "<wbr>", code[2])
+
+    def break_table(table):
+        return re.sub(r'(<span class="pre">)([^<]+)', break_code, table[0])
+
+    context["body"] = re.sub("<table.*?</table>", break_table, context.get("body", ""), flags=re.DOTALL)
+
+
 def setup(app):
     app.connect("doctree-read", join_lines)
+    app.connect("html-page-context", break_names)
+    app.connect("html-page-context", stay_in_language)
     app.connect("html-page-context", link_other_language)
     app.connect("html-page-context", speak_chinese, priority=600)  # after the theme

@@ -6,6 +6,7 @@ from machine to machine, so that `--check` compares the words of the lines alone
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -204,8 +205,16 @@ def write(name: str, text: str) -> None:
 
 
 def main() -> int:
-    names = [name for name in sys.argv[1:] if not name.startswith("-")] or list(OUTPUTS)
-    if "--check" in sys.argv[1:]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="outputs to write or compare; default: all")
+    parser.add_argument("--check", action="store_true", help="compare, and write nothing")
+    options = parser.parse_args()
+    names = options.names or list(OUTPUTS)
+    if unknown := set(names) - set(OUTPUTS):
+        parser.error(f"expected some of {', '.join(OUTPUTS)}, got {', '.join(sorted(unknown))}")
+    if options.check:
         found = [f"{page}: {name}" for name in names for page in differing(name)]
         print("\n".join(found) or "all pages are up to date")
         return 1 if found else 0

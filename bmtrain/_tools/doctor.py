@@ -301,6 +301,7 @@ def _run_api() -> int:
     """Prints the table of names. Returns 1 if anything is missing or is not the object it should be, else 0."""
     findings = list(check_api())
     width = max(len(finding.path) for finding in findings) + len(PACKAGE) + 1
+    width = min(width, (columns() or 2 * width) // 2)
     title = f"{'documented name':<{width}}  kind, and defining module"
     print(fold(title, 8, columns()))
     for finding in findings:
