@@ -71,6 +71,7 @@ if TYPE_CHECKING:  # these load when they are first used, see _ON_FIRST_USE
         pipe_layer,
         plan,
         store,
+        survive,
         timeline,
         virtual,
         weights,
@@ -80,6 +81,7 @@ if TYPE_CHECKING:  # these load when they are first used, see _ON_FIRST_USE
     from . import memory as memory
     from .accumulate import no_sync
     from .backward import optim_step
+    from .data import batches
     from .init import init_distributed
     from .memory import MemoryReport, memory_report
     from .nn import shard_sequence
@@ -103,6 +105,7 @@ __all__ = [
     "Recompute",
     "TransformerBlockList",
     "__version__",
+    "batches",
     "benchmark",
     "block_layer",
     "build_info",
@@ -145,6 +148,7 @@ __all__ = [
     "shard_sequence",
     "store",
     "sum_loss",
+    "survive",
     "synchronize",
     "timeline",
     "utils",
@@ -164,7 +168,7 @@ _ON_FIRST_USE: dict[str, tuple[str, ...]] = {
     "backward": ("optim_step",),
     "benchmark": (),
     "convert": (),
-    "data": (),
+    "data": ("batches",),
     "dcp": (),
     "debug": (),
     "distributed": (),
@@ -180,6 +184,7 @@ _ON_FIRST_USE: dict[str, tuple[str, ...]] = {
     "pipe_layer": ("PipelineTransformerBlockList",),
     "plan": (),
     "store": ("load", "save"),
+    "survive": (),
     "timeline": (),
     "virtual": ("virtual_shards",),
     "weights": (),

@@ -1,20 +1,27 @@
-"""A data loader that gives each rank its own samples and can resume in the middle of an epoch."""
+"""Samples for each rank: a loader that can resume, and batches by the number of the step."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    default_collate,
+)
 
 from ._base.arguments import require_integer, require_keys
 from ._ranks import context as _context
 from .global_var import config, context
 from .virtual import shards_of
 
-__all__ = ["Loader", "loader"]
+__all__ = ["Batch", "Batches", "Loader", "batches", "loader"]
 
 _CHOSEN_HERE = ("batch_sampler", "drop_last", "generator", "sampler")
 
@@ -58,16 +65,10 @@ def loader(
     ctx = context("data.loader")
     if ctx.survival is not None:
         raise ValueError(
-            "data.loader: not with init_distributed(survive=...), where a step may be repeated with other shards: read "
-            "the samples of each step by its number, and cut them by shard.of(batch)"
+            "data.loader: not with init_distributed(survive=...), where a step may be repeated with other shards: use "
+            "batches(dataset, batch_size, seed)[step], cut by shard.of(batch)"
         )
-    if isinstance(dataset, IterableDataset) or not all(
-        hasattr(dataset, name) for name in ("__len__", "__getitem__")
-    ):
-        raise TypeError(
-            f"dataset: expected one with a length and indices, got {type(dataset).__name__}; an iterable "
-            'dataset must itself select this rank\'s samples, by config["dp_rank"] of config["dp_size"]'
-        )
+    _check_dataset(dataset)
     for name in _CHOSEN_HERE:
         if name in options:
             raise TypeError(f"{name}: the loader decides that; for another choice use torch's DataLoader")
@@ -85,6 +86,65 @@ def loader(
         shuffle,
     )
     return Loader(dataset, batches, options)
+
+
+def batches(
+    dataset: Dataset[Any],
+    batch_size: int,
+    seed: int = 0,
+    *,
+    shuffle: bool = True,
+    collate_fn: Callable[[list[Any]], Any] = default_collate,
+) -> Batches:
+    """Gives each virtual shard its samples by seed, step and shard, so that a step can be repeated and moved.
+
+    ``batches[step]`` is the batch of a step, of which ``shard.of(batch)`` reads a shard's samples: those that
+    :func:`loader` gives the shard. They are the same on any number of ranks, and when a step runs again after the loss
+    of a rank. A run that is resumed needs nothing but the number of its step.
+
+    Args:
+        dataset: has a length and takes indices; the same on all ranks.
+        batch_size: samples of one virtual shard.
+        seed: of the order, which is another one in each epoch.
+        shuffle: False for the order of the dataset.
+        collate_fn: makes a batch of a list of samples, as for ``torch.utils.data.DataLoader``.
+
+    Returns:
+        An object whose length is the number of steps of an epoch; steps after it belong to the next epochs.
+
+    Raises:
+        TypeError: ``dataset`` has no length or takes no indices.
+        ValueError: the samples do not fill one step.
+        RuntimeError: before :func:`bmtrain.init_distributed`, or it was not given ``virtual_shards``.
+
+    Example:
+        >>> bmtrain.init_distributed(virtual_shards=2)
+        >>> batches = bmtrain.batches(range(10), batch_size=2, shuffle=False)
+        >>> for step in range(3):  # two steps are an epoch; the last two samples do not fill one
+        ...     print(step, [shard.of(batches[step]).tolist() for shard in bmtrain.virtual_shards(step)])
+        0 [[0, 2], [1, 3]]
+        1 [[4, 6], [5, 7]]
+        2 [[0, 2], [1, 3]]
+    """
+    count = context("batches").virtual_shards
+    if not count:
+        raise RuntimeError(
+            "batches: expected init_distributed(virtual_shards=...), got none; or use data.loader"
+        )
+    _check_dataset(dataset)
+    size = require_integer("batch_size", batch_size, 1)
+    order = _Batches(len(dataset), size, count, (), require_integer("seed", seed), shuffle)  # type: ignore[arg-type]
+    return Batches(dataset, order, collate_fn)
+
+
+def _check_dataset(dataset: Any) -> None:
+    if isinstance(dataset, IterableDataset) or not all(
+        hasattr(dataset, name) for name in ("__len__", "__getitem__")
+    ):
+        raise TypeError(
+            f"dataset: expected one with a length and indices, got {type(dataset).__name__}; an iterable "
+            'dataset must itself select this rank\'s samples, by config["dp_rank"] of config["dp_size"]'
+        )
 
 
 class _Batches(Sampler[list[int]]):
@@ -113,12 +173,17 @@ class _Batches(Sampler[list[int]]):
         return self.num_samples // self.step * len(self.mine)
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = self._order()
+        order = self.order()
         for first in range(self.first, self.num_samples - self.step + 1, self.step):
             for part in self.mine:
-                yield order[first + part : first + self.step : self.parts].tolist()
+                yield self.part(order, first, part)
 
-    def _order(self) -> torch.Tensor:
+    def part(self, order: torch.Tensor, first: int, part: int) -> list[int]:
+        """Returns the indices of a part of the step that begins at ``first``."""
+        indices: list[int] = order[first + part : first + self.step : self.parts].tolist()
+        return indices
+
+    def order(self) -> torch.Tensor:
         """The order of ``torch.utils.data.DistributedSampler`` with the same seed."""
         if not self.shuffle:
             return torch.arange(self.num_samples)
@@ -211,6 +276,49 @@ class Loader:
                     "samples that are left of the epoch would be others"
                 )
         self._go_to(state_dict["epoch"], state_dict["samples"])
+
+
+class Batch:
+    """The samples of one step, read when :meth:`VirtualShard.of` or another slice takes them."""
+
+    def __init__(
+        self, dataset: Dataset[Any], indices: Sequence[int], collate_fn: Callable[[list[Any]], Any]
+    ) -> None:
+        self.indices = indices
+        self._dataset = dataset
+        self._collate_fn = collate_fn
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, samples: slice) -> Any:
+        return self._collate_fn([self._dataset[index] for index in self.indices[samples]])
+
+
+class Batches:
+    """The batches of all steps by number, see :func:`batches`."""
+
+    def __init__(
+        self, dataset: Dataset[Any], order: _Batches, collate_fn: Callable[[list[Any]], Any]
+    ) -> None:
+        self._dataset = dataset
+        self._batches = order
+        self._collate_fn = collate_fn
+        self._order = order.order()
+
+    def __len__(self) -> int:
+        """Number of steps of an epoch."""
+        return self._batches.num_samples // self._batches.step
+
+    def __getitem__(self, step: int) -> Batch:
+        """Returns the batch of a step, of any epoch."""
+        epoch, number = divmod(require_integer("step", step, 0), len(self))
+        if epoch != self._batches.epoch:
+            self._batches.epoch = epoch
+            self._order = self._batches.order()
+        parts = range(self._batches.parts)
+        shards = [self._batches.part(self._order, number * self._batches.step, part) for part in parts]
+        return Batch(self._dataset, [index for shard in shards for index in shard], self._collate_fn)
 
 
 def adapt_distributed_sampler() -> None:

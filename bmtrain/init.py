@@ -238,7 +238,7 @@ def _join(launch: Launch, place: Topology, options: InitOptions) -> Context:
         )
         context.world.comm.barrier("init_distributed")
         if options.survive:
-            context = surviving(context, options.survive, meeting.store, host, hosts)
+            context = surviving(context, meeting.store, host, hosts)
     except BaseException:
         watch.stop()
         raise

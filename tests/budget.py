@@ -19,11 +19,11 @@ PYTHON = {
     "watch": ("_watch", 1905),
     "ranks": ("_ranks global_var nccl synchronize utils", 4240),
     "shards": ("_shards parameter", 1458),
-    "engine": ("_engine", 5899),
+    "engine": ("_engine", 5903),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5297),
     "files": ("_files dcp distributed store weights", 4460),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 8940),
-    "survive": ("_survive", 1180),
+    "survive": ("_survive survive", 1400),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 11_830),
 }
 CORE = {

@@ -14,6 +14,7 @@ call of a module that is in a block, while the block does not run: there its par
 
 from __future__ import annotations
 
+import weakref
 from contextlib import AbstractContextManager
 
 import torch
@@ -59,11 +60,13 @@ class Reads:
     Attributes:
         innermost: the scope of the innermost running forward.
         uninitialised: parameters without values.
+        outside: parameters that were read outside of Blocks, by number.
     """
 
     def __init__(self) -> None:
         self.innermost: Scope | None = None
         self.uninitialised = Uninitialised()
+        self.outside: weakref.WeakValueDictionary[int, DistributedParameter] = weakref.WeakValueDictionary()
 
     def belong_to(self, owner: BlockRef) -> bool:
         """Whether the innermost forward belongs to a Block, or to a module in it."""
@@ -78,4 +81,5 @@ class Reads:
     def read(self, param: DistributedParameter) -> torch.Tensor:
         """Returns the full tensor of a parameter that has values. Collective."""
         require_gathering("reading a DistributedParameter")
+        self.outside[param._number] = param
         return self.innermost.read(param) if self.innermost is not None else param.gather()

@@ -11,6 +11,9 @@ import torch
 class Survival(Protocol):
     """Repeats or completes a step after the loss of a rank; see :class:`bmtrain._survive.survival.Survival`."""
 
+    exceptions_are_losses: bool
+    user_state: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]
+
     def shards(self, loop: Any) -> Iterator[Any]: ...
 
     def mean(self, loop: Any, values: Sequence[Any]) -> torch.Tensor | None: ...

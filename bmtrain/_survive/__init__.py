@@ -14,7 +14,7 @@ from .._ranks.shm_meeting import exchange
 __all__ = ["surviving"]
 
 
-def surviving(ctx: Context, may_lose: int, store: Any, host: str, hosts: Sequence[str]) -> Context:
+def surviving(ctx: Context, store: Any, host: str, hosts: Sequence[str]) -> Context:
     """Returns the context of a rank that continues without lost ones. Collective."""
     from .members import Address, Members
     from .survival import Survival
@@ -28,7 +28,7 @@ def surviving(ctx: Context, may_lose: int, store: Any, host: str, hosts: Sequenc
         Address(*json.loads(text))
         for text in exchange(store, "survive/address", own, rank, size, ctx.timeout)
     ]
-    survival = Survival(may_lose, members, hosts)
+    survival = Survival(members, hosts)
     ctx = dataclasses.replace(ctx, survival=survival)
-    survival.attend(ctx)
+    survival.attend(ctx, hosts)
     return ctx

@@ -1,10 +1,15 @@
 """Copies of another rank's shards and optimizer state, which take part in every step.
 
 [Note: Copies]
-Rank r keeps what rank r - 1 has: its *ward*. When the gradients of a step are complete, each rank sends its own to the
-rank that keeps its copy, and an optimizer of the same kind updates the copy as the ward updates itself. Updates of
-elements do not depend on each other, so the bits are the same. For Adam the gradients are 2 or 4 bytes per parameter;
-a copy of the state after each step would be 8 to 14.
+Each rank keeps what another one has: its *ward* (`ring.py`). When the gradients of a step are complete,
+each rank sends its own to the rank that keeps its copy, and an optimizer of the same kind updates the copy as the ward
+updates itself. Updates of elements do not depend on each other, so the bits are the same. For Adam the gradients are 2
+or 4 bytes per parameter; a copy of the state after each step would be 8 to 14.
+
+[Note: Damaged copies]
+A copy is sealed by checksums after each update, which are compared before the next update and before the copy replaces
+a lost rank. A message has a checksum for each parameter. What is damaged is named and never used: the copy misses its
+update, all ranks hear of it at the next commit, and make all copies again from the ranks themselves.
 """
 
 from __future__ import annotations
@@ -20,12 +25,11 @@ from torch import Tensor
 from .._C import Communicator
 from .._engine.engine import current_engine
 from .._ranks.context import Context
-from ..errors import CommunicationError
 from ..optim._arrays import MASTER
 from ..optim._sharded import ShardedOptimizer
 from ..parameter import DistributedParameter
+from .ring import Ring
 
-_HEADER = struct.Struct("qq")  # number of the step, checksum
 _LABEL = "copies"
 
 
@@ -40,6 +44,12 @@ def all_parameters(ctx: Context, optimizers: Iterable[ShardedOptimizer]) -> list
         for p in _members(optimizer):
             found[p._number] = p
     return [found[number] for number in sorted(found)]
+
+
+def name_of(param: DistributedParameter) -> str:
+    """Returns the name of a parameter with that of its Block."""
+    block = None if param._block is None else param._block()
+    return param._label if block is None else f"{param._label} in Block {block._label}"
 
 
 def _members(optimizer: ShardedOptimizer) -> Iterator[DistributedParameter]:
@@ -84,6 +94,26 @@ class Ward:
         self.rank = rank
         self.params = {p: torch.nn.Parameter(value, p.requires_grad) for p, value in values.items()}
         self.optimizers = [_twin(optimizer, self.params) for optimizer in optimizers]
+        self._sums: dict[tuple[DistributedParameter, str], int] = {}
+
+    def seal(self) -> None:
+        """Records the checksums of all arrays. See [Note: Damaged copies]."""
+        self._sums = {key: _quick_sum(array) for key, array in self._arrays()}
+
+    def damage(self) -> str:
+        """Returns the name of an array with other bits than at the last `seal`; empty if there is none."""
+        for (p, name), array in self._arrays():
+            if self._sums.get((p, name)) != _quick_sum(array):
+                return f"{name} of {name_of(p)}"
+        return ""
+
+    def _arrays(self) -> Iterator[tuple[tuple[DistributedParameter, str], Tensor]]:
+        for p, copy in self.params.items():
+            yield (p, "the value"), copy.detach()
+            for number, twin in enumerate(self.optimizers):
+                for name, value in twin.state.get(copy, {}).items():
+                    if isinstance(value, Tensor):
+                        yield (p, f"{name} {number}" if number else name), value
 
     def step(self, number: int, optimizer: ShardedOptimizer, scale: float) -> None:
         """Updates the copy as ``optimizer``, the one with this number, has updated the shards."""
@@ -140,32 +170,36 @@ class Message:
         counts = [p._spec.part(rank)[1] for p in params]
         self._dtypes = [(p.grad if p.grad is not None else p).dtype for p in params]
         self._sizes = [count * dtype.itemsize for count, dtype in zip(counts, self._dtypes, strict=True)]
-        self.data = torch.empty(_HEADER.size + sum(self._sizes), dtype=torch.uint8)
+        self._header = struct.Struct(f"q{len(params)}I")  # number of the step, checksum of each parameter
+        self.data = torch.empty(self._header.size + sum(self._sizes), dtype=torch.uint8)
 
     def pack(self, step: int) -> None:
         """Takes the gradients of this rank."""
         pieces = [p.grad.reshape(-1).view(torch.uint8) for p in self.params if p.grad is not None]
-        body = self.data[_HEADER.size :]
+        body = self.data[self._header.size :]
         torch.cat(pieces or [body[:0]], out=body)
-        header = _HEADER.pack(step, _checksum(body))
-        self.data[: _HEADER.size] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        header = self._header.pack(step, *map(_checksum, self._pieces()))
+        self.data[: self._header.size] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
 
-    def check(self, step: int, sender: int) -> None:
-        """Raises CommunicationError for a message of another step, or with other bits than were sent."""
-        found, checksum = _HEADER.unpack(self.data[: _HEADER.size].numpy().tobytes())
-        if found != step or checksum != _checksum(self.data[_HEADER.size :]):
-            raise CommunicationError(
-                f"copies: expected the gradients of step {step} of rank {sender}, got gradients of step {found} with "
-                f"{'a wrong' if found == step else 'another'} checksum: they are damaged, and are not used"
-            )
+    def damage(self, step: int) -> str:
+        """Returns what is wrong with a message for ``step``; empty if nothing is."""
+        found, *checksums = self._header.unpack(self.data[: self._header.size].numpy().tobytes())
+        if found != step:
+            return f"a message of step {found} instead of {step}"
+        for p, checksum, piece in zip(self.params, checksums, self._pieces(), strict=True):
+            if checksum != _checksum(piece):
+                return f"the message with the gradient of {name_of(p)} in step {step}"
+        return ""
 
     def gradients(self) -> dict[DistributedParameter, Tensor]:
         """Returns new tensors by parameter, 1-D."""
-        pieces = self.data[_HEADER.size :].split(self._sizes)
         return {
             p: torch.empty(piece.numel() // dtype.itemsize, dtype=dtype).copy_(_as(piece, dtype))
-            for p, piece, dtype in zip(self.params, pieces, self._dtypes, strict=True)
+            for p, piece, dtype in zip(self.params, self._pieces(), self._dtypes, strict=True)
         }
+
+    def _pieces(self) -> list[Tensor]:
+        return list(self.data[self._header.size :].split(self._sizes))
 
 
 def _checksum(data: Tensor) -> int:
@@ -173,17 +207,28 @@ def _checksum(data: Tensor) -> int:
     return zlib.crc32(bytes_)
 
 
+def _quick_sum(array: Tensor) -> int:
+    """A sum that changes with any one bit, at the speed of memory."""
+    data = array.detach().reshape(-1).view(torch.uint8)
+    whole = data.numel() // 8 * 8 if data.storage_offset() % 8 == 0 else 0
+    words, rest = data[:whole].view(torch.int64), data[whole:]
+    return int(words.sum()) + int(rest.sum(dtype=torch.int64))
+
+
 def _as(piece: Tensor, dtype: torch.dtype) -> Tensor:
     """The elements of bytes that may start anywhere."""
     return piece.clone().view(dtype) if piece.numel() else torch.empty(0, dtype=dtype)
 
 
-def exchange(comm: Communicator, own: Message, ward: Message, step: int) -> None:
-    """Sends a rank's gradients to the keeper of its copy, and receives the gradients of its ward. Collective."""
-    rank, size = comm.rank, comm.size
+def exchange(comm: Communicator, own: Message, ward: Message, step: int, ring: Ring) -> str:
+    """Sends a rank's gradients to the keeper of its copy, and receives the gradients of its ward. Collective.
+
+    Returns:
+        The damage of the received message.
+    """
     own.pack(step)
-    sent = comm.send(own.data, (rank + 1) % size, _LABEL)
-    received = comm.recv(ward.data, (rank - 1) % size, _LABEL)
+    sent = comm.send(own.data, ring.keeper_of(comm.rank), _LABEL)
+    received = comm.recv(ward.data, ring.ward_of(comm.rank), _LABEL)
     sent.wait()
     received.wait()
-    ward.check(step, (rank - 1) % size)
+    return ward.damage(step)

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from .._watch.blame import ranks_text
 from .._watch.lines import listen
 from ..errors import CommunicationError
 
@@ -120,8 +119,8 @@ class Members:
         self,
         report: Message,
         lost: Sequence[int],
-        may_lose: int,
         patience: float,
+        why_not: Callable[[dict[int, Message]], str],
         give: Callable[[dict[int, Message]], Message],
     ) -> Meeting:
         """Meets the survivors. Collective over them.
@@ -129,12 +128,12 @@ class Members:
         Args:
             report: of this rank, for all others.
             lost: ranks that are known to be lost.
-            may_lose: number of ranks that may be lost at once.
             patience: seconds within which all survivors come.
+            why_not: called with all reports on the first survivor; the reason to end, or nothing.
             give: called with all reports on the first survivor; its result is given to all.
 
         Raises:
-            CommunicationError: more ranks are lost, or this process is: the others have gone on without it.
+            CommunicationError: the survivors cannot continue, or have done so without this process.
         """
         missing, end = set(lost), time.monotonic() + patience
         for leader in range(self.rank):
@@ -143,7 +142,7 @@ class Members:
                     return self._follow(leader, report, end)
                 except Lost:
                     missing.add(leader)
-        return self._lead(report, missing, may_lose, end, give)
+        return self._lead(report, missing, end, why_not, give)
 
     def advance(self, survivors: Sequence[int]) -> None:
         """Begins the next epoch, with these ranks in their order."""
@@ -182,19 +181,19 @@ class Members:
         self,
         report: Message,
         lost: set[int],
-        may_lose: int,
         end: float,
+        why_not: Callable[[dict[int, Message]], str],
         give: Callable[[dict[int, Message]], Message],
     ) -> Meeting:
         probes: dict[int, _Line] = {}
         try:
             while len(self._waiting) + len(lost) + 1 < len(self.addresses):
                 self._look(probes, lost, end)
-            why = self._why_not(lost, may_lose)
             reports = {
                 self.rank: report,
                 **{rank: message["report"] for rank, (message, _) in self._waiting.items()},
             }
+            why = why_not(reports)
             given = {} if why else give(reports)
             answer = {"do": "end", "why": why} if why else {"do": "go", "reports": reports, "given": given}
             for _, line in self._waiting.values():
@@ -231,14 +230,6 @@ class Members:
             if line.is_closed() or (rank not in self._waiting and time.monotonic() > end):
                 lost.add(rank)
                 self._waiting.pop(rank, None)
-
-    def _why_not(self, lost: set[int], may_lose: int) -> str:
-        num_ranks, again = len(self.addresses), "start the job again from the last checkpoint"
-        if len(lost) > may_lose:
-            return f"{ranks_text(sorted(lost))} were lost at once, and copies cover {may_lose}: {again}"
-        if 2 * len(lost) >= num_ranks:  # the others may be alive, and think the same of these
-            return f"{ranks_text(sorted(lost))} of {num_ranks} was lost, and only more than half may continue: {again}"
-        return ""
 
 
 class _Line:

@@ -40,11 +40,13 @@ class Reconnection:
             address["host"], address["port"], None, False, self._limit, wait_for_workers=False
         )
         place = Topology(meeting.survivors.index(members.rank), len(meeting.survivors), 1, 1)
+        saved = "" if ctx.watch is None else ctx.watch.saved
         _context.uninstall()
         watch = None
         scoped = dist.PrefixStore(f"epoch/{members.epoch + 1}", store)
         if place.world_size > 1:
             watch = Watch.join(scoped, place.rank, timeout=ctx.timeout, host=address["host"], hosts=hosts)
+            watch.note_saved(saved)
         new = dataclasses.replace(
             ctx,
             topology=place,

@@ -14,6 +14,7 @@ from .._ranks.context import Context
 from ..optim._sharded import ShardedOptimizer
 from ..parameter import DistributedParameter
 from .copies import Arrays, Ward, all_parameters, put_state
+from .ring import Ring
 
 _LABEL = "sharding again"
 
@@ -55,14 +56,17 @@ def steps_of(optimizers: Sequence[ShardedOptimizer], ward: Ward | None) -> list[
 
 
 @torch.no_grad()
-def shard_again(ctx: Context, optimizers: Sequence[ShardedOptimizer], before: Before) -> Ward | None:
+def shard_again(
+    ctx: Context, optimizers: Sequence[ShardedOptimizer], before: Before, ring: Ring
+) -> Ward | None:
     """Gives each rank its shards, and a copy of the shards of its ward. Collective.
 
     Returns:
         The copy; None on a single rank.
     """
     comm, size = ctx.world.comm, ctx.world.size
-    rank, ward_rank = ctx.world.rank, (ctx.world.rank - 1) % size
+    rank = ctx.world.rank
+    ward_rank = ring.ward_of(rank)
     params = all_parameters(ctx, optimizers)
 
     def full(p: DistributedParameter, dtype: torch.dtype, own: Any, copy: Any) -> Tensor:

@@ -14,8 +14,8 @@ The number of a place is twice the number of gates passed, plus one after the co
 
 from __future__ import annotations
 
+import copy
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,68 +23,67 @@ import torch
 from torch import Tensor
 
 from .._base.said import write_lines
-from .._base.unseen import gradient_of
 from .._C import ReduceOp, TreeSum
 from .._engine.engine import current_engine
 from .._ranks import context as _context
 from .._ranks.context import Context
 from .._watch.blame import ranks_text
 from ..errors import CommunicationError
-from ..optim._sharded import ShardedOptimizer
 from ..parameter import DistributedParameter
 from ..virtual import VirtualShard, VirtualShards
-from .copies import Message, Ward, all_parameters, exchange
+from .copies import all_parameters
+from .keeper import Keeper, check_reads
 from .members import Members
 from .reconnect import Reconnection
-from .reshard import Before, parts_of, shard_again, steps_of
-
-_AGAIN = "start the job again from the last checkpoint"
+from .reshard import Before, parts_of, steps_of
+from .ring import Ring
 
 
 class Survival:
     """State of a process of which others may be lost: `init_distributed(survive=...)`.
 
     Args:
-        may_lose: number of ranks that may be lost at once.
         members: the ranks of the job.
         hosts: the host of each rank.
 
     Attributes:
+        exceptions_are_losses: whether the others continue after an exception of one rank.
+        user_state: functions that get and set registered state, by name.
         times: seconds of each part of the last recovery.
         losses: number of ranks lost so far.
     """
 
-    def __init__(self, may_lose: int, members: Members, hosts: Sequence[str]) -> None:
-        self._may_lose = may_lose
+    def __init__(self, members: Members, hosts: Sequence[str]) -> None:
         self._members = members
         self._hosts = list(hosts)
-        self._managers: list[weakref.ref[Any]] = []
+        self._keeper = Keeper(Ring(hosts))
         self._lost: list[int] = []  # by the verdict
         self._place = 0
-        self._ward: Ward | None = None
-        self._is_whole = False  # each rank's copy is there
-        self._messages: tuple[Message, Message] | None = None  # of the committed step
         self._clips: list[Callable[[], Any]] = []  # since the commit
-        self._versions = 0, 0
-        self._gradients: list[tuple[int, int]] = []
         self._own_losses: list[Tensor] = []
         self._all_losses: Tensor | None = None  # of the committed step, by rank
+        self.exceptions_are_losses = False
+        self.user_state: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
         self.times: dict[str, float] = {}
         self.losses = 0
 
-    def attend(self, ctx: Context) -> None:
-        """Takes over the verdicts of the watchdog."""
+    def attend(self, ctx: Context, hosts: Sequence[str]) -> None:
+        """Takes over the verdicts of the watchdog of ranks on these hosts."""
         self._lost = []
+        self._hosts = list(hosts)
+        self._keeper.ring = Ring(hosts)
         if ctx.watch is not None:
             ctx.watch.may_survive = self._may_survive
 
     def _may_survive(self, verdict: dict[str, Any]) -> bool:
-        """Whether the job continues after a verdict; called by the watchdog's thread."""
+        """Whether the job may continue after a verdict; called by the watchdog's thread."""
         culprits = [int(rank) for rank in verdict["culprits"]]
         absent = {int(rank) for rank, why in verdict["absent"].items() if not why.startswith("left")}
+        if self.exceptions_are_losses and verdict["failure"]["kind"] == "exception":
+            absent.update(culprits)
         survives = (
-            self._is_whole
-            and 0 < len(culprits) <= self._may_lose
+            self._keeper.is_whole
+            and len(culprits) > 0
             and set(culprits) <= absent
             and self._members.rank not in culprits
         )
@@ -93,66 +92,9 @@ class Survival:
             self._lost = culprits
         return survives
 
-    # ---- optimizers and copies
-
     def add(self, manager: Any, optimizer: Any) -> None:
         """Notes a manager and an optimizer of it, which is to be copied."""
-        if any(known() not in (None, manager) for known in self._managers):
-            raise ValueError("survive: expected one OptimManager, with all optimizers, got a second one")
-        if manager.loss_scale_enabled:
-            raise ValueError("survive: expected no loss scale: train in bfloat16 or float32")
-        _check(optimizer)
-        if not any(known() is manager for known in self._managers):
-            self._managers.append(weakref.ref(manager))
-        optimizer.register_load_state_dict_post_hook(self._forget_copies)
-        self._is_whole = False
-
-    def _forget_copies(self, _: Any) -> None:
-        self._is_whole = False
-
-    def _optimizers(self) -> list[ShardedOptimizer]:
-        managers = [manager for reference in self._managers if (manager := reference()) is not None]
-        return [optimizer for manager in managers for optimizer in manager.optimizers]
-
-    def _make_copies(self) -> None:
-        """Makes the copy of the ward: before the first step, and after a load. Collective."""
-        self._is_whole = False
-        ctx = _context.context()
-        optimizers = self._optimizers()
-        if not optimizers:
-            raise RuntimeError(
-                "survive: expected an OptimManager with optimizers before the first loop over virtual shards"
-            )
-        params = all_parameters(ctx, optimizers)
-        rank, size = ctx.world.rank, ctx.world.size
-        steps = _largest(ctx, steps_of(optimizers, None))
-        self._ward = shard_again(
-            ctx, optimizers, Before(rank, range(size), None, parts_of(params), None, steps)
-        )
-        ctx.world.comm.barrier("copies")
-        self._is_whole = size > 1
-        self._note_versions()
-
-    def _note_versions(self) -> None:
-        self._versions = self._version()
-
-    def _version(self) -> tuple[int, int]:
-        """Changes when parameters were added, or written to."""
-        params = list(self._trained())
-        return len(params), sum(p._version for p in params)
-
-    def _trained(self) -> Iterator[Tensor]:
-        for optimizer in self._optimizers():
-            for group in optimizer.param_groups:
-                yield from group["params"]
-
-    def _note_gradients(self) -> None:
-        self._gradients = self._gradient_mark()
-
-    def _gradient_mark(self) -> list[tuple[int, int]]:
-        """Changes when a gradient is replaced, or written to."""
-        found = [gradient_of(p) for p in self._trained()]
-        return [(0, 0) if grad is None else (grad.data_ptr(), grad._version) for grad in found]
+        self._keeper.add(manager, optimizer)
 
     # ---- the loop
 
@@ -162,10 +104,12 @@ class Survival:
             raise RuntimeError("survive: expected OptimManager.step() after each loop over virtual shards")
         if self._lost:
             self._recover()
-        if not self._is_whole or self._version() != self._versions:
-            self._make_copies()
+        if not self._keeper.is_current():
+            self._keeper.make(_context.context())
+        state = self.get_user_state()
         while True:
-            self._begin()
+            self._own_losses.clear()
+            self._keeper.begin()
             for shard in loop.micro_steps():
                 self._let_be_void(True)
                 try:
@@ -180,12 +124,16 @@ class Survival:
             self._recover()
             if self._place % 2:
                 return
+            self.set_user_state(state)
 
-    def _begin(self) -> None:
-        self._own_losses.clear()
-        self._messages = None
-        for optimizer in self._optimizers():
-            optimizer.zero_grad(set_to_none=True)
+    def get_user_state(self) -> dict[str, Any]:
+        """Returns copies of the registered state."""
+        return {name: copy.deepcopy(get()) for name, (get, _) in self.user_state.items()}
+
+    def set_user_state(self, state: dict[str, Any]) -> None:
+        """Gives registered state its former values, of which copies are kept."""
+        for name, value in state.items():
+            self.user_state[name][1](copy.deepcopy(value))
 
     def _let_be_void(self, allowed: bool) -> None:
         watch = _context.context().watch
@@ -194,24 +142,21 @@ class Survival:
 
     def _commit(self) -> bool:
         """Sends the gradients; returns whether the step is committed. Collective."""
-        ctx = _context.context()
+        ctx, keeper = _context.context(), self._keeper
         self._clips.clear()
-        params = [p for p in all_parameters(ctx, self._optimizers()) if p.grad is not None]
-        rank, size = ctx.world.rank, ctx.world.size
+        check_reads(ctx, keeper.optimizers())
         try:
             self._share_losses(ctx)
-            if size > 1 and self._ward is not None:
-                own, ward = Message(params, rank), Message(params, self._ward.rank)
-                exchange(ctx.world.comm, own, ward, self._place // 2)
-                self._messages = own, ward
-                self._ward.set_gradients(ward.gradients())
-            ctx.world.comm.barrier("commit")
+            keeper.send(ctx, self._place // 2)
+            damaged = torch.tensor([bool(keeper.damage)], dtype=torch.int64)
+            ctx.world.comm.all_reduce(damaged, ReduceOp.MAX, "commit").wait()
         except CommunicationError:
             if not self._lost:
                 raise
             return False
         self._place += 1
-        self._note_gradients()
+        keeper.is_stale |= bool(damaged.item())
+        keeper.note_gradients()
         return True
 
     # ---- losses
@@ -255,20 +200,21 @@ class Survival:
                 self._recover()
             else:
                 self._clips.append(clip)
-                self._note_gradients()
+                self._keeper.note_gradients()
                 return norm
 
     def copies_of(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Returns the copies of parameters, whose gradients are scaled alike."""
-        if self._ward is None:
+        ward = self._keeper.ward
+        if ward is None:
             return []
-        return [self._ward.params[p] for p in params if isinstance(p, DistributedParameter)]
+        return [ward.params[p] for p in params if isinstance(p, DistributedParameter)]
 
     def pass_gate(self) -> None:
         """Waits until no rank needs another one for the rest of the step. Collective."""
         if not self._place % 2:
             raise RuntimeError("survive: expected a loop over virtual shards before OptimManager.step()")
-        if self._gradient_mark() != self._gradients:
+        if self._keeper.are_gradients_changed():
             raise RuntimeError(
                 "survive: expected gradients to be changed by OptimManager.clip_grad_norm() only, got others than the "
                 "loop has made: their copies on other ranks would differ"
@@ -286,12 +232,7 @@ class Survival:
 
     def step_copy(self, optimizer: Any, scale: float) -> None:
         """Updates the copy as ``optimizer`` has just updated its parameters."""
-        optimizers = self._optimizers()
-        number = next(number for number, known in enumerate(optimizers) if known is optimizer)
-        if self._ward is not None:
-            self._ward.step(number, optimizer, scale)
-        if number == len(optimizers) - 1:
-            self._note_versions()
+        self._keeper.step(optimizer, scale)
 
     # ---- after a loss
 
@@ -299,10 +240,13 @@ class Survival:
         """Continues without the lost ranks. Collective over the others."""
         began = time.monotonic()
         detected = self.times.pop("at", began)
-        ctx = _context.context()
+        ctx, keeper = _context.context(), self._keeper
         self._drop_what_runs(ctx)
-        optimizers = self._optimizers()
-        report = {"place": self._place, "steps": steps_of(optimizers, self._ward)}
+        steps = steps_of(keeper.optimizers(), keeper.ward)
+        if keeper.ward is not None:
+            keeper.note_damage(keeper.ward.damage())
+        gradients = keeper.gradients(self._place // 2) if self._place % 2 else None
+        report = {"place": self._place, "steps": steps, "damage": keeper.damage}
         rendezvous = Reconnection(ctx)
 
         def give(reports: dict[int, dict[str, Any]]) -> dict[str, Any]:
@@ -310,7 +254,7 @@ class Survival:
             return {} if _are_beyond_a_gate(places) else rendezvous.serve(self._members)
 
         while True:
-            meeting = self._members.agree(report, self._lost, self._may_lose, ctx.timeout, give)
+            meeting = self._members.agree(report, self._lost, ctx.timeout, self._why_not, give)
             places = {other["place"] for other in meeting.reports.values()}
             if not _are_beyond_a_gate(places):
                 break
@@ -320,10 +264,11 @@ class Survival:
         agreed = time.monotonic()
         lost = sorted(set(range(ctx.world.size)) - set(meeting.survivors))
         try:
-            self._go_on(ctx, meeting, rendezvous, optimizers, max(places))
+            self._go_on(ctx, meeting, rendezvous, gradients)
         except (RuntimeError, OSError) as error:
             raise CommunicationError(
-                f"a further rank was lost before the copies of {ranks_text(lost)} were shared out: {_AGAIN} ({error})"
+                f"a further rank was lost before the copies of {ranks_text(lost)} were shared out: "
+                f"{self._again(ctx)} ({error})"
             ) from error
         clips, self._clips = self._clips, []
         for clip in clips:  # before the survivors that had not completed it try it again
@@ -336,68 +281,70 @@ class Survival:
             **self.times,
             "all": ended - detected,
         }
-        if _context.context().world.rank == 0:
+        self._report(f"{ranks_text(lost)} lost; {{}} ranks continue")
+
+    def _report(self, what: str) -> None:
+        world = _context.context().world
+        if world.rank == 0:
             parts = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.times.items())
             write_lines()
-            print(
-                f"bmtrain: {ranks_text(lost)} lost; {_context.context().world.size} ranks continue ({parts})",
-                flush=True,
-            )
+            print(f"bmtrain: {what.format(world.size)} ({parts})", flush=True)
 
-    def _go_on(
-        self,
-        ctx: Context,
-        meeting: Any,
-        rendezvous: Reconnection,
-        optimizers: list[ShardedOptimizer],
-        place: int,
-    ) -> None:
-        survivors = meeting.survivors
-        size = ctx.world.size
-        # The keeper of a rank's copy is the next rank.
-        keepers = [rank if rank in survivors else (rank + 1) % size for rank in range(size)]
-        if not set(keepers) <= set(survivors):
-            raise CommunicationError("a rank and the keeper of its copy were lost")
-        params = all_parameters(ctx, optimizers)
-        gradients = None
-        if place % 2:
-            assert self._messages is not None
-            gradients = self._messages[0].gradients(), self._messages[1].gradients()
+    def _go_on(self, ctx: Context, meeting: Any, rendezvous: Reconnection, gradients: Any) -> None:
+        survivors, place, keeper = meeting.survivors, self._place, self._keeper
+        keepers = [
+            rank if rank in survivors else keeper.ring.keeper_of(rank) for rank in range(ctx.world.size)
+        ]
         reports = meeting.reports.values()
+        place = max(other["place"] for other in reports)
         before = Before(
             ctx.world.rank,
-            [survivors.index(keeper) for keeper in keepers],
-            self._ward,
-            parts_of(params),
-            gradients,
+            [survivors.index(rank) for rank in keepers],
+            keeper.ward,
+            parts_of(all_parameters(ctx, keeper.optimizers())),
+            gradients if place % 2 else None,
             [max(steps) for steps in zip(*(other["steps"] for other in reports), strict=True)],
         )
-        self._is_whole = False
-        self._hosts = [self._hosts[rank] for rank in survivors]
+        keeper.is_whole = False
+        hosts = [self._hosts[rank] for rank in survivors]
         started = time.monotonic()
-        new = rendezvous.connect(ctx, self._members, meeting, self._hosts)
+        new = rendezvous.connect(ctx, self._members, meeting, hosts)
         self._members.advance(survivors)
-        self.attend(new)
+        self.attend(new, hosts)
         connected = time.monotonic()
-        self._ward = shard_again(new, optimizers, before)
+        keeper.take(new, before)
         self._place = place
         if place % 2:
-            self._commit_again(new, params)
-            self._note_gradients()
-        new.world.comm.barrier("copies")
-        self._is_whole = new.world.size > 1
-        self._note_versions()
+            keeper.send(new, place // 2)
+            keeper.note_gradients()
+        keeper.seal(new)
         self.times = {"connection": connected - started, "state": time.monotonic() - connected}
 
-    def _commit_again(self, ctx: Context, params: Sequence[DistributedParameter]) -> None:
-        """Keeps the gradients of the committed step as they are now sharded."""
-        if self._ward is None:
-            self._messages = None
-            return
-        trained = [p for p in params if p.grad is not None]
-        own, ward = Message(trained, ctx.world.rank), Message(trained, self._ward.rank)
-        exchange(ctx.world.comm, own, ward, self._place // 2)
-        self._messages = own, ward
+    def _why_not(self, reports: dict[int, dict[str, Any]]) -> str:
+        """Returns the reason why these ranks cannot continue alone; empty if they can."""
+        ctx, ring = _context.context(), self._keeper.ring
+        lost = sorted(set(range(ctx.world.size)) - set(reports))
+        if 2 * len(lost) >= ctx.world.size:  # the others may be alive, and think the same of these
+            return (
+                f"{ranks_text(lost)} of {ctx.world.size} was lost, and only more than half may continue: "
+                f"{self._again(ctx)}"
+            )
+        for rank in lost:
+            keeper = ring.keeper_of(rank)
+            if keeper in lost:
+                return (
+                    f"{ranks_text([rank])} and the keeper of its copy, {ranks_text([keeper])}, were lost at once: "
+                    f"{self._again(ctx)}"
+                )
+            if reports[keeper]["damage"]:
+                return f"{ranks_text([rank])} was lost and cannot be replaced, as there is damage: " + (
+                    f"{reports[keeper]['damage']}: {self._again(ctx)}"
+                )
+        return ""
+
+    def _again(self, ctx: Context) -> str:
+        saved = "" if ctx.watch is None else ctx.watch.saved
+        return f"start the job again from the last checkpoint{saved and f': {saved}'}"
 
     def _drop_what_runs(self, ctx: Context) -> None:
         """Ends gathers and reductions of the lost step."""
@@ -415,28 +362,3 @@ class Survival:
 def _are_beyond_a_gate(places: set[int]) -> bool:
     """Whether some ranks have passed a gate, and others have still to do so."""
     return len(places) > 1 and max(places) % 2 == 0
-
-
-def _largest(ctx: Context, steps: list[int]) -> list[int]:
-    """Returns the largest of each number over the ranks. Collective."""
-    numbers = torch.tensor(steps, dtype=torch.int64)
-    if len(numbers):
-        ctx.world.comm.all_reduce(numbers, ReduceOp.MAX, "steps").wait()
-    return [int(number) for number in numbers]
-
-
-def _check(optimizer: Any) -> None:
-    """Refuses optimizers that are not copied yet."""
-    place = getattr(optimizer, "_place", None)
-    if (
-        not isinstance(optimizer, ShardedOptimizer)
-        or optimizer._formula.is_whole
-        or place is None
-        or place.state_dtype != torch.float32
-        or getattr(optimizer._formula, "record_delta", False)
-        or optimizer._owned_scale is not None
-    ):
-        raise ValueError(
-            f"survive: expected AdamOptimizer, AdamOffloadOptimizer or another element-wise optimizer of bmtrain with "
-            f"state in fp32, without scale= and record_delta=, got {type(optimizer).__name__}"
-        )

@@ -65,6 +65,7 @@ class Watch:
     Attributes:
         core: guards communicators.
         suspicion: the exited ranks.
+        saved: how to continue from what was saved last; empty if nothing was.
         may_survive: decides whether the job continues after a verdict; None: it ends.
     """
 
@@ -96,6 +97,7 @@ class Watch:
         self._reporter = Reporter(rank, self._world, "")
         self._resort = LastResort(f"rank {rank} of {self._world}", timeout, self._patience.silence)
         self.suspicion = Suspicion()
+        self.saved = ""
         self.may_survive: Callable[[Message], bool] | None = None
         self._thread = threading.Thread(target=self._run, name="bmtrain-watchdog", daemon=True)
         self._words = LastWords(self._tell, self._is_victim)
@@ -153,7 +155,8 @@ class Watch:
         return self._hub.listen_beside()
 
     def note_saved(self, resume: str) -> None:
-        """Records, on rank 0, how to continue from the checkpoint just saved; reports of a failure show it."""
+        """Records how to continue from the checkpoint just saved; reports of a failure show it."""
+        self.saved = resume
         if self._hub is not None:
             self._hub.resume = resume
 

@@ -11,6 +11,8 @@ from harness import run_ranks
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import bmtrain as bmt
+from bmtrain.global_var import context
+from bmtrain.virtual import shards_of
 
 SIZE = 50
 
@@ -171,3 +173,25 @@ def refused() -> None:
 
 def test_what_cannot_be_loaded_is_refused() -> None:
     run_ranks(2, refused)
+
+
+def by_step(steps: int) -> tuple[dict[tuple[int, int], list[int]], dict[tuple[int, int], list[int]]]:
+    """The samples of this rank's shards in each step, of `batches` and of the loader."""
+    batches, loader = bmt.batches(range(SIZE), 3, seed=3), bmt.data.loader(range(SIZE), 3, seed=3)
+    assert len(batches) == SIZE // 12
+    found, loaded = {}, {}
+    of_loader = chain.from_iterable(loader for _ in range(2))
+    for step in range(steps):
+        for index in shards_of(context().topology, 4):
+            shard = bmt.virtual.VirtualShard(index, 4)
+            found[step, index] = shard.of(batches[step]).tolist()
+            loaded[step, index] = next(of_loader).tolist()
+    return found, loaded
+
+
+def test_batches_by_step_are_those_of_the_loader_on_any_number_of_ranks() -> None:
+    [(whole, loaded)] = run_ranks(1, by_step, 7, init={"virtual_shards": 4})
+    assert whole == loaded
+    for world in (2, 3):
+        for found, _ in run_ranks(world, by_step, 7, init={"virtual_shards": 4}):
+            assert found.items() <= whole.items()

@@ -121,6 +121,8 @@ _SURVIVING = """
 import os, signal, sys, torch
 import bmtrain as bmt
 bmt.init_distributed(seed=1, virtual_shards=4, survive=1, timeout=60)
+if sys.argv[1] == "continue":
+    bmt.survive.exceptions()
 model = bmt.BMTrainModelWrapper(torch.nn.Linear(8, 4))
 optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-3)
 manager = bmt.optim.OptimManager()
@@ -134,14 +136,16 @@ for step in range(4):
     if os.environ["RANK"] == "0" and step == 2:
         if sys.argv[1] == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if sys.argv[1] == "raise":
+        if sys.argv[1] in ("raise", "continue"):
             raise ValueError("of the script")
     manager.step()
 print(f"{bmt.world_size()} ranks at the end", flush=True)
 """
 
 
-@pytest.mark.parametrize(("way", "status", "ends"), [("well", 0, 3), ("kill", 0, 2), ("raise", 1, 0)])
+@pytest.mark.parametrize(
+    ("way", "status", "ends"), [("well", 0, 3), ("kill", 0, 2), ("raise", 1, 0), ("continue", 1, 2)]
+)
 def test_the_other_ranks_continue(way: str, status: int, ends: int, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_SURVIVING)
@@ -149,6 +153,7 @@ def test_the_other_ranks_continue(way: str, status: int, ends: int, tmp_path: Pa
     done = run_process(command, check=False)
     assert done.returncode == status
     assert done.stdout.count(f"{ends} ranks at the end") == ends
-    if way == "kill":
+    if ends == 2:
         assert "bmtrain: rank 0 lost; 2 ranks continue" in done.stdout
-        assert "bmtrain launch: rank 0 of 3 was ended by SIGKILL" in done.stdout
+        how = "was ended by SIGKILL" if way == "kill" else "ended with status 1"
+        assert f"bmtrain launch: rank 0 of 3 {how}" in done.stdout

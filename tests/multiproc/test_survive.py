@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,17 @@ import torch.nn.functional as F
 from harness import Status, rank_outcomes, run_ranks
 
 import bmtrain as bmt
+from bmtrain._ranks import context as _context
 from bmtrain._survive.copies import Message
 from bmtrain.distributed import checkpoint
-from bmtrain.errors import CommunicationError
 
 SHARDS, STEPS, VOCAB, SEQ, DIM = 8, 6, 29, 6, 12
 TRANSPORT = os.environ.get("BMTRAIN_CPU_TRANSPORT", "auto")
-KILLS = int(os.environ.get("BMTRAIN_SURVIVE_KILLS", "3"))
+#: Number of random moments for each fault.
+FAULTS = {"kill": 2, "stop": 0, "raise": 1, "twice": 1}
+FAULTS |= {
+    name: int(n) for name, n in re.findall(r"(\w+)=(\d+)", os.environ.get("BMTRAIN_SURVIVE_FAULTS", ""))
+}
 
 
 class Layer(torch.nn.Module):
@@ -61,21 +65,50 @@ class Model(torch.nn.Module):
 PLACES = ("forward", "backward", "loop end", "clip", "step", "after step")
 
 
-class Death:
-    """Kills, or stops for a while, one rank at one place of one step."""
+class Fault:
+    """What happens to one rank at one place of one step, or ``after`` so many seconds from it."""
 
-    def __init__(self, rank: int, step: int, place: str, stop: float = 0.0) -> None:
+    def __init__(self, rank: int, step: int, place: str, what: str = "kill", after: float = 0.0) -> None:
         self.of, self.now = (rank, step, place), bmt.rank()
-        self.stop = stop
+        self.what, self.after = what, after
 
     def at(self, step: int, place: str) -> None:
         if (self.now, step, place) != self.of:
             return
-        if self.stop:
-            subprocess.Popen(["sh", "-c", f"sleep {self.stop}; kill -CONT {os.getpid()}"])
-            os.kill(os.getpid(), signal.SIGSTOP)
+        self.of = ()
+        if self.after:
+            signal.signal(signal.SIGALRM, lambda *_: self.happen())
+            signal.setitimer(signal.ITIMER_REAL, self.after)
         else:
+            self.happen()
+
+    def happen(self) -> None:
+        keeper = _context.context().survival._keeper
+        if self.what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif self.what == "stop":
+            subprocess.Popen(["sh", "-c", f"sleep 14; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.what == "raise":
+            try:
+                raise ValueError("of the script")
+            except ValueError:
+                sys.excepthook(*sys.exc_info())
+            os._exit(1)
+        elif self.what == "kill in a recovery":
+            keeper.take = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        elif self.what == "flip in the copy":
+            copies = [copy for copy in keeper.ward.params.values() if copy.numel()]
+            keeper.ward.optimizers[0].state[copies[-1]]["exp_avg"].view(torch.int32)[0] ^= 1 << 20
+        elif self.what == "flip in a message":
+            pack = Message.pack
+
+            def damaged(message: Message, step: int) -> None:
+                pack(message, step)
+                message.data[-1] ^= 4
+                Message.pack = pack
+
+            Message.pack = damaged
 
 
 def example(dtype: torch.dtype) -> Any:
@@ -95,11 +128,12 @@ def example(dtype: torch.dtype) -> Any:
 
 
 def train(
-    dtype: str, offload: bool, deaths: tuple[Any, ...] = (), after: float = 0.0, victim: int | None = None
+    dtype: str, offload: bool, faults: tuple[Any, ...] = (), long: bool = False, folder: str = ""
 ) -> Any:
-    """Trains; ``deaths`` by the rank itself, or of the ``victim`` so many seconds ``after`` the first step."""
+    """Trains with ``faults``; ``long``: the example's GPT-2. Saves into ``folder`` after a step."""
     torch.manual_seed(3)
-    if victim is None:
+    bmt.survive.exceptions()
+    if not long:
         loss_of = model = bmt.BMTrainModelWrapper(Model().to(getattr(torch, dtype)))
     else:
         model, loss_of = example(getattr(torch, dtype))
@@ -109,24 +143,30 @@ def train(
     manager = bmt.optim.OptimManager()
     schedule = bmt.lr_scheduler.Linear(optimizer, start_lr=1e-2, warmup_iter=2, end_iter=20)
     manager.add_optimizer(optimizer, schedule)
-    plans = [Death(*death) for death in deaths]
-    own = bmt.rank()
+    plans = [Fault(*fault) for fault in faults]
+    seen: list[int] = []
+    bmt.survive.register("seen", seen.copy, lambda was: seen.__setitem__(slice(None), was))
+    generator = torch.Generator().manual_seed(1)
+    batches = bmt.batches(torch.randint(VOCAB, (5 * SHARDS, SEQ), generator=generator), 2, seed=1)
 
     def at(step: int, place: str) -> None:
         for plan in plans:
             plan.at(step, place)
 
     told = []
-    for step in range(STEPS if victim is None else 4 * STEPS):
-        if step == 1 and victim == own:
-            threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        batch = torch.randint(VOCAB, (2 * SHARDS, SEQ), generator=torch.Generator().manual_seed(step))
+    for step in range(4 * STEPS if long else STEPS):
+        at(step, "start")
+        if folder and step == 1:
+            checkpoint.save(folder, step, model, manager)
+        batch = batches[step]
         manager.zero_grad()
         shards, losses = bmt.virtual_shards(step), []
         for number, shard in enumerate(shards):
             losses.append(loss_of(shard.of(batch)))
             if number == 1:
                 at(step, "forward")
+            if number == 0:
+                seen.append(step)
             manager.backward(losses[-1])
             if number == 0:
                 at(step, "backward")
@@ -138,6 +178,7 @@ def train(
         manager.step()
         at(step, "after step")
         told.append((shards.mean(losses).item(), norm.item()))
+    assert seen == list(range(len(told)))  # each step once, although some ran again
     assert len(os.listdir("/proc/self/fd")) <= num_files + 16  # of lost ranks nothing stays open
     values = dict(model.state_dict())
     for index, entry in optimizer.state_dict(gather=True)["state"].items():
@@ -158,8 +199,7 @@ _plain: dict[Any, Any] = {}
 def undisturbed(dtype: str, offload: bool, long: bool = False) -> Any:
     key = dtype, offload, long
     if key not in _plain:
-        victim = 99 if long else None
-        _plain[key] = run_ranks(1, train, dtype, offload, (), 0.0, victim, init={"virtual_shards": SHARDS})[0]
+        _plain[key] = run_ranks(1, train, dtype, offload, (), long, init={"virtual_shards": SHARDS})[0]
     return _plain[key]
 
 
@@ -171,10 +211,8 @@ def outcomes_of(world: int, *arguments: Any, transport: str = TRANSPORT, **init:
     )
 
 
-def survive(
-    lost: int, dtype: str, offload: bool, *arguments: Any, long: bool = False, **init: Any
-) -> list[Any]:
-    outcomes = outcomes_of(4, dtype, offload, *arguments, **init)
+def survive(lost: int, dtype: str, offload: bool, *faults: Any, long: bool = False, **init: Any) -> list[Any]:
+    outcomes = outcomes_of(4, dtype, offload, faults, long, **init)
     kept = [outcome for outcome in outcomes if outcome.status is Status.RETURNED]
     assert len(kept) == 4 - lost
     told, values, *_ = undisturbed(dtype, offload, long)
@@ -191,37 +229,84 @@ def test_without_a_loss(dtype, offload):
     survive(0, dtype, offload)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("rank", [0, 2])
-def test_one_rank_dies(place, rank):
+@pytest.mark.parametrize(
+    ("rank", "place", "what"),
+    [(rank, place, "kill") for rank in (0, 2) for place in PLACES]
+    + [(0, "forward", "raise"), (1, "step", "raise")],
+)
+def test_one_rank_is_lost(rank, place, what):
     dtype, offload = ("bfloat16", True) if rank else ("float32", False)
-    survive(1, dtype, offload, ((rank, 2, place),))
+    survive(1, dtype, offload, (rank, 2, place, what))
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_one_after_the_other(transport):
-    survive(2, "float32", True, ((1, 1, "forward"), (3, 3, "clip")), transport=transport)
+    survive(2, "float32", True, (1, 1, "forward"), (3, 3, "clip"), transport=transport)
 
 
-@pytest.mark.parametrize("number", range(KILLS))
-def test_a_rank_dies_at_any_moment(number):
+@pytest.mark.parametrize("fault", [fault for fault, number in FAULTS.items() for _ in range(number)])
+def test_faults_at_any_moment(fault):
     chance = random.Random(time.time())
     dtype, offload = chance.choice(["float32", "bfloat16"]), chance.choice([False, True])
-    survive(1, dtype, offload, (), chance.uniform(0.0, 0.5), chance.randrange(4), long=True)
+    first, second = chance.sample(range(4), 2)
+    what = "kill" if fault == "twice" else fault
+    faults = [(first, 1, "start", what, chance.uniform(0.001, 0.5))]
+    if fault == "twice":  # ranks are lost one after the other, so late that the first recovery is over
+        faults.append((second, chance.randrange(16, 22), "start", "kill", chance.uniform(0.001, 0.1)))
+    init = {"timeout": 6} if fault == "stop" else {}
+    survive(len(faults), dtype, offload, *faults, long=True, **init)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_stopped_rank_does_not_come_back(rank):
-    outcomes = survive(1, "float32", True, ((rank, 2, "backward", 14),), timeout=6)
+    outcomes = survive(1, "float32", True, (rank, 2, "backward", "stop"), timeout=6)
     assert outcomes[rank].status is Status.RAISED
     assert "CommunicationError" in str(outcomes[rank])
 
 
-def test_two_losses_at_once_end_the_job():
-    outcomes = outcomes_of(4, "float32", False, ((1, 2, "clip"), (2, 2, "clip")))
+@pytest.mark.parametrize(
+    ("rank", "what", "named"),
+    [
+        (1, "the copy", "exp_avg of parameter "),
+        (0, "a message", "the message with the gradient of parameter "),
+    ],
+)
+def test_a_flipped_bit_is_named_and_not_trained_on(rank, what, named):
+    """The copy of rank 0, on rank 1, is made again: rank 0 is lost some steps later."""
+    outcomes = survive(1, "float32", False, (rank, 2, "backward", f"flip in {what}"), (0, 5, "loop end"))
+    assert f"bmtrain: damaged: {named}" in outcomes[1].output
+    assert ", in the copy of rank 0; it is not used: all copies are made again" in outcomes[1].output
+
+
+def test_a_damaged_copy_does_not_replace_its_rank(tmp_path):
+    faults = (2, 2, "backward", "flip in the copy"), (1, 2, "loop end")
+    outcomes = outcomes_of(4, "float32", False, faults, False, str(tmp_path))
+    for rank in (0, 2, 3):
+        assert "rank 1 was lost and cannot be replaced, as there is damage: exp_avg of" in str(outcomes[rank])
+        assert "checkpoint: continue with checkpoint.load(" in str(outcomes[rank])
+
+
+def test_a_second_loss_in_a_recovery_names_the_last_checkpoint(tmp_path):
+    faults = (2, 1, "start", "kill in a recovery"), (1, 2, "backward")
+    outcomes = outcomes_of(4, "float32", False, faults, False, str(tmp_path))
     for rank in (0, 3):
+        assert "a further rank was lost before the copies of rank 1 were shared out" in str(outcomes[rank])
+        assert "from the last checkpoint: continue with checkpoint.load(" in str(outcomes[rank])
+
+
+def test_two_neighbours_at_once_end_the_job():
+    outcomes = outcomes_of(5, "float32", False, ((1, 2, "clip"), (2, 2, "clip")))
+    for rank in (0, 3, 4):
         assert outcomes[rank].status is Status.RAISED
-        assert "the last checkpoint" in str(outcomes[rank]) or "died" in str(outcomes[rank])
+        assert "rank 1 and the keeper of its copy, rank 2, were lost at once" in str(outcomes[rank])
+
+
+def test_two_others_at_once():
+    outcomes = outcomes_of(5, "float32", False, ((1, 2, "clip"), (3, 2, "clip")))
+    told, values, *_ = undisturbed("float32", False)
+    for rank in (0, 2, 4):
+        assert outcomes[rank].value[0] == told
+        assert same_bits(outcomes[rank].value[1], values)
 
 
 def test_one_of_two_ranks_ends():
@@ -264,6 +349,24 @@ def test_misuse_raises():
     run_ranks(2, misuse, init={"virtual_shards": SHARDS, "survive": 1}, fresh=True)
 
 
+def not_in_an_optimizer() -> None:
+    """A frozen parameter outside of Blocks."""
+    model = bmt.BMTrainModelWrapper(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(bmt.optim.AdamOptimizer(model[1].parameters()))
+    with pytest.raises(
+        ValueError, match="parameters outside Blocks in an optimizer.*got parameter 0 of shape"
+    ):
+        for shard in bmt.virtual_shards(0):
+            manager.backward(model(shard.of(torch.ones(SHARDS, 4))).sum())
+
+
+def test_frozen_parameters_outside_of_blocks_are_named():
+    run_ranks(2, not_in_an_optimizer, init={"virtual_shards": SHARDS, "survive": 1}, fresh=True)
+
+
 @pytest.mark.parametrize(
     "init",
     [{"survive": 1}, {"survive": 2, "virtual_shards": 8}, {"survive": 1, "virtual_shards": 8, "ep_size": 2}],
@@ -282,10 +385,9 @@ def flip(where: int) -> None:
     params[0].grad = torch.ones_like(params[0])
     message = Message(params, bmt.rank())
     message.pack(3)
-    message.check(3, sender=1)
+    assert not message.damage(3)
     message.data[where] ^= 4
-    with pytest.raises(CommunicationError, match="gradients of step 3 of rank 1"):
-        message.check(3, sender=1)
+    assert re.search("a message of step 7 instead of 3|gradient of parameter .* in step 3", message.damage(3))
 
 
 @pytest.mark.parametrize("where", [0, 9, 16, -1])
@@ -300,7 +402,7 @@ def resumed(folder: str, deaths: tuple[Any, ...]) -> Any:
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
-    plans = [Death(*death) for death in deaths]
+    plans = [Fault(*death) for death in deaths]
     first = 0 if deaths else checkpoint.load(folder, model, manager).step
     for step in range(first, 6):
         batch = torch.randint(VOCAB, (2 * SHARDS, SEQ), generator=torch.Generator().manual_seed(step))

@@ -1,0 +1,210 @@
+"""The copy that this rank keeps of another one, and the optimizers of which it is a copy."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._base.said import say
+from .._base.unseen import gradient_of
+from .._C import ReduceOp
+from .._engine.engine import current_engine
+from .._ranks.context import Context
+from ..optim._sharded import ShardedOptimizer
+from .copies import Message, Ward, all_parameters, exchange
+from .reshard import Before, parts_of, shard_again, steps_of
+from .ring import Ring
+
+
+class Keeper:
+    """Keeps the copy of the ward of this rank in step with it.
+
+    Attributes:
+        ring: the keeper of each rank's copy.
+        ward: the copy; None on a single rank.
+        is_whole: whether each rank's copy is there.
+        is_stale: whether a rank has found damage, so that all copies are to be made again.
+        damage: name of what is damaged in the copy on this rank, see [Note: Damaged copies].
+        messages: gradients of the committed step, of this rank and of its ward.
+    """
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+        self.ward: Ward | None = None
+        self.is_whole = False
+        self.is_stale = False
+        self.damage = ""
+        self.messages: tuple[Message, Message] | None = None
+        self.managers: list[weakref.ref[Any]] = []
+        self._versions = 0, 0
+        self._gradients: list[tuple[int, int]] = []
+
+    def add(self, manager: Any, optimizer: Any) -> None:
+        """Notes a manager and an optimizer of it, which is to be copied."""
+        if any(known() not in (None, manager) for known in self.managers):
+            raise ValueError("survive: expected one OptimManager, with all optimizers, got a second one")
+        if manager.loss_scale_enabled:
+            raise ValueError("survive: expected no loss scale: train in bfloat16 or float32")
+        _check(optimizer)
+        if not any(known() is manager for known in self.managers):
+            self.managers.append(weakref.ref(manager))
+        optimizer.register_load_state_dict_post_hook(self._forget)
+        self.is_whole = False
+
+    def _forget(self, _: Any) -> None:
+        self.is_whole = False
+
+    def optimizers(self) -> list[ShardedOptimizer]:
+        managers = [manager for reference in self.managers if (manager := reference()) is not None]
+        return [optimizer for manager in managers for optimizer in manager.optimizers]
+
+    # ---- making copies
+
+    def make(self, ctx: Context) -> None:
+        """Makes the copies: before the first step, after a load, after damage. Collective."""
+        self.is_whole = False
+        optimizers = self.optimizers()
+        if not optimizers:
+            raise RuntimeError(
+                "survive: expected an OptimManager with optimizers before the first loop over virtual shards"
+            )
+        params = all_parameters(ctx, optimizers)
+        rank, size = ctx.world.rank, ctx.world.size
+        steps = _largest(ctx, steps_of(optimizers, None))
+        self.take(ctx, Before(rank, range(size), None, parts_of(params), None, steps))
+        self.seal(ctx)
+
+    def take(self, ctx: Context, before: Before) -> None:
+        """Shards everything over the present ranks and takes the copy of the ward. Collective."""
+        self.is_whole = False
+        self.ward = shard_again(ctx, self.optimizers(), before, self.ring)
+
+    def seal(self, ctx: Context) -> None:
+        """Notes that each rank's copy is there. Collective."""
+        ctx.world.comm.barrier("copies")
+        self.damage, self.is_stale = "", False
+        if self.ward is not None:
+            self.ward.seal()
+        self.is_whole = ctx.world.size > 1
+        self.note_versions()
+
+    def is_current(self) -> bool:
+        """Whether all copies are those of the present parameters; the same on all ranks."""
+        return self.is_whole and not self.is_stale and self._version() == self._versions
+
+    def note_versions(self) -> None:
+        """Notes the parameters as they are."""
+        self._versions = self._version()
+
+    def _version(self) -> tuple[int, int]:
+        """Changes when parameters were added, or written to."""
+        params = list(self._trained())
+        return len(params), sum(p._version for p in params)
+
+    def _trained(self) -> Iterator[Tensor]:
+        for optimizer in self.optimizers():
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    # ---- gradients
+
+    def begin(self) -> None:
+        """Drops the gradients of an earlier loop."""
+        self.messages = None
+        for optimizer in self.optimizers():
+            optimizer.zero_grad(set_to_none=True)
+
+    def note_gradients(self) -> None:
+        """Notes the gradients as they are."""
+        self._gradients = self._gradient_mark()
+
+    def are_gradients_changed(self) -> bool:
+        """Whether they are others than `note_gradients` has noted."""
+        return self._gradient_mark() != self._gradients
+
+    def _gradient_mark(self) -> list[tuple[int, int]]:
+        """Changes when a gradient is replaced, or written to."""
+        found = [gradient_of(p) for p in self._trained()]
+        return [(0, 0) if grad is None else (grad.data_ptr(), grad._version) for grad in found]
+
+    def send(self, ctx: Context, step: int) -> None:
+        """Sends this rank's gradients to its keeper, and gives the copy those of the ward. Collective."""
+        self.messages = None
+        if self.ward is None:
+            return
+        params = [p for p in all_parameters(ctx, self.optimizers()) if p.grad is not None]
+        messages = Message(params, ctx.world.rank), Message(params, self.ward.rank)
+        self.note_damage(exchange(ctx.world.comm, *messages, step, self.ring))
+        self.messages = messages
+        if not self.damage:
+            self.ward.set_gradients(messages[1].gradients())
+
+    def gradients(self, step: int) -> tuple[Any, Any] | None:
+        """Returns the gradients of the committed step, of this rank and of its ward."""
+        if self.messages is None:
+            return None
+        own, ward = self.messages
+        self.note_damage(ward.damage(step))
+        return own.gradients(), ward.gradients()
+
+    # ---- the step
+
+    def step(self, optimizer: Any, scale: float) -> None:
+        """Updates the copy as ``optimizer`` has just updated its parameters."""
+        found = self.optimizers()
+        number = next(number for number, known in enumerate(found) if known is optimizer)
+        ward = self.ward
+        if ward is not None and not number:
+            self.note_damage(ward.damage())
+        if ward is not None and not self.damage:
+            ward.step(number, optimizer, scale)
+        if number == len(found) - 1:
+            self.note_versions()
+            if ward is not None and not self.damage:
+                ward.seal()
+
+    def note_damage(self, what: str) -> None:
+        """Notes damage of the copy on this rank, which is not used any more."""
+        if what and not self.damage and self.ward is not None:
+            self.damage = f"{what}, in the copy of rank {self.ward.rank}"
+            say(f"bmtrain: damaged: {self.damage}; it is not used: all copies are made again")
+
+
+def check_reads(ctx: Context, optimizers: Sequence[ShardedOptimizer]) -> None:
+    """Refuses parameters outside Blocks of which there is no copy."""
+    known = {p._number for p in all_parameters(ctx, optimizers)}
+    for number, p in sorted(current_engine(ctx).reads.outside.items()):
+        if number not in known:
+            raise ValueError(
+                f"survive: expected all parameters outside Blocks in an optimizer of the manager, those that are not "
+                f"trained too, got {p._label} in none: give the optimizer model.parameters()"
+            )
+
+
+def _largest(ctx: Context, steps: list[int]) -> list[int]:
+    """Returns the largest of each number over the ranks. Collective."""
+    numbers = torch.tensor(steps, dtype=torch.int64)
+    if len(numbers):
+        ctx.world.comm.all_reduce(numbers, ReduceOp.MAX, "steps").wait()
+    return [int(number) for number in numbers]
+
+
+def _check(optimizer: Any) -> None:
+    """Refuses optimizers that are not copied yet."""
+    place = getattr(optimizer, "_place", None)
+    if (
+        not isinstance(optimizer, ShardedOptimizer)
+        or optimizer._formula.is_whole
+        or place is None
+        or place.state_dtype != torch.float32
+        or getattr(optimizer._formula, "record_delta", False)
+        or optimizer._owned_scale is not None
+    ):
+        raise ValueError(
+            f"survive: expected AdamOptimizer, AdamOffloadOptimizer or another element-wise optimizer of bmtrain with "
+            f"state in fp32, without scale= and record_delta=, got {type(optimizer).__name__}"
+        )

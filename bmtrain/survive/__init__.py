@@ -1,0 +1,58 @@
+"""What a script says to a job that continues without lost ranks, ``init_distributed(survive=1)``.
+
+Without ``survive=1`` the functions here do nothing, so that a script is the same with and without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..global_var import context
+
+__all__ = ["exceptions", "register"]
+
+
+def exceptions() -> None:
+    """Lets the other ranks continue after an exception that one rank does not catch, as after its death.
+
+    The rank prints its traceback and ends with status 1. Without this call an exception ends the job: all ranks may be
+    about to raise it. All ranks call this.
+
+    Raises:
+        RuntimeError: before :func:`bmtrain.init_distributed`.
+
+    Example:
+        >>> bmtrain.survive.exceptions()
+    """
+    survival = context("survive.exceptions").survival
+    if survival is not None:
+        survival.exceptions_are_losses = True
+
+
+def register(name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> None:
+    """Registers state of the script that a repeated step, or a process that joins, must find as it was.
+
+    Before each loop over virtual shards ``get`` is called. If a rank is lost and the loop starts again, ``set`` gets
+    that value, so that what the body has changed is changed once. A process that takes a lost rank's place gets the
+    value of rank 0. Parameters, optimizers, schedules and random generators need no registration.
+
+    Args:
+        name: of the state; registering it again replaces the functions.
+        get: returns the state, which is copied: anything that can be pickled.
+        set: takes a state.
+
+    Raises:
+        TypeError: ``get`` or ``set`` cannot be called.
+        RuntimeError: before :func:`bmtrain.init_distributed`.
+
+    Example:
+        >>> counts = {"tokens": 0}
+        >>> bmtrain.survive.register("counts", counts.copy, counts.update)
+    """
+    for what, function in (("get", get), ("set", set)):
+        if not callable(function):
+            raise TypeError(f"{what}: expected a function, got {type(function).__name__}")
+    survival = context("survive.register").survival
+    if survival is not None:
+        survival.user_state[str(name)] = get, set
