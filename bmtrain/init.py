@@ -32,7 +32,7 @@ from ._ranks.rendezvous import Peer, Rendezvous
 from ._ranks.shm_meeting import place as place_in_memory
 from ._ranks.streams import Streams
 from ._shards.foreign import adapt_torch_errors
-from ._survive import surviving
+from ._survive import surviving, waiting_to_join, waits_for_a_place
 from ._version import __version__
 from ._watch.watchdog import Watch
 from .data import adapt_distributed_sampler
@@ -159,12 +159,14 @@ def init_distributed(
     launch = read_launch(init_method, os.environ, sys.argv)
     if plan is not None:
         plan.require_fit(launch.world_size)
-    place = options.topology(launch.rank, launch.world_size)
+    is_joining = options.survive and waits_for_a_place()
+    place = options.topology(0, 1) if is_joining else options.topology(launch.rank, launch.world_size)
     if place.world_size > 1:
         write_lines()
         _use(_join(launch, place, options), options)
     else:
-        _use(_alone(launch, place, options), options)
+        alone = _alone(launch, place, options)
+        _use(waiting_to_join(alone, _host_identity()) if is_joining else alone, options)
     _log.info(
         "bmtrain: rank %d of %d (%s), %s, device %s",
         place.rank,

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -26,6 +27,21 @@ def seed_generators(seed: int) -> None:
     numpy = _numpy()
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
+
+
+def generator_state() -> tuple[Any, Any, Any]:
+    """Returns the state of the generators of ``torch`` on the CPU, ``random``, and ``numpy`` where there is one."""
+    numpy = _numpy()
+    return torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def set_generator_state(state: tuple[Any, Any, Any]) -> None:
+    """Restores a state of `generator_state`."""
+    numpy = _numpy()
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
+    if numpy is not None and state[2] is not None:
+        numpy.random.set_state(state[2])
 
 
 @contextmanager

@@ -58,6 +58,10 @@ class Keeper:
     def _forget(self, _: Any) -> None:
         self.is_whole = False
 
+    def manager(self) -> Any:
+        """Returns the manager of all optimizers."""
+        return next(manager for reference in self.managers if (manager := reference()) is not None)
+
     def optimizers(self) -> list[ShardedOptimizer]:
         managers = [manager for reference in self.managers if (manager := reference()) is not None]
         return [optimizer for manager in managers for optimizer in manager.optimizers]
@@ -74,7 +78,7 @@ class Keeper:
             )
         params = all_parameters(ctx, optimizers)
         rank, size = ctx.world.rank, ctx.world.size
-        steps = _largest(ctx, steps_of(optimizers, None))
+        steps = largest(ctx, steps_of(optimizers, None))
         self.take(ctx, Before(rank, range(size), None, parts_of(params), None, steps))
         self.seal(ctx)
 
@@ -185,7 +189,7 @@ def check_reads(ctx: Context, optimizers: Sequence[ShardedOptimizer]) -> None:
             )
 
 
-def _largest(ctx: Context, steps: list[int]) -> list[int]:
+def largest(ctx: Context, steps: list[int]) -> list[int]:
     """Returns the largest of each number over the ranks. Collective."""
     numbers = torch.tensor(steps, dtype=torch.int64)
     if len(numbers):

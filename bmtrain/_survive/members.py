@@ -71,13 +71,14 @@ class Members:
         self.rank = rank
         self.epoch = 0
         self.addresses: list[Address] = []
-        self._secret = secret
+        self.secret = secret
         self._listener, address = listen(host, several_hosts)
         self._several_hosts = several_hosts
         self.own = Address(address, int(self._listener.getsockname()[1]))
-        self._arrived: queue.SimpleQueue[tuple[Message, _Line]] = queue.SimpleQueue()
-        self._waiting: dict[int, tuple[Message, _Line]] = {}
-        self._held: list[_Line] = []  # of ranks that watch this one: they see its end
+        self._arrived: queue.SimpleQueue[tuple[Message, Line]] = queue.SimpleQueue()
+        self._waiting: dict[int, tuple[Message, Line]] = {}
+        self._newcomers: list[tuple[Message, Line]] = []  # processes that wait for a place
+        self._held: list[Line] = []  # of ranks that watch this one: they see its end
         self._is_over = False
         threading.Thread(target=self._serve, name="bmtrain-members", daemon=True).start()
         os.register_at_fork(after_in_child=self._listener.close)  # or a child would seem to be this rank
@@ -98,11 +99,15 @@ class Members:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            line = _Line(connection)
+            line = Line(connection)
             try:
                 message = line.receive(_ANSWER_SECONDS)
-                if not hmac.compare_digest(str(message.get("secret")), self._secret):
+                if not hmac.compare_digest(str(message.get("secret")), self.secret):
                     raise Lost
+                if message["do"] == "join":
+                    line.send({"do": "wait"})
+                    self._newcomers.append((message, line))
+                    continue
                 if message["epoch"] < self.epoch:
                     line.send({"do": "expelled"})
                     line.close()
@@ -112,6 +117,34 @@ class Members:
                 line.close()
                 continue
             self._arrived.put((message, line))
+
+    # ---- processes that take a place
+
+    def newcomer(self) -> tuple[Message, Line] | None:
+        """Returns the first process that waits for a place at this rank."""
+        while self._newcomers:
+            if not self._newcomers[0][1].is_closed():
+                return self._newcomers[0]
+            self._newcomers.pop(0)[1].close()
+        return None
+
+    def drop_newcomer(self, answer: Message | None = None) -> None:
+        """Answers the first process that waits, which waits here no more."""
+        line = self._newcomers.pop(0)[1]
+        if answer is not None:
+            line.send(answer)
+        line.close()
+
+    def admit(self, address: Address) -> None:
+        """Begins the next epoch, with one more rank."""
+        self.addresses.append(address)
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        self.epoch += 1
+        for line in self._held:
+            line.close()
+        self._held.clear()
 
     # ---- the agreement
 
@@ -148,18 +181,12 @@ class Members:
         """Begins the next epoch, with these ranks in their order."""
         self.addresses = [self.addresses[rank] for rank in survivors]
         self.rank = list(survivors).index(self.rank)
-        self.epoch += 1
-        for line in self._held:
-            line.close()
-        self._held.clear()
+        self._begin_epoch()
 
-    def _connect(self, rank: int, message: Message) -> _Line:
+    def _connect(self, rank: int, message: Message) -> Line:
         """Connects to a rank and sends a message, which its thread has accepted when this returns."""
-        try:
-            line = _Line(socket.create_connection(self.addresses[rank], _ANSWER_SECONDS))
-        except OSError:
-            raise Lost from None
-        line.send({**message, "epoch": self.epoch, "rank": self.rank, "secret": self._secret})
+        line = Line.to(self.addresses[rank])
+        line.send({**message, "epoch": self.epoch, "rank": self.rank, "secret": self.secret})
         if line.receive(_ANSWER_SECONDS)["do"] == "expelled":
             raise CommunicationError(
                 f"rank {self.rank} did not answer for too long: the others continue without it; this process ends"
@@ -185,7 +212,7 @@ class Members:
         why_not: Callable[[dict[int, Message]], str],
         give: Callable[[dict[int, Message]], Message],
     ) -> Meeting:
-        probes: dict[int, _Line] = {}
+        probes: dict[int, Line] = {}
         try:
             while len(self._waiting) + len(lost) + 1 < len(self.addresses):
                 self._look(probes, lost, end)
@@ -207,7 +234,7 @@ class Members:
             raise CommunicationError(why)
         return Meeting(sorted(reports), reports, given)
 
-    def _look(self, probes: dict[int, _Line], lost: set[int], end: float) -> None:
+    def _look(self, probes: dict[int, Line], lost: set[int], end: float) -> None:
         """Waits a moment for ranks to come, and looks for ranks that are lost."""
         for rank in range(len(self.addresses)):
             if rank == self.rank or rank in lost or rank in self._waiting or rank in probes:
@@ -232,12 +259,24 @@ class Members:
                 self._waiting.pop(rank, None)
 
 
-class _Line:
+class Line:
     """A connection that carries a few messages."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._rest = b""
+
+    @classmethod
+    def to(cls, address: Address) -> Line:
+        """Connects; `Lost` if nobody listens there."""
+        try:
+            return cls(socket.create_connection(address, _ANSWER_SECONDS))
+        except OSError:
+            raise Lost from None
+
+    def own_address(self) -> str:
+        """Returns the address of this end."""
+        return str(self._connection.getsockname()[0])
 
     def send(self, message: Message) -> None:
         try:

@@ -1,4 +1,4 @@
-"""New communicators of the survivors, in the processes that they are."""
+"""New communicators of the ranks that continue, in the processes that they are."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .._ranks.context import Context
 from .._ranks.groups import connect_groups
 from .._watch.watchdog import Watch
 from ..topology import Topology
-from .members import Meeting, Members, Message
+from .members import Members, Message
 
 
 class Reconnection:
-    """The rendezvous of the survivors: a store that the first of them serves."""
+    """The rendezvous of the ranks that continue: a store that one of them serves."""
 
     def __init__(self, ctx: Context) -> None:
         self._limit = timedelta(seconds=ctx.timeout)
@@ -33,17 +33,25 @@ class Reconnection:
         )
         return {"host": host, "port": port}
 
-    def connect(self, ctx: Context, members: Members, meeting: Meeting, hosts: Sequence[str]) -> Context:
-        """Replaces the context of this process by one of the survivors. Collective."""
-        address = meeting.given
+    def connect(
+        self, ctx: Context, members: Members, address: Message, hosts: Sequence[str], places: Sequence[str]
+    ) -> Context:
+        """Replaces the context of this process by one of the ranks that continue. Collective.
+
+        Args:
+            members: of which an epoch has just begun.
+            address: by `serve`.
+            hosts: the host of each rank.
+            places: of each rank; equal for ranks that can share memory.
+        """
         store = self._served or dist.TCPStore(
             address["host"], address["port"], None, False, self._limit, wait_for_workers=False
         )
-        place = Topology(meeting.survivors.index(members.rank), len(meeting.survivors), 1, 1)
+        place = Topology(members.rank, len(members.addresses), 1, 1)
         saved = "" if ctx.watch is None else ctx.watch.saved
         _context.uninstall()
         watch = None
-        scoped = dist.PrefixStore(f"epoch/{members.epoch + 1}", store)
+        scoped = dist.PrefixStore(f"epoch/{members.epoch}", store)
         if place.world_size > 1:
             watch = Watch.join(scoped, place.rank, timeout=ctx.timeout, host=address["host"], hosts=hosts)
             watch.note_saved(saved)
@@ -51,9 +59,10 @@ class Reconnection:
             ctx,
             topology=place,
             watch=watch,
-            groups=connect_groups(place, ctx.backend, ctx.timeout, scoped, watch),
-            places=tuple(ctx.places[rank] for rank in meeting.survivors),
+            backend="gloo",
+            groups=connect_groups(place, "gloo", ctx.timeout, scoped, watch),
+            places=tuple(places),
         )
         _context.install(new)
-        new.world.comm.barrier("survivors")
+        new.world.comm.barrier("epoch")
         return new

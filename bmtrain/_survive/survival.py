@@ -43,7 +43,7 @@ class Survival:
     """State of a process of which others may be lost: `init_distributed(survive=...)`.
 
     Args:
-        members: the ranks of the job.
+        members: the ranks of the job; None before this process has met them.
         hosts: the host of each rank.
 
     Attributes:
@@ -53,12 +53,13 @@ class Survival:
         losses: number of ranks lost so far.
     """
 
-    def __init__(self, members: Members, hosts: Sequence[str]) -> None:
-        self._members = members
+    def __init__(self, members: Members | None, hosts: Sequence[str]) -> None:
+        self._known_members = members
         self._hosts = list(hosts)
         self._keeper = Keeper(Ring(hosts))
         self._lost: list[int] = []  # by the verdict
         self._place = 0
+        self._admits_at = 0  # the rank at which a process waits, plus one; 0: none
         self._clips: list[Callable[[], Any]] = []  # since the commit
         self._own_losses: list[Tensor] = []
         self._all_losses: Tensor | None = None  # of the committed step, by rank
@@ -66,6 +67,11 @@ class Survival:
         self.user_state: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
         self.times: dict[str, float] = {}
         self.losses = 0
+
+    @property
+    def _members(self) -> Members:
+        assert self._known_members is not None
+        return self._known_members
 
     def attend(self, ctx: Context, hosts: Sequence[str]) -> None:
         """Takes over the verdicts of the watchdog of ranks on these hosts."""
@@ -148,16 +154,21 @@ class Survival:
         try:
             self._share_losses(ctx)
             keeper.send(ctx, self._place // 2)
-            damaged = torch.tensor([bool(keeper.damage)], dtype=torch.int64)
-            ctx.world.comm.all_reduce(damaged, ReduceOp.MAX, "commit").wait()
+            flags = torch.tensor([int(bool(keeper.damage)), self.waiting_at(ctx)])
+            ctx.world.comm.all_reduce(flags, ReduceOp.MAX, "commit").wait()
         except CommunicationError:
             if not self._lost:
                 raise
             return False
         self._place += 1
-        keeper.is_stale |= bool(damaged.item())
+        keeper.is_stale |= bool(flags[0])
+        self._admits_at = int(flags[1])
         keeper.note_gradients()
         return True
+
+    def waiting_at(self, ctx: Context) -> int:
+        """Returns this rank's number plus one if a process waits here for a place that there is; else 0."""
+        return 0
 
     # ---- losses
 
@@ -308,8 +319,9 @@ class Survival:
         keeper.is_whole = False
         hosts = [self._hosts[rank] for rank in survivors]
         started = time.monotonic()
-        new = rendezvous.connect(ctx, self._members, meeting, hosts)
+        places = [ctx.places[rank] for rank in survivors]
         self._members.advance(survivors)
+        new = rendezvous.connect(ctx, self._members, meeting.given, hosts, places)
         self.attend(new, hosts)
         connected = time.monotonic()
         keeper.take(new, before)

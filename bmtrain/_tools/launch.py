@@ -32,6 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="1: let the other ranks continue when one is lost, for scripts with init_distributed(survive=1)",
     )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with --survive: number of lost ranks whose places new processes take, in scripts with survive.steps",
+    )
     parser.add_argument("script", type=Path, help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
 
@@ -61,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(cores // num_ranks, 1)))
     if options.survive:
-        return run_ranks(num_ranks, [str(options.script), *options.arguments])
+        return run_ranks(num_ranks, [str(options.script), *options.arguments], options.restarts)
     for logger in logging.root.manager.loggerDict:  # which write pages about what one line says
         if logger.startswith("torch.distributed.elastic"):
             logging.getLogger(logger).setLevel(logging.CRITICAL)

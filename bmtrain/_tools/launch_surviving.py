@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,16 +18,26 @@ from pathlib import Path
 _POLL_SECONDS = 0.1
 #: From SIGTERM to SIGKILL.
 _ENDING_SECONDS = 30.0
+#: Exit status of a process that found no rank of the job any more (`_survive/joining.py`).
+_NOT_NEEDED = 75
 
 
-def run_ranks(num_ranks: int, command: Sequence[str]) -> int:
-    """Runs a script's ranks to their end.
+def run_ranks(num_ranks: int, command: Sequence[str], num_restarts: int = 0) -> int:
+    """Runs a script's ranks to their end, and up to ``num_restarts`` processes that take the places of lost ones.
 
     Returns:
         0 if a rank has ended well and all others did, or were lost by a signal; else the status of the first rank that
         failed, 128 and its signal; 130 if the user ended it.
     """
-    ranks = [subprocess.Popen([sys.executable, "-u", *command], env=env) for env in _environments(num_ranks)]
+    with tempfile.TemporaryDirectory(prefix="bmtrain-launch-") as folder:
+        return _run(
+            num_ranks, [sys.executable, "-u", *command], num_restarts, os.path.join(folder, "members")
+        )
+
+
+def _run(num_ranks: int, command: Sequence[str], num_restarts: int, members: str) -> int:
+    environments = [{**env, "BMTRAIN_MEMBERS": members} for env in _environments(num_ranks)]
+    ranks = [subprocess.Popen(command, env=env) for env in environments]
     ended: dict[int, int] = {}
     wanted: list[int] = []
     before = {
@@ -34,8 +45,11 @@ def run_ranks(num_ranks: int, command: Sequence[str]) -> int:
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
-        while len(ended) < num_ranks and not wanted:
-            _note_ends(ranks, ended)
+        while len(ended) < len(ranks) and not wanted:
+            for rank in _note_ends(ranks, ended, num_ranks):
+                if num_restarts and ended[rank] < 0 and len(ended) < len(ranks):
+                    num_restarts -= 1
+                    ranks.append(subprocess.Popen(command, env={**environments[0], "BMTRAIN_JOIN": "1"}))
             if 0 in ended.values():
                 _end_stopped(ranks, ended)
             time.sleep(_POLL_SECONDS)
@@ -46,8 +60,8 @@ def run_ranks(num_ranks: int, command: Sequence[str]) -> int:
     if wanted:
         print(f"bmtrain launch: stopped by {signal.Signals(wanted[0]).name}", file=sys.stderr)
         return 130
-    failures = [status for status in ended.values() if status]
-    if 0 in ended.values() and all(status < 0 for status in failures):
+    failures = [status for status in ended.values() if status not in (0, _NOT_NEEDED)]
+    if not failures or (0 in ended.values() and all(status < 0 for status in failures)):
         return 0
     return failures[0] if failures[0] > 0 else 128 - failures[0]
 
@@ -70,19 +84,24 @@ def _environments(num_ranks: int) -> list[dict[str, str]]:
     ]
 
 
-def _note_ends(ranks: Sequence[subprocess.Popen[bytes]], ended: dict[int, int]) -> None:
+def _note_ends(ranks: Sequence[subprocess.Popen[bytes]], ended: dict[int, int], num_ranks: int) -> list[int]:
+    """Notes and reports the processes that have ended, and returns them."""
+    found = []
     for rank, process in enumerate(ranks):
         status = process.poll()
         if status is None or rank in ended:
             continue
         ended[rank] = status
-        if status:
+        found.append(rank)
+        if status and status != _NOT_NEEDED:
             how = (
                 f"was ended by {signal.Signals(-status).name}"
                 if status < 0
                 else f"ended with status {status}"
             )
-            print(f"bmtrain launch: rank {rank} of {len(ranks)} {how}", file=sys.stderr, flush=True)
+            who = f"rank {rank} of {num_ranks}" if rank < num_ranks else f"replacement {rank - num_ranks + 1}"
+            print(f"bmtrain launch: {who} {how}", file=sys.stderr, flush=True)
+    return found
 
 
 def _end_stopped(ranks: Sequence[subprocess.Popen[bytes]], ended: dict[int, int]) -> None:

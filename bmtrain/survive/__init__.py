@@ -5,12 +5,13 @@ Without ``survive=1`` the functions here do nothing, so that a script is the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from .._base.arguments import require_integer
 from ..global_var import context
 
-__all__ = ["exceptions", "register"]
+__all__ = ["exceptions", "register", "steps"]
 
 
 def exceptions() -> None:
@@ -56,3 +57,27 @@ def register(name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> N
     survival = context("survive.register").survival
     if survival is not None:
         survival.user_state[str(name)] = get, set
+
+
+def steps(stop: int, start: int = 0) -> Iterator[int]:
+    """Yields the numbers of the steps, between which a process may take the place of a lost rank.
+
+    On the ranks of the job these are the numbers from ``start``. A process that waits for a place (``bmtrain launch
+    --survive 1 --restarts N`` starts it, or the environment variable ``BMTRAIN_JOIN``) has run the script up to here as
+    the only rank of its own; here it waits, gets everything from the other ranks, and goes on with their next step.
+
+    Args:
+        stop: number of steps.
+        start: the first one, for instance that of a loaded checkpoint.
+
+    Raises:
+        RuntimeError: before :func:`bmtrain.init_distributed`; or in a process that waits, without an optimizer.
+        CommunicationError: a rank was lost while another one joined, or the script has other parameters.
+
+    Example:
+        >>> list(bmtrain.survive.steps(3, start=1))
+        [1, 2]
+    """
+    survival = context("survive.steps").survival
+    stop, start = require_integer("stop", stop), require_integer("start", start)
+    return iter(range(start, stop)) if survival is None else survival.steps(start, stop)

@@ -165,7 +165,7 @@ def train(
             losses.append(loss_of(shard.of(batch)))
             if number == 1:
                 at(step, "forward")
-            if number == 0:
+            if step not in seen:
                 seen.append(step)
             manager.backward(losses[-1])
             if number == 0:

@@ -1,0 +1,87 @@
+"""Ranks are replaced by new processes, or lost with their host: the bits are those of a run without a loss."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness import run_process
+from harness.namespaces import ip, joined_hosts
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests" / "scripts" / "survive.py"
+HOSTS = (0, 0, 0, 1, 1)
+
+
+def ends(output: str) -> list[list[str]]:
+    return [line.split()[1:] for line in output.splitlines() if line.startswith("end ")]
+
+
+def undisturbed(steps: str) -> list[str]:
+    """What one process prints, but for the number of ranks."""
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    [end] = ends(run_process([sys.executable, SCRIPT, steps], environment=environment).stdout)
+    return end[1:]
+
+
+def test_new_processes_take_the_places_of_lost_ranks(tmp_path: Path) -> None:
+    """From four ranks to two, and back to four."""
+    command = ["launch", "--nproc", "4", "--survive", "1", "--restarts", "2", SCRIPT, "grow"]
+    done = run_process([sys.executable, "-m", "bmtrain", *command], timeout=240)
+    found = ends(done.stdout)
+    assert len(found) == 4
+    assert done.stdout.count("bmtrain: a process has joined") == 2
+    assert found == [["4", *undisturbed(found[0][1])]] * 4
+
+
+@pytest.mark.skipif(shutil.which("ip") is None, reason="needs the program ip (Debian: iproute2)")
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs the program unshare (Debian: util-linux)")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make network namespaces")
+@pytest.mark.parametrize("way", ["kill", "cut"])
+def test_a_host_is_lost(way: str, tmp_path: Path) -> None:
+    """The smaller of two: each of its ranks has its copy on the other one."""
+    with joined_hosts() as hosts:
+        processes = []
+        for rank, host in enumerate(HOSTS):
+            namespace, interface = hosts[host]
+            environment = {
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": interface,
+                "MASTER_ADDR": "10.77.0.1",
+                "MASTER_PORT": "29517",
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(HOSTS)),
+            }
+            own_name = ["ip", "netns", "exec", namespace, "unshare", "--uts"]
+            command = [*own_name, sys.executable, str(SCRIPT), "hosts", namespace, str(tmp_path)]
+            processes.append(
+                subprocess.Popen(
+                    command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+                )
+            )
+        try:
+            while len(list(tmp_path.glob("*.trains"))) < len(HOSTS):
+                assert all(process.poll() is None for process in processes)
+                time.sleep(0.1)
+            if way == "kill":
+                for rank in (3, 4):
+                    processes[rank].send_signal(signal.SIGKILL)
+            else:
+                ip("-n", hosts[1][0], "link", "set", hosts[1][1], "down")
+            outputs = [process.communicate(timeout=120)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    found = [end for output in outputs[:3] for end in ends(output)]
+    assert found == [["3", *undisturbed(found[0][1])]] * 3, outputs
+    for rank in (3, 4):
+        assert processes[rank].returncode != 0
+        assert not ends(outputs[rank])
