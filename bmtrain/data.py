@@ -98,8 +98,8 @@ def batches(
 ) -> Batches:
     """Gives each virtual shard its samples by seed, step and shard, so that a step can be repeated and moved.
 
-    ``batches[step]`` is the batch of a step, of which ``shard.of(batch)`` reads a shard's samples: those that
-    :func:`loader` gives the shard. They are the same on any number of ranks, and when a step runs again after the loss
+    ``batches[step]`` is the batch of a step, of which ``shard.of(batch)`` reads a shard's samples, as
+    :func:`loader` gives them. They are the same on any number of ranks, and when a step runs again after the loss
     of a rank. A run that is resumed needs nothing but the number of its step.
 
     Args:

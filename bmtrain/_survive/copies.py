@@ -8,7 +8,7 @@ or 4 bytes per parameter; a copy of the state after each step would be 8 to 14.
 
 [Note: Damaged copies]
 A copy is sealed by checksums after each update, which are compared before the next update and before the copy replaces
-a lost rank. A message has a checksum for each parameter. What is damaged is named and never used: the copy misses its
+a lost rank. A message has a checksum for each parameter. A damaged array is named and never used: the copy misses its
 update, all ranks hear of it at the next commit, and make all copies again from the ranks themselves.
 """
 
@@ -47,7 +47,7 @@ def all_parameters(ctx: Context, optimizers: Iterable[ShardedOptimizer]) -> list
 
 
 def name_of(param: DistributedParameter) -> str:
-    """Returns the name of a parameter with that of its Block."""
+    """Returns the name of a parameter and of its Block."""
     block = None if param._block is None else param._block()
     return param._label if block is None else f"{param._label} in Block {block._label}"
 

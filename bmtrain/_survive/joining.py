@@ -228,7 +228,7 @@ def _find_place(about: Message) -> tuple[Members, Message]:
         about: this process.
 
     Returns:
-        This process as a member, and what a rank has answered.
+        This process as a member, and the answer of a rank.
     """
     path, heard = Path(os.environ[MEMBERS]), time.monotonic()
     members: Members | None = None

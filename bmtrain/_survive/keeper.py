@@ -97,7 +97,7 @@ class Keeper:
         self.note_versions()
 
     def is_current(self) -> bool:
-        """Whether all copies are those of the present parameters; the same on all ranks."""
+        """Whether all copies are copies of the present parameters; the same on all ranks."""
         return self.is_whole and not self.is_stale and self._version() == self._versions
 
     def note_versions(self) -> None:
@@ -136,7 +136,7 @@ class Keeper:
         return [(0, 0) if grad is None else (grad.data_ptr(), grad._version) for grad in found]
 
     def send(self, ctx: Context, step: int) -> None:
-        """Sends this rank's gradients to its keeper, and gives the copy those of the ward. Collective."""
+        """Sends this rank's gradients to its keeper, and gives the copy the ward's. Collective."""
         self.messages = None
         if self.ward is None:
             return
@@ -184,8 +184,8 @@ def check_reads(ctx: Context, optimizers: Sequence[ShardedOptimizer]) -> None:
     for number, p in sorted(current_engine(ctx).reads.outside.items()):
         if number not in known:
             raise ValueError(
-                f"survive: expected all parameters outside Blocks in an optimizer of the manager, those that are not "
-                f"trained too, got {p._label} in none: give the optimizer model.parameters()"
+                f"survive: expected all parameters outside Blocks in an optimizer of the manager, frozen ones "
+                f"too, got {p._label} in none: give the optimizer model.parameters()"
             )
 
 

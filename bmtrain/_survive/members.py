@@ -268,7 +268,7 @@ class Line:
 
     @classmethod
     def to(cls, address: Address) -> Line:
-        """Connects; `Lost` if nobody listens there."""
+        """Connects; `Lost` if no rank listens there."""
         try:
             return cls(socket.create_connection(address, _ANSWER_SECONDS))
         except OSError:

@@ -1,4 +1,4 @@
-"""What a script says to a job that continues without lost ranks, ``init_distributed(survive=1)``.
+"""Interface of scripts to a job that continues without lost ranks, ``init_distributed(survive=1)``.
 
 Without ``survive=1`` the functions here do nothing, so that a script is the same with and without.
 """
@@ -35,7 +35,7 @@ def register(name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> N
     """Registers state of the script that a repeated step, or a process that joins, must find as it was.
 
     Before each loop over virtual shards ``get`` is called. If a rank is lost and the loop starts again, ``set`` gets
-    that value, so that what the body has changed is changed once. A process that takes a lost rank's place gets the
+    that value, so that a change by the body happens once. A process that takes a lost rank's place gets the
     value of rank 0. Parameters, optimizers, schedules and random generators need no registration.
 
     Args:
@@ -64,11 +64,11 @@ def steps(stop: int, start: int = 0) -> Iterator[int]:
 
     On the ranks of the job these are the numbers from ``start``. A process that waits for a place (``bmtrain launch
     --survive 1 --restarts N`` starts it, or the environment variable ``BMTRAIN_JOIN``) has run the script up to here as
-    the only rank of its own; here it waits, gets everything from the other ranks, and goes on with their next step.
+    the only rank of its own; here it waits, gets everything from the other ranks, and continues with their next step.
 
     Args:
         stop: number of steps.
-        start: the first one, for instance that of a loaded checkpoint.
+        start: the first one, for instance the step of a loaded checkpoint.
 
     Raises:
         RuntimeError: before :func:`bmtrain.init_distributed`; or in a process that waits, without an optimizer.
