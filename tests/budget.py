@@ -22,9 +22,9 @@ PYTHON = {
     "engine": ("_engine", 5903),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5297),
     "files": ("_files dcp distributed store weights", 4460),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9050),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9118),
     "survive": ("_survive survive", 1800),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 11_865),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 11_893),
 }
 CORE = {
     "bindings": (". bindings ops", 1480),
@@ -33,7 +33,7 @@ CORE = {
     "shard": ("shard", 2476),
     "disk": ("disk", 790),
     "optim": ("optim", 1700),
-    "cpu": ("cpu", 2281),
+    "cpu": ("cpu", 2515),
     "cuda": ("cuda", 1400),
     "packaging": ("packaging", 90),
     "testing": ("testing", 200),

@@ -89,6 +89,7 @@ def adam_(
     scale: float = 1.0,
     decoupled: bool = False,
     maximize: bool = False,
+    folded: bool = False,
     hold_steps: int = 0,
     torch_sqrt: bool = False,
     with_delta: bool = False,
@@ -104,6 +105,7 @@ def adam_(
         scale: gradients are divided by it.
         decoupled: weight decay as in AdamW; otherwise it is added to the gradient (L2).
         maximize: follow the gradient upwards.
+        folded: take the correction of the second moment into the learning rate and ``eps``, as 8-bit moments do.
         hold_steps: number of first updates of a tensor with learning rate 0.
         torch_sqrt: take the bits of torch's square root, which MKL does not always round correctly; fp32 only.
         with_delta: compute the sums that are returned.
@@ -125,6 +127,7 @@ def adam_(
         scale=[scale],
         decoupled=[decoupled],
         maximize=[maximize],
+        folded=[folded],
         hold_steps=[hold_steps],
         torch_sqrt=torch_sqrt,
         with_delta=with_delta,

@@ -80,14 +80,17 @@ def store_values(array: Tensor, values: Tensor, name: str, random: Tensor | None
     elif random is None or array.dtype is torch.float32:
         array.copy_(values)
     else:
-        rounded = (_bits(values) + _noise(random, name, 16)) >> 16
+        noise = _shifted(random, 16)
+        if name in _UNSIGNED:
+            noise = (random ^ noise) & 0xFFFF
+        rounded = (_bits(values) + noise) >> 16
         array.copy_(rounded.short().view(torch.bfloat16).view(array.shape))
 
 
 def _encode(array: Tensor, values: Tensor, name: str, random: Tensor | None) -> None:
     numel, top = values.numel(), _top(name)
     bits = _finite_bits(values)
-    noise = 1 << (_BELOW_CODE - 1) if random is None else _noise(random, name, _BELOW_CODE)
+    noise = 1 << (_BELOW_CODE - 1) if random is None else _shifted(random, 32 - _BELOW_CODE)
     magnitude = ((bits & 0x7FFFFFFF) + noise) >> _BELOW_CODE
     blocks = torch.nn.functional.pad(magnitude, (0, -numel % _BLOCK)).view(-1, _BLOCK)
     largest = blocks.amax(1) if numel else blocks[:, 0]
@@ -117,14 +120,11 @@ def random_bits(dtype: torch.dtype, weight: Tensor, exp_avg: Tensor, step: int) 
     They are a hash of the weight before and the first moment after the step, for each element: the same for any bounds
     of shards.
     """
-    first = _finite_bits(exp_avg) if dtype is torch.uint8 else _bits(exp_avg)
-    return (_finite_bits(weight) ^ first ^ _signed(step * 0x9E3779B1)) * _signed(0x85EBCA77)
-
-
-def _noise(random: Tensor, name: str, num_bits: int) -> Tensor:
-    """Returns random numbers of ``num_bits`` bits for one of the moments."""
-    upper = _shifted(random, 32 - num_bits)
-    return (random ^ upper) & (1 << num_bits) - 1 if name in _UNSIGNED else upper
+    if dtype is torch.uint8:
+        bits = weight.reshape(-1).view(torch.int32) ^ _finite_bits(exp_avg)
+    else:
+        bits = _finite_bits(weight) ^ _bits(exp_avg)
+    return (bits ^ _signed(step * 0x9E3779B1)) * _signed(0x85EBCA77)
 
 
 def _finite_bits(x: Tensor) -> Tensor:

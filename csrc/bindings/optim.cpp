@@ -44,6 +44,7 @@ AdamGroups adam_groups(const Integers& sizes, const Dicts& dicts) {
     get("scale", options.scale);
     get("decoupled", options.decoupled);
     get("maximize", options.maximize);
+    get("folded", options.folded);
     get("hold_steps", options.hold_steps);
   });
 }

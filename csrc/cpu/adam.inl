@@ -37,9 +37,13 @@ static inline F32x16 denominator(const AdamFactors& f, const AdamVectors& c, F32
 }
 
 // The second half: the weight.
-static inline F32x16 update_weight(const AdamFactors& f, const AdamVectors& c, F32x16 m, F32x16 d, F32x16 w) {
+static inline F32x16 updated_weight(const AdamFactors& f, const AdamVectors& c, F32x16 step, F32x16 d,
+                                    F32x16 w) {
   if (f.decay_kind == WeightDecay::kDecoupled) w = mul(w, c.decay);
-  return add(w, div(mul(c.negative_step_size, m), d));
+  return add(w, div(step, d));
+}
+static inline F32x16 update_weight(const AdamFactors& f, const AdamVectors& c, F32x16 m, F32x16 d, F32x16 w) {
+  return updated_weight(f, c, mul(c.negative_step_size, m), d, w);
 }
 
 // What DeltaSums collects, lane by lane.
@@ -67,16 +71,17 @@ static inline void store_dithered(Bf16* p, const U32x16& bits, const U32x16& noi
   __builtin_memcpy(p, &narrow, sizeof narrow);
 }
 
-// Random numbers of kBits bits for the rounding of either moment, from the weight before the step and the
-// first moment after it, in which every NaN has the same bits.
-template <int kBits>
+constexpr std::uint32_t kHash = 0x85ebca77u;
+
+// Random numbers of 16 bits for the rounding of either moment, from the weight before the step and the first
+// moment after it, in which every NaN has the same bits.
 static inline void noise_of(U32x16 (&noise)[2], const AdamFactors& f, const F32x16& w,
                             const F32x16& exp_avg) {
   const F32x16 number = min_of(w, broadcast(__builtin_inff()));
   U32x16 hash = __builtin_bit_cast(U32x16, number) ^ __builtin_bit_cast(U32x16, exp_avg) ^ f.dither_seed;
-  hash *= 0x85ebca77u;
-  noise[0] = hash >> (32 - kBits);
-  noise[1] = (hash ^ noise[0]) & ((1u << kBits) - 1u);
+  hash *= kHash;
+  noise[0] = hash >> 16;
+  noise[1] = (hash ^ noise[0]) & 0xffffu;
 }
 
 // Stores moments in either type, `count` of them.
@@ -97,7 +102,7 @@ static inline void store_moments(const AdamFactors& f, const F32x16& w, const Mo
     take_bits(first, moments.exp_avg);
     take_bits(second, moments.exp_avg_sq);
     U32x16 noise[2];
-    noise_of<16>(noise, f, w, __builtin_bit_cast(F32x16, first));
+    noise_of(noise, f, w, __builtin_bit_cast(F32x16, first));
     Bf16 m[16];
     Bf16 v[16];
     store_dithered(m, first, noise[0]);

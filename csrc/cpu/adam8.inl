@@ -4,19 +4,10 @@
 constexpr std::int64_t kTogether = 4;
 constexpr std::int64_t kGroup = kTogether * kMomentBlock;
 
-// Codes of one moment and the exponents of their blocks. A signed code has its sign in the highest bit.
-struct SignedCodes {
-  static constexpr bool kSigned = true;
-  static constexpr int kTop = 127;
-  std::uint8_t* codes;
-  std::uint8_t* exponents;
-};
-struct UnsignedCodes {
-  static constexpr bool kSigned = false;
-  static constexpr int kTop = 255;
-  std::uint8_t* codes;
-  std::uint8_t* exponents;
-};
+// [Note: Words of a block]
+// A block of 32 elements is decoded and encoded in 16-bit words, each the upper half of an fp32 number. The
+// words are in registers of the level's size, two of fp32 numbers for one of words: word 2k is of element k
+// of the first, word 2k + 1 of element k of the second, so that one operation takes either out of the words.
 
 constexpr int kNotFinite = 255;
 // Bits of bf16 below those that a code has, and the place of bf16's exponent.
@@ -25,139 +16,234 @@ constexpr int kExponent = 7;
 // Bits of fp32 below those that a code has.
 constexpr int kNoiseOfCode = 16 + kBelowCode;
 
+// Codes of a moment. Signed ones have the sign in the highest bit.
+enum class Codes : std::uint8_t { kSigned, kUnsigned };
+
+static inline Words::Part word(std::uint16_t x) { return Words::Part{} + x; }
+
 // Constants that the compiler is not to know: it would make them anew in each turn, where memory has them for
 // nothing.
 struct CodeMasks {
-  U16x32 sign, magnitude, signed_code, unsigned_code, decoded, least;
+  Words::Part sign, magnitude, decoded, decoded_magnitude, least;
 };
 static inline void fill(CodeMasks& masks) {
-  masks = {.sign = U16x32{} + std::uint16_t{0x8000},
-           .magnitude = U16x32{} + std::uint16_t{0x7fff},
-           .signed_code = U16x32{} + std::uint16_t{0x7f00},
-           .unsigned_code = U16x32{} + std::uint16_t{0xff00},
-           .decoded = U16x32{} + std::uint16_t{0x87f0},
-           .least = U16x32{} + std::uint16_t{1 << kBelowCode}};
+  masks = {.sign = word(0x8000),
+           .magnitude = word(0x7fff),
+           .decoded = word(0x87f0),
+           .decoded_magnitude = word(0x07f0),
+           .least = word(1 << kBelowCode)};
   __asm__ volatile("" : "+m"(masks));
 }
 
-// What is added to a code in the place of a bf16 number to get that number, in each word.
-template <typename Codes>
-static inline void zero_code_of(U16x32& zero_code, int exponent) {
-  zero_code = U16x32{} + static_cast<std::uint16_t>((exponent << kExponent) - (Codes::kTop << kBelowCode));
+// Of the blocks of a group, first of the first moment, then of the second.
+struct GroupExponents {
+  U16x8 exponents;
+  // What is added to a code in the place of a bf16 number to get that number, in both halves.
+  std::uint32_t zero_codes[2 * kTogether];
+  bool all_finite;
+
+  void set(const U16x8& values) {
+    constexpr std::uint16_t kSignedTop = 127 << kBelowCode;
+    constexpr std::uint16_t kTop = 255 << kBelowCode;
+    constexpr U16x8 kTops = {kSignedTop, kSignedTop, kSignedTop, kSignedTop, kTop, kTop, kTop, kTop};
+    exponents = values;
+    const U16x8 zeros = (values << kExponent) - kTops;
+    const U32x8 both = __builtin_convertvector(zeros, U32x8) * 0x10001u;
+    __builtin_memcpy(zero_codes, &both, sizeof zero_codes);
+    const U16x8 not_finite = __builtin_bit_cast(U16x8, values == kNotFinite);
+    std::uint64_t parts[2];
+    __builtin_memcpy(parts, &not_finite, sizeof parts);
+    all_finite = (parts[0] | parts[1]) == 0;
+  }
+
+  void load(const std::uint8_t* exp_avg, const std::uint8_t* exp_avg_sq) {
+    U8x8 bytes;
+    __builtin_memcpy(&bytes, exp_avg, kTogether);
+    __builtin_memcpy(reinterpret_cast<char*>(&bytes) + kTogether, exp_avg_sq, kTogether);
+    set(__builtin_convertvector(bytes, U16x8));
+  }
+  void store(std::uint8_t* exp_avg, std::uint8_t* exp_avg_sq) const {
+    const U8x8 bytes = __builtin_convertvector(exponents, U8x8);
+    __builtin_memcpy(exp_avg, &bytes, kTogether);
+    __builtin_memcpy(exp_avg_sq, reinterpret_cast<const char*>(&bytes) + kTogether, kTogether);
+  }
+};
+
+// Elements that are computed at once, and vectors of them.
+constexpr int kUnit = Words::kElements;
+constexpr int kVectors = kUnit / 16;
+constexpr int kUnits = kMomentBlock / kUnit;
+
+static inline void fill_part(Words::Part& part, std::uint32_t pair) {
+  part = (Words::Part)(Words::Bits{} + pair);
 }
 
-// Decodes a block. Its words, in bf16 or codes, are in this order: word 2k is of element k, word 2k + 1 of
-// element 16 + k. So either half of the block has 16 lanes of 32 bits, and takes one operation out of the
-// words.
-template <typename Codes>
-[[gnu::always_inline]] static inline void decode(F32x16& low, F32x16& high, const Codes& from,
-                                                 const CodeMasks& masks) {
-  const int exponent = *from.exponents;
-  if (exponent == kNotFinite) {
-    low = high = broadcast(__builtin_nanf(""));
-    return;
+template <Codes kCodes>
+[[gnu::always_inline]] static inline void decode(F32x16 (&x)[kVectors], const std::uint8_t* codes,
+                                                 std::uint32_t zero_code, const CodeMasks& masks) {
+  Words words;
+  load_codes(words, codes);
+  Words::Part zero;
+  fill_part(zero, zero_code);
+  for (Words::Part& part : words.part) {
+    Words::Part magnitude;
+    if constexpr (kCodes == Codes::kSigned) {
+      part = (Words::Part)((Words::SignedPart)part >> kBelowCode);
+      magnitude = part & masks.decoded_magnitude;
+      part &= masks.decoded;
+    } else {
+      magnitude = part >>= kBelowCode;
+    }
+    part += zero;
+    clear_where_0(part, magnitude);
   }
-  U16x32 codes;  // in the upper bytes
-  U16x32 zero_code;
-  load_codes(codes, from.codes);
-  zero_code_of<Codes>(zero_code, exponent);
-  U16x32 words;
-  if constexpr (Codes::kSigned) {
-    words = __builtin_bit_cast(U16x32, __builtin_bit_cast(I16x32, codes) >> 4) & masks.decoded;
-    words = (codes & masks.signed_code) == 0 ? U16x32{} : words + zero_code;
-  } else {
-    words = codes >> 4;
-    words = (codes & masks.unsigned_code) == 0 ? U16x32{} : words + zero_code;
-  }
-  const U32x16 pairs = __builtin_bit_cast(U32x16, words);
-  low = __builtin_bit_cast(F32x16, pairs << 16);
-  high = __builtin_bit_cast(F32x16, pairs & 0xffff0000u);
+  split_words(x, words);
 }
 
-// Encodes a block of magnitudes with signs, in words. See [Note: Moments in 8 bits].
-template <typename Codes>
-[[gnu::always_inline]] static inline void encode(const Codes& to, int exponent, const U16x32& words,
-                                                 const CodeMasks& masks) {
-  *to.exponents = static_cast<std::uint8_t>(exponent);
-  if (exponent == kNotFinite) {
-    __builtin_memset(to.codes, 0, kMomentBlock);
-    return;
+// Encodes magnitudes with signs. See [Note: Moments in 8 bits].
+template <Codes kCodes>
+[[gnu::always_inline]] static inline void encode(std::uint8_t* codes, std::uint32_t zero_code,
+                                                 const Words (&words)[kUnits], const CodeMasks& masks) {
+  Words::Part zero;
+  fill_part(zero, zero_code);
+  Words out[kUnits];
+  for (int unit = 0; unit < kUnits; ++unit) {
+    for (int i = 0; i < Words::kParts; ++i) {
+      const Words::Part& part = words[unit].part[i];
+      Words::Part code;
+      if constexpr (kCodes == Codes::kSigned) {
+        code = part & masks.magnitude;
+        subtract_to_0(code, zero);
+        code = (code << kBelowCode) | (part & masks.sign);
+      } else {
+        const Words::Part least = part < masks.least ? part : masks.least;
+        code = part;
+        subtract_to_0(code, zero);
+        code = (code > least ? code : least) << kBelowCode;
+      }
+      out[unit].part[i] = code;
+    }
   }
-  U16x32 zero_code;
-  zero_code_of<Codes>(zero_code, exponent);
-  U16x32 codes;
-  if constexpr (Codes::kSigned) {
-    const U16x32 magnitudes = words & masks.magnitude;
-    codes = (magnitudes > zero_code ? magnitudes : zero_code) - zero_code;
-    codes = ((codes << 4) & masks.magnitude) | (words & masks.sign);
-  } else {
-    const U16x32 divisor = words < masks.least ? words : masks.least;
-    codes = (words > zero_code ? words : zero_code) - zero_code;
-    codes = (codes > divisor ? codes : divisor) << 4;
-  }
-  store_codes(to.codes, codes);
+  store_codes(codes, out);
 }
 
-// Updates 16 elements. Replaces the moments by their bits with the noise added.
-template <typename Grad, typename Rounded>
-[[gnu::always_inline]] static inline void adam_half_block(const AdamFactors& f, const AdamVectors& c,
-                                                          const Grad* grad, float* weight, Rounded* rounded,
-                                                          F32x16& exp_avg, F32x16& exp_avg_sq) {
+// Adds the bits of the rounding to both moments, a hash of the weight before and the first moment after it.
+[[gnu::always_inline]] static inline void add_noise(const AdamFactors& f, const F32x16& w, F32x16& exp_avg,
+                                                    F32x16& exp_avg_sq) {
+  for (int i = 0; i < kRegisters; ++i) {
+    const Words::Bits first = bits_at(exp_avg, i);
+    const Words::Bits hash = (bits_at(w, i) ^ first ^ f.dither_seed) * kHash;
+    const Words::Bits noise = hash >> (32 - kNoiseOfCode);
+    set_bits(exp_avg, i, first + noise);
+    set_bits(exp_avg_sq, i, bits_at(exp_avg_sq, i) + noise);
+  }
+}
+
+// [Note: Two sweeps over a group]
+// A weight waits for a root and a division, a code for the largest number of its block. A processor that
+// takes all of an element before the next waits with them. So the first sweep over the blocks of a group ends
+// at roots, the second one has the divisions and the codes, and each has enough to compute meanwhile.
+struct GroupScratch {
+  alignas(64) float steps[kGroup];  // what is divided
+  alignas(64) float roots[kGroup];
+  // Moments with their noise, first those of the first moment, and the largest magnitudes.
+  Words words[2 * kTogether][kUnits];
+  Words largest[2 * kTogether];
+};
+
+static inline void take_largest(Words::Part& largest, const Words::Part& x, bool is_first) {
+  largest = is_first ? x : x > largest ? x : largest;
+}
+
+// Makes the blocks that are not finite decode to NaN, by codes in memory that will be replaced.
+static void decode_to_nan(GroupExponents& group, const CodedArray& exp_avg, const CodedArray& exp_avg_sq) {
+  constexpr std::uint32_t kNan = 0x7fc0;
+  const CodedArray* const arrays[2] = {&exp_avg, &exp_avg_sq};
+  const std::uint32_t tops[2] = {127, 255};
+  for (int i = 0; i < 2 * kTogether; ++i) {
+    if (group.exponents[i] != kNotFinite) continue;
+    const std::uint32_t top = tops[i / kTogether];
+    __builtin_memset(arrays[i / kTogether]->codes + i % kTogether * kMomentBlock, static_cast<int>(top),
+                     kMomentBlock);
+    group.zero_codes[i] = (kNan - (top << kBelowCode)) * 0x10001u;
+  }
+}
+
+// The first sweep over some elements of block k.
+template <typename Grad>
+[[gnu::always_inline]] static inline void take_moments(const AdamFactors& f, const AdamVectors& c,
+                                                       const CodeMasks& masks, const GroupExponents& group,
+                                                       int k, int unit, const Grad* grad, const float* weight,
+                                                       const std::uint8_t* exp_avg,
+                                                       const std::uint8_t* exp_avg_sq,
+                                                       GroupScratch& scratch) {
+  const std::int64_t begin = k * kMomentBlock + unit * kUnit;
+  F32x16 m[kVectors];
+  F32x16 v[kVectors];
+  decode<Codes::kSigned>(m, exp_avg + begin, group.zero_codes[k], masks);
+  decode<Codes::kUnsigned>(v, exp_avg_sq + begin, group.zero_codes[kTogether + k], masks);
   const F32x16 infinity = broadcast(__builtin_inff());
-  const F32x16 w = load(weight);
-  const Moments moments = update_moments(f, c, load(grad), exp_avg, exp_avg_sq, w);
-  // A NaN, whose bits may be any, as infinity: both make the block NaN.
-  const F32x16 first = min_of(moments.exp_avg, infinity);
-  const F32x16 second = min_of(moments.exp_avg_sq, infinity);
-  U32x16 noise[2];
-  noise_of<kNoiseOfCode>(noise, f, w, first);
-  exp_avg = __builtin_bit_cast(F32x16, __builtin_bit_cast(U32x16, first) + noise[0]);
-  exp_avg_sq = __builtin_bit_cast(F32x16, __builtin_bit_cast(U32x16, second) + noise[1]);
-  const F32x16 d = denominator(f, c, sqrt(moments.exp_avg_sq));
-  const F32x16 updated = update_weight(f, c, moments.exp_avg, d, w);
-  store(weight, updated);
-  if constexpr (sizeof(Rounded) == 2) store(rounded, updated);
-}
-
-static inline void join_words(U16x32& words, const F32x16& low, const F32x16& high) {
-  const U32x16 upper = __builtin_bit_cast(U32x16, high) & 0xffff0000u;
-  words = __builtin_bit_cast(U16x32, (__builtin_bit_cast(U32x16, low) >> 16) | upper);
+  for (int at = 0; at < kVectors; ++at) {
+    const std::int64_t i = begin + 16 * at;
+    const F32x16 w = load(weight + i);
+    const Moments moments = update_moments(f, c, load(grad + i), m[at], v[at], w);
+    store(scratch.steps + i, mul(c.negative_step_size, moments.exp_avg));
+    store(scratch.roots + i, sqrt(moments.exp_avg_sq));
+    // A NaN, whose bits may be any, as infinity: both make the block NaN.
+    m[at] = min_of(moments.exp_avg, infinity);
+    v[at] = min_of(moments.exp_avg_sq, infinity);
+    add_noise(f, w, m[at], v[at]);
+  }
+  Words& first = scratch.words[k][unit];
+  Words& second = scratch.words[kTogether + k][unit];
+  join_words(first, m);
+  join_words(second, v);
+  for (int i = 0; i < Words::kParts; ++i) {
+    take_largest(scratch.largest[k].part[i], first.part[i] & masks.magnitude, unit == 0);
+    take_largest(scratch.largest[kTogether + k].part[i], second.part[i], unit == 0);
+  }
 }
 
 // Updates kTogether blocks.
 template <typename Grad, typename Rounded>
 [[gnu::always_inline]] static inline void adam_group(const AdamFactors& f, const AdamVectors& c,
                                                      const CodeMasks& masks, const Grad* grad, float* weight,
-                                                     Rounded* rounded, const SignedCodes& exp_avg,
-                                                     const UnsignedCodes& exp_avg_sq) {
-  U16x32 words[2][kTogether];
-  U16x32 magnitudes[2 * kTogether];
-  for (std::int64_t k = 0; k < kTogether; ++k) {
-    const std::int64_t i = k * kMomentBlock;
-    F32x16 m[2];
-    F32x16 v[2];
-    decode(m[0], m[1], SignedCodes{exp_avg.codes + i, exp_avg.exponents + k}, masks);
-    decode(v[0], v[1], UnsignedCodes{exp_avg_sq.codes + i, exp_avg_sq.exponents + k}, masks);
-    adam_half_block(f, c, grad + i, weight + i, rounded + i, m[0], v[0]);
-    adam_half_block(f, c, grad + i + 16, weight + i + 16, rounded + i + 16, m[1], v[1]);
-    join_words(words[0][k], m[0], m[1]);
-    join_words(words[1][k], v[0], v[1]);
-    magnitudes[k] = words[0][k] & masks.magnitude;
-    magnitudes[kTogether + k] = words[1][k];
-  }
+                                                     Rounded* rounded, const CodedArray& exp_avg,
+                                                     const CodedArray& exp_avg_sq, GroupScratch& scratch) {
+  GroupExponents group;
+  group.load(exp_avg.exponents, exp_avg_sq.exponents);
+  if (!group.all_finite) [[unlikely]]
+    decode_to_nan(group, exp_avg, exp_avg_sq);
+  for (int k = 0; k < kTogether; ++k)
+    for (int unit = 0; unit < kUnits; ++unit)
+      take_moments(f, c, masks, group, k, unit, grad, weight, exp_avg.codes, exp_avg_sq.codes, scratch);
   // The exponent of a block is that of the power of two at or above all that is encoded, at least 2^-94, so
   // that codes of zeros are 0.
-  std::uint16_t largest[2 * kTogether];
-  max_of_words(largest, magnitudes);
-  for (std::int64_t k = 0; k < kTogether; ++k) {
-    int exponents[2];
-    for (int which = 0; which < 2; ++which) {
-      const int exponent = ((largest[which * kTogether + k] >> kBelowCode) + 7) >> (kExponent - kBelowCode);
-      exponents[which] = exponent < 33 ? 33 : exponent > kNotFinite ? kNotFinite : exponent;
+  U16x8 largest;
+  max_of_words(largest, scratch.largest);
+  U16x8 exponents = ((largest >> kBelowCode) + 7) >> (kExponent - kBelowCode);
+  exponents = exponents < 33 ? U16x8{} + std::uint16_t{33} : exponents;
+  exponents = exponents > kNotFinite ? U16x8{} + std::uint16_t{kNotFinite} : exponents;
+  group.set(exponents);
+  for (int k = 0; k < kTogether; ++k) {
+    const std::int64_t begin = k * kMomentBlock;
+    for (std::int64_t i = begin; i < begin + kMomentBlock; i += 16) {
+      const F32x16 d = add(load(scratch.roots + i), c.eps);
+      const F32x16 updated = updated_weight(f, c, load(scratch.steps + i), d, load(weight + i));
+      store(weight + i, updated);
+      if constexpr (sizeof(Rounded) == 2) store(rounded + i, updated);
     }
+    encode<Codes::kSigned>(exp_avg.codes + begin, group.zero_codes[k], scratch.words[k], masks);
+    encode<Codes::kUnsigned>(exp_avg_sq.codes + begin, group.zero_codes[kTogether + k],
+                             scratch.words[kTogether + k], masks);
+  }
+  group.store(exp_avg.exponents, exp_avg_sq.exponents);
+  if (group.all_finite) [[likely]]
+    return;
+  for (int k = 0; k < kTogether; ++k) {
     const std::int64_t i = k * kMomentBlock;
-    encode(SignedCodes{exp_avg.codes + i, exp_avg.exponents + k}, exponents[0], words[0][k], masks);
-    encode(UnsignedCodes{exp_avg_sq.codes + i, exp_avg_sq.exponents + k}, exponents[1], words[1][k], masks);
+    if (exponents[k] == kNotFinite) __builtin_memset(exp_avg.codes + i, 0, kMomentBlock);
+    if (exponents[kTogether + k] == kNotFinite) __builtin_memset(exp_avg_sq.codes + i, 0, kMomentBlock);
   }
 }
 
@@ -170,6 +256,7 @@ static void adam_coded_pass(const AdamSlice& slice, std::int64_t begin, std::int
   const AdamVectors c = vectors_of(f);
   CodeMasks masks;
   fill(masks);
+  GroupScratch scratch;
   const Grad* const grad = static_cast<const Grad*>(slice.grad);
   Rounded* const rounded = static_cast<Rounded*>(slice.rounded);
   float* const weight = slice.weight;
@@ -188,8 +275,8 @@ static void adam_coded_pass(const AdamSlice& slice, std::int64_t begin, std::int
       __builtin_prefetch(exp_avg_sq.codes + ahead, 1);
     }
     adam_group(f, c, masks, grad + i, weight + i, kRounded ? rounded + i : nullptr,
-               SignedCodes{exp_avg.codes + i, exp_avg.exponents + i / kMomentBlock},
-               UnsignedCodes{exp_avg_sq.codes + i, exp_avg_sq.exponents + i / kMomentBlock});
+               CodedArray{exp_avg.codes + i, exp_avg.exponents + i / kMomentBlock},
+               CodedArray{exp_avg_sq.codes + i, exp_avg_sq.exponents + i / kMomentBlock}, scratch);
   }
   const std::int64_t rest = end - i;
   if (rest == 0) return;

@@ -84,6 +84,9 @@ struct Divisor {
 ///   w = w + (-step_size * m) / d                addcdiv
 /// We do the same in one pass, so that an fp32 step has torch's bits. The square root is IEEE's except in
 /// torch builds with MKL, whose own is not always correctly rounded; `sqrt` stands for it.
+/// Moments in 8 bits take the form that divides by no bias correction (Kingma & Ba, "Adam: A Method for
+/// Stochastic Optimization", 2015, end of section 2): sqrt(bias_correction2) is a factor of step_size and
+/// eps, the factors are folded, and bias_correction2_sqrt is 1.
 struct AdamFactors {
   float grad_factor = 1;     // g = grad * grad_factor, or
   bool grad_divide = false;  // g = grad / grad_factor, where a reciprocal would not be exact
@@ -119,10 +122,10 @@ struct AdamFactors {
 /// scales: Xi et al., "COAT", 2024). The largest code is that power of two, and a code less is the next fp32
 /// number with 3 bits of mantissa below; code 0 is 0, which no second moment of 2^-126 or more is rounded to,
 /// as it would be divided by. All values are exact in bf16, and encoding them again changes none: so files
-/// have bf16 moments. They are rounded at random as above. A block with an inf, a NaN or a magnitude above
-/// 2^127 becomes NaN, with the exponent 255. Shards begin at multiples of 128 bytes of a parameter (see
-/// [Note: Aligned slices]), 32 elements of fp32: so no number of ranks cuts a block, and no rank needs to
-/// know the elements of another one.
+/// have bf16 moments. They are rounded at random as above, both by one random number. A block with an inf, a
+/// NaN or a magnitude above 2^127 becomes NaN, with the exponent 255. Shards begin at multiples of 128 bytes
+/// of a parameter (see [Note: Aligned slices]), 32 elements of fp32: so no number of ranks cuts a block, and
+/// no rank needs to know the elements of another one.
 constexpr std::int64_t kMomentBlock = 32;
 
 /// A moment in 8 bits: a code for each element, then an exponent, biased as fp32's, for each block.

@@ -24,13 +24,13 @@ static inline void store(Half* p, F32x16 x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(x.high, kNearest));
 }
 
-static inline __m256 widen_bf16(__m128i x) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
+static inline __m256 load8(const Bf16* p) {
+  const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  const __m256i upper = _mm256_setr_epi8(-1, -1, 0, 1, -1, -1, 2, 3, -1, -1, 4, 5, -1, -1, 6, 7,  //
+                                         -1, -1, 8, 9, -1, -1, 10, 11, -1, -1, 12, 13, -1, -1, 14, 15);
+  return _mm256_castsi256_ps(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(words), upper));
 }
-static inline F32x16 load(const Bf16* p) {
-  return {widen_bf16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
-          widen_bf16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
-}
+static inline F32x16 load(const Bf16* p) { return {load8(p), load8(p + 8)}; }
 
 // The rounded upper halves, in the lower halves.
 static inline __m256i narrow_bf16(__m256 x) {
@@ -45,36 +45,73 @@ static inline void store(Bf16* p, F32x16 x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
 }
 
-// 32 bytes in the upper bytes of words, see U16x32: byte k in word 2k, byte 16 + k in word 2k + 1.
-static inline void load_codes(U16x32& codes, const std::uint8_t* p) {
-  const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16));
-  const __m256i half[2] = {_mm256_cvtepu8_epi16(_mm_unpacklo_epi8(low, high)),
-                           _mm256_cvtepu8_epi16(_mm_unpackhi_epi8(low, high))};
-  const __m256i upper[2] = {_mm256_slli_epi16(half[0], 8), _mm256_slli_epi16(half[1], 8)};
-  __builtin_memcpy(&codes, upper, sizeof codes);
+// Words of some elements, see [Note: Words of a block].
+struct Words {
+  static constexpr int kElements = 16;
+  static constexpr int kParts = 1;
+  using Part [[gnu::vector_size(32)]] = std::uint16_t;
+  using SignedPart [[gnu::vector_size(32)]] = std::int16_t;
+  using Bits [[gnu::vector_size(32)]] = std::uint32_t;
+  Part part[kParts];
+};
+static constexpr int kRegisters = 2;
+static inline Words::Bits bits_at(const F32x16& x, int i) { return (Words::Bits)(i == 0 ? x.low : x.high); }
+static inline void set_bits(F32x16& x, int i, Words::Bits bits) { (i == 0 ? x.low : x.high) = (__m256)bits; }
+
+// Codes in the upper bytes of words.
+static inline void load_codes(Words& codes, const std::uint8_t* p) {
+  const __m256i upper = _mm256_setr_epi8(-1, 0, -1, 8, -1, 1, -1, 9, -1, 2, -1, 10, -1, 3, -1, 11,  //
+                                         -1, 4, -1, 12, -1, 5, -1, 13, -1, 6, -1, 14, -1, 7, -1, 15);
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  codes.part[0] = (Words::Part)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(bytes), upper);
 }
-static inline void store_codes(std::uint8_t* p, const U16x32& codes) {
-  __m256i half[2];
-  __builtin_memcpy(half, &codes, sizeof codes);
+static inline void store_codes(std::uint8_t* p, const Words (&codes)[2]) {
+  // In each half, bytes of the first eight elements, then of the other eight.
   const __m256i upper =
-      _mm256_broadcastsi128_si256(_mm_setr_epi8(1, 5, 9, 13, 3, 7, 11, 15, -1, -1, -1, -1, -1, -1, -1, -1));
-  // In each quarter four bytes of the first half of the block, then four of the second.
-  const __m256i bytes =
-      _mm256_unpacklo_epi64(_mm256_shuffle_epi8(half[0], upper), _mm256_shuffle_epi8(half[1], upper));
-  const __m256i order = _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7);
+      _mm256_broadcastsi128_si256(_mm_setr_epi8(1, 5, 9, 13, 3, 7, 11, 15, 1, 5, 9, 13, 3, 7, 11, 15));
+  const __m256i bytes = _mm256_unpacklo_epi64(_mm256_shuffle_epi8((__m256i)codes[0].part[0], upper),
+                                              _mm256_shuffle_epi8((__m256i)codes[1].part[0], upper));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permutevar8x32_epi32(bytes, order));
 }
-// The largest word of each vector.
-static inline void max_of_words(std::uint16_t (&largest)[8], const U16x32 (&words)[8]) {
-  for (int i = 0; i < 8; ++i) {
-    __m256i half[2];
-    __builtin_memcpy(half, &words[i], sizeof half);
-    const __m256i all = _mm256_max_epu16(half[0], half[1]);
-    const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
-    const __m128i least = _mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi32(-1)));
-    largest[i] = static_cast<std::uint16_t>(~_mm_cvtsi128_si32(least));
+static inline void split_words(F32x16 (&x)[1], const Words& words) {
+  const __m256i pairs = (__m256i)words.part[0];
+  x[0].low = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+  x[0].high = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-0x10000)));
+}
+static inline void join_words(Words& words, const F32x16 (&x)[1]) {
+  const __m256i even = _mm256_srli_epi32(_mm256_castps_si256(x[0].low), 16);
+  words.part[0] = (Words::Part)_mm256_blend_epi16(even, _mm256_castps_si256(x[0].high), 0xaa);
+}
+// x - y, or 0 where that is less.
+static inline void subtract_to_0(Words::Part& x, const Words::Part& y) {
+  x = (Words::Part)_mm256_subs_epu16((__m256i)x, (__m256i)y);
+}
+// 0 where y, which is below 2^15, is 0.
+static inline void clear_where_0(Words::Part& x, const Words::Part& y) {
+  x = (Words::Part)_mm256_sign_epi16((__m256i)x, (__m256i)y);
+}
+// The largest word of each block.
+static inline void max_of_words(U16x8& largest, const Words (&words)[8]) {
+  __m256i two[4];  // in each half eight words of a block
+  for (int i = 0; i < 4; ++i) {
+    const __m256i first = (__m256i)words[i].part[0];
+    const __m256i other = (__m256i)words[i + 4].part[0];
+    two[i] = _mm256_max_epu16(_mm256_permute2x128_si256(first, other, 0x20),
+                              _mm256_permute2x128_si256(first, other, 0x31));
   }
+  __m256i four[2];  // in each half four words of a block, then four of the next
+  for (int i = 0; i < 2; ++i) {
+    four[i] = _mm256_max_epu16(_mm256_unpacklo_epi64(two[2 * i], two[2 * i + 1]),
+                               _mm256_unpackhi_epi64(two[2 * i], two[2 * i + 1]));
+  }
+  const __m256 a = _mm256_castsi256_ps(four[0]);
+  const __m256 b = _mm256_castsi256_ps(four[1]);
+  const __m256i pairs = _mm256_max_epu16(_mm256_castps_si256(_mm256_shuffle_ps(a, b, 0x88)),
+                                         _mm256_castps_si256(_mm256_shuffle_ps(a, b, 0xdd)));
+  const __m256i one =
+      _mm256_and_si256(_mm256_max_epu16(pairs, _mm256_srli_epi32(pairs, 16)), _mm256_set1_epi32(0xffff));
+  largest = (U16x8)_mm_packus_epi32(_mm256_castsi256_si128(one), _mm256_extracti128_si256(one, 1));
 }
 
 static inline F32x16 broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }

@@ -32,29 +32,58 @@ static inline void store(Bf16* p, F32x16 x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(upper));
 }
 
-// 32 bytes in the upper bytes of words, see U16x32: byte k in word 2k, byte 16 + k in word 2k + 1.
-static inline void load_codes(U16x32& codes, const std::uint8_t* p) {
+// Words of some elements, see [Note: Words of a block].
+struct Words {
+  static constexpr int kElements = 32;
+  static constexpr int kParts = 1;
+  using Part [[gnu::vector_size(64)]] = std::uint16_t;
+  using SignedPart [[gnu::vector_size(64)]] = std::int16_t;
+  using Bits [[gnu::vector_size(64)]] = std::uint32_t;
+  Part part[kParts];
+};
+static constexpr int kRegisters = 1;
+static inline Words::Bits bits_at(const F32x16& x, int /*i*/) { return (Words::Bits)x.all; }
+static inline void set_bits(F32x16& x, int /*i*/, Words::Bits bits) { x.all = (__m512)bits; }
+
+// Codes in the upper bytes of words.
+static inline void load_codes(Words& codes, const std::uint8_t* p) {
   const __m512i bytes = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   const __m512i halves = _mm512_setr_epi32(0, 4, 0, 4, 1, 5, 1, 5, 2, 6, 2, 6, 3, 7, 3, 7);
   const __m512i upper =
       _mm512_broadcast_i32x4(_mm_setr_epi8(-1, 0, -1, 4, -1, 1, -1, 5, -1, 2, -1, 6, -1, 3, -1, 7));
-  const __m512i spread = _mm512_permutexvar_epi32(halves, bytes);
-  codes = __builtin_bit_cast(U16x32, _mm512_shuffle_epi8(spread, upper));
+  codes.part[0] = (Words::Part)_mm512_shuffle_epi8(_mm512_permutexvar_epi32(halves, bytes), upper);
 }
-static inline void store_codes(std::uint8_t* p, const U16x32& codes) {
+static inline void store_codes(std::uint8_t* p, const Words (&codes)[1]) {
   const __m512i upper =
       _mm512_broadcast_i32x4(_mm_setr_epi8(1, 5, 9, 13, 3, 7, 11, 15, -1, -1, -1, -1, -1, -1, -1, -1));
   const __m512i halves = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 0, 0, 0, 0, 0, 0, 0, 0);
-  const __m512i bytes = _mm512_shuffle_epi8(__builtin_bit_cast(__m512i, codes), upper);
+  const __m512i bytes = _mm512_shuffle_epi8((__m512i)codes[0].part[0], upper);
   const __m256i packed = _mm512_castsi512_si256(_mm512_permutexvar_epi32(halves, bytes));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), packed);
 }
-// The largest word of each vector.
-static inline void max_of_words(std::uint16_t (&largest)[8], const U16x32 (&words)[8]) {
-  __m512i two[4];  // in each quarter four words of a vector, then four of the next
+static inline void split_words(F32x16 (&x)[2], const Words& words) {
+  const __m512i pairs = (__m512i)words.part[0];
+  x[0].all = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+  x[1].all = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-0x10000)));
+}
+static inline void join_words(Words& words, const F32x16 (&x)[2]) {
+  const __m512i even = _mm512_srli_epi32(_mm512_castps_si512(x[0].all), 16);
+  words.part[0] = (Words::Part)_mm512_mask_mov_epi16(even, 0xaaaaaaaau, _mm512_castps_si512(x[1].all));
+}
+// x - y, or 0 where that is less.
+static inline void subtract_to_0(Words::Part& x, const Words::Part& y) {
+  x = (Words::Part)_mm512_subs_epu16((__m512i)x, (__m512i)y);
+}
+// 0 where y is 0.
+static inline void clear_where_0(Words::Part& x, const Words::Part& y) {
+  x = (Words::Part)_mm512_maskz_mov_epi16(_mm512_test_epi16_mask((__m512i)y, (__m512i)y), (__m512i)x);
+}
+// The largest word of each block.
+static inline void max_of_words(U16x8& largest, const Words (&words)[8]) {
+  __m512i two[4];  // in each quarter four words of a block, then four of the next
   for (int i = 0; i < 4; ++i) {
-    const __m512i a = __builtin_bit_cast(__m512i, words[2 * i]);
-    const __m512i b = __builtin_bit_cast(__m512i, words[2 * i + 1]);
+    const __m512i a = (__m512i)words[2 * i].part[0];
+    const __m512i b = (__m512i)words[2 * i + 1].part[0];
     two[i] = _mm512_max_epu16(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
   }
   __m512i four[2];  // two words of each
@@ -68,8 +97,7 @@ static inline void max_of_words(std::uint16_t (&largest)[8], const U16x32 (&word
     x = _mm512_and_si512(_mm512_max_epu16(x, _mm512_srli_epi32(x, 16)), _mm512_set1_epi32(0xffff));
   const __m512i eight = _mm512_packus_epi32(four[0], four[1]);
   const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(eight), _mm512_extracti64x4_epi64(eight, 1));
-  const __m128i all = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-  __builtin_memcpy(largest, &all, sizeof largest);
+  largest = (U16x8)_mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
 }
 
 static inline F32x16 broadcast(float x) { return {_mm512_set1_ps(x)}; }

@@ -81,18 +81,59 @@ static inline void store(T* p, F32x16 x) {
   }
 }
 
-// 32 bytes in the upper bytes of words, see U16x32: byte k in word 2k, byte 16 + k in word 2k + 1.
-static inline void load_codes(U16x32& codes, const std::uint8_t* p) {
-  for (int i = 0; i < 32; ++i) codes[2 * (i % 16) + i / 16] = static_cast<std::uint16_t>(p[i] << 8);
+// Words of some elements, see [Note: Words of a block].
+struct Words {
+  static constexpr int kElements = 16;
+  static constexpr int kParts = 2;
+  using Part [[gnu::vector_size(16)]] = std::uint16_t;
+  using SignedPart [[gnu::vector_size(16)]] = std::int16_t;
+  using Bits [[gnu::vector_size(16)]] = std::uint32_t;
+  Part part[kParts];
+};
+static constexpr int kRegisters = 4;
+static inline Words::Bits bits_at(const F32x16& x, int i) {
+  Words::Bits bits;
+  __builtin_memcpy(&bits, x.lane + 4 * i, sizeof bits);
+  return bits;
 }
-static inline void store_codes(std::uint8_t* p, const U16x32& codes) {
-  for (int i = 0; i < 32; ++i) p[i] = static_cast<std::uint8_t>(codes[2 * (i % 16) + i / 16] >> 8);
+static inline void set_bits(F32x16& x, int i, Words::Bits bits) {
+  __builtin_memcpy(x.lane + 4 * i, &bits, sizeof bits);
 }
-// The largest word of each vector.
-static inline void max_of_words(std::uint16_t (&largest)[8], const U16x32 (&words)[8]) {
+
+// The place of the word of element i.
+static inline int word_of(int i) { return i / 8 * 8 + 2 * (i % 4) + i / 4 % 2; }
+// Codes in the upper bytes of words.
+static inline void load_codes(Words& codes, const std::uint8_t* p) {
+  std::uint16_t words[16];
+  for (int i = 0; i < 16; ++i) words[word_of(i)] = static_cast<std::uint16_t>(p[i] << 8);
+  __builtin_memcpy(&codes, words, sizeof codes);
+}
+static inline void store_codes(std::uint8_t* p, const Words (&codes)[2]) {
+  std::uint16_t words[32];
+  __builtin_memcpy(words, codes, sizeof codes);
+  for (int i = 0; i < 32; ++i) p[i] = static_cast<std::uint8_t>(words[word_of(i)] >> 8);
+}
+static inline void split_words(F32x16 (&x)[1], const Words& words) {
+  std::uint16_t from[16];
+  __builtin_memcpy(from, &words, sizeof words);
+  for (int i = 0; i < 16; ++i) x[0].lane[i] = float_of(static_cast<std::uint32_t>(from[word_of(i)]) << 16);
+}
+static inline void join_words(Words& words, const F32x16 (&x)[1]) {
+  std::uint16_t to[16];
+  for (int i = 0; i < 16; ++i) to[word_of(i)] = static_cast<std::uint16_t>(bits_of(x[0].lane[i]) >> 16);
+  __builtin_memcpy(&words, to, sizeof words);
+}
+// x - y, or 0 where that is less.
+static inline void subtract_to_0(Words::Part& x, const Words::Part& y) { x = (x > y ? x : y) - y; }
+// 0 where y is 0.
+static inline void clear_where_0(Words::Part& x, const Words::Part& y) { x = y == 0 ? y : x; }
+// The largest word of each block.
+static inline void max_of_words(U16x8& largest, const Words (&words)[8]) {
   for (int i = 0; i < 8; ++i) {
+    std::uint16_t from[16];
+    __builtin_memcpy(from, &words[i], sizeof from);
     largest[i] = 0;
-    for (int k = 0; k < 32; ++k) largest[i] = words[i][k] > largest[i] ? words[i][k] : largest[i];
+    for (const std::uint16_t word : from) largest[i] = word > largest[i] ? word : largest[i];
   }
 }
 

@@ -52,27 +52,57 @@ static inline void store(Bf16* p, F32x16 x) {
   for (int i = 0; i < 4; ++i) store_four(p + 4 * i, narrow_bf16(x.quarter[i]));
 }
 
-// 32 bytes in the upper bytes of words, see U16x32: byte k in word 2k, byte 16 + k in word 2k + 1.
-static inline void load_codes(U16x32& codes, const std::uint8_t* p) {
-  const uint8x16x2_t mixed = vzipq_u8(vld1q_u8(p), vld1q_u8(p + 16));
-  const uint8x16_t zero = vdupq_n_u8(0);
-  const uint8x16x2_t words[2] = {vzipq_u8(zero, mixed.val[0]), vzipq_u8(zero, mixed.val[1])};
-  __builtin_memcpy(&codes, words, sizeof codes);
+// Words of some elements, see [Note: Words of a block].
+struct Words {
+  static constexpr int kElements = 16;
+  static constexpr int kParts = 2;
+  using Part [[gnu::vector_size(16)]] = std::uint16_t;
+  using SignedPart [[gnu::vector_size(16)]] = std::int16_t;
+  using Bits [[gnu::vector_size(16)]] = std::uint32_t;
+  Part part[kParts];
+};
+static constexpr int kRegisters = 4;
+static inline Words::Bits bits_at(const F32x16& x, int i) { return (Words::Bits)x.quarter[i]; }
+static inline void set_bits(F32x16& x, int i, Words::Bits bits) { x.quarter[i] = (float32x4_t)bits; }
+
+// Codes in the upper bytes of words.
+static inline void load_codes(Words& codes, const std::uint8_t* p) {
+  const uint8x16_t upper[2] = {{255, 0, 255, 4, 255, 1, 255, 5, 255, 2, 255, 6, 255, 3, 255, 7},
+                               {255, 8, 255, 12, 255, 9, 255, 13, 255, 10, 255, 14, 255, 11, 255, 15}};
+  for (int i = 0; i < 2; ++i) codes.part[i] = (Words::Part)vqtbl1q_u8(vld1q_u8(p), upper[i]);
 }
-static inline void store_codes(std::uint8_t* p, const U16x32& codes) {
-  uint8x16_t quarter[4];
-  __builtin_memcpy(quarter, &codes, sizeof codes);
-  const uint8x16_t low = vuzp2q_u8(quarter[0], quarter[1]);
-  const uint8x16_t high = vuzp2q_u8(quarter[2], quarter[3]);
-  vst1q_u8(p, vuzp1q_u8(low, high));
-  vst1q_u8(p + 16, vuzp2q_u8(low, high));
+static inline void store_codes(std::uint8_t* p, const Words (&codes)[2]) {
+  const uint8x16_t order = {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15};
+  for (int i = 0; i < 2; ++i) {
+    const uint8x16_t bytes = vuzp2q_u8((uint8x16_t)codes[i].part[0], (uint8x16_t)codes[i].part[1]);
+    vst1q_u8(p + 16 * i, vqtbl1q_u8(bytes, order));
+  }
 }
-// The largest word of each vector.
-static inline void max_of_words(std::uint16_t (&largest)[8], const U16x32 (&words)[8]) {
+static inline void split_words(F32x16 (&x)[1], const Words& words) {
+  for (int i = 0; i < 2; ++i) {
+    const uint32x4_t pairs = (uint32x4_t)words.part[i];
+    x[0].quarter[2 * i] = vreinterpretq_f32_u32(vshlq_n_u32(pairs, 16));
+    x[0].quarter[2 * i + 1] = vreinterpretq_f32_u32(vandq_u32(pairs, vdupq_n_u32(0xffff0000u)));
+  }
+}
+static inline void join_words(Words& words, const F32x16 (&x)[1]) {
+  for (int i = 0; i < 2; ++i) {
+    words.part[i] =
+        (Words::Part)vtrn2q_u16((uint16x8_t)x[0].quarter[2 * i], (uint16x8_t)x[0].quarter[2 * i + 1]);
+  }
+}
+// x - y, or 0 where that is less.
+static inline void subtract_to_0(Words::Part& x, const Words::Part& y) {
+  x = (Words::Part)vqsubq_u16((uint16x8_t)x, (uint16x8_t)y);
+}
+// 0 where y is 0.
+static inline void clear_where_0(Words::Part& x, const Words::Part& y) {
+  x = (Words::Part)vandq_u16((uint16x8_t)x, vtstq_u16((uint16x8_t)y, (uint16x8_t)y));
+}
+// The largest word of each block.
+static inline void max_of_words(U16x8& largest, const Words (&words)[8]) {
   for (int i = 0; i < 8; ++i) {
-    uint16x8_t quarter[4];
-    __builtin_memcpy(quarter, &words[i], sizeof quarter);
-    largest[i] = vmaxvq_u16(vmaxq_u16(vmaxq_u16(quarter[0], quarter[1]), vmaxq_u16(quarter[2], quarter[3])));
+    largest[i] = vmaxvq_u16(vmaxq_u16((uint16x8_t)words[i].part[0], (uint16x8_t)words[i].part[1]));
   }
 }
 

@@ -132,10 +132,10 @@ std::tuple<double, double> adam(at::TensorList weights, at::TensorList rounded, 
                                 at::TensorList exp_avgs, at::TensorList exp_avg_sqs, at::IntArrayRef steps,
                                 at::IntArrayRef sizes, Numbers lr, Numbers beta1, Numbers beta2, Numbers eps,
                                 Numbers weight_decay, Numbers scale, at::IntArrayRef decoupled,
-                                at::IntArrayRef maximize, at::IntArrayRef hold_steps, bool torch_sqrt,
-                                bool with_delta) {
+                                at::IntArrayRef maximize, at::IntArrayRef folded, at::IntArrayRef hold_steps,
+                                bool torch_sqrt, bool with_delta) {
   AdamGroups groups = groups_of(
-      AdamLists{sizes, lr, beta1, beta2, eps, weight_decay, scale, decoupled, maximize, hold_steps});
+      AdamLists{sizes, lr, beta1, beta2, eps, weight_decay, scale, decoupled, maximize, folded, hold_steps});
   for (AdamOptions& options : groups.options) options.torch_sqrt = torch_sqrt;
   const cpu::DeltaSums sums =
       adam_step({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, groups, with_delta);

@@ -117,11 +117,12 @@ std::tuple<double, double> adam_cuda(at::TensorList weights, at::TensorList roun
                                      at::IntArrayRef steps, at::IntArrayRef sizes, Numbers lr, Numbers beta1,
                                      Numbers beta2, Numbers eps, Numbers weight_decay, Numbers scale,
                                      at::IntArrayRef decoupled, at::IntArrayRef maximize,
-                                     at::IntArrayRef hold_steps, bool /*torch_sqrt*/, bool with_delta) {
+                                     at::IntArrayRef folded, at::IntArrayRef hold_steps, bool /*torch_sqrt*/,
+                                     bool with_delta) {
   BMT_CHECK(ValueError, !with_delta, "adam_: sums of updates are for CPU tensors");
   // The square root is IEEE's here, and so is torch's.
   const AdamGroups groups = groups_of(
-      AdamLists{sizes, lr, beta1, beta2, eps, weight_decay, scale, decoupled, maximize, hold_steps});
+      AdamLists{sizes, lr, beta1, beta2, eps, weight_decay, scale, decoupled, maximize, folded, hold_steps});
   const std::vector<cpu::AdamSlice> slices =
       adam_slices({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, groups);
   for (const cpu::AdamSlice& slice : slices) {

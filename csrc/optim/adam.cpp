@@ -106,9 +106,11 @@ AdamFactors adam_factors(const AdamOptions& options, std::int64_t step) {
   factors.lerp_weight = factors.lerp_from_grad ? lerp_weight - 1 : lerp_weight;
   factors.beta2 = static_cast<float>(options.beta2);
   factors.one_minus_beta2 = static_cast<float>(1 - options.beta2);
-  factors.bias_correction2_sqrt = divisor(static_cast<float>(std::pow(bias_correction2, 0.5)));
-  factors.eps = static_cast<float>(options.eps);
-  factors.negative_step_size = static_cast<float>(-(lr / bias_correction1));
+  const double root = std::pow(bias_correction2, 0.5);
+  const double folded = options.folded ? root : 1.0;
+  factors.bias_correction2_sqrt = divisor(static_cast<float>(root / folded));
+  factors.eps = static_cast<float>(options.eps * folded);
+  factors.negative_step_size = static_cast<float>(-(lr / bias_correction1 * folded));
   if (options.weight_decay != 0) {
     factors.decay_kind = options.decoupled ? cpu::WeightDecay::kDecoupled : cpu::WeightDecay::kL2;
     factors.decay =
@@ -134,6 +136,7 @@ AdamGroups groups_of(const AdamLists& lists) {
   set(&AdamOptions::scale, "scale", lists.scale);
   set(&AdamOptions::decoupled, "decoupled", lists.decoupled);
   set(&AdamOptions::maximize, "maximize", lists.maximize);
+  set(&AdamOptions::folded, "folded", lists.folded);
   set(&AdamOptions::hold_steps, "hold_steps", lists.hold_steps);
   return groups;
 }
@@ -150,13 +153,17 @@ std::vector<AdamSlice> adam_slices(const AdamTensors& tensors, const AdamGroups&
     for (std::size_t i = std::exchange(end, end + groups.sizes[group]); i < end; ++i) {
       AdamSlice next = slice_of(tensors, i);
       if (next.n == 0) continue;
-      const bool same_factors = tensors.steps[i] == last_step;
+      const bool is_coded = next.coded_exp_avg.codes != nullptr;
+      const bool same_factors =
+          tensors.steps[i] == last_step && is_coded == (slices.back().coded_exp_avg.codes != nullptr);
       if (same_factors && continues(slices.back(), next)) {
         slices.back().n += next.n;
         continue;
       }
       last_step = tensors.steps[i];
-      next.factors = same_factors ? slices.back().factors : adam_factors(groups.options[group], last_step);
+      AdamOptions options = groups.options[group];
+      options.folded |= is_coded;
+      next.factors = same_factors ? slices.back().factors : adam_factors(options, last_step);
       slices.push_back(next);
     }
   }

@@ -21,6 +21,7 @@ struct AdamOptions {
   double scale = 1;        // gradients are divided by it
   bool decoupled = false;  // weight decay of AdamW, else L2
   bool maximize = false;
+  bool folded = false;          // see [Note: Adam in torch's operation order]
   std::int64_t hold_steps = 0;  // updates of a parameter that move its moments only
   bool torch_sqrt = false;      // torch.sqrt's bits, see [Note: torch's square root]
 };
@@ -31,7 +32,7 @@ using AdamGroups = Groups<AdamOptions>;
 struct AdamLists {
   at::IntArrayRef sizes;
   at::ArrayRef<double> lr, beta1, beta2, eps, weight_decay, scale;
-  at::IntArrayRef decoupled, maximize, hold_steps;
+  at::IntArrayRef decoupled, maximize, folded, hold_steps;
 };
 
 /// ValueError unless every list has a number for each group.

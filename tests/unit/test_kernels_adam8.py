@@ -69,7 +69,8 @@ def step_by_torch(parts: Parts, number: int, options: dict[str, Any]) -> None:
     weight, rounded, grad, *moments = parts
     state = {"step": number, **dict(zip(NAMES, moments, strict=True))}
     with widened(Update(weight, grad, state), NAMES) as update:
-        step((weight, rounded, grad, *(update.state[name] for name in NAMES)), number, options)
+        wide = (update.state[name] for name in NAMES)
+        step((weight, rounded, grad, *wide), number, {**options, "folded": True})
 
 
 def same(one: Parts, other: Parts) -> bool:

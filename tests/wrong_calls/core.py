@@ -56,7 +56,7 @@ def updates() -> Calls:
         weights: Any, rounded: Any, grads: Any, m: Any, v: Any, steps: Any, sizes: Any, *numbers: Any
     ) -> None:
         names = ("lr", "beta1", "beta2", "weight_decay", "scale", "eps")
-        flags = {name: [0] for name in ("decoupled", "maximize", "hold_steps")}
+        flags = {name: [0] for name in ("decoupled", "maximize", "folded", "hold_steps")}
         options = {**dict(zip(names, numbers, strict=True)), **flags}
         ops.adam_(weights, rounded, grads, m, v, steps, sizes=sizes, **options)
 

@@ -92,6 +92,7 @@ class Adam(Formula):
             "scale": scale,
             "decoupled": is_low if self.decoupled is None else self.decoupled,
             "maximize": group["maximize"],
+            "folded": False,
             "hold_steps": self.hold_steps,
         }
 

@@ -28,8 +28,10 @@ class OnDevice(Place):
         _compute(wide)
         for part in narrow:
             for update in part.updates:
+                in_8_bits = update.state[part.names[0]].dtype is torch.uint8
+                numbers = {**part.numbers, "folded": in_8_bits}
                 with widened(update, part.names) as one:
-                    _compute([part._replace(updates=[one])])
+                    _compute([part._replace(updates=[one], numbers=numbers)])
 
 
 def _compute(parts: Sequence[Part]) -> None:
