@@ -24,7 +24,7 @@ from .._tools.gpt import GPT
 from ..block_layer import Block
 from ..global_var import rank
 from ..init import init_distributed
-from ..optim import AdamOptimizer
+from ..optim import AdamOffloadOptimizer, AdamOptimizer, MuonOffloadOptimizer, MuonOptimizer
 from ..plan import Machine, TrainingPolicy, describe_module, estimate
 from ..plan.calibrate import measure_ranks
 from ..synchronize import synchronize
@@ -47,6 +47,17 @@ _POLICIES: dict[str, dict[str, Any]] = {  # as TrainingPolicy takes them
     "hybrid": {"level": 3, "recompute": False, "zero_size": 2},
     "selective": {"level": 3, "recompute": "selective"},
     "bf16": {"level": 3, "recompute": False, "compute_dtype": torch.bfloat16},
+    "bf16-state": {"state_dtype": torch.bfloat16},
+    "int8-state": {"state_dtype": torch.int8},
+    "offload": {"offload": 1.0},
+    "muon": {"optimizer": "muon"},
+    "muon-offload": {"optimizer": "muon", "offload": 1.0},
+}
+_OPTIMIZERS: dict[tuple[str, float], Any] = {
+    ("adam", 0.0): AdamOptimizer,
+    ("adam", 1.0): AdamOffloadOptimizer,
+    ("muon", 0.0): MuonOptimizer,
+    ("muon", 1.0): MuonOffloadOptimizer,
 }
 _USUAL = tuple(_POLICIES)[:3]
 
@@ -128,7 +139,9 @@ class _Training:
             ]
         )
         self.model = BMTrainModelWrapper(gpt)
-        self.optimizer = AdamOptimizer(self.model.parameters())
+        chosen = _chosen(arguments, policy)
+        optimizer = _OPTIMIZERS[chosen.optimizer, chosen.offload]
+        self.optimizer = optimizer(self.model.named_parameters(), state_dtype=chosen.state_dtype)
         self.batch = torch.randint(0, 256, (arguments.batch, arguments.seq + 1))
 
     def step(self) -> None:
@@ -231,7 +244,7 @@ def _measure_memory(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "policy": policy,
         "measured": measured,
-        "predicted": planned.memory.total,
+        "predicted": planned.memory.total + planned.memory.host / planned.machine.devices_per_node,
         "parts": dataclasses.asdict(planned.memory),
     }
 

@@ -114,7 +114,7 @@ def _add_policy(policy: _Group) -> None:
         "--optimizer",
         choices=("adam", "muon"),
         default="adam",
-        help="muon: in blocks (its time is not predicted)",
+        help="muon: in blocks",
     )
     policy.add_argument(
         "--offload", type=float, default=0.0, metavar="F", help="share of the optimizer on the host, 0 to 1"
@@ -199,8 +199,7 @@ def _run(arguments: argparse.Namespace) -> int:
         plan = choose_policy(model, machine, policy, ring_reduce=arguments.ring_reduce)
         if plan is None:
             print("no level, recomputation, offload or micro-batch makes it fit; the closest is:")
-            offload = float(policy.optimizer == "adam")
-            policy = dataclasses.replace(policy, micro_batch=1, level=3, recompute=True, offload=offload)
+            policy = dataclasses.replace(policy, micro_batch=1, level=3, recompute=True, offload=1.0)
     if plan is None:
         plan = estimate(model, machine, policy, ring_reduce=arguments.ring_reduce)
     changes = remedies(plan, ring_reduce=arguments.ring_reduce)

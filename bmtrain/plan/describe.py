@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .._engine.selective import KeptResults, is_expensive
 from ..block_layer import Block
-from .model import BlockDescription, FlatBuffer, ModelDescription, OutsideParameter, transformer
+from .model import BlockDescription, FlatBuffer, ModelDescription, OutsideParameter, muon_flops, transformer
 
 __all__ = ["describe_config", "describe_module"]
 
@@ -98,6 +98,9 @@ def _described(block: torch.nn.Module, record: _Record, samples: int) -> BlockDe
     kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
     for param in block.parameters():
         kinds.setdefault((param.dtype, param.requires_grad), []).append(_shape(param).numel())
+    matrices = [
+        _shape(param) for param in block.parameters() if len(_shape(param)) > 1 and param.requires_grad
+    ]
     return BlockDescription(
         buffers=tuple(
             FlatBuffer(tuple(numels), dtype.itemsize, trains) for (dtype, trains), numels in kinds.items()
@@ -109,6 +112,7 @@ def _described(block: torch.nn.Module, record: _Record, samples: int) -> BlockDe
         gradient_bytes=2.0 * record.largest_saved / samples,
         kept_bytes=record.kept_bytes / samples,
         flops_between_kept=(record.flops_at_last_save - record.expensive_flops_at_last_save) / samples,
+        muon_flops=sum(muon_flops(shape[:-1].numel(), shape[-1]) for shape in matrices),
     )
 
 

@@ -80,7 +80,7 @@ class TimeEstimate:
         compute: the device computes forwards and backwards.
         wire: links and network carry bytes.
         exposed_wire: the device waits for them.
-        optimizer: the update on the device.
+        optimizer: the update on the device, Muon's products included.
         pcie: gradients to the host and parameters back.
         host: the update on the host.
         idle: a pipeline stage waits for the others.
@@ -310,7 +310,7 @@ def estimate(
         machine=machine,
         policy=policy,
         memory=_memory(result, machine, on_host, _wire_bytes(local, network, policy.block_policy(), result)),
-        time=_time(result, machine, policy, states),
+        time=_time(result, machine, policy, states, _muon_seconds(local, network, policy)),
         traffic={
             name: (messages * policy.accumulate, nbytes * policy.accumulate)
             for name, (messages, nbytes) in result.traffic.items()
@@ -387,13 +387,25 @@ def _memory(result: StepResult, machine: Machine, on_host: float, wire: float) -
     )
 
 
+def _muon_seconds(model: ModelDescription, network: Network, policy: TrainingPolicy) -> float:
+    """Returns the time of the products, which all ranks divide, or of the messages meanwhile if these take longer:
+    each element travels to the owner of its matrix and back, in bf16."""
+    if policy.optimizer != "muon":
+        return 0.0
+    machine, size = network.machine, network.size
+    flops = sum(block.muon_flops for block in model.blocks)
+    numel = sum(sum(buffer.numels) for block in model.blocks for buffer in block.buffers if buffer.trains)
+    messages = 2 * network.seconds(2 * numel / size / size, ring=False) if size > 1 else 0.0
+    return max(flops / size / (machine.flops * machine.efficiency), messages)
+
+
 def _time(
-    result: StepResult, machine: Machine, policy: TrainingPolicy, states: dict[str, int]
+    result: StepResult, machine: Machine, policy: TrainingPolicy, states: dict[str, int], muon: float
 ) -> TimeEstimate:
     gradients = states["gradients"]
     # One pass over gradient, parameter, master and moments reads and writes all but the gradient.
     touched = 2 * (states["optimizer"] + gradients) + gradients
-    optimizer = (1 - policy.offload) * touched / machine.memory_bandwidth
+    optimizer = (1 - policy.offload) * touched / machine.memory_bandwidth + muon
     pcie = policy.offload * gradients / machine.pcie_bandwidth if policy.offload else 0.0
     host = policy.offload * touched * machine.devices_per_node / machine.host_bandwidth
     passes = policy.accumulate

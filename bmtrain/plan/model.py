@@ -17,6 +17,7 @@ __all__ = [
     "OutsideParameter",
     "OutsideReads",
     "gpt2",
+    "muon_flops",
     "transformer",
 ]
 
@@ -29,6 +30,12 @@ def adam_bytes(element_size: int, state_dtype: torch.dtype, *, in_block: bool, n
     if state_dtype is torch.int8 and not in_block:
         state_dtype = torch.bfloat16
     return (4 if element_size == 2 else 0) + num_moments * _MOMENT_BYTES[state_dtype]
+
+
+def muon_flops(rows: int, columns: int, ns_steps: int = 5) -> float:
+    """Returns the operations in which Muon orthogonalises a matrix: three products in each iteration."""
+    short, long = sorted((rows, columns))
+    return 2.0 * ns_steps * short * short * (2 * long + short)
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,7 @@ class BlockDescription:
         tp_exchange_bytes: sums over tensor-parallel ranks in a forward.
         kept_bytes: results of matrix products and attention that a second forward needs.
         flops_between_kept: work of a second forward that reuses these results.
+        muon_flops: work of a step of Muon in the matrices.
     """
 
     buffers: tuple[FlatBuffer, ...]
@@ -76,6 +84,7 @@ class BlockDescription:
     tp_exchange_bytes: float = 0.0
     kept_bytes: float = 0.0
     flops_between_kept: float = 0.0
+    muon_flops: float = 0.0
 
     @property
     def num_parameters(self) -> int:
@@ -230,6 +239,7 @@ def _sliced_block(block: BlockDescription, tp_size: int) -> BlockDescription:
         tp_exchange_bytes=2 * block.input_bytes,
         kept_bytes=block.kept_bytes / tp_size,
         flops_between_kept=block.flops_between_kept / tp_size,
+        muon_flops=block.muon_flops / tp_size,
     )
 
 
@@ -262,12 +272,8 @@ def transformer(
     """
     inner, narrow = num_heads * dim_head, num_kv_heads * dim_head
     qkv, widths = inner + 2 * narrow, [dim_ff] * (2 if gated else 1)
-    matrices = [
-        qkv * dim_model,
-        inner * dim_model,
-        *(width * dim_model for width in widths),
-        dim_ff * dim_model,
-    ]
+    rows = [qkv, inner, *widths, dim_ff]
+    matrices = [row * dim_model for row in rows]
     vectors = [dim_model, dim_model]
     if bias:
         vectors += [dim_model, dim_model, qkv, dim_model, *widths, dim_model]
@@ -289,6 +295,8 @@ def transformer(
         kept_bytes=float(seq_len * element_size * (qkv + inner + dim_model + sum(widths)))
         + (0 if scores else 4 * seq_len * num_heads),
         flops_between_kept=2.0 * seq_len * seq_len * inner if scores else 0.0,
+        # Queries, keys and values are a matrix each.
+        muon_flops=sum(muon_flops(row, dim_model) for row in (inner, narrow, narrow, *rows[1:])),
     )
     outside = [OutsideParameter(vocab_size * dim_model, element_size, reads_before=1, reads_after=int(tied))]
     if num_positions:

@@ -29,11 +29,11 @@ class TrainingPolicy:
         gather_dtype: the dtype in which their parameters are gathered, as for :class:`bmtrain.BlockPolicy`.
         reduce: the reduction of gradients, as for :class:`bmtrain.BlockPolicy`.
         state_dtype: of the moments, as for :class:`bmtrain.optim.AdamOptimizer`.
-        optimizer: ``"adam"``, or ``"muon"`` for :class:`bmtrain.optim.MuonOptimizer`: its memory is predicted, not the
-            time of the orthogonalisation.
+        optimizer: ``"adam"``, or ``"muon"`` for :class:`bmtrain.optim.MuonOptimizer`; with ``offload=1`` for
+            :class:`bmtrain.optim.MuonOffloadOptimizer`, which has no part of it.
 
     Raises:
-        ValueError: a number out of its range, or Muon with offload.
+        ValueError: a number out of its range, or a part of Muon offloaded.
 
     Example:
         >>> from bmtrain.plan import TrainingPolicy
@@ -63,8 +63,8 @@ class TrainingPolicy:
             raise ValueError(f"offload: expected 0 to 1, got {self.offload}")
         if self.optimizer not in ("adam", "muon"):
             raise ValueError(f"optimizer: expected 'adam' or 'muon', got {self.optimizer!r}")
-        if self.optimizer == "muon" and self.offload:
-            raise ValueError("optimizer: expected no offload with 'muon'")
+        if self.optimizer == "muon" and self.offload not in (0, 1):
+            raise ValueError(f"offload: expected 0 or 1 with 'muon', got {self.offload}")
         if isinstance(self.recompute, bool):
             object.__setattr__(self, "recompute", Recompute.WHOLE if self.recompute else Recompute.OFF)
         object.__setattr__(self, "recompute", self.block_policy().recompute)

@@ -109,7 +109,7 @@ def _changes(policy: TrainingPolicy) -> Iterator[tuple[str, TrainingPolicy]]:
 
 def _offloads(policy: TrainingPolicy) -> tuple[float, ...]:
     """Shares on the host that the optimizer can have."""
-    return _OFFLOADS if policy.optimizer == "adam" else (0.0,)
+    return _OFFLOADS if policy.optimizer == "adam" else (0.0, 1.0)
 
 
 def remedies(plan: Plan, *, ring_reduce: bool = False) -> list[str]:

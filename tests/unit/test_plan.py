@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from bmtrain.__main__ import main
 from bmtrain._tools.gpt import GPT
@@ -25,6 +26,7 @@ from bmtrain.plan import (
     remedies,
 )
 from bmtrain.plan.machine import Machine
+from bmtrain.plan.model import muon_flops
 from bmtrain.plan.network import Network, Wire
 from bmtrain.plan.published import FITTED, PUBLISHED, compare
 
@@ -389,3 +391,31 @@ def test_a_wrong_option_gets_one_sentence(
     assert told.out == ""
     assert problem in told.err
     assert len(told.err.splitlines()) == 1
+
+
+def test_the_products_of_muon_are_those_that_torch_counts() -> None:
+    shapes = ((8, 8), (24, 8), (8, 32))
+    matrices = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    for matrix in matrices:
+        matrix.grad = torch.randn_like(matrix)
+    with FlopCounterMode(display=False) as counter:
+        torch.optim.Muon(matrices).step()
+    assert sum(muon_flops(*shape) for shape in shapes) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("offload", [0.0, 1.0])
+def test_ranks_divide_the_products_of_muon(offload: float) -> None:
+    policy = TrainingPolicy(offload=offload)
+    model, machine = gpt2(24, 2048, 16), MACHINES["h100-80gb"]
+    adam, muon = (
+        estimate(model, machine.with_devices(8), dataclasses.replace(policy, optimizer=name))
+        for name in ("adam", "muon")
+    )
+    flops = sum(block.muon_flops for block in model.blocks) / 8
+    at_full_speed = flops / (machine.flops * machine.efficiency)
+    assert muon.time.optimizer >= at_full_speed > 0
+    assert muon.time.step > muon.time.optimizer
+    kept = "host" if offload else "optimizer"
+    assert getattr(muon.memory, kept) < getattr(adam.memory, kept)
+    with pytest.raises(ValueError, match="offload: expected 0 or 1 with 'muon', got 0.5"):
+        TrainingPolicy(optimizer="muon", offload=0.5)
