@@ -15,14 +15,14 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Storey, from the bottom, or folder -> what belongs to it, and its ceiling. A commit that raises a ceiling gives the
 #: reason in its message.
 PYTHON = {
-    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2540),
+    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2543),
     "watch": ("_watch", 1905),
     "ranks": ("_ranks global_var nccl synchronize utils", 4245),
     "shards": ("_shards parameter", 1458),
     "engine": ("_engine", 5903),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5297),
     "files": ("_files dcp distributed store weights", 4460),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9118),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9123),
     "survive": ("_survive survive", 1800),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 11_893),
 }

@@ -9,6 +9,7 @@ from .adam_offload import AdamOffloadOptimizer
 from .clip_grad import clip_grad_norm
 from .lion import LionOffloadOptimizer, LionOptimizer
 from .muon import MuonOffloadOptimizer, MuonOptimizer
+from .norms import whole_norms
 from .optim_manager import OptimManager
 from .sgd import SGDOffloadOptimizer, SGDOptimizer
 from .whole import whole_matrix
@@ -29,4 +30,5 @@ __all__ = [
     "load_state",
     "optim_manager",
     "whole_matrix",
+    "whole_norms",
 ]

@@ -28,6 +28,7 @@ from .places.overlap.ahead import copies_of
 
 __all__ = [
     "check_overflow",
+    "counted_here",
     "first_overflow",
     "forget_unsent",
     "global_norm",
@@ -66,8 +67,8 @@ def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return gradients
 
 
-def _counted_here(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Whether this rank counts the parameter, see [Note: Elements counted by a rank]."""
+def counted_here(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yields the parameters that this rank counts, see [Note: Elements counted by a rank]."""
     topology = context("gradient clipping").topology
     for p in parameters:
         if not isinstance(p, DistributedParameter):
@@ -154,7 +155,7 @@ def global_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
     Returns:
         The norm, 0-dim in fp64 on the run device, the same on all ranks; inf or NaN if a counted element is.
     """
-    gradients = _gradients(_counted_here(parameters))
+    gradients = _gradients(counted_here(parameters))
     if context("gradient norm").virtual_shards:
         return _norm_on_any_ranks(gradients, norm_type)
     local = _power_sum(gradients, norm_type)

@@ -28,13 +28,14 @@ _WHOLE_TENSOR_KINDS = ("adafactor", "lamb", "larc", "lars", "muon", "shampoo")
 def refuse_whole_tensor_optimizer(optimizer: Any) -> None:
     """Raises ValueError for an optimizer that computes over full tensors, if it has distributed parameters."""
     name = type(optimizer).__name__
-    is_ours = getattr(optimizer, "_bmtrain_optimizer", False)
-    if is_ours or not any(kind in name.lower() for kind in _WHOLE_TENSOR_KINDS):
+    fits = getattr(optimizer, "_bmtrain_optimizer", False) or getattr(optimizer, "for_shards", False)
+    if fits or not any(kind in name.lower() for kind in _WHOLE_TENSOR_KINDS):
         return
     if any(isinstance(p, DistributedParameter) for p in parameters_of(optimizer.param_groups)):
         raise ValueError(
             f"optimizer: {name} computes over whole tensors and would see this rank's shards, flat; use "
-            f"bmtrain.optim.whole_matrix({name}, params, ...)"
+            f"bmtrain.optim.whole_matrix({name}, params, ...), or bmtrain.optim.whole_norms() in its step, and declare "
+            "for_shards = True in the class"
         )
 
 

@@ -286,3 +286,58 @@ def wrong() -> None:
 
 def test_wrong_classes_and_errors_of_an_owner_are_raised_on_all_ranks() -> None:
     run_ranks(2, wrong)
+
+
+class ShardedLamb(torch.optim.Optimizer):
+    """`Lamb` on shards, by the norms of whole tensors."""
+
+    for_shards = True
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            params, directions = group["params"], []
+            for p in params:
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["exp_avg"].lerp_(p.grad, 0.1)
+                state["exp_avg_sq"].lerp_(p.grad.square(), 0.01)
+                directions.append(state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-6))
+            norms = bmt.optim.whole_norms([*params, *params], [*params, *directions])
+            rates = group["lr"] * norms[: len(params)] / norms[len(params) :].clamp(min=1e-12)
+            for p, direction, rate in zip(params, directions, rates, strict=True):
+                p.sub_(direction * rate)
+
+
+def lamb_on_shards(policy: dict[str, Any]) -> None:
+    model = Model(torch.float32, policy)
+    named = dict(model.named_parameters())
+    optimizer, manager = ShardedLamb(named.values()), OptimManager()
+    manager.add_optimizer(optimizer)
+    whole = {name: torch.nn.Parameter(p.gather().clone()) for name, p in named.items()}
+    reference = Lamb(whole.values())
+    comm = bmt.config["comm"]
+    for step in range(4):
+        losses(model, manager, step, torch.float32)
+        for name, p in named.items():
+            whole[name].grad = p.gather_grad()
+        reference.step()
+        comm.reset_traffic()
+        optimizer.step()
+        traffic = {kind: counts for kind, counts in comm.traffic().items() if counts[0]}
+        if bmt.world_size() > 1:  # two numbers of 8 bytes for each parameter to each rank
+            assert traffic.keys() == {"all_reduce"}
+            assert tuple(traffic["all_reduce"]) == (1, 16 * len(named) * (bmt.world_size() - 1))
+        for name, p in named.items():
+            torch.testing.assert_close(p.gather(), whole[name].detach(), rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("world", "policy"), [(1, {}), (2, {}), (3, {"level": 2}), (4, {"zero_size": 2})], ids=str
+)
+def test_an_optimizer_that_needs_norms_moves_norms_only(world: int, policy: dict[str, Any]) -> None:
+    run_ranks(world, lamb_on_shards, policy)
