@@ -1,7 +1,11 @@
-"""Muon and whole_matrix over matrices that are split over tensor-parallel ranks, against torch over whole ones."""
+"""Muon and whole_matrix over matrices that are split over tensor-parallel ranks, against torch over whole ones.
+
+``BMTRAIN_MUON_STEPS`` sets the number of steps (4).
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ from bmtrain.distributed import checkpoint
 from bmtrain.optim import MuonOffloadOptimizer, MuonOptimizer, OptimManager, whole_matrix
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
-STEPS, SPLIT = 4, 3
+STEPS, SPLIT = int(os.environ.get("BMTRAIN_MUON_STEPS", "4")), 3
 #: Shape, and the dimension that is split over tensor-parallel ranks.
 MATRICES = {"fused": ((24, 10), 0), "up": ((18, 10), 0), "down": ((10, 18), 1), "square": ((7, 7), -1)}
 
