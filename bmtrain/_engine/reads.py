@@ -36,8 +36,7 @@ class Scope:
     __slots__ = ("_outer", "_reads", "_results", "_root", "owner")
 
     def __init__(self, root: torch.nn.Module, reads: Reads) -> None:
-        self._root = root
-        self._reads = reads
+        self._root, self._reads = root, reads
         self._results: Results | None = None
         self._outer: Scope | None = None
         self.owner: BlockRef | None = root.__dict__.get(OWNER)
@@ -49,8 +48,7 @@ class Scope:
         self._reads.innermost, self._outer = self._outer, None
 
     def read(self, param: DistributedParameter) -> torch.Tensor:
-        if self._results is None:
-            self._results = Results(self._root)
+        self._results = self._results or Results(self._root)
         return self._results.read(param)
 
 
@@ -60,7 +58,6 @@ class Reads:
     Attributes:
         innermost: the scope of the innermost running forward.
         uninitialised: parameters without values.
-        outside: parameters that were read outside of Blocks, by number.
     """
 
     def __init__(self) -> None:
