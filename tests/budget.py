@@ -20,7 +20,7 @@ PYTHON = {
     "ranks": ("_ranks global_var nccl synchronize utils", 4245),
     "shards": ("_shards parameter", 1458),
     "engine": ("_engine", 5903),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5297),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5325),
     "files": ("_files dcp distributed store weights", 4460),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 9123),
     "survive": ("_survive survive", 1800),

@@ -5,12 +5,15 @@ Rank r of n has pieces r and 2n - 1 - r of each sequence. In n steps it sees the
 them on, and merges what its queries find by the log-sum-exp of the scores (M. Milakov, N. Gimelshein, Online
 normalizer calculation for softmax, 2018), in fp32. Backward sends keys and values around once more, and behind them
 their gradients, to which each rank adds its own: after n steps they are home. A message and the one after it never
-share a buffer, so that nothing is read that has not arrived, or has been overwritten.
+share a buffer, so that nothing is read that has not arrived, or has been overwritten. Scores are there for a tile of
+queries and a tile of keys at a time, so that memory is linear in the length; tiles without any attention are left out.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,19 +31,26 @@ __all__ = ["ring_attention"]
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool, scale: float, window: int | None
 ) -> Tensor:
     """Returns the attention of this rank's queries ``(batch, heads, tokens, features)``; differentiable."""
-    out: Tensor = _Ring.apply(q, k, v, sequences, causal, scale)
+    out: Tensor = _Ring.apply(q, k, v, sequences, causal, scale, window)
     return out
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool, scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequences: Sequences,
+        causal: bool,
+        scale: float,
+        window: int | None,
     ) -> Tensor:
-        attend = _Attend(sequences, causal, scale, q, groups=q.shape[1] // k.shape[1])
+        attend = _Attend(sequences, causal, scale, window, q, groups=q.shape[1] // k.shape[1])
         queries = attend.fold(q)
         out = queries.new_zeros(*queries.shape[:-1], v.shape[-1])
         largest = queries.new_full(queries.shape[:-1], -torch.inf)
@@ -69,11 +79,15 @@ class _Ring(torch.autograd.Function):
                 )
             travelling.add(grad_k, grad_v)
         grads = (attend.unfold(grad_q), *travelling.home(k.shape, v.shape))
-        return *(grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)), None, None, None
+        return *(grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)), *[None] * 4
+
+
+#: Tokens of a tile of queries, and of keys.
+_TILE = 512
 
 
 class _Pair(NamedTuple):
-    """A piece of queries and a piece of keys that it attends to."""
+    """A tile of queries and a tile of keys that it attends to."""
 
     queries: slice  # of this rank's tokens
     keys: slice  # of the tokens of the rank that the keys came from
@@ -81,11 +95,17 @@ class _Pair(NamedTuple):
 
 
 class _Attend:
-    """Attention between pieces, over heads of keys: the ``groups`` heads of queries that share one follow each other
+    """Attention between tiles, over heads of keys: the ``groups`` heads of queries that share one follow each other
     among its tokens."""
 
     def __init__(
-        self, sequences: Sequences, causal: bool, scale: float, queries: Tensor, groups: int
+        self,
+        sequences: Sequences,
+        causal: bool,
+        scale: float,
+        window: int | None,
+        queries: Tensor,
+        groups: int,
     ) -> None:
         documents = sequences.documents_of(len(queries))
         assert documents is not None
@@ -94,6 +114,7 @@ class _Attend:
         self.device = queries.device
         self.causal = causal
         self.scale = scale
+        self.window = window
         self.groups = groups
 
     def fold(self, q: Tensor) -> Tensor:
@@ -106,28 +127,36 @@ class _Attend:
         return q.flatten(1, 2)
 
     def pairs(self, source: int) -> Iterator[_Pair]:
-        """Pairs of a piece of this rank and one of rank ``source`` in which some token attends to another."""
-        sequences = self.sequences
-        piece = sequences.num_own // 2
-        last = 2 * sequences.group.size - 1
-        for mine, here in enumerate((sequences.group.rank, last - sequences.group.rank)):
+        """Pairs of a tile of this rank's tokens and one of rank ``source``'s in which some token attends to another."""
+        piece = self.sequences.num_own // 2
+        last = 2 * self.sequences.group.size - 1
+        tiles = [slice(start, min(start + _TILE, piece)) for start in range(0, piece, _TILE)]
+        for mine, here in enumerate((self.sequences.group.rank, last - self.sequences.group.rank)):
             for theirs, there in enumerate((source, last - source)):
-                if self.causal and there > here:
-                    continue
-                mask = self._mask(here, there, piece)
-                if mask is None or mask.any():
-                    q, k = (slice(i * piece, (i + 1) * piece) for i in (mine, theirs))
-                    yield _Pair(q, k, None if mask is None else mask.to(self.device))
+                for q, k in product(tiles, tiles):
+                    allowed = self._allowed(_moved(q, here * piece), _moved(k, there * piece))
+                    if allowed is not False:
+                        mask = None if allowed is True else allowed.to(self.device)
+                        yield _Pair(_moved(q, mine * piece), _moved(k, theirs * piece), mask)
 
-    def _mask(self, here: int, there: int, piece: int) -> Tensor | None:
-        own, other = (self.documents[:, i * piece : (i + 1) * piece] for i in (here, there))
-        mask = None
+    def _allowed(self, q: slice, k: slice) -> Tensor | bool:
+        """Which of the tokens ``q`` of the sequence attend to which of the tokens ``k``: all, none, or a mask."""
+        is_after = self.causal and k.start >= q.stop
+        if is_after or (self.window is not None and q.start - k.stop + 1 >= self.window):
+            return False
+        own, other = self.documents[:, q], self.documents[:, k]
+        masks = []
         if own.min() != own.max() or other.min() != other.max() or own.min() != other.min():
-            mask = own[:, :, None] == other[:, None, :]
-        if self.causal and here == there:
-            earlier = torch.ones(1, piece, piece, dtype=torch.bool).tril()
-            mask = earlier if mask is None else mask & earlier
-        return mask
+            masks.append(own[:, :, None] == other[:, None, :])
+        distance = torch.arange(q.start, q.stop)[:, None] - torch.arange(k.start, k.stop)
+        if self.causal and k.stop - 1 > q.start:
+            masks.append(distance[None] >= 0)
+        if self.window is not None and q.stop - 1 - k.start >= self.window:
+            masks.append(distance[None] < self.window)
+        if not masks:
+            return True
+        mask = functools.reduce(torch.logical_and, masks)
+        return mask if mask.any() else False
 
     def _scores(self, queries: Tensor, keys: Tensor, pair: _Pair) -> Tensor:
         scores: Tensor = queries[..., pair.queries, :] @ _piece(keys, pair).transpose(-1, -2) * self.scale
@@ -136,7 +165,7 @@ class _Attend:
         return scores
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, pair: _Pair) -> tuple[Tensor, Tensor]:
-        """Returns attention to one piece, and the log-sum-exp of its scores: -inf where a query attends to none."""
+        """Returns attention to one tile, and the log-sum-exp of its scores: -inf where a query attends to none."""
         scores = self._scores(queries, keys, pair)
         total = scores.logsumexp(-1)
         return _softmax(scores, total) @ _piece(values, pair), total
@@ -161,6 +190,10 @@ class _Attend:
         grad_k[..., pair.keys, :] += (grad_scores.transpose(-1, -2) @ queries[..., pair.queries, :]).sum(2)
 
 
+def _moved(part: slice, by: int) -> slice:
+    return slice(part.start + by, part.stop + by)
+
+
 def _wide(tensor: Tensor) -> Tensor:
     """The tensor in the dtype of computation: fp32, or fp64 for fp64."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
@@ -177,7 +210,7 @@ def _softmax(scores: Tensor, total: Tensor) -> Tensor:
 
 
 def _merge(out: Tensor, largest: Tensor, pair: _Pair, part: Tensor, total: Tensor) -> None:
-    """Adds attention to one more piece to the attention so far, both weighted by the sums of their exponentials."""
+    """Adds attention to one more tile to the attention so far, both weighted by the sums of their exponentials."""
     old = largest[..., pair.queries]
     new = torch.logaddexp(old, total)
     safe = new.masked_fill(new == -torch.inf, 0)

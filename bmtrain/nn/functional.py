@@ -50,7 +50,7 @@ def attention(
 
     Raises:
         TypeError, ValueError: an argument does not fit, or the heads do not divide.
-        NotImplementedError: dropout, or a window in a ring.
+        NotImplementedError: dropout.
 
     Example:
         >>> import torch
@@ -82,12 +82,7 @@ def attention(
             return _by_document(q, k, v, sequences, causal, scale, window)
         if sequences.method is Method.HEADS:
             return _by_heads(q, k, v, sequences, causal, scale, window)
-        if window is not None:
-            raise NotImplementedError(
-                f"attention: window={window} in a ring: expected none; shard_sequence(batch, method='heads') has "
-                "windows"
-            )
-        return ring_attention(q, k, v, sequences, causal, scale)
+        return ring_attention(q, k, v, sequences, causal, scale, window)
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -41,17 +41,16 @@ _DEEPSEEK = {
     "num_key_value_heads": 4,
 }
 _NOT_CHOSEN = "its attention is '(eager|sdpa)', and cannot be chosen"
-_WINDOW = "in a ring: expected none"
 
 #: Architecture -> its sizes, and the sentences of both methods; empty: it trains.
 ARCHITECTURES: dict[str, tuple[dict[str, Any], str, str]] = {
     "llama": (_BASE, "", ""),
-    "mistral": ({**_BASE, "sliding_window": 6}, "", _WINDOW),
+    "mistral": ({**_BASE, "sliding_window": 6}, "", ""),
     "qwen2": (_BASE, "", ""),
     "qwen3": (_HEAD, "", ""),
     "gemma": (_HEAD, "", ""),
     "gemma2": (_HEAD, "attention with softcap", "attention with softcap"),
-    "gemma3_text": ({**_HEAD, "sliding_window": 6}, "", _WINDOW),
+    "gemma3_text": ({**_HEAD, "sliding_window": 6}, "", ""),
     "phi": (_BASE, "", ""),
     "phi3": (_BASE, "", ""),
     "olmo": (_BASE, "", ""),
@@ -59,7 +58,7 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], str, str]] = {
     "starcoder2": ({**_BASE, "residual_dropout": 0, "embedding_dropout": 0}, "", ""),
     "stablelm": (_BASE, "", ""),
     "cohere": (_BASE, "", ""),
-    "cohere2": (_HEAD, "", _WINDOW),
+    "cohere2": ({**_HEAD, "sliding_window": 6}, "", ""),
     "granite": (_BASE, "", ""),
     "glm": (_HEAD, "", ""),
     "helium": (_HEAD, "", ""),

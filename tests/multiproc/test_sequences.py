@@ -42,16 +42,26 @@ def plain_attention(
     return scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v
 
 
-def attend(method: str, heads: int, causal: bool, packed: bool, by_torch: bool, window: int | None) -> float:
+def attend(
+    method: str,
+    heads: int,
+    causal: bool,
+    packed: bool,
+    by_torch: bool,
+    window: int | None,
+    lengths: tuple[int, ...] = (24, 17),
+) -> float:
     """The largest error of the result and of three gradients, relative to each one's largest value."""
     torch.use_deterministic_algorithms(True)  # empty tensors are NaN: what has not arrived shows
     worst = 0.0
-    for length in (24, 17):
+    for length in lengths:
         torch.manual_seed(length)
+        queries, step = (12, 3) if length < 100 else (1, 700)
         whole = [
-            torch.randn(2, n, length, 4, dtype=torch.float64, requires_grad=True) for n in (12, heads, heads)
+            torch.randn(2, n, length, 4, dtype=torch.float64, requires_grad=True)
+            for n in (queries, heads, heads)
         ]
-        documents = torch.stack([torch.arange(length) // 3, torch.arange(length) // 5]) * packed
+        documents = torch.stack([torch.arange(length) // step, torch.arange(length) // (step + 2)]) * packed
         wanted = plain_attention(*whole, documents, causal, window)
         weights = torch.randn_like(wanted)
         (wanted * weights).sum().backward()
@@ -64,7 +74,7 @@ def attend(method: str, heads: int, causal: bool, packed: bool, by_torch: bool, 
 
         own = [part(tensor).float().requires_grad_() for tensor in whole]
         if by_torch:
-            got = F.scaled_dot_product_attention(*own, is_causal=causal, enable_gqa=heads != 12)
+            got = F.scaled_dot_product_attention(*own, is_causal=causal, enable_gqa=heads != queries)
         else:
             got = attention(*own, causal=causal, window=window)
         (got * part(weights)).sum().backward()
@@ -88,8 +98,17 @@ def test_attention_is_that_of_one_process(world: int, method: str) -> None:
                 assert worst <= 1e-6, (*arguments, worst)
 
 
-def test_windows_go_with_heads() -> None:
-    assert max(run_ranks(2, attend, "heads", 3, True, True, False, 4, init={"sp_size": 2})) <= 1e-6
+@pytest.mark.parametrize("method", METHODS)
+def test_windows_are_over_the_whole_sequence(method: str) -> None:
+    for window in (2, 4, 9):
+        worst = run_ranks(2, attend, method, 12, True, window == 4, False, window, init={"sp_size": 2})
+        assert max(worst) <= 1e-6, window
+
+
+def test_a_ring_computes_tiles_of_long_pieces() -> None:
+    for packed, window in ((False, None), (True, 600)):
+        arguments = ("ring", 1, True, packed, False, window, (2100,))
+        assert max(run_ranks(2, attend, *arguments, init={"sp_size": 2})) <= 1e-6, (packed, window)
 
 
 def make_llama() -> nn.Module:
@@ -275,9 +294,6 @@ def wrong_calls() -> None:
         attention(x, x, x, dropout=0.1)
     with pytest.raises(ValueError, match="this rank's part of the last shard_sequence"):
         F.scaled_dot_product_attention(x[:, :, :2], x, x)
-    bmt.shard_sequence({"input_ids": ids}, method="ring")
-    with pytest.raises(NotImplementedError, match="window=2 in a ring"):
-        attention(x, x, x, window=2)
     whole_sequences()
     assert F.scaled_dot_product_attention(x[:, :, :2], x, x).shape == (2, 3, 2, 4)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import resource
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import bmtrain as bmt
 from bmtrain.loss import fused_linear_cross_entropy
 from bmtrain.nn.functional import tiled
 
@@ -133,3 +137,59 @@ def test_wrong_calls_are_named() -> None:
     with pytest.raises(ValueError, match="function: expected a tensor"):
         tiled(lambda tile: tile.sum(1), x, 2)
     assert tiled(torch.tanh, x, 100).shape == x.shape  # no empty tiles
+
+
+LIMIT = 20 << 20  # bytes beyond what a rank has before
+
+
+class LongLayer(nn.Module):
+    """A layer whose MLP outweighs all else that it has of a token."""
+
+    def __init__(self, tiles: int) -> None:
+        super().__init__()
+        self.tiles = tiles
+        self.qkv = nn.Linear(8, 24)
+        self.mlp = nn.Sequential(nn.Linear(8, 8 * WIDE), nn.GELU(), nn.Linear(8 * WIDE, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (1, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + mixed.transpose(1, 2).flatten(2)
+        return x + (tiled(self.mlp, x, self.tiles) if self.tiles else self.mlp(x))
+
+
+def fits(length: int, tile: int) -> bool:
+    """Whether a forward and backward of a sequence fit into the limit, which the system enforces."""
+    table = nn.Parameter(torch.randn(8 * WIDE, 8))
+
+    def step(tokens: int) -> None:
+        layer = LongLayer(-(-tokens // bmt.config["sp_size"] // tile) if tile else 0)
+        part = bmt.shard_sequence(
+            {"inputs_embeds": torch.randn(1, tokens, 8), "targets": torch.arange(tokens)[None] % 512},
+            method="ring",
+        )
+        y = layer(part["inputs_embeds"].requires_grad_())
+        chunk = tile or y.shape[1]
+        fused_linear_cross_entropy(y[0], table, part["targets"][0], chunk=chunk).backward()
+
+    step(64)  # threads and libraries have their memory
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    before = int(status.split("VmData:")[1].split()[0]) << 10
+    former = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (before + LIMIT, former[1]))
+    try:
+        step(length)
+    except (RuntimeError, MemoryError) as error:
+        assert "memory" in str(error) or isinstance(error, MemoryError)
+        return False
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, former)
+    return True
+
+
+def test_ranks_with_tiles_train_eight_times_the_length_under_one_limit() -> None:
+    length = 2048
+    assert run_ranks(1, fits, length, 0, fresh=True) == [True]
+    assert run_ranks(1, fits, 2 * length, 0, fresh=True) == [False]
+    assert run_ranks(2, fits, 8 * length, 256, init={"sp_size": 2}, fresh=True) == [True, True]
