@@ -158,12 +158,12 @@ class Topology:
         return self.world_size // (self.tp_size * self.sp_size)
 
     def __str__(self) -> str:
-        """The factors, and every group of the families that have several ranks.
+        """The factors, and the ranks of every group that has several; families with the same groups share a line.
 
         >>> print(Topology(rank=0, world_size=4, sp_size=2))
         4 ranks = 2 batches x 2 sequence parts
-          zero 0,1,2,3
-          sp   0,1 | 2,3
+          zero, tp_zero, pp_zero, pp_tp_zero, ep_zero, pp_ep_zero: 0,1,2,3
+          sp: 0,1 | 2,3
         """
         factors = {
             "stages": self.pipe_size,
@@ -173,10 +173,12 @@ class Topology:
         }
         product = " x ".join(f"{size} {name}" for name, size in factors.items() if size > 1) or "1 batch"
         lines = [f"{self.world_size} ranks = {product}"]
-        for kind in (GroupKind.ZERO, GroupKind.PIPE, GroupKind.SP, GroupKind.TP, GroupKind.EP):
-            groups = self.groups(kind)
+        families: dict[tuple[tuple[int, ...], ...], list[str]] = {}
+        for kind in GroupKind:
+            families.setdefault(self.groups(kind), []).append(kind.value)
+        for groups, names in families.items():
             if len(groups[0]) > 1:
-                lines.append(f"  {kind.value:<4} " + " | ".join(",".join(map(str, g)) for g in groups))
+                lines.append(f"  {', '.join(names)}: " + " | ".join(",".join(map(str, g)) for g in groups))
         return "\n".join(lines)
 
     def get_group_id(self, name: str) -> int:

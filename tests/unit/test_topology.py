@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 
@@ -110,3 +111,25 @@ def test_factors_that_do_not_fit_are_all_named() -> None:
         Topology(0, 0)
     with pytest.raises(ValueError, match="got pipe_size 0, tp_size 1"):
         Topology(0, 2, pipe_size=0)
+
+
+def test_sequence_ranks_share_the_shards_of_their_stage_and_slice() -> None:
+    for pp, tp, sp, batches in product((1, 2, 3), (1, 2), (1, 2, 4), (1, 2)):
+        place = Topology(0, pp * tp * sp * batches, pp, tp, sp_size=sp)
+        groups = place.groups(GroupKind.SP)
+        assert sorted(rank for group in groups for rank in group) == list(range(place.world_size))
+        assert {len(group) for group in groups} == {sp}
+        for group in groups:
+            assert any(set(group) <= set(shards) for shards in place.groups(GroupKind.PP_TP_ZERO))
+
+
+def test_a_printed_topology_has_the_ranks_of_every_group() -> None:
+    assert str(Topology(0, 8, pipe_size=2, tp_size=2, sp_size=2)).splitlines() == [
+        "8 ranks = 2 stages x 2 sequence parts x 2 tensor slices",
+        "  zero, ep_zero: 0,1,2,3,4,5,6,7",
+        "  tp: 0,1 | 2,3 | 4,5 | 6,7",
+        "  pipe: 0,4 | 1,5 | 2,6 | 3,7",
+        "  tp_zero: 0,2,4,6 | 1,3,5,7",
+        "  pp_zero, pp_ep_zero: 0,1,2,3 | 4,5,6,7",
+        "  pp_tp_zero, sp: 0,2 | 1,3 | 4,6 | 5,7",
+    ]
