@@ -4,11 +4,15 @@ Every rank notes what it does, in order: a unit of work for each micro-batch, ea
 it posts, and each that it waits for. From these notes alone a logical clock (L. Lamport, Time, Clocks, and the Ordering
 of Events, 1978) follows: a unit is one tick, and a message takes none. Messages go as NCCL sends them: the operations
 that a rank has posted on one communicator follow each other, whatever the program waits for.
+
+``BMTRAIN_PIPELINE_UNIT=0.1`` measures the share as well, on ranks that sleep so many seconds for each unit of work.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import time
 from collections import defaultdict
 from fractions import Fraction
 
@@ -20,9 +24,15 @@ import bmtrain as bmt
 from bmtrain._engine.pipe_schedule import idle_share
 
 DIM = 4
+UNIT = float(os.environ.get("BMTRAIN_PIPELINE_UNIT", "0"))  # seconds
 MESSAGES = ("pipe.forward", "pipe.backward")
 #: (what, direction, rank in the pipe group, communicator, number of the receive)
 NOTES: list[tuple[str, str, int, int, int]] = []
+
+
+def work(kind: str) -> None:
+    NOTES.append(("work", kind, -1, -1, -1))
+    time.sleep(UNIT)
 
 
 class NotedWork:
@@ -69,7 +79,7 @@ class Layer(bmt.DistributedModule):
     def forward(self, x):
         if self.is_first_of_stage:  # runs again in backward
             again = torch._C._current_graph_task_id() != -1  # in a backward
-            NOTES.append(("work", "pipe.backward" if again else "pipe.forward", -1, -1, -1))
+            work("pipe.backward" if again else "pipe.forward")
         return x @ self.weight
 
 
@@ -78,8 +88,9 @@ class MeanHead(torch.nn.Module):
         return out.mean()
 
 
-def noted_pass(layers_per_part: int, schedule: str | None = None, chunks: int = 1) -> list[tuple]:
-    """Notes of a pass: with ``schedule`` of a loss, else of a call and its backward."""
+def make_pipeline(
+    layers_per_part: int, schedule: str | None, chunks: int
+) -> bmt.PipelineTransformerBlockList:
     pipeline = bmt.PipelineTransformerBlockList(
         [
             bmt.Block(Layer(index % layers_per_part == 0), mode="PIPE")
@@ -88,21 +99,35 @@ def noted_pass(layers_per_part: int, schedule: str | None = None, chunks: int = 
         schedule=schedule or "1f1b",
         chunks=chunks,
     )
+    if schedule == "zb1p":
+        for block in list(pipeline)[::layers_per_part]:
+            block._module.weight.register_hook(lambda _: work("pipe.weight"))  # with the product
+    return pipeline
+
+
+def noted_pass(layers_per_part: int, schedule: str | None = None, chunks: int = 1) -> list[tuple]:
+    """Notes of a pass: with ``schedule`` of a loss, else of a call and its backward."""
+    pipeline = make_pipeline(layers_per_part, schedule, chunks)
     pipe = pipeline._pipe
     noted = [NotedCommunicator(comm, number) for number, comm in enumerate((pipe.comm, pipe.reduce_comm))]
     pipeline._pipe = dataclasses.replace(pipe, comm=noted[0], reduce_comm=noted[1])
     x = torch.randn(2 * bmt.config["micros"], DIM)
     NOTES.clear()
-    if schedule == "zb1p":
-        for block in list(pipeline)[::layers_per_part]:
-            block._module.weight.register_hook(
-                lambda _: NOTES.append(("work", "pipe.weight", -1, -1, -1))  # with the product
-            )
     if schedule is None:
         pipeline(x).sum().backward()
     else:
         pipeline.loss(x, head=MeanHead())
     return list(NOTES)
+
+
+def seconds_of_pass(schedule: str, chunks: int) -> float:
+    pipeline = make_pipeline(1, schedule, chunks)
+    x = torch.randn(2 * bmt.config["micros"], DIM)
+    pipeline.loss(x, head=MeanHead())  # the first pass learns shapes and the order of gathers
+    bmt.synchronize()
+    start = time.perf_counter()
+    pipeline.loss(x, head=MeanHead())
+    return time.perf_counter() - start
 
 
 @dataclasses.dataclass
@@ -173,7 +198,7 @@ def clocks(notes: list[list[tuple]], directions: tuple[str, ...]) -> list[tuple[
     return list(zip(now, work, strict=True))
 
 
-@pytest.mark.parametrize(("stages", "micros"), [(2, 6), (3, 8), (4, 4)])
+@pytest.mark.parametrize(("stages", "micros"), [(2, 6), (3, 8), (4, 4), (4, 8)])
 def test_counted_idle_share_is_the_formula(stages, micros):
     notes = run_ranks(stages, noted_pass, 2, init={"pipe_size": stages, "num_micro_batches": micros})
     for direction in ("pipe.forward", "pipe.backward"):
@@ -209,3 +234,16 @@ def test_counted_idle_share_of_a_loss_is_the_formula(stages, micros, schedule, c
     assert length == per_micro * micros + (1 if schedule == "zb1p" else 2) * (stages - 1)
     idle = 1 - per_micro * micros / length
     assert idle == pytest.approx(idle_share(stages, micros, schedule, chunks))
+
+
+@pytest.mark.skipif(not UNIT, reason="long: set BMTRAIN_PIPELINE_UNIT to the seconds of a unit of work")
+@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb1p", 1)])
+def test_measured_idle_share_is_the_formula(schedule, chunks):
+    stages, micros = 4, 8
+    init = {"pipe_size": stages, "num_micro_batches": micros}
+    seconds = run_ranks(stages, seconds_of_pass, schedule, chunks, init=init)
+    units = micros * (3 if schedule == "zb1p" else 2 * chunks)
+    idle = 1 - units * UNIT / max(seconds)
+    expected = idle_share(stages, micros, schedule, chunks)
+    print(f"{schedule}: {idle:.1%} measured, {expected:.1%} by the formula, {max(seconds) / UNIT:.1f} units")
+    assert idle == pytest.approx(expected, abs=0.02)
