@@ -80,6 +80,8 @@ def main() -> None:
         manager.step()
         if way == "hosts" and step == 3:
             (folder / f"{os.environ['RANK']}.trains").touch()
+        if way == "grow" and step > 8:
+            time.sleep(0.05)  # new processes need the processors
         if not stop and (step > 8 and bmt.world_size() == 4 if way == "grow" else bmt.world_size() < ranks):
             stop = step + 4
         if step + 1 == stop:
