@@ -1,11 +1,12 @@
-"""Build a wheel that needs no compiler: one core for each release of torch, for this Python and machine.
+"""Build a wheel that needs no compiler: one core for each release of torch, for this version of Python.
 
-    python csrc/packaging/build_wheel.py [--output FOLDER] [VERSION ...]
+    python csrc/packaging/build_wheel.py [--output FOLDER] [--machine MACHINE] [VERSION ...]
 
 Headers and libraries of each torch VERSION (`installed` is the one that is installed) are taken from its package, which
 is downloaded and not installed. With a CUDA toolkit the cores have kernels (BMTRAIN_CUDA=1 requires them, 0 leaves them
 out), and the CUDA runtime in them. The wheel is for manylinux_2_28: auditwheel checks that nothing of newer systems
-is used. Needs torch, setuptools, ninja, auditwheel, patchelf and g++.
+is used. Needs torch, setuptools, ninja, auditwheel, patchelf and g++, for another machine (aarch64, as of Grace Hopper)
+its cross compiler (Debian: g++-aarch64-linux-gnu).
 
 [Note: An old glibc on a new system]
 A library asks for the newest version of each function that it finds where it is linked. So the core is linked with
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -32,6 +34,7 @@ TORCHES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 ARCHITECTURES = "7.5;8.0;9.0+PTX"  # all that CUDA 13 supports: later ones by PTX
 LIBRARIES = ("libc10.so", "libtorch.so", "libtorch_cpu.so", "libtorch_python.so")
 PLATFORM = "manylinux_2_28"
+HERE = os.uname().machine
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}  # of this platform
 
 
@@ -39,9 +42,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Build a wheel with a core for each release of torch.")
     parser.add_argument("versions", nargs="*", default=TORCHES, metavar="VERSION", help="of torch")
     parser.add_argument("--output", type=Path, default=ROOT / "dist", help="folder for the wheel")
+    parser.add_argument("--machine", choices=("x86_64", "aarch64"), default=HERE, help="default: this one")
     arguments = parser.parse_args()
-    wheel = build([fetch(version) for version in arguments.versions])
-    repaired = repair(wheel, arguments.output)
+    machine: str = arguments.machine
+    if machine != HERE:
+        os.environ.update(cross_environment(machine))
+    wheel = build([fetch(version, machine) for version in arguments.versions], machine)
+    repaired = repair(wheel, arguments.output, machine)
     print(f"{repaired}: {repaired.stat().st_size / 2**20:.1f} MiB")
     with zipfile.ZipFile(repaired) as archive:
         for file in archive.infolist():
@@ -49,38 +56,69 @@ def main() -> None:
                 print(f"    {file.filename}: {file.file_size / 2**20:.1f} MiB")
 
 
-def fetch(version: str) -> Path:
+def cross_environment(machine: str) -> dict[str, str]:
+    """What compilers, setuptools and nvcc read when they build for another machine."""
+    tools = f"{machine}-linux-gnu"
+    suffix = str(sysconfig.get_config_var("EXT_SUFFIX")).replace(HERE, machine)
+    return {
+        "CC": f"{tools}-gcc",
+        "CXX": f"{tools}-g++",
+        "LDCXXSHARED": f"{tools}-g++ -shared",
+        "_PYTHON_HOST_PLATFORM": f"linux-{machine}",
+        "SETUPTOOLS_EXT_SUFFIX": suffix,
+    }
+
+
+def fetch(version: str, machine: str) -> Path:
     """The package of a torch, as far as the build needs it."""
     if version == "installed":
         import torch
 
         return Path(torch.__file__).parent
-    folder = PLACE / f"torch-{version}-{sysconfig.get_config_var('SOABI')}" / "torch"
+    abi = str(sysconfig.get_config_var("SOABI")).replace(HERE, machine)
+    wanted = ("torch/include/", "torch/version.py", *(f"torch/lib/{name}" for name in LIBRARIES))
+    return unpack(f"torch=={version}", machine, wanted, PLACE / f"torch-{version}-{abi}") / "torch"
+
+
+def fetch_cuda_runtime(version: str, machine: str) -> Path:
+    """The folder of the static CUDA runtime of another machine; `version` is the toolkit's."""
+    package = f"nvidia-cuda-runtime=={version}.*"
+    libraries = f"nvidia/cu{version.partition('.')[0]}/lib"
+    return unpack(package, machine, (libraries,), PLACE / f"cuda-{version}-{machine}") / libraries
+
+
+def unpack(requirement: str, machine: str, wanted: tuple[str, ...], folder: Path) -> Path:
+    """Files of a package whose names begin with one of `wanted`, in `folder`; downloaded at the first call."""
     if folder.is_dir():
         return folder
+    # --no-deps: the packages of CUDA, gigabytes, are not needed to compile and link.
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q"]
+    if machine != HERE:
+        older = (f"manylinux2014_{machine}", f"manylinux_2_27_{machine}", f"{PLATFORM}_{machine}")
+        command += ["--only-binary=:all:", *(f"--platform={name}" for name in older)]
     with tempfile.TemporaryDirectory(dir=made(PLACE)) as download:
-        # --no-deps: the packages of CUDA, gigabytes, are not needed to compile and link.
-        run(sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", download, f"torch=={version}")
-        [wheel] = Path(download).glob("torch-*.whl")
-        wanted = ("torch/include/", "torch/version.py", *(f"torch/lib/{name}" for name in LIBRARIES))
+        run(*command, "-d", download, requirement)
+        [wheel] = Path(download).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if name.startswith(wanted)]
             archive.extractall(Path(download, "unpacked"), names)
-        folder.parent.mkdir()
-        Path(download, "unpacked", "torch").rename(folder)
+        Path(download, "unpacked").rename(folder)
     return folder
 
 
-def build(torches: list[Path]) -> Path:
+def build(torches: list[Path], machine: str) -> Path:
     """A wheel of this tree, without any file of an earlier one."""
     for name in ("lib", "egg", "raw"):
         shutil.rmtree(PLACE / name, ignore_errors=True)
+    link_flags = ["-s", "-Wl,--exclude-libs,ALL,--no-as-needed", *map(str, stand_ins())]
+    if machine != HERE and (version := cuda_version()):
+        link_flags.append(f"-L{fetch_cuda_runtime(version, machine)}")  # before the toolkit's own
     environment = {
         "TORCH_CUDA_ARCH_LIST": ARCHITECTURES,
         **os.environ,
         "BMTRAIN_TORCHES": os.pathsep.join(map(str, torches)),
         "BMTRAIN_TESTING": "0",
-        "LDFLAGS": " ".join(["-s", "-Wl,--exclude-libs,ALL,--no-as-needed", *map(str, stand_ins())]),
+        "LDFLAGS": " ".join(link_flags),
     }
     commands = [
         *("egg_info", "--egg-base", made(PLACE / "egg")),
@@ -92,7 +130,17 @@ def build(torches: list[Path]) -> Path:
     return wheel
 
 
-def repair(wheel: Path, output: Path) -> Path:
+def cuda_version() -> str | None:
+    """That of the toolkit that setup.py will use, such as 13.0."""
+    setup_script = runpy.run_path(str(ROOT / "setup.py"))
+    toolkit = setup_script["find_toolkit"]()
+    if toolkit is None or os.environ.get("BMTRAIN_CUDA") == "0":
+        return None
+    os.environ["CUDA_HOME"] = str(toolkit)
+    return str(setup_script["cuda_version"]())
+
+
+def repair(wheel: Path, output: Path, machine: str) -> Path:
     """Have auditwheel check and name the wheel. torch's libraries are those of the torch that runs."""
     command = [
         sys.executable,
@@ -105,7 +153,7 @@ def repair(wheel: Path, output: Path) -> Path:
         "libc10*.so",
     ]
     with tempfile.TemporaryDirectory(dir=PLACE) as folder:
-        platform = f"{PLATFORM}_{os.uname().machine}"
+        platform = f"{PLATFORM}_{machine}"
         run(*command, "--plat", platform, "--only-plat", "--wheel-dir", folder, wheel)
         [repaired] = Path(folder).iterdir()
         return Path(shutil.move(repaired, made(output) / repaired.name))
@@ -128,9 +176,9 @@ def stand_in(name: str, folder: Path) -> Path:
             names.setdefault(max(old, key=numbers_of), []).append(function)
     functions = [function for of_version in names.values() for function in of_version]
     text = "".join(
-        f".globl {function}\n.type {function},@function\n{function}: ret\n" for function in functions
+        f".globl {function}\n.type {function},%function\n{function}: ret\n" for function in functions
     )
-    (folder / "functions.s").write_text(f'.text\n{text}.section .note.GNU-stack,"",@progbits\n')
+    (folder / "functions.s").write_text(f'.text\n{text}.section .note.GNU-stack,"",%progbits\n')
     exports = (
         f"{version} {{ global: {'; '.join(of_version)}; }};\n" for version, of_version in names.items()
     )
