@@ -153,9 +153,13 @@ def repair(wheel: Path, output: Path, machine: str) -> Path:
         "libc10*.so",
     ]
     with tempfile.TemporaryDirectory(dir=PLACE) as folder:
-        platform = f"{PLATFORM}_{machine}"
+        # Of other machines auditwheel knows no platform by its name: it finds the oldest that fits.
+        platform = f"{PLATFORM}_{machine}" if machine == HERE else "auto"
         run(*command, "--plat", platform, "--only-plat", "--wheel-dir", folder, wheel)
         [repaired] = Path(folder).iterdir()
+        versions = [(2, int(minor)) for minor in re.findall(r"manylinux_2_(\d+)_", repaired.name)]
+        if not versions or min(versions) > NEWEST["GLIBC"]:
+            raise SystemExit(f"the wheel needs a newer system than {PLATFORM}: {repaired.name}")
         return Path(shutil.move(repaired, made(output) / repaired.name))
 
 
