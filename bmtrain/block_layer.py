@@ -16,6 +16,7 @@ from ._base.layers import LayerSequence, run_layers, stacked
 from ._base.opaque import opaque
 from ._base.stand_in import SHARED, StandIn
 from ._engine.block_state import BlockState
+from ._engine.disk_block import state_of
 from ._engine.engine import current_engine
 from ._engine.policy import BlockMode, BlockPolicy, Recompute
 from ._engine.run_block import run_block
@@ -138,7 +139,8 @@ class Block(StandIn):
         if "_runtime" in self.__dict__:
             engine.replace_buffers(self._runtime, buffers)
         else:
-            self.__dict__["_runtime"] = BlockState(engine, self._label, buffers, self._policy)
+            self.__dict__["_runtime"] = state_of(engine, self._label, buffers, self._policy)
+        self._runtime.store([storage.stored for storage in self._storages])
         reference.runtime = weakref.ref(self._runtime)
         self._runtime.reference = reference
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from ._base.arguments import require_module
 from ._base.host_memory import resident_bytes
 from ._C import num_update_workers
+from ._engine.disk_block import DiskBlockState
 from ._engine.engine import current_engine
 from .global_var import context
 from .parameter import DistributedParameter
@@ -34,7 +35,8 @@ class MemoryReport:
         gradients: gradient shards of Blocks, and ``.grad`` outside them.
         optimizer: state of the optimizers, without tensors that are parameters themselves; of `optim.whole_matrix` the
             state and fp32 values of the parameters that this rank owns.
-        on_disk: state of the optimizers in files (``BlockPolicy(optimizer="disk")``), which is no memory.
+        on_disk: bytes in files, which are no memory: parameters and gradients of Blocks and state of the optimizers
+            (:attr:`BlockPolicy.parameters`, :attr:`BlockPolicy.gradients`, :attr:`BlockPolicy.optimizer`).
         gathered: full parameters of Blocks, where they are not the shards themselves.
         unreduced: whole gradients of Blocks: kept in ``no_sync()``, or not yet reduced to the shards.
         activations: kept by recomputed Blocks for later backwards: inputs, and with ``"selective"`` results. None
@@ -42,7 +44,7 @@ class MemoryReport:
         offloaded: activations that wait on the host (:attr:`BlockPolicy.offload_activations`).
         staging: host memory, page-locked, through which gradients and parameters of offloaded updates pass between a
             GPU and the host.
-        disk_buffers: through which state in files passes a step.
+        disk_buffers: through which parameters, gradients and state in files pass a step; idle ones too.
         idle_buffers: freed buffers that are kept for the next Block.
         peak_buffers: the most that ``gathered`` and ``unreduced`` were together since peaks were reset, except for what
             lies in buffers that are used in place.
@@ -108,25 +110,31 @@ def memory_report(
     if model is not None:
         require_module("model", model)
     current = context("memory_report()")
-    groups = [group for block in current_engine(current).blocks for group in block.buffers]
+    blocks = current_engine(current).blocks
+    groups = [group for block in blocks for group in block.buffers]
+    stored = [shard for block in blocks if isinstance(block, DiskBlockState) for shard in block.stored]
+    in_files = (
+        {id(shard.buffer) for shard in stored if shard.parameters},
+        {id(shard.buffer) for shard in stored if shard.gradients},
+    )
     outside = [param for param in _parameters(model) if not _is_in_block(param)]
-    parameters = _Memory(group.shard for group in groups).add(outside)
-    gradients = _Memory(group.gradient_shard for group in groups).add(param.grad for param in outside)
-    pool = current_engine(current).pool.stats()
+    parameters = _Memory(group.shard for group in groups if id(group) not in in_files[0]).add(outside)
+    gradients = _Memory(group.gradient_shard for group in groups if id(group) not in in_files[1])
+    gradients.add(param.grad for param in outside)
+    tier, pool = current_engine(current).tier, current_engine(current).pool.stats()
     process, peak_process = _process_bytes(current.device)
     report = MemoryReport(
         parameters=parameters.nbytes,
         gradients=gradients.nbytes,
         optimizer=_Memory(_states(optim, on_disk=False)).without(parameters).nbytes,
-        on_disk=_Memory(_states(optim, on_disk=True)).without(parameters).nbytes,
+        on_disk=_Memory(_states(optim, on_disk=True)).without(parameters).nbytes
+        + sum(shard.nbytes for shard in stored),
         gathered=sum(group.gathered_bytes for group in groups),
         unreduced=sum(group.unreduced_bytes for group in groups),
-        activations=_activations(current_engine(current).blocks),
-        offloaded=sum(
-            call.host.nbytes for call in _open_calls(current_engine(current).blocks) if call.host is not None
-        ),
+        activations=_activations(blocks),
+        offloaded=sum(call.host.nbytes for call in _open_calls(blocks) if call.host is not None),
         staging=sum(_bytes_of(optim, "staging_bytes")),
-        disk_buffers=sum(_bytes_of(optim, "disk_buffer_bytes")),
+        disk_buffers=sum(_bytes_of(optim, "disk_buffer_bytes")) + (0 if tier is None else tier.nbytes),
         idle_buffers=pool["bytes_idle"],
         peak_buffers=pool["peak_bytes_in_use"],
         in_place=sum(comm.bytes_in_place for comm in current.communicators()),

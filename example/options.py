@@ -73,6 +73,9 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     memory.add_argument("--no-recompute", action="store_true", help="keep activations for backward")
     memory.add_argument("--offload", action="store_true", help="optimizer state in host memory")
     memory.add_argument(
+        "--disk", metavar="FOLDER", help="keep parameters, gradients and state of the blocks on this drive"
+    )
+    memory.add_argument(
         "--state-dtype", choices=("fp32", "bf16", "int8"), default="fp32", help="of the moments"
     )
 

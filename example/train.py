@@ -30,7 +30,7 @@ def main() -> None:
     options = parse_options()
 
     # Part 1: initialise BMTrain. Every rank runs this script; each keeps a shard of the model.
-    bmt.init_distributed(seed=options.seed)
+    bmt.init_distributed(seed=options.seed, tier_directories=options.disk and [options.disk])
     try:
         train(options)
     except UserError as error:  # raised by all ranks alike
@@ -130,11 +130,13 @@ def refuse_nan(options: argparse.Namespace, step: int, numbers: dict[str, float]
 
 
 def make_model(options: argparse.Namespace) -> GPT:
-    model = GPT(
-        **{**model_options(options), "dtype": DTYPES[options.dtype]},
-        use_checkpoint=not options.no_recompute,
-        zero_level=options.zero_level,
-    )
+    places = {} if options.disk is None else dict.fromkeys(("parameters", "gradients", "optimizer"), "disk")
+    with bmt.default_policy(bmt.BlockPolicy(**places)):
+        model = GPT(
+            **{**model_options(options), "dtype": DTYPES[options.dtype]},
+            use_checkpoint=not options.no_recompute,
+            zero_level=options.zero_level,
+        )
     bmt.init_parameters(model)  # or bmt.load(model, "model.pt")
     return model
 

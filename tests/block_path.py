@@ -19,10 +19,10 @@ import bmtrain
 
 ROOT = Path(bmtrain.__file__).resolve().parents[1]
 #: Ceilings. A commit that raises one gives the reason in its message.
-FILES, LINES = 14, 3000
+FILES, LINES = 14, 3026
 #: Files of the core before a transport, by folder, and their ceilings.
 CORE = ("csrc/shard/*", "csrc/comm/communicator.*")
-CORE_FILES, CORE_LINES = 14, 2740
+CORE_FILES, CORE_LINES = 14, 2775
 #: Steps in which the order of calls is learnt, before the one that is measured.
 LEARNING_STEPS = 2
 

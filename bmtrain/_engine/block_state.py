@@ -66,6 +66,9 @@ class BlockState:
         self.unsent: list[ShardedBuffer] = []  # buffers with gradients of earlier backwards
         self._is_watched = False  # for writes to the gathered parameters, which would be lost
 
+    def store(self, shards: Sequence[Any]) -> None:
+        """Called with the shards of the buffers that are on a drive, or None for each."""
+
     # ---- versions
 
     def version(self) -> int:
@@ -158,6 +161,14 @@ class BlockState:
                 buffer.join_backward(flags)
             else:
                 buffer.begin_backward(flags, under_way, in_turn)
+
+    def start_reduce(self, buffers: Sequence[ShardedBuffer]) -> None:
+        """Starts the reductions of gradients."""
+        for buffer in buffers:
+            buffer.start_reduce()
+
+    def end_reduce(self, buffers: Sequence[ShardedBuffer]) -> None:
+        """Called when the gradients have reached their shards, and the listeners know it."""
 
     def cancel_backward(self, buffers: Sequence[ShardedBuffer]) -> None:
         """Drops the gradients of a backward that failed."""

@@ -27,6 +27,7 @@ from .._C import BufferPool, DeferredProducts, OpenIslands, ShardedBuffer
 from ..errors import CommunicationError
 from ..global_var import context
 from .block_state import BlockState
+from .disk_tier import DiskTier
 from .gradients import Gradients
 from .host_activations import CudaMover, HostStack, Mover
 from .observer import Observer
@@ -70,20 +71,24 @@ class Schedule:
 
     def expected(self) -> tuple[Event, BlockState] | None:
         """Returns the call expected after the current one, or None if it cannot be predicted."""
-        if self._last is None or self._follower is None:
-            return None
-        event, reference = self._follower
-        block = reference()
-        if block is None:
-            return None
-        # Parameters change between a backward and the next forward, may change between two evaluations, and between
-        # the forward of one model and the evaluation of another (a momentum teacher): neither another kind of pass
-        # nor a return to an earlier block is a reason to gather.
-        if event.phase is not Phase.BACKWARD and (
-            event.phase is not self._last.phase or event.block <= self._last.block
-        ):
-            return None
-        return event, block
+        return next(self.upcoming(), None)
+
+    def upcoming(self) -> Iterator[tuple[Event, BlockState]]:
+        """Yields the calls expected after the current one, as far as they can be predicted."""
+        last, follower = self._last, self._follower
+        while last is not None and follower is not None:
+            event, reference = follower
+            block = reference()
+            # Parameters change between a backward and the next forward, may change between two evaluations, and between
+            # the forward of one model and the evaluation of another (a momentum teacher): neither another kind of pass
+            # nor a return to an earlier block is a reason to gather.
+            if block is None or (
+                event.phase is not Phase.BACKWARD
+                and (event.phase is not last.phase or event.block <= last.block)
+            ):
+                return
+            yield event, block
+            last, follower = event, self._followers.get((last, event))
 
     def expects_backward_of(self, block: BlockState) -> bool:
         """Whether the backward of the running block is expected right after it."""
@@ -106,6 +111,7 @@ class Engine:
         calls: the calls whose forward is running, outermost first.
         lagging_steps: number of steps whose updates the CPU computes while the device runs.
         observer: receives the events of a step; None if nothing records them.
+        tier: moves parameters and gradients that are on a drive; None without any.
         mover: moves activations between device and host; None on CPU runs.
     """
 
@@ -124,6 +130,7 @@ class Engine:
         self.calls: list[Any] = []
         self.lagging_steps = 0
         self.observer: Observer | None = None
+        self.tier: DiskTier | None = None
         self.reads = Reads()
         self.replaced = ReplacedParameters()
         self.wrapped = WrappedModels()
@@ -159,6 +166,8 @@ class Engine:
             block.drop_gathered()
         if not block.is_held:
             self._enter(block, phase)
+            if self.tier is not None:
+                self.tier.look_ahead(block, self.schedule.upcoming())
         self._start_gather(block)
         observer = self.observer
         if observer is not None:

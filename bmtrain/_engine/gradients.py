@@ -165,8 +165,7 @@ class Gradients:
         if engine.observer is not None:
             engine.observer.reducing(block, buffers)
         with engine.waiting(block.label, "reduce"):
-            for buffer in buffers:
-                buffer.start_reduce()
+            block.start_reduce(buffers)
         self._complete_previous()
         self._reductions.append((block, buffers))
         if not self._is_ending:
@@ -203,6 +202,7 @@ class Gradients:
                 buffer.finish_reduce(destination.tree_of(buffer))
             for user in tuple(self.listeners):
                 user.reduced(block)
+            block.end_reduce(buffers)
 
     # ---- parameters outside blocks
 
@@ -239,6 +239,8 @@ class Gradients:
             if self._engine.islands.count == 0 and self.destination is not self._accumulating:
                 self.close_round()
             self.finish()
+        if self._engine.tier is not None:
+            self._engine.tier.settle()
         if self._engine.islands.count == 0:
             self.run_accumulated_hooks()
 

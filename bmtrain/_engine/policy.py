@@ -84,6 +84,9 @@ class BlockPolicy:
             the inputs that require grad, and kept results; without it all activations. On CPU ranks they are there
             already, and nothing is done.
 
+        parameters, gradients: where this rank's shards of them live: ``"device"``, or with ``optimizer="disk"``
+            ``"disk"``: in ``init_distributed(tier_directories=...)``, and in memory while a few blocks around the
+            running one need them. On CPU ranks ``"host"`` is ``"device"``.
         optimizer: ``"disk"``: the state that this library's optimizers of single elements keep for the block is in
             ``init_distributed(tier_directories=...)``, and passes through a few buffers in each step. None: where the
             optimizer keeps it.
@@ -107,6 +110,8 @@ class BlockPolicy:
     reduce: Literal["direct", "ring", "hosts"] | None = None
     zero_size: int | None = None
     offload_activations: bool = False
+    parameters: Literal["device", "host", "disk"] = "device"
+    gradients: Literal["device", "host", "disk"] = "device"
     optimizer: Literal["disk"] | None = None
 
     def __post_init__(self) -> None:
@@ -122,6 +127,7 @@ class BlockPolicy:
                 f"optimizer: expected None or 'disk', got {self.optimizer!r}; for host memory use an optimizer that "
                 "offloads, such as AdamOffloadOptimizer"
             )
+        self._check_places()
         self._check_dtypes()
         if self.reduce not in (None, "direct", "ring", "hosts"):
             raise ValueError(f"reduce: expected None, 'direct', 'ring' or 'hosts', got {self.reduce!r}")
@@ -129,6 +135,28 @@ class BlockPolicy:
             raise ValueError(f"zero_size: expected at least 2 (1 is level 0), got {self.zero_size!r}")
         if self.zero_size is not None and self.level == 0:
             raise ValueError(f"zero_size: at level 0 nothing is sharded, got {self.zero_size}")
+
+    def _check_places(self) -> None:
+        for name in ("parameters", "gradients"):
+            place = getattr(self, name)
+            if place not in ("device", "host", "disk"):
+                raise ValueError(f"{name}: expected 'device', 'host' or 'disk', got {place!r}")
+            if place == "disk" and self.optimizer != "disk":
+                raise ValueError(
+                    f"{name}='disk': expected optimizer='disk' as well, got {self.optimizer!r}: an update passes over "
+                    "parameters, gradients and state together"
+                )
+        if self.parameters == "disk" and self.level < 2:
+            raise ValueError(
+                f"parameters='disk': expected level 2 or 3, got {self.level}, which keeps all parameters in memory"
+            )
+        if self.gradients == "disk" and self.level == 0:
+            raise ValueError("gradients='disk': expected level 1, 2 or 3, got 0, which shards no gradients")
+
+    @property
+    def shards_on_disk(self) -> bool:
+        """Whether parameters or gradients live on a drive."""
+        return "disk" in (self.parameters, self.gradients)
 
     def _check_dtypes(self) -> None:
         if self.compute_dtype not in (None, *_NARROW):

@@ -17,8 +17,10 @@ from .._shards.block_ref import BlockRef
 from .._shards.sharding import ShardSpec
 from ..global_var import context
 from ..parameter import DistributedParameter
+from .tiers import check_tier, store
 
 if TYPE_CHECKING:
+    from .._engine.disk_shard import StoredShard
     from .._ranks.context import Context, Group
 
 
@@ -32,6 +34,7 @@ class BlockStorage:
         replicas: the ranks that hold the same shard as this one; None if there are no others.
         names: qualified names of its parameters.
         requires_grad: whether its parameters were trainable when the block was built.
+        stored: its shards on a drive.
     """
 
     kind: str
@@ -41,6 +44,7 @@ class BlockStorage:
     names: tuple[str, ...]
     parameters: tuple[DistributedParameter, ...]
     requires_grad: bool
+    stored: StoredShard | None = None
 
     def flat_parameter(self) -> torch.nn.Parameter:
         """Returns the shard as one parameter, with its gradient if there is one."""
@@ -113,10 +117,7 @@ def build_storage(
     for name, param in named:
         kinds.setdefault((_kind(param), param._slices), []).append((name, param))
     ctx = context()
-    if policy.optimizer == "disk" and not ctx.tier_directories:
-        raise ValueError(
-            f"{label}: BlockPolicy(optimizer='disk'): expected init_distributed(tier_directories=[...]), got none"
-        )
+    check_tier(ctx, policy, mode, label, [slices for _, slices in kinds])
     storages = []
     for (kind, slices), members in kinds.items():
         family = ctx.zero_group(slices, mode is BlockMode.PIPE)
@@ -139,6 +140,8 @@ def build_storage(
             reduce_dtype=dtypes.reduce,
             **_reduction(ctx, family, group, policy),
         )
+        trains = params[0].requires_grad
+        stored = store(ctx, policy, label, shards, trains) if policy.shards_on_disk else None
         with torch.no_grad():
             for index, param in enumerate(params):
                 spec = ShardSpec(param._original_shape, group, shards.layout, index, replicas)
@@ -154,8 +157,7 @@ def build_storage(
             if param._gradient_hooks is not None:
                 shards.set_hooks(index, param._gradient_hooks)
         names = tuple(name for name, _ in members)
-        trains = params[0].requires_grad
-        storages.append(BlockStorage(kind, shards, group, replicas, names, tuple(params), trains))
+        storages.append(BlockStorage(kind, shards, group, replicas, names, tuple(params), trains, stored))
     return storages
 
 

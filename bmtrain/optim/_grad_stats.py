@@ -10,7 +10,8 @@ for inf and NaN covers all elements of all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from .. import _ops
 from .._base.unseen import gradient_of
 from .._C import ReduceOp, SentNumber
+from .._engine.disk_shard import any_on_disk, gradients_in_memory, reading_gradients
 from .._engine.engine import current_engine
 from .._ranks import context as _context
 from ..global_var import context
@@ -88,16 +90,35 @@ def _by_kind(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     yield from kinds.values()
 
 
-def _power_sum(gradients: list[Tensor], norm_type: float) -> Tensor:
+def _power_sum(parameters: Sequence[Tensor], norm_type: float) -> Tensor:
     """Returns ``sum |g|^p`` or ``max |g|`` of this rank, (1,) in fp64; inf or NaN if an element is."""
     total = torch.zeros(1, dtype=torch.float64, device=context("gradient statistics").device)
-    by_device, others = _split(gradients, _POWER_SUMS.get(norm_type, "abs_power_sum"))
-    parts = [_core_power_sum(grads, norm_type) for grads in by_device]
-    parts += [_torch_power_sum(grads, norm_type) for grads in _by_kind(others)]
-    for part in parts:
+    for part in _each_run(parameters, partial(_power_sums, norm_type=norm_type)):
         part = part.to(total)
         total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
     return total
+
+
+def _power_sums(gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+    by_device, others = _split(gradients, _POWER_SUMS.get(norm_type, "abs_power_sum"))
+    parts = [_core_power_sum(grads, norm_type) for grads in by_device]
+    return parts + [_torch_power_sum(grads, norm_type) for grads in _by_kind(others)]
+
+
+def _each_run(
+    parameters: Sequence[Tensor], function: Callable[[Sequence[Tensor]], list[Tensor]]
+) -> Iterator[Tensor]:
+    """Yields the results of ``function`` for gradients: for all together, or where some are on a drive for each.
+
+    Kernels add the sums over tensors in their order, so that the bits of the total do not depend on it.
+    """
+    runs = list(parameters)
+    if not any_on_disk(runs):
+        yield from function(_gradients(runs))
+        return
+    for members in gradients_in_memory(runs):
+        for gradient in _gradients(members):
+            yield from function([gradient])
 
 
 def _split(gradients: Sequence[Tensor], op: str) -> tuple[list[list[Tensor]], list[Tensor]]:
@@ -123,18 +144,23 @@ def _torch_power_sum(grads: list[Tensor], norm_type: float) -> Tensor:
     return norms.max() if math.isinf(norm_type) else norms.pow_(norm_type).sum()
 
 
-def _any_overflow(gradients: Sequence[Tensor]) -> Tensor:
-    """Returns 1 if an element is inf or NaN, else 0; (1,) in fp32 on the run device."""
+def _any_overflow(parameters: Sequence[Tensor]) -> Tensor:
+    """Returns 1 if an element of a gradient is inf or NaN, else 0; (1,) in fp32 on the run device."""
     device = context("gradient overflow").device
-    # Each in one pass: a GPU has the kernel of the norm, whose squares fp64 holds; magnitudes are faster on the CPU.
-    op = _ops.abs_max if device.type == "cpu" else _ops.squared_sum
-    by_device, others = _split(gradients, op.__name__)
-    parts = [op(grads) for grads in by_device]
-    parts += [_torch_power_sum(grads, math.inf) for grads in _by_kind(others)]
     overflow = torch.zeros(1, device=device)
-    for part in parts:
+    for part in _each_run(parameters, _largest_of):
         overflow = torch.maximum(overflow, part.to(device).isfinite().logical_not().to(overflow.dtype))
     return overflow
+
+
+def _largest_of(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Returns numbers that are not finite if an element is not."""
+    # Each in one pass: a GPU has the kernel of the norm, whose squares fp64 holds; magnitudes are faster on the CPU.
+    op = _ops.abs_max if context("gradient overflow").device.type == "cpu" else _ops.squared_sum
+    by_device, others = _split(gradients, op.__name__)
+    return [op(grads) for grads in by_device] + [
+        _torch_power_sum(grads, math.inf) for grads in _by_kind(others)
+    ]
 
 
 def _all_reduce(number: Tensor, op: Any, label: str) -> Tensor:
@@ -155,10 +181,12 @@ def global_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
     Returns:
         The norm, 0-dim in fp64 on the run device, the same on all ranks; inf or NaN if a counted element is.
     """
-    gradients = _gradients(counted_here(parameters))
+    parameters = list(parameters)
+    counted = list(counted_here(parameters))
     if context("gradient norm").virtual_shards:
-        return _norm_on_any_ranks(gradients, norm_type)
-    local = _power_sum(gradients, norm_type)
+        return _norm_on_any_ranks(counted, norm_type)
+    with reading_gradients(parameters):
+        local = _power_sum(counted, norm_type)
     if math.isinf(norm_type):
         return _largest(local)
     return _all_reduce(local, ReduceOp.SUM, "gradient norm").pow_(1.0 / norm_type).squeeze(0)
@@ -169,16 +197,18 @@ def _largest(local: Tensor) -> Tensor:
     return _all_reduce(local, ReduceOp.MAX, "gradient norm").squeeze(0)
 
 
-def _norm_on_any_ranks(gradients: list[Tensor], norm_type: float) -> Tensor:
+def _norm_on_any_ranks(parameters: list[Tensor], norm_type: float) -> Tensor:
     """Returns the norm by exact sums, see [Note: Exact sums]. The host waits."""
-    largest = _largest(_power_sum(gradients, math.inf))
+    largest = _largest(_power_sum(parameters, math.inf))
     if math.isinf(norm_type):
         return largest
 
     def add_up(numbers: Tensor) -> Tensor:
         return _all_reduce(numbers, ReduceOp.SUM, "gradient norm")
 
-    return largest.new_tensor(exact_norm(gradients, norm_type, largest.item(), add_up, largest.device))
+    return largest.new_tensor(
+        exact_norm(_gradients(parameters), norm_type, largest.item(), add_up, largest.device)
+    )
 
 
 def check_overflow(param_groups: Iterable[Any]) -> bool:
@@ -189,10 +219,12 @@ def check_overflow(param_groups: Iterable[Any]) -> bool:
     Args:
         param_groups: group dicts as of ``optimizer.param_groups``.
     """
-    gradients = _gradients(parameters_of(param_groups))
+    parameters = list(parameters_of(param_groups))
     if _context.current() is None:
-        return _ops.has_inf_nan(gradients)
-    return _all_reduce(_any_overflow(gradients), ReduceOp.MAX, "gradient overflow").item() > 0
+        return _ops.has_inf_nan(_gradients(parameters))
+    with reading_gradients(parameters):
+        found = _any_overflow(parameters)
+    return _all_reduce(found, ReduceOp.MAX, "gradient overflow").item() > 0
 
 
 def forget_unsent(parameters: Iterable[Tensor]) -> None:
@@ -208,7 +240,7 @@ def first_overflow(parameters: Sequence[Tensor]) -> int:
     Returns:
         Its index, the same on all ranks; ``len(parameters)`` if there is none.
     """
-    flags = [_any_overflow(_gradients([p])) for p in parameters]
+    flags = [_any_overflow([p]) for p in parameters]
     flags.append(torch.ones(1, device=context("gradient overflow").device))  # sentinel: the search ends here
     number = torch.cat(flags).argmax().view(1)  # of the first; the host reads a single number
     return int(_all_reduce(number, ReduceOp.MIN, "gradient overflow").item())
@@ -222,15 +254,26 @@ def multiply_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
         factor: one number, fp32 or fp64, on any device.
     """
     parameters = list(parameters)
-    taken, others = _split(_gradients(parameters), "scale_")
-    sent = [] if others else copies_of(parameters)
+    if any_on_disk(parameters):
+        with reading_gradients(parameters):
+            for members in gradients_in_memory(parameters, changes=True) if factor.item() != 1 else ():
+                _multiply(_gradients(members), factor)
+        return
+    sent = copies_of(parameters)
+    if sent and _split(_gradients(parameters), "scale_")[1]:
+        sent = []
     numbers: dict[int, SentNumber] = {}
     for copy in sent:
         copy.multiply_by(factor, numbers)
-    for grads in taken:
-        _ops.scale_(grads, factor)
+    _multiply(_gradients(parameters), factor)
     for copy in sent:
         copy.note_change()
+
+
+def _multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    taken, others = _split(gradients, "scale_")
+    for grads in taken:
+        _ops.scale_(grads, factor)
     if others:
         number = factor.item()  # the host waits, where there is no kernel
         for grad in others if number != 1 else ():

@@ -3,7 +3,9 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 
 #include "bindings/bindings.h"
 #include "common/check.h"
@@ -19,6 +21,23 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 at::Tensor bytes_of(std::shared_ptr<void> owner, char* data, std::int64_t nbytes) {
   return at::from_blob(
       data, {nbytes}, [owner = std::move(owner)](void*) {}, at::TensorOptions().dtype(at::kByte));
+}
+
+using Move = void (DiskQueue::*)(int, std::shared_ptr<DiskFile>, std::int64_t, std::int64_t,
+                                 std::shared_ptr<char>);
+
+template <Move move>
+void start(DiskQueue& self, int buffer, std::shared_ptr<DiskFile> file, std::int64_t offset,
+           std::int64_t nbytes, const std::optional<at::Tensor>& memory) {
+  std::shared_ptr<char> lent;
+  if (memory) {
+    BMT_CHECK(ValueError, memory->is_cpu() && memory->is_contiguous(),
+              "memory: expected a contiguous CPU tensor");
+    BMT_CHECK(ValueError, static_cast<std::int64_t>(memory->nbytes()) >= nbytes, "memory: expected ", nbytes,
+              " bytes, got ", memory->nbytes());
+    lent = {static_cast<char*>(memory->data_ptr()), [held = *memory](char*) {}};
+  }
+  (self.*move)(buffer, std::move(file), offset, nbytes, std::move(lent));
 }
 
 }  // namespace
@@ -39,6 +58,7 @@ void bind_disk(py::module_& module) {
       .def(py::init<std::string>(), py::arg("directory"), NoGil())
       .def("reserve", &DiskFile::reserve, py::arg("nbytes"), NoGil())
       .def("map", &DiskFile::map, py::arg("offset"), py::arg("nbytes"), NoGil())
+      .def("zero", &DiskFile::zero, py::arg("offset"), py::arg("nbytes"), NoGil())
       .def("unseal", &DiskFile::unseal, py::arg("offset"), py::arg("nbytes"))
       .def("fileno", &DiskFile::descriptor)
       .def_property_readonly("name", &DiskFile::name)
@@ -56,10 +76,10 @@ void bind_disk(py::module_& module) {
             return bytes_of(self, self->buffer(number), self->buffer_bytes());
           },
           py::arg("number"))
-      .def("read", &DiskQueue::read, py::arg("buffer"), py::arg("file"), py::arg("offset"), py::arg("nbytes"),
-           NoGil())
-      .def("write", &DiskQueue::write, py::arg("buffer"), py::arg("file"), py::arg("offset"),
-           py::arg("nbytes"), NoGil())
+      .def("read", &start<&DiskQueue::read>, py::arg("buffer"), py::arg("file"), py::arg("offset"),
+           py::arg("nbytes"), py::arg("memory") = py::none(), NoGil())
+      .def("write", &start<&DiskQueue::write>, py::arg("buffer"), py::arg("file"), py::arg("offset"),
+           py::arg("nbytes"), py::arg("memory") = py::none(), NoGil())
       .def("wait", &DiskQueue::wait, py::arg("buffer"), NoGil())
       .def_property_readonly("bytes_read", &DiskQueue::bytes_read)
       .def_property_readonly("bytes_written", &DiskQueue::bytes_written)

@@ -1,4 +1,6 @@
 // What Python sees of the sharded buffers.
+#include <ATen/ops/from_blob.h>
+#include <sys/mman.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "bindings/bindings.h"
@@ -45,6 +47,16 @@ void bind_layout(py::module_& m) {
 void bind_pool(py::module_& m) {
   py::class_<BufferPool, std::shared_ptr<BufferPool>>(m, "BufferPool")
       .def(py::init<std::int64_t, bool>(), py::arg("idle_per_class"), py::arg("poison"))
+      .def(
+          "acquire",
+          [](BufferPool& self, std::int64_t nbytes) {
+            auto owner = std::make_shared<c10::DataPtr>(self.acquire(nbytes, c10::kCPU));
+            // A drive may write to it while a forked child shares its pages.
+            ::madvise(owner->get(), static_cast<std::size_t>(nbytes), MADV_DONTFORK);
+            void* const data = owner->get();
+            return at::from_blob(data, {nbytes}, [owner](void*) {}, at::TensorOptions().dtype(at::kByte));
+          },
+          py::arg("nbytes"), "Host memory for transfers; of whole pages if it is 1 MiB or more.")
       .def("trim", &BufferPool::trim, NoGil())
       .def("reset_peaks", &BufferPool::reset_peaks)
       .def("stats", [](const BufferPool& self) {
@@ -203,6 +215,11 @@ void bind_buffer(py::module_& m) {
   buffer.def("local_view", of(&ShardedBuffer::shard, &ShardMemory::local_view), py::arg("index"))
       .def("attach", of(&ShardedBuffer::shard, &ShardMemory::attach))
       .def("make_shard", of(&ShardedBuffer::shard, &ShardMemory::make), py::arg("index"))
+      .def("use_shard_memory", of(&ShardedBuffer::shard, &ShardMemory::use_memory), py::arg("memory"))
+      .def(
+          "use_gradient_memory",
+          [](ShardedBuffer& self, const at::Tensor& memory) { self.gradient_shard().use_memory(memory); },
+          py::arg("memory"))
       .def("adopt_data", &ShardedBuffer::adopt_data)
       .def(
           "set_hooks",

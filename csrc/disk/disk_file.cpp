@@ -73,9 +73,21 @@ std::shared_ptr<DiskMapping> DiskFile::map(std::int64_t offset, std::int64_t nby
   return std::make_shared<DiskMapping>(descriptor(), offset, nbytes, name_);
 }
 
-void DiskFile::seal(std::int64_t offset, std::int64_t nbytes, std::uint64_t sum) {
+void DiskFile::zero(std::int64_t offset, std::int64_t nbytes) {
+  BMT_CHECK(ValueError, offset >= 0 && nbytes > 0 && offset + nbytes <= size_, name_,
+            ": zero: expected a range in ", size_, " bytes, got ", nbytes, " at ", offset);
   unseal(offset, nbytes);
-  seals_[offset] = {.nbytes = nbytes, .sum = sum};
+  if (::fallocate(descriptor(), FALLOC_FL_ZERO_RANGE | FALLOC_FL_KEEP_SIZE, offset, nbytes) == 0) return;
+  const DiskMapping range(descriptor(), offset, nbytes, name_);  // a filesystem that cannot
+  std::memset(range.data(), 0, static_cast<std::size_t>(nbytes));
+}
+
+void DiskFile::seal(std::int64_t offset, std::int64_t nbytes, const void* data) {
+  unseal(offset, nbytes);
+  for (std::int64_t at = 0; at < nbytes; at += kSealBytes) {
+    const std::int64_t length = std::min(kSealBytes, nbytes - at);
+    seals_[offset + at] = {.nbytes = length, .sum = checksum(static_cast<const char*>(data) + at, length)};
+  }
 }
 
 void DiskFile::unseal(std::int64_t offset, std::int64_t nbytes) {
@@ -84,14 +96,20 @@ void DiskFile::unseal(std::int64_t offset, std::int64_t nbytes) {
   seals_.erase(first, seals_.lower_bound(offset + nbytes));
 }
 
-void DiskFile::check(std::int64_t offset, std::int64_t nbytes, const void* data) const {
-  const auto found = seals_.find(offset);
-  if (found == seals_.end() || found->second.nbytes != nbytes) return;
-  BMT_CHECK(
-      DiskError, checksum(data, nbytes) == found->second.sum, name_, ": ", nbytes, " bytes at offset ",
-      offset,
-      " are not those that were written there: their checksum differs. The drive, or memory on the way, "
-      "changed them; continue from the last checkpoint");
+void DiskFile::check(std::int64_t offset, std::int64_t nbytes, const void* data) {
+  auto at = seals_.lower_bound(offset);
+  if (at == seals_.end() || at->first >= offset + nbytes) {
+    seal(offset, nbytes, data);
+    return;
+  }
+  for (; at != seals_.end() && at->first + at->second.nbytes <= offset + nbytes; ++at) {
+    const char* const piece = static_cast<const char*>(data) + (at->first - offset);
+    BMT_CHECK(
+        DiskError, checksum(piece, at->second.nbytes) == at->second.sum, name_, ": ", at->second.nbytes,
+        " bytes at offset ", at->first,
+        " are not those that were written there: their checksum differs. The drive, or memory on the way, "
+        "changed them; continue from the last checkpoint");
+  }
 }
 
 }  // namespace bmtrain

@@ -15,6 +15,9 @@ namespace bmtrain {
 /// Offsets and lengths of transfers are multiples of it: the largest block of the drives that O_DIRECT meets.
 constexpr std::int64_t kDiskAlignment = 4096;
 
+/// The most bytes under one checksum.
+constexpr std::int64_t kSealBytes = std::int64_t{1} << 20;
+
 /// A range of a file in memory, shared with the file: the kernel reads pages when they are touched, and may
 /// take them away. It sees what transfers have written, and they see what is written to it.
 class DiskMapping {
@@ -44,12 +47,16 @@ class DiskFile {
   /// Maps a range that starts at a multiple of kDiskAlignment. It may outlive the file's object.
   [[nodiscard]] std::shared_ptr<DiskMapping> map(std::int64_t offset, std::int64_t nbytes) const;
 
-  /// Records the checksum of a range that has been written whole.
-  void seal(std::int64_t offset, std::int64_t nbytes, std::uint64_t sum);
+  /// Makes a range zeros, which costs no transfer where the filesystem can do that.
+  void zero(std::int64_t offset, std::int64_t nbytes);
+
+  /// Records checksums of a range that is written whole, or has been read before it had any. Each covers at
+  /// most kSealBytes, so that a range can be read in other pieces than it was written in.
+  void seal(std::int64_t offset, std::int64_t nbytes, const void* data);
   /// Forgets the checksums of ranges that meet this one, before it is written otherwise than by transfers.
   void unseal(std::int64_t offset, std::int64_t nbytes);
-  /// DiskError if the range was sealed with another checksum.
-  void check(std::int64_t offset, std::int64_t nbytes, const void* data) const;
+  /// DiskError if a part of the range was sealed with another checksum; seals a range without any.
+  void check(std::int64_t offset, std::int64_t nbytes, const void* data);
 
   /// For messages.
   [[nodiscard]] const std::string& name() const { return name_; }

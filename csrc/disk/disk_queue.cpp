@@ -9,7 +9,6 @@
 
 #include "common/check.h"
 #include "common/race_point.h"
-#include "disk/checksum.h"
 #include "disk/thread_queue.h"
 #include "disk/transfer_fault.h"
 #include "disk/uring_queue.h"
@@ -36,9 +35,10 @@ std::shared_ptr<DiskQueue> DiskQueue::make(const std::string& back_end, int num_
 
 DiskQueue::DiskQueue(int num_buffers, std::int64_t buffer_bytes)
     : buffer_bytes_(buffer_bytes), owner_(getpid()), transfers_(static_cast<std::size_t>(num_buffers)) {
-  BMT_CHECK(ValueError, num_buffers > 0 && buffer_bytes > 0 && buffer_bytes % kDiskAlignment == 0,
+  BMT_CHECK(ValueError, num_buffers > 0 && buffer_bytes >= 0 && buffer_bytes % kDiskAlignment == 0,
             "disk queue: expected some buffers of a multiple of ", kDiskAlignment, " bytes, got ",
             num_buffers, " of ", buffer_bytes);
+  if (buffer_bytes == 0) return;
   const auto nbytes = static_cast<std::size_t>(num_buffers * buffer_bytes);
   void* const memory = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   BMT_CHECK(DiskError, memory != MAP_FAILED, "disk queue: no memory for ", nbytes,
@@ -49,34 +49,44 @@ DiskQueue::DiskQueue(int num_buffers, std::int64_t buffer_bytes)
 }
 
 DiskQueue::~DiskQueue() {
-  if (!is_forked()) ::munmap(memory_, static_cast<std::size_t>(num_buffers() * buffer_bytes_));
+  if (memory_ != nullptr && !is_forked()) {
+    ::munmap(memory_, static_cast<std::size_t>(num_buffers() * buffer_bytes_));
+  }
 }
 
 bool DiskQueue::is_forked() const { return getpid() != owner_; }
 
-void DiskQueue::read(int buffer, std::shared_ptr<DiskFile> file, std::int64_t offset, std::int64_t nbytes) {
-  start(buffer, false, std::move(file), offset, nbytes);
+void DiskQueue::read(int buffer, std::shared_ptr<DiskFile> file, std::int64_t offset, std::int64_t nbytes,
+                     std::shared_ptr<char> memory) {
+  start(buffer, {.file = std::move(file), .memory = std::move(memory), .offset = offset, .nbytes = nbytes});
 }
 
-void DiskQueue::write(int buffer, std::shared_ptr<DiskFile> file, std::int64_t offset, std::int64_t nbytes) {
-  start(buffer, true, std::move(file), offset, nbytes);
+void DiskQueue::write(int buffer, std::shared_ptr<DiskFile> file, std::int64_t offset, std::int64_t nbytes,
+                      std::shared_ptr<char> memory) {
+  start(buffer, {.file = std::move(file),
+                 .memory = std::move(memory),
+                 .offset = offset,
+                 .nbytes = nbytes,
+                 .is_write = true});
 }
 
-void DiskQueue::start(int number, bool is_write, std::shared_ptr<DiskFile> file, std::int64_t offset,
-                      std::int64_t nbytes) {
+void DiskQueue::start(int number, Transfer transfer) {
   BMT_CHECK(StateError, !is_forked(), "disk queue: this process was forked after the queue was made");
   BMT_CHECK(ValueError, number >= 0 && number < num_buffers(), "disk queue: expected a buffer from 0 to ",
             num_buffers() - 1, ", got ", number);
-  Transfer& transfer = transfers_[static_cast<std::size_t>(number)];
-  BMT_CHECK(StateError, !transfer.file, "disk queue: buffer ", number, " has a transfer already");
+  Transfer& slot = transfers_[static_cast<std::size_t>(number)];
+  BMT_CHECK(StateError, !slot.file, "disk queue: buffer ", number, " has a transfer already");
+  const auto [offset, nbytes] = std::pair(transfer.offset, transfer.nbytes);
   BMT_CHECK(ValueError,
-            offset >= 0 && nbytes > 0 && nbytes <= buffer_bytes_ && offset % kDiskAlignment == 0 &&
-                nbytes % kDiskAlignment == 0 && offset + nbytes <= file->size(),
-            file->name(), ": expected an aligned range of ", file->size(), " bytes, at most a buffer of ",
-            buffer_bytes_, ", got ", nbytes, " at ", offset);
+            offset >= 0 && nbytes > 0 && (transfer.memory || nbytes <= buffer_bytes_) &&
+                offset % kDiskAlignment == 0 && nbytes % kDiskAlignment == 0 &&
+                offset + nbytes <= transfer.file->size() &&
+                reinterpret_cast<std::uintptr_t>(transfer.memory.get()) % kDiskAlignment == 0,
+            transfer.file->name(), ": expected an aligned range of ", transfer.file->size(),
+            " bytes, at most a buffer of ", buffer_bytes_, ", got ", nbytes, " at ", offset);
+  slot = std::move(transfer);
   // Sealed before it is there: a write that fails is an error, after which nothing is read.
-  if (is_write) file->seal(offset, nbytes, checksum(buffer(number), nbytes));
-  transfer = {.file = std::move(file), .offset = offset, .nbytes = nbytes, .done = 0, .is_write = is_write};
+  if (slot.is_write) slot.file->seal(offset, nbytes, data(number));
   submit(number);
 }
 
@@ -94,6 +104,7 @@ void DiskQueue::wait(int number) {
       result = 0;
     else if (result <= 0) {
       const std::shared_ptr<DiskFile> file = std::move(transfer.file);
+      transfer.memory = nullptr;
       throw DiskError(
           detail::join(file->name(), ": ", transfer.is_write ? "writing " : "reading ", transfer.nbytes,
                        " bytes at offset ", transfer.offset, ": ",
@@ -104,15 +115,17 @@ void DiskQueue::wait(int number) {
     if (transfer.done < transfer.nbytes) submit(number);
   }
   (transfer.is_write ? bytes_written_ : bytes_read_) += transfer.nbytes;
-  const std::shared_ptr<DiskFile> file = std::move(transfer.file);
-  if (!transfer.is_write) file->check(transfer.offset, transfer.nbytes, buffer(number));
+  const Transfer ended = std::exchange(transfer, {});
+  if (!ended.is_write) {
+    ended.file->check(ended.offset, ended.nbytes, ended.memory ? ended.memory.get() : buffer(number));
+  }
 }
 
 void DiskQueue::drain() noexcept {
   if (is_forked()) return;
   for (int number = 0; number < num_buffers(); ++number) {
     if (transfers_[static_cast<std::size_t>(number)].file) static_cast<void>(complete(number));
-    transfers_[static_cast<std::size_t>(number)].file = nullptr;
+    transfers_[static_cast<std::size_t>(number)] = {};
   }
 }
 

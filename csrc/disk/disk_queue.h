@@ -31,13 +31,16 @@ class DiskQueue {
 
   [[nodiscard]] int num_buffers() const { return static_cast<int>(transfers_.size()); }
   [[nodiscard]] std::int64_t buffer_bytes() const { return buffer_bytes_; }
-  /// Page-aligned memory.
+  /// Page-aligned memory; none if the queue's buffers have 0 bytes.
   [[nodiscard]] char* buffer(int number) const { return memory_ + number * buffer_bytes_; }
 
   /// Starts to fill a buffer from a file, or to write it there, which seals the range. Offsets and lengths
-  /// are multiples of kDiskAlignment. The buffer belongs to the transfer until `wait` has returned.
-  void read(int buffer, std::shared_ptr<DiskFile> file, std::int64_t offset, std::int64_t nbytes);
-  void write(int buffer, std::shared_ptr<DiskFile> file, std::int64_t offset, std::int64_t nbytes);
+  /// are multiples of kDiskAlignment. The buffer belongs to the transfer until `wait` has returned; `memory`,
+  /// if there is any, is at least as long and aligned, and takes its place.
+  void read(int buffer, std::shared_ptr<DiskFile> file, std::int64_t offset, std::int64_t nbytes,
+            std::shared_ptr<char> memory = nullptr);
+  void write(int buffer, std::shared_ptr<DiskFile> file, std::int64_t offset, std::int64_t nbytes,
+             std::shared_ptr<char> memory = nullptr);
 
   /// Waits for a buffer's transfer, if there is one. DiskError if it failed, or if what was read is not what
   /// the range was sealed with. Then the buffer is the caller's again, in any case.
@@ -55,6 +58,7 @@ class DiskQueue {
   // One buffer's transfer. Partial ones are continued.
   struct Transfer {
     std::shared_ptr<DiskFile> file;  // null: none
+    std::shared_ptr<char> memory;    // null: the buffer
     std::int64_t offset = 0, nbytes = 0, done = 0;
     bool is_write = false;
   };
@@ -69,17 +73,21 @@ class DiskQueue {
   [[nodiscard]] const Transfer& transfer(int buffer) const {
     return transfers_[static_cast<std::size_t>(buffer)];
   }
+  /// Where its bytes are.
+  [[nodiscard]] char* data(int buffer) const {
+    const Transfer& now = transfer(buffer);
+    return now.memory ? now.memory.get() : this->buffer(buffer);
+  }
   [[nodiscard]] bool is_forked() const;
   /// Waits for all transfers, whatever their result; the destructor of a back end calls it first.
   void drain() noexcept;
 
  private:
-  void start(int buffer, bool is_write, std::shared_ptr<DiskFile> file, std::int64_t offset,
-             std::int64_t nbytes);
+  void start(int buffer, Transfer transfer);
 
   const std::int64_t buffer_bytes_;
   const pid_t owner_;
-  char* memory_;
+  char* memory_ = nullptr;
   std::vector<Transfer> transfers_;
   std::int64_t bytes_read_ = 0, bytes_written_ = 0;
   std::string reason_;

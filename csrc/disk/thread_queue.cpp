@@ -44,7 +44,7 @@ void ThreadQueue::submit(int buffer) {
     shared_->results[static_cast<std::size_t>(buffer)] = kRunning;
     shared_->jobs.push_back({.buffer = buffer,
                              .file = now.file->descriptor(),
-                             .data = this->buffer(buffer) + now.done,
+                             .data = this->data(buffer) + now.done,
                              .nbytes = now.nbytes - now.done,
                              .offset = now.offset + now.done,
                              .is_write = now.is_write});

@@ -37,6 +37,7 @@ UringQueue::UringQueue(int num_buffers, std::int64_t buffer_bytes)
   BMT_CHECK(DiskError, ring_.is_open(), "io_uring_setup: ", std::strerror(errno));
   BMT_CHECK(DiskError, (params.features & IORING_FEAT_SINGLE_MMAP) != 0, "io_uring: the kernel is too old");
   map_rings(params);
+  if (buffer_bytes == 0) return;
   std::vector<iovec> buffers;
   for (int i = 0; i < num_buffers; ++i) {
     buffers.push_back({.iov_base = buffer(i), .iov_len = static_cast<std::size_t>(buffer_bytes)});
@@ -87,7 +88,7 @@ void UringQueue::submit(int buffer) {
   const Transfer& now = transfer(buffer);
   const auto index = static_cast<std::size_t>(buffer);
   results_[index] = kNoResult;
-  vectors_[index] = {.iov_base = this->buffer(buffer) + now.done,
+  vectors_[index] = {.iov_base = data(buffer) + now.done,
                      .iov_len = static_cast<std::size_t>(now.nbytes - now.done)};
   const unsigned tail =
       *submit_tail_;  // written by this side only; there is room, since each buffer has one entry
@@ -96,7 +97,7 @@ void UringQueue::submit(int buffer) {
   entry.fd = now.file->descriptor();
   entry.off = static_cast<std::uint64_t>(now.offset + now.done);
   entry.user_data = static_cast<std::uint64_t>(buffer);
-  if (has_registered_) {
+  if (has_registered_ && !now.memory) {
     entry.opcode = now.is_write ? IORING_OP_WRITE_FIXED : IORING_OP_READ_FIXED;
     entry.addr = reinterpret_cast<std::uint64_t>(vectors_[index].iov_base);
     entry.len = static_cast<std::uint32_t>(vectors_[index].iov_len);

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <memory>
 #include <utility>
 
 #include "common/check.h"
@@ -14,6 +15,17 @@ namespace {
 
 bool refers_to(const at::Tensor& tensor, const at::Tensor& memory) {
   return tensor.defined() && memory.defined() && tensor.is_alias_of(memory);
+}
+
+// Puts the memory of a tensor under a flat tensor's storage.
+void lend(const at::Tensor& flat, const at::Tensor& memory) {
+  BMT_CHECK(ValueError, memory.is_cpu() && memory.is_contiguous() && memory.nbytes() >= flat.nbytes(),
+            "memory: expected ", flat.nbytes(), " contiguous bytes on the CPU, got ", memory.nbytes());
+  auto held = std::make_unique<at::Tensor>(memory);
+  void* const data = held->data_ptr();
+  const auto let_go = [](void* tensor) { delete static_cast<at::Tensor*>(tensor); };
+  put_memory(flat.storage(), {data, held.release(), let_go, flat.device()},
+             static_cast<std::int64_t>(flat.nbytes()));
 }
 
 }  // namespace
@@ -59,6 +71,8 @@ std::int64_t ShardMemory::num_references() const {
   }
   return count;
 }
+
+void ShardMemory::use_memory(const at::Tensor& memory) const { lend(flat_, memory); }
 
 void ShardMemory::attach() const {
   for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
@@ -168,6 +182,14 @@ std::int64_t GradientShard::num_references() const {
   return count;
 }
 
+void GradientShard::use_memory(const at::Tensor& memory) {
+  if (flat_.defined()) {
+    lend(flat_, memory);
+  } else {
+    next_memory_ = memory;
+  }
+}
+
 GradientShard::Mode GradientShard::mode_of(std::size_t index, const std::vector<bool>& trains) const {
   if (!trains[index]) {
     return Mode::kSkip;
@@ -195,7 +217,12 @@ void GradientShard::make(const std::vector<bool>& trains) {
   if (flat_.defined()) {
     return;
   }
-  flat_ = spec_.empty_shard(spec_.dtype);
+  if (const at::Tensor memory = std::exchange(next_memory_, {}); memory.defined()) {
+    flat_ = view_of_storage(empty_storage(spec_.device), spec_.dtype, 0, {spec_.layout.partition()});
+    lend(flat_, memory);
+  } else {
+    flat_ = spec_.empty_shard(spec_.dtype);
+  }
   std::vector<Span> written;
   for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
     const LocalPart& part = spec_.local_parts[i];

@@ -27,6 +27,8 @@ class ShardMemory {
   [[nodiscard]] const at::Tensor& local_view(std::size_t index) const;
   /// How many of the tensors here and of the parameters refer to the shard.
   [[nodiscard]] std::int64_t num_references() const;
+  /// From now on `memory`, which has the same values, is under the shard and all that refers to it.
+  void use_memory(const at::Tensor& memory) const;
 
   /// Makes every parameter's data the view of the shard, but those on the meta device.
   void attach() const;
@@ -64,6 +66,10 @@ class GradientShard {
   /// How many of the tensors here and of the parameters' gradients refer to it.
   [[nodiscard]] std::int64_t num_references() const;
 
+  /// From now on `memory` is under the gradient shard and all that refers to it; it has the same values, or
+  /// if there is no gradient shard, any: the next one is made of it.
+  void use_memory(const at::Tensor& memory);
+
   /// Whether a sum for the parameters with `trains[i]` would be written here, and added to no `.grad`.
   [[nodiscard]] bool writes_only(const std::vector<bool>& trains) const;
   /// The sum of slices, one from each rank and in that order, goes to the gradients of the parameters with
@@ -92,6 +98,7 @@ class GradientShard {
 
   const BufferSpec& spec_;
   at::Tensor flat_;
+  at::Tensor next_memory_;  // of the next one
 };
 
 /// `parameter.set_data(data)` across devices, which torch refuses from the meta device. The parameter stays

@@ -101,6 +101,7 @@ class ShardedBuffer : public std::enable_shared_from_this<ShardedBuffer> {
 
   [[nodiscard]] const BufferSpec& spec() const { return spec_; }
   [[nodiscard]] ShardMemory& shard() { return shard_; }
+  [[nodiscard]] GradientShard& gradient_shard() { return gradient_shard_; }
   [[nodiscard]] const GradientShard& gradient_shard() const { return gradient_shard_; }
   [[nodiscard]] GatheredBuffer& gathered() { return gathered_; }
   /// Of the backward that runs or has run last. To be held while it is used: its end runs hooks, and a hook

@@ -19,10 +19,24 @@ def small_chunks() -> None:
     disk_arena.CHUNK = 2048
 
 
-def make(kind: str, dtype: torch.dtype, on_disk: bool, **options: Any) -> tuple[torch.nn.Module, Any]:
-    """Returns a model and an optimizer of `bmtrain.optim`."""
+#: What is on the drive, by number of the kind of tier.
+TIERS: list[dict[str, Any]] = [
+    {},
+    {"optimizer": "disk"},
+    {"optimizer": "disk", "gradients": "disk"},
+    {"optimizer": "disk", "parameters": "disk"},
+    {"optimizer": "disk", "gradients": "disk", "parameters": "disk"},
+]
+ALL = TIERS[-1]
+
+
+def make(
+    kind: str, dtype: torch.dtype, on_disk: bool | dict[str, Any], **options: Any
+) -> tuple[torch.nn.Module, Any]:
+    """Returns a model and an optimizer of `bmtrain.optim`; ``on_disk``: options of the Blocks' policy, or the state."""
     torch.manual_seed(3)
-    with bmt.default_policy(bmt.BlockPolicy(optimizer="disk" if on_disk else None)):
+    policy = TIERS[on_disk] if isinstance(on_disk, bool) else on_disk
+    with bmt.default_policy(bmt.BlockPolicy(**policy)):
         model = Model().to(dtype)
     return model, getattr(bmt.optim, kind)(model.parameters(), lr=0.01, weight_decay=0.1, **options)
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from harness import RankError, run_process, run_ranks
-from harness.disk_tier import make, small_chunks, train
+from harness.disk_tier import ALL, TIERS, make, small_chunks, train
 
 import bmtrain as bmt
 from bmtrain import _C
@@ -39,22 +39,28 @@ def assert_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
         assert torch.equal(a, b), f"value {number} of {len(left)} differs"
 
 
-def compare(kind: str, dtype: torch.dtype, options: dict[str, Any], **run: Any) -> int:
+def compare(
+    kind: str, dtype: torch.dtype, options: dict[str, Any], places: dict[str, Any] = TIERS[1], **run: Any
+) -> int:
     small_chunks()
     if kind.startswith("SGD"):
         options = {"momentum": 0.9, **options}
     plain = train(*make(kind, dtype, False, **options), range(STEPS), **run)
-    model, optimizer = make(kind, dtype, True, **options)
+    model, optimizer = make(kind, dtype, places, **options)
     assert_equal(train(model, optimizer, range(STEPS), **run), plain)
     return sum(optimizer.is_on_disk(p) for p in model.parameters())
+
+
+def compare_all(kind: str, dtype: torch.dtype) -> list[int]:
+    return [compare(kind, dtype, {}, places) for places in TIERS[1:]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS[:2])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_same_bits(world: int, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    on_disk = run_ranks(world, compare, kind, dtype, {}, init=tiers(tmp_path))
-    assert all(count >= 5 for count in on_disk)
+    for counts in run_ranks(world, compare_all, kind, dtype, init=tiers(tmp_path)):
+        assert all(count >= 5 for count in counts)
     assert not any(tmp_path.iterdir())
 
 
@@ -94,8 +100,8 @@ def test_steps_in_backward(kind: str, tmp_path: Path) -> None:
 def use_everything(dtype: torch.dtype) -> None:
     small_chunks()
     results = []
-    for on_disk in (False, True):
-        model, optimizer = make("AdamOptimizer", dtype, on_disk)
+    for places in (*TIERS[:2], ALL):
+        model, optimizer = make("AdamOptimizer", dtype, places)
         train(model, optimizer, range(2))
         seen = [copy.deepcopy(optimizer.state_dict(gather=gather)) for gather in (False, True)]
         train(model, optimizer, range(2, 3))
@@ -114,7 +120,97 @@ def use_everything(dtype: torch.dtype) -> None:
         optimizer.state.clear()  # tensors of the user's own
         optimizer.state.update(states)
         results.append([*train(model, optimizer, range(6, 8)), *flat(seen)])
+    for result in results[1:]:
+        assert_equal(result, results[0])
+
+
+def use_parameters_and_gradients(policy: dict[str, Any]) -> None:
+    small_chunks()
+    results = []
+    for places in (TIERS[0], ALL):
+        model, optimizer = make("AdamOptimizer", torch.float32, {**policy, **places})
+        results.append([*play(model, optimizer), *train(model, optimizer, range(2))])
     assert_equal(*results)
+
+
+def play(model: Any, optimizer: Any) -> list[torch.Tensor]:
+    """Everything that programs do with parameters and gradients between the passes of a model."""
+    seen: list[Any] = []
+    x = torch.randn(3, 40, generator=torch.Generator().manual_seed(bmt.rank()))
+
+    def loss() -> torch.Tensor:
+        result: torch.Tensor = model(x).square().mean()
+        return result
+
+    def note() -> None:
+        for p in model.parameters():
+            seen.append([p.detach().clone(), None if p.grad is None else p.grad.clone()])
+        optimizer.step()
+
+    for reset in (True, False, True):
+        for _ in range(2):  # gradients add up
+            loss().backward()
+        note()
+        optimizer.zero_grad(set_to_none=reset)
+    with bmt.no_sync():
+        loss().backward()
+        loss().backward()
+    loss().backward()
+    for number, p in enumerate(model.parameters()):
+        if number % 3 == 0:
+            p.grad.mul_(0.5)
+        elif number % 3 == 1:
+            p.grad.data.clamp_(-0.01, 0.01)
+        else:
+            p.grad = p.grad.clone()
+    seen.append(bmt.optim.clip_grad.clip_gradients(model.parameters(), 0.1, norm_type=3))
+    note()
+    loss().backward()  # to which others' gradients add
+    for p in model.layers.parameters():
+        p.grad.zero_()
+    note()
+    optimizer.zero_grad()
+    average = [p.data.clone() for p in model.parameters()]
+    seen.append(loss().detach())  # a forward without backward, and writes after it
+    with torch.no_grad():
+        for number, (p, other) in enumerate(zip(model.parameters(), average, strict=True)):
+            if number % 3 == 0:
+                p.mul_(0.9)
+            elif number % 3 == 1:
+                p.data.lerp_(other, 0.5)
+            else:
+                p.data = p.data + 0.01
+    with torch.no_grad():
+        seen.append(loss())
+    seen.append([p.gather() for p in model.parameters()])
+    model.load_state_dict({name: value * 0.99 for name, value in model.state_dict().items()})
+    handles = [
+        p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2)) for p in model.layers.parameters()
+    ]
+    loss().backward()
+    for handle in handles:
+        handle.remove()
+    note()
+    return flat(seen)
+
+
+@pytest.mark.parametrize(
+    ("world", "policy"),
+    [
+        (1, {}),
+        (2, {}),
+        (1, {"level": 2}),
+        (2, {"level": 2, "recompute": "off"}),
+        (4, {"zero_size": 2}),
+        (2, {"compute_dtype": torch.bfloat16}),
+        (2, {"keep_gradients": False, "gather_dtype": torch.bfloat16}),
+    ],
+)
+def test_parameters_and_gradients_are_read_and_written_as_ever(
+    world: int, policy: dict[str, Any], tmp_path: Path
+) -> None:
+    environment = {"BMTRAIN_POISON_BUFFERS": "1"}
+    run_ranks(world, use_parameters_and_gradients, policy, init=tiers(tmp_path), environment=environment)
 
 
 def flat(value: Any) -> list[torch.Tensor]:
@@ -130,7 +226,7 @@ def test_state_is_read_and_written_as_ever(world: int, dtype: torch.dtype, tmp_p
 
 def save_here(folder: str, on_disk: bool, resumes: bool, steps: range) -> list[torch.Tensor]:
     small_chunks()
-    model, optimizer = make("AdamOptimizer", torch.bfloat16, on_disk)
+    model, optimizer = make("AdamOptimizer", torch.bfloat16, ALL if on_disk else False)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
     if resumes:
@@ -220,12 +316,45 @@ def test_state_passes_once_in_each_direction(
         assert written == pytest.approx(state * numel, rel=0.02)
 
 
+def count_memory_and_bytes() -> list[list[float]]:
+    results = []
+    for num_layers in (4, 12):
+        with bmt.default_policy(bmt.BlockPolicy(**ALL)):
+            blocks = [bmt.Block(bmt.nn.Linear(600, 600, bias=False)) for _ in range(num_layers)]
+        model = bmt.TransformerBlockList(blocks)
+        optimizer = bmt.optim.AdamOptimizer(model.parameters())
+        before: tuple[int, int] = (0, 0)
+        for _ in range(3):
+            before = kernel_bytes()
+            optimizer.zero_grad(set_to_none=True)
+            model(torch.ones(1, 600)).sum().backward()
+            optimizer.step()
+        moved = [now - old for now, old in zip(kernel_bytes(), before, strict=True)]
+        block = sum(p.numel() * 4 for p in blocks[0].parameters())
+        report = bmt.memory_report(model, optimizer)
+        assert report.parameters == report.gradients == report.optimizer == 0
+        assert report.on_disk == pytest.approx(4 * num_layers * block, rel=0.02)
+        results.append([report.disk_buffers, moved[0] / block, moved[1] / block])
+        del model, blocks, optimizer
+    return results
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_memory_is_that_of_a_few_blocks_and_each_byte_passes_once(world: int, tmp_path: Path) -> None:
+    for results in run_ranks(world, count_memory_and_bytes, init=tiers(tmp_path)):
+        assert results[0][0] == results[1][0]  # bytes of buffers
+        for num_layers, (_, read, written) in zip((4, 12), results, strict=True):
+            # Parameters for forward and backward, and in the step parameters, gradients and two moments.
+            assert read == pytest.approx(2 * num_layers - 1 + 4 * num_layers, rel=0.02)
+            assert written == pytest.approx(num_layers + 3 * num_layers, rel=0.02)
+
+
 # ---- what goes wrong
 
 
-def fail(result: int, failing: int) -> str:
+def fail(result: int, failing: int, places: dict[str, Any]) -> str:
     small_chunks()
-    model, optimizer = make("AdamOptimizer", torch.bfloat16, True)
+    model, optimizer = make("AdamOptimizer", torch.bfloat16, places)
     train(model, optimizer, range(2))
     if bmt.rank() == bmt.world_size() - 1:
         _C.disturb_transfers(0, failing, result)
@@ -240,23 +369,35 @@ def fail(result: int, failing: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("result", "failing", "words"),
-    [(-5, 0, "Input/output error"), (0, 5, "the file ended after"), (-28, 12, "No space")],
+    ("places", "failing", "what"),
+    [
+        (TIERS[1], 0, "optimizer state"),
+        (TIERS[1], 12, "optimizer state"),
+        (ALL, 0, "parameters"),
+        (ALL, 8, "gradients"),
+        (ALL, 16, "gradients"),
+        (ALL, 40, "optimizer state"),
+    ],
 )
-def test_failed_transfers(result: int, failing: int, words: str, tmp_path: Path) -> None:
-    for text in run_ranks(2, fail, result, failing, init=tiers(tmp_path), fresh=True):
+def test_failed_transfers(places: dict[str, Any], failing: int, what: str, tmp_path: Path) -> None:
+    results = {-5: "Input/output error", 0: "the file ended after", -28: "No space"}
+    result, words = list(results.items())[failing % 3]
+    for text in run_ranks(2, fail, result, failing, places, init=tiers(tmp_path), fresh=True):
         assert words in text
         assert f"disk tier in {tmp_path}" in text
-        assert "optimizer state of " in text
+        assert f"{what} of " in text
 
 
-def flip() -> str:
+def flip(what: str) -> str:
     small_chunks()
-    model, optimizer = make("AdamOptimizer", torch.float32, True)
+    model, optimizer = make("AdamOptimizer", torch.float32, ALL)
     train_only(model, optimizer)
     if bmt.rank() == 1:
         arena = next(iter(optimizer._place._homes.values())).arena
-        arena.mapping.tensor(arena.file.nbytes // 2, 1).bitwise_xor_(4)
+        if what == "state":
+            arena.mapping.tensor(arena.file.nbytes // 2, 1).bitwise_xor_(4)
+        else:
+            getattr(arena.stored, what).mapping[1000:1001].bitwise_xor_(4)
     with pytest.raises(bmt.errors.DiskError) as raised:
         train_only(model, optimizer)
     return str(raised.value)
@@ -267,8 +408,9 @@ def train_only(model: Any, optimizer: Any) -> None:
     optimizer.step()
 
 
-def test_flipped_bit(tmp_path: Path) -> None:
-    for text in run_ranks(2, flip, init=tiers(tmp_path), fresh=True):
+@pytest.mark.parametrize("what", ["state", "parameters", "gradients"])
+def test_flipped_bit(what: str, tmp_path: Path) -> None:
+    for text in run_ranks(2, flip, what, init=tiers(tmp_path), fresh=True):
         assert "their checksum differs" in text
         assert str(tmp_path) in text
 
@@ -334,13 +476,45 @@ def test_killed_ranks_leave_nothing(tmp_path: Path) -> None:
                 time.sleep(0.05)
 
 
+LIMIT = 512 << 20
+
+
+@pytest.mark.skipif(
+    os.environ.get("BMTRAIN_DISK_LIMIT") != "1", reason="takes minutes: set BMTRAIN_DISK_LIMIT=1"
+)
+def test_model_of_four_times_the_memory_limit(tmp_path: Path) -> None:
+    """The example's GPT-2 in fp32: 134 million parameters of 16 bytes are 2.1 GB, and the limit is 0.5 GiB."""
+    group = Path(f"/sys/fs/cgroup/memory/bmtrain-{os.getpid()}")
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(LIMIT))
+    except OSError as error:
+        pytest.skip(f"no control group of memory (version 1) can be made here: {error}")
+    options = (
+        "--num-layers 76 --dim-model 384 --num-heads 6 --steps 12 --batch-size 2 --seq-len 64 --log-every 1"
+    )
+    command = [sys.executable, "example/train.py", *options.split(), "--save-every", "100", "--warmup", "1"]
+    command += ["--disk", str(tmp_path), "--out", str(tmp_path / "out"), "--validation-batches", "2"]
+    try:
+        enter = ["bash", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "enter"]
+        done = run_process([*enter, *command], timeout=3600)
+        peak = int((group / "memory.max_usage_in_bytes").read_text())
+    finally:
+        time.sleep(1)
+        group.rmdir()
+    count = int(re.search(r"with ([\d,]+) parameters", done.stdout)[1].replace(",", ""))  # type: ignore[index]
+    assert 16 * count >= 4 * LIMIT >= 4 * peak
+    first, last = re.search(r"validation loss: +([\d.]+) before, ([\d.]+) after", done.stdout).groups()  # type: ignore[union-attr]
+    assert float(last) < float(first)
+
+
 KILLED = """
 import os, sys, threading, time
 from pathlib import Path
 import torch
 import bmtrain as bmt
 bmt.init_distributed(tier_directories=[sys.argv[1]])
-with bmt.default_policy(bmt.BlockPolicy(optimizer="disk")):
+with bmt.default_policy(bmt.BlockPolicy(parameters="disk", gradients="disk", optimizer="disk")):
     model = bmt.Block(bmt.nn.Linear(300, 300))
 threading.Timer(float(sys.argv[2]), lambda: os.kill(os.getpid(), 9)).start()
 while True:
@@ -356,7 +530,7 @@ while True:
 
 def refusals(wrong: str) -> str:
     policy = bmt.BlockPolicy(optimizer="disk")
-    if wrong != "tierless":
+    if wrong not in ("tierless", "virtual"):
         model = bmt.Block(bmt.nn.Linear(8, 8), policy=policy)
     calls = {
         "int8": lambda: bmt.optim.AdamOptimizer(model.parameters(), state_dtype="int8"),
@@ -364,6 +538,9 @@ def refusals(wrong: str) -> str:
         "muon offload": lambda: bmt.optim.MuonOffloadOptimizer(model.named_parameters()),
         "torch": lambda: bmt.optim.OptimManager().add_optimizer(torch.optim.SGD(model.parameters(), lr=1)),
         "tierless": lambda: bmt.Block(bmt.nn.Linear(8, 8), policy=policy),
+        "virtual": lambda: bmt.Block(bmt.nn.Linear(8, 8), policy=bmt.BlockPolicy(**ALL)),
+        "pipe": lambda: bmt.Block(bmt.nn.Linear(8, 8), policy=bmt.BlockPolicy(**ALL), mode="PIPE"),
+        "tp": lambda: bmt.Block(bmt.nn.ColumnParallelLinear(8, 8), policy=bmt.BlockPolicy(**ALL)),
     }
     with pytest.raises(ValueError) as raised:
         calls[wrong]()
@@ -378,10 +555,28 @@ def refusals(wrong: str) -> str:
         ("muon offload", "expected an optimizer of single elements"),
         ("torch", "expected an optimizer of bmtrain.optim, got SGD"),
         ("tierless", "init_distributed"),
+        ("virtual", "virtual shards: not supported"),
+        ("pipe", "a Block of a pipeline: not supported"),
+        ("tp", "parameters that are tp-parallel: not supported"),
     ],
 )
 def test_refused(kind: str, words: str, tmp_path: Path) -> None:
-    init = {} if kind == "tierless" else tiers(tmp_path)
+    more = {"virtual": {"virtual_shards": 2}, "tp": {"tp_size": 1}}
+    init = {} if kind == "tierless" else tiers(tmp_path, **more.get(kind, {}))
     (text,) = run_ranks(1, refusals, kind, init=init)
     assert words in text
-    assert "BlockPolicy(optimizer='disk')" in text
+    assert "BlockPolicy(" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"parameters": "disk"}, "parameters='disk': expected optimizer='disk' as well, got None"),
+        ({"gradients": "drive"}, "gradients: expected 'device', 'host' or 'disk', got 'drive'"),
+        ({**ALL, "level": 1}, "parameters='disk': expected level 2 or 3, got 1"),
+        ({**TIERS[2], "level": 0}, "gradients='disk': expected level 1, 2 or 3, got 0"),
+    ],
+)
+def test_refused_policies(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        bmt.BlockPolicy(**options)

@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 
 from ..._base.unseen import data_of
+from ..._engine.disk_block import DiskBlockState
+from ..._engine.disk_shard import StoredShard, stored_shard_of
+from ..._engine.engine import current_engine
 from ..._ranks.agree import failing_together
 from ..._ranks.context import Context
 from ...errors import DiskError
 from .._arrays import MASTER
+from .._updates import Update
 from ..formulas import Part
-from .disk_arena import Arena, Chunk, Home, Stream
+from .disk_arena import IN_FILE, Arena, Arrays, Chunk, Home, Stream
 from .place import Groups, Place, States
 from .ranges import split
 
@@ -43,6 +47,7 @@ class OnDisk(Place):
     def __init__(self, inner: Place, context: Context) -> None:
         super().__init__(inner._formula, state_dtype=inner.state_dtype)
         self._inner = inner
+        self._context = context
         self._directory = context.tier_directories[0]
         self._homes: dict[Tensor, Home] = {}
         self._stream: Stream | None = None
@@ -102,15 +107,22 @@ class OnDisk(Place):
         if self.dtype_of(p) is torch.uint8:
             raise ValueError(f"{where}: expected state_dtype float32 or bfloat16, got int8")
 
-    def _make_arenas(self, parameters: Sequence[Tensor]) -> None:
-        kinds: dict[tuple[tuple[str, torch.dtype], ...], list[Tensor]] = {}
+    def _make_arenas(self, parameters: Sequence[Any]) -> None:
         for p in parameters:
             arrays = [(name, self.dtype_of(p)) for name in self._formula.arrays]
             if self.has_master(p) and not self.shares_master(p):
                 arrays.append((MASTER, torch.float32))
-            kinds.setdefault(tuple(arrays), []).append(p)
-        for kind, members in kinds.items():
-            self._homes.update(Arena(self._directory, kind, members).homes)
+            self._homes[p] = self._arena_of(p, arrays).add(p)
+
+    def _arena_of(self, p: Any, arrays: Arrays) -> Arena:
+        """Returns the arena of the flat buffer of ``p``, which other parameters of it may have already."""
+        runtime = p._block.runtime()
+        buffer = next(b for b in runtime.buffers if any(member is p for member in b.parameters))
+        for member in buffer.parameters:
+            known = self._homes.get(member)
+            if known is not None and known.arena.buffer is buffer and known.arena.arrays == tuple(arrays):
+                return known.arena
+        return Arena(self._directory, arrays, buffer, stored_shard_of(p))
 
     def allocate(
         self,
@@ -155,7 +167,9 @@ class OnDisk(Place):
         return list({id(home.arena): home.arena for home in self._homes.values()}.values())
 
     def _passage(self) -> Stream:
-        num_arrays = max(len(arena.dtypes) for arena in self._arenas())
+        num_arrays = max(
+            len(arena.dtypes) + 2 * (arena.stored is not None) for arena in self._arenas()
+        )  # and parameters and gradients
         if self._stream is None or self._stream.num_arrays < num_arrays:
             self._stream = Stream(num_arrays)
         return self._stream
@@ -165,15 +179,31 @@ class OnDisk(Place):
     def start_step(self, groups: Groups, states: States) -> None:
         self._inner.start_step(groups, states)
         self._make_arenas([p for p in states if p not in self._homes and wants_disk(p)])
+        engine = current_engine(self._context)
+        if engine.tier is not None:
+            engine.drop_ahead()
+            engine.tier.settle()
+            engine.tier.forget()
+            for block in engine.blocks:
+                if isinstance(block, DiskBlockState):
+                    block.begin_step()
 
     def apply(self, parts: list[Part], states: States, *, is_early: bool) -> None:
         mine, others = split(parts, lambda _, u: u.param in self._homes)
+        tier = current_engine(self._context).tier
+        if tier is not None and not is_early:
+            with failing_together("parameters and gradients on disk"):
+                tier.check()
         self._inner.apply(list(others), states, is_early=is_early)
         try:
             if mine and self._failure is None:
-                self._passage().update(
-                    self._chunks_of(mine), lambda pieces: self._inner.apply(pieces, {}, is_early=True)
-                )
+                if tier is not None:
+                    tier.check()
+                chunks = self._chunks_of(mine)
+                self._passage().update(chunks, lambda pieces: self._inner.apply(pieces, {}, is_early=True))
+                for stored in {chunk.arena.stored for chunk in chunks}:
+                    if stored is not None:
+                        stored.note_step()
         except DiskError as error:
             self._failure = error
         if not is_early:
@@ -187,7 +217,7 @@ class OnDisk(Place):
             for update in part.updates:
                 home = self._homes[update.param]
                 home.take_foreign(update.state)
-                flat = update._replace(param=data_of(update.param).view(-1), grad=update.grad.reshape(-1))
+                flat = update._replace(param=data_of(update.param).view(-1), grad=_gradient(update, home))
                 for number in home.chunk_numbers():
                     key = (id(home.arena), number)
                     if key not in chunks:
@@ -199,7 +229,36 @@ class OnDisk(Place):
         self._inner.finish()
 
     def zero_grad(self, groups: Groups, set_to_none: bool) -> bool:
-        return self._inner.zero_grad(groups, set_to_none)
+        shards = {} if set_to_none else self._gradient_shards(groups)
+        if not shards:
+            return self._inner.zero_grad(groups, set_to_none)
+        zeroed = {p for shard, members in shards.items() if shard.zero_gradients(members) for p in members}
+        for group in groups:
+            for p in group["params"]:
+                if p not in zeroed and p.grad is not None:
+                    p.grad.detach_().zero_()
+        return True
+
+    def _gradient_shards(self, groups: Groups) -> dict[StoredShard, list[Tensor]]:
+        """Returns the shards of gradients on a drive, and their parameters in the groups."""
+        shards: dict[StoredShard, list[Tensor]] = {}
+        for group in groups:
+            for p in group["params"]:
+                home = self._homes.get(p)
+                if home is not None and home.arena.stored is not None and home.arena.stored.gradients:
+                    shards.setdefault(home.arena.stored, []).append(p)
+        return shards
+
+
+def _gradient(update: Update, home: Home) -> Tensor:
+    """Returns the flat gradient, or `IN_FILE`."""
+    stored = home.arena.stored
+    if stored is None or stored.gradients is None or stored.gradients.memory is not None:
+        return update.grad.reshape(-1)
+    if not stored.holds_gradient_of(update.param):
+        return update.grad.reshape(-1)
+    stored.note_gradient_changes()
+    return IN_FILE
 
 
 def wants_disk(p: Any) -> bool:

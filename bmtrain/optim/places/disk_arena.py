@@ -11,13 +11,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._C import DiskFile, DiskQueue
+from ..._C import DiskFile, DiskQueue, ShardedBuffer
+from ..._engine.disk_shard import StoredShard
 from ...errors import DiskError
 from .._arrays import MASTER
 from .._updates import Update
 from ..formulas import Part
 
-__all__ = ["Arena", "Chunk", "Home", "Stream"]
+__all__ = ["IN_FILE", "Arena", "Arrays", "Chunk", "Home", "Stream"]
+
+Arrays = Sequence[tuple[str, torch.dtype]]
+#: Names of arrays of a chunk that are not the optimizer's.
+PARAMETER, GRADIENT = "parameter", "gradient"
+#: In place of a gradient that is read from the drive.
+IN_FILE = torch.empty(0)
 
 #: Elements of a chunk: 2 MiB of an fp32 array, with which a drive is as fast as with more.
 CHUNK = 1 << 19
@@ -25,26 +32,28 @@ CHUNK = 1 << 19
 AHEAD = 2
 _SLOTS = 2 * AHEAD + 1
 _ALIGNMENT = 4096  # bytes, of csrc/disk
-_GROUP = 16  # elements: parameters start at a cache line of fp32
 
 
 class Arena:
-    """The same arrays of some parameters, in a file of their own, each array contiguous.
+    """The same arrays for one flat buffer of a block, in a file of their own; each array is laid out like the shard.
 
     Args:
         directory: of the file.
         arrays: names and dtypes.
-        parameters: members.
+        buffer: the flat buffer.
+        stored: its parameters and gradients on the drive, which pass with the arrays.
 
     Raises:
         DiskError: the drive has no room.
     """
 
     def __init__(
-        self, directory: str, arrays: Sequence[tuple[str, torch.dtype]], parameters: Sequence[Tensor]
+        self, directory: str, arrays: Arrays, buffer: ShardedBuffer, stored: StoredShard | None
     ) -> None:
-        begins = list(accumulate((-(-p.numel() // _GROUP) * _GROUP for p in parameters), initial=0))
-        self.numel = begins.pop()
+        self.arrays = tuple(arrays)
+        self.buffer = buffer
+        self.stored = stored
+        self.numel = buffer.layout.partition
         self.dtypes = dict(arrays)
         sizes = [_aligned(self.numel * dtype.itemsize) for dtype in self.dtypes.values()]
         offsets = list(accumulate(sizes, initial=0))
@@ -52,9 +61,16 @@ class Arena:
         self.file.reserve(offsets.pop())
         self.offsets = dict(zip(self.dtypes, offsets, strict=True))
         self.mapping = self.file.map(0, self.file.nbytes)
-        self.homes = {p: Home(self, p, begin) for p, begin in zip(parameters, begins, strict=True)}
+        self.homes: dict[Tensor, Home] = {}
         #: Whether a step has written since the state was last shown.
         self.is_sealed = False
+
+    def add(self, p: Any) -> Home:
+        """Returns the place of ``p``, a parameter of the buffer."""
+        spec = p._spec
+        _, _, begin = spec.layout.local_part(spec.index, spec.group.rank)
+        self.homes[p] = Home(self, p, begin)
+        return self.homes[p]
 
     @property
     def num_chunks(self) -> int:
@@ -145,6 +161,26 @@ class Chunk:
             for name, dtype in self.arena.dtypes.items()
         }
 
+    def transfers(self) -> list[_Span]:
+        """Returns the arrays that pass through memory in a step."""
+        spans = [
+            _Span(name, self.arena.file, offset, nbytes, self.arena.dtypes[name], True)
+            for name, (offset, nbytes) in self.ranges().items()
+        ]
+        stored = self.arena.stored
+        if stored is None:
+            return spans
+        dtype = self.arena.buffer.shard.dtype
+        passing = [(PARAMETER, stored.parameters, True)]
+        if any(update.grad is IN_FILE for _, update, _ in self.pieces):
+            passing.append((GRADIENT, stored.gradients, False))
+        for name, array, is_written in passing:
+            if array is not None:
+                begin, end = (n * dtype.itemsize for n in (self.begin, self.end))
+                nbytes = _aligned(end - begin)
+                spans.append(_Span(name, array.file, array.offset + begin, nbytes, dtype, is_written))
+        return spans
+
     def parts(self, arrays: dict[str, Tensor]) -> list[Part]:
         """Returns the updates of these elements.
 
@@ -155,17 +191,29 @@ class Chunk:
         for origin, update, home in self.pieces:
             first, last = max(self.begin, home.begin), min(self.end, home.end)
             of_param, of_chunk = (slice(first - at, last - at) for at in (home.begin, self.begin))
-            param = update.param[of_param]
+            param = arrays[PARAMETER][of_chunk] if PARAMETER in arrays else update.param[of_param]
+            grad = arrays[GRADIENT][of_chunk] if update.grad is IN_FILE else update.grad[of_param]
             state: dict[str, Any] = {"step": update.state["step"]}
             if MASTER in update.state:
                 state[MASTER] = param  # unless it has one of its own, here
             state.update({name: array[of_chunk] for name, array in arrays.items() if name in update.state})
-            piece = Update(param, update.grad[of_param], state, update.is_fresh)
+            piece = Update(param, grad, state, update.is_fresh)
             if parts and parts[-1].numbers is origin.numbers:
                 parts[-1].updates.append(piece)
             else:
                 parts.append(origin._replace(updates=[piece]))
         return parts
+
+
+class _Span(NamedTuple):
+    """One array of a chunk, in a file."""
+
+    name: str
+    file: DiskFile
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    is_written: bool
 
 
 class _Buffer(NamedTuple):
@@ -179,7 +227,7 @@ class Stream:
     """Buffers for a few chunks, and the order in which these pass.
 
     Args:
-        num_arrays: the most that an arena has.
+        num_arrays: the most that a chunk has.
     """
 
     def __init__(self, num_arrays: int) -> None:
@@ -189,7 +237,8 @@ class Stream:
         )
         buffers = [_Buffer(n, self.queue.buffer(n)) for n in range(_SLOTS * num_arrays)]
         self._slots = [buffers[n * num_arrays : (n + 1) * num_arrays] for n in range(_SLOTS)]
-        self._chunks: list[Chunk | None] = [None] * _SLOTS  # of the last transfers, for messages
+        self._chunks: list[Chunk | None] = [None] * _SLOTS  # of the last transfers
+        self._spans: list[list[_Span]] = [[] for _ in range(_SLOTS)]
 
     @property
     def nbytes(self) -> int:
@@ -232,22 +281,21 @@ class Stream:
 
     def _read(self, slot: int, chunk: Chunk) -> None:
         self._wait(slot)
-        self._chunks[slot] = chunk
-        for buffer, (offset, nbytes) in zip(self._slots[slot], chunk.ranges().values(), strict=False):
-            self.queue.read(buffer.number, chunk.arena.file, offset, nbytes)
+        self._chunks[slot], self._spans[slot] = chunk, chunk.transfers()
+        for buffer, span in zip(self._slots[slot], self._spans[slot], strict=False):
+            self.queue.read(buffer.number, span.file, span.offset, span.nbytes)
 
     def _write(self, slot: int) -> None:
-        chunk = self._chunks[slot]
-        assert chunk is not None
-        for buffer, (offset, nbytes) in zip(self._slots[slot], chunk.ranges().values(), strict=False):
-            self.queue.write(buffer.number, chunk.arena.file, offset, nbytes)
+        for buffer, span in zip(self._slots[slot], self._spans[slot], strict=False):
+            if span.is_written:
+                self.queue.write(buffer.number, span.file, span.offset, span.nbytes)
 
     def _arrays(self, slot: int) -> dict[str, Tensor]:
         chunk = self._chunks[slot]
         assert chunk is not None
         return {
-            name: buffer.memory[: (chunk.end - chunk.begin) * dtype.itemsize].view(dtype)
-            for buffer, (name, dtype) in zip(self._slots[slot], chunk.arena.dtypes.items(), strict=False)
+            span.name: buffer.memory[: (chunk.end - chunk.begin) * span.dtype.itemsize].view(span.dtype)
+            for buffer, span in zip(self._slots[slot], self._spans[slot], strict=False)
         }
 
     def _wait(self, slot: int) -> None:

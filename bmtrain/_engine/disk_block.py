@@ -1,0 +1,95 @@
+"""The state of a block whose parameters or gradients are on a drive. See [Note: Blocks on a drive]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .._C import ShardedBuffer
+from .._ranks.agree import failing_together
+from .block_state import BlockState
+from .disk_shard import StoredShard
+from .policy import BlockPolicy
+
+__all__ = ["DiskBlockState", "state_of"]
+
+
+class DiskBlockState(BlockState):
+    """A block that reads its shards before they are gathered, and writes its gradients."""
+
+    #: The shards on the drive.
+    stored: tuple[StoredShard, ...] = ()
+
+    def store(self, shards: Sequence[StoredShard | None]) -> None:
+        self.stored = tuple(shard for shard in shards if shard is not None)
+
+    # ---- parameters
+
+    def adopt_data(self) -> bool:
+        adopted = super().adopt_data()
+        if adopted:
+            for shard in self.stored:
+                shard.follow_shard()
+        return adopted
+
+    def fetch(self) -> None:
+        """Starts to read the parameters, unless they are gathered."""
+        if not self.is_gathered:
+            for shard in self.stored:
+                shard.fetch_parameters()
+
+    def forget(self) -> None:
+        """Drops parameters that were read and are not gathered."""
+        if not self.is_gathered:
+            self._rest()
+
+    def start_gather(self, round_: int) -> None:
+        with failing_together(f"parameters of {self.label} on disk"):
+            for shard in self.stored:
+                shard.fetch_parameters()
+            for shard in self.stored:
+                if shard.parameters is not None:
+                    shard.parameters.arrive()
+                shard.tier.check()
+        super().start_gather(round_)
+
+    def finish_gather(self) -> None:
+        super().finish_gather()
+        for shard in self.stored:
+            if shard.buffer.gathered_bytes:  # else the shard is the gathered buffer
+                shard.rest_parameters()
+
+    def drop_gathered(self) -> None:
+        was_gathered = self.is_gathered
+        super().drop_gathered()
+        if was_gathered and not self.is_gathered:
+            self._rest()
+
+    def begin_step(self) -> None:
+        """Called before a step reads and writes the files."""
+        self.drop_gathered()
+        self._rest()
+        for shard in self.stored:
+            shard.note_changes()
+
+    def _rest(self) -> None:
+        for shard in self.stored:
+            shard.rest_parameters()
+
+    # ---- gradients
+
+    def start_reduce(self, buffers: Sequence[ShardedBuffer]) -> None:
+        for shard in self.stored:
+            if shard.buffer in buffers:
+                shard.begin_gradients()
+        super().start_reduce(buffers)
+
+    def end_reduce(self, buffers: Sequence[ShardedBuffer]) -> None:
+        for shard in self.stored:
+            if shard.buffer in buffers:
+                shard.send_gradients()
+
+
+def state_of(engine: Any, label: str, buffers: Sequence[ShardedBuffer], policy: BlockPolicy) -> BlockState:
+    """Returns the state of a new block."""
+    return (DiskBlockState if policy.shards_on_disk else BlockState)(engine, label, buffers, policy)

@@ -1,0 +1,269 @@
+"""The shards of one flat buffer that are on a drive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._base.unseen import gradient_of
+from .._C import DiskFile, ShardedBuffer
+from .._ranks.agree import failing_together
+from .disk_tier import AHEAD, DiskTier, StoredArray, aligned
+
+__all__ = ["StoredShard", "gradients_in_memory", "reading_gradients", "stored_shard_of"]
+
+
+class StoredShard:
+    """The parameters, gradients or both of a buffer, in a file of their own.
+
+    Args:
+        tier: moves them.
+        label: of the block, for messages.
+        buffer: whose shards they are.
+        parameters: whether its parameters are on the drive.
+        gradients: whether its gradients are.
+
+    Raises:
+        DiskError: the drive has no room.
+    """
+
+    def __init__(
+        self, tier: DiskTier, label: str, buffer: ShardedBuffer, *, parameters: bool, gradients: bool
+    ) -> None:
+        self.tier = tier
+        self.buffer = buffer
+        self.members: Sequence[Any] = buffer.parameters
+        shard = buffer.shard
+        nbytes = shard.numel() * shard.element_size()
+        file = DiskFile(tier.directories[0])
+        file.reserve(aligned(nbytes) * (parameters + gradients))
+        self.parameters: StoredArray | None = None
+        self.gradients: StoredArray | None = None
+        if parameters:
+            self.parameters = StoredArray(
+                tier, file, 0, nbytes, f"parameters of {label}", buffer.use_shard_memory
+            )
+            buffer.use_shard_memory(self.parameters.mapping)
+        if gradients:
+            offset = aligned(nbytes) * parameters
+            self.gradients = StoredArray(
+                tier, file, offset, nbytes, f"gradients of {label}", self._put_gradient
+            )
+        self._sealed: Any = None  # mark of the parameters whose checksums are known
+        self._fetched: Any = None  # when they were read
+        self._sealed_gradients: Any = None
+        self._is_shown = False  # whether a gradient was read by others since it was written
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the drive."""
+        return sum(array.nbytes for array in (self.parameters, self.gradients) if array is not None)
+
+    # ---- parameters
+
+    def _mark(self) -> tuple[int, int, int]:
+        """Returns a mark that changes with each possible write to the parameters."""
+        block = self.members[0]._block
+        through_data = None if block is None else block._data_version
+        return (
+            self.buffer.version(),
+            sum(p._unversioned_writes for p in self.members),
+            0 if through_data is None else through_data.value,
+        )
+
+    def note_changes(self) -> None:
+        """Called before parameters are read: checksums of others than the present values are dropped."""
+        mark = self._mark()
+        if self.parameters is not None and mark != self._sealed:
+            self.parameters.unseal()
+            self._sealed = mark
+
+    def note_step(self) -> None:
+        """Called after a step has written the parameters, and sealed them."""
+        self._sealed = self._mark()
+
+    def fetch_parameters(self) -> None:
+        """Starts to read the parameters, unless they are in memory and unchanged."""
+        array = self.parameters
+        if array is None or array.is_in_use:
+            return
+        self.note_changes()
+        if array.memory is not None and self._fetched != self._sealed:
+            array.rest()
+        self._fetched = self._sealed
+        array.fetch()
+
+    def rest_parameters(self) -> None:
+        """Frees the memory of the parameters; writes to them there are kept."""
+        array = self.parameters
+        if array is None or array.memory is None:
+            return
+        if array.is_in_use and self._mark() != self._fetched:
+            array.unseal()
+            array.mapping.copy_(array.memory)
+        array.rest()
+
+    def follow_shard(self) -> None:
+        """Called after users have put other tensors in the parameters' places."""
+        array, shard = self.parameters, self.buffer.shard
+        if array is None:
+            return
+        here = array.memory if array.is_in_use else array.mapping
+        if here is not None and shard.data_ptr() != here.data_ptr():  # users keep the old memory
+            array.unseal()
+            here[: shard.numel() * shard.element_size()].copy_(shard.view(torch.uint8))
+            self.buffer.use_shard_memory(here)
+
+    # ---- gradients
+
+    def _put_gradient(self, memory: Tensor) -> None:
+        if self.buffer.gradient_shard is not None:
+            self.buffer.use_gradient_memory(memory)
+
+    def holds_gradient_of(self, p: Tensor) -> bool:
+        """Whether the gradient of ``p`` is in the gradient shard, and that on the drive."""
+        gradient, flat = gradient_of(p), self.buffer.gradient_shard
+        return (
+            self.gradients is not None
+            and gradient is not None
+            and flat is not None
+            and gradient.untyped_storage()._cdata == flat.untyped_storage()._cdata
+        )
+
+    def _gradient_mark(self) -> tuple[int | None, ...]:
+        gradients = map(gradient_of, self.members)
+        return tuple(None if g is None else g._version for g in gradients)
+
+    def begin_gradients(self) -> None:
+        """Prepares memory for the reduction, with the gradients that it adds to."""
+        array = self.gradients
+        if array is None:
+            return
+        if self.buffer.gradient_shard is not None:
+            self.rest_gradients()
+            self.fetch_gradients()
+            array.arrive()
+        elif array.memory is None:
+            array.take()
+            assert array.memory is not None
+            self.buffer.use_gradient_memory(array.memory)
+
+    def fetch_gradients(self) -> None:
+        """Starts to read the gradients, unless they are in memory."""
+        assert self.gradients is not None
+        self.note_gradient_changes()
+        self.gradients.fetch()
+
+    def note_gradient_changes(self) -> None:
+        """Called before gradients are read: checksums are dropped if users may have written to them."""
+        if self._is_shown or self._gradient_mark() != self._sealed_gradients:
+            assert self.gradients is not None
+            self.gradients.unseal()
+            self.seal_gradients()
+
+    def send_gradients(self) -> None:
+        """Starts to write the gradients, which are complete."""
+        if self.gradients is not None and self.gradients.memory is not None:
+            self.gradients.send()
+            self.seal_gradients()
+            self.tier.note_leaving(self)
+
+    def rest_gradients(self) -> None:
+        """Frees the memory of the gradients; writes to them there since they were sent are kept."""
+        array = self.gradients
+        assert array is not None
+        is_changed = array.is_in_use and (self._is_shown or self._gradient_mark() != self._sealed_gradients)
+        memory = array.memory
+        array.rest()
+        if is_changed and memory is not None:
+            array.unseal()
+            array.mapping.copy_(memory)
+
+    def seal_gradients(self) -> None:
+        """Called when the file has the present gradients."""
+        self._is_shown = False
+        self._sealed_gradients = self._gradient_mark()
+        for p in self.members:
+            p._sent = self if self.holds_gradient_of(p) else None
+
+    def drop(self) -> None:
+        """A user reads ``.grad``, and may write to it. See `DistributedParameter.grad`."""
+        self._is_shown = True
+
+    def zero_gradients(self, wanted: Sequence[Tensor]) -> bool:
+        """Makes gradients at rest zeros, if these are all the gradients in the shard; returns whether it did."""
+        array, chosen = self.gradients, set(map(id, wanted))
+        found = [p for p in self.members if gradient_of(p) is not None]
+        if array is None or array.memory is not None or not found:
+            return False
+        if not all(id(p) in chosen and self.holds_gradient_of(p) for p in found):
+            return False
+        array.zero()
+        self.seal_gradients()
+        return True
+
+
+def stored_shard_of(p: Any) -> StoredShard | None:
+    """Returns the shard on a drive that ``p`` is in, or None."""
+    block = getattr(p, "_block", None)
+    runtime = None if block is None or block.runtime is None else block.runtime()
+    for stored in () if runtime is None else getattr(runtime, "stored", ()):
+        if any(member is p for member in stored.members):
+            return stored  # type: ignore[no-any-return]
+    return None
+
+
+def _gradient_home(p: Tensor) -> StoredShard | None:
+    stored = stored_shard_of(p)
+    return stored if stored is not None and stored.holds_gradient_of(p) else None
+
+
+def any_on_disk(parameters: Iterable[Tensor]) -> bool:
+    """Whether gradients of any of the parameters live on a drive; the same on all ranks."""
+    shards = map(stored_shard_of, parameters)
+    return any(stored is not None and stored.gradients is not None for stored in shards)
+
+
+def reading_gradients(parameters: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Context manager in which gradients are read; all ranks fail if one does. Collective if any is on a drive."""
+    return failing_together("gradients on disk") if any_on_disk(parameters) else nullcontext()
+
+
+def gradients_in_memory(parameters: Iterable[Tensor], *, changes: bool = False) -> Iterator[list[Tensor]]:
+    """Yields ``parameters`` in order, in runs whose gradients are in memory until the next one.
+
+    Args:
+        parameters: the parameters.
+        changes: whether the caller writes to the gradients.
+
+    Raises:
+        DiskError: gradients cannot be read.
+    """
+    runs: list[tuple[StoredShard | None, list[Tensor]]] = []
+    for p in parameters:
+        home = _gradient_home(p)
+        if not runs or runs[-1][0] is not home:
+            runs.append((home, []))
+        runs[-1][1].append(p)
+    for number, (stored, members) in enumerate(runs):
+        if stored is None:
+            yield members
+            continue
+        for ahead, _ in runs[number : number + AHEAD + 1]:
+            if ahead is not None:
+                ahead.fetch_gradients()
+        assert stored.gradients is not None
+        stored.gradients.arrive()
+        stored.tier.check()
+        yield members
+        if changes:
+            stored.send_gradients()
+        else:
+            stored.rest_gradients()
+    for stored, _ in runs:
+        if stored is not None:
+            stored.tier.settle()

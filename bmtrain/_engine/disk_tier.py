@@ -1,0 +1,267 @@
+"""Transfers between a drive and the parameters and gradients of blocks.
+
+[Note: Blocks on a drive]
+A shard of parameters or of gradients that lives on a drive has one storage for its whole life, as a gathered buffer has
+([Note: The gathered storage] in csrc/shard). At rest a mapping of the file is under it, so everything that reads or
+writes the shard works as usual, with the page cache as memory. While a block needs it, memory of a small pool is
+under it, which transfers fill and empty around the page cache:
+
+- before a gather: its parameters are read, and the parameters of the next two calls, in the learnt order, ahead;
+- when the gradients of a block have reached its shard: they are written, while the blocks before it run backward;
+- in a step: chunks of parameters, gradients and state pass together (`optim/places/disk.py`).
+
+So memory holds a few blocks, however many there are. Checksums compare bytes that are read with the bytes that were
+written. A version counter, or an access to ``param.data`` or ``param.grad``, shows that a user may have written to the
+mapping; its bytes are taken as they are then.
+
+A failure of a drive is noticed by one rank. It is raised by all of them, before the next gather or update.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from itertools import islice
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .._C import BufferPool, DiskFile, DiskQueue
+from ..errors import DiskError
+
+__all__ = ["DiskTier", "StoredArray", "aligned"]
+
+_ALIGNMENT = 4096  # bytes, of csrc/disk
+_LEAST = 1 << 20  # bytes of a buffer of the pool that starts at a page, and of a piece
+_PIECES = 8  # of a transfer, which threads move at the same time
+_SLOTS = 64  # pieces in transfer
+#: Gradient shards that are being written while others are computed.
+LEAVING = 2
+#: Blocks that are read before their gather starts.
+AHEAD = 2
+_IDLE = 2  # buffers of the pool of one size
+
+
+class _Block(Protocol):
+    def fetch(self) -> None: ...
+
+    def forget(self) -> None: ...
+
+
+class _Gradients(Protocol):
+    def rest_gradients(self) -> None: ...
+
+
+class DiskTier:
+    """The queue of a process's transfers and the memory that they use.
+
+    Attributes:
+        directories: where files are made.
+        failure: the first failure of this rank; nothing is read after it.
+    """
+
+    def __init__(self, directories: tuple[str, ...], poison: bool) -> None:
+        self.directories = directories
+        self.pool = BufferPool(_IDLE, poison)
+        self.failure: DiskError | None = None
+        self.queue = DiskQueue(os.environ.get("BMTRAIN_DISK_IO", "auto"), _SLOTS, 0)
+        self._free = list(range(_SLOTS))
+        self._under_way: deque[Transfer] = deque()
+        self._leaving: deque[_Gradients] = deque()
+        self._ahead: Sequence[_Block] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory, in use or idle."""
+        stats = self.pool.stats()
+        return stats["bytes_in_use"] + stats["bytes_idle"]
+
+    def take(self, nbytes: int) -> Tensor:
+        """Returns bytes of memory that start at a page."""
+        return self.pool.acquire(max(nbytes, _LEAST))[:nbytes]
+
+    def slot(self) -> int:
+        """Returns a free slot of the queue; waits for the oldest transfer if there is none."""
+        while not self._free:
+            self._under_way.popleft().complete()
+        return self._free.pop()
+
+    def begin(self, transfer: Transfer) -> None:
+        self._under_way.append(transfer)
+
+    def end(self, transfer: Transfer, slots: list[int]) -> None:
+        self._free += slots
+        with suppress(ValueError):
+            self._under_way.remove(transfer)
+
+    def note(self, failure: DiskError) -> None:
+        """Records a failure, which `check` raises."""
+        self.failure = self.failure or failure
+
+    def check(self) -> None:
+        """Raises the first failure of this rank."""
+        if self.failure is not None:
+            raise self.failure
+
+    # ---- reads ahead and writes behind
+
+    def look_ahead(self, running: Any, upcoming: Iterable[tuple[Any, Any]]) -> None:
+        """Reads the parameters of a block that is called and of the next ones, and drops reads for others.
+
+        Args:
+            running: the block.
+            upcoming: the calls expected after it, see `Schedule.upcoming`.
+        """
+        known = running, *(block for _, block in islice(upcoming, AHEAD))
+        blocks = [block for block in known if hasattr(block, "fetch")]
+        self.forget(blocks)
+        self._ahead = blocks
+        for block in blocks:
+            block.fetch()
+
+    def forget(self, kept: Sequence[_Block] = ()) -> None:
+        """Drops reads for others than the blocks ``kept``."""
+        for block in self._ahead:
+            if block not in kept:
+                block.forget()
+        self._ahead = ()
+
+    def note_leaving(self, gradients: _Gradients) -> None:
+        """Called when gradients begin to be written; waits for those before the latest."""
+        self._leaving.append(gradients)
+        self.settle(LEAVING)
+
+    def settle(self, number: int = 0) -> None:
+        """Waits until all gradients are written, except for ``number`` blocks."""
+        while len(self._leaving) > number:
+            self._leaving.popleft().rest_gradients()
+
+
+class Transfer:
+    """A transfer between a range of a file and memory, in a few pieces."""
+
+    def __init__(
+        self, tier: DiskTier, file: DiskFile, offset: int, memory: Tensor, *, is_write: bool
+    ) -> None:
+        self._tier = tier
+        self._slots: list[int] = []
+        self.error: DiskError | None = None
+        move = tier.queue.write if is_write else tier.queue.read
+        piece = max(_LEAST, aligned(-(-memory.numel() // _PIECES)))
+        for begin in range(0, memory.numel(), piece):
+            slot, part = tier.slot(), memory[begin : begin + piece]
+            move(slot, file, offset + begin, part.numel(), part)
+            self._slots.append(slot)
+        tier.begin(self)
+
+    def complete(self) -> None:
+        """Waits for its end; a failure is kept."""
+        slots, self._slots = self._slots, []
+        for slot in slots:
+            try:
+                self._tier.queue.wait(slot)
+            except DiskError as error:
+                self.error = self.error or error
+        self._tier.end(self, slots)
+
+
+class StoredArray:
+    """A flat array in a range of a file, see [Note: Blocks on a drive].
+
+    Args:
+        tier: moves it.
+        file: has the range, zeros at first.
+        offset: of the range.
+        nbytes: of the array.
+        label: for messages.
+        put: puts memory under the array's storage.
+
+    Attributes:
+        memory: with the array's values, or about to get them; None at rest.
+        is_in_use: whether `memory` is under the storage.
+    """
+
+    def __init__(
+        self,
+        tier: DiskTier,
+        file: DiskFile,
+        offset: int,
+        nbytes: int,
+        label: str,
+        put: Callable[[Tensor], Any],
+    ) -> None:
+        self._tier = tier
+        self.file = file
+        self.offset = offset
+        self.nbytes = aligned(nbytes)
+        self.label = label
+        self._put = put
+        self.mapping = file.map(offset, self.nbytes).tensor(0, self.nbytes)
+        self.memory: Tensor | None = None
+        self.is_in_use = False
+        self._transfer: Transfer | None = None
+        self._is_zero = False
+
+    def unseal(self) -> None:
+        """Called where a user may have written to the mapping."""
+        self.file.unseal(self.offset, self.nbytes)
+        self._is_zero = False
+
+    def zero(self) -> None:
+        """Makes an array at rest zeros."""
+        self.file.zero(self.offset, self.nbytes)
+        self._is_zero = True
+
+    def fetch(self) -> None:
+        """Starts to read it, unless it is in memory."""
+        if self.memory is None:
+            self.memory = self._tier.take(self.nbytes)
+            if self._is_zero:
+                self.memory.zero_()
+            else:
+                self._transfer = Transfer(self._tier, self.file, self.offset, self.memory, is_write=False)
+
+    def take(self) -> None:
+        """Puts memory without contents under the storage."""
+        if self.memory is None:
+            self.memory = self._tier.take(self.nbytes)
+        self._use()
+
+    def arrive(self) -> None:
+        """Reads it and waits. A failure, or bytes that differ from the written ones, is noted in the tier."""
+        self.fetch()
+        self._wait()
+        self._use()
+
+    def _use(self) -> None:
+        if not self.is_in_use:
+            self.is_in_use = True
+            self._put(self.memory)  # type: ignore[arg-type]
+
+    def send(self) -> None:
+        """Starts to write it; it stays in memory until `rest`."""
+        assert self.memory is not None
+        self._is_zero = False
+        self._transfer = Transfer(self._tier, self.file, self.offset, self.memory, is_write=True)
+
+    def rest(self) -> None:
+        """Waits until it is written, if it is, and frees its memory."""
+        self._wait()
+        if self.is_in_use:
+            self.is_in_use = False
+            self._put(self.mapping)
+        self.memory = None
+
+    def _wait(self) -> None:
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            transfer.complete()
+            if transfer.error is not None:
+                self._tier.note(DiskError(f"{self.label}: {transfer.error}"))
+
+
+def aligned(nbytes: int) -> int:
+    """Returns the length of the pages that ``nbytes`` take."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
