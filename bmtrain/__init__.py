@@ -38,7 +38,7 @@ except ImportError as error:
     raise
 
 from . import block_layer, global_var, layer, param_init, parameter, utils
-from ._engine.engine import default_policy
+from ._engine.default_policy import default_policy
 from ._engine.policy import BlockPolicy, Recompute
 from ._version import __version__
 from .block_layer import Block, TransformerBlockList

@@ -18,14 +18,13 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from .._C import BufferPool, DeferredProducts, OpenIslands, ShardedBuffer
 from ..errors import CommunicationError
-from ..global_var import context
 from .block_state import BlockState
 from .disk_tier import DiskTier
 from .gradients import Gradients
@@ -320,28 +319,3 @@ class Engine:
 def current_engine(context: Context) -> Engine:
     """Returns the engine of ``context``, with its own type."""
     return context.engine  # type: ignore[return-value]  # init_distributed made it
-
-
-@contextmanager
-def default_policy(policy: BlockPolicy) -> Iterator[None]:
-    """Context manager that sets the policy of Blocks built in it; their own arguments take precedence.
-
-    Args:
-        policy: for Blocks built without ``policy``, ``zero_level`` and ``use_checkpoint``.
-
-    Raises:
-        RuntimeError: before :func:`bmtrain.init_distributed`.
-        TypeError: ``policy`` is not a :class:`BlockPolicy`.
-
-    Example:
-        >>> with bmtrain.default_policy(bmtrain.BlockPolicy(level=2)):
-        ...     model = bmtrain.BMTrainModelWrapper(torch.nn.ModuleList([torch.nn.Linear(2, 2)]))
-    """
-    if not isinstance(policy, BlockPolicy):
-        raise TypeError(f"policy: expected a BlockPolicy, got {policy!r:.80} ({type(policy).__name__})")
-    engine = current_engine(context())
-    before, engine.default_policy = engine.default_policy, policy
-    try:
-        yield
-    finally:
-        engine.default_policy = before

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from .._base.build import load_extension
-from .._engine.engine import default_policy
+from .._engine.default_policy import default_policy
 from .._engine.policy import BlockPolicy, Recompute
 from .._ranks import context
 from .._tools.gpt import GPT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .._engine.engine import default_policy
+from .._engine.default_policy import default_policy
 from .._engine.policy import BlockPolicy
 from ..distributed import broadcast
 from ..global_var import config
