@@ -119,7 +119,9 @@ def goes_on_with_other_memory(folder: str) -> tuple[int, int]:
 
     for number, block in enumerate(model):
         block._module.told = lambda what, number=number: told(number, what)
-    comm.longest_wait = 0.05
+    comm.longest_wait = (
+        0.05 if bmt.rank() == 0 else 40
+    )  # rank 0 alone is to give up, however slow the machine is
     comm.reset_traffic()
     bmt.synchronize()
     assert gradients(model) == expected
