@@ -161,8 +161,9 @@ def init_distributed(
         plan.require_fit(launch.world_size)
     is_joining = options.survive and waits_for_a_place()
     place = options.topology(0, 1) if is_joining else options.topology(launch.rank, launch.world_size)
-    if place.world_size > 1:
+    if is_joining or place.world_size > 1:
         write_lines()
+    if place.world_size > 1:
         _use(_join(launch, place, options), options)
     else:
         alone = _alone(launch, place, options)
