@@ -162,10 +162,8 @@ class BlockState:
             else:
                 buffer.begin_backward(flags, under_way, in_turn)
 
-    def start_reduce(self, buffers: Sequence[ShardedBuffer]) -> None:
-        """Starts the reductions of gradients."""
-        for buffer in buffers:
-            buffer.start_reduce()
+    def prepare_reduce(self, buffers: Sequence[ShardedBuffer]) -> None:
+        """Called before the reductions start, where anything is on a drive."""
 
     def end_reduce(self, buffers: Sequence[ShardedBuffer]) -> None:
         """Called when the gradients have reached their shards, and the listeners know it."""

@@ -78,11 +78,10 @@ class DiskBlockState(BlockState):
 
     # ---- gradients
 
-    def start_reduce(self, buffers: Sequence[ShardedBuffer]) -> None:
+    def prepare_reduce(self, buffers: Sequence[ShardedBuffer]) -> None:
         for shard in self.stored:
             if shard.buffer in buffers:
                 shard.begin_gradients()
-        super().start_reduce(buffers)
 
     def end_reduce(self, buffers: Sequence[ShardedBuffer]) -> None:
         for shard in self.stored:

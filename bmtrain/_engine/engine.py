@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 SLOTS_PER_CLASS = 2
 _NO_WAIT = nullcontext()
 
+_Call: TypeAlias = tuple[Event, BlockState]
 _Follower: TypeAlias = "tuple[Event, weakref.ref[BlockState]]"
 
 
@@ -68,26 +69,25 @@ class Schedule:
         self._last = event
         self._follower = self._followers.get((self._before_last, event))
 
-    def expected(self) -> tuple[Event, BlockState] | None:
-        """Returns the call expected after the current one, or None if it cannot be predicted."""
-        return next(self.upcoming(), None)
+    def expected(self, last: Event | None = None, follower: _Follower | None = None) -> _Call | None:
+        """Returns the call expected after the current one, or after ``last``; None if it cannot be predicted."""
+        last, follower = last or self._last, follower or self._follower
+        if last is None or follower is None:
+            return None
+        event, block = follower[0], follower[1]()
+        # Parameters change between a backward and the next forward, and may change between two evaluations, or between
+        # the forward of one model and the evaluation of another (a momentum teacher): neither another kind of pass nor
+        # a return to an earlier block is a reason to gather.
+        is_return = event.phase is not last.phase or event.block <= last.block
+        return None if block is None or (is_return and event.phase is not Phase.BACKWARD) else (event, block)
 
-    def upcoming(self) -> Iterator[tuple[Event, BlockState]]:
+    def upcoming(self) -> Iterator[_Call]:
         """Yields the calls expected after the current one, as far as they can be predicted."""
-        last, follower = self._last, self._follower
-        while last is not None and follower is not None:
-            event, reference = follower
-            block = reference()
-            # Parameters change between a backward and the next forward, may change between two evaluations, and between
-            # the forward of one model and the evaluation of another (a momentum teacher): neither another kind of pass
-            # nor a return to an earlier block is a reason to gather.
-            if block is None or (
-                event.phase is not Phase.BACKWARD
-                and (event.phase is not last.phase or event.block <= last.block)
-            ):
-                return
-            yield event, block
-            last, follower = event, self._followers.get((last, event))
+        last, found = self._last, self.expected()
+        while last is not None and found is not None:
+            yield found
+            follower, last = self._followers.get((last, found[0])), found[0]
+            found = None if follower is None else self.expected(last, follower)
 
     def expects_backward_of(self, block: BlockState) -> bool:
         """Whether the backward of the running block is expected right after it."""

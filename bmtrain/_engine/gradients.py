@@ -165,7 +165,10 @@ class Gradients:
         if engine.observer is not None:
             engine.observer.reducing(block, buffers)
         with engine.waiting(block.label, "reduce"):
-            block.start_reduce(buffers)
+            if engine.tier is not None:
+                block.prepare_reduce(buffers)
+            for buffer in buffers:
+                buffer.start_reduce()
         self._complete_previous()
         self._reductions.append((block, buffers))
         if not self._is_ending:
@@ -202,7 +205,8 @@ class Gradients:
                 buffer.finish_reduce(destination.tree_of(buffer))
             for user in tuple(self.listeners):
                 user.reduced(block)
-            block.end_reduce(buffers)
+            if self._engine.tier is not None:
+                block.end_reduce(buffers)
 
     # ---- parameters outside blocks
 

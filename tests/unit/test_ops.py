@@ -22,7 +22,7 @@ RATES = {
     "maximize": [0, 1],
 }
 BETAS = {"beta1": [0.9, 0.8], "beta2": [0.99, 0.9]}
-ADAM = {**RATES, **BETAS, "eps": [1e-8, 1e-6], "decoupled": [1, 0], "hold_steps": [0, 2]}
+ADAM = {**RATES, **BETAS, "eps": [1e-8, 1e-6], "decoupled": [1, 0], "folded": [0, 0], "hold_steps": [0, 2]}
 SGD = {**RATES, "momentum": [0.9, 0.5], "dampening": [0.1, 0.0], "nesterov": [0, 1]}
 LION = {**RATES, **BETAS}
 

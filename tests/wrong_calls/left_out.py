@@ -36,6 +36,8 @@ _BY_REASON = {
     "called once in a process: tests/multiproc/test_init_failures.py": ("init_distributed",),
     "needs a job of its own: tests/multiproc/test_virtual_shards.py": ("virtual_shards",),
     "needs a job of its own: tests/multiproc/test_sequences.py": ("shard_sequence",),
+    "needs a job of its own: tests/multiproc/test_data.py": ("batches",),
+    "takes optimizers made for shards: tests/multiproc/test_whole_matrix.py": ("whole_norms",),
     "needs an optimizer that has stepped: tests/multiproc/test_one_parameter.py": (
         "gather_state",
         "load_state",
