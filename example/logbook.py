@@ -205,7 +205,7 @@ def prepare(out: Path, resume: bool) -> Path | None:
         Where the former run is now, None if it was not moved.
     """
     out.mkdir(parents=True, exist_ok=True)
-    names = ("checkpoints", "model.pt", "metrics.jsonl", "tensorboard", "loss.png")
+    names = ("checkpoints", "model.pt", "model.safetensors", "metrics.jsonl", "tensorboard", "loss.png")
     former = [out / name for name in names if (out / name).exists()]
     if resume or not former:
         return None

@@ -15,6 +15,7 @@ cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}
 
 options=(--out "${OUT:-$root/out/gpt2}" ${STEPS:+--steps "$STEPS"} ${DATA:+--data "$DATA"} "$@")
+echo "example/run.sh: starting $NPROC ranks"
 "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node "$NPROC" "$root/example/train.py" "${options[@]}"
 
 out=
@@ -24,4 +25,5 @@ for ((i = 0; i < ${#options[@]}; i++)); do # the last --out wins, as it does in 
     --out=*) out=${options[i]#--out=} ;;
     esac
 done
+echo "example/run.sh: sampling from the checkpoint in a fresh process"
 "$PYTHON" "$root/example/generate.py" --out "$out"

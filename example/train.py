@@ -109,8 +109,13 @@ def train(options: argparse.Namespace) -> None:
         sys.exit(130)  # as a shell reports a program that Ctrl-C ended
 
     # Part 6: the result.
-    bmt.save(model, out / "model.pt")  # plain PyTorch reads it
-    report(logbook, pace, saved, out / "model.pt")
+    if options.disk is None:
+        weights = out / "model.pt"
+        bmt.save(model, weights)  # plain PyTorch reads it
+    else:  # one tensor at a time: the whole may not fit
+        weights = out / "model.safetensors"
+        bmt.weights.save(model, weights)
+    report(logbook, pace, saved, weights)
 
 
 def refuse_nan(options: argparse.Namespace, step: int, numbers: dict[str, float]) -> None:

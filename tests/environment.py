@@ -23,7 +23,7 @@ __all__ = ["core_is_stale", "main", "missing_requirements"]
 ROOT = Path(__file__).resolve().parents[1]
 TORCH = "torch==2.13.0"
 TORCH_MINIMUM = (2, 11)  # of setup.py
-BUILD_TOOLS = ("setuptools>=77", "ninja")
+BUILD_TOOLS = ("setuptools>=77", "ninja", "numpy")  # torch warns at every start without NumPy
 # For one test, in a folder of its own: accelerate and transformers change what they do where they find DeepSpeed.
 DEEPSPEED = ("deepspeed==0.19.8", "einops==0.8.2", "hjson==3.1.0", "msgpack==1.2.4", "py-cpuinfo==9.0.0")
 
@@ -143,7 +143,7 @@ def main(extras: Sequence[str]) -> None:
     if requirements:
         pip_install(f"installing {', '.join(requirements)}", *requirements)
     folder = ROOT / "build" / "deepspeed"
-    if "test" in extras and not (folder / f"{DEEPSPEED[0].replace('==', '-')}.dist-info").exists():
+    if "deepspeed" in extras and not (folder / f"{DEEPSPEED[0].replace('==', '-')}.dist-info").exists():
         pip_install("installing DeepSpeed", "--no-deps", "--upgrade", "--target", str(folder), *DEEPSPEED)
 
 

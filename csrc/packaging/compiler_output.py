@@ -22,7 +22,7 @@ class CompilerOutput:
         path: of the warnings, object -> text.
     """
 
-    _SILENCE = 8  # seconds
+    _SILENCE = 5  # seconds
     _STATUS = re.compile(r"@compiled (\d+) (\d+) (.*)")
 
     def __init__(self, path: Path) -> None:
