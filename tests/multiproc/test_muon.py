@@ -147,6 +147,59 @@ def test_state_on_the_host_has_the_same_weights(
     run_ranks(world, train, dtype, policy, loss_scale, MuonOffloadOptimizer, others)
 
 
+def history(cls: type[MuonOptimizer], kind: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The weights after six steps in which something happens that changes what is updated, or from what."""
+    model = Model(dtype, BlockPolicy())
+    parameters = list(model.parameters())
+    if kind == "frozen from the start":
+        parameters[1].requires_grad_(False)
+    optimizer = make(model, cls)
+    manager = OptimManager(
+        loss_scale=2.0**24 if kind == "overflow" else None,
+        accumulate=2 if kind == "accumulation" else 1,
+    )
+    manager.add_optimizer(optimizer, bmt.lr_scheduler.Linear(optimizer, LR, 1, 9))
+    for step in range(6):
+        x = torch.randn(5, 24, generator=torch.Generator().manual_seed(10 * step + bmt.rank())).to(dtype)
+        manager.zero_grad(set_to_none=kind == "no gradient")
+        manager.backward((model(x) if step != 3 or kind != "no gradient" else (x @ model.chosen)).sum())
+        if kind == "clipped":
+            manager.clip_grad_norm(optimizer.param_groups, max_norm=0.1)
+        manager.step()
+        if step == 2 and kind == "frozen later":
+            parameters[0].requires_grad_(False)
+        if step == 4 and kind == "frozen later":
+            parameters[0].requires_grad_(True)
+        if step == 2 and kind == "changed by hand":
+            with torch.no_grad():
+                for p in parameters:
+                    p.mul_(1.5)
+        if step == 2 and kind == "own state":
+            optimizer.load_state_dict(optimizer.state_dict())
+    return [p.gather().clone() for p in model.parameters()]
+
+
+def same_histories(kind: str, dtype: torch.dtype) -> None:
+    resident, on_host = (history(cls, kind, dtype) for cls in (MuonOptimizer, MuonOffloadOptimizer))
+    plain = history(MuonOptimizer, "", dtype)
+    assert all(map(torch.equal, resident, on_host))
+    assert kind in ("own state", "overflow" if dtype != torch.float16 else "") or not all(
+        map(torch.equal, resident, plain)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "accumulation", "changed by hand", "clipped", "frozen from the start", "frozen later", "no gradient",
+        "overflow", "own state",
+    ],
+)  # fmt: skip
+def test_state_on_the_host_has_the_same_history(kind: str, dtype: torch.dtype) -> None:
+    run_ranks(2, same_histories, kind, dtype)
+
+
 def traffic() -> None:
     """Every element of a matrix that is not the owner's travels twice, in 2 bytes, and nothing else does."""
     model = Model(torch.float32, BlockPolicy())
@@ -357,15 +410,15 @@ class Staged(bmt.DistributedModule):
         return x + (x @ self.up.t()).tanh() @ self.down.t()
 
 
-def in_stages(whole_class: bool) -> None:
+def in_stages(kind: str) -> None:
     """Each stage steps its own matrices."""
     torch.manual_seed(1)
     model = bmt.PipelineTransformerBlockList([bmt.Block(Staged(), mode="PIPE") for _ in range(3)])
     named = dict(model.named_parameters())
-    if whole_class:
+    if kind == "whole_matrix":
         optimizer: Any = bmt.optim.whole_matrix(torch.optim.Muon, named.items(), lr=LR, weight_decay=DECAY)
     else:
-        optimizer = MuonOptimizer(named.items(), lr=LR, weight_decay=DECAY)
+        optimizer = getattr(bmt.optim, kind)(named.items(), lr=LR, weight_decay=DECAY)
     whole = {name: torch.nn.Parameter(p.gather().detach().clone()) for name, p in named.items()}
     reference = torch.optim.Muon(whole.values(), lr=LR, weight_decay=DECAY)
     for step in range(3):
@@ -383,6 +436,6 @@ def in_stages(whole_class: bool) -> None:
             optimizer.load_state_dict(optimizer.state_dict(gather=True))
 
 
-@pytest.mark.parametrize("whole_class", [False, True])
-def test_stages_of_a_pipeline_step_their_own_matrices(whole_class: bool) -> None:
-    run_ranks(4, in_stages, whole_class, init={"pipe_size": 2})
+@pytest.mark.parametrize("kind", ["MuonOptimizer", "MuonOffloadOptimizer", "whole_matrix"])
+def test_stages_of_a_pipeline_step_their_own_matrices(kind: str) -> None:
+    run_ranks(4, in_stages, kind, init={"pipe_size": 2})
