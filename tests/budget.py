@@ -22,7 +22,7 @@ PYTHON = {
     "engine": ("_engine", 6586),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5412),
     "files": ("_files dcp distributed store weights", 4460),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9282),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9283),
     "survive": ("_survive survive", 1800),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 11_896),
 }

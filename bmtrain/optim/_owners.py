@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .._C import Work
+from .._engine.engine import current_engine
 from .._shards.sharding import ShardSpec
 from ..global_var import context
 from ..parameter import DistributedParameter
@@ -217,6 +218,8 @@ class Transfer:
 
     def wait(self) -> None:
         """Waits for the messages."""
-        for work in self._works:
-            work.wait()
-        self._works = []
+        if self._works:
+            with current_engine(context()).waiting(self._label, "owner"):
+                for work in self._works:
+                    work.wait()
+            self._works = []

@@ -21,7 +21,7 @@ class RankTime:
     Args:
         total: from the first step's begin to the last one's end.
         compute: blocks run, without their waits.
-        gather_wait: waits for parameters.
+        gather_wait: waits for parameters, and for whole matrices that an optimizer needs.
         reduce_wait: waits for gradients (summing the received ones is computing).
         stage_wait: waits for another pipeline stage to send or receive.
         update_wait: waits for updates of the optimizer in the background.
@@ -186,7 +186,7 @@ def _rank_time(rank: int, num_steps: int, total: float, own: Sequence[tuple[Span
         num_steps=num_steps,
         total=total,
         compute=seconds("compute"),
-        gather_wait=seconds("wait", "gather"),
+        gather_wait=seconds("wait", "gather", "owner"),
         reduce_wait=seconds("wait", "reduce"),
         stage_wait=seconds("wait", "stage"),
         update_wait=seconds("wait", "update"),

@@ -28,7 +28,7 @@ class Span(NamedTuple):
         begin: seconds since the recording began.
         end: the same.
         detail: ``forward``, ``backward``, ``evaluate``; of a wait, its reason: ``gather``, ``reduce``,
-            ``stage`` (of a pipeline) or ``update``.
+            ``stage`` (of a pipeline), ``update``, or ``owner`` (of a whole matrix, to or from it).
     """
 
     kind: str

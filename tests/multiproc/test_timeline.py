@@ -237,3 +237,20 @@ def test_waits_between_pipeline_stages_are_told_apart() -> None:
         # 2 micro-batches: sent or received forward, received or sent backward
         assert len(of(spans, "wait", "stage")) == 2 * 2
         assert {span.name for span in of(spans, "wait", "stage")} == {"pipeline"}
+
+
+def recorded_owners() -> list[Span]:
+    model = bmt.Block(bmt.nn.Linear(16, 16, bias=False))
+    optimizer = bmt.optim.MuonOptimizer(model.parameters())
+    with bmt.timeline.record() as timeline:
+        for _ in range(2):
+            model(torch.ones(4, 16)).sum().backward()
+            optimizer.step()
+    assert timeline.summary().ranks[0].gather_wait > 0
+    return timeline.spans
+
+
+def test_waits_for_whole_matrices_are_told_apart() -> None:
+    owner, other = run_ranks(2, recorded_owners)
+    # Before the matrix is transformed, and until the result has left; of the other rank for the result.
+    assert [len(of(spans, "wait", "owner")) for spans in (owner, other)] == [2 * 2, 2]
