@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from ..global_var import context
 from .copies import source_of
+from .dropout import no_random_numbers
 from .engine import current_engine
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def run_experts(
         top_k_index: ``(tokens, k)``, integers: the experts of each token, ``0 <= index < num_experts``.
         top_k_weights: ``(tokens, k)``, the factor of each result; sums are made in its dtype, or fp32.
         num_experts: of all ranks; a multiple of the ranks, each of which holds as many, one after the other.
-        run: computes this rank's experts; draws no random numbers.
+        run: computes this rank's experts.
         parameters: of this rank's experts, as read from their module.
 
     Returns:
@@ -71,10 +72,9 @@ def run_experts(
         here = by_rank.view(comm.size, comm.size, -1)[:, comm.rank]  # (ranks, experts of this one)
         received = here.sum(1).tolist()
         arrived = _Exchange.apply(rows, received, sent, comm)
-        if current_engine(context()).virtual.is_open:
-            computed = _run_each_source(arrived, here, run, parameters)
-        else:
-            computed = _run_together(arrived, here, run, parameters)
+        run_all = _run_each_source if current_engine(context()).virtual.is_open else _run_together
+        with no_random_numbers():
+            computed = run_all(arrived, here, run, parameters)
         results = _Exchange.apply(computed, sent, received, comm)
     own: torch.Tensor = _Rows.apply(results, back, order, 1).view(tokens, k, results.shape[-1])
     dtype = torch.promote_types(torch.float32, top_k_weights.dtype)

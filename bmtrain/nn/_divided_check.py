@@ -32,16 +32,23 @@ _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
 
 def check_first_forward(model: torch.nn.Module) -> None:
-    """Has the first forward over divided sequences checked, see [Note: Models that may be divided]."""
+    """Has the first forward over divided sequences checked, in training and in evaluation; see
+    [Note: Models that may be divided]."""
+    checked = set()
 
     def check(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         sequences = current_sequences()
-        if sequences is None or sequences.group.size == 1 or sequences.num_own < 2:
+        if (
+            sequences is None
+            or sequences.group.size == 1
+            or sequences.num_own < 2
+            or module.training in checked
+        ):
             return
-        handle.remove()
+        checked.add(module.training)
         _agree(_complaint(module, args, kwargs, sequences.num_own))
 
-    handle = model.register_forward_pre_hook(check, with_kwargs=True)
+    model.register_forward_pre_hook(check, with_kwargs=True)
 
 
 def _agree(complaint: str | None) -> None:
@@ -76,8 +83,8 @@ def _complaint(
     whole, *halves = runs
     if whole.random:
         return (
-            f"{whole.random}: random numbers (dropout) in a model whose tokens are divided: ranks would draw the same "
-            "for different tokens; set dropout to 0"
+            f"{whole.random}: random numbers (not by dropout) in a model whose tokens are divided: ranks would draw "
+            "the same for different tokens; do without"
         )
     for name, together in whole.results.items():
         if not _is_joined(together, [run.results.get(name) for run in halves]):
@@ -139,7 +146,7 @@ class _Run:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(kept_generators(context().device))
-            stack.enter_context(replaced_by(self.attend))
+            stack.enter_context(replaced_by(self.attend, self.tokens))
             stack.enter_context(self._recorded(model))
             stack.enter_context(_RandomNumbers(self))
             out = model(*args, **kwargs)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._engine.dropout import KEYS, divided_by, plain, refuse_random
 from ._sequences import current_sequences
 
 __all__ = ["install", "original", "replaced_by", "replacement"]
@@ -28,6 +29,7 @@ _OPERATOR = "scaled_dot_product_attention"
 class _State(threading.local):
     is_original = False
     replacement: Callable[..., Tensor] | None = None
+    tokens = 0  # with a replacement
 
 
 _state = _State()
@@ -44,9 +46,10 @@ def original() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replaced_by(function: Callable[..., Tensor]) -> Iterator[None]:
-    """Context manager in which ``function(q, k, v)`` takes the place of attention, in this thread."""
-    before, _state.replacement = _state.replacement, function
+def replaced_by(function: Callable[..., Tensor], tokens: int) -> Iterator[None]:
+    """Context manager in which ``function(q, k, v)`` takes the place of attention, and dropout returns its input, for
+    some tokens of one sequence, in this thread."""
+    before, _state.replacement, _state.tokens = _state.replacement, function, tokens
     try:
         yield
     finally:
@@ -60,9 +63,10 @@ def replacement() -> Callable[..., Tensor] | None:
 
 @functools.cache
 def install(attention: Callable[..., Tensor]) -> Any:
-    """Registers ``attention`` over divided sequences; returns the library, which keeps it registered."""
+    """Registers ``attention`` and dropout over divided sequences; returns the library, which keeps it registered."""
+    divided_by(_dropout)
     library = torch.library.Library("aten", "IMPL")
-    for key in ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA"):
+    for key in KEYS:
         library.impl(_OPERATOR, functools.partial(_dispatch, attention), key)
     return library
 
@@ -79,17 +83,14 @@ def _dispatch(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    if dropout_p:
+        refuse_random(_OPERATOR, query)
     sequences = None if _state.is_original else current_sequences()
     one_rank = sequences is not None and sequences.group.size == 1
     if sequences is None or (one_rank and (attn_mask is not None or dropout_p)):
-        operator = torch.ops.aten.scaled_dot_product_attention.default
-        plain: Tensor = operator._op_dk(
-            torch._C.DispatchKey.CompositeImplicitAutograd,
-            *(query, key, value, attn_mask, dropout_p, is_causal),
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
-        return plain
+        arguments = (query, key, value, attn_mask, dropout_p, is_causal)
+        out: Tensor = plain(_OPERATOR, *arguments, scale=scale, enable_gqa=enable_gqa)
+        return out
     if attn_mask is not None:
         raise NotImplementedError(
             f"scaled_dot_product_attention: attn_mask of shape {tuple(attn_mask.shape)}: expected None over divided "
@@ -97,3 +98,27 @@ def _dispatch(
             "'documents' or 'attention_mask' to shard_sequence()"
         )
     return attention(query, key, value, causal=is_causal, scale=scale, dropout=dropout_p)
+
+
+def _dropout(name: str, x: Tensor, p: float) -> Tensor | None:
+    """Dropout of divided tokens: their part of the mask that one process draws for all tokens."""
+    sequences = None if _state.is_original else current_sequences()
+    if sequences is None or sequences.group.size == 1:
+        return None
+    checks = _state.replacement is not None
+    tokens = _state.tokens if checks else sequences.num_own
+    rows, rest = len(x) if x.dim() else 0, x.shape[2:]
+    if x.dim() == 2 and not (checks and x.shape[1] == tokens) and rows % tokens == 0:
+        rows, rest = rows // tokens, x.shape[1:]  # tokens of all sequences, one after the other
+    elif x.dim() not in (2, 3) or x.shape[1] != tokens:
+        rows = 0
+    fits = rows == 1 if checks else rows > 0 and sequences.documents_of(rows) is not None
+    if name.removesuffix("_") != "dropout" or not fits:
+        raise NotImplementedError(
+            f"{name}: random numbers for shape {tuple(x.shape)} in a model whose tokens are divided: expected "
+            f"dropout of (sequences, {tokens} tokens, features), a part of one mask of all tokens; set p to 0"
+        )
+    if checks:
+        return x.clone()
+    mask = plain("dropout", x.new_ones((rows, sequences.length, *rest)), p, True)
+    return x * sequences.shard(mask).view(x.shape)

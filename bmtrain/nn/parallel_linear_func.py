@@ -19,8 +19,11 @@ from .._base.differentiable_once import differentiable_once
 from .._base.opaque import opaque
 from .._base.precision import as_autocast_has_it
 from .._C import ReduceOp
+from .._engine.dropout import divide_features
 from ..global_var import context
 from ._divide import check_features
+from ._intercept import install
+from .functional import attention
 
 __all__ = [
     "OpParallelLinear",
@@ -151,8 +154,12 @@ def scatter_rows(x: torch.Tensor) -> torch.Tensor:
 
 @opaque
 def parallel_linear(*arguments: Any) -> torch.Tensor:
-    """`OpParallelLinear.apply`."""
+    """`OpParallelLinear.apply`; see [Note: Dropout in divided computations]."""
     out: torch.Tensor = OpParallelLinear.apply(*arguments)
+    gathers_input, gathers_output, reduction = arguments[3], arguments[4], arguments[6]
+    if _tp().size > 1 and (reduction is not None or not gathers_output):
+        divide_features(out if reduction is None else None, gathers_input)
+        install(attention)
     return out
 
 

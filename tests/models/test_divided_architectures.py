@@ -69,7 +69,8 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], str, str]] = {
     "qwen3_moe": ({**_HEAD, **_MOE, "num_experts": 4}, "", ""),
     "deepseek_v3": ({**_BASE, **_MOE, **_DEEPSEEK}, "", ""),
     "gpt2": ({**_GPT2, **_NO_DROPOUT}, "", ""),
-    "gpt2 with dropout": (_GPT2, "random numbers", "random numbers"),
+    "gpt2 with dropout": (_GPT2, *["attention: dropout=0.1: expected 0"] * 2),
+    "gpt2 with dropout of layers": ({**_GPT2, "attn_pdrop": 0}, "", ""),
     "gpt_neox": ({**_BASE, "hidden_dropout": 0}, "", ""),
     "opt": (
         {**_BASE, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0, "max_position_embeddings": 64},

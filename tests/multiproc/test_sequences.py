@@ -256,7 +256,6 @@ LAYERS = {
     "positions": (CountsPositions, "layers.2 .*counts positions"),
     "recurrence": (Recurrent, "layers.2.gru|layers.2 .*recurrence"),
     "cross": (Cross, "attention of 8 to 1 tokens"),
-    "dropout": (lambda: nn.Dropout(0.1), "random numbers"),
     "norm": (lambda: nn.BatchNorm1d(8), "statistics are over tokens"),
     "masked": (Masked, "attn_mask of shape"),
 }

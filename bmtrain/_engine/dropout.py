@@ -1,0 +1,110 @@
+"""Dropout in computations that several ranks divide.
+
+[Note: Dropout in divided computations]
+Ranks draw the same random numbers. Where they divide what one process computes, the masks of their parts would be
+equal, and the model another one. So torch's operators of dropout are taken over once a computation is divided (its
+functions and modules all lead to them): divided tokens take their part of the mask of all tokens (`nn/_intercept.py`),
+and dropout of other parts raises an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["divide_features", "divided_by", "no_random_numbers", "plain", "refuse_random"]
+
+KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")
+#: By operator, the position of the argument that says whether numbers are drawn.
+_DRAWS = {
+    **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"), 2),
+    "rrelu": 3,
+}
+_IN_EXPERTS = "in experts on several ranks, whose rows come from all of them"
+_IN_FEATURES = "between tensor-parallel layers, whose ranks have features of their own"
+
+#: Returns the result for divided values; None if ``x`` is not divided. Arguments: the operator's name, ``x``, ``p``.
+Divided = Callable[[str, Tensor, float], Tensor | None]
+
+
+class _State(threading.local):
+    in_experts = False
+    features: tuple[int, tuple[int, ...]] | None = None
+
+
+_state = _State()
+_divided: list[Divided] = []
+
+
+def divided_by(function: Divided) -> None:
+    """Has ``function`` compute the dropout of divided values, from now on."""
+    if function not in _divided:
+        _divided.append(function)
+    _install()
+
+
+@contextmanager
+def no_random_numbers() -> Iterator[None]:
+    """Context manager of experts that several ranks divide: dropout raises NotImplementedError."""
+    _install()
+    before, _state.in_experts = _state.in_experts, True
+    try:
+        yield
+    finally:
+        _state.in_experts = before
+
+
+def divide_features(out: Tensor | None, gathers_rows: bool = False) -> None:
+    """Called with the result of a tensor-parallel layer that has features of this rank only: dropout of such values
+    raises an error until the next call, with None. Known by rows, or by shape if others have as many rows."""
+    _install()
+    _state.features = None if out is None else (len(out), () if gathers_rows else tuple(out.shape))
+
+
+def refuse_random(name: str, x: Tensor) -> None:
+    """Raises NotImplementedError where one process would draw other random numbers for ``x``."""
+    where = _IN_EXPERTS if _state.in_experts else ""
+    if _state.features is not None and x.dim():
+        rows, shape = _state.features
+        if x.shape[0] == rows and shape in ((), tuple(x.shape)):
+            where = _IN_FEATURES
+    if where:
+        raise NotImplementedError(
+            f"{name}: random numbers {where}: ranks would draw the same ones for different values, unlike one process; "
+            "expected p=0, or dropout outside of these layers"
+        )
+
+
+def plain(name: str, *args: Any, **options: Any) -> Any:
+    """Torch's own operator."""
+    operator = getattr(torch.ops.aten, name).default
+    return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **options)
+
+
+@functools.cache
+def _install() -> Any:
+    """Takes over the operators; returns the library, which keeps them."""
+    library = torch.library.Library("aten", "IMPL")
+    for name in _DRAWS:
+        for operator in (name, f"{name}_"):
+            for key in KEYS:
+                library.impl(operator, functools.partial(_dispatch, operator), key)
+    return library
+
+
+def _dispatch(name: str, x: Tensor, *args: Any) -> Any:
+    values = (x, *args)
+    position = _DRAWS[name.removesuffix("_")]
+    if len(values) > position and values[position] and (name.startswith("rrelu") or args[0]):
+        refuse_random(name, x)
+        for function in _divided:
+            out = function(name, x, args[0])
+            if out is not None:
+                return x.copy_(out) if name.endswith("_") else out
+    return plain(name, *values)
