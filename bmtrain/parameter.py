@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from sys import _getframe
@@ -17,6 +18,7 @@ from ._base.unseen import TORCH_DATA, TORCH_GRAD, data_of, gradient_of
 from ._C import ReduceOp
 from ._ranks.comm import wire_device
 from ._ranks.context import require_gathering, require_intact
+from ._shards.at_rest import show, show_together
 from ._shards.block_ref import BlockRef
 from ._shards.data_version import DataVersion
 from ._shards.foreign import refuse_fsdp, refuse_replicated
@@ -95,6 +97,8 @@ class DistributedParameter(torch.nn.Parameter):
     _accumulated_hooks: OrderedDict[int, Callable[[torch.Tensor], None]] | None
     #: A copy of the gradient, dropped when the gradient may have changed; see `optim/places/overlap/ahead.py`.
     _sent: Any = None
+    #: Weak reference to its shard on a drive, see `_engine/disk_shard.py`.
+    _stored: weakref.ref[Any] | None = None
 
     def __new__(
         cls,
@@ -173,6 +177,9 @@ class DistributedParameter(torch.nn.Parameter):
             return known
         reader = _getframe(1)
         gradient = gradient_of(self)
+        # torch's zero_grad methods look whether there is a gradient.
+        if self._stored is not None and gradient is not None and reader.f_code.co_name != "zero_grad":
+            show(self, gradient=True)
         if self._sent is not None:
             self._sent.drop()
         if reader.f_code.co_filename in CHECKED_FILES and not is_shown(self, gradient, reader):
@@ -192,6 +199,8 @@ class DistributedParameter(torch.nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         """This rank's shard, without autograd. It may be written to; optimizers detect such writes."""
+        if self._stored is not None:
+            show(self)
         self._unversioned_writes += 1
         owner = self if self._block is None else self._block
         if owner._data_version is None:
@@ -248,6 +257,7 @@ class DistributedParameter(torch.nn.Parameter):
             return self.view_as(self)
         require_gathering("gather()")
         refuse_replicated(self)
+        show_together(self)
         full: torch.Tensor = OpAllGather.apply(self)
         return full
 
@@ -281,6 +291,7 @@ class DistributedParameter(torch.nn.Parameter):
         Returns:
             a new tensor of :attr:`full_shape`.
         """
+        show_together(self, gradient=True)
         own = self.grad
         if not self._has_grad_anywhere(own):
             return None
@@ -386,6 +397,7 @@ class DistributedParameter(torch.nn.Parameter):
         return _rebuild, (type(self), self._own_part().clone(), self.requires_grad, spec, attributes)
 
     def _own_part(self) -> torch.Tensor:
+        show(self)
         return self._spec.slice_of(data_of(self).reshape(-1)) if self._is_full() else data_of(self)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -420,6 +432,7 @@ _NOT_COPIED = (
     "_gradient_hooks",
     "_accumulated_hooks",
     "_sent",
+    "_stored",
     "_is_whole",
 )
 

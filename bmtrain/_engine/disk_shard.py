@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -57,6 +58,9 @@ class StoredShard:
         self._fetched: Any = None  # when they were read
         self._sealed_gradients: Any = None
         self._is_shown = False  # whether a gradient was read by others since it was written
+        self._is_checked = True  # whether the parameters at rest were compared since they were written
+        for member in self.members:
+            member._stored = weakref.ref(self)  # type: ignore[attr-defined]
 
     @property
     def nbytes(self) -> int:
@@ -82,9 +86,22 @@ class StoredShard:
             self.parameters.unseal()
             self._sealed = mark
 
-    def note_step(self) -> None:
-        """Called after a step has written the parameters, and sealed them."""
+    def note_written(self) -> None:
+        """Called after the parameters were written, and sealed."""
         self._sealed = self._mark()
+        self._is_checked = self.parameters is None
+
+    def show_parameters(self) -> None:
+        """Called before others read or write parameters at rest: compares their bytes, once after each write.
+
+        Raises:
+            DiskError: they differ from the written ones, or cannot be read.
+        """
+        if not self._is_checked and self.buffer.state == ShardedBuffer.State.SHARDED:
+            assert self.parameters is not None
+            self.note_changes()
+            self.parameters.check()
+            self._is_checked = True
 
     def fetch_parameters(self) -> None:
         """Starts to read the parameters, unless they are in memory and unchanged."""
@@ -102,10 +119,12 @@ class StoredShard:
         array = self.parameters
         if array is None or array.memory is None:
             return
-        if array.is_in_use and self._mark() != self._fetched:
-            array.unseal()
-            array.mapping.copy_(array.memory)
+        is_changed = array.is_in_use and self._mark() != self._fetched
+        if is_changed:
+            array.send()
         array.rest()
+        if is_changed:
+            self.note_written()
 
     def follow_shard(self) -> None:
         """Called after users have put other tensors in the parameters' places."""
@@ -176,12 +195,10 @@ class StoredShard:
         """Frees the memory of the gradients; writes to them there since they were sent are kept."""
         array = self.gradients
         assert array is not None
-        is_changed = array.is_in_use and (self._is_shown or self._gradient_mark() != self._sealed_gradients)
-        memory = array.memory
+        if array.is_in_use and (self._is_shown or self._gradient_mark() != self._sealed_gradients):
+            array.wait()
+            array.send()
         array.rest()
-        if is_changed and memory is not None:
-            array.unseal()
-            array.mapping.copy_(memory)
 
     def seal_gradients(self) -> None:
         """Called when the file has the present gradients."""
@@ -189,6 +206,13 @@ class StoredShard:
         self._sealed_gradients = self._gradient_mark()
         for p in self.members:
             p._sent = self if self.holds_gradient_of(p) else None
+
+    def show_gradients(self) -> None:
+        """As `show_parameters`, before others read gradients."""
+        if self.gradients is not None and self.buffer.gradient_shard is not None and not self._is_shown:
+            self.note_gradient_changes()
+            self.gradients.check()
+            self._is_shown = True
 
     def drop(self) -> None:
         """A user reads ``.grad``, and may write to it. See `DistributedParameter.grad`."""
@@ -209,12 +233,8 @@ class StoredShard:
 
 def stored_shard_of(p: Any) -> StoredShard | None:
     """Returns the shard on a drive that ``p`` is in, or None."""
-    block = getattr(p, "_block", None)
-    runtime = None if block is None or block.runtime is None else block.runtime()
-    for stored in () if runtime is None else getattr(runtime, "stored", ()):
-        if any(member is p for member in stored.members):
-            return stored  # type: ignore[no-any-return]
-    return None
+    stored: weakref.ref[StoredShard] | None = getattr(p, "_stored", None)
+    return None if stored is None else stored()
 
 
 def _gradient_home(p: Tensor) -> StoredShard | None:

@@ -232,8 +232,21 @@ class StoredArray:
     def arrive(self) -> None:
         """Reads it and waits. A failure, or bytes that differ from the written ones, is noted in the tier."""
         self.fetch()
-        self._wait()
+        self.wait()
         self._use()
+
+    def check(self) -> None:
+        """Compares the bytes at rest with the written ones.
+
+        Raises:
+            DiskError: they differ, or cannot be read.
+        """
+        is_here = self.memory is not None
+        self.fetch()
+        self.wait()
+        if not is_here:
+            self.memory = None
+        self._tier.check()
 
     def _use(self) -> None:
         if not self.is_in_use:
@@ -248,13 +261,14 @@ class StoredArray:
 
     def rest(self) -> None:
         """Waits until it is written, if it is, and frees its memory."""
-        self._wait()
+        self.wait()
         if self.is_in_use:
             self.is_in_use = False
             self._put(self.mapping)
         self.memory = None
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Waits until it is read or written."""
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             transfer.complete()

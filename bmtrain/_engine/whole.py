@@ -19,6 +19,7 @@ import torch
 
 from .._base.unseen import TORCH_DATA, data_of
 from .._ranks.context import require_gathering
+from .._shards.at_rest import show_together
 
 if TYPE_CHECKING:
     from ..parameter import DistributedParameter
@@ -38,6 +39,7 @@ class WholeParameters:
             return
         param.require_data()
         require_gathering("reading a whole parameter")
+        show_together(param)
         shard = data_of(param)
         full = param._spec.gather(shard, param._label).view(param._original_shape)
         param._is_whole = True

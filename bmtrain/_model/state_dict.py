@@ -16,6 +16,7 @@ import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from .._base.stand_in import StandIn
+from .._shards.at_rest import show
 from .._shards.meta import make_shard
 from ..global_var import config, context
 from ..parameter import DistributedParameter, full_value, shard_of
@@ -106,6 +107,7 @@ def take_local_parts(
             state_dict[key] = param.detach()
             continue
         make_shard(param)
+        show(param)
         if isinstance(value, torch.Tensor):
             state_dict[key] = shard_of(param, value.detach())
         else:

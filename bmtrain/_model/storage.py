@@ -13,6 +13,7 @@ from .._C import ShardedBuffer
 from .._engine.engine import current_engine
 from .._engine.policy import BlockMode, BlockPolicy
 from .._ranks.groups import parts_of, ranks_per_host
+from .._shards.at_rest import show
 from .._shards.block_ref import BlockRef
 from .._shards.sharding import ShardSpec
 from ..global_var import context
@@ -50,6 +51,8 @@ class BlockStorage:
         """Returns the shard as one parameter, with its gradient if there is one."""
         for name, member in zip(self.names, self.parameters, strict=True):
             member.require_data(name)
+            show(member)
+            show(member, gradient=True)
         param = torch.nn.Parameter(self.shards.shard, requires_grad=self.requires_grad)
         for member in self.parameters:
             if member._sent is not None:

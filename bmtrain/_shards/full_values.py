@@ -7,6 +7,7 @@ from typing import Any, TypeGuard
 import torch
 
 from ..global_var import context
+from .at_rest import show, show_together
 from .meta import make_shard
 from .sharding import ShardSpec, merge_slices
 
@@ -73,6 +74,7 @@ def full_value(param: torch.Tensor) -> torch.Tensor:
     if not _is_sharded(param):
         return param.detach()
     param.require_data()
+    show_together(param)
     return gather_flat(param, param._own_part().detach()).view(param._tp_original_shape)
 
 
@@ -89,5 +91,6 @@ def load_full_value(param: torch.Tensor, full: torch.Tensor) -> None:
     if full.shape != param._tp_original_shape:
         raise ValueError(f"full: expected shape {tuple(param._tp_original_shape)}, got {tuple(full.shape)}")
     make_shard(param)
+    show(param)
     param.copy_(shard_of(param, full))
     param._unversioned_writes += 1

@@ -32,6 +32,7 @@ from .._model.outline import outline_of
 from .._ranks.agree import broadcast_json, failing_together, on_all_ranks, on_rank_0
 from .._ranks.context import require_intact
 from .._ranks.objects import allgather_objects, broadcast_object
+from .._shards.at_rest import show
 from ..distributed.checkpoint.snapshot import Run, Snapshot, optimizers_of
 from ..distributed.checkpoint.spread import Spread
 from ..global_var import context
@@ -132,6 +133,7 @@ def _add_entry(
     is_writer = context().topology.rank == 0
     if isinstance(value, DistributedParameter):
         value.require_data(name)
+        show(value)
         snapshot.add_shard(name, value, masters.get(key_of(value), data_of(value)))
     elif not is_writer:
         return

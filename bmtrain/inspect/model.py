@@ -10,7 +10,7 @@ import torch
 
 from .._base.arguments import require_module, require_text
 from .._C import ReduceOp
-from .._ranks.agree import broadcast_json
+from .._ranks.agree import broadcast_json, failing_together
 from .._ranks.comm import wire_device
 from ..global_var import context
 from ..parameter import full_value, gather_flat
@@ -50,7 +50,9 @@ def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> 
         for name, param in _named_parameters(model, prefix)
         if fnmatch.fnmatchcase(name, param_name)
     ]
-    has_gradient = _on_any_rank([param.grad is not None for _, param in found])
+    with failing_together("inspect_model"):
+        flags = [param.grad is not None for _, param in found]
+    has_gradient = _on_any_rank(flags)
     rows = [_row(name, param, has) for (name, param), has in zip(found, has_gradient, strict=True)]
     # What is not sharded may differ between ranks: rank 0's is shown.
     return [{**row, "shape": tuple(row["shape"])} for row in broadcast_json(rows, label="inspect_model")]

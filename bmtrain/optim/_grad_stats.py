@@ -287,5 +287,8 @@ def grad_rescale(param_groups: Iterable[Any], scale: float) -> None:
         param_groups: group dicts as of ``optimizer.param_groups``.
         scale: divisor, normally the loss scale.
     """
-    for grads in _by_kind(_gradients(parameters_of(param_groups))):
-        torch._foreach_div_(grads, scale)
+    parameters = list(parameters_of(param_groups))
+    with reading_gradients(parameters):
+        for members in gradients_in_memory(parameters, changes=True):
+            for grads in _by_kind(_gradients(members)):
+                torch._foreach_div_(grads, scale)

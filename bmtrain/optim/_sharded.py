@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from .._base.arguments import require_number
 from .._base.deprecate import warn_once
 from .._base.unseen import gradient_of
+from .._ranks.agree import failing_together
 from .._ranks.context import current, require_intact
 from ..global_var import num_losses
 from ._arrays import (
@@ -356,7 +358,8 @@ class ShardedOptimizer(UntracedOptimizer):
         Raises:
             CommunicationError: on GPUs, after a failure: the state may have been computed from incomplete data.
         """
-        out: dict[str, Any] = super().state_dict()
+        with failing_together("optimizer state") if gather else nullcontext():
+            out: dict[str, Any] = super().state_dict()
         require_intact(f"{type(self).__name__}.state_dict()")
         if gather:
             out["state"] = gathered_state(self)

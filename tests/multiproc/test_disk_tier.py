@@ -18,11 +18,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness import RankError, run_process, run_ranks
+from harness import run_process, run_ranks
 from harness.disk_tier import ALL, TIERS, make, small_chunks, train
 
 import bmtrain as bmt
 from bmtrain import _C
+from bmtrain._engine.engine import current_engine
+from bmtrain._ranks.context import context
 
 STEPS = 6
 KINDS = ["AdamOptimizer", "AdamOffloadOptimizer", "LionOptimizer", "SGDOptimizer", "SGDOffloadOptimizer"]
@@ -388,45 +390,102 @@ def test_failed_transfers(places: dict[str, Any], failing: int, what: str, tmp_p
         assert f"{what} of " in text
 
 
-def flip(what: str) -> str:
+def flip(optimizer: Any, what: str) -> None:
+    """Changes a bit that rank 1 has on the drive, or changes it back."""
+    arena = next(iter(optimizer._place._homes.values())).arena
+    if bmt.rank() != 1:
+        return
+    if what == "state":
+        arena.mapping.tensor(arena.file.nbytes // 2, 1).bitwise_xor_(4)
+    else:
+        getattr(arena.stored, what).mapping[1000:1001].bitwise_xor_(4)
+
+
+#: Readers of a model, an optimizer and a parameter at rest: what they read, and whether a rank does it alone.
+READERS: dict[str, tuple[str, bool, Any]] = {
+    "forward": ("parameters", False, lambda m, o, p, f: m(torch.ones(2, 40))),
+    "gather": ("parameters", False, lambda m, o, p, f: p.gather()),
+    "state_dict": ("parameters", False, lambda m, o, p, f: m.state_dict()),
+    "save": ("parameters", False, lambda m, o, p, f: bmt.save(m, f"{f}/file")),
+    "inspect": ("parameters", False, lambda m, o, p, f: bmt.inspect.inspect_model(m, "*")),
+    "whole": ("parameters", False, lambda m, o, p, f: bmt.whole(m.layers[0]).__enter__()),
+    "checkpoint": ("parameters", False, lambda m, o, p, f: bmt.distributed.checkpoint.save(f, 1, m)),
+    "dcp": ("parameters", False, lambda m, o, p, f: bmt.dcp.save(f"{f}/dcp", m, o)),
+    "data": ("parameters", True, lambda m, o, p, f: p.data),
+    "deepcopy": ("parameters", True, lambda m, o, p, f: copy.deepcopy(p)),
+    "load": ("parameters", True, lambda m, o, p, f: p.load(torch.ones(40, 40))),
+    "load_state_dict": ("parameters", True, lambda m, o, p, f: m.load_state_dict(STATE, strict=False)),
+    "step": ("gradients", False, lambda m, o, p, f: o.step()),
+    "gather_grad": ("gradients", False, lambda m, o, p, f: p.gather_grad()),
+    "inspect gradients": ("gradients", False, lambda m, o, p, f: bmt.inspect.inspect_model(m, "*")),
+    "clip": ("gradients", False, lambda m, o, p, f: bmt.optim.clip_grad.clip_gradients(m.parameters(), 0.1)),
+    "rescale": (
+        "gradients",
+        False,
+        lambda m, o, p, f: bmt.optim.optim_manager.grad_rescale(o.param_groups, 2),
+    ),
+    "overflow": (
+        "gradients",
+        False,
+        lambda m, o, p, f: bmt.optim.optim_manager.check_overflow(o.param_groups),
+    ),
+    "backward": ("gradients", False, lambda m, o, p, f: (m(torch.ones(2, 40)).sum().backward(), o.step())),
+    "grad": ("gradients", True, lambda m, o, p, f: p.grad),
+    "step of state": ("state", False, lambda m, o, p, f: o.step()),
+    "checkpoint of state": (
+        "state",
+        False,
+        lambda m, o, p, f: bmt.distributed.checkpoint.save(f, 1, None, o),
+    ),
+    "gathered state": ("state", False, lambda m, o, p, f: o.state_dict(gather=True)),
+    "state": ("state", True, lambda m, o, p, f: o.state),
+}
+STATE = {"layers.0.bias": torch.ones(40)}
+
+
+def read_flipped(readers: list[str], folder: str) -> list[str]:
+    """Has a bit of rank 1 flipped before each reader. Returns the errors."""
     small_chunks()
     model, optimizer = make("AdamOptimizer", torch.float32, ALL)
     train_only(model, optimizer)
-    if bmt.rank() == 1:
-        arena = next(iter(optimizer._place._homes.values())).arena
-        if what == "state":
-            arena.mapping.tensor(arena.file.nbytes // 2, 1).bitwise_xor_(4)
-        else:
-            getattr(arena.stored, what).mapping[1000:1001].bitwise_xor_(4)
-    with pytest.raises(bmt.errors.DiskError) as raised:
+    texts = []
+    for name in readers:
+        what, is_alone, read = READERS[name]
         train_only(model, optimizer)
-    return str(raised.value)
+        flip(optimizer, what)
+        if not is_alone or bmt.rank() == 1:
+            try:
+                read(model, optimizer, model.layers[0].weight, folder)
+                pytest.fail(f"{name}: not detected")
+            except bmt.errors.DiskError as error:
+                assert what.split()[-1] in str(error), name
+                texts.append(str(error))
+        if is_alone:  # then no rank goes on
+            with pytest.raises(bmt.errors.DiskError):
+                train_only(model, optimizer)
+        flip(optimizer, what)
+        current_engine(context()).tier.failure = optimizer._place._failure = None
+    return texts
 
 
 def train_only(model: Any, optimizer: Any) -> None:
+    """Leaves gradients on the drive, so that a reader finds them."""
+    optimizer.zero_grad(set_to_none=True)
     model(torch.ones(2, 40)).sum().backward()
     optimizer.step()
 
 
-@pytest.mark.parametrize("what", ["state", "parameters", "gradients"])
-def test_flipped_bit(what: str, tmp_path: Path) -> None:
-    for text in run_ranks(2, flip, what, init=tiers(tmp_path), fresh=True):
-        assert "their checksum differs" in text
-        assert str(tmp_path) in text
-
-
-def flip_and_read() -> None:
-    small_chunks()
-    model, optimizer = make("AdamOptimizer", torch.float32, True)
-    train_only(model, optimizer)
-    arena = next(iter(optimizer._place._homes.values())).arena
-    arena.mapping.tensor(5000, 1).bitwise_xor_(4)
-    optimizer.state_dict()
-
-
-def test_flipped_bit_is_not_saved(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="their checksum differs"):
-        run_ranks(1, flip_and_read, init=tiers(tmp_path), fresh=True)
+@pytest.mark.parametrize("back_end", ["io_uring", "threads"])
+def test_flipped_bit(back_end: str, tmp_path: Path) -> None:
+    environment = {"BMTRAIN_DISK_IO": back_end}
+    run = run_ranks(
+        2, read_flipped, list(READERS), str(tmp_path), init=tiers(tmp_path), environment=environment
+    )
+    for texts in run:
+        for text in texts:
+            assert re.search(r"(parameters|gradients|optimizer state) of Layer#0: ", text)
+            assert re.search(f"disk tier in {tmp_path}: [0-9]+ bytes at offset [0-9]+", text)
+            assert "their checksum differs" in text
 
 
 def fill() -> str:

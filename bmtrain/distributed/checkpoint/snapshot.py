@@ -17,6 +17,7 @@ from ..._files.shared_state import encode
 from ..._model.outline import outline_of
 from ..._ranks.agree import broadcast_json
 from ..._ranks.context import require_intact
+from ..._shards.at_rest import show
 from ..._shards.stage import StagedShardSpec
 from ...global_var import context
 from ...optim._arrays import MASTER
@@ -193,6 +194,7 @@ def _add_model(snapshot: Snapshot, model: torch.nn.Module) -> dict[str, Any]:
             continue
         if isinstance(value, DistributedParameter):
             value.require_data(key)
+            show(value)
             snapshot.add_shard(name, value, data_of(value))
         else:
             snapshot.replicas.append(_whole(name, value))

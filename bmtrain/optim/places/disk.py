@@ -203,7 +203,7 @@ class OnDisk(Place):
                 self._passage().update(chunks, lambda pieces: self._inner.apply(pieces, {}, is_early=True))
                 for stored in {chunk.arena.stored for chunk in chunks}:
                     if stored is not None:
-                        stored.note_step()
+                        stored.note_written()
         except DiskError as error:
             self._failure = error
         if not is_early:

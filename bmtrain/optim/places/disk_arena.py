@@ -144,12 +144,12 @@ class Chunk:
 
     @property
     def label(self) -> str:
-        """The block of the first parameter in it, for messages."""
+        """The label of the first parameter's block, for messages."""
         for p, home in self.arena.homes.items():
             if home.end > self.begin:
                 runtime = p._block.runtime()  # type: ignore[attr-defined]
-                return f"optimizer state of {runtime.label}"
-        return "optimizer state"
+                return str(runtime.label)
+        return "a block"
 
     def ranges(self) -> dict[str, tuple[int, int]]:
         """Returns offset and length in the file, by the names of the arrays."""
@@ -237,7 +237,7 @@ class Stream:
         )
         buffers = [_Buffer(n, self.queue.buffer(n)) for n in range(_SLOTS * num_arrays)]
         self._slots = [buffers[n * num_arrays : (n + 1) * num_arrays] for n in range(_SLOTS)]
-        self._chunks: list[Chunk | None] = [None] * _SLOTS  # of the last transfers
+        self._chunks: dict[int, Chunk] = {}  # of the last transfers
         self._spans: list[list[_Span]] = [[] for _ in range(_SLOTS)]
 
     @property
@@ -292,19 +292,18 @@ class Stream:
 
     def _arrays(self, slot: int) -> dict[str, Tensor]:
         chunk = self._chunks[slot]
-        assert chunk is not None
         return {
             span.name: buffer.memory[: (chunk.end - chunk.begin) * span.dtype.itemsize].view(span.dtype)
             for buffer, span in zip(self._slots[slot], self._spans[slot], strict=False)
         }
 
     def _wait(self, slot: int) -> None:
-        for buffer in self._slots[slot]:
+        for buffer, span in zip(self._slots[slot], self._spans[slot], strict=False):
             try:
                 self.queue.wait(buffer.number)
             except DiskError as error:
-                chunk = self._chunks[slot]
-                raise DiskError(f"{chunk.label if chunk else 'optimizer state'}: {error}") from None
+                what = {PARAMETER: "parameters", GRADIENT: "gradients"}.get(span.name, "optimizer state")
+                raise DiskError(f"{what} of {self._chunks[slot].label}: {error}") from None
 
     def _drain(self) -> None:
         for slot in self._slots:
