@@ -20,6 +20,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 templates_path = ["templates"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
+highlight_language = "text"  # a block without a language is an output, not Python
 html_title = f"bmtrain {release}"
 html_show_copyright = False
 html_static_path = ["static"]
@@ -129,10 +130,13 @@ def stay_in_language(app, pagename, templatename, context, doctree):
 
 
 def break_names(app, pagename, templatename, context, doctree):
-    """A long name in a table is broken after an underscore, a dot and such marks, and between its words."""
+    """Lets a long name in a table be broken after an underscore, a dot and such marks, and between its words."""
 
     def break_code(code):
-        return code[1] + re.sub(r"(?<=[_./=(\[,:-])(?=[\w\"')\]])|(?<=[a-z])(?=[A-Z])", "<wbr>", code[2])
+        if len(code[2]) <= 14:
+            return f'<span class="pre short">{code[2]}'
+        marks = r"(?<=[_./=(\[,:-])(?<!--)(?=[\w\"'])(?!\d+(\W|$))|(?<=[a-z])(?=[A-Z])"
+        return code[1] + re.sub(marks, "<wbr>", code[2])
 
     def break_table(table):
         return re.sub(r'(<span class="pre">)([^<]+)', break_code, table[0])

@@ -10,6 +10,7 @@ import torch
 from .notes import REMEDY
 from .state_dict import misfit
 
+_SHOWN = 8  # keys of each kind in an error
 _OURS = ("torch.", "bmtrain.", "transformers.")
 
 
@@ -29,16 +30,19 @@ def check_model_state(
         unexpected = [key for key in given if key not in own]
         for kind, keys in (("Missing", missing), ("Unexpected", unexpected)):
             if keys:
-                listed = ", ".join(f'"{key}"' for key in keys)
+                listed = ", ".join(_first([f'"{key}"' for key in keys]))
                 problems.append(f"{kind} key(s) in state_dict: {listed}. ")
-    for key, target in own.items():
-        if key in given and isinstance(target, torch.Tensor):
-            problems += filter(None, [_problem(key, target, given[key])])
+    both = [(key, own[key]) for key in own if key in given and isinstance(own[key], torch.Tensor)]
+    problems += _first([problem for key, target in both if (problem := _problem(key, target, given[key]))])
     if any("key(s) in" in problem for problem in problems):
         problems.append(f"{REMEDY}.")
     if problems:
         listed = "\n\t".join(problems)
         raise RuntimeError(f"Error(s) in loading state_dict for {model.__class__.__name__}:\n\t{listed}")
+
+
+def _first(items: list[str]) -> list[str]:
+    return [*items[:_SHOWN], *([f"and {len(items) - _SHOWN} more"] if len(items) > _SHOWN else [])]
 
 
 def _problem(key: str, target: torch.Tensor, value: Any) -> str:
@@ -58,9 +62,6 @@ def loads_by_itself(model: torch.nn.Module) -> bool:
             if not (getattr(function, "__module__", "") or "").startswith(_OURS):
                 return True
         for name in methods:
-            if name in module.__dict__:
-                return True
-            method = getattr(type(module), name)
-            if not method.__module__.startswith(_OURS):
+            if name in module.__dict__ or not getattr(type(module), name).__module__.startswith(_OURS):
                 return True
     return False

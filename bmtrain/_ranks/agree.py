@@ -46,8 +46,9 @@ def _raise_together(error: Exception | None, label: str = "") -> None:
         failed = flags.nonzero().flatten().tolist()
         if not failed:
             return
-        told = broadcast_json(describe_error(error) if error is not None else None, failed[0], label)
-        if comm.rank != failed[0]:
+        own = describe_error(error) if error is not None else None
+        told = broadcast_json(own, failed[0], label)
+        if told != own:
             raise rebuild_error(told) from error  # type: ignore[arg-type]
     if error is not None:
         raise error

@@ -1,7 +1,7 @@
 """``bmtrain launch``: start a training script on several ranks of this host.
 
 It uses torch's own launcher, like torchrun, which also starts jobs on several hosts. A failure ends in one line that
-names the rank that failed first, after the output of the ranks.
+names the rank that ended first, after the output of the ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--restarts",
         type=int,
         default=0,
-        metavar="N",
         help="with --survive: number of lost ranks whose places new processes take, in scripts with survive.steps",
     )
     parser.add_argument("script", type=Path, help="the training script")
@@ -53,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     """Starts the ranks and waits for them.
 
     Returns:
-        0; the exit status of the rank that failed first, or 128 and its signal; 2 if there is no such script; 130 if
+        0; the exit status of the rank that ended first, or 128 and its signal; 2 if there is no such script; 130 if
         the user ended it.
     """
     if not options.script.is_file():
@@ -77,11 +76,10 @@ def run(options: argparse.Namespace) -> int:
         launcher.run(launcher.parse_args(line))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        ending = f"was ended by {signal.Signals(-failure.exitcode).name}" if failure.exitcode < 0 else (
-            f"ended with status {failure.exitcode}"
-        )  # fmt: skip
-        print(f"bmtrain launch: rank {rank} of {num_ranks} failed first: it {ending}", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        status = failure.exitcode
+        ending = f"with status {status}" if status > 0 else f"by {signal.Signals(-status).name}"
+        print(f"bmtrain launch: rank {rank} of {num_ranks} ended first, {ending}", file=sys.stderr)
+        return status if status > 0 else 128 - status
     except (SignalException, KeyboardInterrupt) as error:
         name = error.sigval.name if isinstance(error, SignalException) else "SIGINT"
         print(f"bmtrain launch: stopped by {name}", file=sys.stderr)

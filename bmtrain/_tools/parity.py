@@ -57,9 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RANKS[:sp_size=N]",
         help="layouts to compare with one process (default: 2)",
     )
-    parser.add_argument(
-        "--steps", type=int, default=3, metavar="N", help="steps that are compared (default: 3)"
-    )
+    parser.add_argument("--steps", type=int, default=3, help="steps that are compared (default: 3)")
     parser.add_argument(
         "--allowed",
         type=float,

@@ -10,6 +10,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import IO, Any, NoReturn
 
 
@@ -60,6 +61,15 @@ class _HelpFormatter(argparse.HelpFormatter):
             if line is not None:
                 parts.append(_command(line, width))
         return "\n".join(parts)
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        usual = super()._get_default_metavar_for_optional(action)
+        return "N" if action.type is int else "FILE" if action.type is Path else usual
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        is_number = isinstance(action.default, int | float) and not isinstance(action.default, bool)
+        text = action.help or ""
+        return f"{text} (default: %(default)s)".lstrip() if is_number and "default" not in text else text
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)

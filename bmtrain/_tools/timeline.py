@@ -35,9 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory", type=Path, metavar="DIR", help="the recording: BMTRAIN_TIMELINE of the run"
     )
-    parser.add_argument(
-        "--step", type=int, default=-1, metavar="N", help="the step drawn (default: the last)"
-    )
+    parser.add_argument("--step", type=int, default=-1, help="the step drawn (default: the last)")
     parser.add_argument("--no-png", action="store_true", help="draw nothing")
 
 

@@ -35,7 +35,9 @@ _WIDTH = 4096
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describes the options of ``bench disk``."""
-    parser.add_argument("--directory", default=".", help="on the drive (default: the current one)")
+    parser.add_argument(
+        "--directory", default=".", metavar="DIR", help="on the drive (default: the current one)"
+    )
     parser.add_argument(
         "--mib", type=int, default=768, help="state that is read and written (default: %(default)s)"
     )

@@ -57,10 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seq", type=int, default=64, help="tokens of a rank's sequence (default: %(default)s)"
     )
     parser.add_argument("--repeat", type=int, default=5, help="steps of each number (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file as well")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw them into this file (needs matplotlib)"
-    )
+    parser.add_argument("--json", type=Path, help="write the results to this file as well")
+    parser.add_argument("--plot", type=Path, help="draw them into this file (needs matplotlib)")
     parser.add_argument("--part", choices=("blocks", "ranks", "host"), help=argparse.SUPPRESS)  # in a rank
 
 

@@ -182,7 +182,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "hf-llama, or hf-llama-fused (queries, keys and values in one matrix, as Phi-3 has it)",
     )
     parser.add_argument(
-        "--max-shard-size", type=_size, metavar="BYTES", help="split a safetensors folder into files"
+        "--max-shard-size", type=_size, metavar="BYTES", help="of each file of a safetensors folder"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing target")
 

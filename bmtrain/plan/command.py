@@ -54,13 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(model: _Group) -> None:
-    model.add_argument("--layers", type=int, default=24, metavar="N", help="(default: %(default)s)")
-    model.add_argument("--dim", type=int, default=2048, metavar="N", help="width (default: %(default)s)")
-    model.add_argument("--heads", type=int, default=16, metavar="N", help="(default: %(default)s)")
-    model.add_argument("--dim-head", type=int, metavar="N", help="default: dim / heads")
-    model.add_argument("--vocab", type=int, default=50257, metavar="N", help="(default: %(default)s)")
-    model.add_argument("--seq", type=int, metavar="N", help="tokens per sample (default: 1024)")
-    model.add_argument("--config", type=Path, metavar="FILE", help="a Hugging Face config.json instead")
+    model.add_argument("--layers", type=int, default=24, help="(default: %(default)s)")
+    model.add_argument("--dim", type=int, default=2048, help="width (default: %(default)s)")
+    model.add_argument("--heads", type=int, default=16, help="(default: %(default)s)")
+    model.add_argument("--dim-head", type=int, help="default: dim / heads")
+    model.add_argument("--vocab", type=int, default=50257, help="(default: %(default)s)")
+    model.add_argument("--seq", type=int, help="tokens per sample (default: 1024)")
+    model.add_argument("--config", type=Path, help="a Hugging Face config.json instead")
     model.add_argument("--module", metavar="FILE:FUNCTION", help="a module instead, see below")
     model.add_argument(
         "--dtype",
@@ -77,8 +77,8 @@ def _add_machine(machine: _Group) -> None:
     machine.add_argument(
         "--here", action="store_true", help="measure this machine with --devices ranks (default: 2) instead"
     )
-    machine.add_argument("--nodes", type=int, metavar="N", help="default: the preset's")
-    machine.add_argument("--devices", type=int, metavar="N", help="devices per node; default: the preset's")
+    machine.add_argument("--nodes", type=int, help="default: the preset's")
+    machine.add_argument("--devices", type=int, help="devices per node; default: the preset's")
     machine.add_argument(
         "--set",
         action="append",
@@ -92,17 +92,14 @@ def _add_policy(policy: _Group) -> None:
     policy.add_argument(
         "--micro-batch",
         type=int,
-        metavar="N",
         help="samples per device (default: the batch size of --module's inputs, else 1)",
     )
     policy.add_argument("--level", type=int, default=3, choices=(0, 1, 2, 3), help="ZeRO level")
-    policy.add_argument(
-        "--zero-size", type=int, metavar="N", help="devices that shard a block (default: all)"
-    )
+    policy.add_argument("--zero-size", type=int, help="devices that shard a block (default: all)")
     recompute = policy.add_mutually_exclusive_group()
-    recompute.add_argument("--no-recompute", action="store_true", help="keep activations")
+    recompute.add_argument("--no-recompute", action="store_true", help="keep all activations")
     recompute.add_argument(
-        "--selective", action="store_true", help="keep results of matrix products and attention"
+        "--selective", action="store_true", help="recompute all but matrix products and attention"
     )
     policy.add_argument(
         "--compute-dtype", choices=("float16", "bfloat16"), help="dtype of compute, over fp32 parameters"
@@ -111,10 +108,7 @@ def _add_policy(policy: _Group) -> None:
         "--gather-dtype", choices=("float16", "bfloat16"), help="dtype of sent fp32 parameters"
     )
     policy.add_argument(
-        "--optimizer",
-        choices=("adam", "muon"),
-        default="adam",
-        help="muon: in blocks",
+        "--optimizer", choices=("adam", "muon"), default="adam", help="of matrices in blocks (default: adam)"
     )
     policy.add_argument(
         "--offload", type=float, default=0.0, metavar="F", help="share of the optimizer on the host, 0 to 1"
@@ -122,12 +116,12 @@ def _add_policy(policy: _Group) -> None:
     policy.add_argument(
         "--state-dtype",
         choices=("float32", "bfloat16", "int8"),
+        help="of Adam's moments (default: float32)",
         default="float32",
-        help="dtype of Adam's moments (default: %(default)s)",
     )
-    policy.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches per step")
-    policy.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks")
-    policy.add_argument("--pipe", type=int, default=1, metavar="N", help="pipeline stages")
+    policy.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
+    policy.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    policy.add_argument("--pipe", type=int, default=1, help="pipeline stages")
     policy.add_argument(
         "--reduce",
         choices=("direct", "hosts", "ring"),
@@ -140,7 +134,7 @@ def _add_policy(policy: _Group) -> None:
 
 
 def _add_output(output: _Group) -> None:
-    output.add_argument("--json", type=Path, metavar="FILE", help="write the plan to this file as well")
+    output.add_argument("--json", type=Path, help="write the plan to this file as well")
     output.add_argument(
         "--published", action="store_true", help="compare with the published 13B table instead"
     )

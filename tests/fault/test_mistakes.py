@@ -99,6 +99,13 @@ def missing_key_in_a_file() -> None:
     bmt.load(linear(), name)
 
 
+def file_of_another_model() -> None:
+    if bmt.rank() == 0:
+        torch.save({f"h.{i}.weight": torch.ones(4, 4) for i in range(50)}, "other.pt")
+    bmt.synchronize()
+    bmt.load(linear(), "other.pt")
+
+
 def loss_of_several_numbers() -> None:
     bmt.optim.OptimManager().backward(linear()(torch.ones(2, 4)))
 
@@ -241,6 +248,9 @@ RECOVERABLE = [
     Mistake(7, state_of_other_ranks, r"layout"),
     Mistake(8, missing_key, r'Missing key.*"bias"[\s\S]*strict=False'),
     Mistake(8, missing_key_in_a_file, r'Missing key.*"bias"[\s\S]*strict=False'),
+    Mistake(
+        8, file_of_another_model, r'\A(?![\s\S]*direct cause)[\s\S]*"h\.7\.weight", and 42 more\. \n'
+    ),  # one traceback, on all ranks
     Mistake(9, loss_of_several_numbers, r"loss: expected one number .*, got shape \(2, 4\)"),
     Mistake(10, sampler_without_rank),
     Mistake(

@@ -30,8 +30,8 @@ if way != "well":
     ("way", "status", "last"),
     [
         ("well", 0, ""),
-        ("exit", 7, "bmtrain launch: rank 1 of 2 failed first: it ended with status 7"),
-        ("kill", 137, "bmtrain launch: rank 1 of 2 failed first: it was ended by SIGKILL"),
+        ("exit", 7, "bmtrain launch: rank 1 of 2 ended first, with status 7"),
+        ("kill", 137, "bmtrain launch: rank 1 of 2 ended first, by SIGKILL"),
     ],
 )
 def test_launch(way: str, status: int, last: str, tmp_path: Path) -> None:
