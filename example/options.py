@@ -42,34 +42,36 @@ _DECIDES_LOSS = (
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = _Parser(
         description="Train a GPT-2 on bytes of text, sharded over all ranks of the launcher.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
     )
     model = parser.add_argument_group("model")
-    model.add_argument("--num-layers", type=_positive, default=4)
+    model.add_argument("--num-layers", type=_positive, default=4, help="transformer blocks")
     model.add_argument("--dim-model", type=_positive, default=128, help="width")
-    model.add_argument("--num-heads", type=_positive, default=4)
+    model.add_argument("--num-heads", type=_positive, default=4, help="attention heads")
     model.add_argument("--dim-head", type=_positive, help="default: dim-model / num-heads")
     model.add_argument("--dim-ff", type=_positive, help="default: 4 dim-model")
     model.add_argument("--untied", action="store_true", help="give the output head a weight of its own")
     model.add_argument("--dtype", choices=DTYPES, default="fp32", help="on a CPU prefer bf16 to fp16")
 
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=_positive, default=1000)
+    training.add_argument("--steps", type=_positive, default=1000, help="optimizer steps")
     training.add_argument("--batch-size", type=_positive, default=8, help="samples in a step, all ranks")
     training.add_argument("--seq-len", type=_positive, default=256, help="bytes in a sample")
     training.add_argument(
         "--optimizer", choices=("adam", "muon"), default="adam", help="muon: for the matrices of the layers"
     )
-    training.add_argument("--lr", type=_not_negative, default=2e-3)
-    training.add_argument("--scheduler", choices=SCHEDULERS, default="cosine")
-    training.add_argument("--warmup", type=int, default=50, help="steps until the learning rate is reached")
-    training.add_argument("--weight-decay", type=_not_negative, default=0.0)
+    training.add_argument("--lr", type=_not_negative, default=2e-3, help="learning rate after warm-up")
+    training.add_argument("--scheduler", choices=SCHEDULERS, default="cosine", help="of the learning rate")
+    training.add_argument("--warmup", type=int, default=50, help="steps until --lr is reached")
+    training.add_argument("--weight-decay", type=_not_negative, default=0.0, help="decoupled from Adam")
     training.add_argument("--clip", type=_not_negative, default=1.0, help="bound of the gradient's norm")
     training.add_argument("--loss-scale", type=float, default=2.0**15, help="first loss scale, for fp16")
-    training.add_argument("--seed", type=int, default=0)
+    training.add_argument("--seed", type=int, default=0, help="of weights and of the order of samples")
 
     memory = parser.add_argument_group("memory")
-    memory.add_argument("--zero-level", type=int, choices=(2, 3), default=3)
+    memory.add_argument(
+        "--zero-level", type=int, choices=(2, 3), default=3, help="2: keep parameters until backward"
+    )
     memory.add_argument("--no-recompute", action="store_true", help="keep activations for backward")
     memory.add_argument("--offload", action="store_true", help="optimizer state in host memory")
     memory.add_argument(
@@ -90,7 +92,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         default=250,
         help="steps between validations; there is one before each checkpoint too",
     )
-    files.add_argument("--validation-batches", type=_positive, default=16)
+    files.add_argument("--validation-batches", type=_positive, default=16, help="of one validation")
     files.add_argument("--log-every", type=_positive, default=20, help="steps between lines")
     files.add_argument(
         "--inspect-every", type=_positive, help="steps between tables of parameters and gradients"
@@ -115,6 +117,19 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         options.dim_head = options.dim_model // options.num_heads
     options.dim_ff = options.dim_ff or 4 * options.dim_model
     return options
+
+
+class _Help(argparse.HelpFormatter):
+    """Shows defaults, but not those of switches, and N or X for a number."""
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        names = {int: "N", _positive: "N", float: "X", _not_negative: "X"}
+        return names.get(action.type) or super()._get_default_metavar_for_optional(action)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        is_shown = action.default not in (None, argparse.SUPPRESS) and action.default is not False
+        return text if not is_shown or "default:" in text else f"{text} (default: %(default)s)"
 
 
 class _Parser(argparse.ArgumentParser):
