@@ -46,11 +46,10 @@ def _first(items: list[str]) -> list[str]:
 
 
 def _problem(key: str, target: torch.Tensor, value: Any) -> str:
-    if problem := misfit(key, target, value):
-        return problem
-    if value.dtype.is_complex and not target.dtype.is_complex:
-        return f"dtype mismatch for {key}: a param of {value.dtype} from checkpoint, the model has {target.dtype}."
-    return ""
+    problem = misfit(key, target, value)
+    if not problem and value.dtype.is_complex and not target.dtype.is_complex:
+        problem = f"dtype mismatch for {key}: a param of {value.dtype} from checkpoint, the model has {target.dtype}."
+    return problem
 
 
 def loads_by_itself(model: torch.nn.Module) -> bool:
