@@ -120,7 +120,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 class _Help(argparse.HelpFormatter):
-    """Shows defaults, but not those of switches, and N or X for a number."""
+    """Shows the defaults of options that take a value, and N or X for a number."""
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         names = {int: "N", _positive: "N", float: "X", _not_negative: "X"}
