@@ -20,7 +20,7 @@ PYTHON = {
     "ranks": ("_ranks global_var nccl synchronize utils", 4245),
     "shards": ("_shards parameter", 1504),
     "engine": ("_engine", 6732),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5454),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5478),
     "files": ("_files dcp distributed store weights", 4460),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 9290),
     "survive": ("_survive survive", 1800),

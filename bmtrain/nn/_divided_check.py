@@ -28,7 +28,8 @@ from ._sequences import current_sequences
 __all__ = ["check_first_forward"]
 
 _NUM_TOKENS = 32  # of one sequence, at most
-_LABELS = ("labels", "shift_labels", "num_items_in_batch")
+#: Values in their place. Labels of `shard_sequence` are shifted: a loss must be one of ``shift_labels`` alone.
+_LABELS: dict[str, Any] = {"labels": -100, "shift_labels": 0, "num_items_in_batch": 5}
 
 
 def check_first_forward(model: torch.nn.Module) -> None:
@@ -69,7 +70,13 @@ def _complaint(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num_own: int
 ) -> str | None:
     """Returns the first problem that the model has with divided sequences; None without one."""
-    kwargs = {name: value for name, value in kwargs.items() if name not in _LABELS}
+    kwargs = {
+        name: torch.full_like(value, _LABELS[name])
+        if name in _LABELS and isinstance(value, Tensor)
+        else value
+        for name, value in kwargs.items()
+    }
+    has_labels = not kwargs.keys().isdisjoint(("labels", "shift_labels"))
     tokens = min(num_own, _NUM_TOKENS)
     half = tokens // 2
     runs = []
@@ -87,7 +94,16 @@ def _complaint(
             "the same for different tokens; do without"
         )
     for name, together in whole.results.items():
-        if not _is_joined(together, [run.results.get(name) for run in halves]):
+        parts = [run.results.get(name) for run in halves]
+        if has_labels and together.dim() == 0:
+            if not _is_sum(together, parts):
+                return (
+                    f"{name}: not the sum of the losses of 'shift_labels' divided by 'num_items_in_batch', so that its "
+                    "mean over ranks is not the mean over tokens; expected a model without labels, whose loss is "
+                    "bmtrain.nn.sequence.token_mean of the losses of tokens ('shift_labels' in the batch given to "
+                    "shard_sequence() are labels as they are, 'labels' the tokens themselves)"
+                )
+        elif not _is_joined(together, parts):
             return (
                 f"{name}: other for some tokens together than for the first and the second half of them, even without "
                 "attention: the model mixes tokens (a convolution, a recurrence, a pooling, an attention that is not "
@@ -124,6 +140,14 @@ def _is_joined(whole: Tensor, halves: list[Tensor | None]) -> bool:
     allowed = 1e-4 if torch.finfo(whole.dtype).bits >= 32 else 5e-2
     difference = (joined.double() - whole.double()).abs().max()
     return bool(difference <= allowed * whole.double().abs().max().clamp_min(1e-30))
+
+
+def _is_sum(whole: Tensor, halves: list[Tensor | None]) -> bool:
+    """Whether a loss is the sum of the losses of its parts, up to rounding."""
+    total = sum(
+        (part.double() for part in halves if part is not None), start=whole.new_zeros((), dtype=torch.double)
+    )
+    return bool(whole > 0 and (total - whole).abs() <= 1e-2 * whole)
 
 
 class _Run:

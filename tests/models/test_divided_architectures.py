@@ -137,3 +137,24 @@ def test_an_architecture_trains_or_is_refused(name: str) -> None:
             else:
                 assert not isinstance(result, str), result
                 assert_same_run(result, wanted)
+
+
+def losses(name: str) -> Any:
+    model = bmtrain.BMTrainModelWrapper(make(name))
+    try:
+        loss = model(**bmtrain.shard_sequence(batch_of(2, 19))).loss
+    except NotImplementedError as error:
+        return str(error)
+    return bmtrain.distributed.all_reduce(loss.detach(), "avg").item()
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_a_loss_inside_the_model_is_the_mean_over_all_tokens(name: str) -> None:
+    """Masked models read labels as they are, and divide by the tokens of their rank."""
+    batch = batch_of(2, 19)
+    wanted = make(name)(**batch).loss.item()
+    for found in run_ranks(2, losses, name, init={"sp_size": 2}):
+        if name == "bert":
+            assert "'loss': not the sum of the losses of 'shift_labels'" in found
+        else:
+            assert abs(found - wanted) < 1e-6
