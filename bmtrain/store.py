@@ -19,15 +19,18 @@ from ._base.arguments import require_module, require_path
 from ._base.atomic_file import AtomicFile
 from ._base.tensors import place_of
 from ._files.archive import read_archive
+from ._files.archive_writer import write_archive
+from ._files.gathering import write_gathered
 from ._files.shared_state import DTYPE_LIST, DistributedStateDictWrapper, DistributedTensorWrapper
-from ._model.check import check_model_state, loads_by_itself
-from ._model.outline import outline_of
+from ._model.check import check_model_state, has_own_state_methods
+from ._model.outline import Outline, outline_of
 from ._model.state_dict import collecting, install_hooks_below
 from ._ranks.agree import failing_together, on_rank_0
 from ._ranks.context import current, require_intact
 from ._ranks.objects import allgather_object, allgather_objects, broadcast_object
 from .block_layer import Block
 from .global_var import config, context
+from .parameter import DistributedParameter
 
 __all__ = [
     "DTYPE_LIST",
@@ -48,9 +51,10 @@ def save(
 ) -> SaveHandle | None:
     """Writes the full model to one file that plain ``torch.load`` reads. Collective.
 
-    Rank 0 writes the ``state_dict()`` of the same model without sharding, as CPU tensors; no other rank
-    ever holds more than one full parameter. The file appears under its name when it is complete: an interrupted save
-    leaves the old one.
+    Rank 0 writes the ``state_dict()`` of the same model without sharding, as CPU tensors. No rank holds more than one
+    full parameter; rank 0 holds all of them with ``non_blocking``, and where a module has methods or hooks of its own
+    for state dicts, or entries other than dense tensors. The file appears under its name when it is complete: an
+    interrupted save leaves the old one.
 
     Args:
         model: any mix of distributed and plain modules.
@@ -75,8 +79,20 @@ def save(
     require_path("file_name", file_name)
     context("save()")
     finish_background_save()
-    state = _full_state(model, copy=non_blocking)
     resume = f"continue with bmtrain.load(model, {os.fspath(file_name)!r})"
+    if not non_blocking and (outline := _outline_of_tensors(model)) is not None:
+        first = {id(value): key for key, value in reversed(outline.entries.items())}  # of several names
+        ties = {key: first[id(value)] for key, value in outline.entries.items() if first[id(value)] != key}
+        tensors = {key: value for key, value in outline.entries.items() if key not in ties}
+        order = list(outline.entries)
+        write_gathered(
+            tensors,
+            "save",
+            lambda table, read: write_archive(file_name, table, read, ties, order, outline.metadata),
+        )
+        note_saved(resume)
+        return None
+    state = _full_state(model, copy=non_blocking)
     if not non_blocking:
         on_rank_0(lambda: _write(state, AtomicFile(file_name)), "save")
         note_saved(resume)
@@ -123,12 +139,24 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike[str], strict: bool
     install_hooks_below(model)
     wrapper = DistributedStateDictWrapper(state or {})
     with failing_together("load"):
-        if not loads_by_itself(model):
+        if not has_own_state_methods(model):
             check_model_state(model, outline_of(model).entries, wrapper, strict)
     return model.load_state_dict(wrapper, strict=strict)
 
 
 # ---- collecting
+
+
+def _outline_of_tensors(model: torch.nn.Module) -> Outline | None:
+    """The outline of a state dict that is made by torch's and this library's methods alone, of dense tensors."""
+    tensors = (*model.parameters(), *model.buffers())
+    if has_own_state_methods(model) or any(tensor.layout is not torch.strided for tensor in tensors):
+        return None
+    outline = outline_of(model)
+    dense = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, DistributedParameter)
+    kinds = {(type(value), getattr(value, "is_meta", False)) for value in outline.entries.values()}
+    is_dense = all(kind in dense and (not is_meta or kind is DistributedParameter) for kind, is_meta in kinds)
+    return outline if is_dense else None
 
 
 def _full_state(model: torch.nn.Module, copy: bool) -> dict[str, Any]:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ._base.arguments import require_module
+from ._files.gathering import write_gathered
 from ._files.safetensors import SafetensorsFile, locate_tensors, write_folder, write_safetensors
 from ._files.shared_state import DistributedTensorWrapper
 from ._files.torch_folder import TorchFolder
 from ._model.check import check_model_state
 from ._model.outline import outline_of
 from ._ranks.agree import failing_together, on_all_ranks
-from ._ranks.context import require_intact
 from .distributed.checkpoint.spread import local_run, spread_of
 from .global_var import context
-from .parameter import DistributedParameter, full_value
+from .parameter import DistributedParameter
 from .store import finish_background_save
 
 __all__ = ["load", "save"]
@@ -238,44 +239,20 @@ def save(
     if others:
         raise TypeError(f"weights.save: expected tensors alone, got other values in {', '.join(others)}")
     named = {id(value): key for key, value in reversed(own.items())}  # the first of several names
-    gathering = _Gathering({key: own[key] for key in own if named[id(own[key])] == key})
-    with failing_together("weights.save"):
-        try:
-            if context().topology.rank == 0:
-                gathering.write(Path(path), max_shard_size)
-        finally:
-            gathering.read_rest()
+    tensors = {key: own[key] for key in own if named[id(own[key])] == key}
+    write_gathered(tensors, "weights.save", partial(_write, Path(path), max_shard_size))
 
 
-class _Gathering:
-    """Full tensors, one after the other, on all ranks alike."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._rest = list(reversed(tensors))
-
-    def write(self, path: Path, max_shard_size: int) -> None:
-        """Writes them to a file, or to the files of a folder. On rank 0."""
-        table, metadata = self.table(), {"format": "pt"}
-        if path.suffix == ".safetensors":
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_safetensors(path, table, map(self.read, table), metadata)
-        else:
-            write_folder(path, table, self.read, metadata, max_shard_size)
-
-    def table(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and full shape of each."""
-        return {key: (tensor.dtype, spread_of(tensor).shape) for key, tensor in self._tensors.items()}
-
-    def read(self, key: str) -> torch.Tensor:
-        """The next tensor, on the host. Collective."""
-        if self._rest.pop() != key:
-            raise RuntimeError(f"weights.save: {key} is read out of order")
-        value = full_value(self._tensors[key]).cpu()
-        require_intact("weights.save()")
-        return value
-
-    def read_rest(self) -> None:
-        """Takes part in the gathers that are left: all of them on other ranks, and on rank 0 after an error."""
-        while self._rest:
-            self.read(self._rest[-1])
+def _write(
+    path: Path,
+    max_shard_size: int,
+    table: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+    read: Callable[[str], torch.Tensor],
+) -> None:
+    """Writes tensors to a file, or to the files of a folder."""
+    metadata = {"format": "pt"}
+    if path.suffix == ".safetensors":
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_safetensors(path, table, map(read, table), metadata)
+    else:
+        write_folder(path, table, read, metadata, max_shard_size)

@@ -65,6 +65,7 @@ def write_archive(
     read: Callable[[str], torch.Tensor],
     ties: Mapping[str, str],
     order: list[str],
+    metadata: Any = None,
 ) -> None:
     """Writes a state dict that plain ``torch.load`` reads; the file appears when it is complete.
 
@@ -73,9 +74,12 @@ def write_archive(
         read: gives a tensor, on the host; called once for each.
         ties: further names, by name of the tensor that they share.
         order: all names in the order of the state dict.
+        metadata: versions of the modules, as ``state_dict()`` has them.
     """
     stored = {name: _Stored(number, *entry) for number, (name, entry) in enumerate(table.items())}
-    state = OrderedDict((name, stored[ties.get(name, name)]) for name in order)
+    state: Any = OrderedDict((name, stored[ties.get(name, name)]) for name in order)
+    if metadata is not None:
+        state._metadata = metadata
     text = io.BytesIO()
     _Pickler(text, protocol=2).dump(state)
     with AtomicFile(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:

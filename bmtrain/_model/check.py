@@ -22,7 +22,7 @@ def check_model_state(
     A model with loading methods or hooks of its own may rename or change entries while loading: for such a model
     nothing is compared. ``given`` has values, and tensors or handles with a shape and a dtype.
     """
-    if loads_by_itself(model):
+    if has_own_state_methods(model):
         return
     problems: list[str] = []
     if strict:
@@ -52,11 +52,12 @@ def _problem(key: str, target: torch.Tensor, value: Any) -> str:
     return problem
 
 
-def loads_by_itself(model: torch.nn.Module) -> bool:
-    """Whether a module of the model has a loading method or hook that is not torch's or this library's."""
-    methods = ("load_state_dict", "_load_from_state_dict", "state_dict")
+def has_own_state_methods(model: torch.nn.Module) -> bool:
+    """Whether a module has a method or hook of saving or loading that is not torch's or this library's."""
+    methods = ("load_state_dict", "_load_from_state_dict", "state_dict", "_save_to_state_dict")
     for module in model.modules():
-        for hook in (*module._load_state_dict_pre_hooks.values(), *module._state_dict_hooks.values()):
+        known = (module._load_state_dict_pre_hooks, module._state_dict_pre_hooks, module._state_dict_hooks)
+        for hook in (hook for hooks in known for hook in hooks.values()):
             function = getattr(hook, "hook", hook)
             if not (getattr(function, "__module__", "") or "").startswith(_OURS):
                 return True
