@@ -19,7 +19,7 @@ PYTHON = {
     "watch": ("_watch", 1905),
     "ranks": ("_ranks global_var nccl synchronize utils", 4245),
     "shards": ("_shards parameter", 1504),
-    "engine": ("_engine", 6732),
+    "engine": ("_engine", 6752),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5479),
     "files": ("_files dcp distributed store weights", 4522),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 9290),

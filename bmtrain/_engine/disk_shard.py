@@ -13,6 +13,7 @@ from torch import Tensor
 from .._base.unseen import gradient_of
 from .._C import DiskFile, ShardedBuffer
 from .._ranks.agree import failing_together
+from ..errors import DiskError
 from .disk_tier import AHEAD, DiskTier, StoredArray, aligned
 
 __all__ = ["StoredShard", "gradients_in_memory", "reading_gradients", "stored_shard_of"]
@@ -81,9 +82,12 @@ class StoredShard:
 
     def note_changes(self) -> None:
         """Called before parameters are read: checksums of others than the present values are dropped."""
-        mark = self._mark()
-        if self.parameters is not None and mark != self._sealed:
-            self.parameters.unseal()
+        mark, array = self._mark(), self.parameters
+        if array is not None and mark != self._sealed:
+            array.unseal()
+            if not array.is_in_use:
+                array.rest()  # a read that met the change ends here, and seals what it read
+                array.unseal()
             self._sealed = mark
 
     def note_written(self) -> None:
@@ -109,8 +113,6 @@ class StoredShard:
         if array is None or array.is_in_use:
             return
         self.note_changes()
-        if array.memory is not None and self._fetched != self._sealed:
-            array.rest()
         self._fetched = self._sealed
         array.fetch()
 
@@ -132,10 +134,15 @@ class StoredShard:
         if array is None:
             return
         here = array.memory if array.is_in_use else array.mapping
-        if here is not None and shard.data_ptr() != here.data_ptr():  # users keep the old memory
-            array.unseal()
-            here[: shard.numel() * shard.element_size()].copy_(shard.view(torch.uint8))
-            self.buffer.use_shard_memory(here)
+        if here is None or shard.data_ptr() == here.data_ptr():
+            return
+        try:
+            new = array.leave()
+        except DiskError as error:  # all ranks raise it before the gather
+            self.tier.note(DiskError(f"{array.label}: {error}"))
+            return
+        new[: shard.numel() * shard.element_size()].copy_(shard.view(torch.uint8))
+        self.buffer.use_shard_memory(new)
 
     # ---- gradients
 
@@ -209,9 +216,12 @@ class StoredShard:
 
     def show_gradients(self) -> None:
         """As `show_parameters`, before others read gradients."""
-        if self.gradients is not None and self.buffer.gradient_shard is not None and not self._is_shown:
+        array = self.gradients
+        if not (
+            array is None or array.memory is not None or self._is_shown or self.buffer.gradient_shard is None
+        ):
             self.note_gradient_changes()
-            self.gradients.check()
+            array.check()
             self._is_shown = True
 
     def drop(self) -> None:

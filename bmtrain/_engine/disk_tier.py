@@ -204,6 +204,18 @@ class StoredArray:
         self._transfer: Transfer | None = None
         self._is_zero = False
 
+    def leave(self) -> Tensor:
+        """Leaves memory or mapping to others, who keep it; returns what takes its place, without contents."""
+        if self.is_in_use:
+            self.memory = self._tier.take(self.nbytes)
+            return self.memory
+        self.rest()
+        file = DiskFile(self._tier.directories[0])
+        file.reserve(self.nbytes)
+        self.file, self.offset = file, 0
+        self.mapping = file.map(0, self.nbytes).tensor(0, self.nbytes)
+        return self.mapping
+
     def unseal(self) -> None:
         """Called where a user may have written to the mapping."""
         self.file.unseal(self.offset, self.nbytes)
@@ -241,11 +253,9 @@ class StoredArray:
         Raises:
             DiskError: they differ, or cannot be read.
         """
-        is_here = self.memory is not None
+        self.rest()
         self.fetch()
-        self.wait()
-        if not is_here:
-            self.memory = None
+        self.rest()
         self._tier.check()
 
     def _use(self) -> None:

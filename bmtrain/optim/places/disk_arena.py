@@ -168,7 +168,7 @@ class Chunk:
             for name, (offset, nbytes) in self.ranges().items()
         ]
         stored = self.arena.stored
-        if stored is None:
+        if stored is None or not self.pieces:
             return spans
         dtype = self.arena.buffer.shard.dtype
         passing = [(PARAMETER, stored.parameters, True)]
