@@ -21,7 +21,7 @@ PYTHON = {
     "shards": ("_shards parameter", 1504),
     "engine": ("_engine", 6752),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5479),
-    "files": ("_files dcp distributed store weights", 4522),
+    "files": ("_files dcp distributed store weights", 4527),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 9290),
     "survive": ("_survive survive", 1800),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 11_896),

@@ -34,7 +34,12 @@ def write_gathered(
     def read(name: str) -> torch.Tensor:
         if rest.pop() != name:
             raise RuntimeError(f"{operation}: {name} is read out of order")
-        value = full_value(tensors[name]).cpu()
+        try:
+            full = full_value(tensors[name])
+        except Exception:  # on all ranks: nothing is gathered after it
+            rest.clear()
+            raise
+        value = full.cpu()
         require_intact(f"{operation}()")
         return value
 

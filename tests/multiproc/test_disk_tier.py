@@ -407,6 +407,7 @@ READERS: dict[str, tuple[str, bool, Any]] = {
     "gather": ("parameters", False, lambda m, o, p, f: p.gather()),
     "state_dict": ("parameters", False, lambda m, o, p, f: m.state_dict()),
     "save": ("parameters", False, lambda m, o, p, f: bmt.save(m, f"{f}/file")),
+    "weights": ("parameters", False, lambda m, o, p, f: bmt.weights.save(m, f"{f}/w.safetensors")),
     "inspect": ("parameters", False, lambda m, o, p, f: bmt.inspect.inspect_model(m, "*")),
     "whole": ("parameters", False, lambda m, o, p, f: bmt.whole(m.layers[0]).__enter__()),
     "checkpoint": ("parameters", False, lambda m, o, p, f: bmt.distributed.checkpoint.save(f, 1, m)),
