@@ -36,7 +36,8 @@ TORCH_MINIMUM = (2, 11)
 TORCH_TO_INSTALL = "torch==2.13.0"
 CONFIG_FILE = "_build_config.json"  # read by bmtrain/_base/build.py
 BUILDING = {"build", "build_ext", "bdist_wheel", "editable_wheel", "develop"}
-BINDINGS_GROUP_SIZE = 3  # sources compiled as one; each takes as long as other folders
+# Folders, and files of csrc/bindings, compiled as one with another: most of the time goes to torch's headers.
+JOINED = {"guard": "comm", "ops": "shard", **dict.fromkeys(["common", "disk", "module", "testing"], "optim")}
 
 
 def require_setuptools() -> None:
@@ -237,7 +238,7 @@ def includes_torch(source: Path) -> bool:
 
 
 def group_sources(sources: list[str], folder: Path) -> list[str]:
-    """Compile the files of a folder as one: most of their time goes to torch's headers, which they share.
+    """Compile files as one where they have most headers in common: a folder, its bindings, and what is joined to it.
 
     The kernels of an instruction set stay alone, and so does what is CUDA's.
 
@@ -248,23 +249,21 @@ def group_sources(sources: list[str], folder: Path) -> list[str]:
     Returns:
         The files to compile instead.
     """
-    alone, folders = [], {}
+    alone, groups = [], {}
     for source in sources:
         path = Path(source)
         if path.suffix != ".cpp" or path.stem.endswith("_cuda") or path.parent.name in ("cpu", "cuda"):
             alone.append(source)
         else:
-            folders.setdefault(path.parent, []).append(path)
+            name = path.stem if path.parent.name == "bindings" else path.parts[1]
+            groups.setdefault(JOINED.get(name, name), []).append(path.relative_to("csrc").as_posix())
     folder.mkdir(parents=True, exist_ok=True)
-    for place, paths in folders.items():
-        count = -(-len(paths) // BINDINGS_GROUP_SIZE) if place.name == "bindings" else 1
-        for n in range(count):
-            part = paths[n * len(paths) // count : (n + 1) * len(paths) // count]
-            text = "".join(f'#include "{path.relative_to("csrc").as_posix()}"\n' for path in part)
-            group = folder / f"{'_'.join(place.parts[1:]) or 'csrc'}_{n}.cpp"
-            if not group.exists() or group.read_text() != text:  # ninja goes by the time of files
-                group.write_text(text)
-            alone.append(str(group))
+    for name, paths in groups.items():
+        text = "".join(f'#include "{path}"\n' for path in paths)
+        group = folder / f"{name}.cpp"
+        if not group.exists() or group.read_text() != text:  # ninja goes by the time of files
+            group.write_text(text)
+        alone.append(str(group))
     return alone
 
 
