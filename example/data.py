@@ -222,8 +222,8 @@ def validation_batches(tokens: torch.Tensor, seq_len: int, batch_size: int, num_
 
 
 def _share_of_rank(batch_size: int) -> range:
-    # The ranks of a tensor-parallel group work on the same samples: the batch is divided among the groups.
-    part, parts = bmt.config["tp_zero_rank"], bmt.config["tp_zero_size"]
+    # The ranks of a tensor-parallel or sequence group work on the same samples: the batch is divided among the groups.
+    part, parts = bmt.config["dp_rank"], bmt.config["dp_size"]
     if batch_size < 1 or batch_size % parts:
         raise UserError(
             f"--batch-size: expected a multiple of {parts}, the number of ranks, got {batch_size}"

@@ -12,9 +12,10 @@ from typing import Any, NoReturn
 import torch
 from data import VOCAB_SIZE
 
-__all__ = ["DTYPES", "SCHEDULERS", "model_options", "parse_options", "run_options"]
+__all__ = ["DTYPES", "SCHEDULERS", "layout_options", "model_options", "parse_options", "run_options"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb1p")
 SCHEDULERS = ("cosine", "noam", "linear", "exponential", "no-decay")
 
 # What a step's loss depends on, apart from the text and the number of ranks; equal in a resumed run. The learning rate
@@ -26,6 +27,7 @@ _DECIDES_LOSS = (
     "dim_head",
     "dim_ff",
     "untied",
+    "experts",
     "dtype",
     "batch_size",
     "seq_len",
@@ -51,6 +53,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--dim-head", type=_positive, help="default: dim-model / num-heads")
     model.add_argument("--dim-ff", type=_positive, help="default: 4 dim-model")
     model.add_argument("--untied", action="store_true", help="give the output head a weight of its own")
+    model.add_argument("--experts", type=int, default=0, help="of each layer, instead of one feed-forward")
     model.add_argument("--dtype", choices=DTYPES, default="fp32", help="on a CPU prefer bf16 to fp16")
 
     training = parser.add_argument_group("training")
@@ -80,6 +83,12 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     memory.add_argument(
         "--state-dtype", choices=("fp32", "bf16", "int8"), default="fp32", help="of the moments"
     )
+
+    layout = parser.add_argument_group("layout of the ranks, which changes speed and memory only")
+    layout.add_argument("--sp", type=_positive, default=1, help="ranks that divide a sequence")
+    layout.add_argument("--ep", type=_positive, default=1, help="ranks that divide the experts of a layer")
+    layout.add_argument("--pipe", type=_positive, default=1, help="stages of a pipeline")
+    layout.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="of the pipeline")
 
     files = parser.add_argument_group("files")
     files.add_argument("--data", help="a file or folder of text; default: Python's standard library")
@@ -116,6 +125,12 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
             )
         options.dim_head = options.dim_model // options.num_heads
     options.dim_ff = options.dim_ff or 4 * options.dim_model
+    for name, size in (("seq_len", options.sp), ("num_heads", options.sp), ("experts", options.ep)):
+        if getattr(options, name) % size:
+            parser.error(
+                f"--{name.replace('_', '-')}: expected a multiple of {size}, the ranks that divide it, got "
+                f"{getattr(options, name)}"
+            )
     return options
 
 
@@ -157,7 +172,16 @@ def model_options(options: argparse.Namespace) -> dict[str, Any]:
         "max_distance": options.seq_len,
         "dtype": options.dtype,
         "tied": not options.untied,
+        **({"num_experts": options.experts} if options.experts else {}),
     }
+
+
+def layout_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of init_distributed for the layout of the ranks."""
+    sizes = {"sp_size": options.sp, "ep_size": options.ep}
+    if options.pipe > 1:
+        sizes |= {"pipe_size": options.pipe, "num_micro_batches": 2 * options.pipe}
+    return sizes
 
 
 def run_options(options: argparse.Namespace) -> dict[str, Any]:

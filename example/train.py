@@ -19,7 +19,7 @@ from checkpoint import load_checkpoint, save_checkpoint
 from data import Batch, Sampler, load_corpus, validation_batches
 from logbook import Logbook, percent, prepare
 from models import GPT
-from options import DTYPES, model_options, parse_options, run_options
+from options import DTYPES, layout_options, model_options, parse_options, run_options
 from pace import Pace, peak_memory
 
 import bmtrain as bmt
@@ -30,7 +30,9 @@ def main() -> None:
     options = parse_options()
 
     # Part 1: initialise BMTrain. Every rank runs this script; each keeps a shard of the model.
-    bmt.init_distributed(seed=options.seed, tier_directories=options.disk and [options.disk])
+    bmt.init_distributed(
+        seed=options.seed, tier_directories=options.disk and [options.disk], **layout_options(options)
+    )
     try:
         train(options)
     except UserError as error:  # raised by all ranks alike
@@ -141,6 +143,7 @@ def make_model(options: argparse.Namespace) -> GPT:
             **{**model_options(options), "dtype": DTYPES[options.dtype]},
             use_checkpoint=not options.no_recompute,
             zero_level=options.zero_level,
+            schedule=options.schedule,
         )
     bmt.init_parameters(model)  # or bmt.load(model, "model.pt")
     return model
@@ -171,10 +174,7 @@ def make_optimizer(options: argparse.Namespace, model: GPT) -> torch.optim.Optim
 
 def compute_loss(model: GPT, loss_func: bmt.loss.FusedCrossEntropy, batch: Batch) -> torch.Tensor:
     """Mean cross-entropy over this rank's tokens, in nats a byte."""
-    batch_size, seq_len = batch.enc_input.shape
-    pos = torch.arange(seq_len, device=batch.enc_input.device).repeat(batch_size, 1)
-    logits = model(batch.enc_input, pos, pos < batch.enc_length[:, None])
-    return loss_func(logits.view(batch_size * seq_len, -1), batch.targets.view(batch_size * seq_len))
+    return model.loss(batch.enc_input, batch.targets, loss_func)
 
 
 def evaluate(model: GPT, loss_func: bmt.loss.FusedCrossEntropy, batches: list[Batch]) -> float:
@@ -225,18 +225,16 @@ def resume_or_start(
 
 
 def describe(model: GPT, options: argparse.Namespace, text: str) -> str:
-    num_parameters = sum(p.full_numel for p in model.parameters())
     return (
-        f"GPT-2 with {num_parameters:,} parameters in {options.dtype} on {bmt.world_size()} x "
+        f"GPT-2 with {model.num_parameters():,} parameters in {options.dtype} on {bmt.world_size()} x "
         f"{bmt.config['device'].type}, {options.batch_size} x {options.seq_len} tokens per step\ntext: {text}"
     )
 
 
 def flops_per_token(model: GPT, options: argparse.Namespace) -> float:
     """Forward and backward without what is recomputed (Chowdhery et al., PaLM, 2022, appendix B)."""
-    num_parameters = sum(p.full_numel for p in model.parameters())
     attention = 12 * options.num_layers * options.num_heads * options.dim_head * options.seq_len
-    return 6.0 * num_parameters + attention
+    return 6.0 * model.num_parameters(of_a_token=True) + attention
 
 
 def report(logbook: Logbook, pace: Pace, saved: Path | None, weights: Path) -> None:

@@ -2,8 +2,8 @@
 
 from .attention import Attention
 from .embedding import Embedding
-from .feedforward import FeedForward
+from .feedforward import FeedForward, Mixture
 from .layernorm import LayerNorm
 from .linear import Linear
 
-__all__ = ["Attention", "Embedding", "FeedForward", "LayerNorm", "Linear"]
+__all__ = ["Attention", "Embedding", "FeedForward", "LayerNorm", "Linear", "Mixture"]

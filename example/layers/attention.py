@@ -42,13 +42,14 @@ class Attention(bmt.DistributedModule):
         self.project_qkv = Linear(dim_model, 3 * num_heads * dim_head, bias, dtype=dtype, init_std=init_std)
         self.project_out = Linear(num_heads * dim_head, dim_model, bias, dtype=dtype, init_std=out_init_std)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Attend.
 
         Args:
             x: ``(batch, seq_len, dim_model)``.
             mask: bool, broadcastable to ``(batch, num_heads, seq_len, seq_len)``; True where the query (third
-                dimension) may look at the key (last dimension). Every query needs at least one key.
+                dimension) may look at the key (last dimension). Every query needs at least one key. None: each
+                looks at itself and all before it, also on ranks that divide a sequence.
 
         Returns:
             ``(batch, seq_len, dim_model)``.
@@ -56,5 +57,8 @@ class Attention(bmt.DistributedModule):
         batch, seq_len, _ = x.shape
         qkv = self.project_qkv(x).view(batch, seq_len, 3, self.num_heads, self.dim_head)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each (batch, num_heads, seq_len, dim_head)
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        if mask is None:
+            mixed = bmt.nn.functional.attention(query, key, value, causal=True)
+        else:
+            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         return self.project_out(mixed.transpose(1, 2).reshape(batch, seq_len, -1))

@@ -196,6 +196,22 @@ def test_number_of_ranks_does_not_change_the_training(tmp_path: Path, text: Path
     assert losses[2] == pytest.approx(losses[0], rel=1e-5)
 
 
+def test_the_layout_does_not_change_the_training(tmp_path: Path, text: Path) -> None:
+    losses = []
+    for world, layout in (
+        (1, ""),
+        (2, "--sp 2 --ep 2"),
+        (4, "--sp 2 --pipe 2"),
+        (4, "--ep 2 --pipe 2 --schedule zb1p"),
+    ):
+        out = tmp_path / str(len(losses))
+        arguments = [*TINY, "--experts", "4", *layout.split(), "--data", text, "--out", out, "--steps", "4"]
+        succeed(world, "train.py", *arguments)
+        losses.append([r.get("loss", r.get("validation_loss")) for r in metrics(out)])
+    for found in losses[1:]:
+        assert found == pytest.approx(losses[0], rel=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_resumed_equals_uninterrupted(tmp_path: Path, text: Path, dtype: str) -> None:
     options = [*TINY, "--dtype", dtype, "--data", text, "--steps", "9", "--save-every", "3"]
