@@ -59,21 +59,26 @@ def run(options: argparse.Namespace) -> int:
         print(f"bmtrain launch: expected a Python script, found no file {options.script}", file=sys.stderr)
         return 2
     import torch
-    from torch.distributed import run as launcher
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     num_ranks = options.nproc or torch.cuda.device_count() or 2
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(cores // num_ranks, 1)))
     if options.survive:
         return run_ranks(num_ranks, [str(options.script), *options.arguments], options.restarts)
+    return start(num_ranks, [str(options.script), *options.arguments])
+
+
+def start(num_ranks: int, program: list[str]) -> int:
+    """Starts a script, or ``-m`` and a module, with its arguments; waits for the ranks and returns what `run` does."""
+    from torch.distributed import run as launcher
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     for logger in logging.root.manager.loggerDict:  # which write pages about what one line says
         if logger.startswith("torch.distributed.elastic"):
             logging.getLogger(logger).setLevel(logging.CRITICAL)
-    line = ["--standalone", f"--nproc-per-node={num_ranks}", str(options.script), *options.arguments]
     try:
-        launcher.run(launcher.parse_args(line))
+        launcher.run(launcher.parse_args(["--standalone", f"--nproc-per-node={num_ranks}", *program]))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         status = failure.exitcode

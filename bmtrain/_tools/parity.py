@@ -18,6 +18,9 @@ from typing import Any
 
 #: Arguments of init_distributed that a layout may have.
 _NAMES = ("sp_size", "ep_size")
+_START = (
+    "import sys; from bmtrain._tools.launch import start; sys.exit(start(int(sys.argv[1]), sys.argv[2:]))"
+)
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,8 @@ def run(options: argparse.Namespace) -> int:
             found = _record(layout, options, Path(folder) / str(number))
             difference = "the run failed" if found is None else compare(wanted, found, options.allowed)
             failed = failed or bool(difference)
-            print(f"{layout.text:<14} {difference or f'{len(wanted)} tensors as in one process'}", flush=True)
+            said = difference or f"{len(wanted)} tensors as in one process"
+            print(f"layout {layout.text}: {said}", flush=True)
     return int(failed)
 
 
@@ -98,13 +102,7 @@ def _record(layout: Layout, options: argparse.Namespace, path: Path) -> list[tup
     settings = {"steps": options.steps, "path": str(path), "options": layout.options}
     done = subprocess.run(
         [
-            *(
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc-per-node={layout.ranks}",
-            ),
+            *(sys.executable, "-c", _START, str(layout.ranks)),
             *("-m", "bmtrain._tools.parity_rank", repr(settings), str(options.script), *options.arguments),
         ],
         env={"OMP_NUM_THREADS": "1", **os.environ},

@@ -108,6 +108,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with status 2 and an error that suggests the closest known spelling."""
+        message = message.replace(" script, arguments", " script")  # the arguments may be none
         choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if choice is not None:
             near = difflib.get_close_matches(choice[1], re.findall(r"[\w.-]+", choice[2]), 1)

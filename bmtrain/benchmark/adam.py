@@ -99,7 +99,7 @@ def measure(size: Size, repeat: int, formula: Formula = FORMULAS["adam"]) -> dic
 
 def _print_table(formula: Formula, size: Size, threads: int, times: dict[str, list[float]]) -> None:
     seconds = {name: statistics.median(values) for name, values in times.items()}
-    print(f"\n{size} elements, {threads} threads")
+    print(f"\n{size} elements, {threads} thread{'s' * (threads != 1)}")
     rows = []
     for name, median in seconds.items():
         fastest, speed = min(times[name]), size.numel * formula.num_bytes / median / 1e9

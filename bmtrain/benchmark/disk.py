@@ -102,15 +102,8 @@ def _report(arguments: argparse.Namespace, seconds: dict[str, list[float]], nbyt
     ]
     print_table(["", "s", "GB/s"], rows)
     share, bound = raw / step, step / max(raw, memory)
-    print(
-        f"the step reaches {share:.2f} of the raw program, and takes {bound:.2f} of the slower of drive and computation"
-    )
+    print(f"the step reaches {share:.2f} of the raw program's speed,")
+    print(f"and takes {bound:.2f} of the time of the slower of drive and computation")
     if arguments.json is not None:
-        result = {
-            "seconds": seconds,
-            "bytes": nbytes,
-            "back_end": queue.back_end,
-            "share": share,
-            "bound": bound,
-        }
-        arguments.json.write_text(json.dumps(result, indent=2))
+        figures = {"bytes": nbytes, "back_end": queue.back_end, "share": share, "bound": bound}
+        arguments.json.write_text(json.dumps({"seconds": seconds, **figures}, indent=2))

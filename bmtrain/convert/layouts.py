@@ -136,8 +136,8 @@ def recognise(names: Iterable[str]) -> tuple[Layout, dict[str, str]]:
     known, unknown = found[chosen]
     if unknown:
         raise UnreadableFileError(
-            f"names of no layout that is known here ({', '.join(LAYOUTS)}); {chosen} has the most of them, but "
-            f"not {unknown[0]}" + (f" and {len(unknown) - 1} more" if unknown[1:] else "")
+            f"the tensors' names fit no known layout ({', '.join(LAYOUTS)}): the nearest, {chosen}, has no {unknown[0]}"
+            + (f", nor {len(unknown) - 1} more" if unknown[1:] else "")
         )
     return LAYOUTS[chosen], known
 

@@ -90,9 +90,7 @@ def _add_machine(machine: _Group) -> None:
 
 def _add_policy(policy: _Group) -> None:
     policy.add_argument(
-        "--micro-batch",
-        type=int,
-        help="samples per device (default: the batch size of --module's inputs, else 1)",
+        "--micro-batch", type=int, help="samples per device (default: that of --module's inputs, else 1)"
     )
     policy.add_argument("--level", type=int, default=3, choices=(0, 1, 2, 3), help="ZeRO level")
     policy.add_argument("--zero-size", type=int, help="devices that shard a block (default: all)")
@@ -265,7 +263,7 @@ def _machine(arguments: argparse.Namespace, dtype: torch.dtype | None = None) ->
             replacement: dict[str, Any] = {name: float(value)}
             machine = dataclasses.replace(machine, **replacement)
         except ValueError as error:
-            raise ValueError(f"--set {change}: {error}") from None
+            raise ValueError(f"--set: expected FIELD=NUMBER, got {change!r} ({error})") from None
     return machine
 
 
@@ -303,7 +301,7 @@ def _build(place: str) -> Any:
     file, _, name = place.rpartition(":")
     path = Path(file)
     if not path.is_file():
-        raise ValueError(f"--module: expected FILE:FUNCTION, and there is no file {file!r}")
+        raise ValueError(f"--module: expected FILE:FUNCTION of a file that exists, got {place!r}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ValueError(f"--module: {path} is not a Python file")
@@ -311,4 +309,9 @@ def _build(place: str) -> Any:
     spec.loader.exec_module(module)
     if not hasattr(module, name):
         raise ValueError(f"--module: {path} has no function {name!r}")
-    return getattr(module, name)()
+    built = getattr(module, name)()
+    leaves = tree_leaves(built[1:]) if isinstance(built, tuple | list) else []
+    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        got = type(built).__name__
+        raise ValueError(f"--module: expected {name}() to return (model, input, ...), got {got}")
+    return built

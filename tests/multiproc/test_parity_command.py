@@ -32,6 +32,17 @@ def test_the_first_tensor_that_differs_is_named() -> None:
     assert status == 1 and "step 0: loss differs by" in said, said
 
 
+@pytest.mark.slow
+def test_a_script_that_fails_ends_in_two_lines(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text("raise SystemExit(2)")
+    status, said = command("--", str(tmp_path / "fails.py"))
+    assert status == 1 and "Traceback" not in said
+    assert said.splitlines()[-2:] == [
+        "bmtrain launch: rank 0 of 1 ended first, with status 2",
+        "bmtrain parity: the script failed in layout 1",
+    ]
+
+
 def test_comparison() -> None:
     one, bias = torch.tensor([1.0, -2.0]), torch.tensor([1e-9])
     wanted = [("step 0: gradient of a", one), ("step 0: gradient of b", bias)]

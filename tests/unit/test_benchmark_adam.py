@@ -21,7 +21,7 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     options += ["--plot", str(tmp_path / "adam.svg")]
     assert main(["bench", "adam", *options]) == 0
     out = capsys.readouterr().out
-    assert "4 x 2^20 elements, 1 threads" in out
+    assert "4 x 2^20 elements, 1 thread" in out
     (result,) = json.loads(file.read_text())["results"]
     assert all(f"\n{name}" in out and min(seconds) > 0 for name, seconds in result["seconds"].items())
     assert len(result["seconds"]) == 14
