@@ -263,7 +263,7 @@ def _machine(arguments: argparse.Namespace, dtype: torch.dtype | None = None) ->
             replacement: dict[str, Any] = {name: float(value)}
             machine = dataclasses.replace(machine, **replacement)
         except ValueError as error:
-            raise ValueError(f"--set: expected FIELD=NUMBER, got {change!r} ({error})") from None
+            raise ValueError(f"--set {change}: {error if value else 'expected FIELD=NUMBER'}") from None
     return machine
 
 

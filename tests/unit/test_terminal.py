@@ -99,7 +99,7 @@ def test_no_line_is_wider_than_the_terminal(name: str, width: int, screens: Scre
         (["plan", "--scale", "/nowhere", "--machine", "abacus"], "expected one of v100-32gb"),
         (["plan", "--module", "train.py"], "expected FILE:FUNCTION of a file that exists, got 'train.py'"),
         (["plan", "--module", f"{__file__}:test_folding"], "to return (model, input, ...), got NoneType"),
-        (["plan", "--set", "flops"], "--set: expected FIELD=NUMBER, got 'flops'"),
+        (["plan", "--set", "flops"], "--set flops: expected FIELD=NUMBER"),
         (["launch"], "required: script (see bmtrain launch --help)"),
         (["timeline", "/nowhere"], "/nowhere: expected files"),
         (["timeline"], "required: DIR"),
