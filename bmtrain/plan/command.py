@@ -90,7 +90,7 @@ def _add_machine(machine: _Group) -> None:
 
 def _add_policy(policy: _Group) -> None:
     policy.add_argument(
-        "--micro-batch", type=int, help="samples per device (default: that of --module's inputs, else 1)"
+        "--micro-batch", type=int, help="samples per device (default: as in --module's inputs, else 1)"
     )
     policy.add_argument("--level", type=int, default=3, choices=(0, 1, 2, 3), help="ZeRO level")
     policy.add_argument("--zero-size", type=int, help="devices that shard a block (default: all)")
