@@ -41,6 +41,7 @@ class Keeper:
         self.messages: tuple[Message, Message] | None = None
         self.managers: list[weakref.ref[Any]] = []
         self._versions = 0, 0
+        self._writes = 0
         self._gradients: list[tuple[int, int]] = []
 
     def add(self, manager: Any, optimizer: Any) -> None:
@@ -101,13 +102,23 @@ class Keeper:
         return self.is_whole and not self.is_stale and self._version() == self._versions
 
     def note_versions(self) -> None:
-        """Notes the parameters as they are."""
-        self._versions = self._version()
+        """Notes parameters and state as they are."""
+        self._versions, self._writes = self._version(), self._state_writes()
+
+    def is_state_changed(self) -> bool:
+        """Whether a script has written to optimizer state on this rank, of which its keeper knows nothing."""
+        return self.is_whole and self._state_writes() != self._writes
+
+    def _state_writes(self) -> int:
+        states = [entry for o in self.optimizers() for entry in o.__dict__["state"].values()]
+        return sum(x._version for entry in states for x in entry.values() if isinstance(x, Tensor))
 
     def _version(self) -> tuple[int, int]:
-        """Changes when parameters were added, or written to."""
+        """Changes when parameters were added, or written to, also through ``.data``."""
         params = list(self._trained())
-        return len(params), sum(p._version for p in params)
+        owners = {id(owner): owner for p in params if (owner := getattr(p, "_block", None) or p) is not None}
+        data = (getattr(owner, "_data_version", None) for owner in owners.values())
+        return len(params), sum(p._version for p in params) + sum(d.value for d in data if d is not None)
 
     def _trained(self) -> Iterator[Tensor]:
         for optimizer in self.optimizers():

@@ -110,6 +110,11 @@ class Survival:
             raise RuntimeError("survive: expected OptimManager.step() after each loop over virtual shards")
         if self._lost:
             self._recover()
+        if self._keeper.is_state_changed():
+            raise RuntimeError(
+                "survive: expected optimizer state to be changed by OptimManager.step() and load_state_dict() only, "
+                "got a write to it: its copies on other ranks would differ; change a state_dict() and load it"
+            )
         if not self._keeper.is_current():
             self._keeper.make(_context.context())
         state = self.get_user_state()

@@ -79,6 +79,8 @@ class LastWords:
             if signal.getsignal(signal.SIGTERM) == self._terminate:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._over = True
+        # Other code may keep our hook, and shall not keep the watch with it.
+        self._tell, self._is_victim = (lambda *_: None), (lambda _: False)
 
     def wake(self) -> None:
         """Makes `signals` readable."""

@@ -1,0 +1,88 @@
+"""Scripts that change numbers between the steps of a job that loses ranks: the bits of one rank, or an error."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from harness import Status, rank_outcomes, run_ranks
+
+import bmtrain as bmt
+
+SHARDS, STEPS = 8, 6
+LOST = {2: 1, 4: 0}  # rank by step
+
+
+def train(program: str, loses: bool) -> Any:
+    torch.manual_seed(3)
+    plain = torch.nn.Sequential(torch.nn.Linear(12, 30), torch.nn.Dropout(0.1), torch.nn.Linear(30, 5))
+    model = bmt.BMTrainModelWrapper(plain)
+    params = list(model.parameters())
+    optimizers: list[Any] = [bmt.optim.AdamOptimizer(params, lr=0.01, weight_decay=0.01)]
+    if program == "two optimizers":
+        kinds = bmt.optim.AdamOptimizer, bmt.optim.LionOptimizer
+        optimizers = [kind(params[n::2], lr=0.01) for n, kind in enumerate(kinds)]
+    manager = bmt.optim.OptimManager(accumulate=2 if program == "accumulate" else 1)
+    for optimizer in optimizers:
+        manager.add_optimizer(optimizer)
+    batches = bmt.batches(torch.randn(64, 12, generator=torch.Generator().manual_seed(1)), 2, seed=1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizers[0], lambda step: 1 / (1 + step)
+    )  # not the manager's
+    losses, opened = [], []
+    for step in range(STEPS):
+        if program == "options":
+            optimizers[0].param_groups[0].update(weight_decay=0.1 * step, betas=(0.9, 0.99 - 0.01 * step))
+        for p in params if step % 2 else ():
+            if program == "data":
+                p.data.mul_(0.9)
+            elif program == "assigned":
+                p.data = p.data * 0.9
+        for entry in optimizers[0].state.values() if program == "state" else ():
+            entry["exp_avg"].mul_(0.5)
+        manager.zero_grad()
+        shards, own = bmt.virtual_shards(step), []
+        for number, shard in enumerate(shards):
+            own.append(model(shard.of(batches[step])).square().mean())
+            if loses and number == 1 and LOST.get(step) == bmt.rank():
+                os.kill(os.getpid(), signal.SIGKILL)
+            manager.backward(own[-1])
+        manager.step()
+        schedule.step()
+        losses.append(shards.mean(own).item())
+        opened.append(len(os.listdir("/proc/self/fd")))
+    states = [optimizer.state_dict(gather=True)["state"] for optimizer in optimizers]
+    return losses, {**model.state_dict(), **dict(enumerate(torch.utils._pytree.tree_leaves(states)))}, opened
+
+
+def outcomes_of(program: str) -> list[Any]:
+    init = {"virtual_shards": SHARDS, "survive": 1}
+    return rank_outcomes(4, train, program, True, init=init, fresh=True, timeout=100)
+
+
+@pytest.mark.parametrize("program", ["options", "two optimizers", "data", "assigned"])
+def test_same_bits(program: str) -> None:
+    ((losses, values, _),) = run_ranks(1, train, program, False, init={"virtual_shards": SHARDS})
+    kept = [outcome.value for outcome in outcomes_of(program) if outcome.status is Status.RETURNED]
+    assert len(kept) == 2
+    for own_losses, own_values, opened in kept:
+        assert own_losses == losses
+        assert all(torch.equal(torch.as_tensor(own_values[k]), torch.as_tensor(v)) for k, v in values.items())
+        assert (
+            opened[0] > opened[3] > opened[5]
+        )  # descriptors: nothing of a lost rank, or of an earlier group
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("state", "expected optimizer state to be changed by OptimManager.step() and load_state_dict() only"),
+        ("accumulate", "no_sync: virtual shards are summed one by one"),
+    ],
+)
+def test_refused(program: str, words: str) -> None:
+    for outcome in outcomes_of(program):
+        assert words in str(outcome)
