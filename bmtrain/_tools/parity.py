@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 #: Arguments of init_distributed that a layout may have.
-_NAMES = ("sp_size", "ep_size")
+_NAMES = ("sp_size", "ep_size", "tp_size", "pipe_size", "num_micro_batches")
 _START = (
     "import sys; from bmtrain._tools.launch import start; sys.exit(start(int(sys.argv[1]), sys.argv[2:]))"
 )
@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Layout.parse,
         nargs="+",
         default=[Layout("2", 2, {})],
-        metavar="RANKS[:sp_size=N]",
-        help="layouts to compare with one process (default: 2)",
+        metavar="RANKS[:NAME=N,...]",
+        help=f"layouts to compare with one process; names are {', '.join(_NAMES)} (default: 2)",
     )
     parser.add_argument("--steps", type=int, default=3, help="steps that are compared (default: 3)")
     parser.add_argument(

@@ -14,8 +14,8 @@ import torch
 
 from .. import init
 from .._shards.full_values import full_value, gather_flat
-from ..distributed import all_reduce
-from ..global_var import rank
+from ..distributed import all_gather
+from ..global_var import config, rank
 from ..optim import OptimManager
 from ..parameter import DistributedParameter
 
@@ -37,8 +37,10 @@ class Recorder:
         self.found.append((f"step {self.step}: {what}", value.detach().to("cpu", copy=True)))
 
     def see_loss(self, loss: torch.Tensor) -> None:
-        """Keeps the mean of the ranks' losses."""
-        self.keep("loss", all_reduce(loss.detach().float(), "avg"))
+        """Keeps the mean of the losses of groups; tensor-parallel ranks have all of one, or shares that add up."""
+        by_group = all_gather(loss.detach().float()).view(-1, config["tp_size"])
+        has_shares = bool((by_group != by_group[:, :1]).any())
+        self.keep("loss", by_group.mean() * (config["tp_size"] if has_shares else 1))
 
     def before_step(self, manager: OptimManager) -> None:
         """Keeps the gradients."""
@@ -73,8 +75,7 @@ def _parameters(manager: OptimManager) -> Iterator[tuple[str, Any]]:
         for group in optimizer.param_groups:
             names = group.get("param_names", ())
             for position, param in enumerate(group["params"]):
-                shape = tuple(getattr(param, "_original_shape", param.shape))
-                yield names[position] if names else f"parameter {number} of shape {shape}", param
+                yield names[position] if names else f"parameter {number}", param
                 number += 1
 
 
@@ -88,7 +89,9 @@ def watch(recorder: Recorder, options: dict[str, int]) -> None:
     )
 
     def init_distributed(*args: Any, **kwargs: Any) -> None:
-        plain_init(*args, **{**kwargs, "sp_size": 1, "ep_size": 1, **options})
+        # One stage, where there is a pipeline: its layers are built for one.
+        sizes = {"sp_size": 1, "ep_size": 1, "tp_size": 1, "pipe_size": int(kwargs.get("pipe_size", 0) > 0)}
+        plain_init(*args, **{**kwargs, **sizes, **options})
 
     def watched_backward(self: OptimManager, loss: torch.Tensor) -> None:
         recorder.see_loss(loss)

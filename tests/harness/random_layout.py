@@ -290,7 +290,7 @@ def train(layout: Layout, weights: Weights) -> Recorded:
             manager.zero_grad()
             for micro in range(layout.accumulate):
                 loss = model.loss(*_own(layout, step, micro))
-                recorder.see_loss(loss * bmtrain.config["tp_size"])
+                recorder.see_loss(loss)
                 waits = layout.accumulates_in == "no_sync" and micro < layout.accumulate - 1
                 with bmtrain.no_sync() if waits else nullcontext():
                     manager.backward(loss if by_manager else loss / layout.accumulate)

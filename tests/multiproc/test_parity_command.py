@@ -13,6 +13,7 @@ from harness import run_process
 from bmtrain._tools.parity import Layout, compare
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "parity_train.py"
+PARALLEL = SCRIPT.with_name("parity_parallel.py")
 
 
 def command(*arguments: str) -> tuple[int, str]:
@@ -27,8 +28,16 @@ def test_layouts_are_as_one_process() -> None:
 
 
 @pytest.mark.slow
-def test_the_first_tensor_that_differs_is_named() -> None:
-    status, said = command("--layouts", "2:sp_size=2", "--", str(SCRIPT), "--wrong")
+def test_tensor_parallel_layers_and_stages_are_as_one_process() -> None:
+    layouts = "2:tp_size=2", "4:pipe_size=2,tp_size=2,num_micro_batches=4"
+    status, said = command("--layouts", *layouts, "--", str(PARALLEL))
+    assert (status, said.count("tensors as in one process")) == (0, 2), said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "script"), [("2:sp_size=2", SCRIPT), ("2:tp_size=2", PARALLEL)])
+def test_the_first_tensor_that_differs_is_named(layout: str, script: Path) -> None:
+    status, said = command("--layouts", layout, "--", str(script), "--wrong")
     assert status == 1 and "step 0: loss differs by" in said, said
 
 
