@@ -33,7 +33,7 @@ CORE = {
     "shard": ("shard", 2506),
     "disk": ("disk", 825),
     "optim": ("optim", 1700),
-    "cpu": ("cpu", 2515),
+    "cpu": ("cpu", 2536),
     "cuda": ("cuda", 1400),
     "packaging": ("packaging", 90),
     "testing": ("testing", 200),

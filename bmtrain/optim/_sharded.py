@@ -358,7 +358,7 @@ class ShardedOptimizer(UntracedOptimizer):
         Raises:
             CommunicationError: on GPUs, after a failure: the state may have been computed from incomplete data.
         """
-        with failing_together("optimizer state") if gather else nullcontext():
+        with failing_together("optimizer state") if gather and current() is not None else nullcontext():
             out: dict[str, Any] = super().state_dict()
         require_intact(f"{type(self).__name__}.state_dict()")
         if gather:

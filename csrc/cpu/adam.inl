@@ -60,15 +60,14 @@ static inline F32x16 delta_of(const AdamFactors& f, F32x16 m, F32x16 d, F32x16 w
 // vectors cannot be returned at every level.)
 static inline void take_bits(U32x16& bits, const F32x16& x) {
   bits = __builtin_bit_cast(U32x16, x);
-  const U32x16 nan = U32x16{} + 0x7fc00000u;
-  bits = (bits & 0x7fffffffu) > 0x7f800000u ? nan : bits;
+  // Bits of a sign, and not a comparison, which compilers take apart for AVX2.
+  const auto is_nan = (U32x16)((S32x16)(0x7f800000u - (bits & 0x7fffffffu)) >> 31);
+  bits = (bits & ~is_nan) | (is_nan & 0x7fc00000u);
 }
 
 // Rounds to one of the two neighbours in bf16: up if the part that is cut off and `noise`, below 2^16, carry.
 static inline void store_dithered(Bf16* p, const U32x16& bits, const U32x16& noise) {
-  const U32x16 upper = (bits + noise) >> 16;
-  const U16x16 narrow = __builtin_convertvector(upper, U16x16);
-  __builtin_memcpy(p, &narrow, sizeof narrow);
+  store_upper_halves(p, __builtin_bit_cast(F32x16, bits + noise));
 }
 
 constexpr std::uint32_t kHash = 0x85ebca77u;

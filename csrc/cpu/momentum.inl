@@ -27,8 +27,9 @@ static inline F32x16 sign_of(const F32x16& x) {
   const U32x16 bits = __builtin_bit_cast(U32x16, x);
   const U32x16 magnitude = bits & 0x7fffffffu;
   const U32x16 one = (bits & 0x80000000u) | 0x3f800000u;
-  // One comparison tells both: less 1, zero is the largest of all.
-  return __builtin_bit_cast(F32x16, magnitude - 1u < 0x7f800000u ? one : U32x16{});
+  // Bits of a sign, and not comparisons, which compilers take apart for AVX2.
+  const auto has_none = (U32x16)((S32x16)((0x7f800000u - magnitude) | (magnitude - 1u)) >> 31);
+  return __builtin_bit_cast(F32x16, one & ~has_none);
 }
 
 struct WeightAndMomentum {

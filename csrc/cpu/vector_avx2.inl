@@ -45,6 +45,13 @@ static inline void store(Bf16* p, F32x16 x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
 }
 
+static inline void store_upper_halves(Bf16* p, F32x16 x) {
+  const __m256i low = _mm256_srli_epi32(_mm256_castps_si256(x.low), 16);
+  const __m256i high = _mm256_srli_epi32(_mm256_castps_si256(x.high), 16);
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), packed);
+}
+
 // Words of some elements, see [Note: Words of a block].
 struct Words {
   static constexpr int kElements = 16;

@@ -32,6 +32,11 @@ static inline void store(Bf16* p, F32x16 x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(upper));
 }
 
+static inline void store_upper_halves(Bf16* p, F32x16 x) {
+  const __m512i upper = _mm512_srli_epi32(_mm512_castps_si512(x.all), 16);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(upper));
+}
+
 // Words of some elements, see [Note: Words of a block].
 struct Words {
   static constexpr int kElements = 32;

@@ -81,6 +81,10 @@ static inline void store(T* p, F32x16 x) {
   }
 }
 
+static inline void store_upper_halves(Bf16* p, F32x16 x) {
+  for (int i = 0; i < 16; ++i) p[i].bits = static_cast<std::uint16_t>(bits_of(x.lane[i]) >> 16);
+}
+
 // Words of some elements, see [Note: Words of a block].
 struct Words {
   static constexpr int kElements = 16;

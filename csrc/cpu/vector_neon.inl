@@ -51,6 +51,9 @@ static inline uint16x4_t narrow_bf16(float32x4_t x) {
 static inline void store(Bf16* p, F32x16 x) {
   for (int i = 0; i < 4; ++i) store_four(p + 4 * i, narrow_bf16(x.quarter[i]));
 }
+static inline void store_upper_halves(Bf16* p, F32x16 x) {
+  for (int i = 0; i < 4; ++i) store_four(p + 4 * i, vshrn_n_u32(vreinterpretq_u32_f32(x.quarter[i]), 16));
+}
 
 // Words of some elements, see [Note: Words of a block].
 struct Words {
