@@ -80,7 +80,7 @@ class AtomicFile:
             if kind is None:
                 self._publish()
             elif self._raw.failure is not None:  # its consequences need not look like it: writers tidy up
-                raise self._raw.failure
+                raise self._raw.failure from None
         finally:
             self._raw.close()  # not the buffer: it would try once more to write what could not be written
             if self._temporary is not None:
