@@ -18,6 +18,8 @@ from harness import Status, rank_outcomes, run_process, run_ranks
 from harness.stored_models import load_model, make_model, save_model
 
 import bmtrain as bmt
+from bmtrain import store
+from bmtrain._base.atomic_file import AtomicFile
 from bmtrain.distributed import checkpoint
 
 
@@ -100,16 +102,21 @@ def test_a_save_that_fails_half_way_leaves_the_old_file(world, tmp_path):
 def check_failing_write(path: str) -> None:
     model = make_model(True)
     bmt.save(model, path)
-    write = torch.save
+    write, write_archive = torch.save, store.write_archive
 
     def failing(state, file):
         file.write(b"half")
         raise OSError(28, "No space left on device")
 
-    torch.save = failing
+    def failing_archive(path, *rest):
+        with AtomicFile(path) as file:
+            failing(rest, file)
+
     try:
+        store.write_archive = failing_archive
         with pytest.raises(OSError, match="No space left"):
             bmt.save(make_model(True, seed=3), path)
+        store.write_archive = write_archive
         for surfacing in (lambda: bmt.save(model, path), lambda: bmt.load(model, path)):
             torch.save = failing
             bmt.save(make_model(True, seed=3), path, non_blocking=True)  # its error comes later
@@ -118,7 +125,7 @@ def check_failing_write(path: str) -> None:
                 surfacing()
         bmt.load(model, path)  # the error was raised once
     finally:
-        torch.save = write
+        torch.save, store.write_archive = write, write_archive
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
