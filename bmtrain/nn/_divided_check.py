@@ -35,21 +35,20 @@ _LABELS: dict[str, Any] = {"labels": -100, "shift_labels": 0, "num_items_in_batc
 def check_first_forward(model: torch.nn.Module) -> None:
     """Has the first forward over divided sequences checked, in training and in evaluation; see
     [Note: Models that may be divided]."""
-    checked = set()
+    checked: set[bool] = set()
 
     def check(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         sequences = current_sequences()
-        if (
-            sequences is None
-            or sequences.group.size == 1
-            or sequences.num_own < 2
-            or module.training in checked
-        ):
+        if sequences is None or module.training in checked:
+            return
+        if sequences.group.size == 1 or sequences.num_own < 2:
             return
         checked.add(module.training)
+        if len(checked) == 2:
+            handle.remove()
         _agree(_complaint(module, args, kwargs, sequences.num_own))
 
-    model.register_forward_pre_hook(check, with_kwargs=True)
+    handle = model.register_forward_pre_hook(check, with_kwargs=True)
 
 
 def _agree(complaint: str | None) -> None:
