@@ -13,10 +13,16 @@ import pytest
 from harness import run_process
 
 _PROGRAM = """
-import os, signal, sys, time
+import os, pathlib, signal, sys, time
 rank, way = int(os.environ["RANK"]), sys.argv[1]
+written = pathlib.Path(__file__).with_name("rank 0 has written")
+while rank == 1 and not written.exists():  # before a rank ends, and the launcher ends the other
+    time.sleep(0.01)
 # A line and its end at once, as the ranks share a pipe: print() writes the end apart before init_distributed.
 sys.stdout.write(f"rank {rank} of {os.environ['WORLD_SIZE']}, {sys.argv[1:]}\\n")
+sys.stdout.flush()
+if rank == 0:
+    written.touch()
 if rank == 1 and way == "exit":
     sys.exit(7)
 if rank == 1 and way == "kill":

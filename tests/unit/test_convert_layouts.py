@@ -138,7 +138,7 @@ def test_llama_split_and_fused(tied: bool, dtype: torch.dtype, tmp_path: Path) -
         ({}, "hf-llama", "the source is a GPT-2, and hf-llama is for a LLaMA"),
         ({"layers.1.attention_norm.bias": None}, "hf-gpt2", "needs transformer.h.1.ln_1.bias"),
         ({"token_embedding.weight": None}, "hf-gpt2", "has no token_embedding.weight"),
-        ({"layers.0.gate": torch.ones(2)}, "hf-gpt2", "but not layers.0.gate"),
+        ({"layers.0.gate": torch.ones(2)}, "hf-gpt2", "gpt2, has no layers.0.gate"),
         ({"layers.0.attention.project_out.weight": torch.ones(24, 32)}, "hf-gpt2", r"heads .* \(32, 24\)"),
         ({"layers.0.feedforward.w_in.weight": torch.ones(24)}, "hf-gpt2", "expected a matrix"),
     ],
