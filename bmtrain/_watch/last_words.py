@@ -122,7 +122,10 @@ class LastWords:
         """
         self.raised_at = position.of_traceback(trace)
         ours = os.getpid() == self._pid
-        quiet = ours and (issubclass(kind, KeyboardInterrupt) or self._only_repeats(error))
+        interrupted = issubclass(kind, KeyboardInterrupt)
+        quiet = ours and (interrupted or self._only_repeats(error))
+        if ours and interrupted:
+            sys.unraisablehook = lambda _: None  # what Ctrl-C left half open may fail when Python closes it
         try:
             if not quiet:
                 with _in_one_write():
@@ -131,7 +134,6 @@ class LastWords:
                         print(_OUT_OF_MEMORY, file=sys.stderr)
         finally:
             if os.getpid() == self._pid:
-                interrupted = issubclass(kind, KeyboardInterrupt)
                 what = kind.__name__ + _summary(str(error))
                 self._tell("interrupted" if interrupted else "exception", what)
                 if issubclass(kind, CommunicationError):
