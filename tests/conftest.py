@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from typing import Any
 
 import pytest
@@ -21,11 +23,19 @@ pytest.register_assert_rewrite("harness")  # its assertions show what they compa
 #: Files that one worker runs, one after the other: they build in the tree itself.
 _TOGETHER = tuple(f"tests/unit/test_{name}.py" for name in ("newcomer", "packaging", "wheel"))
 _PROBLEMS = pytest.StashKey[list[str]]()
+_TOLD = [time.monotonic()]  # when `pytest_collectreport` printed
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Problems of all workers are collected here."""
     config.stash[_PROBLEMS] = []
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """The first worker says every 5 s how far it is: collecting takes a while, the first time most."""
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw0" and time.monotonic() - _TOLD[0] > 5:
+        _TOLD[0] = time.monotonic()
+        print(f"\rcollecting: {report.nodeid.partition('::')[0]}", file=sys.stderr, flush=True)
 
 
 @pytest.hookimpl(optionalhook=True)

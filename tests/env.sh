@@ -55,6 +55,7 @@ _set_up() {
     "$PYTHON" tests/environment.py "$@" || _fail "failed, see above"
 }
 
+unset PYTHONDONTWRITEBYTECODE # which images of containers set: every process would compile torch's modules again
 mkdir -p build
 exec 9>build/set-up.lock
 ! command -v flock >/dev/null || flock 9 # two runs in one checkout: the second waits, then finds all done

@@ -89,8 +89,8 @@ def core_is_stale(torch_version: str | None) -> bool:
     return max(path.stat().st_mtime for path in sources) > core.stat().st_mtime
 
 
-def run(reason: str, *arguments: str) -> None:
-    """Run Python with these arguments, after saying why; where no terminal shows pip's bars, say that it goes on."""
+def run(reason: str, *arguments: str, ticks: int = 10_000) -> None:
+    """Run Python with these arguments, after saying why; say up to `ticks` times, every 8 s, that it goes on."""
     print(f"set-up: {reason}", file=sys.stderr, flush=True)
     environment = {"MAX_JOBS": str(os.cpu_count() or 1), **os.environ}
     began = time.monotonic()
@@ -99,11 +99,13 @@ def run(reason: str, *arguments: str) -> None:
     ) as process:
         while True:
             try:
-                status = process.wait(None if sys.stderr.isatty() else 8)
+                status = process.wait(8 if ticks else None)
                 break
             except subprocess.TimeoutExpired:
+                ticks -= 1
+                begin = "\r\033[K" if sys.stderr.isatty() else ""  # in place of a bar of pip's
                 seconds = time.monotonic() - began
-                print(f"set-up: {reason}: {seconds:.0f} s", file=sys.stderr, flush=True)
+                print(f"{begin}set-up: {reason}: {seconds:.0f} s", file=sys.stderr, flush=True)
     if status != 0:
         raise SystemExit(f"set-up: failed ({reason}): {' '.join(arguments)}")
 
@@ -134,6 +136,7 @@ def main(extras: Sequence[str]) -> None:
             "--quiet",
             "build_ext",
             "--inplace",
+            ticks=1,  # then it says itself how far it is
         )
     if development_install() is None:  # finds the core compiled
         options = ("--no-build-isolation", "--no-deps", "-q", "-e", str(ROOT))
