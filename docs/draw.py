@@ -1,4 +1,4 @@
-"""Draw the pictures of these pages: `python docs/draw.py` writes docs/images/*.svg.
+"""Draw the pictures of these pages: `python docs/draw.py` writes docs/images/*.svg, and docs/zh/images in Chinese.
 
 The other pictures there: `python -m bmtrain plan --machine h100-80gb --scale docs/images` writes scale-mfu.png and
 scale-parts.png, docs/results/step.md says how scale-step.png was measured, and timeline.png is of the example:
@@ -317,16 +317,67 @@ def blamed_rank() -> str:
     return _svg(x0 + 564, 44 + step * 4 + 6, parts)
 
 
+#: Labels on the Chinese pages; names, numbers and what programs print stay.
+CHINESE = {
+    "before": "之前",
+    "after": "之后",
+    "sum": "和",
+    "a block's parameters, one after the other": "一个 block 的参数，依次排列",
+    "one flat buffer, cut into equal partitions": "一个一维缓冲区，切成相等的分区",
+    "what each rank keeps: its shard": "每个 rank 保存的部分：它的分片",
+    "level 3: full parameters only while the block runs": "level 3：完整的参数只在 block 运行时存在",
+    "level 2: full parameters until the block's backward is over": "level 2：完整的参数保留到该 block 的反向结束",
+    "step": "步",
+    "milliseconds per step, 2 CPU ranks, level 3 (shorter is better)": "每步毫秒数，2 个 CPU rank，level 3（越短越好）",
+    "no communication": "不通信",
+    "fp32, recomputing": "fp32，重计算",
+    "bf16, recomputing": "bf16，重计算",
+    "example/train.py: loss, nats per byte": "example/train.py：损失（每字节 nat）",
+    "training": "训练",
+    "held-out files": "留出的文件",
+    "loss on held-out files, nats per byte": "留出文件上的损失（每字节 nat）",
+    "memory of one device, GiB, for both plans of this page": "单个设备的显存（GiB），本页的两个方案",
+    "weights": "权重",
+    "gathered": "聚合",
+    "gradients": "梯度",
+    "optimizer": "优化器",
+    "activations": "激活",
+    "scratch": "临时",
+    "rank 1 raises; the watchdogs report it and end the waits": "rank 1 抛出异常；看门狗报告它，并结束等待",
+    "forward": "前向",
+}
+_CHINESE_PARTS = {
+    r"sum (\d)": r"和 \1",
+    r"partition (\d)": r"分区 \1",
+    r"forward (\d)": r"前向 \1",
+    r"backward (\d)": r"反向 \1",
+    r"(\d+) devices": r"\1 个设备",
+    r"([\d.]+) usable": r"可用 \1",
+    r"waits in (.*)": r"等待 \1",
+    r"(\w+): ([\d.]+) at the end, lr (.*)": r"\1：最终 \2，lr \3",
+}
+
+
+def _in_chinese(label: re.Match[str]) -> str:
+    text = CHINESE.get(label[1], label[1])
+    for english, chinese in _CHINESE_PARTS.items():
+        text = re.sub(f"^{english}$", chinese, text)
+    return f">{text}</text>"
+
+
 def pictures() -> dict[str, str]:
-    """File name -> SVG."""
+    """Path below docs/ -> SVG."""
     drawn = {**_collectives(), "flat-buffer": flat_buffer(), "level-3": one_step(3), "level-2": one_step(2)}
     drawn |= {"step-peers": step_peers(), "training-curve": training_curve()}
     drawn |= {"muon-curve": muon_curve()}
     drawn |= {"plan-memory": plan_memory(), "blame": blamed_rank()}
-    return {f"{name}.svg": picture for name, picture in drawn.items()}
+    english = {f"images/{name}.svg": picture for name, picture in drawn.items()}
+    return english | {
+        f"zh/{path}": re.sub(">([^<>]+)</text>", _in_chinese, picture) for path, picture in english.items()
+    }
 
 
 if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
-    for file, picture in pictures().items():
-        (FOLDER / file).write_text(picture)
+    for path, picture in pictures().items():
+        (FOLDER.parent / path).parent.mkdir(exist_ok=True)
+        (FOLDER.parent / path).write_text(picture, encoding="utf-8")

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-if importlib.util.find_spec("lightning") is None:  # whose import takes longer than the collection of all tests
+if (
+    importlib.util.find_spec("lightning") is None
+):  # whose import takes longer than the collection of all tests
     pytest.skip("needs lightning", allow_module_level=True)
 
 SCRIPT = Path(__file__).with_name("lightning_script.py")

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from harness import free_port, run_process
 from harness.slurm import slurm_cluster
 
@@ -217,6 +216,7 @@ ADDRESS = "train-node-0-0.train"  # of the first pod
 def manifest(kind: str, model: str) -> dict[str, Any]:
     """A manifest of the page that has passed through the published model: what the model does not know is lost."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
+    yaml = pytest.importorskip("yaml")
     text = yaml.safe_load(block("yaml", f"apiVersion: {kind}"))
     known: dict[str, Any] = getattr(models, model).from_dict(text).to_dict()
     assert known == text

@@ -332,8 +332,17 @@ def anchors(page: Path) -> set[str]:
 def test_pictures_are_what_the_script_draws() -> None:
     draw = script("draw")
     drawn = draw.pictures()
-    there = {path.name: path.read_text() for path in (ROOT / "docs" / "images").glob("*.svg")}
+    there = {
+        path.relative_to(ROOT / "docs").as_posix(): path.read_text(encoding="utf-8")
+        for folder in ("images", "zh/images")
+        for path in (ROOT / "docs" / folder).glob("*.svg")
+    }
     assert there == drawn, "run python docs/draw.py"
+    same = r"|(rank|block) \d|[A-Z]?\d?|[\d.,]+|[\w.]+\.(weight|bias)|FSDP2|bmtrain|bf16|fp32|\w+Error(: .*)?"
+    for path, picture in drawn.items():
+        labels = re.findall(">([^<>]+)</text>", picture) if path.startswith("zh/") else []
+        english = [label for label in labels if label.isascii() and not re.fullmatch(same, label)]
+        assert not english, f"{path}: translate them in CHINESE of docs/draw.py"
 
 
 @pytest.mark.parametrize(
