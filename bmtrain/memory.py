@@ -45,6 +45,8 @@ class MemoryReport:
         staging: host memory, page-locked, through which gradients and parameters of offloaded updates pass between a
             GPU and the host.
         disk_buffers: through which parameters, gradients and state in files pass a step; idle ones too.
+        owned: the most that whole matrices at their owner and their messages took in the last step of the optimizers
+            (Muon; of `optim.whole_matrix` whole gradients). They are freed in the step.
         idle_buffers: freed buffers that are kept for the next Block.
         peak_buffers: the most that ``gathered`` and ``unreduced`` were together since peaks were reset, except for what
             lies in buffers that are used in place.
@@ -65,6 +67,7 @@ class MemoryReport:
     offloaded: int
     staging: int
     disk_buffers: int
+    owned: int
     idle_buffers: int
     peak_buffers: int
     in_place: int
@@ -135,6 +138,7 @@ def memory_report(
         offloaded=sum(call.host.nbytes for call in _open_calls(blocks) if call.host is not None),
         staging=sum(_bytes_of(optim, "staging_bytes")),
         disk_buffers=sum(_bytes_of(optim, "disk_buffer_bytes")) + (0 if tier is None else tier.nbytes),
+        owned=sum(_bytes_of(optim, "owner_bytes")),
         idle_buffers=pool["bytes_idle"],
         peak_buffers=pool["peak_bytes_in_use"],
         in_place=sum(comm.bytes_in_place for comm in current.communicators()),
@@ -183,7 +187,7 @@ def _bytes_of(optim: Any, name: str) -> Iterator[int]:
     from .distributed.checkpoint.snapshot import optimizers_of
 
     for optimizer in optimizers_of(optim):
-        yield getattr(optimizer, name, 0)
+        yield getattr(getattr(optimizer, "_place", optimizer), name, 0)
 
 
 def _states(optim: Any, on_disk: bool) -> Iterator[torch.Tensor]:

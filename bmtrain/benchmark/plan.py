@@ -99,12 +99,14 @@ def run(arguments: argparse.Namespace) -> None:
         if rank() == 0:
             answer(found)
     elif arguments.memory:
-        returning = {
-            "MALLOC_MMAP_THRESHOLD_": "65536",
-            "MALLOC_TRIM_THRESHOLD_": "65536",
-        }  # frees give memory back
-        found = [_launch(arguments, returning, ["--policies", name]) for name in arguments.policies]
-        _print_memory(found)
+        # Frees give memory back.
+        returning = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+        found, width = [], max(map(len, arguments.policies))
+        print(f"{'policy':{width}}   run MiB  plan MiB   error")
+        for name in arguments.policies:
+            found.append(_launch(arguments, returning, ["--policies", name]))
+            run, plan = (found[-1][kind] / 2**20 for kind in ("measured", "predicted"))
+            print(f"{name:{width}}  {run:8.1f}  {plan:8.1f}  {plan / run - 1:+6.1%}", flush=True)
         _write(arguments.json, found)
     else:
         found = _launch(arguments)
@@ -141,7 +143,12 @@ class _Training:
         self.model = BMTrainModelWrapper(gpt)
         chosen = _chosen(arguments, policy)
         optimizer = _OPTIMIZERS[chosen.optimizer, chosen.offload]
-        self.optimizer = optimizer(self.model.named_parameters(), state_dtype=chosen.state_dtype)
+        options: dict[str, Any] = {}
+        if (
+            chosen.optimizer == "muon"
+        ):  # products in bf16 are slow on many CPUs, and memory does not depend on their number
+            options = {"splits": {"*.qkv": 1}, "ns_steps": 1 if arguments.memory else 5}
+        self.optimizer = optimizer(self.model.named_parameters(), state_dtype=chosen.state_dtype, **options)
         self.batch = torch.randint(0, 256, (arguments.batch, arguments.seq + 1))
 
     def step(self) -> None:
@@ -270,16 +277,3 @@ def _print_times(rows: Sequence[_Row]) -> None:
     ]
     print_table(titles, cells)
     print(f"two identical runs differ by up to {max(row.spread for row in rows):.1%}")
-
-
-def _print_memory(found: Sequence[dict[str, Any]]) -> None:
-    cells = [
-        [
-            row["policy"],
-            f"{row['measured'] / 2**20:.1f}",
-            f"{row['predicted'] / 2**20:.1f}",
-            f"{row['predicted'] / row['measured'] - 1:+.1%}",
-        ]
-        for row in found
-    ]
-    print_table(["policy", "run MiB", "plan MiB", "error"], cells)

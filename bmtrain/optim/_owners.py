@@ -161,20 +161,29 @@ class Transfer:
         self._label = getattr(param, "_label", "plain parameter")
         self._device = param.device
         self._works: list[Work] = []
-        self._tensor: Tensor  # in flight: whole at the owner, a part elsewhere
-        self._sent: Tensor | None = None  # alive until it has arrived
+        self._tensor = torch.empty(0)  # in flight: whole at the owner, a part elsewhere
+        self._sent = self._tensor  # alive until it has arrived
 
     @property
     def is_owner(self) -> bool:
         return self._team.rank == self._owner
 
-    def gather(self, local: Tensor) -> None:
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors of this rank's messages."""
+        storages = [x.untyped_storage() for x in (self._tensor, self._sent)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def gather(self, local: Tensor, *, is_temporary: bool = False) -> None:
         """Posts the messages to the owner; `whole` waits for them.
 
         Args:
             local: 1-D, the elements of this rank.
+            is_temporary: a result of the same dtype may overwrite ``local``, after the owner has received it.
         """
-        self._tensor, team = local, self._team
+        team = self._team
+        if self.is_owner or is_temporary:
+            self._tensor = local
         if team.holds_all() or not team.are_together(team.rank, self._owner):
             return
         if self.is_owner:
@@ -207,7 +216,8 @@ class Transfer:
             self._tensor = team.own(self._sent)
             self._works = [team.comm.send(x, r, self._label) for r, x in team.others(self._sent)]
             return
-        self._tensor = torch.empty(team.part(team.rank)[1], dtype=dtype, device=self._device)
+        if not self._tensor.numel():
+            self._tensor = torch.empty(team.part(team.rank)[1], dtype=dtype, device=self._device)
         if self._tensor.numel():
             self._works.append(team.comm.recv(self._tensor, self._owner, self._label))
 

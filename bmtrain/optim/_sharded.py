@@ -298,12 +298,6 @@ class ShardedOptimizer(UntracedOptimizer):
         return is_on_disk
 
     @property
-    def disk_buffer_bytes(self) -> int:
-        """Bytes of memory that state on drives passes through."""
-        nbytes: int = self._place.disk_buffer_bytes
-        return nbytes
-
-    @property
     def _states(self) -> dict[Tensor, dict[str, Any]]:
         """The state by parameter, without a wait."""
         states: dict[Tensor, dict[str, Any]] = self.__dict__["state"]

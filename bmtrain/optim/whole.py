@@ -73,6 +73,7 @@ class WholeOptimizer(UntracedOptimizer):
 
     _bmtrain_optimizer = True
     _keeps_whole_state = True
+    owner_bytes = 0  # of whole gradients, in the last step
 
     def __init__(
         self, cls: type[torch.optim.Optimizer], params: Iterable[Any], options: dict[str, Any]
@@ -121,13 +122,15 @@ class WholeOptimizer(UntracedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         ready = [p for p in self._parameters() if p.requires_grad and gradient_of(p) is not None]
-        torch.autograd.graph.increment_version(ready)
         transfers = [_Step(p, self._members) for p in ready if is_here(p)]
         self._members.update_values(self._parameters())  # of all: on another stage one may have no gradient
+        torch.autograd.graph.increment_version(ready)
         for transfer in transfers:
             transfer.gather()
         for transfer in transfers:
             transfer.set_gradient(scale)
+        gradients = [master.grad for master in self._members.masters.values() if master.grad is not None]
+        self.owner_bytes = sum(gradient.nbytes for gradient in gradients)
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(_options(group))
         has_peers = context.current() is not None

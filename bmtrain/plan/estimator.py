@@ -33,7 +33,7 @@ class MemoryEstimate:
         weights: shards.
         gathered: full parameters, of blocks and outside of them.
         gradients: shards, and full gradients that are not yet reduced.
-        optimizer: masters and moments.
+        optimizer: masters and moments, and what a step of Muon holds.
         activations: inputs of blocks, tensors saved by autograd, logits.
         usable: memory of the device.
         host: pinned host memory of a node.
@@ -305,6 +305,9 @@ def estimate(
         overlaps=not machine.shares_memory,
     )
     result = step.run()
+    if policy.optimizer == "muon":  # its step holds more than a backward where activations are few
+        result.memory.add("gathered", result.memory.pool_peak)
+        result.memory.add("matrices", _matrix_bytes(local, network.size, num_sharing))
     return Plan(
         model=model,
         machine=machine,
@@ -377,7 +380,7 @@ def _memory(result: StepResult, machine: Machine, on_host: float, wire: float) -
         weights=at_peak["weights"],
         gathered=at_peak.get("gathered", 0.0) + at_peak.get("outside blocks", 0.0),
         gradients=at_peak["gradients"] + at_peak.get("gradients in flight", 0.0),
-        optimizer=at_peak["optimizer"],
+        optimizer=at_peak["optimizer"] + at_peak.get("matrices", 0.0),
         activations=at_peak.get("activations", 0.0),
         usable=machine.usable_memory,
         host=on_host * machine.devices_per_node,
@@ -385,6 +388,15 @@ def _memory(result: StepResult, machine: Machine, on_host: float, wire: float) -
         pool_peak=result.memory.pool_peak,
         wire=wire,
     )
+
+
+def _matrix_bytes(model: ModelDescription, num_ranks: int, num_sharing: int) -> float:
+    """Returns what a rank holds in a step of Muon, in bf16: the matrices that it owns, its elements of the others, and
+    of the largest matrix a copy, its new values and two products."""
+    buffers = [buffer for block in model.blocks for buffer in block.buffers if buffer.trains]
+    numel = sum(sum(buffer.numels) for buffer in buffers)
+    largest = max((max(buffer.numels) for buffer in buffers), default=0)
+    return 2 * (numel / num_ranks + (numel - numel / num_ranks) / num_sharing + 3 * largest)
 
 
 def _muon_seconds(model: ModelDescription, network: Network, policy: TrainingPolicy) -> float:

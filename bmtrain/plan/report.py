@@ -102,7 +102,12 @@ def _policy(plan: Plan) -> str:
         parts.append(f"gathered in {str(policy.gather_dtype).removeprefix('torch.')}")
     if policy.state_dtype != torch.float32:
         parts.append(f"moments in {str(policy.state_dtype).removeprefix('torch.')}")
-    parts += ["Muon"] * (policy.optimizer == "muon")
+    if policy.optimizer == "muon":
+        inside = sum(block.num_parameters for block in plan.model.blocks)
+        others = plan.model.num_parameters - inside
+        parts.append(
+            f"Muon for {format_count(inside)} parameters in blocks, AdamW for {format_count(others)}"
+        )
     parts += [f"offload {policy.offload:g}"] * bool(policy.offload)
     parts += [f"{policy.accumulate} micro-batches per step"] * (policy.accumulate > 1)
     parts += [f"tensor parallel {policy.tp_size}"] * (policy.tp_size > 1)

@@ -1,4 +1,4 @@
-"""The example's GPT-2 by Muon with virtual shards: the bits of torch on any number of ranks, also after a resume.
+"""The example's GPT-2 by Muon: the bits of torch, and with virtual shards on any number of ranks, also after a resume.
 
 ``BMTRAIN_MUON_STEPS`` sets the number of steps (8).
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -33,6 +35,43 @@ class RoundedRoots(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def parallel_layers() -> Any:
+    """While it is entered, GPT has layers of which each tensor-parallel rank computes some heads and features."""
+    import models.gpt
+    from layers import Attention, FeedForward
+
+    class Heads(Attention):
+        def __init__(
+            self, dim_model: int, num_heads: int, dim_head: int, *rest: Any, dtype: Any, **std: Any
+        ) -> None:
+            super().__init__(dim_model, num_heads, dim_head, *rest, dtype=dtype, **std)
+            self.project_qkv = bmt.nn.ColumnParallelLinear(dim_model, 3 * num_heads * dim_head, dtype=dtype)
+            self.project_out = bmt.nn.RowParallelLinear(num_heads * dim_head, dim_model, dtype=dtype)
+
+        def forward(self, x: torch.Tensor, mask: Any = None) -> torch.Tensor:
+            qkv = self.project_qkv(x)  # of the rows of all ranks
+            split = qkv.unflatten(-1, (3, -1, self.dim_head)).permute(2, 0, 3, 1, 4)
+            mixed = torch.nn.functional.scaled_dot_product_attention(*split, is_causal=True)
+            return self.project_out(mixed.transpose(1, 2).flatten(2))
+
+    class Features(FeedForward):
+        def __init__(self, dim_model: int, dim_ff: int, *rest: Any, dtype: Any, **std: Any) -> None:
+            super().__init__(dim_model, dim_ff, *rest, dtype=dtype, **std)
+            self.w_in = bmt.nn.ColumnParallelLinear(dim_model, dim_ff, dtype=dtype)
+            self.w_out = bmt.nn.RowParallelLinear(dim_ff, dim_model, dtype=dtype)
+
+    return patch.multiple(models.gpt, Attention=Heads, FeedForward=Features)
+
+
+def whole_gradient(p: bmt.DistributedParameter) -> torch.Tensor:
+    gradient = p.gather_grad()
+    assert gradient is not None
+    if p._tp_split_dim < 0:
+        return gradient
+    slices = bmt.distributed.all_gather(gradient)[: bmt.config["tp_size"]]
+    return torch.cat(list(slices), p._tp_split_dim)
+
+
 class Reference:
     """torch's optimizers over whole fp32 copies, by the gradients of the ranks."""
 
@@ -40,7 +79,7 @@ class Reference:
         self.parameters = dict(model.named_parameters())
         muon = {id(p) for group in optimizer.param_groups if group["rule"] == "muon" for p in group["params"]}
         self.by_muon = [name for name, p in self.parameters.items() if id(p) in muon]
-        self.parts = {name: self.divided(name, p.gather().float()) for name, p in self.parameters.items()}
+        self.parts = {name: self.divided(name, p.gather_all().float()) for name, p in self.parameters.items()}
         kinds: list[list[torch.Tensor]] = [[], []]
         for name, parts in self.parts.items():
             kinds[name not in self.by_muon] += parts
@@ -55,12 +94,12 @@ class Reference:
 
     @staticmethod
     def divided(name: str, whole: torch.Tensor) -> list[torch.Tensor]:
-        count = 3 if "project_qkv" in name and whole.dim() == 2 else 1
+        count = 3 * bmt.config["tp_size"] if "project_qkv" in name and whole.dim() == 2 else 1
         return [torch.nn.Parameter(part.detach().clone()) for part in whole.chunk(count)]
 
     def step(self) -> None:
         for name, p in self.parameters.items():
-            gradient = p.gather_grad()
+            gradient = whole_gradient(p)
             for part, own in zip(self.parts[name], self.divided(name, gradient.float()), strict=True):
                 part.grad = own.detach()
         with self.roots:
@@ -70,7 +109,17 @@ class Reference:
     def check(self) -> None:
         for name, p in self.parameters.items():
             expected = torch.cat([part.detach() for part in self.parts[name]]).to(p.dtype)
-            assert torch.equal(p.gather(), expected), name
+            assert torch.equal(p.gather_all(), expected), name
+
+
+def batches(step: int) -> Iterator[torch.Tensor]:
+    """This rank's rows: virtual shard by virtual shard, or its share of a tensor-parallel group's."""
+    ids = torch.randint(VOCAB, (8, SEQ + 1), generator=torch.Generator().manual_seed(step))
+    if bmt.config["tp_size"] > 1:
+        yield ids.chunk(bmt.world_size())[bmt.rank()]
+        return
+    for shard in bmt.virtual_shards(step):
+        yield shard.of(ids)
 
 
 def train(
@@ -80,10 +129,12 @@ def train(
     sys.path.insert(0, str(EXAMPLE))
     from models import GPT
 
-    with bmt.default_policy(bmt.BlockPolicy(level=level)):
+    tp_size = bmt.config["tp_size"]
+    parallel = parallel_layers() if tp_size > 1 else nullcontext()
+    with bmt.default_policy(bmt.BlockPolicy(level=level)), parallel:
         model = GPT(2, VOCAB, 16, 8, 2, 32, SEQ, dtype=getattr(torch, dtype), zero_level=level)
     bmt.init_parameters(model)
-    splits = {"*.project_qkv": 3}
+    splits = {"*.project_qkv": 3 * tp_size}
     muon = bmt.optim.MuonOffloadOptimizer if offload else bmt.optim.MuonOptimizer
     optimizer = muon(model.named_parameters(), lr=LR, adjust_lr_fn="match_rms_adamw", splits=splits)
     manager = bmt.optim.OptimManager()
@@ -95,14 +146,12 @@ def train(
     for step in range(first, STEPS):
         if step == save_at:
             checkpoint.save(folder, step, model, manager)
-        ids = torch.randint(VOCAB, (8, SEQ + 1), generator=torch.Generator().manual_seed(step))
         manager.zero_grad()
-        for shard in bmt.virtual_shards(step):
-            rows = shard.of(ids)
+        for rows in batches(step):
             position = torch.arange(SEQ).expand(len(rows), SEQ)
             logits = model(rows[:, :-1], position, torch.ones(len(rows), SEQ, dtype=torch.bool))
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
-            manager.backward(loss)
+            manager.backward(loss / tp_size)
         manager.clip_grad_norm(optimizer.param_groups, 0.5)
         if reference is not None:
             reference.step()
@@ -144,3 +193,11 @@ def test_muon_has_the_same_bits_on_any_number_of_ranks(
     first, resumed = run_on(worlds[0], shards, dtype, level, str(tmp_path), None, True)
     assert first == STEPS // 2
     assert same_bits(resumed, values)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("world", "offload"), [(2, True), (4, False)])
+def test_tensor_parallel_weights_are_those_of_torch(
+    world: int, offload: bool, dtype: str, tmp_path: Path
+) -> None:
+    run_ranks(world, train, dtype, 3, str(tmp_path), None, offload, init={"tp_size": 2}, timeout=600)

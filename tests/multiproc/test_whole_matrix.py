@@ -250,7 +250,9 @@ def local() -> None:
     assert not torch.equal(more.gather(), torch.ones(4, 4)) and len(optimizer.param_groups) == 2
     held = [value for entry in optimizer.state.values() for value in entry.values()]
     assert len(held) == 3 * len(optimizer.state)  # two moments and the value
-    assert bmt.memory_report(model, optimizer).optimizer == sum(x.untyped_storage().nbytes() for x in held)
+    report = bmt.memory_report(model, optimizer)
+    assert report.optimizer == sum(x.untyped_storage().nbytes() for x in held)
+    assert report.owned == 4 * sum(p.full_numel for p in [*named.values(), more] if optimizer.owns(p))
     with pytest.raises(ValueError, match="optim: an optimizer of whole_matrix"):
         bmt.dcp.save("none", model, optimizer)
     with pytest.raises(TypeError, match=r"Lamb.*state_dict\(gather=True\)"):
@@ -259,6 +261,26 @@ def local() -> None:
 
 def test_state_of_one_rank_and_further_groups() -> None:
     run_ranks(2, local)
+
+
+def traffic() -> None:
+    """A gradient travels to its owner and a value back; a step has two more messages, of flags and of errors."""
+    model = Model(torch.float32, {})
+    named, optimizer = make("centred", model)
+    model(torch.ones(5, 6)).backward()
+    comm, world = bmt.config["comm"], bmt.world_size()
+    comm.reset_traffic()
+    optimizer.step()
+    found = {kind: tuple(counts) for kind, counts in comm.traffic().items() if counts[0]}
+    parts = [p._spec.part(r)[1] for p in named.values() for r in range(world) if r != optimizer.owner_of(p)]
+    sent = bmt.distributed.all_reduce(torch.tensor(found.pop("send"), dtype=torch.float64))
+    assert sent.tolist() == [2 * sum(part > 0 for part in parts), 2 * 4 * sum(parts)]
+    del found["recv"]
+    assert found == {"all_reduce": (1, 4 * len(named) * (world - 1)), "all_gather": (1, world - 1)}
+
+
+def test_a_gradient_travels_to_its_owner_and_a_value_back() -> None:
+    run_ranks(3, traffic)
 
 
 class Failing(Simple):

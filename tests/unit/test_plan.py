@@ -29,6 +29,7 @@ from bmtrain.plan.machine import Machine
 from bmtrain.plan.model import muon_flops
 from bmtrain.plan.network import Network, Wire
 from bmtrain.plan.published import FITTED, PUBLISHED, compare
+from bmtrain.plan.report import format_plan
 
 SMALL = gpt2(6, 256, 4, vocab_size=1000, seq_len=128, dtype=torch.float32, tied=False)
 EIGHT = MACHINES["a100-80gb"]
@@ -415,6 +416,7 @@ def test_ranks_divide_the_products_of_muon(offload: float) -> None:
     at_full_speed = flops / (machine.flops * machine.efficiency)
     assert muon.time.optimizer >= at_full_speed > 0
     assert muon.time.step > muon.time.optimizer
+    assert "Muon for 1.21 billion parameters in blocks, AdamW for 10" in format_plan(muon)
     kept = "host" if offload else "optimizer"
     assert getattr(muon.memory, kept) < getattr(adam.memory, kept)
     with pytest.raises(ValueError, match="offload: expected 0 or 1 with 'muon', got 0.5"):

@@ -24,7 +24,7 @@ class OnOwners(OnDevice):
 
     def apply(self, parts: list[Part], states: States, *, is_early: bool) -> None:
         step = super().apply
-        _apply(parts, lambda others: step(others, states, is_early=is_early))
+        self.owner_bytes = _apply(parts, lambda others: step(others, states, is_early=is_early))
 
 
 class OnHostOwners(OnHost):
@@ -42,25 +42,29 @@ class OnHostOwners(OnHost):
             compute_on_host(exact, as_torch=True)
             step(list(rest), states, is_early=is_early)
 
-        _apply(parts, step_others)
+        self.owner_bytes = _apply(parts, step_others)
 
 
 def _has_bits_of_torch(part: Part, update: Update) -> bool:
     return update.param.is_cpu and update.param.dtype is torch.float32 and not is_narrow(part, update)
 
 
-def _apply(parts: list[Part], step_others: Callable[[list[Part]], None]) -> None:
-    """Computes a step: whole matrices here, the other parts by a function, while matrices travel."""
+def _apply(parts: list[Part], step_others: Callable[[list[Part]], None]) -> int:
+    """Computes a step: whole matrices here, the other parts by a function, while matrices travel. Returns the most
+    bytes of matrices and messages."""
     whole = [(part, u) for part in parts if part.formula.is_whole for u in part.updates]
     matrices = [_Matrix(part, u) for part, u in whole if is_here(u.param)]
     owners = owners_of([matrix.work for matrix in matrices], [matrix.team for matrix in matrices])
     for matrix, owner in zip(matrices, owners, strict=True):
         matrix.gather(owner)
+    nbytes = sum(matrix.transfer.nbytes for matrix in matrices)
     step_others([part for part in parts if not part.formula.is_whole])
     for matrix in matrices:
         matrix.transform()
+    nbytes = max(nbytes, sum(matrix.transfer.nbytes for matrix in matrices))
     for matrix in matrices:
         matrix.finish()
+    return nbytes
 
 
 class _Matrix:
@@ -79,21 +83,21 @@ class _Matrix:
 
     def gather(self, owner: int) -> None:
         """Posts the messages to the owner."""
-        self._transfer = Transfer(self.update.param, owner)
+        self.transfer = Transfer(self.update.param, owner)
         narrow = is_narrow(self._part, self.update)
         with widened(self.update, self._part.names) if narrow else nullcontext(self.update) as update:
             local = self._formula.start(update, self._numbers)
-        self._transfer.gather(local.reshape(-1).to(self.update.param.device))
+        self.transfer.gather(local.reshape(-1).to(self.update.param.device), is_temporary=True)
 
     def transform(self) -> None:
         """Computes the result at the owner, and posts its messages."""
         result = None
-        if self._transfer.is_owner:
-            matrix = self._transfer.whole().view(self.team.shape)
+        if self.transfer.is_owner:
+            matrix = self.transfer.whole().view(self.team.shape)
             result = self._formula.transform(matrix, self._numbers).reshape(-1)
-        self._transfer.scatter(result, torch.bfloat16)
+        self.transfer.scatter(result, torch.bfloat16)
 
     def finish(self) -> None:
         """Updates the weights."""
-        direction = self._transfer.part()
+        direction = self.transfer.part()
         self._formula.finish(self.update, self._numbers, self.team.shape, self.team.begin, direction)

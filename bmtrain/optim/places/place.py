@@ -33,8 +33,8 @@ class Place:
     #: Arguments of the constructor, kept as attributes, that copies and pickles of an optimizer have.
     settings: ClassVar[tuple[str, ...]] = ("state_dtype",)
 
-    #: Bytes of memory that state on drives passes through.
-    disk_buffer_bytes = 0
+    #: Bytes of memory that state on drives passes through, and the most of whole matrices in the last step.
+    disk_buffer_bytes = owner_bytes = 0
 
     def __init__(self, formula: Formula, *, state_dtype: torch.dtype = torch.float32) -> None:
         self._formula = formula
