@@ -9,10 +9,11 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 import torch
-from harness import free_port, rank_outcomes, run_process
+from harness import Program, free_port, rank_outcomes, run_process
 
 import bmtrain
 from bmtrain import _C
@@ -46,32 +47,28 @@ SENTENCES = {
 }
 
 
-def start(script: str, transport: str = "shm") -> list[subprocess.Popen[str]]:
-    """All ranks with one output, as on a terminal; that of the first process."""
+def start(script: str, transport: str = "shm") -> tuple[list[Program], TextIO]:
+    """All ranks, and the one output that they have, as on a terminal."""
     read, write = os.pipe()
     port, ranks = str(free_port()), []
-    for rank in range(WORLD):
-        environment = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(WORLD),
-            "LOCAL_WORLD_SIZE": str(WORLD),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONFAULTHANDLER": "1",
-            "BMTRAIN_CPU_TRANSPORT": transport,
-        }
-        command = [sys.executable, "-c", script]
-        ranks.append(subprocess.Popen(command, env=environment, stdout=write, stderr=write, text=True))
+    with open(os.devnull) as nothing:
+        for rank in range(WORLD):
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(WORLD),
+                "LOCAL_WORLD_SIZE": str(WORLD),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "BMTRAIN_CPU_TRANSPORT": transport,
+            }
+            ranks.append(Program(script, environment, (nothing.fileno(), write, write)))
     os.close(write)
-    ranks[0].stdout = os.fdopen(read, errors="replace")
-    return ranks
+    return ranks, os.fdopen(read, errors="replace")
 
 
-def output_of(ranks: list[subprocess.Popen[str]]) -> str:
+def output_of(ranks: list[Program], output: TextIO) -> str:
     try:
         for rank in ranks:
             rank.wait(120)
@@ -79,30 +76,26 @@ def output_of(ranks: list[subprocess.Popen[str]]) -> str:
         for rank in ranks:
             rank.send_signal(signal.SIGABRT)  # on which those that still run print their stacks
             rank.wait()
-        raise AssertionError(f"a rank did not end:\n{_rest(ranks)}") from None
+        raise AssertionError(f"a rank did not end:\n{output.read()}") from None
     finally:
         for rank in ranks:
             rank.kill()
-    return _rest(ranks)
+    return output.read()
 
 
-def _rest(ranks: list[subprocess.Popen[str]]) -> str:
-    assert ranks[0].stdout is not None
-    return ranks[0].stdout.read()
-
-
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("fault", "victim", "transport"),
+    [(fault, victim, "shm") for fault in FAULTS for victim in (0, 1)]
+    + [(fault, victim, "gloo") for fault in ("left", "killed") for victim in (0, 1)],
+)
 def test_one_failure_is_one_report(fault: str, victim: int, transport: str) -> None:
-    if transport == "gloo" and fault not in ("left", "killed"):
-        pytest.skip("told by the watchdog alone, whatever carries the bytes")
+    """The watchdog alone reports the other faults, whatever carries the bytes."""
     script = f"{PROLOGUE}\nif comm.rank == {victim}:\n    {FAULTS[fault]}\nwhile True:\n    bmtrain.synchronize()\n"
     if fault in EXIT_CODES:
         # Torch alone takes longer to end on a busy machine. What is registered first is called last.
         hurry = f"atexit.register(os._exit, {EXIT_CODES[fault]})"
         script = f"import atexit, os\nif os.environ['RANK'] == '{victim}':\n    {hurry}\n{script}"
-    output = output_of(start(script, transport))
+    output = output_of(*start(script, transport))
     assert output.count("gives up: ") == 1, output
     sentence = SENTENCES[fault].format(victim)
     if victim == 0:  # its parent waits for it here, and so may ask for the exit code before the others do
@@ -122,22 +115,19 @@ def test_ctrl_c_is_one_line(saves: str, tmp_path: Path) -> None:
     # As on a terminal: what a shell starts in the background ignores the signal, and so do its descendants.
     saving += "\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
     ready = "os.write(1, b'ready\\n')\nwhile True:\n    bmtrain.synchronize()\n"
-    ranks = start(f"{PROLOGUE}\n{saving}\n{ready}")
-    assert ranks[0].stdout is not None
+    ranks, shared = start(f"{PROLOGUE}\n{saving}\n{ready}")
     for _ in ranks:
-        assert ranks[0].stdout.readline() == "ready\n"
+        assert shared.readline() == "ready\n"
     for rank in ranks:  # a terminal sends it to all
         rank.send_signal(signal.SIGINT)
-    output = output_of(ranks)
+    output = output_of(ranks, shared)
     assert len(output.splitlines()) == 1, output
     line = output.rstrip()
     assert "was interrupted (Ctrl-C), at <string>:" in line, output
     assert line.endswith(f"; continue with bmtrain.load(model, {file!r})" if saves else " in <module>"), line
 
 
-@pytest.mark.parametrize(
-    "repeat", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("repeat", range(int(os.environ.get("BMTRAIN_SIGTERM_REPEATS", "1"))))
 def test_under_torchrun_the_report_comes_before_its_sigterm(repeat: int, tmp_path: Path) -> None:
     """The survivors compute, in no operation that could notice: the signal is what makes them look."""
     script = tmp_path / "script.py"

@@ -15,12 +15,14 @@
   hangs it raises `RankError`, which shows every rank's traceback, output and (of a rank that hung) stacks.
 - `rank_outcomes(...)`, same arguments, never raises: it returns one `Outcome` per rank, for tests of faults.
 - `run_process(command)` runs any other program (a launcher, an example) under the same kind of limit.
+- `Program(code, environment, streams)` is a `python -c` that is forked like a rank.
 
 Ranks are forked from a server that has torch and bmtrain imported, are kept for the next call with the same
 `world`, `init`, `environment` and `cuda`, and are thrown away after a call in which anything went wrong. Each
 call starts with the same random seeds, environment, directory and default dtype. Arguments and results are
-pickled; the function is named, not pickled, so it may not be nested or a lambda. Ranks see no GPU unless
-`cuda=True`. What they print appears in the test's captured output, each line marked with its rank.
+pickled; the function is named, not pickled, so it may not be nested or a lambda. Modules that a test file names in
+`PRELOAD` are imported once for all ranks that run its functions. Ranks see no GPU unless `cuda=True`. What they
+print appears in the test's captured output, each line marked with its rank.
 """
 
 from __future__ import annotations
@@ -32,16 +34,18 @@ import os
 import pickle
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .group import TIMEOUT, Group, close_servers, free_port
+from .group import TIMEOUT, Group, Program, close_servers, free_port
 from .outcome import Outcome, RankError, Status
 from .worker import Call
 
 __all__ = [
     "Outcome",
+    "Program",
     "RankError",
     "Status",
     "close_groups",
@@ -107,11 +111,12 @@ def _outcomes(
 ) -> list[Outcome]:
     call = _named(function, args, kwargs)
     keywords = None if init is False else {"timeout": 45, **(init if isinstance(init, Mapping) else {})}
-    key = (world, repr(keywords), repr(sorted((environment or {}).items())), cuda)
+    preload = getattr(sys.modules.get(function.__module__), "PRELOAD", ())
+    key = (world, repr(keywords), repr(sorted((environment or {}).items())), cuda, preload)
     group = None if fresh else _groups.pop(key, None)
     if group is None:
         _make_room(world)
-        group = Group(world, keywords, dict(environment or {}), cuda, brief=fresh)
+        group = Group(world, keywords, dict(environment or {}), cuda, brief=fresh, preload=preload)
         if not group.usable:
             return group.outcomes
     try:
@@ -137,7 +142,7 @@ def _make_room(world: int) -> None:
     """Close the groups that have been idle longest until `world` more ranks fit."""
     while _groups and sum(group.world for group in _groups.values()) + world > _MAX_RANKS:
         oldest = next(iter(_groups))
-        _problems.append(_groups.pop(oldest).close())
+        _problems.append(_groups.pop(oldest).close(brief=True))
 
 
 _problems: list[str] = []  # of ranks that did not end well when their group was closed

@@ -185,7 +185,7 @@ def _initialize(setup: Setup) -> None:
 
 
 def _run_rank(connection: Connection) -> None:
-    """Serve calls until the test run closes the connection."""
+    """Serve calls until the test run closes the connection, or sends nothing: then the end is brief."""
     setup: Setup = pickle.loads(connection.recv_bytes())
     if setup.brief:
         _brief.append(True)
@@ -198,6 +198,9 @@ def _run_rank(connection: Connection) -> None:
         try:
             message = connection.recv_bytes()
         except EOFError:
+            return
+        if not message:
+            _brief.append(True)
             return
         call: Call = pickle.loads(message)
 
@@ -265,8 +268,35 @@ def _reap(pids: list[int]) -> list[int | None]:
     return codes
 
 
-def _serve(control: socket.socket) -> Connection | None:
-    """Fork ranks on request. Returns a connection in each fork, None in the server at the end of the run."""
+def _become_program(parent: int, request: dict[str, Any], streams: list[int]) -> None:
+    """Turn the fork into what ``python -c`` starts, with the standard streams given."""
+    _die_with_parent(parent)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.path[:0] = [""]
+    sys.argv = ["-c"]
+    _brief.append(True)
+
+
+def _run_program(code: str) -> None:
+    """Run it as the main module. A traceback begins with the program's own line."""
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        exec(compile(code, "<string>", "exec"), module.__dict__)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        assert error.__traceback__ is not None
+        sys.excepthook(type(error), error, error.__traceback__.tb_next)
+        raise SystemExit(1) from None
+
+
+def _serve(control: socket.socket) -> Callable[[], None] | None:
+    """Fork on request. Returns what a fork has to do, None in the server at the end of the run."""
     server = os.getpid()
     while True:
         message, channels, _, _ = socket.recv_fds(control, 1 << 20, 64)
@@ -276,23 +306,31 @@ def _serve(control: socket.socket) -> Connection | None:
         if request["do"] == "reap":
             control.send(json.dumps(_reap(request["pids"])).encode())
             continue
-        pids = []
-        for rank, channel in enumerate(channels):
-            pid = os.fork()
-            if pid == 0:
+        if request["do"] == "run":
+            pids = [os.fork()]
+            if pids == [0]:
                 control.close()
-                for other in channels:
-                    if other != channel:  # else a peer's death would not close its connection
-                        os.close(other)
-                return _become_rank(server, channel, request["logs"][rank], request["stacks"][rank])
-            pids.append(pid)
+                _become_program(server, request, channels)
+                return functools.partial(_run_program, request["code"])
+        else:
+            pids = []
+            for rank, channel in enumerate(channels):
+                pid = os.fork()
+                if pid == 0:
+                    control.close()
+                    for other in channels:
+                        if other != channel:  # else a peer's death would not close its connection
+                            os.close(other)
+                    connection = _become_rank(server, channel, request["logs"][rank], request["stacks"][rank])
+                    return functools.partial(_run_rank, connection)
+                pids.append(pid)
         for channel in channels:
             os.close(channel)
         control.send(json.dumps(pids).encode())
 
 
 def main() -> None:
-    """Import what every rank needs, then serve. argv: the control socket's number, the parent's id."""
+    """Import what every rank needs, then serve. argv: the control socket's number, the parent's id, further modules."""
     _die_with_parent(int(sys.argv[2]))
     preloaded: set[str] = set()
     atexit.register(_shorten_end, preloaded)  # the first to be registered is the last to be called
@@ -301,7 +339,8 @@ def main() -> None:
     ours = [
         f"bmtrain.{name}" for name in ("init", "optim", "distributed", "nn", "loss", "wrapper", "inspect")
     ]
-    for name in ("torch", "torch._dynamo", "numpy", "pytest", "_pytest.assertion.rewrite", *ours):
+    general = ("torch", "torch._dynamo", "numpy", "pytest", "_pytest.assertion.rewrite")
+    for name in (*general, *ours, *sys.argv[3:]):
         try:
             importlib.import_module(name)
         except Exception:  # what is missing shows in the call that needs it, with that rank's traceback
@@ -311,6 +350,6 @@ def main() -> None:
     gc.freeze()  # torch's objects are never garbage: without them a rank's collections take no time
     control = socket.socket(fileno=int(sys.argv[1]))
     control.send(b"ready")
-    connection = _serve(control)
-    if connection is not None:
-        _run_rank(connection)
+    task = _serve(control)
+    if task is not None:
+        task()

@@ -15,6 +15,7 @@ import bmtrain
 
 transformers = pytest.importorskip("transformers")
 
+PRELOAD = ("transformers.modeling_utils", "transformers.models.llama.modeling_llama")
 _SIZES = {
     "vocab_size": 50,
     "hidden_size": 32,

@@ -20,6 +20,7 @@ from bmtrain._shards.full_values import full_value
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
 
+PRELOAD = ("transformers.modeling_utils", "transformers.models.llama.modeling_llama")
 COMMON = {
     "vocab_size": 50,
     "hidden_size": 16,
