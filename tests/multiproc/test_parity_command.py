@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import argparse
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from harness import run_process
 
+from bmtrain.__main__ import main
 from bmtrain._tools.parity import Layout, compare
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "parity_train.py"
 PARALLEL = SCRIPT.with_name("parity_parallel.py")
 
 
-def command(*arguments: str) -> tuple[int, str]:
-    done = run_process([sys.executable, "-m", "bmtrain", "parity", "--steps", "2", *arguments], check=False)
-    return done.returncode, done.stdout
+Command = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str]) -> Command:
+    """Runs the command, whose layouts are programs of their own; returns its status and what it and they print."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        status = main(["parity", "--steps", "2", *arguments])
+        return status, "".join(capfd.readouterr())
+
+    return run
 
 
 @pytest.mark.slow
-def test_layouts_are_as_one_process() -> None:
+def test_layouts_are_as_one_process(command: Command) -> None:
     status, said = command("--layouts", "2", "2:sp_size=2", "--", str(SCRIPT))
     assert (status, said.count("tensors as in one process")) == (0, 2), said
 
 
 @pytest.mark.slow
-def test_tensor_parallel_layers_and_stages_are_as_one_process() -> None:
+def test_tensor_parallel_layers_and_stages_are_as_one_process(command: Command) -> None:
     layout = "4:pipe_size=2,tp_size=2,num_micro_batches=4"
     status, said = command("--steps", "1", "--layouts", layout, "--", str(PARALLEL))
     assert (status, said.count("tensors as in one process")) == (0, 1), said
@@ -36,13 +45,13 @@ def test_tensor_parallel_layers_and_stages_are_as_one_process() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "script"), [("2:sp_size=2", SCRIPT), ("2:tp_size=2", PARALLEL)])
-def test_the_first_tensor_that_differs_is_named(layout: str, script: Path) -> None:
+def test_the_first_tensor_that_differs_is_named(layout: str, script: Path, command: Command) -> None:
     status, said = command("--layouts", layout, "--", str(script), "--wrong")
     assert status == 1 and "step 0: loss differs by" in said, said
 
 
 @pytest.mark.slow
-def test_a_script_that_fails_ends_in_two_lines(tmp_path: Path) -> None:
+def test_a_script_that_fails_ends_in_two_lines(tmp_path: Path, command: Command) -> None:
     (tmp_path / "fails.py").write_text("raise SystemExit(2)")
     status, said = command("--", str(tmp_path / "fails.py"))
     assert status == 1 and "Traceback" not in said
