@@ -37,7 +37,7 @@ TORCH_TO_INSTALL = "torch==2.13.0"
 CONFIG_FILE = "_build_config.json"  # read by bmtrain/_base/build.py
 BUILDING = {"build", "build_ext", "bdist_wheel", "editable_wheel", "develop"}
 # Folders, and files of csrc/bindings, compiled as one with another: most of the time goes to torch's headers.
-JOINED = {"guard": "comm", "ops": "shard", **dict.fromkeys(["common", "disk", "module", "testing"], "optim")}
+JOINED = {"guard": "comm", "ops": "shard", **dict.fromkeys(["common", "disk", "module"], "optim")}
 
 
 def require_setuptools() -> None:
@@ -358,17 +358,21 @@ def make_build_command(torch: Any, folders: dict[str, Path], cuda: bool, testing
                 super().build_extensions()
 
         def build_extension(self, core: Extension) -> None:
-            """Files without torch are compiled once for all extensions."""
+            """Files without torch are compiled once for all extensions; for a single one in the same run of ninja, so
+            that all processors are at work."""
             folder = build_folder(folders[core.name])
             plain = [source for source in core.sources if not includes_torch(ROOT / source)]
             others = [source for source in core.sources if source not in plain]
-            core.extra_objects = self.compiler.compile(
-                group_sources(plain, plain_folder / "groups"),
-                output_dir=str(plain_folder),
-                include_dirs=core.include_dirs,
-                extra_postargs=compile_flags(),
-            )
             core.sources = group_sources(others, folder / "groups")
+            if len(self.extensions) == 1:
+                core.sources += group_sources(plain, folder / "plain")
+            else:
+                core.extra_objects = self.compiler.compile(
+                    group_sources(plain, plain_folder / "groups"),
+                    output_dir=str(plain_folder),
+                    include_dirs=core.include_dirs,
+                    extra_postargs=compile_flags(),
+                )
             # pip gives an editable build a folder that it deletes afterwards; here ninja finds what is done.
             self.build_temp = str(folder)
             super().build_extension(core)

@@ -1,8 +1,12 @@
 // What Python sees of the machinery of tests, in the module bmtrain._C of builds that have it.
-#include "bindings/bindings.h"
+// Declared in bindings/bindings.h, which would include torch's headers: this file is compiled by itself, so
+// that builds without it share all other objects.
+#include <pybind11/pybind11.h>
 
 #include "testing/disturbance.h"
 #include "testing/host_runtime.h"
+
+namespace py = pybind11;
 
 namespace bmtrain {
 

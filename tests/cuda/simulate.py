@@ -123,11 +123,9 @@ def build_core(torch: Path) -> None:
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     subprocess.run(command, cwd=CHECKOUT, env=environment, check=True)
     (core,) = (CHECKOUT / "bmtrain").glob(f"_C.{sys.implementation.cache_tag}-*.so")
-    name = f"core-*-{sys.implementation.cache_tag}"  # files that include torch, and the others
-    folders = [*(CHECKOUT / "build").glob(f"{name}-torch*"), *(CHECKOUT / "build").glob(name)]
+    (plan,) = (CHECKOUT / "build").glob(f"core-*-{sys.implementation.cache_tag}-torch*/build.ninja")
     csrc, emulate = CHECKOUT / "csrc", CHECKOUT / "tests" / "cuda" / "emulate"
-    plans = [(folder / "build.ninja").read_text() for folder in folders]
-    built = re.findall(r"^build (\S+\.o):", "\n".join(plans), flags=re.MULTILINE)
+    built = re.findall(r"^build (\S+\.o):", plan.read_text(), flags=re.MULTILINE)
     kept = [path for path in map(Path, built) if path.parts[-3:-1] != ("csrc", "cuda")]
     common = ["-ffp-contract=off", "-fvisibility=hidden", f"-I{csrc}", f"-I{emulate}"]
     kernel = [*common, f"-I{emulate / 'include'}", "-Wno-unknown-pragmas", "-Wno-unused-function", "-xc++"]
