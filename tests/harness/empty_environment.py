@@ -52,13 +52,13 @@ class EmptyEnvironment:
 
     def __init__(self, folder: Path, present: tuple[str, ...]) -> None:
         self.folder = folder
-        run_process([sys.executable, "-m", "venv", folder / "env"], timeout=120)
+        run_process([sys.executable, "-m", "venv", "--without-pip", folder / "env"], timeout=120)
         self.bin = folder / "env" / "bin"
         [packages] = (folder / "env" / "lib").glob("python*/site-packages")
         self.packages = packages
-        for old in packages.glob("setuptools*"):  # Python's own, older than the build asks for
-            shutil.rmtree(old)
-        for distribution in _distributions(present).values():
+        (self.bin / "pip").write_text('#!/bin/sh\nexec "${0%/*}/python" -m pip "$@"\n')
+        (self.bin / "pip").chmod(0o755)
+        for distribution in _distributions(("pip", *present)).values():
             _link(distribution, packages)
         path = [str(self.bin), *([str(Path(found).parent)] if (found := shutil.which("ninja")) else [])]
         self.environment = {
