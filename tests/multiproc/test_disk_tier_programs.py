@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import run_ranks
 from harness.disk_tier import ALL, TIERS, small_chunks
-from harness.offloaded import Model, values_of
+from harness.offloaded import Layer, Model, values_of
 
 import bmtrain as bmt
 
@@ -221,6 +221,41 @@ def failed(places: dict[str, Any]) -> list[torch.Tensor]:
     return [*losses, *values_of(model, [optimizer])]
 
 
+class Mixed(bmt.DistributedModule):
+    """Blocks in different places, some of which run twice or not at all; the head has two of their weights."""
+
+    def __init__(self, kinds: list[dict[str, Any]]) -> None:
+        super().__init__()
+        self.first = bmt.DistributedParameter(torch.randn(40, 40))
+        self.layers = bmt.TransformerBlockList(
+            [bmt.Block(Layer(), policy=bmt.BlockPolicy(**places)) for places in kinds]
+        )
+        self.tied = self.layers[0]._module._parameters["weight"]
+        self.other = self.layers[1]._module._parameters["weight"]
+
+    def forward(self, x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+        x = x @ self.first
+        for number in order:
+            x = self.layers[number](x)
+        return x @ self.tied + x @ self.other.T
+
+
+def mixed(places: dict[str, Any]) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    model = Mixed([places, {}, *TIERS[1:]] if places else [{}] * 6)
+    optimizer = ADAM(model.parameters(), lr=0.01)
+    losses = []
+    orders = [(0, 1, 2, 3, 4, 5), (5, 1, 1, 0, 0), (2, 3, 4), (0, 5, 0, 1, 5), (0, 1, 2, 3, 4, 5)]
+    for step, order in enumerate(orders):
+        for micro_batch in range(2):
+            losses.append(model(batch(10 * step + micro_batch), order).square().mean())
+            losses[-1].backward()
+        losses.append(bmt.optim.clip_grad.clip_gradients(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=bool(step % 2))
+    return [*(loss.detach() for loss in losses), *values_of(model, [optimizer])]
+
+
 PROGRAMS: list[Callable[[dict[str, Any]], list[torch.Tensor]]] = [
     low_rank,
     frozen,
@@ -233,6 +268,7 @@ PROGRAMS: list[Callable[[dict[str, Any]], list[torch.Tensor]]] = [
     half,
     evaluated,
     failed,
+    mixed,
 ]
 
 

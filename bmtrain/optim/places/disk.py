@@ -178,7 +178,12 @@ class OnDisk(Place):
 
     def start_step(self, groups: Groups, states: States) -> None:
         self._inner.start_step(groups, states)
-        self._make_arenas([p for p in states if p not in self._homes and wants_disk(p)])
+        wanted = [p for p in states if wants_disk(p)]
+        moved = [p for p in wanted if p in self._homes and not self._homes[p].is_of(p)]
+        if moved:  # on all ranks alike
+            with failing_together("optimizer state on disk"):
+                self.show_state()
+        self._make_arenas([*moved, *(p for p in wanted if p not in self._homes)])
         engine = current_engine(self._context)
         if engine.tier is not None:
             engine.drop_ahead()

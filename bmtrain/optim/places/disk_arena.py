@@ -105,9 +105,13 @@ class Home:
     def fits(self, p: Tensor, names: Sequence[str], dtypes: Sequence[torch.dtype]) -> bool:
         """Whether it has these arrays, for the parameter as it is now."""
         known = self.arena.dtypes
-        return self.shape == p.shape and all(
+        return self.is_of(p) and all(
             known.get(name) == dtype for name, dtype in zip(names, dtypes, strict=True)
         )
+
+    def is_of(self, p: Any) -> bool:
+        """Whether the parameter is still in the arena's flat buffer; conversions to other dtypes make new ones."""
+        return self.shape == p.shape and any(b is self.arena.buffer for b in p._block.runtime().buffers)
 
     def zeroed(self, names: Sequence[str]) -> list[Tensor]:
         """Returns arrays, filled with zeros, for a new state."""
