@@ -229,6 +229,12 @@ def _share_of_rank(batch_size: int) -> range:
             f"--batch-size: expected a multiple of {parts}, the number of ranks, got {batch_size}"
         )
     share = batch_size // parts
+    least = bmt.config["micros"] if bmt.config["pipe_enabled"] else 1  # micro-batches of all stages' samples
+    if share * bmt.config["pipe_size"] < least:
+        raise UserError(
+            f"--batch-size: expected at least {parts * least // bmt.config['pipe_size']}, a sample for each of "
+            f"{least} micro-batches, got {batch_size}"
+        )
     return range(part * share, (part + 1) * share)
 
 

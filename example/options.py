@@ -12,7 +12,15 @@ from typing import Any, NoReturn
 import torch
 from data import VOCAB_SIZE
 
-__all__ = ["DTYPES", "SCHEDULERS", "layout_options", "model_options", "parse_options", "run_options"]
+__all__ = [
+    "DTYPES",
+    "SCHEDULERS",
+    "layout_options",
+    "model_options",
+    "parse_options",
+    "refuse",
+    "run_options",
+]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb1p")
@@ -151,13 +159,16 @@ class _Parser(argparse.ArgumentParser):
     """Says in one line, on rank 0, what is wrong; all ranks get the same options."""
 
     def error(self, message: str) -> NoReturn:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{self.prog}: error: {message} (--help lists all options)", file=sys.stderr, flush=True)
-        else:
-            time.sleep(
-                2
-            )  # a launcher ends all ranks as soon as one has failed: rank 0 must have spoken by then
-        sys.exit(2)
+        refuse(self.prog, f"{message} (--help lists all options)")
+
+
+def refuse(program: str, message: str) -> NoReturn:
+    """Ends this rank with status 2, before the ranks have met; rank 0 prints why."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{program}: error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(2)  # a launcher ends all ranks as soon as one has failed: rank 0 must have spoken by then
+    sys.exit(2)
 
 
 def model_options(options: argparse.Namespace) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from checkpoint import load_checkpoint, save_checkpoint
 from data import Batch, Sampler, load_corpus, validation_batches
 from logbook import Logbook, percent, prepare
 from models import GPT
-from options import DTYPES, layout_options, model_options, parse_options, run_options
+from options import DTYPES, layout_options, model_options, parse_options, refuse, run_options
 from pace import Pace, peak_memory
 
 import bmtrain as bmt
@@ -30,9 +30,12 @@ def main() -> None:
     options = parse_options()
 
     # Part 1: initialise BMTrain. Every rank runs this script; each keeps a shard of the model.
-    bmt.init_distributed(
-        seed=options.seed, tier_directories=options.disk and [options.disk], **layout_options(options)
-    )
+    try:
+        bmt.init_distributed(
+            seed=options.seed, tier_directories=options.disk and [options.disk], **layout_options(options)
+        )
+    except ValueError as error:  # the options do not fit the number of ranks, which have not met yet
+        refuse("train.py", str(error))
     try:
         train(options)
     except UserError as error:  # raised by all ranks alike

@@ -376,6 +376,26 @@ def test_bad_input(tmp_path: Path, text: Path) -> None:
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
+#: Number of ranks, options of the layout -> the error.
+LAYOUTS = {
+    (2, "--sp 3"): "--seq-len: expected a multiple of 3",
+    (2, "--sp 3 --seq-len 33 --num-heads 3 --dim-head 8"): "world_size 2 must be divisible by",
+    (2, "--sp 4 --seq-len 64"): "--num-heads: expected a multiple of 4",
+    (2, "--ep 2 --experts 3"): "--experts: expected a multiple of 2",
+    (2, "--ep 4 --experts 4"): "ep_size: expected a divisor of 2",
+    (2, "--pipe 3"): "world_size 2 must be divisible by",
+    (2, "--pipe 2 --batch-size 2"): "--batch-size: expected at least 4",
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_layout_that_does_not_divide(tmp_path: Path, text: Path, layout: tuple[int, str]) -> None:
+    world, options = layout
+    arguments = [*TINY, "--data", text, "--out", tmp_path / "out", "--steps", "2", *options.split()]
+    assert LAYOUTS[layout] in fail(world, "train.py", *arguments)
+    assert not (tmp_path / "out").exists()
+
+
 def test_resume_of_another_run(tmp_path: Path, text: Path) -> None:
     options = [*TINY, "--data", text, "--out", tmp_path, "--steps", "2"]
     succeed(1, "train.py", *options)
