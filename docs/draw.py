@@ -18,6 +18,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from bmtrain._engine.pipe_schedule import SCHEDULES, Kind, actions_of, ends_of
+
 __all__ = ["pictures"]
 
 FOLDER = Path(__file__).parent / "images"
@@ -115,7 +117,17 @@ def _collectives() -> dict[str, str]:
             [(r, (r + 1) % 4) for r in RANKS],
         ),
         "reduce-scatter": collective(table, [[(f"sum {r}", tuple(RANKS))] for r in RANKS], everybody),
+        "experts": _experts([[0, 2, 2], [3, 0, 2], [0, 2], [3, 3, 0]]),
     }
+
+
+def _experts(routed: list[list[int]]) -> str:
+    """Tokens of each rank, by the number of their expert, and those that each rank's expert gets."""
+    before: list[list[Cell]] = [[(f"{'ABCD'[r]}{e}", (r,)) for e in routed[r]] for r in RANKS]
+    after: list[list[Cell]] = [
+        [(f"{'ABCD'[r]}{e}", (r,)) for r in RANKS for e in routed[r] if e == expert] for expert in RANKS
+    ]
+    return collective(before, after, sorted({(r, e) for r in RANKS for e in routed[r]}))
 
 
 def flat_buffer() -> str:
@@ -173,6 +185,40 @@ def one_step(level: int) -> str:
                 parts.append(_rectangle(x, y, width - 3, height, EMPTY))
                 parts.append(_rectangle(x, y, (width - 3) / 4, height, COLOURS[0]))
     return _svg(x0 + len(names) * width + 16, 68 + blocks * (height + 8) + 8, parts)
+
+
+def schedules(stages: int = 4, micros: int = 8) -> str:
+    """Actions of the stages in every schedule over time; a backward is twice as long as a forward."""
+    colours = {
+        Kind.FORWARD: COLOURS[0],
+        Kind.BACKWARD: COLOURS[1],
+        Kind.BACKWARD_INPUT: COLOURS[1],
+        Kind.BACKWARD_WEIGHT: COLOURS[2],
+    }
+    x0, unit, height, y = 90, 16.0, 20, 14.0
+    longest, parts = 0.0, []
+    for name in SCHEDULES:
+        chunks = 2 if name == "interleaved" else 1
+        units = {kind: (2 if kind is Kind.BACKWARD else 1) / chunks for kind in Kind}
+        actions = actions_of(name, stages, micros, chunks)
+        ends = ends_of(actions, chunks, units)
+        parts.append(_text(10, y + 2 * height + 4, name, 14, anchor="start"))
+        for stage in range(stages):
+            last = max(map(max, ends))
+            parts.append(_rectangle(x0, y, unit * last - 1, height - 2, EMPTY))
+            for action, end in zip(actions[stage], ends[stage], strict=True):
+                width = unit * units[action.kind]
+                x, dark = x0 + unit * end - width, action.chunk % 2
+                parts.append(_rectangle(x, y, width - 1, height - 2, colours[action.kind]))
+                if dark:
+                    parts.append(_rectangle(x, y + height - 6, width - 1, 4, "#333"))
+                label = _text(
+                    x + width / 2 - 0.5, y + 13, str(action.micro), 10 if chunks == 1 else 8, "#fff"
+                )
+                parts.append(label)
+            longest, y = max(longest, last), y + height
+        y += 16
+    return _svg(x0 + unit * longest + 14, y, parts)
 
 
 def step_peers() -> str:
@@ -369,7 +415,7 @@ def pictures() -> dict[str, str]:
     """Path below docs/ -> SVG."""
     drawn = {**_collectives(), "flat-buffer": flat_buffer(), "level-3": one_step(3), "level-2": one_step(2)}
     drawn |= {"step-peers": step_peers(), "training-curve": training_curve()}
-    drawn |= {"muon-curve": muon_curve()}
+    drawn |= {"muon-curve": muon_curve(), "schedules": schedules()}
     drawn |= {"plan-memory": plan_memory(), "blame": blamed_rank()}
     english = {f"images/{name}.svg": picture for name, picture in drawn.items()}
     return english | {
