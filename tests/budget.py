@@ -20,11 +20,11 @@ PYTHON = {
     "ranks": ("_ranks global_var nccl synchronize utils", 4245),
     "shards": ("_shards parameter", 1504),
     "engine": ("_engine", 6752),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5479),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5484),
     "files": ("_files dcp distributed store weights", 4527),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 9314),
     "survive": ("_survive survive", 1811),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 11_907),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 11_971),
 }
 CORE = {
     "bindings": (". bindings ops", 1515),

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils._pytree import tree_leaves
 
+from .._engine.pipe_schedule import SCHEDULES
 from .._tools.terminal import columns
 from .calibrate import measure_machine
 from .describe import describe_config, describe_module
@@ -119,7 +120,12 @@ def _add_policy(policy: _Group) -> None:
     )
     policy.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
     policy.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    policy.add_argument("--sp", type=int, default=1, help="ranks that divide a sequence, by heads")
     policy.add_argument("--pipe", type=int, default=1, help="pipeline stages")
+    policy.add_argument("--schedule", choices=SCHEDULES, default="gpipe", help="of the pipeline")
+    policy.add_argument(
+        "--num-micro-batches", type=int, metavar="M", help="of a pass of the pipeline (default: its stages)"
+    )
     policy.add_argument(
         "--reduce",
         choices=("direct", "hosts", "ring"),
@@ -182,7 +188,10 @@ def _run(arguments: argparse.Namespace) -> int:
         optimizer=arguments.optimizer,
         accumulate=arguments.accumulate,
         tp_size=arguments.tp,
+        sp_size=arguments.sp,
         pipe_size=arguments.pipe,
+        schedule=arguments.schedule,
+        num_micro_batches=arguments.num_micro_batches,
     )
     _require_wide(model, policy)
     machine = _machine(arguments, policy.compute_dtype or _stored_in(model, arguments))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .._engine.pipe_schedule import idle_share
 from .._engine.policy import BlockPolicy, Recompute
 from ..errors import DoesNotFitError
 from .machine import Machine
@@ -171,8 +172,8 @@ class Plan:
 
     @property
     def samples_per_step(self) -> int:
-        """Samples of all ranks: ``micro_batch`` for each tensor-parallel group."""
-        groups = self.machine.num_devices // self.policy.tp_size
+        """Samples of all ranks: ``micro_batch`` for each group that shares samples."""
+        groups = self.machine.num_devices // (self.policy.tp_size * self.policy.sp_size)
         return self.policy.micro_batch * self.policy.accumulate * groups
 
     @property
@@ -277,12 +278,12 @@ def estimate(
     """
     policy = TrainingPolicy() if policy is None else policy
     factor = policy.tp_size * policy.pipe_size
-    if machine.num_devices % factor:
+    if machine.num_devices % (factor * policy.sp_size):
         raise ValueError(
-            f"devices: expected a multiple of tp_size * pipe_size = {policy.tp_size} * {policy.pipe_size}, "
-            f"got {machine.num_devices}"
+            f"devices: expected a multiple of tp_size * pipe_size * sp_size = {policy.tp_size} * {policy.pipe_size} * "
+            f"{policy.sp_size}, got {machine.num_devices}"
         )
-    local = model.sliced(policy.tp_size, policy.pipe_size)
+    local = model.sliced(policy.tp_size, policy.pipe_size, policy.sp_size)
     if policy.compute_dtype is not None:
         local = local.computed_in(policy.compute_dtype.itemsize)
     network = Network(machine, machine.num_devices // factor, stride=policy.tp_size)
@@ -299,6 +300,7 @@ def estimate(
         network,
         Rates(machine.flops * machine.efficiency, machine.memory_bandwidth),
         tp=Network(machine, policy.tp_size) if policy.tp_size > 1 else None,
+        sp=Network(machine, policy.sp_size, stride=policy.tp_size) if policy.sp_size > 1 else None,
         fixed={**states, "optimizer": states["optimizer"] - on_host},
         ring_gather=ring_gather,
         ring_reduce=ring_reduce,
@@ -421,7 +423,8 @@ def _time(
     pcie = policy.offload * gradients / machine.pcie_bandwidth if policy.offload else 0.0
     host = policy.offload * touched * machine.devices_per_node / machine.host_bandwidth
     passes = policy.accumulate
-    idle = result.seconds * passes * (policy.pipe_size - 1) / policy.pipe_size
+    share = idle_share(policy.pipe_size, policy.micros, policy.schedule, policy.chunks)
+    idle = result.seconds * passes * share / (1 - share)
     return TimeEstimate(
         # The update on the host follows the backward: nothing of it overlaps. Gradients go down and parameters come
         # back over PCIe.

@@ -70,6 +70,7 @@ class BlockDescription:
         gradient_bytes: gradients of activations that exist at once: of the result and of the input of the step of its
             backward that has the largest ones.
         tp_exchange_bytes: sums over tensor-parallel ranks in a forward.
+        sp_exchange_bytes: queries, keys, values and results of attention that sequence ranks exchange in a forward.
         kept_bytes: results of matrix products and attention that a second forward needs.
         flops_between_kept: work of a second forward that reuses these results.
         muon_flops: work of a step of Muon in the matrices.
@@ -82,6 +83,7 @@ class BlockDescription:
     activation_bytes: float
     gradient_bytes: float = 0.0
     tp_exchange_bytes: float = 0.0
+    sp_exchange_bytes: float = 0.0
     kept_bytes: float = 0.0
     flops_between_kept: float = 0.0
     muon_flops: float = 0.0
@@ -182,16 +184,17 @@ class ModelDescription:
         blocks = tuple(_computed_in(block, element_size) for block in self.blocks)
         return replace(self, blocks=blocks)
 
-    def sliced(self, tp_size: int, pipe_size: int) -> ModelDescription:
+    def sliced(self, tp_size: int, pipe_size: int, sp_size: int = 1) -> ModelDescription:
         """The share of one of ``tp_size`` tensor-parallel ranks of one of ``pipe_size`` stages.
 
         Parameters and work are divided; activations as in Megatron-LM without sequence parallelism: inputs and what
-        norms and residuals keep (10 of 34 parts, Korthikanti et al., 2022, section 4.1) stay whole.
+        norms and residuals keep (10 of 34 parts, Korthikanti et al., 2022, section 4.1) stay whole. Ranks that divide
+        sequences have ``1 / sp_size`` of the work and of all activations.
 
         Raises:
             ValueError: the matrices of the blocks cannot be divided so.
         """
-        if tp_size == 1 and pipe_size == 1:
+        if tp_size == pipe_size == sp_size == 1:
             return self
         largest = max(
             (n for block in self.blocks for buffer in block.buffers for n in buffer.numels), default=0
@@ -201,19 +204,28 @@ class ModelDescription:
                 f"tp_size: expected a divisor of {largest}, the elements of a block's largest matrix, got {tp_size}"
             )
         per_stage = -(-len(self.blocks) // pipe_size)
-        blocks = tuple(_sliced_block(block, tp_size) for block in self.blocks[:per_stage])
+        blocks = tuple(_sliced_block(block, tp_size, sp_size) for block in self.blocks[:per_stage])
         outside = tuple(
             OutsideParameter(-(-p.numel // tp_size), p.element_size, p.reads_before, p.reads_after, p.trains)
             for p in self.outside
         )
         return ModelDescription(
-            self.name, blocks, outside, self.seq_len, self.head_flops / tp_size, self.head_bytes / tp_size
+            self.name,
+            blocks,
+            outside,
+            self.seq_len,
+            self.head_flops / (tp_size * sp_size),
+            self.head_bytes / (tp_size * sp_size),
         )
 
 
 def _computed_in(block: BlockDescription, element_size: int) -> BlockDescription:
     widest = max((buffer.element_size for buffer in block.buffers), default=element_size)
-    share = element_size / widest if widest == 4 else 1.0
+    return _with_activations(block, element_size / widest if widest == 4 else 1.0)
+
+
+def _with_activations(block: BlockDescription, share: float) -> BlockDescription:
+    """The block with a share of its activations."""
     return replace(
         block,
         input_bytes=share * block.input_bytes,
@@ -224,23 +236,25 @@ def _computed_in(block: BlockDescription, element_size: int) -> BlockDescription
     )
 
 
-def _sliced_block(block: BlockDescription, tp_size: int) -> BlockDescription:
+def _sliced_block(block: BlockDescription, tp_size: int, sp_size: int) -> BlockDescription:
     whole = min(5 * block.input_bytes, block.activation_bytes)
-    return BlockDescription(
+    sliced = BlockDescription(
         buffers=tuple(
             FlatBuffer(tuple(-(-numel // tp_size) for numel in b.numels), b.element_size, b.trains)
             for b in block.buffers
         ),
-        flops=block.flops / tp_size,
-        last_matmul_flops=block.last_matmul_flops / tp_size,
+        flops=block.flops / (tp_size * sp_size),
+        last_matmul_flops=block.last_matmul_flops / (tp_size * sp_size),
         input_bytes=block.input_bytes,
         activation_bytes=whole + (block.activation_bytes - whole) / tp_size,
         gradient_bytes=block.gradient_bytes / tp_size,
         tp_exchange_bytes=2 * block.input_bytes,
+        sp_exchange_bytes=4 * block.input_bytes / (tp_size * sp_size),
         kept_bytes=block.kept_bytes / tp_size,
-        flops_between_kept=block.flops_between_kept / tp_size,
+        flops_between_kept=block.flops_between_kept / (tp_size * sp_size),
         muon_flops=block.muon_flops / tp_size,
     )
+    return _with_activations(sliced, 1 / sp_size)
 
 
 def transformer(

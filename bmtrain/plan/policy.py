@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from .._engine.pipe_schedule import actions_of, check_schedule, peak_micros
 from .._engine.policy import BlockPolicy, Recompute
 
 __all__ = ["TrainingPolicy"]
@@ -17,13 +18,16 @@ class TrainingPolicy:
     """The training policy of a model.
 
     Args:
-        micro_batch: samples of one forward of one rank, or of one group of tensor-parallel ranks.
+        micro_batch: samples of one forward of one rank, or of one group of tensor-parallel and sequence ranks.
         level: ZeRO level of every block, 0 to 3.
         recompute: recomputation, as for :class:`bmtrain.BlockPolicy`; True is ``"whole"``, False ``"off"``.
         offload: share of the optimizer's work and state that is on the host, from 0 to 1.
         accumulate: forwards and backwards before one optimizer step.
         tp_size: tensor-parallel ranks.
         pipe_size: pipeline stages.
+        sp_size: ranks that divide a sequence, by heads.
+        schedule: of the pipeline, as for :class:`bmtrain.PipelineTransformerBlockList`; ``"interleaved"`` has 2 chunks.
+        num_micro_batches: of a pass of the pipeline; default: its stages.
         zero_size: ranks that share a block, as for :class:`bmtrain.BlockPolicy`.
         compute_dtype: the dtype in which blocks of fp32 parameters compute, as for :class:`bmtrain.BlockPolicy`.
         gather_dtype: the dtype in which their parameters are gathered, as for :class:`bmtrain.BlockPolicy`.
@@ -48,6 +52,9 @@ class TrainingPolicy:
     accumulate: int = 1
     tp_size: int = 1
     pipe_size: int = 1
+    sp_size: int = 1
+    schedule: str = "gpipe"
+    num_micro_batches: int | None = None
     zero_size: int | None = None
     compute_dtype: torch.dtype | None = None
     gather_dtype: torch.dtype | None = None
@@ -56,9 +63,10 @@ class TrainingPolicy:
     optimizer: Literal["adam", "muon"] = "adam"
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch", "accumulate", "tp_size", "pipe_size"):
+        for name in ("micro_batch", "accumulate", "tp_size", "pipe_size", "sp_size", "micros"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        check_schedule(self.schedule, self.pipe_size, self.micros, self.chunks)
         if not 0 <= self.offload <= 1:
             raise ValueError(f"offload: expected 0 to 1, got {self.offload}")
         if self.optimizer not in ("adam", "muon"):
@@ -72,6 +80,22 @@ class TrainingPolicy:
     @property
     def recomputes(self) -> bool:
         return self.recompute is not Recompute.OFF
+
+    @property
+    def micros(self) -> int:
+        """Micro-batches of a pass."""
+        return self.pipe_size if self.num_micro_batches is None else self.num_micro_batches
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of layers of a stage."""
+        return 2 if self.schedule == "interleaved" else 1
+
+    @property
+    def held_share(self) -> float:
+        """Largest share of a pass's samples whose activations the first stage holds at once."""
+        actions = actions_of(self.schedule, self.pipe_size, self.micros, self.chunks)
+        return peak_micros(actions[0]) / (self.micros * self.chunks)
 
     def block_policy(self) -> BlockPolicy:
         """The same choices as a Block's policy."""

@@ -111,7 +111,9 @@ def _policy(plan: Plan) -> str:
     parts += [f"offload {policy.offload:g}"] * bool(policy.offload)
     parts += [f"{policy.accumulate} micro-batches per step"] * (policy.accumulate > 1)
     parts += [f"tensor parallel {policy.tp_size}"] * (policy.tp_size > 1)
-    parts += [f"{policy.pipe_size} stages"] * (policy.pipe_size > 1)
+    parts += [f"sequences over {policy.sp_size}"] * (policy.sp_size > 1)
+    if policy.pipe_size > 1:
+        parts.append(f"{policy.pipe_size} stages ({policy.schedule}, {policy.micros} micro-batches)")
     return ", ".join(parts)
 
 

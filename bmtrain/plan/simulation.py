@@ -69,6 +69,7 @@ class SimulatedStep:
         network: the ranks that share the parameters.
         rates: the speed of the device.
         tp: the tensor-parallel ranks, if there are any.
+        sp: the ranks that divide a sequence, if there are any.
         fixed: bytes that are allocated all the time, by purpose.
         ring_gather: gathers go around a ring.
         ring_reduce: reductions do.
@@ -85,6 +86,7 @@ class SimulatedStep:
         rates: Rates,
         *,
         tp: Network | None = None,
+        sp: Network | None = None,
         fixed: dict[str, float] | None = None,
         ring_gather: bool = True,
         ring_reduce: bool = False,
@@ -92,7 +94,10 @@ class SimulatedStep:
         early_stop: bool = True,
     ) -> None:
         self.model, self.policy, self.samples = model, policy, samples
-        self.rates, self.tp, self.overlaps, self.early_stop = rates, tp, overlaps, early_stop
+        # In a pipeline the samples pass in micro-batches.
+        self.kept_samples, self.samples_at_once = samples * policy.held_share, samples / policy.micros
+        self.rates, self.tp, self.sp = rates, tp, sp
+        self.overlaps, self.early_stop = overlaps, early_stop
         self.simulation = Simulation(Wire(), network, MemoryMeter(fixed or {}), ring_gather, ring_reduce)
         self.engine = Engine(torch.device("cpu"))
         self.engine.gradients = _SimulatedGradients(self.engine)
@@ -132,9 +137,9 @@ class SimulatedStep:
         for state, block in zip(self.blocks, model.blocks, strict=True):
             self._forward(state, block)
         self._gather_outside(outside.after_blocks)
-        memory.add("activations", model.head_bytes * self.samples)
+        memory.add("activations", model.head_bytes * self.samples_at_once)
         self._compute("head", 3 * model.head_flops, 2 * model.head_bytes)
-        memory.add("activations", -model.head_bytes * self.samples)
+        memory.add("activations", -model.head_bytes * self.samples_at_once)
         self._reduce_outside(outside.after_blocks)
         for state, block in zip(reversed(self.blocks), reversed(model.blocks), strict=True):
             self._backward(state, block)
@@ -148,7 +153,7 @@ class SimulatedStep:
         self.engine.open(state, Phase.FORWARD)
         self._wait_for_all()
         # While the block runs, its saved tensors exist only if they are kept.
-        memory.add("activations", self._kept(block) * self.samples)
+        memory.add("activations", self._kept(block) * self.kept_samples)
         self._compute(state.label, block.flops, 2 * block.activation_bytes)
         self._exchange(block, 1)
         self.engine.close(state, keep=self.engine.keeps_for_backward(state))
@@ -157,7 +162,7 @@ class SimulatedStep:
         memory = self.simulation.memory
         self.engine.open(state, Phase.BACKWARD)
         self._wait_for_all()
-        again = max(block.activation_bytes - self._kept(block), 0.0) * self.samples
+        again = max(block.activation_bytes - self._kept(block), 0.0) * self.samples_at_once
         memory.add("activations", again)
         if self.policy.recomputes:
             self._compute(state.label, self._flops_again(block), 2 * block.activation_bytes)
@@ -167,12 +172,12 @@ class SimulatedStep:
         # The hidden state has a gradient of the residual path and one of the layer.
         passing = (
             block.gradient_bytes + 2 * block.input_bytes
-        ) * self.samples + block.largest_parameter_gradient
+        ) * self.samples_at_once + block.largest_parameter_gradient
         memory.add("activations", passing)
         self._compute(state.label, 2 * block.flops, 3 * block.activation_bytes)
         memory.add("activations", -passing)
         self._exchange(block, 1)
-        memory.add("activations", -again - self._kept(block) * self.samples)
+        memory.add("activations", -again - self._kept(block) * self.kept_samples)
         self.engine.close(state, keep=self.engine.schedule.expects_backward_of(state))
         self.engine.gradients.send(state, training)
         self._wait_for_all()
@@ -196,7 +201,14 @@ class SimulatedStep:
         self.simulation.compute(label, seconds)
 
     def _exchange(self, block: BlockDescription, times: int) -> None:
-        """Sums over the tensor-parallel ranks; nothing else can continue meanwhile."""
+        """Sums over the tensor-parallel ranks, and attention of sequence ranks; nothing else can continue meanwhile."""
+        if self.sp is not None:
+            for share in (3 / 4, 1 / 4):  # queries, keys and values; results
+                part = share * block.sp_exchange_bytes * self.samples / self.sp.size
+                seconds = times * self.sp.seconds(part, ring=False)
+                self.simulation.count("all_to_all of sequences", int((self.sp.size - 1) * part))
+                self.simulation.waiting += seconds
+                self.simulation.wire.advance(seconds)
         if self.tp is not None and block.tp_exchange_bytes:
             # Two sums in a pass, after the attention and after the feed-forward layer.
             half = block.tp_exchange_bytes / 2 * self.samples

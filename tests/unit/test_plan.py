@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -218,6 +219,35 @@ def test_tensor_parallel_ranks_and_stages_divide_the_model() -> None:
         estimate(model, EIGHT, TrainingPolicy(tp_size=3))
     with pytest.raises(ValueError, match="tp_size: expected a divisor of"):
         model.sliced(3, 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "idle", "held"),
+    [("gpipe", 3 / 8, 8), ("1f1b", 3 / 8, 4), ("interleaved", 3 / 16, 11 / 2), ("zb1p", 3 / 24, 4)],
+)
+def test_a_schedule_decides_idle_time_and_kept_activations(schedule: str, idle: float, held: float) -> None:
+    """With 4 stages and 8 micro-batches: idle over busy time, and micro-batches that the first stage holds."""
+    model = gpt2(8, 1024, 16)
+    options: dict[str, Any] = {"micro_batch": 64, "pipe_size": 4, "recompute": False}
+    plan = estimate(model, EIGHT, TrainingPolicy(**options, schedule=schedule, num_micro_batches=8))
+    assert plan.time.idle == pytest.approx(plan.result.seconds * idle)
+    kept = 2 * model.blocks[0].activation_bytes * 64 * 4 / 8  # of a stage's two blocks, for a micro-batch
+    logits = model.head_bytes * 64 * 4 / 8
+    assert plan.memory.activations == pytest.approx(held * kept + logits, rel=1e-3)
+
+
+def test_sequence_ranks_divide_work_and_activations() -> None:
+    model = gpt2(8, 1024, 16)
+    whole, divided = (estimate(model, EIGHT, TrainingPolicy(micro_batch=8, sp_size=sp)) for sp in (1, 4))
+    assert 4 * divided.time.compute == pytest.approx(whole.time.compute)
+    assert 4 * divided.memory.activations == pytest.approx(whole.memory.activations, rel=0.1)
+    assert divided.memory.optimizer == whole.memory.optimizer
+    assert 4 * divided.samples_per_step == whole.samples_per_step
+    # Forward, second forward and backward; of 4 tensors of a quarter of the tokens, three quarters are sent.
+    sent = 3 * 8 * (4 * 8 * model.blocks[0].input_bytes / 4) * 3 // 4
+    assert divided.traffic["all_to_all of sequences"] == (2 * 3 * 8, sent)
+    with pytest.raises(ValueError, match=r"tp_size \* pipe_size \* sp_size = 2 \* 1 \* 3"):
+        estimate(model, EIGHT, TrainingPolicy(tp_size=2, sp_size=3))
 
 
 def test_a_run_that_cannot_fit_is_refused_before_it_starts() -> None:
