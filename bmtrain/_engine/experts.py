@@ -127,7 +127,7 @@ def _gathered(counts: torch.Tensor, comm: Communicator) -> torch.Tensor:
     """Returns the counts of all ranks, on the host; the one place where the host waits for the device."""
     counts = counts.to(context().device) if comm.backend == "nccl" else counts.cpu()
     by_rank = counts.new_empty((comm.size, len(counts)))
-    with current_engine(context()).waiting("experts", "counts"):
+    with current_engine(context()).waiting("experts", "tokens"):
         comm.all_gather(by_rank, counts, "experts.counts").wait()
     return by_rank.cpu()
 
@@ -228,6 +228,6 @@ def _exchanged(rows: torch.Tensor, received: list[int], sent: list[int], comm: C
         [number * width for number in sent],
         "experts.rows",
     )
-    with current_engine(context()).waiting("experts", "rows"):
+    with current_engine(context()).waiting("experts", "tokens"):
         work.wait()
     return result

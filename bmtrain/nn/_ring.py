@@ -70,7 +70,7 @@ class _Ring(torch.autograd.Function):
         queries, grad_out = attend.fold(q), attend.fold(gradient)
         inner = (grad_out * out).sum(-1)
         grad_q = torch.zeros_like(queries)
-        travelling = _Travelling(attend.sequences.group)
+        travelling = _Travelling(attend.sequences)
         for source, (keys, values) in _visits(attend.sequences, k, v):
             grad_k, grad_v = (queries.new_zeros(t.shape) for t in (k, v))
             for pair in attend.pairs(source):
@@ -239,16 +239,15 @@ def _visits(sequences: Sequences, k: Tensor, v: Tensor) -> Iterator[tuple[int, t
         coming, works = (here, []) if is_last else _pass_on(group, here)
         keys, values = here.split([k.numel(), v.numel()])
         yield (group.rank - step) % group.size, (keys.view(k.shape), values.view(v.shape))
-        for work in works:
-            work.wait()
+        sequences.wait_for(works)
         here = coming
 
 
 class _Travelling:
     """Gradients of the visiting keys and values, which travel on with them to the rank that they belong to."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, sequences: Sequences) -> None:
+        self._sequences = sequences
         self._coming: tuple[Tensor, list[Work]] | None = None
 
     def add(self, grad_k: Tensor, grad_v: Tensor) -> None:
@@ -256,12 +255,11 @@ class _Travelling:
         flat = torch.cat([grad_k.flatten(), grad_v.flatten()])
         if self._coming is not None:
             flat += self._arrived()
-        self._coming = _pass_on(self._group, flat)
+        self._coming = _pass_on(self._sequences.group, flat)
 
     def _arrived(self) -> Tensor:
         assert self._coming is not None
-        for work in self._coming[1]:
-            work.wait()
+        self._sequences.wait_for(self._coming[1])
         return self._coming[0]
 
     def home(self, k_shape: torch.Size, v_shape: torch.Size) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ sum of the gradients over all ranks, which ZeRO computes anyhow, is the gradient
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
@@ -20,6 +21,7 @@ from .._engine.engine import current_engine
 from ..global_var import context
 
 if TYPE_CHECKING:
+    from .._C import Work
     from .._ranks.context import Context, Group
 
 __all__ = ["Method", "Run", "Sequences", "check_stamp", "current_sequences", "set_current", "whole_sequences"]
@@ -90,6 +92,12 @@ class Sequences:
         if num_rows == found.shape[1]:
             return found[ctx.groups["tp"].rank]
         return found.flatten(0, 1) if num_rows == found.shape[0] * found.shape[1] else None
+
+    def wait_for(self, works: Iterable[Work]) -> None:
+        """Waits for tokens of other ranks."""
+        with current_engine(context()).waiting("sequences", "tokens"):
+            for work in works:
+                work.wait()
 
     def runs(self, num_rows: int) -> list[list[Run]]:
         """The documents of each row that attention sees; one list if all rows have the same."""

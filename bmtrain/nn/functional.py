@@ -165,7 +165,7 @@ def _exchange(sequences: Sequences, gathers_tokens: bool, tensors: tuple[Tensor,
     pieces = [torch.stack(tensor.chunk(size, dim)) for tensor in tensors]
     sent = torch.cat([piece.reshape(size, -1) for piece in pieces], dim=1)
     received = torch.empty_like(sent)
-    sequences.group.comm.all_to_all(received, sent, "sp.heads").wait()
+    sequences.wait_for([sequences.group.comm.all_to_all(received, sent, "sp.heads")])
     results = []
     for piece, flat in zip(pieces, received.split([p[0].numel() for p in pieces], dim=1), strict=True):
         results.append(torch.cat(flat.reshape(piece.shape).unbind(), dim=2 if gathers_tokens else 1))

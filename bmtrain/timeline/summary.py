@@ -11,7 +11,7 @@ __all__ = ["BlockTime", "RankTime", "Summary", "summarize"]
 
 _SHOWN_RANKS = 16
 _HOST_KINDS = ("compute", "wait", "optimizer")  # what the rank does itself
-_COLUMNS = ("total", "compute", "gather", "reduce", "stages", "update", "optim", "other", "exposed")
+_COLUMNS = ("total", "compute", "gather", "reduce", "peers", "update", "optim", "other", "exposed")
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class RankTime:
         compute: blocks run, without their waits.
         gather_wait: waits for parameters, and for whole matrices that an optimizer needs.
         reduce_wait: waits for gradients (summing the received ones is computing).
-        stage_wait: waits for another pipeline stage to send or receive.
+        peer_wait: waits for another pipeline stage, and for tokens of ranks that divide sequences or experts.
         update_wait: waits for updates of the optimizer in the background.
         optimizer: optimizers step.
     """
@@ -34,7 +34,7 @@ class RankTime:
     compute: float
     gather_wait: float
     reduce_wait: float
-    stage_wait: float
+    peer_wait: float
     update_wait: float
     optimizer: float
 
@@ -45,7 +45,7 @@ class RankTime:
 
     @property
     def _waits(self) -> float:
-        return self.gather_wait + self.reduce_wait + self.stage_wait + self.update_wait
+        return self.gather_wait + self.reduce_wait + self.peer_wait + self.update_wait
 
     @property
     def exposed(self) -> float:
@@ -109,7 +109,7 @@ class Summary:
                 rank.compute,
                 rank.gather_wait,
                 rank.reduce_wait,
-                rank.stage_wait,
+                rank.peer_wait,
                 rank.update_wait,
                 rank.optimizer,
                 rank.other,
@@ -188,7 +188,7 @@ def _rank_time(rank: int, num_steps: int, total: float, own: Sequence[tuple[Span
         compute=seconds("compute"),
         gather_wait=seconds("wait", "gather", "owner"),
         reduce_wait=seconds("wait", "reduce"),
-        stage_wait=seconds("wait", "stage"),
+        peer_wait=seconds("wait", "stage", "tokens"),
         update_wait=seconds("wait", "update"),
         optimizer=seconds("optimizer"),
     )

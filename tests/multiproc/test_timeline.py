@@ -17,6 +17,7 @@ from bmtrain.__main__ import main
 from bmtrain._engine.engine import current_engine
 from bmtrain._tools.gpt import GPT
 from bmtrain.global_var import context
+from bmtrain.nn.functional import attention
 from bmtrain.timeline import Span, read_traces, summarize, write_trace
 from bmtrain.wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 
@@ -254,3 +255,36 @@ def test_waits_for_whole_matrices_are_told_apart() -> None:
     owner, other = run_ranks(2, recorded_owners)
     # Before the matrix is transformed, and until the result has left; of the other rank for the result.
     assert [len(of(spans, "wait", "owner")) for spans in (owner, other)] == [2 * 2, 2]
+
+
+class Mixture(bmt.DistributedModule):
+    """Attention over divided sequences, and divided experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.moe = bmt.nn.Linear(8, 8), bmt.nn.MoE(8, 8, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.project(x).unflatten(-1, (4, 2)).transpose(1, 2)
+        return self.moe(attention(heads, heads, heads).transpose(1, 2).flatten(2))[0]
+
+
+def recorded_tokens(method: str) -> list[Span]:
+    model = bmt.Block(Mixture(), policy=bmt.BlockPolicy(recompute="off"))
+    bmt.init_parameters(model)
+    optimizer = bmt.optim.AdamOptimizer(model.parameters())
+    with bmt.timeline.record() as timeline:
+        for _ in range(2):
+            part = bmt.shard_sequence({"inputs_embeds": torch.randn(2, 8, 8)}, method=method)
+            model(part["inputs_embeds"]).sum().backward()
+            optimizer.step()
+    assert timeline.summary().ranks[0].peer_wait > 0
+    return timeline.spans
+
+
+@pytest.mark.parametrize(("method", "waits"), [("heads", 2 + 2), ("ring", 2 + 4)])
+def test_waits_for_tokens_of_other_ranks_are_told_apart(method: str, waits: int) -> None:
+    for spans in run_ranks(2, recorded_tokens, method, init={"sp_size": 2, "ep_size": 2}):
+        names = [span.name for span in of(spans, "wait", "tokens")]
+        # There and back, and their gradients; before that the experts' counts.
+        assert [names.count("sequences"), names.count("experts")] == [2 * waits, 2 * 5]
