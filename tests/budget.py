@@ -24,7 +24,7 @@ PYTHON = {
     "files": ("_files dcp distributed store weights", 4527),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 9314),
     "survive": ("_survive survive", 1811),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 11_971),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 11_988),
 }
 CORE = {
     "bindings": (". bindings ops", 1515),

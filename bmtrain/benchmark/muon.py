@@ -1,24 +1,26 @@
 """Time of a Muon step over shards, against `torch.optim.Muon` over whole matrices and against Adam.
 
 The matrices have the shapes of the layers of a GPT and random gradients. `torch.optim.Muon` has whole matrices on every
-rank, as under data parallelism, and orthogonalises all of them there; over shards each matrix has one owner. The
-candidates take turns.
+rank, as under data parallelism, and orthogonalises all of them there; so has DeepSpeed's, where it is installed, whose
+ranks divide them and gather the new weights; over shards each matrix has one owner. The candidates take turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..block_layer import Block
-from ..global_var import rank, world_size
+from ..global_var import config, rank, world_size
 from ..init import init_distributed
 from ..layer import DistributedModule
 from ..optim import AdamOptimizer, MuonOptimizer, whole_matrix
@@ -88,15 +90,30 @@ def _candidates(arguments: argparse.Namespace) -> dict[str, torch.optim.Optimize
             p.load_grad(torch.randn(p.full_shape))
         return parameters
 
-    whole = [torch.nn.Parameter(p.gather().detach().float().clone()) for p in shards()]
-    for p in whole:
-        p.grad = torch.randn_like(p)
+    def whole() -> list[torch.nn.Parameter]:
+        parameters = [torch.nn.Parameter(p.gather().detach().float().clone()) for p in shards()]
+        for p in parameters:
+            p.grad = torch.randn_like(p)
+        return parameters
+
     return {
-        _TORCH: torch.optim.Muon(whole),
+        _TORCH: torch.optim.Muon(whole()),
+        **_deepspeed(whole),
         "MuonOptimizer": MuonOptimizer(shards()),
         "whole_matrix(torch.optim.Muon)": whole_matrix(torch.optim.Muon, shards()),
         "AdamOptimizer": AdamOptimizer(shards()),
     }
+
+
+def _deepspeed(whole: Callable[[], list[torch.nn.Parameter]]) -> dict[str, torch.optim.Optimizer]:
+    try:
+        deepspeed = importlib.import_module("deepspeed")
+        muon = importlib.import_module("deepspeed.runtime.zero.muon.original_muon").Muon
+    except ImportError:
+        return {}
+    deepspeed.ops.__compatible_ops__.clear()  # it would compile its all-reduce in shared memory
+    deepspeed.init_distributed("gloo" if config["device"].type == "cpu" else "nccl", verbose=False)
+    return {"DeepSpeed's Muon, whole": muon(whole(), ns_method="standard")}
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
