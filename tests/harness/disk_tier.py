@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import bmtrain as bmt
@@ -11,7 +16,7 @@ from bmtrain.optim.places import disk_arena
 
 from .offloaded import Model, values_of
 
-__all__ = ["make", "small_chunks", "train"]
+__all__ = ["make", "small_chunks", "small_drive", "train"]
 
 
 def small_chunks() -> None:
@@ -59,3 +64,17 @@ def train(
         manager.step()
         losses.append(loss.detach().clone())
     return [*losses, *values_of(model, [optimizer])]
+
+
+@contextmanager
+def small_drive(folder: Path, nbytes: int) -> Iterator[Path]:
+    """A filesystem of that many bytes. Skips the test where none can be mounted."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, check=False, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no filesystem can be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
 import os
-import random
 import re
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import run_process, run_ranks
-from harness.disk_tier import ALL, TIERS, make, small_chunks, train
+from harness.disk_tier import ALL, TIERS, make, small_chunks, small_drive, train
 
 import bmtrain as bmt
 from bmtrain import _C
@@ -508,36 +504,6 @@ def test_no_room(tmp_path: Path) -> None:
         assert os.statvfs(drive).f_bfree == os.statvfs(drive).f_blocks
 
 
-@contextlib.contextmanager
-def small_drive(folder: Path, nbytes: int) -> Iterator[Path]:
-    """A filesystem of that many bytes. Skips the test where none can be mounted."""
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(folder)]
-    mounted = subprocess.run(command, check=False, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"no filesystem can be mounted here: {mounted.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_killed_ranks_leave_nothing(tmp_path: Path) -> None:
-    with small_drive(tmp_path / "drive", 20 << 20) as drive:
-        for number in range(5):
-            delay = random.Random(number).random() * 0.3
-            done = run_process(
-                [sys.executable, "-c", KILLED, str(drive), str(delay)], timeout=120, check=False
-            )
-            assert done.returncode == -signal.SIGKILL
-            assert not any(drive.iterdir())
-            # io_uring lets go of files a moment after the process has ended.
-            deadline = time.monotonic() + 60
-            while os.statvfs(drive).f_bfree != os.statvfs(drive).f_blocks:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-
-
 LIMIT = 512 << 20
 
 
@@ -568,23 +534,6 @@ def test_model_of_four_times_the_memory_limit(tmp_path: Path) -> None:
     assert 16 * count >= 4 * LIMIT >= 4 * peak
     first, last = re.search(r"validation loss: +([\d.]+) before, ([\d.]+) after", done.stdout).groups()  # type: ignore[union-attr]
     assert float(last) < float(first)
-
-
-KILLED = """
-import os, sys, threading, time
-from pathlib import Path
-import torch
-import bmtrain as bmt
-bmt.init_distributed(tier_directories=[sys.argv[1]])
-with bmt.default_policy(bmt.BlockPolicy(parameters="disk", gradients="disk", optimizer="disk")):
-    model = bmt.Block(bmt.nn.Linear(300, 300))
-threading.Timer(float(sys.argv[2]), lambda: os.kill(os.getpid(), 9)).start()
-while True:
-    optimizer = bmt.optim.AdamOptimizer(model.parameters())
-    for _ in range(20):
-        model(torch.ones(1, 300)).sum().backward()
-        optimizer.step()
-"""
 
 
 # ---- what is refused
