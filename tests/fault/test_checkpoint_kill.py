@@ -1,6 +1,6 @@
 """Ranks that are killed while they save: what was saved before is there, what was not finished is not taken for it.
 
-``BMTRAIN_CHECKPOINT_ROUNDS`` sets how often (20 each, blocking and in the background); ``-s`` shows what was struck,
+``BMTRAIN_CHECKPOINT_ROUNDS`` sets how often (6 each, blocking and in the background); ``-s`` shows what was struck,
 ``-o faulthandler_timeout=0`` lets more than five minutes pass.
 """
 
@@ -23,7 +23,7 @@ import bmtrain as bmt
 from bmtrain.distributed import checkpoint
 from bmtrain.errors import UnreadableFileError
 
-ROUNDS = int(os.environ.get("BMTRAIN_CHECKPOINT_ROUNDS", "20"))
+ROUNDS = int(os.environ.get("BMTRAIN_CHECKPOINT_ROUNDS", "6"))
 WORLD = 2
 
 
