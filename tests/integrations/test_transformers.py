@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -17,12 +20,12 @@ from harness import run_ranks
 
 import bmtrain as bmt
 
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
+if any(importlib.util.find_spec(name) is None for name in ("transformers", "peft")):
+    pytest.skip("transformers or peft is not installed", allow_module_level=True)
 
-import transformers
 from integrations import trainer_script
 
+PRELOAD = ("transformers.trainer_seq2seq", "transformers.models.llama.modeling_llama", "peft")
 SCRIPT = Path(trainer_script.__file__)
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 #: What has to be equal; times and sizes of a run are left out.
@@ -31,20 +34,30 @@ FIGURES = {"loss", "grad_norm", "learning_rate", "epoch", "step", "total_flos", 
 TOLERANCE = {"bf16": 2e-2, "fp16": 1e-3, "cosine-sgd": 1e-4}
 
 
-def run(command: list[str]) -> None:
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
+def run_script(*arguments: str) -> None:
+    """The script as a program, on ranks that have transformers imported; one rank has no launcher."""
+    if os.environ["WORLD_SIZE"] == "1":
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+    sys.argv = [str(SCRIPT), *arguments]
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def run(world: int, *arguments: str) -> None:
+    run_ranks(world, run_script, *arguments, init=False, fresh=True, timeout=600)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of a plain run, of a sharded one, and of sharded ones resumed at two thirds, on 2 ranks and on 1."""
+    """Folders of a plain run, of a sharded one by torchrun, and of ones resumed at two thirds, on 2 ranks and on 1."""
     folders = {name: tmp_path_factory.mktemp(name) for name in ("plain", "sharded", "resumed", "alone")}
-    run([sys.executable, str(SCRIPT), "plain", str(folders["plain"])])
-    run([*LAUNCH, str(SCRIPT), "sharded", str(folders["sharded"])])
-    for name, launch in {"resumed": LAUNCH, "alone": [sys.executable]}.items():
+    run(1, "plain", str(folders["plain"]))
+    command = [*LAUNCH, str(SCRIPT), "sharded", str(folders["sharded"])]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
+    for name, world in {"resumed": 2, "alone": 1}.items():
         shutil.copytree(folders["sharded"], folders[name], dirs_exist_ok=True)
-        run([*launch, str(SCRIPT), "sharded", str(folders[name]), "--resume"])
+        run(world, "sharded", str(folders[name]), "--resume")
     return folders
 
 
@@ -109,11 +122,11 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 def refusal(options: dict[str, Any]) -> str:
-    from transformers import TrainingArguments
+    import transformers
 
     from bmtrain.integrations.transformers import Trainer
 
-    args = TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to=[], **options)
+    args = transformers.TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to=[], **options)
     with pytest.raises(ValueError) as caught:
         Trainer(model=torch.nn.Linear(2, 1), args=args)
     return str(caught.value)
@@ -161,6 +174,8 @@ def test_num_parameters_counts_whole_parameters() -> None:
 
 def mixtral() -> tuple[Any, dict[str, torch.Tensor]]:
     """Files have the matrices of each expert, the model those of all experts in one parameter."""
+    import transformers
+
     config = transformers.MixtralConfig(
         vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, num_local_experts=4,
@@ -170,6 +185,8 @@ def mixtral() -> tuple[Any, dict[str, torch.Tensor]]:
 
 def vit() -> tuple[Any, dict[str, torch.Tensor]]:
     """Names of layers differ."""
+    import transformers
+
     config = transformers.ViTConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=28,
         patch_size=14, num_labels=3,
@@ -181,6 +198,8 @@ def vit() -> tuple[Any, dict[str, torch.Tensor]]:
 def llava() -> tuple[Any, dict[str, torch.Tensor]]:
     """Names of the parts differ."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    import transformers
+
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(image_size=28, patch_size=14, projection_dim=32, **sizes),
         text_config=transformers.LlamaConfig(vocab_size=96, **sizes),
@@ -193,6 +212,8 @@ def llava() -> tuple[Any, dict[str, torch.Tensor]]:
 
 def train_and_save(cls: Any, inputs: dict[str, torch.Tensor], source: str, target: str) -> list[torch.Tensor]:
     """Logits of the model that each of the two ways loads; the Trainer's is trained for a step and saved."""
+    import transformers
+
     from bmtrain.integrations.transformers import Trainer, from_pretrained
 
     labels = torch.zeros(1) if "input_ids" not in inputs else inputs["input_ids"][0]

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 import transformers
 
@@ -57,6 +56,8 @@ def t5() -> Any:
 
 
 def lora() -> Any:
+    import peft  # takes seconds, which tests that collect this file do without
+
     options = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
     return peft.get_peft_model(llama(), options)
 
@@ -77,11 +78,14 @@ def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch
     )
 
 
-class Stops(transformers.TrainerCallback):
-    """Ends the training after 7 steps."""
+def stops() -> Any:
+    """A callback that ends the training after 7 steps."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        control.should_training_stop = state.global_step >= 7
+    class Stops(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+            control.should_training_stop = state.global_step >= 7
+
+    return Stops()
 
 
 #: Name -> model, arguments of the arguments, arguments of the trainer.
@@ -94,7 +98,7 @@ VARIANTS: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any]]] = 
     "label-smoothing": (llama, {"label_smoothing_factor": 0.1}, {}),
     "own-loss": (llama, {}, {"compute_loss_func": own_loss}),
     "best": (llama, {"load_best_model_at_end": True, "metric_for_best_model": "loss"}, {}),
-    "callback": (llama, {}, {"callbacks": [Stops()]}),
+    "callback": (llama, {}, {"callbacks": [stops]}),
     "cosine-sgd": (llama, {"lr_scheduler_type": "cosine", "optim": "sgd", "learning_rate": 0.1}, {}),
     "bf16": (llama, {"bf16": True}, {}),
     "fp16": (llama, {"fp16": True, "optim": "adamw_torch"}, {}),
@@ -139,6 +143,8 @@ def train(name: str, kind: str, folder: Path, resume: bool) -> list[dict[str, An
         import transformers as trainers
     else:
         import bmtrain.integrations.transformers as trainers
+    if "callbacks" in extra:
+        extra = {"callbacks": [make_callback() for make_callback in extra["callbacks"]]}
     num_steps = 30 if name in LONG else 12
     third = num_steps // 3
     seq2seq = "predict_with_generate" in options
