@@ -20,8 +20,18 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 pytest.register_assert_rewrite("harness")  # its assertions show what they compared, as those of tests do
 
-#: Files that one worker runs, one after the other: they build in the tree itself.
-_TOGETHER = tuple(f"tests/unit/test_{name}.py" for name in ("newcomer", "packaging", "wheel"))
+_BUILDS = "builds in the tree"
+#: Files that one worker runs, one after the other, by what they share.
+_TOGETHER = {
+    f"tests/{name}.py": shared
+    for shared, names in {
+        _BUILDS: "unit/test_newcomer unit/test_packaging unit/test_wheel",
+        "emulated kernels": "cuda/test_emulated_cross_entropy cuda/test_emulated_reduce cuda/test_emulated_step",
+        "fake device": "cuda/test_gradients_ahead cuda/test_nccl cuda/test_nccl_library cuda/test_offload_benchmark"
+        " cuda/test_offload_streams cuda/test_orderly_end cuda/test_streams",
+    }.items()
+    for name in names.split()
+}
 _PROBLEMS = pytest.StashKey[list[str]]()
 _TOLD = [time.monotonic()]  # when `pytest_collectreport` printed
 
@@ -46,9 +56,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return _TOGETHER[0] if file in _TOGETHER else file
+            return _TOGETHER.get(file, file)
 
     return ByFile(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest part comes first: at the end of a run, the other workers would wait for it."""
+    items.sort(key=lambda item: _TOGETHER.get(item.nodeid.partition("::")[0]) != _BUILDS)
 
 
 @pytest.hookimpl(trylast=True)
