@@ -22,7 +22,7 @@ from ._shards.at_rest import show, show_together
 from ._shards.block_ref import BlockRef
 from ._shards.data_version import DataVersion
 from ._shards.foreign import refuse_fsdp, refuse_replicated
-from ._shards.full_values import copy_of_part, full_value, gather_flat, load_full_value, shard_of
+from ._shards.full_values import copy_of_part, full_value, gather_flat, load_full_value, shard_of, whole_shape
 from ._shards.gather import OpAllGather
 from ._shards.grad_readers import CHECKED_FILES, is_shown
 from ._shards.initializer import ParameterInitializer
@@ -42,6 +42,7 @@ __all__ = [
     "gather_flat",
     "load_full_value",
     "shard_of",
+    "whole_shape",
 ]
 
 

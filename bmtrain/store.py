@@ -20,7 +20,7 @@ from ._base.atomic_file import AtomicFile
 from ._base.tensors import place_of
 from ._files.archive import read_archive
 from ._files.archive_writer import write_archive
-from ._files.gathering import write_gathered
+from ._files.gathering import first_names, write_gathered
 from ._files.shared_state import DTYPE_LIST, DistributedStateDictWrapper, DistributedTensorWrapper
 from ._model.check import check_model_state, has_own_state_methods
 from ._model.outline import Outline, outline_of
@@ -81,8 +81,7 @@ def save(
     finish_background_save()
     resume = f"continue with bmtrain.load(model, {os.fspath(file_name)!r})"
     if not non_blocking and (outline := _outline_of_tensors(model)) is not None:
-        first = {id(value): key for key, value in reversed(outline.entries.items())}  # of several names
-        ties = {key: first[id(value)] for key, value in outline.entries.items() if first[id(value)] != key}
+        ties = {key: first for key, first in first_names(outline.entries).items() if first != key}
         tensors = {key: value for key, value in outline.entries.items() if key not in ties}
         order = list(outline.entries)
         write_gathered(

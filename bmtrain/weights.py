@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ._base.arguments import require_module
-from ._files.gathering import write_gathered
+from ._files.gathering import first_names, write_gathered
 from ._files.safetensors import SafetensorsFile, locate_tensors, write_folder, write_safetensors
 from ._files.shared_state import DistributedTensorWrapper
 from ._files.torch_folder import TorchFolder
@@ -238,8 +238,7 @@ def save(
     others = [key for key, value in own.items() if not isinstance(value, torch.Tensor)]
     if others:
         raise TypeError(f"weights.save: expected tensors alone, got other values in {', '.join(others)}")
-    named = {id(value): key for key, value in reversed(own.items())}  # the first of several names
-    tensors = {key: own[key] for key in own if named[id(own[key])] == key}
+    tensors = {key: own[key] for key, first in first_names(own).items() if first == key}
     write_gathered(tensors, "weights.save", partial(_write, Path(path), max_shard_size))
 
 

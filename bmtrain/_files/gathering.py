@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from .._ranks.agree import failing_together
 from .._ranks.context import require_intact
 from ..global_var import context
-from ..parameter import DistributedParameter, full_value
+from ..parameter import DistributedParameter, full_value, whole_shape
 
-__all__ = ["write_gathered"]
+__all__ = ["first_names", "write_gathered"]
 
 Table = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def first_names(entries: dict[str, Any]) -> dict[str, str]:
+    """The first of the names under which each name's object is there."""
+    first = {id(value): name for name, value in reversed(entries.items())}
+    return {name: first[id(value)] for name, value in entries.items()}
 
 
 def write_gathered(
@@ -49,10 +56,7 @@ def write_gathered(
                 tensor.require_data(name)
         try:
             if context().topology.rank == 0:
-                shape = "_tp_original_shape"
-                write(
-                    {name: (t.dtype, tuple(getattr(t, shape, t.shape))) for name, t in tensors.items()}, read
-                )
+                write({name: (t.dtype, tuple(whole_shape(t))) for name, t in tensors.items()}, read)
         finally:  # other ranks, and rank 0 after an error, take part in the gathers that are left
             while rest:
                 read(rest[-1])

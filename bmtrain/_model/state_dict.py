@@ -19,7 +19,7 @@ from .._base.stand_in import StandIn
 from .._shards.at_rest import show
 from .._shards.meta import make_shard
 from ..global_var import config, context
-from ..parameter import DistributedParameter, full_value, shard_of
+from ..parameter import DistributedParameter, full_value, shard_of, whole_shape
 
 HANDLES_SHARDS = "_handles_shards"  # a class attribute of modules that override the state-dict methods
 _HOOKED = "_bmtrain_load_hook"  # attribute of a module with our hooks: the key of its load hook
@@ -126,7 +126,7 @@ def misfit(key: str, target: torch.Tensor, value: Any) -> str:
             f"but received {type(value)}"
         )
     is_sharded = isinstance(target, DistributedParameter)
-    expected, shape = tuple(getattr(target, "_tp_original_shape", target.shape)), tuple(value.shape)
+    expected, shape = tuple(whole_shape(target)), tuple(value.shape)
     if shape != expected and (is_sharded or (expected, shape) != ((), (1,))):
         return (
             f"size mismatch for {key}: copying a param with shape {shape} from checkpoint, the shape "

@@ -11,11 +11,16 @@ from .at_rest import show, show_together
 from .meta import make_shard
 from .sharding import ShardSpec, merge_slices
 
-__all__ = ["copy_of_part", "full_value", "gather_flat", "load_full_value", "shard_of"]
+__all__ = ["copy_of_part", "full_value", "gather_flat", "load_full_value", "shard_of", "whole_shape"]
 
 
 def _is_sharded(param: torch.Tensor) -> TypeGuard[Any]:
     return hasattr(param, "_original_shape")
+
+
+def whole_shape(tensor: torch.Tensor) -> torch.Size:
+    """Shape of the full value (slices merged); the shape of a tensor that is not sharded."""
+    return tensor._tp_original_shape if _is_sharded(tensor) else tensor.shape
 
 
 def copy_of_part(data: torch.Tensor, slices: str | None) -> torch.Tensor:

@@ -15,7 +15,7 @@ from .._base.arguments import require_keys
 from .._C import ReduceOp, zero_in_shares
 from .._ranks import context
 from .._ranks.comm import wire_device
-from ..parameter import DistributedParameter, gather_flat, shard_of
+from ..parameter import DistributedParameter, gather_flat, shard_of, whole_shape
 from ._host_copies import warn_of_large_state
 from ._narrow import stored_shape, values_of
 from ._old_bounds import SLICE_BYTES, at_present_bounds
@@ -158,7 +158,7 @@ def gathered_state(optimizer: KeepsArrays) -> dict[int, dict[str, Any]]:
         (step, (*names, MASTER) if optimizer.has_master(p) else names)
         for p, (step, names) in zip(parameters, _agreed_entries(optimizer, parameters), strict=True)
     ]
-    numels = [getattr(p, "_tp_original_shape", p.shape).numel() for p in parameters]
+    numels = [whole_shape(p).numel() for p in parameters]
     warn_of_large_state(
         sum(4 * n * len(names) for n, (step, names) in zip(numels, agreed, strict=True) if step >= 0)
     )
@@ -174,7 +174,7 @@ def gathered_state(optimizer: KeepsArrays) -> dict[int, dict[str, Any]]:
             flat = gather_flat(p, values.to("cpu", torch.float32, copy=True))
             # As torch's optimizer of matrices keeps its state.
             is_matrix = optimizer.formula_of(p).is_whole and name != MASTER
-            entry[name] = flat.view(getattr(p, "_tp_original_shape", p.shape)) if is_matrix else flat
+            entry[name] = flat.view(whole_shape(p)) if is_matrix else flat
         gathered[index] = entry
     return gathered
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..parameter import DistributedParameter, gather_flat, shard_of
+from ..parameter import DistributedParameter, gather_flat, shard_of, whole_shape
 from ._exchange import describe, exchange
 from ._host_copies import warn_of_large_state
 from ._old_bounds import SLICE_BYTES, at_present_bounds, bounds_before
@@ -128,7 +128,7 @@ def _whole_bytes(p: Tensor, described: dict[str, dict[str, Any]]) -> int:
     dtypes: list[torch.dtype] = [
         getattr(torch, value["dtype"]) for value in described.values() if value["kind"] == "shard"
     ]
-    return sum(dtype.itemsize for dtype in dtypes) * math.prod(getattr(p, "_tp_original_shape", p.shape))
+    return sum(dtype.itemsize for dtype in dtypes) * math.prod(whole_shape(p))
 
 
 def _is_sharded(index: Any, parameters: list[Tensor]) -> bool:

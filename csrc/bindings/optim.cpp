@@ -23,69 +23,33 @@ using Integers = std::vector<std::int64_t>;
 using Dicts = std::vector<py::dict>;
 
 // The options of groups, each a dict by their names.
-template <typename Options, typename Read>
-Groups<Options> groups_from(const Integers& sizes, const Dicts& dicts, const Read& read) {
-  Groups<Options> groups{sizes, std::vector<Options>(dicts.size())};
-  for (std::size_t g = 0; g < dicts.size(); ++g) {
-    read(groups.options[g], [&](const char* name, auto& value) {
+template <typename Lists>
+Groups<typename Lists::Options> groups_from(const Integers& sizes, const Dicts& dicts) {
+  Groups<typename Lists::Options> groups{sizes, std::vector<typename Lists::Options>(dicts.size())};
+  Lists::each_option([&](const char* name, auto option, auto) {
+    for (std::size_t g = 0; g < dicts.size(); ++g) {
+      auto& value = groups.options[g].*option;
       value = py::cast<std::decay_t<decltype(value)>>(dicts[g][name]);
-    });
-  }
+    }
+  });
   return groups;
-}
-
-AdamGroups adam_groups(const Integers& sizes, const Dicts& dicts) {
-  return groups_from<AdamOptions>(sizes, dicts, [](AdamOptions& options, const auto& get) {
-    get("lr", options.lr);
-    get("beta1", options.beta1);
-    get("beta2", options.beta2);
-    get("eps", options.eps);
-    get("weight_decay", options.weight_decay);
-    get("scale", options.scale);
-    get("decoupled", options.decoupled);
-    get("maximize", options.maximize);
-    get("folded", options.folded);
-    get("hold_steps", options.hold_steps);
-  });
-}
-
-SgdGroups sgd_groups(const Integers& sizes, const Dicts& dicts) {
-  return groups_from<SgdOptions>(sizes, dicts, [](SgdOptions& options, const auto& get) {
-    get("lr", options.lr);
-    get("momentum", options.momentum);
-    get("dampening", options.dampening);
-    get("weight_decay", options.weight_decay);
-    get("scale", options.scale);
-    get("nesterov", options.nesterov);
-    get("maximize", options.maximize);
-  });
-}
-
-LionGroups lion_groups(const Integers& sizes, const Dicts& dicts) {
-  return groups_from<LionOptions>(sizes, dicts, [](LionOptions& options, const auto& get) {
-    get("lr", options.lr);
-    get("beta1", options.beta1);
-    get("beta2", options.beta2);
-    get("weight_decay", options.weight_decay);
-    get("scale", options.scale);
-    get("maximize", options.maximize);
-  });
 }
 
 void add_adam(OffloadUpdate& self, const Tensors& weights, const Tensors& rounded, const Tensors& grads,
               const Tensors& exp_avgs, const Tensors& exp_avg_sqs, const Integers& steps,
               const Integers& sizes, const Dicts& groups) {
-  self.add_adam({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, adam_groups(sizes, groups));
+  self.add_adam({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps},
+                groups_from<AdamLists>(sizes, groups));
 }
 
 void add_sgd(OffloadUpdate& self, const Tensors& weights, const Tensors& rounded, const Tensors& grads,
              const Tensors& momenta, const Integers& fresh, const Integers& sizes, const Dicts& groups) {
-  self.add_sgd({{weights, rounded, grads}, momenta, fresh}, sgd_groups(sizes, groups));
+  self.add_sgd({{weights, rounded, grads}, momenta, fresh}, groups_from<SgdLists>(sizes, groups));
 }
 
 void add_lion(OffloadUpdate& self, const Tensors& weights, const Tensors& rounded, const Tensors& grads,
               const Tensors& momenta, const Integers& sizes, const Dicts& groups) {
-  self.add_lion({{weights, rounded, grads}, momenta, {}}, lion_groups(sizes, groups));
+  self.add_lion({{weights, rounded, grads}, momenta, {}}, groups_from<LionLists>(sizes, groups));
 }
 
 // [Note: Steps past the dispatcher]
@@ -96,7 +60,7 @@ std::tuple<double, double> adam_step_of(const Tensors& weights, const Tensors& r
                                         const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
                                         const Integers& steps, const Integers& sizes, const Dicts& dicts,
                                         bool torch_sqrt, bool with_delta) {
-  AdamGroups groups = adam_groups(sizes, dicts);
+  AdamGroups groups = groups_from<AdamLists>(sizes, dicts);
   for (AdamOptions& options : groups.options) options.torch_sqrt = torch_sqrt;
   const py::gil_scoped_release no_gil;
   const cpu::DeltaSums sums =
@@ -106,14 +70,14 @@ std::tuple<double, double> adam_step_of(const Tensors& weights, const Tensors& r
 
 void sgd_step_of(const Tensors& weights, const Tensors& rounded, const Tensors& grads, const Tensors& momenta,
                  const Integers& fresh, const Integers& sizes, const Dicts& dicts) {
-  const SgdGroups groups = sgd_groups(sizes, dicts);
+  const SgdGroups groups = groups_from<SgdLists>(sizes, dicts);
   const py::gil_scoped_release no_gil;
   sgd_step({{weights, rounded, grads}, momenta, fresh}, groups);
 }
 
 void lion_step_of(const Tensors& weights, const Tensors& rounded, const Tensors& grads,
                   const Tensors& momenta, const Integers& sizes, const Dicts& dicts) {
-  const LionGroups groups = lion_groups(sizes, dicts);
+  const LionGroups groups = groups_from<LionLists>(sizes, dicts);
   const py::gil_scoped_release no_gil;
   lion_step({{weights, rounded, grads}, momenta, {}}, groups);
 }

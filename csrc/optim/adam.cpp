@@ -14,7 +14,7 @@ namespace {
 using cpu::AdamFactors;
 using cpu::AdamSlice;
 
-constexpr const char* kName = "adam";
+constexpr const char* kName = AdamLists::kOperator;
 
 void check_lengths(const AdamTensors& tensors) {
   const std::size_t expected = tensors.step.weights.size();
@@ -121,24 +121,6 @@ AdamFactors adam_factors(const AdamOptions& options, std::int64_t step) {
   factors.bias_correction1 = static_cast<float>(bias_correction1);
   factors.weight_decay = static_cast<float>(options.weight_decay);
   return factors;
-}
-
-AdamGroups groups_of(const AdamLists& lists) {
-  AdamGroups groups{lists.sizes.vec(), std::vector<AdamOptions>(lists.sizes.size())};
-  const auto set = [&](auto member, const char* name, auto values) {
-    set_in_groups(kName, groups.options, member, name, values);
-  };
-  set(&AdamOptions::lr, "lr", lists.lr);
-  set(&AdamOptions::beta1, "beta1", lists.beta1);
-  set(&AdamOptions::beta2, "beta2", lists.beta2);
-  set(&AdamOptions::eps, "eps", lists.eps);
-  set(&AdamOptions::weight_decay, "weight_decay", lists.weight_decay);
-  set(&AdamOptions::scale, "scale", lists.scale);
-  set(&AdamOptions::decoupled, "decoupled", lists.decoupled);
-  set(&AdamOptions::maximize, "maximize", lists.maximize);
-  set(&AdamOptions::folded, "folded", lists.folded);
-  set(&AdamOptions::hold_steps, "hold_steps", lists.hold_steps);
-  return groups;
 }
 
 std::vector<AdamSlice> adam_slices(const AdamTensors& tensors, const AdamGroups& groups) {

@@ -30,13 +30,28 @@ using AdamGroups = Groups<AdamOptions>;
 
 /// The same as operators take it: a list for each number, flags as 0 and 1.
 struct AdamLists {
+  using Options = AdamOptions;
+  static constexpr const char* kOperator = "adam";
+
   at::IntArrayRef sizes;
   at::ArrayRef<double> lr, beta1, beta2, eps, weight_decay, scale;
   at::IntArrayRef decoupled, maximize, folded, hold_steps;
-};
 
-/// ValueError unless every list has a number for each group.
-[[nodiscard]] AdamGroups groups_of(const AdamLists& lists);
+  /// Calls visit(name, member of AdamOptions, member of this) for each option.
+  template <typename Visit>
+  static void each_option(const Visit& visit) {
+    visit("lr", &AdamOptions::lr, &AdamLists::lr);
+    visit("beta1", &AdamOptions::beta1, &AdamLists::beta1);
+    visit("beta2", &AdamOptions::beta2, &AdamLists::beta2);
+    visit("eps", &AdamOptions::eps, &AdamLists::eps);
+    visit("weight_decay", &AdamOptions::weight_decay, &AdamLists::weight_decay);
+    visit("scale", &AdamOptions::scale, &AdamLists::scale);
+    visit("decoupled", &AdamOptions::decoupled, &AdamLists::decoupled);
+    visit("maximize", &AdamOptions::maximize, &AdamLists::maximize);
+    visit("folded", &AdamOptions::folded, &AdamLists::folded);
+    visit("hold_steps", &AdamOptions::hold_steps, &AdamLists::hold_steps);
+  }
+};
 
 /// The numbers of update number `step` (1 for the first).
 [[nodiscard]] cpu::AdamFactors adam_factors(const AdamOptions& options, std::int64_t step);

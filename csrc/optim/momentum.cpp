@@ -10,8 +10,8 @@ namespace {
 using cpu::MomentumFactors;
 using cpu::MomentumSlice;
 
-constexpr const char* kSgd = "sgd";
-constexpr const char* kLion = "lion";
+constexpr const char* kSgd = SgdLists::kOperator;
+constexpr const char* kLion = LionLists::kOperator;
 
 void check_lengths(const char* op, const MomentumTensors& tensors, bool needs_momenta) {
   const std::size_t expected = tensors.step.weights.size();
@@ -125,35 +125,6 @@ void step_on_cpu(const char* op, const MomentumTensors& tensors, const std::vect
 }
 
 }  // namespace
-
-SgdGroups groups_of(const SgdLists& lists) {
-  SgdGroups groups{lists.sizes.vec(), std::vector<SgdOptions>(lists.sizes.size())};
-  const auto set = [&](auto member, const char* name, auto values) {
-    set_in_groups(kSgd, groups.options, member, name, values);
-  };
-  set(&SgdOptions::lr, "lr", lists.lr);
-  set(&SgdOptions::momentum, "momentum", lists.momentum);
-  set(&SgdOptions::dampening, "dampening", lists.dampening);
-  set(&SgdOptions::weight_decay, "weight_decay", lists.weight_decay);
-  set(&SgdOptions::scale, "scale", lists.scale);
-  set(&SgdOptions::nesterov, "nesterov", lists.nesterov);
-  set(&SgdOptions::maximize, "maximize", lists.maximize);
-  return groups;
-}
-
-LionGroups groups_of(const LionLists& lists) {
-  LionGroups groups{lists.sizes.vec(), std::vector<LionOptions>(lists.sizes.size())};
-  const auto set = [&](auto member, const char* name, auto values) {
-    set_in_groups(kLion, groups.options, member, name, values);
-  };
-  set(&LionOptions::lr, "lr", lists.lr);
-  set(&LionOptions::beta1, "beta1", lists.beta1);
-  set(&LionOptions::beta2, "beta2", lists.beta2);
-  set(&LionOptions::weight_decay, "weight_decay", lists.weight_decay);
-  set(&LionOptions::scale, "scale", lists.scale);
-  set(&LionOptions::maximize, "maximize", lists.maximize);
-  return groups;
-}
 
 std::vector<MomentumSlice> sgd_slices(const MomentumTensors& tensors, const SgdGroups& groups) {
   return slices_of_groups(kSgd, tensors, groups);

@@ -37,19 +37,44 @@ using LionGroups = Groups<LionOptions>;
 
 /// The same as operators take it: a list for each number, flags as 0 and 1.
 struct SgdLists {
+  using Options = SgdOptions;
+  static constexpr const char* kOperator = "sgd";
+
   at::IntArrayRef sizes;
   at::ArrayRef<double> lr, momentum, dampening, weight_decay, scale;
   at::IntArrayRef nesterov, maximize;
+
+  /// Calls visit(name, member of SgdOptions, member of this) for each option.
+  template <typename Visit>
+  static void each_option(const Visit& visit) {
+    visit("lr", &SgdOptions::lr, &SgdLists::lr);
+    visit("momentum", &SgdOptions::momentum, &SgdLists::momentum);
+    visit("dampening", &SgdOptions::dampening, &SgdLists::dampening);
+    visit("weight_decay", &SgdOptions::weight_decay, &SgdLists::weight_decay);
+    visit("scale", &SgdOptions::scale, &SgdLists::scale);
+    visit("nesterov", &SgdOptions::nesterov, &SgdLists::nesterov);
+    visit("maximize", &SgdOptions::maximize, &SgdLists::maximize);
+  }
 };
 struct LionLists {
+  using Options = LionOptions;
+  static constexpr const char* kOperator = "lion";
+
   at::IntArrayRef sizes;
   at::ArrayRef<double> lr, beta1, beta2, weight_decay, scale;
   at::IntArrayRef maximize;
-};
 
-/// ValueError unless every list has a number for each group.
-[[nodiscard]] SgdGroups groups_of(const SgdLists& lists);
-[[nodiscard]] LionGroups groups_of(const LionLists& lists);
+  /// Calls visit(name, member of LionOptions, member of this) for each option.
+  template <typename Visit>
+  static void each_option(const Visit& visit) {
+    visit("lr", &LionOptions::lr, &LionLists::lr);
+    visit("beta1", &LionOptions::beta1, &LionLists::beta1);
+    visit("beta2", &LionOptions::beta2, &LionLists::beta2);
+    visit("weight_decay", &LionOptions::weight_decay, &LionLists::weight_decay);
+    visit("scale", &LionOptions::scale, &LionLists::scale);
+    visit("maximize", &LionOptions::maximize, &LionLists::maximize);
+  }
+};
 
 /// What one call updates, as lists of contiguous tensors of one device.
 struct MomentumTensors {

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include "common/check.h"
@@ -46,13 +47,22 @@ struct Groups {
 /// ValueError unless groups of these sizes are all of the tensors.
 void check_groups(const char* op, at::IntArrayRef sizes, std::size_t num_groups, std::size_t num_tensors);
 
-/// Sets a member of every group's options. ValueError unless there is a value for each.
-template <typename Options, typename Member, typename Value>
-void set_in_groups(const char* op, std::vector<Options>& groups, Member Options::* member, const char* name,
-                   at::ArrayRef<Value> values) {
-  BMT_CHECK(ValueError, values.size() == groups.size(), op, ": ", name, ": expected one for each of ",
-            groups.size(), " sizes of groups, got ", values.size());
-  for (std::size_t g = 0; g < groups.size(); ++g) groups[g].*member = static_cast<Member>(values[g]);
+/// Groups from the lists that operators take, one list for each option. ValueError unless each has a number
+/// for each group.
+template <typename Lists>
+[[nodiscard]] Groups<typename Lists::Options> groups_of(const Lists& lists) {
+  const std::size_t number = lists.sizes.size();
+  Groups<typename Lists::Options> groups{lists.sizes.vec(), std::vector<typename Lists::Options>(number)};
+  Lists::each_option([&](const char* name, auto option, auto list) {
+    const auto values = lists.*list;
+    BMT_CHECK(ValueError, values.size() == number, Lists::kOperator, ": ", name,
+              ": expected one for each of ", number, " sizes of groups, got ", values.size());
+    for (std::size_t g = 0; g < number; ++g) {
+      auto& value = groups.options[g].*option;
+      value = static_cast<std::decay_t<decltype(value)>>(values[g]);
+    }
+  });
+  return groups;
 }
 
 /// What gradients are multiplied by, or divided where a reciprocal would not be exact.

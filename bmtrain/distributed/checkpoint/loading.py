@@ -15,6 +15,7 @@ from ...global_var import context
 from ...optim._old_bounds import bounds_before
 from ...optim._state import load_optimizer_state
 from ...optim.optim_manager import OptimManager
+from ...parameter import whole_shape
 from .layout import check_sizes, read_manifest
 from .manifest import DTYPES, Manifest
 from .reader import Reader, StoredTensor
@@ -122,7 +123,7 @@ class Loading:
             self._optim._check_resumable(self._values["manager"])
         for number, (saved, optimizer) in enumerate(zip(told, self._optimizers, strict=True)):
             parameters = _parameters(optimizer)
-            shapes = [list(getattr(p, "_tp_original_shape", p.shape)) for p in parameters]
+            shapes = [list(whole_shape(p)) for p in parameters]
             if saved["shapes"] != shapes:
                 raise ValueError(
                     f"optimizer {number}: saved over parameters of shapes {saved['shapes']}, got {shapes}"

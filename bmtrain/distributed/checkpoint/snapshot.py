@@ -23,7 +23,7 @@ from ...global_var import context
 from ...optim._arrays import MASTER
 from ...optim._old_bounds import SLICE_BYTES
 from ...optim.optim_manager import OptimManager
-from ...parameter import DistributedParameter
+from ...parameter import DistributedParameter, whole_shape
 from .manifest import dtype_name
 from .spread import Spread, local_run, spread_of
 
@@ -235,7 +235,7 @@ def _add_optimizer(snapshot: Snapshot, name: str, optimizer: Any) -> dict[str, A
         "class": type(optimizer).__name__,
         "groups": snapshot.add_value(f"{name}/groups", state["param_groups"]),
         "others": snapshot.add_value(f"{name}/others", others),
-        "shapes": [list(getattr(p, "_tp_original_shape", p.shape)) for p in parameters],
+        "shapes": [list(whole_shape(p)) for p in parameters],
     }
 
 
