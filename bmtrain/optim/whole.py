@@ -273,7 +273,7 @@ class _Members:
 
     def update_values(self, parameters: Sequence[Tensor]) -> None:
         """Gathers the values that have changed since the last step, on any rank. Collective."""
-        marks = [self._seen.get(p) != _mark_of(p) for p in parameters]
+        marks = [is_here(p) and self._seen.get(p) != _mark_of(p) for p in parameters]
         current = context.current()
         if current is not None and parameters:
             comm = current.world.comm

@@ -13,7 +13,7 @@ from harness import run_ranks
 import bmtrain as bmt
 from bmtrain import BlockPolicy
 from bmtrain.optim import AdamOptimizer, MuonOffloadOptimizer, MuonOptimizer, OptimManager, gather_state
-from bmtrain.optim._owners import Team, owners_of
+from bmtrain.optim._owners import Team, is_here, owners_of
 from bmtrain.optim.formulas.muon import _work
 
 LR, DECAY = 0.02, 0.1
@@ -414,14 +414,15 @@ def test_states_of_torch_load_and_gathered_states_load_into_torch(world: int, dt
 class Staged(bmt.DistributedModule):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = (bmt.DistributedParameter(torch.randn(shape)) for shape in ((12, 6), (6, 12)))
+        shapes = ((12, 6), (12, 12), (6, 12))  # the second is on both ranks of a stage
+        self.up, self.middle, self.down = (bmt.DistributedParameter(torch.randn(shape)) for shape in shapes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + (x @ self.up.t()).tanh() @ self.down.t()
+        return x + ((x @ self.up.t()).tanh() @ self.middle.t()).tanh() @ self.down.t()
 
 
 def in_stages(kind: str) -> None:
-    """Each stage steps its own matrices."""
+    """Each stage steps its own matrices, with a message to the owner and one back for each part that is not there."""
     torch.manual_seed(1)
     model = bmt.PipelineTransformerBlockList([bmt.Block(Staged(), mode="PIPE") for _ in range(3)])
     named = dict(model.named_parameters())
@@ -440,7 +441,14 @@ def in_stages(kind: str) -> None:
             assert gradient is not None
             whole[name].grad = gradient
         reference.step()
+        here = [p for p in named.values() if is_here(p)]
+        comm = Team(here[0]).comm
+        comm.reset_traffic()
         bmt.optim_step(optimizer)
+        if step < 2 and kind == "whole_matrix":
+            found = sum(comm.traffic()[kind][0] for kind in ("send", "recv") if kind in comm.traffic())
+            ranks = [{optimizer.owner_of(p)} | {r for r in (0, 1) if p._spec.part(r)[1]} for p in here]
+            assert found == 2 * sum(len(of_one) - 1 for of_one in ranks) > 0
         assert all(torch.equal(p.gather(), whole[name]) for name, p in named.items())
         if step == 1:
             optimizer.load_state_dict(optimizer.state_dict(gather=True))
