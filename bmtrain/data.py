@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -319,6 +320,19 @@ class Batches:
         parts = range(self._batches.parts)
         shards = [self._batches.part(self._order, number * self._batches.step, part) for part in parts]
         return Batch(self._dataset, [index for shard in shards for index in shard], self._collate_fn)
+
+    def sampler(self, start: int = 0) -> Iterator[list[int]]:
+        """Yields the samples of each step from ``start`` on, for torch's ``DataLoader`` with workers that read ahead.
+
+        Each rank then reads the batch of the whole step, of which ``shard.of(batch)`` takes a shard's rows.
+
+        Example:
+            >>> bmtrain.init_distributed(virtual_shards=2)
+            >>> samples = bmtrain.batches(range(8), batch_size=1, shuffle=False).sampler(start=1)
+            >>> next(iter(torch.utils.data.DataLoader(range(8), batch_sampler=samples))).tolist()
+            [2, 3]
+        """
+        return (list(self[step].indices) for step in itertools.count(require_integer("start", start, 0)))
 
 
 def adapt_distributed_sampler() -> None:

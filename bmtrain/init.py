@@ -241,7 +241,7 @@ def _join(launch: Launch, place: Topology, options: InitOptions) -> Context:
         )
         context.world.comm.barrier("init_distributed")
         if options.survive:
-            context = surviving(context, meeting.store, host, hosts)
+            context = surviving(context, host, hosts)
     except BaseException:
         watch.stop()
         raise

@@ -7,29 +7,25 @@ import json
 import os
 import secrets
 from collections.abc import Sequence
-from typing import Any
 
+from .._ranks.agree import broadcast_json
 from .._ranks.context import Context
-from .._ranks.shm_meeting import exchange
+from .._ranks.messages import gather_bytes
 
 __all__ = ["surviving", "waiting_to_join", "waits_for_a_place"]
 
 
-def surviving(ctx: Context, store: Any, host: str, hosts: Sequence[str]) -> Context:
+def surviving(ctx: Context, host: str, hosts: Sequence[str]) -> Context:
     """Returns the context of a rank that continues without lost ones. Collective."""
     from .joining import Joining
     from .members import Address, Members
 
-    rank, size = ctx.world.rank, ctx.world.size
-    if rank == 0:
-        store.set("survive/secret", secrets.token_hex(16))
-    members = Members(rank, host, len(set(hosts)) > 1, store.get("survive/secret").decode())
-    own = json.dumps(members.own)
-    members.addresses = [
-        Address(*json.loads(text))
-        for text in exchange(store, "survive/address", own, rank, size, ctx.timeout)
-    ]
-    survival = Joining(members, hosts[rank], hosts)
+    comm = ctx.world.comm
+    secret = broadcast_json(secrets.token_hex(16), 0, "survive", comm)
+    members = Members(comm.rank, host, len(set(hosts)) > 1, secret)
+    known = gather_bytes(json.dumps(members.own).encode(), comm, "survive")
+    members.addresses = [Address(*json.loads(data or b"")) for data in known]
+    survival = Joining(members, hosts[comm.rank], hosts)
     ctx = dataclasses.replace(ctx, survival=survival)
     survival.attend(ctx, hosts)
     return ctx

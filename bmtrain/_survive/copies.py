@@ -57,23 +57,17 @@ def _members(optimizer: ShardedOptimizer) -> Iterator[DistributedParameter]:
         yield from (p for p in group["params"] if isinstance(p, DistributedParameter))
 
 
-class Arrays:
-    """The arrays of parameters: their values, and their state in each optimizer, by names that all ranks know."""
-
-    def __init__(self, optimizers: Sequence[ShardedOptimizer]) -> None:
-        self.optimizers = optimizers
-
-    def names(self) -> list[tuple[int, DistributedParameter, tuple[str, ...]]]:
-        """Returns the number of each optimizer, its parameters, and the arrays of their state."""
-        found = []
-        for number, optimizer in enumerate(self.optimizers):
-            for group in optimizer.param_groups:
-                names = optimizer._formula.formula_in(group).arrays_of(group)
-                for p in group["params"]:
-                    if isinstance(p, DistributedParameter):
-                        keeps_master = optimizer.has_master(p) and not optimizer._place.shares_master(p)
-                        found.append((number, p, (*names, MASTER) if keeps_master else names))
-        return found
+def arrays_of(
+    optimizers: Sequence[ShardedOptimizer],
+) -> Iterator[tuple[int, DistributedParameter, tuple[str, ...]]]:
+    """Yields the number of each optimizer, its parameters, and the arrays of their state, by names all ranks know."""
+    for number, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            names = optimizer._formula.formula_in(group).arrays_of(group)
+            for p in group["params"]:
+                if isinstance(p, DistributedParameter):
+                    keeps_master = optimizer.has_master(p) and not optimizer._place.shares_master(p)
+                    yield number, p, (*names, MASTER) if keeps_master else names
 
 
 class Ward:
@@ -193,10 +187,8 @@ class Message:
 
     def gradients(self) -> dict[DistributedParameter, Tensor]:
         """Returns new tensors by parameter, 1-D."""
-        return {
-            p: torch.empty(piece.numel() // dtype.itemsize, dtype=dtype).copy_(_as(piece, dtype))
-            for p, piece, dtype in zip(self.params, self._pieces(), self._dtypes, strict=True)
-        }
+        pieces = zip(self.params, self._pieces(), self._dtypes, strict=True)
+        return {p: piece.clone().view(dtype) for p, piece, dtype in pieces}
 
     def _pieces(self) -> list[Tensor]:
         return list(self.data[self._header.size :].split(self._sizes))
@@ -213,11 +205,6 @@ def _quick_sum(array: Tensor) -> int:
     whole = data.numel() // 8 * 8 if data.storage_offset() % 8 == 0 else 0
     words, rest = data[:whole].view(torch.int64), data[whole:]
     return int(words.sum()) + int(rest.sum(dtype=torch.int64))
-
-
-def _as(piece: Tensor, dtype: torch.dtype) -> Tensor:
-    """The elements of bytes that may start anywhere."""
-    return piece.clone().view(dtype) if piece.numel() else torch.empty(0, dtype=dtype)
 
 
 def exchange(comm: Communicator, own: Message, ward: Message, step: int, ring: Ring) -> str:

@@ -109,6 +109,12 @@ class Keeper:
         """Whether a script has written to optimizer state on this rank, of which its keeper knows nothing."""
         return self.is_whole and self._state_writes() != self._writes
 
+    def written(self) -> int:
+        """Returns what a script has written to since `note_versions`: 2: optimizer state, 1: parameters, 0: neither."""
+        if self.is_state_changed():
+            return 2
+        return int(self.is_whole and self._version() != self._versions)
+
     def _state_writes(self) -> int:
         states = [entry for o in self.optimizers() for entry in o.__dict__["state"].values()]
         return sum(x._version for entry in states for x in entry.values() if isinstance(x, Tensor))
@@ -130,7 +136,7 @@ class Keeper:
     def begin(self) -> None:
         """Drops the gradients of an earlier loop."""
         self.messages = None
-        for optimizer in self.optimizers():
+        for optimizer in (*self.optimizers(), *(() if self.ward is None else self.ward.optimizers)):
             optimizer.zero_grad(set_to_none=True)
 
     def note_gradients(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from .._engine.engine import current_engine
 from .._ranks.context import Context
 from ..optim._sharded import ShardedOptimizer
 from ..parameter import DistributedParameter
-from .copies import Arrays, Ward, all_parameters, put_state
+from .copies import Ward, all_parameters, arrays_of, put_state
 from .ring import Ring
 
 _LABEL = "sharding again"
@@ -47,7 +48,7 @@ def parts_of(params: Sequence[DistributedParameter]) -> dict[DistributedParamete
 def steps_of(optimizers: Sequence[ShardedOptimizer], ward: Ward | None) -> list[int]:
     """Returns for each parameter of each optimizer the number of its steps, as far as this rank knows."""
     steps = []
-    for number, p, _ in Arrays(optimizers).names():
+    for number, p, _ in arrays_of(optimizers):
         known = [optimizers[number].state.get(p)]
         if ward is not None and p in ward.params:
             known.append(ward.optimizers[number].state.get(ward.params[p]))
@@ -99,13 +100,14 @@ def shard_again(
     wholes.clear()
     entries: list[dict[Tensor, Any]] = [{} for _ in optimizers]
     copies: list[dict[Tensor, Any]] = [{} for _ in optimizers]
-    for (number, p, names), step in zip(Arrays(optimizers).names(), before.steps, strict=True):
+    for (number, p, names), step in zip(arrays_of(optimizers), before.steps, strict=True):
         if step < 0:
             continue
         entry: dict[str, Any] = {"step": step}
         copy: dict[str, Any] = {"step": step}
         for name in names:
-            whole = full(p, torch.float32, *_state_readers(optimizers[number], number, p, name, before.ward))
+            own_array = partial(_array, optimizers[number].state, p, name)
+            whole = full(p, torch.float32, own_array, partial(_array_of_copy, before.ward, number, p, name))
             entry[name], copy[name] = cut(p, whole, rank).clone(), cut(p, whole, ward_rank).clone()
         if p.numel():
             entries[number][p] = entry
@@ -125,19 +127,12 @@ def shard_again(
     return ward
 
 
-def _state_readers(
-    optimizer: ShardedOptimizer, number: int, p: DistributedParameter, name: str, ward: Ward | None
-) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-    def own() -> Tensor:
-        array: Tensor = optimizer.state[p][name]
-        return array
+def _array(state: dict[Any, Any], p: Any, name: str) -> Any:
+    return state[p][name]
 
-    def copy() -> Tensor:
-        assert ward is not None
-        array: Tensor = ward.optimizers[number].state[ward.params[p]][name]
-        return array
 
-    return own, copy
+def _array_of_copy(ward: Any, number: int, p: DistributedParameter, name: str) -> Any:
+    return ward.optimizers[number].state[ward.params[p]][name]
 
 
 def _rebuild(

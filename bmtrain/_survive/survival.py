@@ -38,6 +38,14 @@ from .reconnect import Reconnection
 from .reshard import Before, parts_of, steps_of
 from .ring import Ring
 
+#: What a script has written to, see `Keeper.written`.
+_WRITTEN = (
+    "",
+    "parameters to be changed before a loop over virtual shards or after OptimManager.step(), got a write in between",
+    "optimizer state to be changed by OptimManager.step() and load_state_dict() only, got a write to it (change a "
+    "state_dict() and load it)",
+)
+
 
 class Survival:
     """State of a process of which others may be lost: `init_distributed(survive=...)`.
@@ -60,6 +68,7 @@ class Survival:
         self._lost: list[int] = []  # by the verdict
         self._place = 0
         self._admits_at = 0  # the rank at which a process waits, plus one; 0: none
+        self._written = 0  # see `Keeper.written`
         self._clips: list[Callable[[], Any]] = []  # since the commit
         self._own_losses: list[Tensor] = []
         self._all_losses: Tensor | None = None  # of the committed step, by rank
@@ -81,8 +90,8 @@ class Survival:
         if ctx.watch is not None:
             ctx.watch.may_survive = self._may_survive
 
-    def _may_survive(self, verdict: dict[str, Any]) -> bool:
-        """Whether the job may continue after a verdict; called by the watchdog's thread."""
+    def _may_survive(self, verdict: dict[str, Any]) -> str:
+        """Returns the error of operations after a verdict that the job may survive, else nothing; in a thread."""
         culprits = [int(rank) for rank in verdict["culprits"]]
         absent = {int(rank) for rank, why in verdict["absent"].items() if not why.startswith("left")}
         if self.exceptions_are_losses and verdict["failure"]["kind"] == "exception":
@@ -93,10 +102,11 @@ class Survival:
             and set(culprits) <= absent
             and self._members.rank not in culprits
         )
-        if survives:
-            self.times = {"at": time.monotonic()}
-            self._lost = culprits
-        return survives
+        if not survives:
+            return ""
+        self.times = {"at": time.monotonic()}
+        self._lost = culprits
+        return f"{verdict['text']}; outside of a step that ends the job: {self._again(_context.context())}"
 
     def add(self, manager: Any, optimizer: Any) -> None:
         """Notes a manager and an optimizer of it, which is to be copied."""
@@ -110,11 +120,7 @@ class Survival:
             raise RuntimeError("survive: expected OptimManager.step() after each loop over virtual shards")
         if self._lost:
             self._recover()
-        if self._keeper.is_state_changed():
-            raise RuntimeError(
-                "survive: expected optimizer state to be changed by OptimManager.step() and load_state_dict() only, "
-                "got a write to it: its copies on other ranks would differ; change a state_dict() and load it"
-            )
+        self._written = 2 * self._keeper.is_state_changed()
         if not self._keeper.is_current():
             self._keeper.make(_context.context())
         state = self.get_user_state()
@@ -158,9 +164,9 @@ class Survival:
         check_reads(ctx, keeper.optimizers())
         try:
             self._share_losses(ctx)
-            keeper.send(ctx, self._place // 2)
-            flags = torch.tensor([int(bool(keeper.damage)), self.waiting_at(ctx)])
-            ctx.world.comm.all_reduce(flags, ReduceOp.MAX, "commit").wait()
+            with current_engine(ctx).waiting("copies", "copies"):
+                keeper.send(ctx, self._place // 2)
+            flags = self._agree(ctx, int(bool(keeper.damage)), self.waiting_at(ctx))
         except CommunicationError:
             if not self._lost:
                 raise
@@ -170,6 +176,17 @@ class Survival:
         self._admits_at = int(flags[1])
         keeper.note_gradients()
         return True
+
+    def _agree(self, ctx: Context, *own: int) -> Tensor:
+        """Returns the largest of each number over the ranks, or raises what one of them has found. Collective."""
+        self._written = max(self._written, self._keeper.written())
+        flags = torch.tensor([*own, self._written])
+        ctx.world.comm.all_reduce(flags, ReduceOp.MAX, "survive").wait()
+        if flags[-1]:
+            raise RuntimeError(
+                f"survive: expected {_WRITTEN[flags[-1]]}: its copies on other ranks would differ"
+            )
+        return flags
 
     def waiting_at(self, ctx: Context) -> int:
         """Returns this rank's number plus one if a process waits here for a place that there is; else 0."""
@@ -238,17 +255,19 @@ class Survival:
         place = self._place
         while self._place == place:
             try:
-                _context.context().world.comm.barrier("step")
+                self._agree(_context.context())
             except CommunicationError:
                 if not self._lost:
                     raise
                 self._recover()
             else:
                 self._place += 1
+        self._clips.clear()  # a process that joins has none
 
     def step_copy(self, optimizer: Any, scale: float) -> None:
         """Updates the copy as ``optimizer`` has just updated its parameters."""
-        self._keeper.step(optimizer, scale)
+        with current_engine(_context.context()).waiting("copies", "copies"):
+            self._keeper.step(optimizer, scale)
 
     # ---- after a loss
 
@@ -257,6 +276,7 @@ class Survival:
         began = time.monotonic()
         detected = self.times.pop("at", began)
         ctx, keeper = _context.context(), self._keeper
+        self._written = max(self._written, keeper.written())
         self._drop_what_runs(ctx)
         steps = steps_of(keeper.optimizers(), keeper.ward)
         if keeper.ward is not None:

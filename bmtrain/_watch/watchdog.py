@@ -66,7 +66,7 @@ class Watch:
         core: guards communicators.
         suspicion: the exited ranks.
         saved: how to continue from what was saved last; empty if nothing was.
-        may_survive: decides whether the job continues after a verdict; None: it ends.
+        may_survive: returns the error of operations if the job may continue after a verdict, else nothing.
     """
 
     def __init__(self, rank: int, timeout: float, hosts: Sequence[str]) -> None:
@@ -98,7 +98,7 @@ class Watch:
         self._resort = LastResort(f"rank {rank} of {self._world}", timeout, self._patience.silence)
         self.suspicion = Suspicion()
         self.saved = ""
-        self.may_survive: Callable[[Message], bool] | None = None
+        self.may_survive: Callable[[Message], str] = lambda _: ""
         self._thread = threading.Thread(target=self._run, name="bmtrain-watchdog", daemon=True)
         self._words = LastWords(self._tell, self._is_victim)
 
@@ -375,8 +375,8 @@ class Watch:
             return
         self._accepted = True
         self._culprits = verdict["culprits"]
-        if self.may_survive is not None and self.may_survive(verdict):
-            self.core.condemn(verdict["text"], survivable=True)
+        if text := self.may_survive(verdict):
+            self.core.condemn(text, survivable=True)
             self._judged.set()
             return
         if self._seen is None:

@@ -180,11 +180,14 @@ def by_step(steps: int) -> tuple[dict[tuple[int, int], list[int]], dict[tuple[in
     batches, loader = bmt.batches(range(SIZE), 3, seed=3), bmt.data.loader(range(SIZE), 3, seed=3)
     assert len(batches) == SIZE // 12
     found, loaded = {}, {}
+    ahead = iter(DataLoader(range(SIZE), batch_sampler=batches.sampler(2), num_workers=2))
     of_loader = chain.from_iterable(loader for _ in range(2))
     for step in range(steps):
+        whole = next(ahead) if step >= 2 else batches[step]
         for index in shards_of(context().topology, 4):
             shard = bmt.virtual.VirtualShard(index, 4)
             found[step, index] = shard.of(batches[step]).tolist()
+            assert shard.of(whole).tolist() == found[step, index]
             loaded[step, index] = next(of_loader).tolist()
     return found, loaded
 

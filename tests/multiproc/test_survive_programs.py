@@ -41,7 +41,10 @@ def train(program: str, loses: bool) -> Any:
                 p.data.mul_(0.9)
             elif program == "assigned":
                 p.data = p.data * 0.9
-        for entry in optimizers[0].state.values() if program == "state" else ():
+        writes = (
+            optimizers[0].state.values() if bmt.rank() == 0 else ()
+        )  # the other ranks have to raise as well
+        for entry in writes if program == "state" else ():
             entry["exp_avg"].mul_(0.5)
         manager.zero_grad()
         shards, own = bmt.virtual_shards(step), []
@@ -50,6 +53,10 @@ def train(program: str, loses: bool) -> Any:
             if loses and number == 1 and LOST.get(step) == bmt.rank():
                 os.kill(os.getpid(), signal.SIGKILL)
             manager.backward(own[-1])
+        for entry in writes if program == "state in a step" else ():
+            entry["exp_avg"].mul_(0.5)
+        if program == "data in a step":
+            params[0].data.mul_(0.9)
         manager.step()
         schedule.step()
         losses.append(shards.mean(own).item())
@@ -80,6 +87,11 @@ def test_same_bits(program: str) -> None:
     ("program", "words"),
     [
         ("state", "expected optimizer state to be changed by OptimManager.step() and load_state_dict() only"),
+        ("state in a step", "expected optimizer state to be changed by OptimManager.step()"),
+        (
+            "data in a step",
+            "expected parameters to be changed before a loop over virtual shards or after Optim",
+        ),
         ("accumulate", "no_sync: virtual shards are summed one by one"),
     ],
 )
