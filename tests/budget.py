@@ -22,9 +22,9 @@ PYTHON = {
     "engine": ("_engine", 6752),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5484),
     "files": ("_files dcp distributed store weights", 4530),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9314),
-    "survive": ("_survive survive", 1811),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 11_988),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9343),
+    "survive": ("_survive survive", 1815),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 12_007),
 }
 CORE = {
     "bindings": (". bindings ops", 1480),

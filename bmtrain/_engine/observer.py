@@ -46,6 +46,6 @@ class Observer:
 
         Args:
             name: the object of the wait, e.g. a parameter.
-            reason: ``gather``, ``reduce``, ``stage`` (of a pipeline), ``update``, ``owner`` (of a matrix).
+            reason: ``gather``, ``reduce``, ``stage`` (of a pipeline), ``update``, ``copies``, ``owner`` (of a matrix).
         """
         return _NOTHING

@@ -110,7 +110,7 @@ class Keeper:
         return self.is_whole and self._state_writes() != self._writes
 
     def written(self) -> int:
-        """Returns what a script has written to since `note_versions`: 2: optimizer state, 1: parameters, 0: neither."""
+        """Returns the target of writes since `note_versions`: 2: optimizer state, 1: parameters, 0: neither."""
         if self.is_state_changed():
             return 2
         return int(self.is_whole and self._version() != self._versions)

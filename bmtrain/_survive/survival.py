@@ -38,7 +38,7 @@ from .reconnect import Reconnection
 from .reshard import Before, parts_of, steps_of
 from .ring import Ring
 
-#: What a script has written to, see `Keeper.written`.
+#: Targets of writes, see `Keeper.written`.
 _WRITTEN = (
     "",
     "parameters to be changed before a loop over virtual shards or after OptimManager.step(), got a write in between",
@@ -178,7 +178,7 @@ class Survival:
         return True
 
     def _agree(self, ctx: Context, *own: int) -> Tensor:
-        """Returns the largest of each number over the ranks, or raises what one of them has found. Collective."""
+        """Returns the largest of each number over the ranks, or raises the error that one has found. Collective."""
         self._written = max(self._written, self._keeper.written())
         flags = torch.tensor([*own, self._written])
         ctx.world.comm.all_reduce(flags, ReduceOp.MAX, "survive").wait()

@@ -118,6 +118,7 @@ def _add_policy(policy: _Group) -> None:
         help="of Adam's moments (default: float32)",
         default="float32",
     )
+    policy.add_argument("--survive", action="store_true", help="copies for the loss of a rank")
     policy.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
     policy.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     policy.add_argument("--sp", type=int, default=1, help="ranks that divide a sequence, by heads")
@@ -186,6 +187,7 @@ def _run(arguments: argparse.Namespace) -> int:
         offload=arguments.offload,
         state_dtype=getattr(torch, arguments.state_dtype),
         optimizer=arguments.optimizer,
+        survive=arguments.survive,
         accumulate=arguments.accumulate,
         tp_size=arguments.tp,
         sp_size=arguments.sp,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class MemoryEstimate:
         host_usable: host memory of the node.
         pool_peak: peak of the buffers lent by the runtime's BufferPool.
         wire: this rank's share of the memory that the ranks of a host map together, and receive buffers of reductions.
+        copies: of another rank's shards and optimizer state, and of three times its gradients.
     """
 
     weights: float
@@ -53,6 +54,7 @@ class MemoryEstimate:
     host_usable: float
     pool_peak: float
     wire: float = 0.0
+    copies: float = 0.0
 
     @property
     def total(self) -> float:
@@ -60,7 +62,7 @@ class MemoryEstimate:
 
     @property
     def tensors(self) -> float:
-        return self.weights + self.gathered + self.gradients + self.optimizer + self.activations
+        return self.weights + self.gathered + self.gradients + self.optimizer + self.activations + self.copies
 
     @property
     def scratch(self) -> float:
@@ -310,11 +312,13 @@ def estimate(
     if policy.optimizer == "muon":  # its step holds more than a backward where activations are few
         result.memory.add("gathered", result.memory.pool_peak)
         result.memory.add("matrices", _matrix_bytes(local, network.size, num_sharing))
+    memory = _memory(result, machine, on_host, _wire_bytes(local, network, policy.block_policy(), result))
+    copies = policy.survive * (sum(states.values()) + 2 * states["gradients"])
     return Plan(
         model=model,
         machine=machine,
         policy=policy,
-        memory=_memory(result, machine, on_host, _wire_bytes(local, network, policy.block_policy(), result)),
+        memory=replace(memory, copies=copies),
         time=_time(result, machine, policy, states, _muon_seconds(local, network, policy)),
         traffic={
             name: (messages * policy.accumulate, nbytes * policy.accumulate)

@@ -35,6 +35,7 @@ class TrainingPolicy:
         state_dtype: of the moments, as for :class:`bmtrain.optim.AdamOptimizer`.
         optimizer: ``"adam"``, or ``"muon"`` for :class:`bmtrain.optim.MuonOptimizer`; with ``offload=1`` for
             :class:`bmtrain.optim.MuonOffloadOptimizer`, which has no part of it.
+        survive: copies for the loss of a rank, as for :func:`bmtrain.init_distributed`.
 
     Raises:
         ValueError: a number out of its range, or a part of Muon offloaded.
@@ -61,6 +62,7 @@ class TrainingPolicy:
     reduce: Literal["direct", "ring", "hosts"] | None = None
     state_dtype: torch.dtype = torch.float32
     optimizer: Literal["adam", "muon"] = "adam"
+    survive: bool = False
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "accumulate", "tp_size", "pipe_size", "sp_size", "micros"):

@@ -58,9 +58,20 @@ def _label(name: str) -> str:
 def _memory(plan: Plan) -> Iterator[str]:
     memory = plan.memory
     yield f"memory of one device, of {format_bytes(memory.usable)} usable"
-    for name in ("weights", "gathered", "gradients", "optimizer", "activations", "wire", "scratch", "total"):
+    names = (
+        "weights",
+        "gathered",
+        "gradients",
+        "optimizer",
+        "activations",
+        "wire",
+        "copies",
+        "scratch",
+        "total",
+    )
+    for name in names:
         nbytes = getattr(memory, name)
-        if name == "wire" and not nbytes:
+        if name in ("wire", "copies") and not nbytes:
             continue
         yield _row(_label(name), format_bytes(nbytes), nbytes / memory.usable)
     if memory.host:
@@ -108,7 +119,7 @@ def _policy(plan: Plan) -> str:
         parts.append(
             f"Muon for {format_count(inside)} parameters in blocks, AdamW for {format_count(others)}"
         )
-    parts += [f"offload {policy.offload:g}"] * bool(policy.offload)
+    parts += [f"offload {policy.offload:g}"] * bool(policy.offload) + ["survive"] * policy.survive
     parts += [f"{policy.accumulate} micro-batches per step"] * (policy.accumulate > 1)
     parts += [f"tensor parallel {policy.tp_size}"] * (policy.tp_size > 1)
     parts += [f"sequences over {policy.sp_size}"] * (policy.sp_size > 1)

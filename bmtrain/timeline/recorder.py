@@ -116,6 +116,7 @@ class Timeline(Observer):
         self._phases: dict[int, str] = {}
         self._reducing: dict[int, str] = {}
         self._remove_hooks: list[Callable[[], None]] = []
+        self._num_copying = 0  # waits for copies that are open
         self._reserved = _Reserved()
 
     # ---- on and off
@@ -186,7 +187,8 @@ class Timeline(Observer):
     # ---- optimizers
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._open["optimizer"] = self._clock.now()
+        if not self._num_copying:  # the update of a copy is a part of its wait
+            self._open["optimizer"] = self._clock.now()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         engine = current_engine(context())
@@ -250,9 +252,11 @@ class Timeline(Observer):
     @contextmanager
     def waiting(self, name: str, reason: str) -> Iterator[None]:
         begin = self._clock.now()
+        self._num_copying += reason == "copies"
         try:
             yield
         finally:
+            self._num_copying -= reason == "copies"
             self._marks.append(_Mark("wait", name, begin, self._clock.now(), reason))
 
 

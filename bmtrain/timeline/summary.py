@@ -26,6 +26,7 @@ class RankTime:
         peer_wait: waits for another pipeline stage, and for tokens of ranks that divide sequences or experts.
         update_wait: waits for updates of the optimizer in the background.
         optimizer: optimizers step.
+        copies_wait: gradients for copies of lost ranks are exchanged, and copies updated (``survive=1``).
     """
 
     rank: int
@@ -37,6 +38,7 @@ class RankTime:
     peer_wait: float
     update_wait: float
     optimizer: float
+    copies_wait: float = 0.0
 
     @property
     def other(self) -> float:
@@ -45,7 +47,7 @@ class RankTime:
 
     @property
     def _waits(self) -> float:
-        return self.gather_wait + self.reduce_wait + self.peer_wait + self.update_wait
+        return self.gather_wait + self.reduce_wait + self.peer_wait + self.update_wait + self.copies_wait
 
     @property
     def exposed(self) -> float:
@@ -56,6 +58,11 @@ class RankTime:
     def exposed_update(self) -> float:
         """The share of the time in which the rank waits for updates in the background."""
         return self.update_wait / self.total if self.total else 0.0
+
+    @property
+    def copies(self) -> float:
+        """The share of the time that copies for the loss of a rank take."""
+        return self.copies_wait / self.total if self.total else 0.0
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,8 @@ class Summary:
         lines.append(f"exposed communication: {self.exposed_communication:.1%} (waits for gather and reduce)")
         if self.exposed_update:
             lines.append(f"exposed optimizer updates: {self.exposed_update:.1%}")
+        if copies := sum(rank.copies for rank in self.ranks) / len(self.ranks):
+            lines.append(f"copies for the loss of a rank: {copies:.1%}")
         block = self.slowest_block
         if block is not None:
             lines.append(
@@ -191,4 +200,5 @@ def _rank_time(rank: int, num_steps: int, total: float, own: Sequence[tuple[Span
         peer_wait=seconds("wait", "stage", "tokens"),
         update_wait=seconds("wait", "update"),
         optimizer=seconds("optimizer"),
+        copies_wait=seconds("wait", "copies"),
     )

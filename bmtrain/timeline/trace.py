@@ -28,7 +28,8 @@ class Span(NamedTuple):
         begin: seconds since the recording began.
         end: the same.
         detail: ``forward``, ``backward``, ``evaluate``; of a wait, its reason: ``gather``, ``reduce``,
-            ``stage`` (of a pipeline), ``update``, or ``owner`` (of a whole matrix, to or from it).
+            ``stage`` (of a pipeline), ``update``, ``copies`` (for lost ranks), or ``owner`` (of a whole matrix, to or
+            from it).
     """
 
     kind: str

@@ -147,6 +147,31 @@ def test_state_of_muon_is_predicted(dtype: torch.dtype, state_dtype: torch.dtype
         assert predicted == pytest.approx(counted, abs=200_000, rel=0.05)
 
 
+def copies_for_the_loss_of_a_rank() -> tuple[float, int]:
+    policy = TrainingPolicy(micro_batch=2, survive=True)
+    model, manager = gpt(policy, torch.float32, DIM), bmt.optim.OptimManager()
+    manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters()))
+    described = describe_module(model, torch.randint(0, 101, (2, 33)))
+    for shard in bmt.virtual_shards(0):
+        manager.backward(model(shard.of(torch.randint(0, 101, (8, 33)))))
+    manager.step()
+    for shard in bmt.virtual_shards(1):
+        manager.backward(model(shard.of(torch.randint(0, 101, (8, 33)))))
+    keeper = context().survival._keeper
+    tensors = [message.data for message in keeper.messages]
+    for param in keeper.ward.params.values():
+        state = keeper.ward.optimizers[0].state.get(param, {})  # none of an empty shard
+        tensors += [x for x in (param, param.grad, *state.values()) if isinstance(x, torch.Tensor)]
+    machine = MACHINES["a100-80gb"].with_devices(bmt.world_size())
+    return estimate(described, machine, policy).memory.copies, sum(tensor.nbytes for tensor in tensors)
+
+
+def test_copies_for_the_loss_of_a_rank_are_predicted() -> None:
+    init = {"virtual_shards": 4, "survive": 1}
+    for predicted, counted in run_ranks(2, copies_for_the_loss_of_a_rank, init=init, fresh=True):
+        assert predicted == pytest.approx(counted, rel=0.03)
+
+
 class Order(Observer):
     """What begins and ends, in order; blocks are numbered as they come."""
 

@@ -147,6 +147,26 @@ def test_command_prints_draws_and_writes_what_viewers_read(
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
+def recorded_with_copies() -> tuple[bool, float, int]:
+    model, manager = bmt.BMTrainModelWrapper(torch.nn.Linear(8, 4)), bmt.optim.OptimManager()
+    manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters()))
+    with bmt.timeline.record(steps=2, skip=1) as recording:
+        for step in range(3):
+            for shard in bmt.virtual_shards(step):
+                manager.backward(model(shard.of(torch.ones(4, 8))).sum())
+            manager.step()
+    summary = recording.summary()
+    return "copies for" in str(summary), summary.ranks[0].copies, len(of(recording.spans, "optimizer"))
+
+
+def test_copies_for_the_loss_of_a_rank_are_a_wait_of_their_own() -> None:
+    init = {"virtual_shards": 2, "survive": 1}
+    for is_shown, share, updates in run_ranks(2, recorded_with_copies, init=init, fresh=True):
+        assert is_shown
+        assert 0 < share < 1
+        assert updates == 2  # those of the copies are not among them
+
+
 def recorded_by_environment() -> None:
     step = training()
     for _ in range(6):
