@@ -19,9 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Patterns of sources, checked at the same time. Files of one unit must not define the same names.
 UNITS = {
     "comm": ("comm/**/*.cpp", "common/*.cpp"),
-    "disk": ("disk/*.cpp",),
-    "optim": ("optim/*.cpp", "ops/ops*.cpp"),
-    "shard": ("shard/*.cpp",),
+    "shard": ("shard/*.cpp", "optim/*.cpp", "ops/ops*.cpp", "disk/*.cpp"),
 }
 WARNINGS = ("-Wall", "-Wextra", "-Wthread-safety")
 
