@@ -1,10 +1,11 @@
-"""Dropout in computations that several ranks divide.
+"""Dropout, other random numbers and batch statistics in computations that several ranks divide.
 
 [Note: Dropout in divided computations]
 Ranks draw the same random numbers. Where they divide what one process computes, the masks of their parts would be
 equal, and the model another one. So torch's operators of dropout are taken over once a computation is divided (its
 functions and modules all lead to them): divided tokens take their part of the mask of all tokens (`nn/_intercept.py`),
-and dropout of other parts raises an error.
+and dropout of other parts raises an error. So do operators that draw a number for each element, and batch
+normalisation, which would be over a part of the batch.
 """
 
 from __future__ import annotations
@@ -26,16 +27,23 @@ _DRAWS = {
     **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"), 2),
     "rrelu": 3,
 }
+#: Operators that draw a number for each element, to which torch's functions (`gumbel_softmax`, ...) lead.
+#: Not `rand` and `randn`: scripts make data by them.
+_NEW = ("bernoulli", "bernoulli.p", "rand_like", "randn_like")
+_IN_PLACE = ("bernoulli_.float", "bernoulli_.Tensor", "exponential_", "normal_", "uniform_")
 _IN_EXPERTS = "in experts on several ranks, whose rows come from all of them"
 _IN_FEATURES = "between tensor-parallel layers, whose ranks have features of their own"
 
-#: Returns the result for divided values; None if ``x`` is not divided. Arguments: the operator's name, ``x``, ``p``.
-Divided = Callable[[str, Tensor, float], Tensor | None]
+#: Returns the result for divided values; None if ``x`` is not divided. Arguments: the operator's name, ``x``, ``p``
+#: (None for operators other than dropout).
+Divided = Callable[[str, Tensor, float | None], Tensor | None]
 
 
 class _State(threading.local):
     in_experts = False
-    features: tuple[int, tuple[int, ...]] | None = None
+    features: tuple[int, tuple[int, ...]] | None = (
+        None  # of the class: backward, in a thread of torch's, ends it
+    )
 
 
 _state = _State()
@@ -63,14 +71,17 @@ def no_random_numbers() -> Iterator[None]:
 def divide_features(out: Tensor | None, gathers_rows: bool = False) -> None:
     """Called with the result of a tensor-parallel layer that has features of this rank only: dropout of such values
     raises an error until the next call, with None. Known by rows, or by shape if others have as many rows."""
-    _install()
-    _state.features = None if out is None else (len(out), () if gathers_rows else tuple(out.shape))
+    if out is not None:
+        _install()
+    _State.features = None if out is None else (len(out), () if gathers_rows else tuple(out.shape))
 
 
 def refuse_random(name: str, x: Tensor) -> None:
-    """Raises NotImplementedError where one process would draw other random numbers for ``x``."""
+    """Raises NotImplementedError where one process would draw other random numbers for ``x``, or normalise others."""
     where = _IN_EXPERTS if _state.in_experts else ""
-    if _state.features is not None and x.dim():
+    if name == "batch_norm" and where:
+        raise NotImplementedError(f"{name}: statistics of a batch {where}: expected a norm of each token")
+    if _state.features is not None and x.dim() and name != "batch_norm":
         rows, shape = _state.features
         if x.shape[0] == rows and shape in ((), tuple(x.shape)):
             where = _IN_FEATURES
@@ -83,8 +94,12 @@ def refuse_random(name: str, x: Tensor) -> None:
 
 def plain(name: str, *args: Any, **options: Any) -> Any:
     """Torch's own operator."""
-    operator = getattr(torch.ops.aten, name).default
-    return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **options)
+    return _overload(name)._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **options)
+
+
+def _overload(operator: str) -> Any:
+    name, _, overload = operator.partition(".")
+    return getattr(getattr(torch.ops.aten, name), overload or "default")
 
 
 @functools.cache
@@ -95,6 +110,14 @@ def _install() -> Any:
         for operator in (name, f"{name}_"):
             for key in KEYS:
                 library.impl(operator, functools.partial(_dispatch, operator), key)
+    for key in KEYS:
+        library.impl("batch_norm", _batch_norm, key)
+    for key in KEYS[:2]:
+        for operator in _NEW:
+            library.impl(operator, functools.partial(_draw, operator), key)
+    for key in KEYS[2:]:
+        for operator in _IN_PLACE:
+            library.impl(operator, functools.partial(_draw_in_place, operator), key)
     return library
 
 
@@ -108,3 +131,33 @@ def _dispatch(name: str, x: Tensor, *args: Any) -> Any:
             if out is not None:
                 return x.copy_(out) if name.endswith("_") else out
     return plain(name, *values)
+
+
+def _batch_norm(x: Tensor, *args: Any) -> Tensor:
+    if args[4]:  # training
+        _refuse_divided("batch_norm", x)
+    out: Tensor = plain("batch_norm", x, *args)
+    return out
+
+
+def _draw(operator: str, *args: Any, **options: Any) -> Tensor:
+    key = torch._C.DispatchKey.CompositeExplicitAutograd
+    out: Tensor = _overload(operator)._op_dk(key, *args, **options)
+    if options.get("generator") is None:  # the script's own, as for data
+        _refuse_divided(operator.partition(".")[0], out)
+    return out
+
+
+def _draw_in_place(operator: str, x: Tensor, *args: Any, **options: Any) -> Tensor:
+    if options.get("generator") is None:
+        _refuse_divided(operator.partition(".")[0], x)
+    recorded = x.requires_grad and torch.is_grad_enabled()
+    with torch._C._AutoDispatchBelowAutograd():
+        out: Tensor = _overload(operator)(x.detach().clone() if recorded else x, *args, **options)
+    return x.copy_(out) if recorded else out
+
+
+def _refuse_divided(name: str, x: Tensor) -> None:
+    refuse_random(name, x)
+    for function in _divided:
+        function(name, x, None)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .._engine.dropout import KEYS, divided_by, plain, refuse_random
-from ._sequences import current_sequences
+from ._sequences import Sequences, current_sequences
 
 __all__ = ["install", "original", "replaced_by", "replacement"]
 
@@ -100,19 +100,22 @@ def _dispatch(
     return attention(query, key, value, causal=is_causal, scale=scale, dropout=dropout_p)
 
 
-def _dropout(name: str, x: Tensor, p: float) -> Tensor | None:
+def _dropout(name: str, x: Tensor, p: float | None) -> Tensor | None:
     """Dropout of divided tokens: their part of the mask that one process draws for all tokens."""
     sequences = None if _state.is_original else current_sequences()
     if sequences is None or sequences.group.size == 1:
         return None
     checks = _state.replacement is not None
     tokens = _state.tokens if checks else sequences.num_own
+    if p is None:
+        _refuse_tokens(name, x, tokens, sequences)
+        return None
     rows, rest = len(x) if x.dim() else 0, x.shape[2:]
     if x.dim() == 2 and not (checks and x.shape[1] == tokens) and rows % tokens == 0:
         rows, rest = rows // tokens, x.shape[1:]  # tokens of all sequences, one after the other
     elif x.dim() not in (2, 3) or x.shape[1] != tokens:
         rows = 0
-    fits = rows == 1 if checks else rows > 0 and sequences.documents_of(rows) is not None
+    fits = rows > 0 and _is_batch(rows, sequences)
     if name.removesuffix("_") != "dropout" or not fits:
         raise NotImplementedError(
             f"{name}: random numbers for shape {tuple(x.shape)} in a model whose tokens are divided: expected "
@@ -120,5 +123,25 @@ def _dropout(name: str, x: Tensor, p: float) -> Tensor | None:
         )
     if checks:
         return x.clone()
-    mask = plain("dropout", x.new_ones((rows, sequences.length, *rest)), p, True)
+    with original():
+        mask = plain("dropout", x.new_ones((rows, sequences.length, *rest)), p, True)
     return x * sequences.shard(mask).view(x.shape)
+
+
+def _refuse_tokens(name: str, x: Tensor, tokens: int, sequences: Sequences) -> None:
+    """Raises NotImplementedError for batch normalisation, and for random numbers that seem to be of divided tokens:
+    other values, such as one for each sequence, are the same on ranks that divide them."""
+    if name == "batch_norm":
+        raise NotImplementedError(f"{name}: its statistics are over tokens, which are divided over ranks")
+    rows, flat = x.shape[0] if x.dim() else 0, x.shape[0] // tokens if x.dim() == 2 else 0
+    of_tokens = tokens in (x.shape[1:2] + x.shape[2:-1]) and _is_batch(rows, sequences)
+    if not of_tokens and (name.endswith("_") or not flat or rows % tokens or not _is_batch(flat, sequences)):
+        return
+    raise NotImplementedError(
+        f"{name}: random numbers for shape {tuple(x.shape)} in a model whose tokens are divided: ranks would draw the "
+        f"same for different tokens; expected dropout of (sequences, {tokens} tokens, features), or none"
+    )
+
+
+def _is_batch(rows: int, sequences: Sequences) -> bool:
+    return rows == 1 if _state.replacement is not None else sequences.documents_of(rows) is not None

@@ -68,4 +68,5 @@ class ColumnParallelLinear(LinearLayer):
             False,
             None,
             self.async_gather_chunks,
+            training=self.training,
         )

@@ -153,12 +153,12 @@ def scatter_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 @opaque
-def parallel_linear(*arguments: Any) -> torch.Tensor:
+def parallel_linear(*arguments: Any, training: bool = True) -> torch.Tensor:
     """`OpParallelLinear.apply`; see [Note: Dropout in divided computations]."""
     out: torch.Tensor = OpParallelLinear.apply(*arguments)
     gathers_input, gathers_output, reduction = arguments[3], arguments[4], arguments[6]
     if _tp().size > 1 and (reduction is not None or not gathers_output):
-        divide_features(out if reduction is None else None, gathers_input)
+        divide_features(out if reduction is None and training else None, gathers_input)
         install(attention)
     return out
 
@@ -222,6 +222,7 @@ class OpParallelLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         input, weight = ctx.saved_tensors
         gather_input, gather_output, split_input, reduction = ctx.layout
+        divide_features(None)  # no row-parallel layer may have followed, as behind a model's head
         if gather_output:
             grad = _feature_slice(grad)
         elif reduction is ReduceType.REDUCE_SCATTER:

@@ -84,7 +84,8 @@ def token_mean(losses: torch.Tensor, weights: torch.Tensor | None = None) -> tor
     The mean of the ranks' results is the mean over all tokens, however many each rank has, and
     :meth:`OptimManager.backward <bmtrain.optim.OptimManager.backward>` gives its gradient.
 
-    Within :func:`bmtrain.virtual_shards` the mean is over the tokens of the virtual shard.
+    Within :func:`bmtrain.virtual_shards` the mean is over the tokens of the virtual shard. Tensor-parallel ranks that
+    have tokens of their own divide the result by ``tp_size``, as any loss.
 
     Args:
         losses: of this rank's tokens, any shape.

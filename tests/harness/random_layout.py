@@ -7,6 +7,7 @@ plain torch; both return the tensors of each step, by name, for `bmtrain._tools.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -26,6 +27,7 @@ DIM, HEADS, FF, EXPERTS, TOP_K, VOCAB, TOKENS = 16, 8, 24, 8, 2, 24, 8
 ROWS = 144  # which every draw divides
 STEPS = 5
 CLIP = 0.5
+SMOOTHING = 0.1
 Weights = dict[str, torch.Tensor]
 Recorded = list[tuple[str, torch.Tensor]]
 
@@ -51,6 +53,8 @@ class Layout:
         optimizer: ``"sgd"`` or ``"adam"``.
         method: of divided sequences.
         packed: whether sequences have several documents, at other places in each.
+        ignored: whether many labels do not count, on some ranks none, and the others are smoothed.
+        norm_type: of the norm that clips.
     """
 
     seed: int
@@ -70,6 +74,8 @@ class Layout:
     optimizer: str = "sgd"
     method: str = "heads"
     packed: bool = False
+    ignored: bool = False
+    norm_type: float = 2
 
     @property
     def has_auxiliary_loss(self) -> bool:
@@ -120,6 +126,8 @@ def draw(seed: int) -> Layout:
         optimizer=r.choice(["sgd", "adam"]),
         method=r.choice(["heads", "ring"]),
         packed=r.random() < 0.4,
+        ignored=r.random() < 0.5,
+        norm_type=r.choice([2, 2, 1, math.inf]),
     )
 
 
@@ -184,7 +192,7 @@ class Embedding(bmtrain.DistributedModule):
 
 
 class Head(bmtrain.DistributedModule):
-    """Mean loss over the tokens that this rank has."""
+    """Mean loss over the tokens that this rank has, or its share of the mean over those that count."""
 
     def __init__(self, embedding: Embedding | None) -> None:
         super().__init__()
@@ -194,8 +202,14 @@ class Head(bmtrain.DistributedModule):
         else:
             self.weight = embedding.tokens
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy((x.float() @ self.weight.t()).flatten(0, 1), labels.flatten())
+    def forward(
+        self, x: torch.Tensor, labels: torch.Tensor, share: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        logits = (x.float() @ self.weight.t()).flatten(0, 1)
+        if share is None:
+            return F.cross_entropy(logits, labels.flatten())
+        losses = F.cross_entropy(logits, labels.flatten(), reduction="none", label_smoothing=SMOOTHING)
+        return losses.view(labels.shape).sum(1).mean() * share
 
 
 class Model(bmtrain.DistributedModule):
@@ -221,15 +235,15 @@ class Model(bmtrain.DistributedModule):
         )
         self.head = Head(self.embedding if layout.tied else None)
 
-    def loss(self, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """This rank's share of the loss of its tensor-parallel group."""
+    def loss(self, ids: torch.Tensor, positions: torch.Tensor, *labels: torch.Tensor) -> torch.Tensor:
+        """This rank's share of the loss of its tensor-parallel group; ``labels`` may have a share behind them."""
         tp = bmtrain.config["tp_size"]
         x = self.embedding(ids, positions).to(self.dtype)
         if self.layout.loss_inside:
             loss: torch.Tensor = self.layers.loss(x, head=self.head, labels=labels)
             return loss.div(tp)
         if self.layout.pipeline is not None:
-            out: torch.Tensor = self.head(self.layers(x), labels)
+            out: torch.Tensor = self.head(self.layers(x), *labels)
             return out.div(tp)
         logits = []
         for layer in [*self.layers, *list(self.layers)[: int(self.layout.shared)]]:
@@ -237,7 +251,7 @@ class Model(bmtrain.DistributedModule):
             if self.layout.has_auxiliary_loss:
                 x, found = x
                 logits.append(found)
-        loss = self.head(x, labels)
+        loss = self.head(x, *labels)
         if self.layout.has_auxiliary_loss:
             all_logits = torch.cat(logits)
             loss = loss + 0.1 * bmtrain.loss.load_balancing_loss(all_logits, TOP_K)
@@ -250,6 +264,11 @@ def batch(layout: Layout, step: int, micro: int) -> tuple[torch.Tensor, torch.Te
     generator = torch.Generator().manual_seed(layout.seed * 1000 + step * 10 + micro)
     ids, labels = (torch.randint(VOCAB, (ROWS, TOKENS), generator=generator) for _ in range(2))
     begins = torch.rand(ROWS, TOKENS, generator=generator) < 0.3 * layout.packed
+    if layout.ignored:
+        do_not_count = torch.rand(ROWS, TOKENS, generator=generator) < 0.4
+        do_not_count[: ROWS // 4] = True
+        do_not_count[:, : TOKENS // 2 * (step % 2)] = True
+        labels.masked_fill_(do_not_count, -100)
     return ids, labels, begins.cumsum(1)
 
 
@@ -300,7 +319,8 @@ def train(layout: Layout, weights: Weights) -> Recorded:
                     (name, value / layout.loss_scale if name.startswith(f"step {step}: gradient") else value)
                     for name, value in recorder.found
                 ]
-            recorder.keep("norm", manager.clip_grad_norm(optimizer.param_groups, CLIP))
+            norm = manager.clip_grad_norm(optimizer.param_groups, CLIP, norm_type=layout.norm_type)
+            recorder.keep("norm", norm)
             manager.step()
             recorder.after_step(manager)
     except Done:
@@ -308,15 +328,17 @@ def train(layout: Layout, weights: Weights) -> Recorded:
     return recorder.found
 
 
-def _own(layout: Layout, step: int, micro: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _own(layout: Layout, step: int, micro: int) -> tuple[torch.Tensor, ...]:
     """This rank's tokens, their positions and labels: sequence ranks divide tokens, tensor-parallel ranks rows."""
     config = bmtrain.config
-    whole = dict(zip(("input_ids", "targets", "documents"), batch(layout, step, micro), strict=True))
+    targets = "shift_labels" if layout.ignored else "targets"
+    whole = dict(zip(("input_ids", targets, "documents"), batch(layout, step, micro), strict=True))
     own = {name: part.chunk(config["dp_size"])[config["dp_rank"]] for name, part in whole.items()}
     own = {name: part.chunk(config["tp_size"])[config["tp_rank"]] for name, part in own.items()}
-    if config["sp_size"] > 1 or layout.packed:
+    if config["sp_size"] > 1 or layout.packed or layout.ignored:
         own = bmtrain.shard_sequence(own, method=layout.method)
-        return own["input_ids"], own["position_ids"], own["targets"]
+        share = [len(own["input_ids"]) / own["num_items_in_batch"]] if layout.ignored else []
+        return own["input_ids"], own["position_ids"], own[targets], *share
     return own["input_ids"], torch.arange(TOKENS).expand_as(own["input_ids"]), own["targets"]
 
 
@@ -340,7 +362,7 @@ def train_whole(layout: Layout, weights: Weights) -> Recorded:
         for name, value in named.items():
             if value.grad is not None:
                 found.append((f"step {step}: gradient of {name}", value.grad.reshape(-1).clone()))
-        norm = torch.nn.utils.clip_grad_norm_(trained, CLIP)
+        norm = torch.nn.utils.clip_grad_norm_(trained, CLIP, layout.norm_type)
         found.append((f"step {step}: norm", norm))
         optimizer.step()
         found += [
@@ -373,7 +395,8 @@ def _plain_loss(
             hidden = torch.tanh(F.linear(x, own["up.weight"], own["up.bias"]))
             x = x + F.linear(hidden, own["down.weight"], own["down.bias"])
     head = w["embedding.tokens" if layout.tied else "head.weight"]
-    loss = F.cross_entropy((x @ head.T).flatten(0, 1), labels.flatten())
+    smoothing = SMOOTHING * layout.ignored
+    loss = F.cross_entropy((x @ head.T).flatten(0, 1), labels.flatten(), label_smoothing=smoothing)
     if layout.has_auxiliary_loss:
         every = torch.cat(logits)
         shares = torch.zeros_like(every).scatter_(-1, every.topk(TOP_K).indices, 1).mean(0)

@@ -1,7 +1,11 @@
-"""Architectures of transformers whose sequences are divided: each trains as in one process, or is refused by name."""
+"""Architectures of transformers whose sequences are divided: each trains as in one process, or is refused by name.
+
+``BMTRAIN_ALL_LAYOUTS=1`` runs every architecture in every layout, not only in the two of sequences on two ranks.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from functools import partial
 from typing import Any
@@ -101,6 +105,17 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], str, str]] = {
     "recurrent_gemma": ({**_BASE, "lru_width": 32}, *["mixes tokens"] * 2),
     "lfm2": ({**_BASE, "layer_types": ["conv", "full_attention"]}, *["mixes tokens"] * 2),
 }
+#: Number of ranks, arguments of `init_distributed`, and how sequences are divided.
+LAYOUTS = [
+    (2, {"ep_size": 2}, "heads"),
+    (2, {"tp_size": 2}, "heads"),
+    (2, {"pipe_size": 2}, "heads"),
+    (4, {"sp_size": 4}, "heads"),
+    (4, {"sp_size": 2}, "ring"),
+    (4, {"sp_size": 2, "ep_size": 4}, "heads"),
+    (4, {"sp_size": 2, "tp_size": 2}, "ring"),
+    (4, {"sp_size": 2, "pipe_size": 2}, "heads"),
+]
 _EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3")
 _MASKED = ("bert", "roberta", "modernbert")
 
@@ -115,9 +130,9 @@ def make(name: str) -> torch.nn.Module:
     return model.train() if kind in _EXPERTS else model.train().double()
 
 
-def both_methods(name: str) -> list[Any]:
+def in_layout(name: str, methods: tuple[str, ...]) -> list[Any]:
     results: list[Any] = []
-    for method in ("heads", "ring"):
+    for method in methods:
         try:
             results.append(train_divided(partial(make, name), batch_of(2, 19), method))
         except NotImplementedError as error:
@@ -129,9 +144,23 @@ def both_methods(name: str) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_an_architecture_trains_or_is_refused(name: str) -> None:
-    sentences = ARCHITECTURES[name][1:]
+    trains_or_is_refused(name, ARCHITECTURES[name][1:], 2, {"sp_size": 2}, "heads", "ring")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES if os.environ.get("BMTRAIN_ALL_LAYOUTS") else ["mixtral"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_an_architecture_in_other_layouts(name: str, layout: tuple[int, dict[str, int], str]) -> None:
+    world, init, method = layout
+    sentence = ARCHITECTURES[name][1 + (method == "ring")] if "sp_size" in init else ""
+    trains_or_is_refused(name, (sentence,), world, init, method)
+
+
+def trains_or_is_refused(
+    name: str, sentences: tuple[str, ...], world: int, init: dict[str, int], *methods: str
+) -> None:
     wanted = train_whole(partial(make, name), batch_of(2, 19)) if "" in sentences else None
-    for results in run_ranks(2, both_methods, name, init={"sp_size": 2}):
+    for results in run_ranks(world, in_layout, name, methods, init=init):
         for sentence, result in zip(sentences, results, strict=True):
             if sentence:
                 assert isinstance(result, str) and re.search(sentence, result), result

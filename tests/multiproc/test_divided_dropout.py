@@ -1,4 +1,5 @@
-"""Dropout where ranks divide tokens, experts or features: the masks of one process, or a refusal."""
+"""Dropout, other random numbers and batch norm where ranks divide tokens, experts or features: the values of one
+process, or a refusal."""
 
 from __future__ import annotations
 
@@ -70,6 +71,33 @@ def in_experts(act: Any) -> None:
     layer(torch.ones(1 - bmt.rank(), 8))
 
 
+class Calls(bmt.DistributedModule):
+    """A layer by hand, which no first forward checks."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.scale = bmt.DistributedParameter(torch.ones(8))
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.function(x * self.scale)
+        return y
+
+
+def by_hand(function: Any) -> None:
+    part = bmt.shard_sequence({"inputs_embeds": torch.randn(2, 16, 8)})["inputs_embeds"]
+    Calls(lambda x: x * torch.rand(len(x), 1, 1) + torch.rand(8))(part)  # the same for all tokens
+    bmt.Block(Calls(function))(part)
+
+
+def a_batch(x: torch.Tensor) -> torch.Tensor:
+    return torch.batch_norm(x.flatten(0, -2), None, None, None, None, True, 0.1, 1e-5, False).view_as(x)
+
+
+def a_written_copy(x: torch.Tensor) -> torch.Tensor:
+    return x * x.clone().bernoulli_(0.5)
+
+
 def between_parallel_layers(drop: nn.Module) -> None:
     up, down = bmt.nn.ColumnParallelLinear(8, 8), bmt.nn.RowParallelLinear(8, 8)
     block = bmt.Block(bmt.BMTrainModelWrapper(nn.Sequential(up, drop, down)))
@@ -101,6 +129,14 @@ REFUSED = {
     "slopes": ({"sp_size": 2}, after_evaluation, nn.RReLU(), f"rrelu.*{TOKENS}"),
     "expert": ({"ep_size": 2}, in_experts, nn.Dropout(0.1), EXPERTS),
     "expert's slopes": ({"ep_size": 2}, in_experts, nn.RReLU(inplace=True), EXPERTS),
+    "noise by hand": ({"sp_size": 2}, by_hand, lambda x: x + torch.rand_like(x), f"rand_like: .*{TOKENS}"),
+    "scores by hand": ({"sp_size": 2}, by_hand, F.gumbel_softmax, f"exponential_.*{TOKENS}"),
+    "mask by hand": ({"sp_size": 2}, by_hand, a_written_copy, f"bernoulli_.*{TOKENS}"),
+    "flat tokens": ({"sp_size": 2}, by_hand, lambda x: torch.randn_like(x.flatten(0, 1)), TOKENS),
+    "batch by hand": ({"sp_size": 2}, by_hand, a_batch, "batch_norm: its statistics are over tokens"),
+    "expert's noise": ({"ep_size": 2}, in_experts, torch.rand_like, EXPERTS),
+    "expert's batch": ({"ep_size": 2}, in_experts, a_batch, f"batch_norm.*{EXPERTS}"),
+    "features' noise": ({"tp_size": 2}, between_parallel_layers, Noise(), f"rand_like.*{FEATURES}"),
     "features": ({"tp_size": 2}, between_parallel_layers, nn.Dropout(0.1), f"dropout.*{FEATURES}"),
     "features of heads": ({"tp_size": 2}, between_parallel_layers, HeadsDropout(), FEATURES),
 }
@@ -115,3 +151,46 @@ def refuse(case: str) -> None:
 @pytest.mark.parametrize("case", REFUSED)
 def test_random_numbers_that_would_be_others_are_refused_on_all_ranks(case: str) -> None:
     run_ranks(2, refuse, case, init=REFUSED[case][0])
+
+
+def a_head_alone() -> None:
+    head, drop = bmt.nn.ColumnParallelLinear(8, 8), nn.Dropout(0.1)
+    bmt.init_parameters(head)
+    for rows in (2, 4):  # the second has as many as the first had in the head
+        head(drop(torch.ones(rows, 8))).sum().backward()
+    head.eval()(torch.ones(4, 8))
+    drop(torch.ones(8, 8))
+
+
+def test_dropout_is_free_again_behind_a_head() -> None:
+    run_ranks(2, a_head_alone, init={"tp_size": 2})
+
+
+def written(x: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of what random numbers are written over."""
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        x.normal_()
+    y = x * 2
+    seen = y.sum()
+    (y.uniform_().sum() + seen).backward()
+    return x.grad
+
+
+def draw_as_torch() -> None:
+    x = torch.ones(3, requires_grad=True)
+    expected, x.grad = written(x), None
+    drawn = []
+    for divided in (False, True):
+        if divided:
+            bmt.shard_sequence({"input_ids": torch.zeros(2, 16, dtype=torch.long)})
+        torch.manual_seed(0)
+        probabilities = torch.full((5,), 0.5)
+        values = [torch.rand(5), torch.randn(5), torch.rand_like(x), torch.bernoulli(probabilities)]
+        values += [torch.rand(5, generator=torch.Generator().manual_seed(1)), torch.randn_like(x)]
+        drawn.append([*values, torch.empty(5).bernoulli_(probabilities), torch.empty(5).exponential_(2.0)])
+    assert all(torch.equal(*pair) for pair in zip(*drawn, strict=True))
+    assert torch.equal(written(x), expected)
+
+
+def test_other_random_numbers_are_those_of_torch() -> None:
+    run_ranks(2, draw_as_torch, init={"sp_size": 2})

@@ -140,6 +140,24 @@ def train(routing: str, numbers: str, recompute: str, options: dict[str, Any]) -
         close(full_value(param), weights[name].detach(), name)
 
 
+def overflow_of_one_expert() -> None:
+    model = Model("whole")
+    bmtrain.init_parameters(model)
+    manager = bmtrain.optim.OptimManager(loss_scale=4.0)
+    manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    before = {name: full_value(param) for name, param in model.named_parameters()}
+    manager.backward(model(torch.ones(4, DIM))[0].sum())
+    if bmtrain.rank() == 1:
+        next(p for p in model.parameters() if p._ep_mode).grad.view(-1)[0] = float("inf")
+    manager.step()
+    assert manager.loss_scale == 2
+    assert all(torch.equal(full_value(param), before[name]) for name, param in model.named_parameters())
+
+
+def test_an_overflow_of_one_expert_skips_the_step_on_all_ranks() -> None:
+    run_ranks(2, overflow_of_one_expert, init={"ep_size": 2})
+
+
 def save(folder: str) -> None:
     model = Model("whole")
     bmtrain.init_parameters(model)

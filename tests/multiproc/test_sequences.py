@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import run_ranks
-from harness.divided import assert_same_run, batch_of, train_divided, train_whole
+from harness.divided import Run, assert_same_run, batch_of, train_divided, train_whole
 from harness.divided_model import Layer, Model, make_plain
+from harness.twins import full_gradient
 from torch import nn
 
 import bmtrain as bmt
@@ -199,6 +200,46 @@ def test_the_mean_is_over_all_tokens() -> None:
     assert run_ranks(4, loss_over_all, init={"sp_size": 2}) == [(1.0, pytest.approx(0.1))] * 4
 
 
+LENGTHS = (19, 7, 12)
+SMOOTHING = 0.1
+
+
+def micro_batches(rank: int) -> list[torch.Tensor]:
+    """Of ranks that share a batch: micro-batches of unequally many tokens."""
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randint(50, (2 + rank, length), generator=generator) for length in LENGTHS]
+
+
+def accumulated(method: str) -> dict[str, torch.Tensor]:
+    """Gradients of a mean over all tokens of a step, as the page has it."""
+    model = bmt.BMTrainModelWrapper(make_plain())
+    manager = bmt.optim.OptimManager(accumulate=len(LENGTHS))
+    manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    own = micro_batches(bmt.config["dp_rank"])
+    tokens = torch.tensor(float(sum(ids[:, 1:].numel() for ids in own)))
+    tokens = bmt.distributed.all_reduce(tokens, "avg") / bmt.config["sp_size"]
+    for ids in own:
+        part = bmt.shard_sequence({"input_ids": ids, "labels": ids}, method=method)
+        logits = model(part["input_ids"], part["position_ids"]).flatten(0, 1)
+        labels = part["shift_labels"].flatten()
+        total = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=SMOOTHING)
+        manager.backward(len(LENGTHS) * total / tokens)
+    return {name: full_gradient(p) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("world", "sp_size"), [(2, 1), (2, 2), (4, 2)])
+def test_accumulation_may_have_the_mean_over_all_tokens(world: int, sp_size: int) -> None:
+    plain: Any = make_plain()
+    batch = [ids for rank in range(world // sp_size) for ids in micro_batches(rank)]
+    for ids in batch:
+        logits = plain(ids, torch.arange(ids.shape[1]).expand_as(ids))[:, :-1].flatten(0, 1)
+        total = F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum", label_smoothing=SMOOTHING)
+        (total / sum(ids[:, 1:].numel() for ids in batch)).backward()
+    wanted = Run(gradients={name: p.grad for name, p in plain.named_parameters()})
+    for found in run_ranks(world, accumulated, METHODS[world == 4], init={"sp_size": sp_size}):
+        assert_same_run(Run(gradients=found), wanted)
+
+
 def batches() -> list[list[int]]:
     return [batch.tolist() for batch in bmt.data.loader(range(8), batch_size=2, shuffle=False)]
 
@@ -250,7 +291,19 @@ class Cross(nn.Module):
         return x + F.scaled_dot_product_attention(y, y[:, :, :1], y[:, :, :1])[:, 0]
 
 
+class ByHand(bmt.DistributedModule):
+    """A convolution that is distributed before the model is wrapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = bmt.DistributedParameter(torch.randn(32, 32, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.conv1d(x.transpose(1, 2), self.kernel, padding=1).transpose(1, 2)
+
+
 LAYERS = {
+    "by hand": (lambda: bmt.Block(ByHand()), "layers.2.*mixes tokens"),
     "convolution": (Convolution, "layers.2 .*mixes tokens"),
     "attention": (OwnAttention, "layers.2 .*mixes tokens"),
     "positions": (CountsPositions, "layers.2 .*counts positions"),
@@ -329,3 +382,5 @@ def test_sizes_that_cannot_be_are_refused() -> None:
     few = run_ranks(4, sizes, sp_size=2, virtual_shards=1, init=False)[0]
     assert "at least the number of ranks / sp_size 2 (2), got 1" in few
     assert "survive" in run_ranks(2, sizes, sp_size=2, virtual_shards=2, survive=1, init=False)[0]
+    both = run_ranks(2, sizes, sp_size=2, ep_size=2, virtual_shards=2, init=False)[0]
+    assert "either sequences or experts divided over ranks, got sp_size 2 and ep_size 2" in both
