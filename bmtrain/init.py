@@ -20,7 +20,8 @@ from ._base.deprecate import warn_once
 from ._base.generators import seed_generators
 from ._base.said import write_lines
 from ._C import set_processor_share, set_update_threads
-from ._engine.engine import Engine
+from ._engine.drives import Drives
+from ._engine.engine import Engine, current_engine
 from ._ranks import context as _context
 from ._ranks.cards import choose_cards, use_card, visible_cards
 from ._ranks.context import Context
@@ -114,14 +115,16 @@ def init_distributed(
         survive: number of ranks that may be lost at once while the others continue: 0 or 1. Needs ``virtual_shards``
             and CPU ranks; see `docs/howto/survive.md`.
         sp_size: ranks that divide the tokens of one batch, see :func:`bmtrain.shard_sequence`.
-        tier_directories: a directory, in a list of one, for what Blocks keep on a drive (`BlockPolicy`): in a file
-            without a name, of each rank's own, which ends with the process. With it, making an optimizer is collective.
+        tier_directories: for what Blocks keep on drives (`BlockPolicy`): in files without a name, of each rank's own,
+            which end with the process. Several are several drives: they are measured, and filled in proportion to their
+            speed. With it, making an optimizer is collective.
 
     Raises:
         ValueError: an argument or launch variable that makes no sense, or that differs between ranks.
         RuntimeError: a second call.
         DoesNotFitError: the plan needs more memory than there is.
         BMTrainError: another process has this rank, or the backend is not available.
+        DiskError: no file can be made in one of several ``tier_directories``.
         CommunicationError: ranks are missing at the time-out, or the address cannot be served or reached.
 
     Example:
@@ -189,6 +192,8 @@ def _use(context: Context, options: InitOptions) -> None:
     seed_generators(context.seed)
     adapt_distributed_sampler()
     adapt_torch_errors()
+    if options.tier_directories:
+        current_engine(context).drives = Drives.measured(options.tier_directories, context)
     if os.environ.get("BMTRAIN_TIMELINE"):
         from .timeline import record_from_environment  # here: few runs are recorded
 
@@ -278,7 +283,6 @@ def _build(
         virtual_shards=options.virtual_shards,
         streams=Streams.for_device(device),
         places=places,
-        tier_directories=options.tier_directories,
     )
 
 

@@ -19,10 +19,10 @@ PYTHON = {
     "watch": ("_watch", 1905),
     "ranks": ("_ranks global_var nccl synchronize utils", 4245),
     "shards": ("_shards parameter", 1510),
-    "engine": ("_engine", 6805),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5510),
+    "engine": ("_engine", 6905),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5511),
     "files": ("_files dcp distributed store weights", 4530),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9343),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9368),
     "survive": ("_survive survive", 1815),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 12_007),
 }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._base.unseen import gradient_of
-from .._C import DiskFile, ShardedBuffer
+from .._C import ShardedBuffer
 from .._ranks.agree import failing_together
 from ..errors import DiskError
 from .disk_tier import AHEAD, DiskTier, StoredArray, aligned
@@ -41,8 +41,7 @@ class StoredShard:
         self.members: Sequence[Any] = buffer.parameters
         shard = buffer.shard
         nbytes = shard.numel() * shard.element_size()
-        file = DiskFile(tier.directories[0])
-        file.reserve(aligned(nbytes) * (parameters + gradients))
+        file = tier.drives.reserve(aligned(nbytes) * (parameters + gradients))
         self.parameters: StoredArray | None = None
         self.gradients: StoredArray | None = None
         if parameters:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from .._C import BufferPool, DiskFile, DiskQueue
 from ..errors import DiskError
+from .drives import Drives
 
 __all__ = ["DiskTier", "StoredArray", "aligned"]
 
@@ -58,12 +59,12 @@ class DiskTier:
     """The queue of a process's transfers and the memory that they use.
 
     Attributes:
-        directories: where files are made.
+        drives: where files are made.
         failure: the first failure of this rank; nothing is read after it.
     """
 
-    def __init__(self, directories: tuple[str, ...], poison: bool) -> None:
-        self.directories = directories
+    def __init__(self, drives: Drives, poison: bool) -> None:
+        self.drives = drives
         self.pool = BufferPool(_IDLE, poison)
         self.failure: DiskError | None = None
         self.queue = DiskQueue(os.environ.get("BMTRAIN_DISK_IO", "auto"), _SLOTS, 0)
@@ -210,10 +211,8 @@ class StoredArray:
             self.memory = self._tier.take(self.nbytes)
             return self.memory
         self.rest()
-        file = DiskFile(self._tier.directories[0])
-        file.reserve(self.nbytes)
-        self.file, self.offset = file, 0
-        self.mapping = file.map(0, self.nbytes).tensor(0, self.nbytes)
+        self.file, self.offset = self._tier.drives.reserve(self.nbytes), 0
+        self.mapping = self.file.map(0, self.nbytes).tensor(0, self.nbytes)
         return self.mapping
 
     def unseal(self) -> None:

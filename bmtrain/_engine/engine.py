@@ -27,6 +27,7 @@ from .._C import BufferPool, DeferredProducts, OpenIslands, ShardedBuffer
 from ..errors import CommunicationError
 from .block_state import BlockState
 from .disk_tier import DiskTier
+from .drives import Drives
 from .gradients import Gradients
 from .host_activations import CudaMover, HostStack, Mover
 from .observer import Observer
@@ -110,7 +111,7 @@ class Engine:
         calls: the calls whose forward is running, outermost first.
         lagging_steps: number of steps whose updates the CPU computes while the device runs.
         observer: receives the events of a step; None if nothing records them.
-        tier: moves parameters and gradients that are on a drive; None without any.
+        drives, tier: where files are made, and the transfers of parameters and gradients; None without.
         mover: moves activations between device and host; None on CPU runs.
     """
 
@@ -129,6 +130,7 @@ class Engine:
         self.calls: list[Any] = []
         self.lagging_steps = 0
         self.observer: Observer | None = None
+        self.drives: Drives | None = None
         self.tier: DiskTier | None = None
         self.reads = Reads()
         self.replaced = ReplacedParameters()

@@ -35,7 +35,7 @@ def check_tier(
     Raises:
         ValueError: naming the place.
     """
-    if policy.optimizer == "disk" and not ctx.tier_directories:
+    if policy.optimizer == "disk" and current_engine(ctx).drives is None:
         raise ValueError(
             f"{label}: BlockPolicy(optimizer='disk'): expected init_distributed(tier_directories=[...]), got none"
         )
@@ -74,8 +74,9 @@ def store(
     give_back_freed()  # of the blocks before
     with failing_together(f"reserving space for {label}"):
         if engine.tier is None:
+            assert engine.drives is not None  # `check_tier`
             poison = bool(int(os.environ.get("BMTRAIN_POISON_BUFFERS", "0")))
-            engine.tier = DiskTier(ctx.tier_directories, poison)
+            engine.tier = DiskTier(engine.drives, poison)
         return StoredShard(
             engine.tier, label, buffer, parameters=policy.parameters == "disk", gradients=keeps
         )

@@ -100,7 +100,6 @@ class Context:
         virtual_shards: number of virtual shards of a step; 0 without.
         survival: continues without lost ranks; None without ``survive=``.
         places: the host of each rank of the job, as an identifier; empty for a single process.
-        tier_directories: folders in which Blocks may keep state on drives.
     """
 
     topology: Topology
@@ -120,7 +119,6 @@ class Context:
     virtual_shards: int = 0
     places: tuple[str, ...] = ()
     survival: Survival | None = None
-    tier_directories: tuple[str, ...] = ()
     #: Parts of groups that were connected, by family and number of sharing ranks: see `_groups.parts_of`.
     parts: dict[tuple[str, int], Parts] = field(default_factory=dict, init=False, repr=False)
 

@@ -161,10 +161,8 @@ def _check_directories(value: Sequence[str | os.PathLike[str]] | None, survive: 
         return ()
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise TypeError(f"tier_directories: expected a list of directories, got {value!r}")
-    if len(value) != 1:
-        raise ValueError(
-            f"tier_directories: expected one directory (several are not supported yet), got {len(value)}"
-        )
+    if not value:
+        raise ValueError("tier_directories: expected one directory or more, got none")
     if survive:
         raise ValueError(f"tier_directories: cannot be combined with survive yet, got survive={survive}")
     return tuple(os.path.abspath(os.fspath(directory)) for directory in value)

@@ -241,7 +241,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api", action="store_true", help="list every documented name and what it resolves to instead"
     )
-    parser.add_argument("--tier-directory", metavar="DIR", help="measure the drive of this directory too")
+    parser.add_argument(
+        "--tier-directory",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="measure the drive of this directory too; may be repeated",
+    )
     parser.add_argument("--gpus", action="store_true", help="test training on all GPUs together instead")
     parser.add_argument(
         "--timeout",
@@ -258,7 +264,7 @@ def run(arguments: argparse.Namespace) -> int:
     timeout = arguments.timeout
     if timeout is None:
         timeout = _TIMEOUT_OF_GPUS if torch.cuda.is_available() else _TIMEOUT
-    here = Surroundings(timeout=timeout, tier_directory=arguments.tier_directory)
+    here = Surroundings(timeout=timeout, tier_directories=arguments.tier_directory)
     if not arguments.gpus:
         return run_checks(here)
     if "WORLD_SIZE" in here.environ or "BMTRAIN_DOCTOR_RANK" in here.environ:

@@ -14,6 +14,7 @@ from torch import Tensor
 from .._base.arguments import require_number
 from .._base.deprecate import warn_once
 from .._base.unseen import gradient_of
+from .._engine.engine import current_engine
 from .._ranks.agree import failing_together
 from .._ranks.context import current, require_intact
 from ..global_var import num_losses
@@ -109,7 +110,9 @@ class ShardedOptimizer(UntracedOptimizer):
     def _use_tiers(self) -> None:
         """Lets the policies of Blocks decide where state lies, in a run with tiers."""
         context = current()
-        if context is not None and context.tier_directories and not isinstance(self._place, OnDisk):
+        if context is None or isinstance(self._place, OnDisk):
+            return
+        if current_engine(context).drives is not None:
             self._place = OnDisk(self._place, context)
 
     # ---- loss scale

@@ -1,42 +1,25 @@
-"""Check of disk tiers: how transfers are made, and how fast a drive is."""
+"""Check of disk tiers: how transfers are made, and how fast drives are."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
-from ..._C import DiskFile, DiskQueue
+from ..._engine.drives import make_queue, measure
 from ...errors import DiskError
 from .findings import Check, Surroundings
 
-_BUFFERS, _BUFFER = 6, 2 << 20
-_MOVED = 128  # buffers that one way of the measurement moves
+_MEASURED = 256 << 20  # bytes
 
 
 def check_drive(here: Surroundings) -> Check:
-    """Transfers work; with a directory, also its bandwidth."""
-    queue = DiskQueue(here.environ.get("BMTRAIN_DISK_IO", "auto"), _BUFFERS, _BUFFER)
+    """Transfers work; with directories, also the bandwidth of each."""
+    queue = make_queue(here.environ)
     found = f"transfers by {queue.back_end}" + (f" ({queue.reason})" if queue.reason else "")
-    if here.tier_directory is None:
+    if not here.tier_directories:
         return Check("drive", f"{found}; --tier-directory DIR measures one")
-    try:
-        file = DiskFile(here.tier_directory)
-        file.reserve(_MOVED * _BUFFER)
-        write, read = _pass(queue, file, queue.write), _pass(queue, file, queue.read)
-    except DiskError as error:
-        return Check("drive", str(error), "name another directory")
-    around = "around" if file.is_direct else "through"
-    return Check(
-        "drive",
-        f"{found} {around} the page cache; {here.tier_directory}: {write:.1f} GB/s written, {read:.1f} GB/s read",
-    )
-
-
-def _pass(queue: DiskQueue, file: DiskFile, move: Callable[[int, DiskFile, int, int], None]) -> float:
-    start = time.perf_counter()
-    for number in range(_MOVED):
-        queue.wait(number % _BUFFERS)
-        move(number % _BUFFERS, file, number * _BUFFER, _BUFFER)
-    for number in range(_BUFFERS):
-        queue.wait(number)
-    return _MOVED * _BUFFER / (time.perf_counter() - start) / 1e9
+    for directory in here.tier_directories:
+        try:
+            file, write, read = measure(queue, directory, _MEASURED)
+        except DiskError as error:
+            return Check("drive", str(error), "name another directory")
+        way = "around the page cache" if file.is_direct else "through the page cache (no O_DIRECT there)"
+        found += f"; {directory}: {write / 1e9:.1f} GB/s written, {read / 1e9:.1f} GB/s read, {way}"
+    return Check("drive", found)

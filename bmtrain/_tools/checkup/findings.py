@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,7 +48,7 @@ class Surroundings:
         nodes: the folder that lists the machine's memories and the processors near each.
         processors: indices of the processors that this process may run on.
         available_memory: bytes that are left.
-        tier_directory: whose drive is measured; None: none.
+        tier_directories: whose drives are measured.
         clock: seconds since the epoch.
         timeout: seconds in which ranks must meet.
     """
@@ -61,6 +61,6 @@ class Surroundings:
     nodes: Path = Path("/sys/devices/system/node")
     processors: Callable[[], set[int]] = _own_processors
     available_memory: Callable[[], int] = available_bytes
-    tier_directory: str | None = None
+    tier_directories: Sequence[str] = ()
     clock: Callable[[], float] = time.time
     timeout: float = 10.0

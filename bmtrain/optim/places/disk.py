@@ -11,6 +11,7 @@ from torch import Tensor
 from ..._base.unseen import data_of
 from ..._engine.disk_block import DiskBlockState
 from ..._engine.disk_shard import StoredShard, stored_shard_of
+from ..._engine.drives import Drives
 from ..._engine.engine import current_engine
 from ..._ranks.agree import failing_together
 from ..._ranks.context import Context
@@ -18,7 +19,7 @@ from ...errors import DiskError
 from .._arrays import MASTER
 from .._updates import Update
 from ..formulas import Part
-from .disk_arena import IN_FILE, Arena, Arrays, Chunk, Home, Stream
+from .disk_arena import IN_FILE, Arena, Arrays, Chunk, Home, Stream, in_turns
 from .place import Groups, Place, States
 from .ranges import split
 
@@ -48,7 +49,6 @@ class OnDisk(Place):
         super().__init__(inner._formula, state_dtype=inner.state_dtype)
         self._inner = inner
         self._context = context
-        self._directory = context.tier_directories[0]
         self._homes: dict[Tensor, Home] = {}
         self._stream: Stream | None = None
         self._failure: DiskError | None = None
@@ -122,7 +122,7 @@ class OnDisk(Place):
             known = self._homes.get(member)
             if known is not None and known.arena.buffer is buffer and known.arena.arrays == tuple(arrays):
                 return known.arena
-        return Arena(self._directory, arrays, buffer, stored_shard_of(p))
+        return Arena(self._drives, arrays, buffer, stored_shard_of(p))
 
     def allocate(
         self,
@@ -163,6 +163,12 @@ class OnDisk(Place):
                 arena.file.unseal(0, arena.file.nbytes)
                 arena.is_sealed = False
 
+    @property
+    def _drives(self) -> Drives:
+        drives = current_engine(self._context).drives
+        assert drives is not None
+        return drives
+
     def _arenas(self) -> list[Arena]:
         return list({id(home.arena): home.arena for home in self._homes.values()}.values())
 
@@ -171,7 +177,7 @@ class OnDisk(Place):
             len(arena.dtypes) + 2 * (arena.stored is not None) for arena in self._arenas()
         )  # and parameters and gradients
         if self._stream is None or self._stream.num_arrays < num_arrays:
-            self._stream = Stream(num_arrays)
+            self._stream = Stream(num_arrays, len(self._drives.directories))
         return self._stream
 
     # ---- a step
@@ -228,7 +234,7 @@ class OnDisk(Place):
                     if key not in chunks:
                         chunks[key] = Chunk(home.arena, number)
                     chunks[key].pieces.append((part, flat, home))
-        return list(chunks.values())
+        return in_turns(chunks.values())
 
     def finish(self) -> None:
         self._inner.finish()

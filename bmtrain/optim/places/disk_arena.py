@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -13,12 +13,13 @@ from torch import Tensor
 
 from ..._C import DiskFile, DiskQueue, ShardedBuffer
 from ..._engine.disk_shard import StoredShard
+from ..._engine.drives import Drives
 from ...errors import DiskError
 from .._arrays import MASTER
 from .._updates import Update
 from ..formulas import Part
 
-__all__ = ["IN_FILE", "Arena", "Arrays", "Chunk", "Home", "Stream"]
+__all__ = ["IN_FILE", "Arena", "Arrays", "Chunk", "Home", "Stream", "in_turns"]
 
 Arrays = Sequence[tuple[str, torch.dtype]]
 #: Names of arrays of a chunk that are not the optimizer's.
@@ -28,9 +29,8 @@ IN_FILE = torch.empty(0)
 
 #: Elements of a chunk: 2 MiB of an fp32 array, with which a drive is as fast as with more.
 CHUNK = 1 << 19
-#: Chunks that are read before they are needed; as many are being written after they were computed.
+#: Chunks of each drive that are read before they are needed; as many are being written after they were computed.
 AHEAD = 2
-_SLOTS = 2 * AHEAD + 1
 _ALIGNMENT = 4096  # bytes, of csrc/disk
 
 
@@ -38,7 +38,7 @@ class Arena:
     """The same arrays for one flat buffer of a block, in a file of their own; each array is laid out like the shard.
 
     Args:
-        directory: of the file.
+        drives: one of which gets the file.
         arrays: names and dtypes.
         buffer: the flat buffer.
         stored: its parameters and gradients on the drive, which pass with the arrays.
@@ -48,7 +48,7 @@ class Arena:
     """
 
     def __init__(
-        self, directory: str, arrays: Arrays, buffer: ShardedBuffer, stored: StoredShard | None
+        self, drives: Drives, arrays: Arrays, buffer: ShardedBuffer, stored: StoredShard | None
     ) -> None:
         self.arrays = tuple(arrays)
         self.buffer = buffer
@@ -57,8 +57,7 @@ class Arena:
         self.dtypes = dict(arrays)
         sizes = [_aligned(self.numel * dtype.itemsize) for dtype in self.dtypes.values()]
         offsets = list(accumulate(sizes, initial=0))
-        self.file = DiskFile(directory)
-        self.file.reserve(offsets.pop())
+        self.file = drives.reserve(offsets.pop())
         self.offsets = dict(zip(self.dtypes, offsets, strict=True))
         self.mapping = self.file.map(0, self.file.nbytes)
         self.homes: dict[Tensor, Home] = {}
@@ -209,6 +208,15 @@ class Chunk:
         return parts
 
 
+def in_turns(chunks: Iterable[Chunk]) -> list[Chunk]:
+    """Returns chunks in an order in which each drive has its share of every part of the list."""
+    by_drive: dict[str, list[Chunk]] = {}
+    for chunk in chunks:
+        by_drive.setdefault(chunk.arena.file.name, []).append(chunk)
+    ends = [((n + 1) / len(own), chunk) for own in by_drive.values() for n, chunk in enumerate(own)]
+    return [chunk for _, chunk in sorted(ends, key=lambda pair: pair[0])]
+
+
 class _Span(NamedTuple):
     """One array of a chunk, in a file."""
 
@@ -232,17 +240,20 @@ class Stream:
 
     Args:
         num_arrays: the most that a chunk has.
+        num_drives: that move chunks at one time.
     """
 
-    def __init__(self, num_arrays: int) -> None:
+    def __init__(self, num_arrays: int, num_drives: int) -> None:
         self.num_arrays = num_arrays
+        self._ahead = AHEAD * num_drives
+        count = (2 * self._ahead + 1) * num_arrays
         self.queue = DiskQueue(
-            os.environ.get("BMTRAIN_DISK_IO", "auto"), _SLOTS * num_arrays, CHUNK * torch.float32.itemsize
+            os.environ.get("BMTRAIN_DISK_IO", "auto"), count, CHUNK * torch.float32.itemsize
         )
-        buffers = [_Buffer(n, self.queue.buffer(n)) for n in range(_SLOTS * num_arrays)]
-        self._slots = [buffers[n * num_arrays : (n + 1) * num_arrays] for n in range(_SLOTS)]
+        buffers = [_Buffer(n, self.queue.buffer(n)) for n in range(count)]
+        self._slots = [buffers[n : n + num_arrays] for n in range(0, count, num_arrays)]
         self._chunks: dict[int, Chunk] = {}  # of the last transfers
-        self._spans: list[list[_Span]] = [[] for _ in range(_SLOTS)]
+        self._spans: list[list[_Span]] = [[] for _ in self._slots]
 
     @property
     def nbytes(self) -> int:
@@ -267,17 +278,18 @@ class Stream:
             chunk.arena.is_sealed = True
 
     def _pass(self, chunks: Sequence[Chunk], compute: Callable[[list[Part]], None] | None) -> None:
+        ahead, num_slots = self._ahead, len(self._slots)
         try:
-            for number in range(len(chunks) + AHEAD):
+            for number in range(len(chunks) + ahead):
                 if number < len(chunks):
-                    self._read(number % _SLOTS, chunks[number])
-                if number >= AHEAD:
-                    slot = (number - AHEAD) % _SLOTS
+                    self._read(number % num_slots, chunks[number])
+                if number >= ahead:
+                    slot = (number - ahead) % num_slots
                     self._wait(slot)
                     if compute is not None:
-                        compute(chunks[number - AHEAD].parts(self._arrays(slot)))
+                        compute(chunks[number - ahead].parts(self._arrays(slot)))
                         self._write(slot)
-            for slot in range(_SLOTS):
+            for slot in range(num_slots):
                 self._wait(slot)
         except BaseException:
             self._drain()
