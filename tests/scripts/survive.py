@@ -1,8 +1,7 @@
 """Train with survive=1, and print the number of ranks and of steps at the end, and a digest of everything trained.
 
 survive.py 12               12 steps
-survive.py grow             ranks 1 and 3 of 4 die, and 0 when both are replaced; train until four ranks are there
-                            again, and three steps more
+survive.py grow             ranks 1 and 3 of 4 die; train until four ranks are there again, and three steps more
 survive.py hosts HOST DIR   on a host of this name, until ranks are lost, and three steps more; files in DIR tell
 """
 
@@ -45,12 +44,6 @@ class Model(torch.nn.Module):
         return x.square().mean()
 
 
-def is_death(step: int) -> bool:
-    """Whether this rank dies: two ranks at their steps, a third one when both have been replaced."""
-    replaced = step > max(DEATHS.values()) and bmt.world_size() == 4
-    return DEATHS.get(os.environ["RANK"]) == step or (os.environ["RANK"] == "0" and replaced)
-
-
 def await_all(folder: Path) -> None:
     """Importing torch takes some ranks longer than others, and counts for the time-out of their meeting."""
     (folder / f"{os.environ['RANK']}.ready").touch()
@@ -81,7 +74,7 @@ def main() -> None:
             if step not in seen:
                 seen.append(step)
             manager.backward(model(shard.of(batches[step])))
-            if way == "grow" and "BMTRAIN_JOIN" not in os.environ and is_death(step):
+            if way == "grow" and "BMTRAIN_JOIN" not in os.environ and DEATHS.get(os.environ["RANK"]) == step:
                 os.kill(os.getpid(), signal.SIGKILL)
         manager.clip_grad_norm(optimizer.param_groups, 0.5)
         manager.step()
