@@ -401,6 +401,16 @@ class DistributedParameter(torch.nn.Parameter):
         show(self)
         return self._spec.slice_of(data_of(self).reshape(-1)) if self._is_full() else data_of(self)
 
+    def share_memory_(self) -> DistributedParameter:
+        """As a tensor's, whose processes share one memory, which a parameter on a drive does not keep."""
+        stored = None if self._stored is None else self._stored()
+        if stored is not None and stored.parameters is not None:
+            raise RuntimeError(
+                f"{self._label or 'parameter'}: is on a drive, where share_memory_() has no memory to share"
+            )
+        super().share_memory_()
+        return self
+
     def __repr__(self) -> str:  # type: ignore[override]
         local = repr(self.detach())
         return (

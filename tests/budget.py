@@ -18,7 +18,7 @@ PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2553),
     "watch": ("_watch", 1905),
     "ranks": ("_ranks global_var nccl synchronize utils", 4245),
-    "shards": ("_shards parameter", 1510),
+    "shards": ("_shards parameter", 1520),
     "engine": ("_engine", 6905),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5511),
     "files": ("_files dcp distributed store weights", 4530),

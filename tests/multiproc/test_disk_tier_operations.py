@@ -232,6 +232,7 @@ OPERATIONS: dict[str, Callable[[Any, Any, Any], Values]] = {
     "half": converted(lambda m: m.half()),
     "double": converted(lambda m: m.double()),
     "half and back": converted(lambda m: m.half().float()),
+    "share_memory": converted(lambda m: m.share_memory()),
     "to itself": converted(lambda m: m.to("cpu").float().requires_grad_(True)),
     "mul_": written(lambda p: p.mul_(0.9)),
     "copy_": written(lambda p: p.copy_(torch.linspace(-1, 1, p.numel()))),
@@ -281,7 +282,11 @@ ALONE = {
     *("numpy that is written to", "storage that is written to"),
 }
 #: Where a drive and memory differ, what a drive says.
-REFUSED = dict.fromkeys(("numpy that is written to", "storage that is written to"), "their checksum differs")
+REFUSED = {
+    "numpy that is written to": "their checksum differs",
+    "storage that is written to": "their checksum differs",
+    "share_memory": "no memory to share",
+}
 
 
 def outcome(names: list[str], places: dict[str, Any]) -> dict[str, Values | str]:
