@@ -64,7 +64,7 @@ def attend(
         ]
         documents = torch.stack([torch.arange(length) // step, torch.arange(length) // (step + 2)]) * packed
         wanted = plain_attention(*whole, documents, causal, window)
-        weights = torch.randn_like(wanted)
+        weights = torch.randn(wanted.shape, dtype=wanted.dtype)
         (wanted * weights).sum().backward()
         bmt.shard_sequence({"input_ids": documents, "documents": documents}, method=method)
         sequences = current_sequences()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def between_steps(model: torch.nn.Module, manager: Any, lost: str, folder: str) 
     checkpoint.save(folder, 3, model, manager)
 
 
-DIED = "rank 2 died: connections closed without a word (SIGKILL)"
+DIED = r"rank 2 died: connections closed without a word( \(SIGKILL\))?"  # if the status is known in time
 STARTS_AGAIN = (
     f"{DIED}; outside of a step that ends the job: start the job again from the last checkpoint: cont"
 )
@@ -115,4 +116,4 @@ def test_a_rank_is_lost(moment: str, tmp_path: Path) -> None:
             found, values = outcomes[rank].value, undisturbed()
             assert all(torch.equal(torch.as_tensor(found[k]), torch.as_tensor(values[k])) for k in found)
         else:
-            assert MOMENTS[moment] in str(outcomes[rank])
+            assert re.search(MOMENTS[moment], str(outcomes[rank]))
