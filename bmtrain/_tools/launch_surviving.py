@@ -36,7 +36,7 @@ def run_ranks(num_ranks: int, command: Sequence[str], num_restarts: int = 0) -> 
 
 
 def _run(num_ranks: int, command: Sequence[str], num_restarts: int, members: str) -> int:
-    environments = [{**env, "BMTRAIN_MEMBERS": members} for env in _environments(num_ranks)]
+    environments = [{**env, "BMTRAIN_MEMBERS": members} for env in rank_environments(num_ranks)]
     ranks = [subprocess.Popen(command, env=env) for env in environments]
     ended: dict[int, int] = {}
     wanted: list[int] = []
@@ -66,7 +66,8 @@ def _run(num_ranks: int, command: Sequence[str], num_restarts: int, members: str
     return failures[0] if failures[0] > 0 else 128 - failures[0]
 
 
-def _environments(num_ranks: int) -> list[dict[str, str]]:
+def rank_environments(num_ranks: int) -> list[dict[str, str]]:
+    """Returns the environment of each rank of a job on this host."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

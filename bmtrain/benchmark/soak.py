@@ -9,20 +9,20 @@ With ``--schedules N`` it trains a few steps N times instead, each time with oth
 exchange, background update and buffer given back, with buffers that hold NaN until they are written, and at
 another ZeRO level in turn. A result that depends on the timing differs in its bits from the same steps run
 one after the other.
+
+With ``--kill SECONDS`` a rank is lost so often (killed, stopped, or by an exception), and a new process takes its
+place. Expected: the bits of an undisturbed run, and no file, thread or process that is left.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import hashlib
 import json
 import os
 import statistics
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,15 +30,13 @@ from .._base.build import load_extension
 from .._engine.default_policy import default_policy
 from .._engine.policy import BlockPolicy, Recompute
 from .._ranks import context
-from .._tools.gpt import GPT
-from ..block_layer import Block
 from ..global_var import rank, world_size
 from ..init import init_distributed
-from ..optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
+from ..optim import AdamOffloadOptimizer, AdamOptimizer
 from ..store import allgather_objects
-from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 from ._launch import launch
 from ._table import print_table
+from ._toy import BATCH, SEQ, VOCAB, hash_of, hash_of_training, toy
 
 __all__ = [
     "BATCH",
@@ -52,7 +50,6 @@ __all__ = [
     "train_once",
 ]
 
-_VOCAB, SEQ, BATCH = 64, 16, 2
 _RECOMPUTE = (Recompute.OFF, Recompute.WHOLE)
 _SAMPLES = 20  # looks at memory, files and threads in a run
 _GROWTH = 0.01  # of memory, from the first fifth of a run to its last
@@ -96,11 +93,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--schedules", type=int, default=0, help="random schedules to compare with the serial result instead"
     )
+    parser.add_argument(
+        "--kill", type=float, default=0.0, metavar="SECONDS", help="lose and replace a rank so often instead"
+    )
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Starts the ranks; in a rank, trains, and on rank 0 prints the findings. Returns the exit status."""
+    if arguments.kill:
+        from . import _faults
+
+        return _faults.train(arguments.steps) if "RANK" in os.environ else _faults.run_with_faults(arguments)
     if "RANK" not in os.environ:
         poison = {"BMTRAIN_POISON_BUFFERS": "1"} if arguments.schedules else {}
         if arguments.schedules and not hasattr(load_extension(), "set_random_delays"):
@@ -136,7 +140,7 @@ def train_once(steps: int) -> Finding:
     samples: list[tuple[int, int, int]] = []
     loss = torch.zeros(())
     for step in range(steps):
-        ids = torch.randint(0, _VOCAB, (BATCH, SEQ + 1), generator=generator)
+        ids = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=generator)
         loss = model(ids)
         manager.zero_grad()
         manager.backward(loss)
@@ -144,7 +148,7 @@ def train_once(steps: int) -> Finding:
         if (step + 1) % max(1, steps // _SAMPLES) == 0:
             samples.append(_resources())
     memory, files, threads = (list(column) for column in zip(*samples, strict=True))
-    return Finding(_hash_of(model.state_dict()), _mean_of(loss), memory, files, threads)
+    return Finding(hash_of(model.state_dict()), _mean_of(loss), memory, files, threads)
 
 
 def odd_schedules(count: int, steps: int = 3, most_microseconds: int = 300) -> list[int]:
@@ -184,20 +188,9 @@ def _short_run(steps: int, policy: BlockPolicy, *, overlap: bool) -> str:
     generator = torch.Generator().manual_seed(rank())
     for _ in range(steps):
         manager.zero_grad()
-        manager.backward(model(torch.randint(0, _VOCAB, (BATCH, SEQ + 1), generator=generator)))
+        manager.backward(model(torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=generator)))
         manager.step()
-    tensors = dict(model.state_dict())
-    for index, entry in manager.optimizers[0].state_dict()["state"].items():
-        tensors.update({f"{index}.{name}": torch.as_tensor(value) for name, value in entry.items()})
-    return _hash_of(tensors)
-
-
-def _hash_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name, value in tensors.items():
-        digest.update(name.encode())
-        digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return hash_of_training(model, manager)
 
 
 def _mean_of(loss: torch.Tensor) -> str:
@@ -237,17 +230,6 @@ def broken_promises(runs: list[list[Finding]]) -> list[str]:
         if growth > _GROWTH:
             broken.append(f"rank {index}: memory grew by {growth:.1%} from run to run")
     return broken
-
-
-def toy(make_optimizer: Callable[..., torch.optim.Optimizer]) -> tuple[Any, OptimManager]:
-    """A model of ids, ``(BATCH, SEQ + 1)``, that returns its loss, and the manager of its optimizer."""
-    torch.manual_seed(0)
-    model: Any = GPT(2, 32, num_heads=2, vocab=_VOCAB, seq=SEQ)
-    model.layers = torch.nn.ModuleList([Block(model_wrapper_dispatch(layer)) for layer in model.layers])
-    wrapped = BMTrainModelWrapper(model)
-    manager = OptimManager(loss_scale=1024.0)
-    manager.add_optimizer(make_optimizer(wrapped.parameters(), lr=1e-3))
-    return wrapped, manager
 
 
 def _resources() -> tuple[int, int, int]:

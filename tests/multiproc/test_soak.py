@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import sys
 
 import pytest
-from harness import run_ranks
+from harness import run_process, run_ranks
 
 from bmtrain import init_distributed
 from bmtrain._ranks import context
@@ -35,6 +37,15 @@ def test_random_schedules_have_the_bits_of_the_serial_one(transport: str) -> Non
     """`python -m bmtrain soak --schedules 1000` is the long form."""
     environment = {"BMTRAIN_POISON_BUFFERS": "1", "BMTRAIN_CPU_TRANSPORT": transport}
     assert run_ranks(2, odd_schedules, 12, environment=environment) == [[], []]
+
+
+@pytest.mark.slow
+def test_lost_ranks_are_replaced() -> None:
+    """`python -m bmtrain soak --kill 30 --ranks 8 --steps 20000` is the long form."""
+    options = ["--kill", "0.01", "--ranks", "3", "--steps", "32"]  # the first one to be killed is rank 0
+    done = run_process([sys.executable, "-m", "bmtrain", "soak", *options], timeout=240)
+    assert re.search(r"[1-9]\d* ranks lost and replaced in \d+ steps of 3 ranks", done.stdout)
+    assert "bit-identical to the undisturbed run; no process, file or thread is left" in done.stdout
 
 
 GOOD = Finding("a", "0x1p+0", [100] * 20, [9] * 20, [4] * 20)
