@@ -4,6 +4,9 @@ The same GPT is trained three times by the same ranks, on the same rows. In one 
 the batch at once; with micro-batches, one virtual shard's rows at a time, whose gradients add up on the rank and are
 sent once (``OptimManager(accumulate=...)``); with virtual shards, each micro-step sends its gradients, and they are
 summed along the tree. All variants clip gradients, and take turns.
+
+With ``--survive`` steps over virtual shards are compared with and without ``init_distributed(survive=1)``, in processes
+of their own that take turns.
 """
 
 from __future__ import annotations
@@ -27,10 +30,12 @@ from ..optim import AdamOptimizer, OptimManager
 from ..synchronize import synchronize
 from ..virtual import VirtualShard, virtual_shards
 from ..wrapper import BMTrainModelWrapper
-from ._launch import launch
+from ._launch import answer, launch
+from ._table import print_table
 
 __all__ = ["add_arguments", "run"]
 
+_SURVIVE = "BMTRAIN_BENCH_SURVIVE"  # survive= of the ranks
 _Step = Callable[[int, Tensor], None]
 
 
@@ -43,29 +48,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=2, help="sequences of a shard (default: %(default)s)")
     parser.add_argument("--seq", type=int, default=128, help="tokens of a sequence (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=7, help="steps of each variant (default: %(default)s)")
+    parser.add_argument("--survive", type=int, metavar="PAIRS", help="compare survive=1 so often instead")
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Starts the ranks; in a rank, measures, and on rank 0 prints the table."""
     if "RANK" not in os.environ:
-        launch(arguments.ranks, {"OMP_NUM_THREADS": "1"})
+        if arguments.survive:
+            _compare_survival(arguments)
+        else:
+            launch(arguments.ranks, {"OMP_NUM_THREADS": "1"})
         return
-    init_distributed(seed=0, virtual_shards=arguments.shards)
-    variants = {
-        "in one piece": _pieces(arguments, 1),
-        "micro-batches": _pieces(arguments, arguments.shards // world_size()),
-        "virtual shards": _virtual(arguments),
-    }
+    init_distributed(seed=0, virtual_shards=arguments.shards, survive=int(os.environ.get(_SURVIVE, 0)))
+    variants = {"virtual shards": _virtual(arguments)}
+    if not arguments.survive:
+        parts = {"in one piece": 1, "micro-batches": arguments.shards // world_size()}
+        variants = {**{name: _pieces(arguments, number) for name, number in parts.items()}, **variants}
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for step in range(arguments.repeat + 1):
         for name, variant in variants.items():
             taken = _time(variant, step, arguments)
             if step:  # the first one allocates
                 seconds[name].append(taken)
-    if rank() == 0:
+    if rank() == 0 and arguments.survive:
+        answer(statistics.median(seconds["virtual shards"]))
+    elif rank() == 0:
         _report(arguments, seconds)
     synchronize()
+
+
+def _compare_survival(arguments: argparse.Namespace) -> None:
+    environments = [{"OMP_NUM_THREADS": "1", _SURVIVE: survive} for survive in "01"]
+    pairs = [[launch(arguments.ranks, one) for one in environments] for _ in range(arguments.survive)]
+    without, survive = zip(*pairs, strict=True)
+    figures = {
+        "without, ms": [1e3 * seconds for seconds in without],
+        "survive=1, ms": [1e3 * seconds for seconds in survive],
+        "ratio of a pair": [b / a for a, b in pairs],
+    }
+    rows = [
+        [name, *(f"{pick(values):.4g}" for pick in (statistics.median, min, max))]
+        for name, values in figures.items()
+    ]
+    print_table(["step", "median", "least", "most"], rows)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"pairs": pairs}, indent=2))
 
 
 def _time(variant: _Step, step: int, arguments: argparse.Namespace) -> float:

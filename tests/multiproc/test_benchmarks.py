@@ -95,6 +95,28 @@ def test_virtual(bench: Callable[..., str], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_cost_of_surviving(bench: Callable[..., str], tmp_path: Path) -> None:
+    file = tmp_path / "survive.json"
+    options = [
+        "--layers",
+        "1",
+        "--dim",
+        "16",
+        "--seq",
+        "8",
+        "--repeat",
+        "1",
+        "--survive",
+        "1",
+        "--json",
+        str(file),
+    ]
+    assert "ratio of a pair" in bench("virtual", *options)
+    [pair] = json.loads(file.read_text())["pairs"]
+    assert len(pair) == 2 and min(pair) > 0
+
+
+@pytest.mark.slow
 def test_muon(bench: Callable[..., str], tmp_path: Path) -> None:
     file = tmp_path / "muon.json"
     options = ["--layers", "2", "--dim", "16", "--repeat", "1", "--json", str(file)]
