@@ -145,6 +145,12 @@ class Members:
         for line in self._held:
             line.close()
         self._held.clear()
+        for _ in range(self._arrived.qsize()):  # those to a rank that has led no agreement
+            message, line = self._arrived.get()
+            if message["epoch"] < self.epoch:
+                line.close()
+            else:
+                self._arrived.put((message, line))
 
     # ---- the agreement
 
