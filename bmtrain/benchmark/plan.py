@@ -27,6 +27,7 @@ from ..init import init_distributed
 from ..optim import AdamOffloadOptimizer, AdamOptimizer, MuonOffloadOptimizer, MuonOptimizer
 from ..plan import Machine, TrainingPolicy, describe_module, estimate
 from ..plan.calibrate import measure_ranks
+from ..plan.policy import DISK
 from ..synchronize import synchronize
 from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 from ._launch import answer, launch
@@ -52,6 +53,8 @@ _POLICIES: dict[str, dict[str, Any]] = {  # as TrainingPolicy takes them
     "offload": {"offload": 1.0},
     "muon": {"optimizer": "muon"},
     "muon-offload": {"optimizer": "muon", "offload": 1.0},
+    "disk": {"disk": DISK},
+    "disk-optimizer": {"disk": ("optimizer",)},
 }
 _OPTIMIZERS: dict[tuple[str, float], Any] = {
     ("adam", 0.0): AdamOptimizer,
@@ -87,14 +90,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(_POLICIES),
         metavar="NAME",
         default=_USUAL,
-        help="which ones, of %(choices)s; hybrid shares blocks among 2 ranks (default: the first three)",
+        help="which ones, of %(choices)s; hybrid shares blocks among 2 ranks, disk uses the drive of "
+        "this folder (default: the first three)",
     )
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Starts the ranks; in a rank, measures, and on rank 0 returns the results."""
     if "RANK" in os.environ:
-        init_distributed(seed=0)
+        drives = ["."] if any("disk" in _POLICIES[name] for name in arguments.policies) else None
+        init_distributed(seed=0, tier_directories=drives)
         found = _measure_memory(arguments) if arguments.memory else _measure_time(arguments)
         if rank() == 0:
             answer(found)

@@ -25,7 +25,7 @@ from .describe import describe_config, describe_module
 from .estimator import estimate
 from .machine import MACHINES, Machine
 from .model import ModelDescription, gpt2
-from .policy import TrainingPolicy
+from .policy import DISK, TrainingPolicy
 from .published import FITTED, compare, fit_constants
 from .report import format_plan, format_published
 from .scale import draw_scale
@@ -85,7 +85,7 @@ def _add_machine(machine: _Group) -> None:
         action="append",
         default=[],
         metavar="FIELD=NUMBER",
-        help="replace a number of the preset, e.g. network_bandwidth=25e9; may be repeated",
+        help="replace a number of the machine, e.g. network_bandwidth=25e9; may be repeated",
     )
 
 
@@ -111,6 +111,13 @@ def _add_policy(policy: _Group) -> None:
     )
     policy.add_argument(
         "--offload", type=float, default=0.0, metavar="F", help="share of the optimizer on the host, 0 to 1"
+    )
+    policy.add_argument(
+        "--disk",
+        nargs="*",
+        choices=DISK,
+        metavar="WHAT",
+        help="keep these of blocks on drives: optimizer, gradients, parameters (default: all three)",
     )
     policy.add_argument(
         "--state-dtype",
@@ -194,8 +201,11 @@ def _run(arguments: argparse.Namespace) -> int:
         pipe_size=arguments.pipe,
         schedule=arguments.schedule,
         num_micro_batches=arguments.num_micro_batches,
+        disk=() if arguments.disk is None else tuple(arguments.disk) or DISK,
     )
     _require_wide(model, policy)
+    if policy.disk and not arguments.here:
+        raise ValueError("--disk: expected --here: drives hold blocks of CPU ranks, and --machine names GPUs")
     machine = _machine(arguments, policy.compute_dtype or _stored_in(model, arguments))
     plan = None
     if arguments.choose:
@@ -261,10 +271,12 @@ def _require_wide(model: ModelDescription, policy: TrainingPolicy) -> None:
 
 def _machine(arguments: argparse.Namespace, dtype: torch.dtype | None = None) -> Machine:
     if arguments.here:
-        return measure_machine(arguments.devices or 2, dtype)
-    if arguments.machine not in MACHINES:
+        machine = measure_machine(arguments.devices or 2, dtype)
+    elif arguments.machine in MACHINES:
+        preset = MACHINES[arguments.machine]
+        machine = preset.sized(num_nodes=arguments.nodes, devices_per_node=arguments.devices)
+    else:
         raise ValueError(f"--machine: expected one of {', '.join(MACHINES)}, got {arguments.machine!r}")
-    machine = MACHINES[arguments.machine].sized(num_nodes=arguments.nodes, devices_per_node=arguments.devices)
     numbers = {f.name for f in dataclasses.fields(Machine) if f.type == "float"}
     for change in arguments.set:
         name, _, value = change.partition("=")

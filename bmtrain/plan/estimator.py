@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 from .._engine.pipe_schedule import idle_share
 from .._engine.policy import BlockPolicy, Recompute
 from ..errors import DoesNotFitError
+from .disk import DiskEstimate, on_disk
+from .estimates import MemoryEstimate, TimeEstimate
 from .machine import Machine
 from .model import ModelDescription, adam_bytes
 from .network import NUM_OWN, NUM_OWN_RECOMPUTING, Network
-from .policy import TrainingPolicy
+from .policy import DISK, TrainingPolicy
 from .simulated_shards import Widths
 from .simulation import Rates, SimulatedStep, StepResult
 
@@ -22,103 +25,6 @@ __all__ = ["MemoryEstimate", "Plan", "TimeEstimate", "estimate", "model_state_by
 
 #: The ranges of Adam's state start apart from each other (bmtrain/optim/_arrays.py).
 _STATE_SKEW_BYTES = 3 * 16 * 1024
-#: Memory of kernels and allocators beside tensors: a share of the tensors, and a constant.
-_SCRATCH_SHARE, _SCRATCH_BYTES = 0.015, 6 * 2**20
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes on one device when there are most of them, by purpose; ``host`` is pinned memory of one node.
-
-    Args:
-        weights: shards.
-        gathered: full parameters, of blocks and outside of them.
-        gradients: shards, and full gradients that are not yet reduced.
-        optimizer: masters and moments, and what a step of Muon holds.
-        activations: inputs of blocks, tensors saved by autograd, logits.
-        usable: memory of the device.
-        host: pinned host memory of a node.
-        host_usable: host memory of the node.
-        pool_peak: peak of the buffers lent by the runtime's BufferPool.
-        wire: this rank's share of the memory that the ranks of a host map together, and receive buffers of reductions.
-        copies: of another rank's shards and optimizer state, and of three times its gradients.
-    """
-
-    weights: float
-    gathered: float
-    gradients: float
-    optimizer: float
-    activations: float
-    usable: float
-    host: float
-    host_usable: float
-    pool_peak: float
-    wire: float = 0.0
-    copies: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.tensors + self.wire + self.scratch
-
-    @property
-    def tensors(self) -> float:
-        return self.weights + self.gathered + self.gradients + self.optimizer + self.activations + self.copies
-
-    @property
-    def scratch(self) -> float:
-        """Memory of kernels and allocators beside tensors, as measured by ``bmtrain bench plan --memory``."""
-        return _SCRATCH_SHARE * self.tensors + _SCRATCH_BYTES
-
-    @property
-    def fits(self) -> bool:
-        return self.total <= self.usable and self.host <= self.host_usable
-
-
-@dataclass(frozen=True)
-class TimeEstimate:
-    """Seconds of one optimizer step: in total, and the busy time of each resource.
-
-    Args:
-        step: from batch to batch.
-        compute: the device computes forwards and backwards.
-        wire: links and network carry bytes.
-        exposed_wire: the device waits for them.
-        optimizer: the update on the device, Muon's products included.
-        pcie: gradients to the host and parameters back.
-        host: the update on the host.
-        idle: a pipeline stage waits for the others.
-    """
-
-    step: float
-    compute: float
-    wire: float
-    exposed_wire: float
-    optimizer: float
-    pcie: float
-    host: float
-    idle: float
-
-    @property
-    def bottleneck(self) -> str:
-        """The resource that limits the step: a faster one would shorten it most."""
-        parts = self._exclusive()
-        return max(parts, key=lambda name: parts[name])
-
-    @property
-    def bottleneck_seconds(self) -> float:
-        """Seconds of a step that the bottleneck takes."""
-        return max(self._exclusive().values())
-
-    def _exclusive(self) -> dict[str, float]:
-        """Exclusive seconds of each resource."""
-        return {
-            "compute": self.compute,
-            "wire": self.exposed_wire,
-            "device memory (optimizer)": self.optimizer,
-            "PCIe": self.pcie,
-            "host memory": self.host,
-            "pipeline": self.idle,
-        }
 
 
 @dataclass(frozen=True)
@@ -133,6 +39,7 @@ class Plan:
         time: of one step.
         traffic: operation -> (messages, bytes sent) of one rank and step, as `Communicator.traffic` counts.
         result: the simulated forward and backward.
+        disk: of one rank.
     """
 
     model: ModelDescription
@@ -142,6 +49,12 @@ class Plan:
     time: TimeEstimate
     traffic: dict[str, tuple[int, int]]
     result: StepResult
+    disk: DiskEstimate
+
+    @property
+    def written_per_day(self) -> float:
+        """Bytes that the drives of a node take in a day of training."""
+        return self.disk.written * self.machine.devices_per_node * 86_400 / self.time.step
 
     @property
     def fits(self) -> bool:
@@ -207,6 +120,7 @@ class Plan:
             "memory": {**asdict(self.memory), "scratch": self.memory.scratch, "total": self.memory.total},
             "seconds": asdict(self.time),
             "traffic": {name: list(counts) for name, counts in self.traffic.items()},
+            "disk": {**asdict(self.disk), "written_per_day": self.written_per_day},
             "samples_per_second": self.samples_per_second,
             "tokens_per_second": self.tokens_per_second,
             "tflops_per_device": self.flops_per_device / 1e12,
@@ -220,6 +134,7 @@ def model_state_bytes(
     num_sharing: int | None = None,
     state_dtype: torch.dtype = torch.float32,
     optimizer: str = "adam",
+    disk: Sequence[str] = (),
 ) -> dict[str, int]:
     """State of a model that one rank keeps between steps: ``weights``, ``gradients`` and ``optimizer``, in bytes.
 
@@ -228,6 +143,7 @@ def model_state_bytes(
         num_sharing: that share a block; default: as many. 1 is level 0.
         state_dtype: of the moments.
         optimizer: ``"adam"``, or ``"muon"``, which keeps one moment less in blocks. (Their vectors count as matrices.)
+        disk: what blocks keep on drives, which does not count.
     """
     sizes = {"weights": 0, "gradients": 0, "optimizer": 0}
     for block in model.blocks:
@@ -236,6 +152,9 @@ def model_state_bytes(
             num_moments = 1 if optimizer == "muon" else 2
             state = adam_bytes(buffer.element_size, state_dtype, in_block=True, num_moments=num_moments)
             _add(sizes, numel, buffer.element_size, state, buffer.trains)
+    for name, choice in zip(sizes, DISK, strict=True):
+        if choice in disk:
+            sizes[name] = 0
     for param in model.outside:
         state = adam_bytes(param.element_size, state_dtype, in_block=False)
         _add(sizes, param.partition(num_ranks), param.element_size, state, param.trains)
@@ -292,8 +211,9 @@ def estimate(
     num_sharing = policy.block_policy().num_sharing(network.size)
     sharing = network.part(num_sharing)
     states = model_state_bytes(
-        local, network.size, sharing.size, policy.state_dtype, optimizer=policy.optimizer
+        local, network.size, sharing.size, policy.state_dtype, optimizer=policy.optimizer, disk=policy.disk
     )
+    disk = on_disk(local, policy, sharing.size)
     on_host = policy.offload * states["optimizer"]
     step = SimulatedStep(
         local,
@@ -318,13 +238,14 @@ def estimate(
         model=model,
         machine=machine,
         policy=policy,
-        memory=replace(memory, copies=copies),
-        time=_time(result, machine, policy, states, _muon_seconds(local, network, policy)),
+        memory=replace(memory, copies=copies, disk=disk.buffers),
+        time=_time(result, machine, policy, states, disk, _muon_seconds(local, network, policy)),
         traffic={
             name: (messages * policy.accumulate, nbytes * policy.accumulate)
             for name, (messages, nbytes) in result.traffic.items()
         },
         result=result,
+        disk=disk,
     )
 
 
@@ -418,7 +339,12 @@ def _muon_seconds(model: ModelDescription, network: Network, policy: TrainingPol
 
 
 def _time(
-    result: StepResult, machine: Machine, policy: TrainingPolicy, states: dict[str, int], muon: float
+    result: StepResult,
+    machine: Machine,
+    policy: TrainingPolicy,
+    states: dict[str, int],
+    disk: DiskEstimate,
+    muon: float,
 ) -> TimeEstimate:
     gradients = states["gradients"]
     # One pass over gradient, parameter, master and moments reads and writes all but the gradient.
@@ -429,10 +355,17 @@ def _time(
     passes = policy.accumulate
     share = idle_share(policy.pipe_size, policy.micros, policy.schedule, policy.chunks)
     idle = result.seconds * passes * share / (1 - share)
+    # Drives work while the passes compute, and while the update does; a phase takes as long as the slower of both.
+    rate = machine.disk_bandwidth / machine.devices_per_node
+    with_passes = (disk.read_in_passes + disk.written_in_passes) / rate
+    with_update = (disk.read_in_update + disk.written_in_update) / rate
+    # The update of what passes reads and writes all of it in memory too.
+    optimizer += (disk.read_in_update + disk.written_in_update) / machine.memory_bandwidth
+    exposed = max(with_passes - result.seconds * passes, 0.0) + max(with_update - optimizer, 0.0)
     return TimeEstimate(
         # The update on the host follows the backward: nothing of it overlaps. Gradients go down and parameters come
         # back over PCIe.
-        step=result.seconds * passes + idle + optimizer + 2 * pcie + host,
+        step=result.seconds * passes + idle + optimizer + 2 * pcie + host + exposed,
         compute=result.computing * passes,
         wire=result.wire_busy * passes,
         exposed_wire=result.waiting * passes,
@@ -440,4 +373,6 @@ def _time(
         pcie=2 * pcie,
         host=host,
         idle=idle,
+        disk=with_passes + with_update,
+        exposed_disk=exposed,
     )

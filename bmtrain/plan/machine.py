@@ -33,6 +33,7 @@ class Machine:
         source: the source of the numbers.
         shares_memory: ranks of a node are processes that exchange through memory which they all map: their processors
             do the copying, so it overlaps with nothing that they compute.
+        disk_bandwidth: of one node's drives together, bytes read and bytes written at the same time; never measured.
 
     Raises:
         ValueError: a number that makes no sense.
@@ -60,12 +61,20 @@ class Machine:
     network_latency: float = 12e-6
     source: str = ""
     shares_memory: bool = False
+    disk_bandwidth: float = 3 * GB
 
     def __post_init__(self) -> None:
         for name in ("num_nodes", "devices_per_node"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        for name in ("memory", "flops", "memory_bandwidth", "link_bandwidth", "network_bandwidth"):
+        for name in (
+            "memory",
+            "flops",
+            "memory_bandwidth",
+            "link_bandwidth",
+            "network_bandwidth",
+            "disk_bandwidth",
+        ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}: expected more than 0, got {getattr(self, name)}")
         if not 0 < self.efficiency <= 1:

@@ -11,6 +11,7 @@ from .._C import FlatLayout
 from .._engine.outside import SMALL_BYTES
 
 __all__ = [
+    "MOMENT_BYTES",
     "BlockDescription",
     "FlatBuffer",
     "ModelDescription",
@@ -22,14 +23,14 @@ __all__ = [
 ]
 
 #: Bytes of a moment of an element, by its dtype; int8 in blocks of 32 with an exponent.
-_MOMENT_BYTES = {torch.float32: 4.0, torch.bfloat16: 2.0, torch.int8: 1 + 1 / 32}
+MOMENT_BYTES = {torch.float32: 4.0, torch.bfloat16: 2.0, torch.int8: 1 + 1 / 32}
 
 
 def adam_bytes(element_size: int, state_dtype: torch.dtype, *, in_block: bool, num_moments: int = 2) -> float:
     """Returns the bytes of master and moments that Adam keeps for an element of a parameter; Muon has one moment."""
     if state_dtype is torch.int8 and not in_block:
         state_dtype = torch.bfloat16
-    return (4 if element_size == 2 else 0) + num_moments * _MOMENT_BYTES[state_dtype]
+    return (4 if element_size == 2 else 0) + num_moments * MOMENT_BYTES[state_dtype]
 
 
 def muon_flops(rows: int, columns: int, ns_steps: int = 5) -> float:

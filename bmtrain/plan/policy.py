@@ -10,7 +10,10 @@ import torch
 from .._engine.pipe_schedule import actions_of, check_schedule, peak_micros
 from .._engine.policy import BlockPolicy, Recompute
 
-__all__ = ["TrainingPolicy"]
+__all__ = ["DISK", "TrainingPolicy"]
+
+#: What blocks can keep on drives.
+DISK = ("parameters", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,10 @@ class TrainingPolicy:
         optimizer: ``"adam"``, or ``"muon"`` for :class:`bmtrain.optim.MuonOptimizer`; with ``offload=1`` for
             :class:`bmtrain.optim.MuonOffloadOptimizer`, which has no part of it.
         survive: copies for the loss of a rank, as for :func:`bmtrain.init_distributed`.
+        disk: what blocks keep on drives: ``"optimizer"``, and with it ``"parameters"``, ``"gradients"`` or both.
 
     Raises:
-        ValueError: a number out of its range, or a part of Muon offloaded.
+        ValueError: a number out of its range, a part of Muon offloaded, or a combination that runs refuse.
 
     Example:
         >>> from bmtrain.plan import TrainingPolicy
@@ -63,6 +67,7 @@ class TrainingPolicy:
     state_dtype: torch.dtype = torch.float32
     optimizer: Literal["adam", "muon"] = "adam"
     survive: bool = False
+    disk: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "accumulate", "tp_size", "pipe_size", "sp_size", "micros"):
@@ -75,6 +80,14 @@ class TrainingPolicy:
             raise ValueError(f"optimizer: expected 'adam' or 'muon', got {self.optimizer!r}")
         if self.optimizer == "muon" and self.offload not in (0, 1):
             raise ValueError(f"offload: expected 0 or 1 with 'muon', got {self.offload}")
+        if not set(self.disk) <= set(DISK):
+            raise ValueError(f"disk: expected some of {', '.join(DISK)}, got {', '.join(self.disk)}")
+        if self.disk and (self.optimizer == "muon" or self.state_dtype is torch.int8 or self.survive):
+            raise ValueError("disk: expected Adam with float32 or bfloat16 moments, and without survive")
+        if set(self.disk) - {"optimizer"} and (self.tp_size, self.pipe_size) != (1, 1):
+            raise ValueError(
+                "disk: expected parameters and gradients without tensor parallelism and pipelines"
+            )
         if isinstance(self.recompute, bool):
             object.__setattr__(self, "recompute", Recompute.WHOLE if self.recompute else Recompute.OFF)
         object.__setattr__(self, "recompute", self.block_policy().recompute)
@@ -102,6 +115,7 @@ class TrainingPolicy:
     def block_policy(self) -> BlockPolicy:
         """The same choices as a Block's policy."""
         recompute: Any = self.recompute
+        places: dict[str, Any] = dict.fromkeys(self.disk, "disk")
         return BlockPolicy(
             level=self.level,
             recompute=recompute,
@@ -109,6 +123,7 @@ class TrainingPolicy:
             compute_dtype=self.compute_dtype,
             gather_dtype=self.gather_dtype,
             reduce=self.reduce,
+            **places,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -119,4 +134,4 @@ class TrainingPolicy:
             for name, dtype in vars(self).items()
             if name.endswith("_dtype")
         }
-        return {**vars(self), "recompute": recompute.value, **dtypes}
+        return {**vars(self), "recompute": recompute.value, "disk": list(self.disk), **dtypes}

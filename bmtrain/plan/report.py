@@ -52,7 +52,7 @@ def _row(name: str, text: str, share: float) -> str:
 
 def _label(name: str) -> str:
     """The name of a part for people; programs and JSON have the short one."""
-    return name.replace("wire", "communication")
+    return {"disk": "disk buffers"}.get(name, name.replace("wire", "communication"))
 
 
 def _memory(plan: Plan) -> Iterator[str]:
@@ -66,12 +66,13 @@ def _memory(plan: Plan) -> Iterator[str]:
         "activations",
         "wire",
         "copies",
+        "disk",
         "scratch",
         "total",
     )
     for name in names:
         nbytes = getattr(memory, name)
-        if name in ("wire", "copies") and not nbytes:
+        if name in ("wire", "copies", "disk") and not nbytes:
             continue
         yield _row(_label(name), format_bytes(nbytes), nbytes / memory.usable)
     if memory.host:
@@ -89,6 +90,8 @@ def _time(plan: Plan) -> Iterator[str]:
         "PCIe": time.pcie,
         "host memory": time.host,
         "pipeline waits": time.idle,
+        "drives": time.disk,
+        "  waited for": time.exposed_disk,
     }
     for name, seconds in parts.items():
         if seconds or name in ("compute", "communication", "  exposed"):
@@ -100,6 +103,20 @@ def _traffic(plan: Plan) -> Iterator[str]:
         yield "sent per rank in a step"
     for name, (messages, nbytes) in plan.traffic.items():
         yield f"  {name:<24}{format_bytes(nbytes):>12}  in {messages} messages"
+
+
+def _disk(plan: Plan) -> Iterator[str]:
+    disk = plan.disk
+    if not disk.stored:
+        return
+    yield f"on drives per rank; a node's drives move {plan.machine.disk_bandwidth / 1e9:.3g} GB/s"
+    for name, nbytes in (
+        ("stored", disk.stored),
+        ("read in a step", disk.read),
+        ("written in a step", disk.written),
+    ):
+        yield f"  {name:<24}{format_bytes(nbytes):>12}"
+    yield f"  {'written in a day':<24}{format_bytes(plan.written_per_day):>12}  to all drives of a node"
 
 
 def _policy(plan: Plan) -> str:
@@ -120,6 +137,7 @@ def _policy(plan: Plan) -> str:
             f"Muon for {format_count(inside)} parameters in blocks, AdamW for {format_count(others)}"
         )
     parts += [f"offload {policy.offload:g}"] * bool(policy.offload) + ["survive"] * policy.survive
+    parts += [f"{' and '.join(policy.disk)} on drives"] * bool(policy.disk)
     parts += [f"{policy.accumulate} micro-batches per step"] * (policy.accumulate > 1)
     parts += [f"tensor parallel {policy.tp_size}"] * (policy.tp_size > 1)
     parts += [f"sequences over {policy.sp_size}"] * (policy.sp_size > 1)
@@ -157,6 +175,7 @@ def format_plan(plan: Plan, remedies: Sequence[str] = ()) -> str:
         f"{plan.tokens_per_second:,.0f} tokens/s, {plan.samples_per_second:,.2f} samples/s on {_devices(machine)}",
         f"{plan.flops_per_device / 1e12:,.3g} TFLOP/s per device, MFU {plan.mfu:.1%}",
         *_traffic(plan),
+        *_disk(plan),
         f"bottleneck: {_label(plan.time.bottleneck)}, {plan.time.bottleneck_seconds / plan.time.step:.0%} of the step",
     ]
     if plan.fits:

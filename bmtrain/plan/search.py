@@ -45,8 +45,9 @@ def choose_policy(
         True
     """
     base = TrainingPolicy() if base is None else base
+    lowest = 2 if "parameters" in base.disk else 1 if "gradients" in base.disk else 0  # see BlockPolicy
     best: Plan | None = None
-    for level in (0, 1, 2, 3):
+    for level in range(lowest, 4):
         for recompute in (Recompute.OFF, Recompute.SELECTIVE, Recompute.WHOLE):
             for offload in _offloads(base):
                 policy = replace(_at_level(base, level), recompute=recompute, offload=offload)

@@ -21,6 +21,8 @@ import bmtrain as bmt
 from bmtrain import _C
 from bmtrain._engine.engine import current_engine
 from bmtrain._ranks.context import context
+from bmtrain.plan import MACHINES, TrainingPolicy, describe_module, estimate
+from bmtrain.plan.policy import DISK
 
 STEPS = 6
 KINDS = ["AdamOptimizer", "AdamOffloadOptimizer", "LionOptimizer", "SGDOptimizer", "SGDOffloadOptimizer"]
@@ -316,10 +318,14 @@ def test_state_passes_once_in_each_direction(
         assert written == pytest.approx(state * numel, rel=0.02)
 
 
+#: Layers, backwards of a step, level.
+RUNS = [(4, 1, 3), (12, 1, 3), (4, 3, 3), (4, 1, 2)]
+
+
 def count_memory_and_bytes() -> list[list[float]]:
     results = []
-    for num_layers in (4, 12):
-        with bmt.default_policy(bmt.BlockPolicy(**ALL)):
+    for num_layers, num_backwards, level in RUNS:
+        with bmt.default_policy(bmt.BlockPolicy(level=level, **ALL)):
             blocks = [bmt.Block(bmt.nn.Linear(600, 600, bias=False)) for _ in range(num_layers)]
         model = bmt.TransformerBlockList(blocks)
         optimizer = bmt.optim.AdamOptimizer(model.parameters())
@@ -327,13 +333,20 @@ def count_memory_and_bytes() -> list[list[float]]:
         for _ in range(3):
             before = kernel_bytes()
             optimizer.zero_grad(set_to_none=True)
-            model(torch.ones(1, 600)).sum().backward()
+            for _ in range(num_backwards):
+                model(torch.ones(1, 600)).sum().backward()
             optimizer.step()
         moved = [now - old for now, old in zip(kernel_bytes(), before, strict=True)]
         block = sum(p.numel() * 4 for p in blocks[0].parameters())
         report = bmt.memory_report(model, optimizer)
         assert report.parameters == report.gradients == report.optimizer == 0
         assert report.on_disk == pytest.approx(4 * num_layers * block, rel=0.02)
+        policy = TrainingPolicy(disk=DISK, accumulate=num_backwards, level=level)
+        machine = MACHINES["a100-80gb"].with_devices(bmt.world_size())
+        planned = estimate(describe_module(model, torch.ones(1, 600)), machine, policy).disk
+        assert planned.stored == pytest.approx(report.on_disk, rel=0.02)
+        assert moved == pytest.approx([planned.read, planned.written], rel=0.02)
+        assert report.disk_buffers <= planned.buffers
         results.append([report.disk_buffers, moved[0] / block, moved[1] / block])
         del model, blocks, optimizer
     return results
@@ -343,10 +356,13 @@ def count_memory_and_bytes() -> list[list[float]]:
 def test_memory_is_that_of_a_few_blocks_and_each_byte_passes_once(world: int, tmp_path: Path) -> None:
     for results in run_ranks(world, count_memory_and_bytes, init=tiers(tmp_path)):
         assert results[0][0] == results[1][0]  # bytes of buffers
-        for num_layers, (_, read, written) in zip((4, 12), results, strict=True):
-            # Parameters for forward and backward, and in the step parameters, gradients and two moments.
-            assert read == pytest.approx(2 * num_layers - 1 + 4 * num_layers, rel=0.02)
-            assert written == pytest.approx(num_layers + 3 * num_layers, rel=0.02)
+        for (num_layers, times, level), (_, read, written) in zip(RUNS, results, strict=True):
+            # Parameters for forward and backward, gradients that are added to, and in the step parameters, gradients
+            # and two moments.
+            again = num_layers - 1 if level == 3 else 0
+            passes = times * (num_layers + again) + (times - 1) * num_layers
+            assert read == pytest.approx(passes + 4 * num_layers, rel=0.02)
+            assert written == pytest.approx(times * num_layers + 3 * num_layers, rel=0.02)
 
 
 # ---- what goes wrong

@@ -452,3 +452,64 @@ def test_ranks_divide_the_products_of_muon(offload: float) -> None:
     assert muon.memory.optimizer > muon.result.memory.at_peak["optimizer"]  # the matrices of a step
     with pytest.raises(ValueError, match="offload: expected 0 or 1 with 'muon', got 0.5"):
         TrainingPolicy(optimizer="muon", offload=0.5)
+
+
+def test_blocks_on_drives_take_what_the_drives_allow() -> None:
+    machine = dataclasses.replace(EIGHT.with_devices(2), disk_bandwidth=1e9)
+    plain = estimate(SMALL, machine, TrainingPolicy())
+    plan = estimate(SMALL, machine, TrainingPolicy(disk=("parameters", "gradients", "optimizer")))
+    block = plan.disk.stored / 6 / 4  # fp32: parameters, gradients, two moments
+    assert plan.disk.read == pytest.approx((2 * 6 - 1 + 4 * 6) * block)
+    assert plan.disk.written == pytest.approx((6 + 3 * 6) * block)
+    moved = 2 * (plan.disk.read + plan.disk.written)  # by two ranks
+    assert plan.time.disk == pytest.approx(moved / 1e9)
+    assert plan.time.step == pytest.approx(moved / 1e9, rel=0.1)
+    assert plan.time.bottleneck == "drives"
+    assert plan.written_per_day == pytest.approx(2 * plan.disk.written * 86_400 / plan.time.step)
+    saved = plain.memory.weights - plan.memory.weights
+    assert saved == pytest.approx(block * 6, rel=0.01)
+    fast = dataclasses.replace(machine, disk_bandwidth=1e15)
+    in_update = estimate(SMALL, fast, TrainingPolicy(disk=("optimizer",)))
+    assert in_update.time.exposed_disk == 0
+    assert in_update.disk.read == in_update.disk.written == pytest.approx(2 * 6 * block)
+
+
+def test_what_drives_cannot_hold_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for options, words in (
+        ({"disk": ("state",)}, "disk: expected some of parameters, gradients, optimizer, got state"),
+        ({"disk": ("optimizer",), "optimizer": "muon"}, "disk: expected Adam"),
+        ({"disk": ("optimizer",), "survive": True}, "without survive"),
+        ({"disk": ("parameters", "optimizer"), "tp_size": 2}, "without tensor parallelism"),
+        ({"disk": ("parameters",)}, "expected optimizer='disk' as well"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            TrainingPolicy(**options)
+    assert main(["plan", "--layers", "2", "--disk"]) == 2
+    assert "--disk: expected --here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "stored"),
+    [
+        (["--disk"], "parameters and gradients and optimizer on drives"),
+        (["--disk", "optimizer", "gradients"], "optimizer and gradients on drives"),
+        (["--disk", "optimizer", "--choose"], "optimizer on drives"),
+        (["--disk", "--choose"], "parameters and gradients and optimizer on drives"),
+    ],
+)
+def test_drives_are_in_the_report(
+    options: list[str], stored: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bmtrain.plan.command.measure_machine", lambda *_: EIGHT.with_devices(2))
+    assert main(["plan", "--here", "--layers", "2", "--set", "disk_bandwidth=7e9", *options]) == 0
+    text = capsys.readouterr().out
+    rows = (
+        "on drives per rank; a node's drives move 7 GB/s",
+        "read in a step",
+        "written in a day",
+        "disk buffers",
+        "drives  ",
+    )
+    for words in (stored, *rows):
+        assert words in text
+    assert all(len(line) <= 80 for line in text.splitlines()[2:])

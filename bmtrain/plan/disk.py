@@ -1,0 +1,103 @@
+"""Bytes of blocks on drives: stored, moved in a step, and the memory of the transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .._engine.disk_tier import AHEAD, LEAVING, aligned
+from ..optim.places import disk_arena
+from .model import MOMENT_BYTES, FlatBuffer, ModelDescription
+from .policy import TrainingPolicy
+
+__all__ = ["DiskEstimate", "on_disk"]
+
+
+@dataclass(frozen=True)
+class DiskEstimate:
+    """Bytes of one rank; none without drives.
+
+    Args:
+        stored: in files, each in whole pages.
+        read_in_passes: in the forwards and backwards of a step.
+        written_in_passes: in these.
+        read_in_update: in the update.
+        written_in_update: in this.
+        buffers: memory through which all pass, with one drive.
+    """
+
+    stored: int = 0
+    read_in_passes: int = 0
+    written_in_passes: int = 0
+    read_in_update: int = 0
+    written_in_update: int = 0
+    buffers: int = 0
+
+    @property
+    def read(self) -> int:
+        """In a step, without what clipping of the norm reads."""
+        return self.read_in_passes + self.read_in_update
+
+    @property
+    def written(self) -> int:
+        """In a step, without what clipping of the norm writes."""
+        return self.written_in_passes + self.written_in_update
+
+
+def on_disk(model: ModelDescription, policy: TrainingPolicy, num_sharing: int) -> DiskEstimate:
+    """Returns the bytes of a rank, by the formula of `docs/howto/disk.md`.
+
+    Args:
+        model: this rank's part of it.
+        policy: with what is on drives.
+        num_sharing: ranks that share a block.
+    """
+    if not policy.disk:
+        return DiskEstimate()
+    blocks = [[_Buffer(buffer, policy, num_sharing) for buffer in block.buffers] for block in model.blocks]
+    buffers = [buffer for block in blocks for buffer in block]
+    state = sum(b.state for b in buffers)
+    parameters, gradients = sum(b.parameters for b in buffers), sum(b.gradients for b in buffers)
+    updated = sum(b.parameters for b in buffers if b.trains)
+    # The last block stays from its forward to its backward; at level 2 all of them do.
+    again = parameters - sum(b.parameters for b in blocks[-1]) if policy.level == 3 else 0
+    return DiskEstimate(
+        stored=parameters + gradients + state,
+        read_in_passes=policy.accumulate * (parameters + again) + (policy.accumulate - 1) * gradients,
+        written_in_passes=policy.accumulate * gradients,
+        read_in_update=updated + gradients + state,
+        written_in_update=updated + state,
+        buffers=_passage(buffers, policy) + _waiting(blocks, policy, num_sharing),
+    )
+
+
+class _Buffer:
+    """Bytes of a flat buffer on drives."""
+
+    def __init__(self, buffer: FlatBuffer, policy: TrainingPolicy, num_sharing: int) -> None:
+        numel, size = buffer.partition(num_sharing), buffer.element_size
+        self.trains = buffer.trains
+        widths = [4.0] * (size == 2) + [MOMENT_BYTES[policy.state_dtype]] * 2 if buffer.trains else []
+        self.num_arrays = len(widths)
+        self.state = sum(aligned(int(numel * width)) for width in widths)
+        self.parameters = aligned(numel * size) * ("parameters" in policy.disk)
+        self.gradients = aligned(numel * size) * ("gradients" in policy.disk and buffer.trains)
+
+
+def _passage(buffers: Sequence[_Buffer], policy: TrainingPolicy) -> int:
+    """Returns the memory of an update's chunks, of one drive."""
+    num_arrays = max((b.num_arrays for b in buffers), default=0)
+    if num_arrays and len(policy.disk) > 1:
+        num_arrays += 2  # parameters and gradients
+    return (2 * disk_arena.AHEAD + 1) * num_arrays * disk_arena.CHUNK * torch.float32.itemsize
+
+
+def _waiting(blocks: Sequence[Sequence[_Buffer]], policy: TrainingPolicy, num_sharing: int) -> int:
+    """Returns the memory of blocks that were read, the running one included, and of gradients that are written."""
+    # The shard of one rank is its gathered buffer.
+    num_read = len(blocks) if num_sharing == 1 and policy.level == 2 else AHEAD + 1
+    parameters = sorted(sum(b.parameters for b in block) for block in blocks)
+    gradients = sorted(sum(b.gradients for b in block) for block in blocks)
+    return sum(parameters[-num_read:]) + sum(gradients[-LEAVING - 1 :])
