@@ -41,9 +41,8 @@ Divided = Callable[[str, Tensor, float | None], Tensor | None]
 
 class _State(threading.local):
     in_experts = False
-    features: tuple[int, tuple[int, ...]] | None = (
-        None  # of the class: backward, in a thread of torch's, ends it
-    )
+    #: Of all threads: a backward, which torch runs in a thread of its own, ends it.
+    features: tuple[int, tuple[int, ...]] | None = None
 
 
 _state = _State()

@@ -105,9 +105,8 @@ class _Job:
         statuses: list[int | None] = [None]
         while None in statuses and not any(statuses) and time.monotonic() < limit:
             process, step, ranks = map(int, self.text("now").split() or (0, 0, 0))
-            if process and process not in [
-                lost.pid for _, lost in self._lost
-            ]:  # one that wakes up may still write
+            lost = {victim.pid for _, victim in self._lost}  # one that wakes up may still write
+            if process and process not in lost:
                 if ranks == size:
                     return step
                 if not size and step != last and ranks == len(self.ranks):

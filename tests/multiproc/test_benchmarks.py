@@ -73,11 +73,11 @@ def test_step(bench: Callable[..., str], tmp_path: Path) -> None:
 def test_scale(bench: Callable[..., str], tmp_path: Path) -> None:
     file, plot = tmp_path / "scale.json", tmp_path / "scale.png"
     model = ["--layers", "2", "--dim", "32", "--seq", "8", "--repeat", "1"]
-    numbers = ["--blocks", "2,3", "--ranks", "1", "--json", str(file), "--plot", str(plot)]
+    numbers = ["--blocks", "2,3", "--ranks", "2", "--json", str(file), "--plot", str(plot)]
     output = bench("scale", *model, *numbers)
     found = json.loads(file.read_text())
     assert [(row["blocks"], row["ranks"]) for row in found["blocks"]] == [(2, 2), (3, 2)]
-    assert [(row["blocks"], row["ranks"]) for row in found["ranks"]] == [(2, 1)]
+    assert [(row["blocks"], row["ranks"]) for row in found["ranks"]] == [(2, 2)]
     more, fewer = found["blocks"][1], found["blocks"][0]
     assert more["messages"] - fewer["messages"] == 3  # a gather for forward, one for backward, a reduction
     assert "us to a backward" in output
