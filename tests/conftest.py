@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -59,6 +60,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return _TOGETHER.get(file, file)
 
     return ByFile(config, log)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def uninitialised() -> Iterator[None]:
+    """A file leaves the process as it found it: the files after it would fail for no reason of their own."""
+    yield
+    context = sys.modules.get("bmtrain._ranks.context")
+    assert context is None or context.current() is None, "this file has left bmtrain initialised"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
