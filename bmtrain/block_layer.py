@@ -12,7 +12,7 @@ import torch
 
 from ._base.arguments import require_integer, require_module
 from ._base.deprecate import warn_once
-from ._base.layers import LayerSequence, run_layers, stacked
+from ._base.layers import run_layers, stacked
 from ._base.opaque import opaque
 from ._base.stand_in import SHARED, StandIn
 from ._engine.block_state import BlockState
@@ -21,6 +21,7 @@ from ._engine.engine import current_engine
 from ._engine.policy import BlockMode, BlockPolicy, Recompute
 from ._engine.run_block import run_block
 from ._engine.run_state import ModuleState
+from ._engine.vertical import VerticalLayers
 from ._model.block_build import adopt_parameters, dissolve_inner_blocks
 from ._model.notes import name_block
 from ._model.storage import build_storage
@@ -309,7 +310,7 @@ def storage_type_cuda(storage_type: type) -> type:
     return storage_type
 
 
-class TransformerBlockList(LayerSequence):
+class TransformerBlockList(VerticalLayers):
     """Blocks that run one after the other, each on the hidden states of the one before.
 
     Args:

@@ -188,23 +188,23 @@ class Engine:
 
     def close(self, block: BlockState, *, keep: bool) -> None:
         """Makes the parameters shards again; ``keep`` leaves the gathered buffers for the backward."""
-        self._end_call(block, keep)
+        self.end_call(block, keep)
         self._gather_late()
 
     def abandon(self, block: BlockState) -> None:
         """Makes the parameters shards after an error or Ctrl-C, whatever had begun, and drops gathered memory."""
         with suppress(CommunicationError):  # of a pending gather: the caller raises the first error
-            self._end_call(block, keep=False)
+            self.end_call(block, keep=False)
             block.drop_gathered()
             self.drop_ahead()
 
-    def _end_call(self, block: BlockState, keep: bool) -> None:
+    def end_call(self, block: BlockState, keep: bool) -> None:
         if self.observer is not None:
             self.observer.computed(block)
         block.unbind()
-        self._keep_or_drop(block, keep)
+        self.keep_or_drop(block, keep)
 
-    def _keep_or_drop(self, block: BlockState, keep: bool) -> None:
+    def keep_or_drop(self, block: BlockState, keep: bool) -> None:
         """Releases the gathered parameters, unless the policy or a pending backward keeps them."""
         if block.policy.level == 1:
             return
@@ -229,7 +229,7 @@ class Engine:
             self._ahead = None
             return
         self.drop_ahead()
-        if phase is not Phase.BACKWARD and not self._is_of_this_round(block):
+        if phase is not Phase.BACKWARD and not self.is_of_this_round(block):
             block.drop_gathered()  # kept for a backward that did not run: perhaps of older parameters
 
     def _start_gather(self, block: BlockState) -> None:
@@ -262,7 +262,7 @@ class Engine:
     def _prefetch(self, block: BlockState) -> None:
         """Starts a gather for a later call, unless the parameters are gathered already."""
         if block.is_bound or (
-            block.is_gathered and (block.policy.level != 1 or self._is_of_this_round(block))
+            block.is_gathered and (block.policy.level != 1 or self.is_of_this_round(block))
         ):
             return
         block.drop_gathered()
@@ -278,28 +278,13 @@ class Engine:
         if ahead is not None:
             ahead.drop_gathered()
 
-    def _is_of_this_round(self, block: BlockState) -> bool:
+    def is_of_this_round(self, block: BlockState) -> bool:
         """Whether the gathered parameters are valid for another forward: kept by the policy, and unchanged."""
         return (
             (block.policy.level == 1 or (block.policy.keep_gathered and self.gradients.is_window_open()))
             and block.gathered_round == self.gradients.round
             and block.is_current()
         )
-
-    def hold(self, block: BlockState) -> None:
-        """Keeps the parameters gathered for several calls, until :meth:`let_go`.
-
-        The next call gathers them again, unless the policy has kept them and they are unchanged.
-        """
-        block.is_held = False
-        if not self._is_of_this_round(block):
-            block.drop_gathered()
-        block.is_held = True
-
-    def let_go(self, block: BlockState) -> None:
-        """Ends :meth:`hold`."""
-        block.is_held = False
-        self._keep_or_drop(block, keep=False)
 
     # ---- shared by all blocks, and parameters outside them
 

@@ -87,6 +87,7 @@ class Gradients:
         unsent: gradients that wait in ``no_sync()``.
         round: number of backwards that sent gradients; parameters are expected to change between two of them.
         listeners: notified when the gradients of a block have reached their shards.
+        turn: the block whose backwards add up, see [Note: Vertical order].
     """
 
     def __init__(self, engine: Any) -> None:
@@ -100,6 +101,7 @@ class Gradients:
         self._accumulated: dict[int, DistributedParameter] = {}  # with post-accumulate hooks to be run
         self._callback_task = -1
         self._is_ending = False
+        self.turn: Any = None
 
     # ---- destinations
 
@@ -240,6 +242,8 @@ class Gradients:
 
     def _end_backward(self) -> None:
         with self.ending():
+            if self.turn is not None:
+                self.turn.end()
             if self._engine.islands.count == 0 and self.destination is not self._accumulating:
                 self.close_round()
             self.finish()
@@ -277,8 +281,13 @@ class Gradients:
 
     def drop_stale(self) -> None:
         """Drops pending reductions of a backward that failed: the gradients may have been zeroed since."""
-        if (self._reductions or self._accumulated) and torch._C._current_graph_task_id() == -1:
+        pending = self._reductions or self._accumulated or self.turn
+        if pending and torch._C._current_graph_task_id() == -1:
             self._accumulated.clear()
+            if self.turn is not None:
+                self.turn.drop()
             while self._reductions:
                 for buffer in self._reductions.pop(0)[1]:
                     buffer.cancel_backward()
+            if self._engine.tier is not None:
+                self._engine.tier.settle()

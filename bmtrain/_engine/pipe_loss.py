@@ -26,6 +26,7 @@ from .._C import ReduceOp
 from .._shards.stage import collect_batches, hand_out_batches, share_shape
 from ..global_var import context, num_losses
 from .engine import current_engine
+from .held import drop_gradients, hold, let_go
 from .pipe_arguments import PipeArguments
 from .pipe_pass import LossOf, Pass, Plan
 from .reads import Reads, Scope
@@ -54,13 +55,6 @@ class Memory:
         for block in plan.blocks:
             drop_gradients(block._runtime)
         return self.number
-
-
-def drop_gradients(state: Any) -> None:
-    """Drops gradients that a pass has left in a block."""
-    if state.defers:
-        state.defers = False
-        state.cancel_backward(list(state.unsent))
 
 
 class _GivenReads(Scope):
@@ -256,13 +250,13 @@ def _pass(
     run = Pass(plan, whole.tensor_split(plan.num_micros), arguments, loss_of, seed)
     engine, states = current_engine(context()), [block._runtime for block in plan.blocks]
     for state in states:
-        engine.hold(state)
+        hold(engine, state)
         state.defers = seed is not None
     try:
         run.run()
     finally:
         for state in states:
-            engine.let_go(state)
+            let_go(engine, state)
     return run
 
 

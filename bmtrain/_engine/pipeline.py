@@ -29,6 +29,7 @@ from .._shards.stage import (
 )
 from ..global_var import context
 from .engine import current_engine
+from .held import hold, let_go
 from .pipe_arguments import PipeArguments, on_rows
 from .pipe_pass import wait_for_stage
 from .pipe_recording import StageRecordings
@@ -77,7 +78,7 @@ class PipelineCall:
         """Runs all micro-batches; returns this rank's batch of the output (and of the layers' inputs)."""
         self.hidden_shape, self.hidden_dtype, self.device = hidden.shape, hidden.dtype, hidden.device
         for block in self.blocks:
-            self._engine.hold(block._runtime)
+            hold(self._engine, block._runtime)
         try:
             self._run_micros(hidden, arguments)
         finally:
@@ -270,7 +271,7 @@ class PipelineCall:
 
     def _release_blocks(self) -> None:
         for block in self.blocks:
-            self._engine.let_go(block._runtime)
+            let_go(self._engine, block._runtime)
 
 
 class _Incoming:

@@ -16,7 +16,7 @@ from bmtrain.optim.places import disk_arena
 
 from .offloaded import Model, values_of
 
-__all__ = ["make", "small_chunks", "small_drive", "train"]
+__all__ = ["kernel_bytes", "make", "small_chunks", "small_drive", "train"]
 
 
 def small_chunks() -> None:
@@ -64,6 +64,13 @@ def train(
         manager.step()
         losses.append(loss.detach().clone())
     return [*losses, *values_of(model, [optimizer])]
+
+
+def kernel_bytes() -> tuple[int, int]:
+    """Returns the bytes that this process has read from drives and written to them, by the kernel's count."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    counts = {name: int(number) for name, number in (line.split(": ") for line in lines)}
+    return counts["read_bytes"], counts["write_bytes"]
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_process, run_ranks
-from harness.disk_tier import ALL, TIERS, make, small_chunks, small_drive, train
+from harness.disk_tier import ALL, TIERS, kernel_bytes, make, small_chunks, small_drive, train
 
 import bmtrain as bmt
 from bmtrain import _C
@@ -300,12 +300,6 @@ def count_bytes(dtype: torch.dtype) -> tuple[int, int, int]:
 def train_block(model: Any, optimizer: Any) -> None:
     model(torch.ones(1, 2000, dtype=next(model.parameters()).dtype)).float().sum().backward()
     optimizer.step()
-
-
-def kernel_bytes() -> tuple[int, int]:
-    lines = Path("/proc/self/io").read_text().splitlines()
-    counts = {name: int(number) for name, number in (line.split(": ") for line in lines)}
-    return counts["read_bytes"], counts["write_bytes"]
 
 
 @pytest.mark.parametrize(("dtype", "state"), [(torch.float32, 8), (torch.bfloat16, 12)])
