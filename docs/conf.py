@@ -5,7 +5,6 @@ import re
 import sys
 from pathlib import Path
 
-from docutils import nodes
 from furo.navigation import get_navigation_tree
 from sphinx import addnodes
 from sphinx.environment.adapters.toctree import TocTree
@@ -33,22 +32,6 @@ myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 default_role = "py:obj"  # `name` in a docstring: a link where there is such a name, code elsewhere
-
-_CHINESE = "[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]"
-
-
-def join_lines(app, doctree):
-    """A line break between two Chinese characters is no space, which browsers would make of it."""
-    if not app.env.docname.startswith("zh/"):
-        return
-    for text in list(doctree.findall(nodes.Text)):
-        if isinstance(text.parent, nodes.FixedTextElement | nodes.literal):
-            continue
-        index = text.parent.index(text)
-        after = text.parent[index + 1].astext()[:1] if index + 1 < len(text.parent) else ""
-        before = text.parent[index - 1].astext()[-1:] if index else ""
-        joined = re.sub(f"(?<={_CHINESE})\n(?={_CHINESE})", "", before + text.astext() + after)
-        text.parent.replace(text, nodes.Text(joined[len(before) : len(joined) - len(after)]))
 
 
 class SearchBoth(SearchEnglish):
@@ -145,7 +128,6 @@ def break_names(app, pagename, templatename, context, doctree):
 
 
 def setup(app):
-    app.connect("doctree-read", join_lines)
     app.connect("html-page-context", break_names)
     app.connect("html-page-context", stay_in_language)
     app.connect("html-page-context", link_other_language)

@@ -78,6 +78,14 @@ CHINESE = {
     "比特": "逐位",
     "学习率计划": "学习率调度",
     "批次": "batch",
+    "批大小": "batch 大小",
+    "通信器": "通信组",
+    "集合操作": "集合通信",
+    "矩估计": "动量",
+    "幸存者": "存活的 rank",
+    "卸载": "offload",
+    "杀死": "杀掉",
+    "状态字典": "state dict",
 }
 
 
@@ -127,6 +135,13 @@ def test_phrases_are_replaced(phrase: Phrase) -> None:
 def test_chinese_pages_use_one_term(term: str) -> None:
     found = [path.name for path in pages("zh") if term in prose(path)]
     assert not found, f"write {CHINESE[term]}"
+
+
+def test_chinese_lines_end_with_their_paragraphs() -> None:
+    """Browsers show a line break between two Chinese characters as a space."""
+    chinese = "[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]"
+    found = [path.name for path in pages("zh") if re.search(f"{chinese}\n *{chinese}", prose(path))]
+    assert not found, "join the lines"
 
 
 def test_module_titles_are_noun_phrases() -> None:
