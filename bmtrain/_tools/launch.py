@@ -19,12 +19,7 @@ from .launch_surviving import run_ranks
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of the command."""
     parser.epilog = "example:\n  bmtrain launch --nproc 2 train.py --lr 0.1"
-    parser.add_argument(
-        "--nproc",
-        type=_positive,
-        metavar="N",
-        help="number of ranks (default: one for each GPU, or 2 without any)",
-    )
+    parser.add_argument("--nproc", type=int, help="number of ranks (default: one per GPU, or 2 without)")
     parser.add_argument(
         "--survive",
         type=int,
@@ -40,12 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("script", type=Path, help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of ranks from 1, got {text!r}")
-    return int(text)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -51,16 +51,16 @@ class Layout:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of the command."""
-    parser.epilog = "example:\n  bmtrain parity --layouts 2 2:sp_size=2 -- train.py --steps 3"
+    parser.epilog = "example:\n  bmtrain parity --steps 3 --layouts 2 2:sp_size=2 -- train.py --lr 0.1"
     parser.add_argument(
         "--layouts",
         type=Layout.parse,
         nargs="+",
         default=[Layout("2", 2, {})],
-        metavar="RANKS[:NAME=N,...]",
-        help=f"layouts to compare with one process; names are {', '.join(_NAMES)} (default: 2)",
+        metavar="LAYOUT",
+        help=f"RANKS or RANKS:NAME=SIZE,... to compare; names are {', '.join(_NAMES)} (default: 2)",
     )
-    parser.add_argument("--steps", type=int, default=3, help="steps that are compared (default: 3)")
+    parser.add_argument("--steps", type=int, default=3, help="steps that are compared")
     parser.add_argument(
         "--allowed",
         type=float,

@@ -67,9 +67,9 @@ class _HelpFormatter(argparse.HelpFormatter):
         return "N" if action.type is int else "FILE" if action.type is Path else usual
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        is_number = isinstance(action.default, int | float) and not isinstance(action.default, bool)
+        shows = isinstance(action.default, int | float | str) and action.default not in (0, argparse.SUPPRESS)
         text = action.help or ""
-        return f"{text} (default: %(default)s)".lstrip() if is_number and "default" not in text else text
+        return f"{text} (default: %(default)s)" if shows and "default" not in text else text
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
@@ -106,6 +106,15 @@ class CommandParser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return found, unknown
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """Refuses numbers below 0, and an integer of 0 unless the default is as low."""
+        value = super()._get_value(action, arg_string)
+        if action.type in (int, float) and not action.choices:
+            least = int(action.type is int and (action.default is None or action.default > 0))
+            if not value >= least:  # nor NaN
+                raise argparse.ArgumentError(action, f"expected a number from {least}, got {arg_string}")
+        return value
+
     def error(self, message: str) -> NoReturn:
         """Ends the process with status 2 and an error that suggests the closest known spelling."""
         message = message.replace(" script, arguments", " script")  # the arguments may be none
@@ -113,4 +122,5 @@ class CommandParser(argparse.ArgumentParser):
         if choice is not None:
             near = difflib.get_close_matches(choice[1], re.findall(r"[\w.-]+", choice[2]), 1)
             message += f"; did you mean {near[0]}?" if near else ""
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        line = f"{self.prog}: {message} (see {self.prog} --help)"
+        self.exit(2, fold(line, 4, columns(sys.stderr) if sys.stderr.isatty() else None) + "\n")

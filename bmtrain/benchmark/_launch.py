@@ -33,7 +33,8 @@ def launch(num_ranks: int, environment: Mapping[str, str] | None = None, extra: 
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
         command = [sys.executable, *launcher, "-m", "bmtrain", *sys.argv[1:], *extra]
         # Ranks of a benchmark train on the same samples, which is what this warning is about.
-        quiet = {"PYTHONWARNINGS": "ignore:OptimManager:UserWarning"}
+        deprecated = "ignore::FutureWarning:torch.distributed.c10d_logger"  # of torch's collectives in `comm`
+        quiet = {"PYTHONWARNINGS": f"ignore:OptimManager:UserWarning,{deprecated}"}
         variables = {**quiet, **(environment or {}), **os.environ, _ANSWER: str(file)}
         status = subprocess.run(command, env=variables, check=False).returncode
         if status:

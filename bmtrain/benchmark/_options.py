@@ -28,10 +28,19 @@ def add_names(parser: argparse.ArgumentParser, option: str, known: Iterable[str]
     )
 
 
+def numbers(text: str) -> list[int]:
+    """Whole numbers from 1, with commas between them."""
+    if not all(number.isdecimal() and int(number) for number in text.split(",")):
+        raise argparse.ArgumentTypeError(
+            f"expected whole numbers from 1 with commas between them, got {text!r}"
+        )
+    return list(map(int, text.split(",")))
+
+
 def add_run(parser: argparse.ArgumentParser, *, ranks: int = 2, seq: int = 256) -> None:
     """The options of the ranks of a benchmark and of the GPT that they train, with these defaults."""
-    parser.add_argument("--ranks", type=int, default=ranks, help="number of ranks (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=8, help="(default: %(default)s)")
-    parser.add_argument("--dim", type=int, default=512, help="(default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=2, help="sequences per rank (default: %(default)s)")
-    parser.add_argument("--seq", type=int, default=seq, help="tokens of a sequence (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=ranks, help="number of ranks")
+    parser.add_argument("--layers", type=int, default=8, help="layers")
+    parser.add_argument("--dim", type=int, default=512, help="width")
+    parser.add_argument("--batch", type=int, default=2, help="sequences per rank")
+    parser.add_argument("--seq", type=int, default=seq, help="tokens of a sequence")

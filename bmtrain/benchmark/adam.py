@@ -26,6 +26,7 @@ import torch
 from .._C import cpu_isa
 from .._tools.terminal import columns, fold
 from ._bars import Bar, Chart, picture
+from ._options import numbers
 from ._steps import FORMULAS, Formula, Size
 from ._table import print_table
 
@@ -38,18 +39,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describes the options of ``bench adam``."""
     parser.add_argument(
         "--sizes",
+        type=_sizes,
         default="20,24,26,100x16",
-        help="elements as powers of two, 100x16 for 100 tensors of 2^16 (default: %(default)s)",
+        help="elements as powers of two, 100x16 for 100 tensors of 2^16",
     )
-    parser.add_argument("--threads", default="1,2", help="numbers of threads (default: %(default)s)")
-    parser.add_argument(
-        "--repeat", type=int, default=9, help="turns of each candidate (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--formula", choices=FORMULAS, default="adam", help="what the step computes (default: %(default)s)"
-    )
+    parser.add_argument("--threads", type=numbers, default="1,2", help="numbers of threads")
+    parser.add_argument("--repeat", type=int, default=9, help="turns of each candidate")
+    parser.add_argument("--formula", choices=FORMULAS, default="adam", help="what the step computes")
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
     parser.add_argument("--plot", type=Path, help="draw them into this SVG file")
+
+
+def _sizes(text: str) -> list[Size]:
+    try:
+        return [Size.read(size) for size in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected sizes such as 20,100x16, got {text!r}") from None
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -59,8 +64,8 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"kernels: {cpu_isa()}, torch {torch.__version__} ({torch.backends.cpu.get_cpu_capability()})")
     before = torch.get_num_threads()
     try:
-        for size in map(Size.read, arguments.sizes.split(",")):
-            for threads in map(int, arguments.threads.split(",")):
+        for size in arguments.sizes:
+            for threads in arguments.threads:
                 torch.set_num_threads(threads)
                 seconds = measure(size, arguments.repeat, formula)
                 _print_table(formula, size, threads, seconds)

@@ -26,7 +26,7 @@ from .._ranks import comm as _comm
 from .._ranks import shm_meeting
 from .._tools.pictures import BLUE, GREY, ORANGE, label_sizes, new_figure, plain
 from ._launch import answer, launch
-from ._options import add_names
+from ._options import add_names, numbers
 
 __all__ = ["PRIMITIVES", "Result", "add_arguments", "run"]
 
@@ -63,12 +63,10 @@ class Result:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describes the options of ``bench comm``."""
-    parser.add_argument("--ranks", default="2,4", help="numbers of ranks (default: %(default)s)")
-    parser.add_argument(
-        "--sizes", default="4,64,1024,32768", help="KiB of the larger tensor (default: %(default)s)"
-    )
+    parser.add_argument("--ranks", type=numbers, default="2,4", help="numbers of ranks")
+    parser.add_argument("--sizes", type=numbers, default="4,64,1024,32768", help="KiB of the larger tensor")
     add_names(parser, "--primitives", PRIMITIVES)
-    parser.add_argument("--repeat", type=int, default=15, help="of each variant (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=15, help="of each variant")
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
     parser.add_argument("--plot", type=Path, help="draw them into this file (needs matplotlib)")
 
@@ -79,7 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
         _run_rank(arguments, arguments.primitives)
         return
     results: list[Result] = []
-    for ranks in map(int, arguments.ranks.split(",")):
+    for ranks in arguments.ranks:
         results += [Result(**row) for row in launch(ranks, {"OMP_NUM_THREADS": "1"})]
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
@@ -92,7 +90,7 @@ def _run_rank(arguments: argparse.Namespace, primitives: list[str]) -> None:
     ours = _communicators()
     results = []
     for primitive in primitives:
-        for kib in map(int, arguments.sizes.split(",")):
+        for kib in arguments.sizes:
             results += _measure(primitive, kib * 1024, ours, arguments.repeat)
     if dist.get_rank() == 0:
         _print_table(results)

@@ -21,6 +21,7 @@ import torch
 
 from .._engine.policy import BlockPolicy
 from ..block_layer import Block
+from ..errors import DiskError
 from ..init import init_distributed
 from ..nn import Linear
 from ..optim import AdamOptimizer
@@ -38,11 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--directory", default=".", metavar="DIR", help="on the drive (default: the current one)"
     )
-    parser.add_argument(
-        "--mib", type=int, default=768, help="state that is read and written (default: %(default)s)"
-    )
-    parser.add_argument("--threads", type=int, default=8, help="of the raw program (default: %(default)s)")
-    parser.add_argument("--repeat", type=int, default=5, help="(default: %(default)s)")
+    parser.add_argument("--mib", type=int, default=768, help="state that is read and written")
+    parser.add_argument("--threads", type=int, default=8, help="of the raw program")
+    parser.add_argument("--repeat", type=int, default=5, help="measurements")
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
 
 
@@ -50,7 +49,11 @@ def run(arguments: argparse.Namespace) -> None:
     """Measures, and prints the table."""
     init_distributed(seed=0, tier_directories=[arguments.directory])
     rows = max((arguments.mib << 20) // (12 * _WIDTH), 1)
-    on_disk, in_memory = _optimizer(rows, BlockPolicy(optimizer="disk")), _optimizer(rows, BlockPolicy())
+    try:
+        on_disk = _optimizer(rows, BlockPolicy(optimizer="disk"))
+    except DiskError as error:
+        raise SystemExit(f"bmtrain bench disk: {error}") from None
+    in_memory = _optimizer(rows, BlockPolicy())
     (arena,) = {home.arena for home in on_disk._place._homes.values()}
     candidates: dict[str, Callable[[], Any]] = {
         "step, state on the drive": on_disk.step,

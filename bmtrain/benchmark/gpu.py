@@ -30,7 +30,7 @@ from ..init import init_distributed, is_initialized
 from ..loss import FusedCrossEntropy
 from ..optim._arrays import allocate
 from ._offload_gpu import Shape, measure_offload, print_offload
-from ._options import add_names
+from ._options import add_names, numbers
 from ._variants import VARIANTS
 
 __all__ = ["add_arguments", "measure_adam", "measure_cross_entropy", "measure_norm", "measure_step", "run"]
@@ -47,19 +47,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exponent", type=int, default=28, help="elements of Adam and norm (default: 2^%(default)s)"
     )
-    parser.add_argument("--rows", type=int, default=8192, help="of the logits (default: %(default)s)")
-    parser.add_argument(
-        "--vocab", type=int, default=131072, help="columns of the logits (default: %(default)s)"
-    )
-    parser.add_argument("--layers", type=int, default=24, help="of the GPT (default: %(default)s)")
-    parser.add_argument("--dim", type=int, default=2048, help="(default: %(default)s)")
-    parser.add_argument("--heads", type=int, default=16, help="(default: %(default)s)")
-    parser.add_argument("--seq", type=int, default=1024, help="(default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="(default: %(default)s)")
-    parser.add_argument(
-        "--tokens", default="4096,16384,65536", help="of a step with offload (default: %(default)s)"
-    )
-    parser.add_argument("--repeat", type=int, default=20, help="measurements (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=8192, help="of the logits")
+    parser.add_argument("--vocab", type=int, default=131072, help="columns of the logits")
+    parser.add_argument("--layers", type=int, default=24, help="of the GPT")
+    parser.add_argument("--dim", type=int, default=2048, help="width")
+    parser.add_argument("--heads", type=int, default=16, help="attention heads")
+    parser.add_argument("--seq", type=int, default=1024, help="tokens of a sequence")
+    parser.add_argument("--batch", type=int, default=8, help="sequences")
+    parser.add_argument("--tokens", type=numbers, default="4096,16384,65536", help="of a step with offload")
+    parser.add_argument("--repeat", type=int, default=20, help="measurements")
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
 
 
@@ -269,7 +265,7 @@ def measure_step(arguments: argparse.Namespace) -> dict[str, Any]:
 def _measure_offload(arguments: argparse.Namespace) -> dict[str, Any]:
     if not is_initialized():
         init_distributed(seed=0)
-    tokens = tuple(map(int, arguments.tokens.split(",")))
+    tokens = tuple(arguments.tokens)
     repeat = max(3, arguments.repeat // 6)
     return measure_offload(
         Shape(arguments.layers, arguments.dim, arguments.heads, arguments.seq, tokens, repeat, _VOCAB)

@@ -37,13 +37,11 @@ _TORCH = "torch.optim.Muon, whole"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describes the options of ``bench muon``."""
-    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=4, help="(default: %(default)s)")
-    parser.add_argument("--dim", type=int, default=512, help="(default: %(default)s)")
-    parser.add_argument("--dtype", choices=_DTYPES, default="fp32", help="(default: %(default)s)")
-    parser.add_argument(
-        "--repeat", type=int, default=7, help="steps of each optimizer (default: %(default)s)"
-    )
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks")
+    parser.add_argument("--layers", type=int, default=4, help="layers")
+    parser.add_argument("--dim", type=int, default=512, help="width")
+    parser.add_argument("--dtype", choices=_DTYPES, default="fp32", help="dtype of the parameters")
+    parser.add_argument("--repeat", type=int, default=7, help="steps of each optimizer")
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
 
 

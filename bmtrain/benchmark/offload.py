@@ -40,9 +40,9 @@ _NONE, _INSIDE, _OVERLAPPED = "no update", "overlap=False", "overlap=True"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describes the options of ``bench offload``."""
     add_run(parser, ranks=1, seq=128)
-    parser.add_argument("--threads", type=int, default=1, help="threads of a rank (default: %(default)s)")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="(default: %(default)s)")
-    parser.add_argument("--repeat", type=int, default=7, help="turns of each variant (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of a rank")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="dtype of the parameters")
+    parser.add_argument("--repeat", type=int, default=7, help="turns of each variant")
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
     parser.add_argument("--plot", type=Path, help="draw them into this SVG file")
 

@@ -81,7 +81,7 @@ class _Row(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describes the options of ``bench plan``."""
     add_run(parser)
-    parser.add_argument("--repeat", type=int, default=7, help="steps of each kind (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=7, help="steps of each kind")
     parser.add_argument("--memory", action="store_true", help="compare peak memory instead")
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
     parser.add_argument(

@@ -30,33 +30,22 @@ from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 from ._host import host_cost
 from ._launch import answer, launch
 from ._memory import resident_bytes
+from ._options import numbers
 
 __all__ = ["add_arguments", "run"]
 
 _WARM_UP = 3  # steps in which the order of blocks is learnt
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describes the options of ``bench scale``."""
-    parser.add_argument(
-        "--blocks", type=_numbers, default="4,8,16,32,64", help="numbers of layers (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--ranks-of-blocks", type=int, default=2, help="ranks for them (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--ranks", type=_numbers, default="1,2,4,8", help="numbers of ranks (default: %(default)s)"
-    )
-    parser.add_argument("--layers", type=int, default=16, help="layers for them (default: %(default)s)")
-    parser.add_argument("--dim", type=int, default=256, help="(default: %(default)s)")
-    parser.add_argument(
-        "--seq", type=int, default=64, help="tokens of a rank's sequence (default: %(default)s)"
-    )
-    parser.add_argument("--repeat", type=int, default=5, help="steps of each number (default: %(default)s)")
+    parser.add_argument("--blocks", type=numbers, default="4,8,16,32,64", help="numbers of layers")
+    parser.add_argument("--ranks-of-blocks", type=int, default=2, help="ranks for them")
+    parser.add_argument("--ranks", type=numbers, default="1,2,4,8", help="numbers of ranks")
+    parser.add_argument("--layers", type=int, default=16, help="layers for them")
+    parser.add_argument("--dim", type=int, default=256, help="width")
+    parser.add_argument("--seq", type=int, default=64, help="tokens of a rank's sequence")
+    parser.add_argument("--repeat", type=int, default=5, help="steps of each number")
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
     parser.add_argument("--plot", type=Path, help="draw them into this file (needs matplotlib)")
     parser.add_argument("--part", choices=("blocks", "ranks", "host"), help=argparse.SUPPRESS)  # in a rank

@@ -10,8 +10,8 @@ exchange, background update and buffer given back, with buffers that hold NaN un
 another ZeRO level in turn. A result that depends on the timing differs in its bits from the same steps run
 one after the other.
 
-With ``--kill SECONDS`` a rank is lost so often (killed, stopped, or by an exception), and a new process takes its
-place. Expected: the bits of an undisturbed run, and no file, thread or process that is left.
+With ``--kill SECONDS`` a rank is killed, stopped or made to raise an exception at that interval, and a new process
+takes its place. Expected: the bits of an undisturbed run, and no file, thread or process that is left.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--schedules", type=int, default=0, help="random schedules to compare with the serial result instead"
     )
     parser.add_argument(
-        "--kill", type=float, default=0.0, metavar="SECONDS", help="lose and replace a rank so often instead"
+        "--kill", type=float, default=0.0, metavar="SECONDS", help="lose and replace ranks instead"
     )
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
 

@@ -79,7 +79,7 @@ class Result:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describes the options of ``bench step``."""
     add_run(parser)
-    parser.add_argument("--repeat", type=int, default=7, help="steps of each variant (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=7, help="steps of each variant")
     add_names(parser, "--variants", VARIANTS)
     parser.add_argument(
         "--memory", action="store_true", help="measure peak memory, each variant in processes of its own"

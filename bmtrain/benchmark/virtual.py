@@ -41,14 +41,16 @@ _Step = Callable[[int, Tensor], None]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describes the options of ``bench virtual``."""
-    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: %(default)s)")
-    parser.add_argument("--shards", type=int, default=8, help="virtual shards (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=4, help="(default: %(default)s)")
-    parser.add_argument("--dim", type=int, default=256, help="(default: %(default)s)")
-    parser.add_argument("--rows", type=int, default=2, help="sequences of a shard (default: %(default)s)")
-    parser.add_argument("--seq", type=int, default=128, help="tokens of a sequence (default: %(default)s)")
-    parser.add_argument("--repeat", type=int, default=7, help="steps of each variant (default: %(default)s)")
-    parser.add_argument("--survive", type=int, metavar="PAIRS", help="compare survive=1 so often instead")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks")
+    parser.add_argument("--shards", type=int, default=8, help="virtual shards")
+    parser.add_argument("--layers", type=int, default=4, help="layers")
+    parser.add_argument("--dim", type=int, default=256, help="width")
+    parser.add_argument("--rows", type=int, default=2, help="sequences of a shard")
+    parser.add_argument("--seq", type=int, default=128, help="tokens of a sequence")
+    parser.add_argument("--repeat", type=int, default=7, help="steps of each variant")
+    parser.add_argument(
+        "--survive", type=int, metavar="PAIRS", help="pairs of steps, with survive=1 and without"
+    )
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
 
 

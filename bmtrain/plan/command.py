@@ -55,31 +55,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(model: _Group) -> None:
-    model.add_argument("--layers", type=int, default=24, help="(default: %(default)s)")
-    model.add_argument("--dim", type=int, default=2048, help="width (default: %(default)s)")
-    model.add_argument("--heads", type=int, default=16, help="(default: %(default)s)")
-    model.add_argument("--dim-head", type=int, help="default: dim / heads")
-    model.add_argument("--vocab", type=int, default=50257, help="(default: %(default)s)")
+    model.add_argument("--layers", type=int, default=24, help="number of layers")
+    model.add_argument("--dim", type=int, default=2048, help="width")
+    model.add_argument("--heads", type=int, default=16, help="attention heads")
+    model.add_argument("--dim-head", type=int, help="width of a head (default: dim / heads)")
+    model.add_argument("--vocab", type=int, default=50257, help="size of the vocabulary")
     model.add_argument("--seq", type=int, help="tokens per sample (default: 1024)")
     model.add_argument("--config", type=Path, help="a Hugging Face config.json instead")
     model.add_argument("--module", metavar="FILE:FUNCTION", help="a module instead, see below")
     model.add_argument(
         "--dtype",
         choices=("float32", "float16", "bfloat16"),
-        help="of the parameters (default: a module's own; else float32 with --compute-dtype or --gather-dtype, "
-        "bfloat16 without)",
+        help="dtype of the parameters (default: a module's own; else float32 with --compute-dtype or "
+        "--gather-dtype, bfloat16 without)",
     )
 
 
 def _add_machine(machine: _Group) -> None:
-    machine.add_argument(
-        "--machine", default="a100-80gb", metavar="NAME", help=f"{', '.join(MACHINES)} (default: %(default)s)"
-    )
+    machine.add_argument("--machine", default="a100-80gb", metavar="NAME", help=", ".join(MACHINES))
     machine.add_argument(
         "--here", action="store_true", help="measure this machine with --devices ranks (default: 2) instead"
     )
-    machine.add_argument("--nodes", type=int, help="default: the preset's")
-    machine.add_argument("--devices", type=int, help="devices per node; default: the preset's")
+    machine.add_argument("--nodes", type=int, help="number of nodes (default: the preset's)")
+    machine.add_argument("--devices", type=int, help="devices per node (default: the preset's)")
     machine.add_argument(
         "--set",
         action="append",
@@ -107,7 +105,7 @@ def _add_policy(policy: _Group) -> None:
         "--gather-dtype", choices=("float16", "bfloat16"), help="dtype of sent fp32 parameters"
     )
     policy.add_argument(
-        "--optimizer", choices=("adam", "muon"), default="adam", help="of matrices in blocks (default: adam)"
+        "--optimizer", choices=("adam", "muon"), default="adam", help="for matrices in blocks"
     )
     policy.add_argument(
         "--offload", type=float, default=0.0, metavar="F", help="share of the optimizer on the host, 0 to 1"
@@ -122,17 +120,20 @@ def _add_policy(policy: _Group) -> None:
     policy.add_argument(
         "--state-dtype",
         choices=("float32", "bfloat16", "int8"),
-        help="of Adam's moments (default: float32)",
+        help="dtype of Adam's moments",
         default="float32",
     )
-    policy.add_argument("--survive", action="store_true", help="copies for the loss of a rank")
+    policy.add_argument("--survive", action="store_true", help="with the copies that survive=1 keeps")
     policy.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
     policy.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     policy.add_argument("--sp", type=int, default=1, help="ranks that divide a sequence, by heads")
     policy.add_argument("--pipe", type=int, default=1, help="pipeline stages")
-    policy.add_argument("--schedule", choices=SCHEDULES, default="gpipe", help="of the pipeline")
+    policy.add_argument("--schedule", choices=SCHEDULES, default="gpipe", help="pipeline schedule")
     policy.add_argument(
-        "--num-micro-batches", type=int, metavar="M", help="of a pass of the pipeline (default: its stages)"
+        "--num-micro-batches",
+        type=int,
+        metavar="M",
+        help="micro-batches of a pipeline pass (default: --pipe)",
     )
     policy.add_argument(
         "--reduce",

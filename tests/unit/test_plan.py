@@ -407,11 +407,9 @@ def test_this_machine_is_measured_in_what_blocks_compute_in(
         (["--set", "efficiency=3"], "--set efficiency=3: efficiency: expected"),
         (["--config", "/nowhere/config.json"], "/nowhere/config.json"),
         (["--module", "/nowhere/model.py:build"], "of a file that exists"),
-        (["--micro-batch", "0"], "micro_batch: expected at least 1"),
         (["--dim", "100", "--heads", "3"], "expected a divisor of dim_model = 100, got 3"),
         (["--scale", "nowhere", "--layers", "4"], "models of its own (1.3B to 1T); leave out --layers"),
         (["--tp", "3"], "multiple of tp_size"),
-        (["--nodes", "0"], "num_nodes: expected at least 1"),
     ],
 )
 def test_a_wrong_option_gets_one_sentence(
