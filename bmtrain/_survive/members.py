@@ -4,12 +4,15 @@
 From the start each rank listens at a port of its own, whose address all ranks know. After a loss each survivor
 goes to the lowest rank that answers, which waits until every other rank has come or is known to be lost: it refuses
 connections, hangs up, or does not answer. Then it sends all of them the list. A thread answers, so that a rank
-that still computes is not taken for lost. Every loss begins an epoch: a process that was stopped and comes too late
-gets an error: the others have continued without it.
+that still computes is not taken for lost. The verdict does not decide: each rank has its own view of which others were
+silent, and a rank that was only slow comes too. A leader that hears of a lower rank sends all back to look again.
+Every loss begins an epoch: a process that was stopped and comes too late gets an error: the others have continued
+without it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import os
@@ -18,18 +21,24 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from .._watch.lines import listen
 from ..errors import CommunicationError
 
-#: Time in which the thread of a living rank answers.
+#: Time in which the thread of a living rank answers; of one that did not answer the watchdog.
 _ANSWER_SECONDS = 5.0
+_DOUBTED_SECONDS = 3.0
+#: Time between two signs of life of the rank at which others wait.
+_SIGN_SECONDS = 1.0
+_THREADS = 32
 _POLL_SECONDS = 0.02
 _LONGEST = 1 << 24
 
 Message = dict[str, Any]
+Probe = Future["Line | None"]
 
 
 class Address(NamedTuple):
@@ -55,6 +64,10 @@ class Meeting(NamedTuple):
 
 class Lost(Exception):
     """A rank does not answer."""
+
+
+class _LookAgain(Exception):
+    """A rank is there that is to lead the agreement."""
 
 
 class Members:
@@ -157,31 +170,39 @@ class Members:
     def agree(
         self,
         report: Message,
-        lost: Sequence[int],
+        lost: Mapping[int, bool],
         patience: float,
-        why_not: Callable[[dict[int, Message]], str],
-        give: Callable[[dict[int, Message]], Message],
+        decide: Callable[[dict[int, Message]], Message],
     ) -> Meeting:
         """Meets the survivors. Collective over them.
 
         Args:
             report: of this rank, for all others.
-            lost: ranks that are known to be lost.
+            lost: ranks that are lost by the verdict; whether they end by themselves: others may be slow.
             patience: seconds within which all survivors come.
-            why_not: called with all reports on the first survivor; the reason to end, or nothing.
-            give: called with all reports on the first survivor; its result is given to all.
+            decide: called with all reports on the first survivor; returns ``why`` to end, or what all are ``given``.
 
         Raises:
             CommunicationError: the survivors cannot continue, or have done so without this process.
         """
-        missing, end = set(lost), time.monotonic() + patience
-        for leader in range(self.rank):
-            if leader not in missing:
-                try:
-                    return self._follow(leader, report, end)
-                except Lost:
+        patience = max(patience, _ANSWER_SECONDS)
+        end = time.monotonic() + patience
+        while True:
+            missing = {rank for rank, ends in lost.items() if ends}
+            probes = self._probe(set(range(self.rank)) - missing, lost)
+            try:
+                for leader, probe in sorted(probes.items()):
+                    try:
+                        if probe.result() is not None:
+                            return self._follow(leader, report, patience)
+                    except Lost:
+                        pass
                     missing.add(leader)
-        return self._lead(report, missing, end, why_not, give)
+                return self._lead(report, missing, lost, end, decide)
+            except _LookAgain:
+                continue
+            finally:
+                _close(probes.values())
 
     def advance(self, survivors: Sequence[int]) -> None:
         """Begins the next epoch, with these ranks in their order."""
@@ -189,80 +210,121 @@ class Members:
         self.rank = list(survivors).index(self.rank)
         self._begin_epoch()
 
-    def _connect(self, rank: int, message: Message) -> Line:
+    def _connect(self, rank: int, message: Message, seconds: float = _ANSWER_SECONDS) -> Line:
         """Connects to a rank and sends a message, which its thread has accepted when this returns."""
-        line = Line.to(self.addresses[rank])
+        line = Line.to(self.addresses[rank], seconds)
         line.send({**message, "epoch": self.epoch, "rank": self.rank, "secret": self.secret})
-        if line.receive(_ANSWER_SECONDS)["do"] == "expelled":
+        if line.receive(seconds)["do"] == "expelled":
             raise CommunicationError(
                 f"rank {self.rank} did not answer for too long: the others continue without it; this process ends"
             )
         return line
 
-    def _follow(self, leader: int, report: Message, end: float) -> Meeting:
+    def _probe(self, ranks: Iterable[int], doubted: Mapping[int, bool]) -> dict[int, Probe]:
+        """Connects to ranks, to all at once: one that is out of reach takes as long as all of its host."""
+
+        def connect(rank: int) -> Line | None:  # without an exception, which would keep the frames of callers
+            seconds = _DOUBTED_SECONDS if rank in doubted else _ANSWER_SECONDS
+            with contextlib.suppress(Lost):
+                return self._connect(rank, {"do": "probe"}, seconds)
+            return None
+
+        pool = ThreadPoolExecutor(_THREADS)
+        probes = {rank: pool.submit(connect, rank) for rank in ranks}
+        pool.shutdown(wait=False)
+        return probes
+
+    def _follow(self, leader: int, report: Message, patience: float) -> Meeting:
         line = self._connect(leader, {"do": "report", "report": report})
         try:
-            verdict = line.receive(max(end - time.monotonic(), _ANSWER_SECONDS))
+            verdict: Message = {"do": "wait"}
+            while verdict["do"] == "wait":
+                verdict = line.receive(patience)
         finally:
             line.close()
-        if verdict["do"] == "end":
-            raise CommunicationError(verdict["why"])
-        reports = {int(rank): other for rank, other in verdict["reports"].items()}
-        return Meeting(sorted(reports), reports, verdict["given"])
+        return _meeting(verdict)
 
     def _lead(
         self,
         report: Message,
-        lost: set[int],
+        missing: set[int],
+        doubted: Mapping[int, bool],
         end: float,
-        why_not: Callable[[dict[int, Message]], str],
-        give: Callable[[dict[int, Message]], Message],
+        decide: Callable[[dict[int, Message]], Message],
     ) -> Meeting:
-        probes: dict[int, Line] = {}
+        world, lost = len(self.addresses), {*range(self.rank), *missing}
+        probes = self._probe(set(range(self.rank + 1, world)) - lost, doubted)
+        answer: Message = {}
         try:
-            while len(self._waiting) + len(lost) + 1 < len(self.addresses):
+            sign = time.monotonic() + _SIGN_SECONDS
+            while len(self._waiting) + len(lost) + 1 < world:
                 self._look(probes, lost, end)
-            reports = {
-                self.rank: report,
-                **{rank: message["report"] for rank, (message, _) in self._waiting.items()},
-            }
-            why = why_not(reports)
-            given = {} if why else give(reports)
-            answer = {"do": "end", "why": why} if why else {"do": "go", "reports": reports, "given": given}
+                if time.monotonic() > sign:
+                    sign = time.monotonic() + _SIGN_SECONDS
+                    for _, line in self._waiting.values():
+                        line.send({"do": "wait"})
+            reports = {rank: message["report"] for rank, (message, _) in self._waiting.items()}
+            reports[self.rank] = report
+            answer = {"do": "go", "reports": reports, **decide(reports)}
+        except _LookAgain:
+            answer = {"do": "again"}
+        finally:
+            _close(probes.values())
             for _, line in self._waiting.values():
-                line.send(answer)
+                if answer:
+                    line.send(answer)
                 line.close()
             self._waiting.clear()
-        finally:
-            for line in probes.values():
-                line.close()
-        if why:
-            raise CommunicationError(why)
-        return Meeting(sorted(reports), reports, given)
+        return _meeting(answer)
 
-    def _look(self, probes: dict[int, Line], lost: set[int], end: float) -> None:
+    def _look(self, probes: dict[int, Probe], lost: set[int], end: float) -> None:
         """Waits a moment for ranks to come, and looks for ranks that are lost."""
-        for rank in range(len(self.addresses)):
-            if rank == self.rank or rank in lost or rank in self._waiting or rank in probes:
-                continue
-            try:
-                probes[rank] = self._connect(rank, {"do": "probe"})
-            except Lost:
-                lost.add(rank)
         try:
             message, line = self._arrived.get(timeout=_POLL_SECONDS)
             if message["do"] == "probe":
                 self._held.append(line)
+                if message["rank"] < self.rank and not line.is_closed():
+                    raise _LookAgain
             elif message["epoch"] == self.epoch:
                 self._waiting[message["rank"]] = message, line
                 lost.discard(message["rank"])
         except queue.Empty:
             pass
-        lines = {**probes, **{rank: line for rank, (_, line) in self._waiting.items()}}
-        for rank, line in lines.items():
-            if line.is_closed() or (rank not in self._waiting and time.monotonic() > end):
+        for rank, probe in probes.items():
+            if rank in self._waiting:
+                is_lost = self._waiting[rank][1].is_closed()
+            else:
+                is_lost = time.monotonic() > end or _is_lost(probe)
+            if is_lost:
                 lost.add(rank)
                 self._waiting.pop(rank, None)
+
+
+def _meeting(answer: Message) -> Meeting:
+    """The result of an agreement, or an error, from the answer of the rank that led it."""
+    if answer["do"] == "again":
+        raise _LookAgain
+    if "why" in answer:
+        raise CommunicationError(answer["why"])
+    reports = {int(rank): report for rank, report in answer["reports"].items()}
+    return Meeting(sorted(reports), reports, answer["given"])
+
+
+def _is_lost(probe: Probe) -> bool:
+    """Whether the process of a rank does not answer, or has ended since."""
+    return probe.done() and ((line := probe.result()) is None or line.is_closed())
+
+
+def _close(probes: Iterable[Probe]) -> None:
+    """Closes connections, those under way as soon as they are made."""
+
+    def close(probe: Probe) -> None:
+        if not (probe.cancelled() or probe.exception()) and (line := probe.result()) is not None:
+            line.close()
+
+    for probe in probes:
+        probe.cancel()
+        probe.add_done_callback(close)
 
 
 class Line:
@@ -273,10 +335,10 @@ class Line:
         self._rest = b""
 
     @classmethod
-    def to(cls, address: Address) -> Line:
-        """Connects; `Lost` if no rank listens there."""
+    def to(cls, address: Address, seconds: float = _ANSWER_SECONDS) -> Line:
+        """Connects within ``seconds``; `Lost` if no rank listens there."""
         try:
-            return cls(socket.create_connection(address, _ANSWER_SECONDS))
+            return cls(socket.create_connection(address, seconds))
         except OSError:
             raise Lost from None
 

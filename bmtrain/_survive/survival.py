@@ -65,7 +65,7 @@ class Survival:
         self._known_members = members
         self._hosts = list(hosts)
         self._keeper = Keeper(Ring(hosts))
-        self._lost: list[int] = []  # by the verdict
+        self._lost: dict[int, bool] = {}  # by the verdict; whether they end by themselves
         self._place = 0
         self._admits_at = 0  # the rank at which a process waits, plus one; 0: none
         self._written = 0  # see `Keeper.written`
@@ -84,7 +84,7 @@ class Survival:
 
     def attend(self, ctx: Context, hosts: Sequence[str]) -> None:
         """Takes over the verdicts of the watchdog of ranks on these hosts."""
-        self._lost = []
+        self._lost = {}
         self._hosts = list(hosts)
         self._keeper.ring = Ring(hosts)
         if ctx.watch is not None:
@@ -92,20 +92,16 @@ class Survival:
 
     def _may_survive(self, verdict: dict[str, Any]) -> str:
         """Returns the error of operations after a verdict that the job may survive, else nothing; in a thread."""
-        culprits = [int(rank) for rank in verdict["culprits"]]
+        culprits = {int(rank) for rank in verdict["culprits"]}
         absent = {int(rank) for rank, why in verdict["absent"].items() if not why.startswith("left")}
-        if self.exceptions_are_losses and verdict["failure"]["kind"] == "exception":
-            absent.update(culprits)
-        survives = (
-            self._keeper.is_whole
-            and len(culprits) > 0
-            and set(culprits) <= absent
-            and self._members.rank not in culprits
-        )
+        raised = self.exceptions_are_losses and verdict["failure"]["kind"] == "exception"
+        # A rank that hears of its own silence was only slow: it meets the others, if they still wait for it.
+        survives = self._members.rank not in culprits if raised else len(culprits) > 0 and culprits <= absent
+        survives &= self._keeper.is_whole
         if not survives:
             return ""
         self.times = {"at": time.monotonic()}
-        self._lost = culprits
+        self._lost = dict.fromkeys(culprits, raised)
         return f"{verdict['text']}; outside of a step that ends the job: {self._again(_context.context())}"
 
     def add(self, manager: Any, optimizer: Any) -> None:
@@ -285,12 +281,14 @@ class Survival:
         report = {"place": self._place, "steps": steps, "damage": keeper.damage}
         rendezvous = Reconnection(ctx)
 
-        def give(reports: dict[int, dict[str, Any]]) -> dict[str, Any]:
+        def decide(reports: dict[int, dict[str, Any]]) -> dict[str, Any]:
+            if why := self._why_not(reports):
+                return {"why": why}
             places = {other["place"] for other in reports.values()}
-            return {} if _are_beyond_a_gate(places) else rendezvous.serve(self._members)
+            return {"given": {} if _are_beyond_a_gate(places) else rendezvous.serve(self._members)}
 
         while True:
-            meeting = self._members.agree(report, self._lost, ctx.timeout, self._why_not, give)
+            meeting = self._members.agree(report, self._lost, ctx.timeout, decide)
             places = {other["place"] for other in meeting.reports.values()}
             if not _are_beyond_a_gate(places):
                 break
@@ -317,7 +315,7 @@ class Survival:
             **self.times,
             "all": ended - detected,
         }
-        self._report(f"{ranks_text(lost)} lost; {{}} ranks continue")
+        self._report(f"{ranks_text(lost) if lost else 'no rank'} lost; {{}} ranks continue")
 
     def _report(self, what: str) -> None:
         world = _context.context().world
@@ -363,7 +361,7 @@ class Survival:
         lost = sorted(set(range(ctx.world.size)) - set(reports))
         if 2 * len(lost) >= ctx.world.size:  # the others may be alive, and think the same of these
             return (
-                f"{ranks_text(lost)} of {ctx.world.size} was lost, and only more than half may continue: "
+                f"{ranks_text(lost)} of {ctx.world.size} lost, and only more than half may continue: "
                 f"{self._again(ctx)}"
             )
         for rank in lost:

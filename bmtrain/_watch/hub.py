@@ -83,9 +83,7 @@ class Hub:
         self._secret = secret
         self._local = local
         self._ranks: dict[int, Lines] = {}
-        self._strangers: dict[
-            Lines, None
-        ] = {}  # who has connected and not said yet who he is, the oldest first
+        self._strangers: dict[Lines, None] = {}  # connections that have not said hello, the oldest first
         self._absent: dict[int, str] = {}
         self._processes: dict[int, str] = {}
         self._on_lines = on_lines
@@ -96,6 +94,7 @@ class Hub:
         self._patience = patience
         self._unanswered: dict[int, float] = {}  # ranks that were asked, and the time of the first question
         self._states: dict[int, Message] = {}  # the last answer of each
+        self._heard: dict[int, float] = {}  # the time of that answer
         self._next_round = 0.0  # earliest time of the next question to all
         self._case: _Case | None = None
         self._verdict: Message | None = None
@@ -125,7 +124,7 @@ class Hub:
             self._ask([rank] if recently else range(self._world))
         elif message["do"] == "state":
             self._unanswered.pop(rank, None)
-            self._states[rank] = message["state"]
+            self._states[rank], self._heard[rank] = message["state"], time.monotonic()
             if self._case is None and self._verdict is None:
                 self._check_deadlock(rank, message["state"])
             if self._case is not None and self._verdict is None:
@@ -284,9 +283,9 @@ class Hub:
                 self._send(suspicion["rank"], {"do": "dismissed"})
             return
         if case.is_late:  # a rank heard from since the first question is alive, if slow
-            silent = {**self._silent(), **self._absent}
-            late = {rank: state for rank, state in self._states.items() if rank not in silent}
-            case.states = {**late, **case.states}
+            silent, first = {**self._silent(), **self._absent}, case.opened - 7 * self._patience.period
+            alive = (rank for rank, heard in self._heard.items() if heard >= first and rank not in silent)
+            case.states = {**{rank: self._states[rank] for rank in alive}, **case.states}
         missing = {rank: "silent" for rank in range(self._world) if rank not in case.states}
         absent = {rank: self._absent.get(rank, why) for rank, why in missing.items()}
         if case.prints is not None:  # more of them may have come since

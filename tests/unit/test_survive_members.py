@@ -1,23 +1,120 @@
-"""Connections between the ranks of a job that survives losses."""
+"""Connections between the ranks of a job that survives losses, and their agreement."""
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from bmtrain._survive.members import Line, Members
+import pytest
+
+from bmtrain._survive.members import Address, Line, Meeting, Members
+from bmtrain.errors import CommunicationError
+
+RANKS = 5
 
 
-def test_a_connection_of_a_past_agreement_is_closed_by_a_rank_that_did_not_lead_it() -> None:
-    rank = Members(1, "127.0.0.1", False, "secret")
-    rank.addresses = [rank.own, rank.own]
-    leader = Line.to(rank.own)
+@pytest.fixture
+def ranks() -> Iterator[list[Members]]:
+    members = [Members(rank, "127.0.0.1", False, "secret") for rank in range(RANKS)]
+    for one in members:
+        one.addresses = [other.own for other in members]
+    yield members
+    for one in members:
+        one.close()
+
+
+@contextlib.contextmanager
+def stopped(ranks: list[Members], *those: int) -> Iterator[None]:
+    """Gives ranks addresses at which the system accepts connections and nobody answers, as of a stopped process."""
+    with contextlib.ExitStack() as stack:
+        ports = {rank: stack.enter_context(socket.create_server(("127.0.0.1", 0))) for rank in those}
+        for one in ranks:
+            one.addresses = [
+                Address("127.0.0.1", ports[rank].getsockname()[1]) if rank in ports else address
+                for rank, address in enumerate(one.addresses)
+            ]
+        yield
+
+
+def come(rank: Members, lost: dict[int, bool], patience: float = 100.0) -> Meeting:
+    def decide(reports: dict[int, Any]) -> dict[str, Any]:
+        return {"given": {"by": rank.rank}} if 2 * len(reports) > RANKS else {"why": "too few"}
+
+    return rank.agree({"is": rank.rank}, lost, patience, decide)
+
+
+def meeting_of(*ranks: int) -> Meeting:
+    return Meeting(list(ranks), {rank: {"is": rank} for rank in ranks}, {"by": ranks[0]})
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert is_so()
+
+
+#: What each rank that comes takes for lost, and whether it has heard that those end.
+VIEWS = {
+    "all alike": {rank: {3: False, 4: False} for rank in range(3)},
+    "some are only slow": {0: {1: False, 3: False, 4: False}, 1: {1: False, 4: False}, 2: {0: False}},
+    "none sees another": {0: dict.fromkeys((1, 2, 3, 4), False), 1: {0: False}, 2: {0: False, 1: False}},
+    "one has raised": {0: {3: True, 4: False}, 1: {0: False}, 2: {3: True}},
+}
+
+
+@pytest.mark.parametrize("views", VIEWS)
+def test_all_that_are_there_meet_whatever_each_takes_for_lost(ranks: list[Members], views: str) -> None:
+    with stopped(ranks, 3, 4), ThreadPoolExecutor() as pool:
+        calls = [pool.submit(come, ranks[rank], lost) for rank, lost in VIEWS[views].items()]
+        assert [call.result() for call in calls] == [meeting_of(0, 1, 2)] * 3
+
+
+def test_ranks_out_of_reach_cost_no_more_than_one_of_them(ranks: list[Members]) -> None:
+    """The others would not wait at the first rank until it has tried one after the other."""
+    with stopped(ranks, 3, 4), ThreadPoolExecutor() as pool:
+        calls = [pool.submit(come, ranks[rank], {}, 1.0) for rank in range(3)]
+        assert [call.result() for call in calls] == [meeting_of(0, 1, 2)] * 3
+
+
+def test_a_rank_that_turns_up_leads_those_that_have_met_without_it(ranks: list[Members]) -> None:
+    with ThreadPoolExecutor() as pool:
+        with stopped(ranks, 0):
+            calls = [pool.submit(come, ranks[rank], {0: False}) for rank in (1, 2)]
+            wait_until(lambda: len(ranks[1]._waiting) == 1)
+            for one in ranks:
+                one.addresses[0] = ranks[0].own
+            calls.insert(0, pool.submit(come, ranks[0], {}))
+            wait_until(lambda: len(ranks[0]._waiting) == 2)
+        calls += [pool.submit(come, ranks[rank], {}) for rank in (3, 4)]
+        assert [call.result() for call in calls] == [meeting_of(0, 1, 2, 3, 4)] * 5
+
+
+def test_a_rank_that_comes_too_late_gets_an_error(ranks: list[Members]) -> None:
+    late, others = ranks[0], [1, 2, 3, 4]
+    with stopped(ranks[1:], 0), ThreadPoolExecutor() as pool:
+        calls = [pool.submit(come, ranks[rank], {0: False}) for rank in others]
+        assert [call.result() for call in calls] == [meeting_of(*others)] * 4
+    for rank in others:
+        ranks[rank].advance(others)
+    with pytest.raises(CommunicationError, match="rank 0 did not answer for too long"):
+        come(late, {})
+
+
+def test_a_connection_of_a_past_agreement_is_closed_by_a_rank_that_did_not_lead_it(
+    ranks: list[Members],
+) -> None:
+    leader = Line.to(ranks[1].own)
     leader.send({"do": "probe", "epoch": 0, "rank": 0, "secret": "secret"})
     assert leader.receive(10.0) == {"do": "wait"}
     assert not leader.is_closed()
     end = time.monotonic() + 10
     while not leader.is_closed() and time.monotonic() < end:
-        rank.advance([0, 1])
+        ranks[1].advance([0, 1])
         time.sleep(0.01)
     assert leader.is_closed()
     leader.close()
-    rank.close()

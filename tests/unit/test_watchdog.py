@@ -174,13 +174,16 @@ def test_who_is_silent_before_the_time_out_is_named_at_it(hub: tuple[Hub, Clock,
     assert told == [SILENT]
 
 
-def test_who_answered_before_the_time_out_is_not_silent(hub: tuple[Hub, Clock, list[str]]) -> None:
-    """What it said then counts, a second after the time-out."""
+@pytest.mark.parametrize(("ago", "verdict"), [(7, "rank 1: timed out after 60 s"), (8, SILENT)])
+def test_who_answered_before_the_time_out_is_not_silent(
+    hub: tuple[Hub, Clock, list[str]], ago: int, verdict: str
+) -> None:
+    """What it said since the first question counts, a second after the time-out; not what it said before."""
     judge, clock, told = hub
     judge.handle(1, {"do": "inquire"})
     for rank in (0, 1, 2):
         judge.handle(rank, STATE)
-    clock.now += 7
+    clock.now += ago
     judge.handle(1, {"do": "fail", "failure": dict(LATE)})
     for rank in (0, 1):
         judge.handle(rank, STATE)
@@ -188,7 +191,7 @@ def test_who_answered_before_the_time_out_is_not_silent(hub: tuple[Hub, Clock, l
     assert told == []
     clock.now += 1
     judge.tick()
-    assert told == ["rank 1: timed out after 60 s"]
+    assert told == [verdict]
 
 
 def test_who_never_answered_is_silent(hub: tuple[Hub, Clock, list[str]]) -> None:
