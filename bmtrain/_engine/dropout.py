@@ -34,25 +34,23 @@ _IN_PLACE = ("bernoulli_.float", "bernoulli_.Tensor", "exponential_", "normal_",
 _IN_EXPERTS = "in experts on several ranks, whose rows come from all of them"
 _IN_FEATURES = "between tensor-parallel layers, whose ranks have features of their own"
 
-#: Returns the result for divided values; None if ``x`` is not divided. Arguments: the operator's name, ``x``, ``p``
-#: (None for operators other than dropout).
+#: Returns the result for divided tokens, if there are any. Arguments: operator's name, ``x``, ``p`` (None: no dropout).
 Divided = Callable[[str, Tensor, float | None], Tensor | None]
 
 
 class _State(threading.local):
     in_experts = False
     #: Of all threads: a backward, which torch runs in a thread of its own, ends it.
-    features: tuple[int, tuple[int, ...]] | None = None
+    features: tuple[int, torch.Size | None] | None = None
+    tokens: tuple[Callable[[], bool], Divided] = (lambda: False, lambda *_: None)
 
 
 _state = _State()
-_divided: list[Divided] = []
 
 
-def divided_by(function: Divided) -> None:
-    """Has ``function`` compute the dropout of divided values, from now on."""
-    if function not in _divided:
-        _divided.append(function)
+def divided_by(are_divided: Callable[[], bool], function: Divided) -> None:
+    """Has ``function`` compute the dropout of divided tokens, from now on; ``are_divided``: whether there are any."""
+    _State.tokens = are_divided, function
     _install()
 
 
@@ -67,22 +65,22 @@ def no_random_numbers() -> Iterator[None]:
         _state.in_experts = before
 
 
-def divide_features(out: Tensor | None, gathers_rows: bool = False) -> None:
-    """Called with the result of a tensor-parallel layer that has features of this rank only: dropout of such values
-    raises an error until the next call, with None. Known by rows, or by shape if others have as many rows."""
-    if out is not None:
+def divide_features(out: Tensor | None, whole: Tensor | None = None) -> None:
+    """Called with the result of a tensor-parallel layer that has features of this rank only, and its input ``whole``.
+    Until the next call, with None, dropout raises an error, except of values with the input's shape; so do other random
+    numbers for as many rows as ``out`` has."""
+    _State.features = None
+    if out is not None and whole is not None:
         _install()
-    _State.features = None if out is None else (len(out), () if gathers_rows else tuple(out.shape))
+        _State.features = len(out), None if out.shape == whole.shape else whole.shape
 
 
-def refuse_random(name: str, x: Tensor) -> None:
-    """Raises NotImplementedError where one process would draw other random numbers for ``x``, or normalise others."""
+def refuse_random(name: str, x: Tensor, is_dropout: bool = True) -> None:
+    """Raises NotImplementedError where one process would draw other random numbers for ``x``."""
     where = _IN_EXPERTS if _state.in_experts else ""
-    if name == "batch_norm" and where:
-        raise NotImplementedError(f"{name}: statistics of a batch {where}: expected a norm of each token")
-    if _state.features is not None and x.dim() and name != "batch_norm":
-        rows, shape = _state.features
-        if x.shape[0] == rows and shape in ((), tuple(x.shape)):
+    if _state.features is not None and x.dim():
+        rows, whole = _state.features
+        if x.shape != whole and (is_dropout or len(x) == rows):
             where = _IN_FEATURES
     if where:
         raise NotImplementedError(
@@ -125,16 +123,16 @@ def _dispatch(name: str, x: Tensor, *args: Any) -> Any:
     position = _DRAWS[name.removesuffix("_")]
     if len(values) > position and values[position] and (name.startswith("rrelu") or args[0]):
         refuse_random(name, x)
-        for function in _divided:
-            out = function(name, x, args[0])
-            if out is not None:
-                return x.copy_(out) if name.endswith("_") else out
+        out = _state.tokens[1](name, x, args[0])
+        if out is not None:
+            return x.copy_(out) if name.endswith("_") else out
     return plain(name, *values)
 
 
 def _batch_norm(x: Tensor, *args: Any) -> Tensor:
-    if args[4]:  # training
-        _refuse_divided("batch_norm", x)
+    where = _IN_EXPERTS if _state.in_experts else "of divided tokens" * _state.tokens[0]()
+    if args[4] and where:  # in training
+        raise NotImplementedError(f"batch_norm: its statistics are over rows {where}: expected another norm")
     out: Tensor = plain("batch_norm", x, *args)
     return out
 
@@ -157,6 +155,5 @@ def _draw_in_place(operator: str, x: Tensor, *args: Any, **options: Any) -> Tens
 
 
 def _refuse_divided(name: str, x: Tensor) -> None:
-    refuse_random(name, x)
-    for function in _divided:
-        function(name, x, None)
+    refuse_random(name, x, is_dropout=False)
+    _state.tokens[1](name, x, None)

@@ -64,7 +64,7 @@ def replacement() -> Callable[..., Tensor] | None:
 @functools.cache
 def install(attention: Callable[..., Tensor]) -> Any:
     """Registers ``attention`` and dropout over divided sequences; returns the library, which keeps it registered."""
-    divided_by(_dropout)
+    divided_by(lambda: _divided_tokens() is not None, _dropout)
     library = torch.library.Library("aten", "IMPL")
     for key in KEYS:
         library.impl(_OPERATOR, functools.partial(_dispatch, attention), key)
@@ -100,10 +100,15 @@ def _dispatch(
     return attention(query, key, value, causal=is_causal, scale=scale, dropout=dropout_p)
 
 
+def _divided_tokens() -> Sequences | None:
+    sequences = None if _state.is_original else current_sequences()
+    return None if sequences is None or sequences.group.size == 1 else sequences
+
+
 def _dropout(name: str, x: Tensor, p: float | None) -> Tensor | None:
     """Dropout of divided tokens: their part of the mask that one process draws for all tokens."""
-    sequences = None if _state.is_original else current_sequences()
-    if sequences is None or sequences.group.size == 1:
+    sequences = _divided_tokens()
+    if sequences is None:
         return None
     checks = _state.replacement is not None
     tokens = _state.tokens if checks else sequences.num_own
@@ -129,17 +134,16 @@ def _dropout(name: str, x: Tensor, p: float | None) -> Tensor | None:
 
 
 def _refuse_tokens(name: str, x: Tensor, tokens: int, sequences: Sequences) -> None:
-    """Raises NotImplementedError for batch normalisation, and for random numbers that seem to be of divided tokens:
-    other values, such as one for each sequence, are the same on ranks that divide them."""
-    if name == "batch_norm":
-        raise NotImplementedError(f"{name}: its statistics are over tokens, which are divided over ranks")
+    """Raises NotImplementedError for random numbers that seem to be of divided tokens: other values, such as one for
+    each sequence, are the same on ranks that divide them."""
     rows, flat = x.shape[0] if x.dim() else 0, x.shape[0] // tokens if x.dim() == 2 else 0
     of_tokens = tokens in (x.shape[1:2] + x.shape[2:-1]) and _is_batch(rows, sequences)
     if not of_tokens and (name.endswith("_") or not flat or rows % tokens or not _is_batch(flat, sequences)):
         return
     raise NotImplementedError(
         f"{name}: random numbers for shape {tuple(x.shape)} in a model whose tokens are divided: ranks would draw the "
-        f"same for different tokens; expected dropout of (sequences, {tokens} tokens, features), or none"
+        f"same for different tokens; expected dropout of (sequences, {tokens} tokens, features), or none; for what has "
+        "as many numbers by chance, a generator= with the same seed on all ranks"
     )
 
 

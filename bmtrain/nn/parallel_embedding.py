@@ -94,7 +94,7 @@ class VPEmbedding(_Table):
         weight = self.weight
         check_features("x", x, weight, self.embedding_size)
         by_position = x.transpose(0, 1)  # rows are gathered along dim 0, the sequence is dim 1
-        logits = parallel_linear(by_position, weight, None, True, False, False, None)
+        logits = parallel_linear(by_position, weight, None, True, False, False, None, training=False)
         return logits.transpose(0, 1).contiguous()
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:

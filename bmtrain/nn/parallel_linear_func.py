@@ -156,9 +156,9 @@ def scatter_rows(x: torch.Tensor) -> torch.Tensor:
 def parallel_linear(*arguments: Any, training: bool = True) -> torch.Tensor:
     """`OpParallelLinear.apply`; see [Note: Dropout in divided computations]."""
     out: torch.Tensor = OpParallelLinear.apply(*arguments)
-    gathers_input, gathers_output, reduction = arguments[3], arguments[4], arguments[6]
+    gathers_output, reduction = arguments[4], arguments[6]
     if _tp().size > 1 and (reduction is not None or not gathers_output):
-        divide_features(out if reduction is None and training else None, gathers_input)
+        divide_features(out if reduction is None and training else None, arguments[0])
         install(attention)
     return out
 

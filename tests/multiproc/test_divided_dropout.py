@@ -3,6 +3,7 @@ process, or a refusal."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -98,8 +99,8 @@ def a_written_copy(x: torch.Tensor) -> torch.Tensor:
     return x * x.clone().bernoulli_(0.5)
 
 
-def between_parallel_layers(drop: nn.Module) -> None:
-    up, down = bmt.nn.ColumnParallelLinear(8, 8), bmt.nn.RowParallelLinear(8, 8)
+def between_parallel_layers(drop: nn.Module, **options: bool) -> None:
+    up, down = bmt.nn.ColumnParallelLinear(8, 8, **options), bmt.nn.RowParallelLinear(8, 8)
     block = bmt.Block(bmt.BMTrainModelWrapper(nn.Sequential(up, drop, down)))
     bmt.init_parameters(block)
     assert drop(torch.ones(2, 8)).shape == (2, 8)
@@ -116,6 +117,15 @@ class HeadsDropout(nn.Module):
         return F.scaled_dot_product_attention(y, y, y, dropout_p=0.1).view_as(x)
 
 
+class ScoresDropout(nn.Module):
+    """Of heads and sequences one after the other, as for products by ``bmm``."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.view(-1, 1, 2)
+        return (F.dropout((y @ y.mT).softmax(-1), 0.1) @ y).view_as(x)
+
+
+after_whole_rows = partial(between_parallel_layers, gather_input=False)
 TOKENS, EXPERTS, FEATURES = (
     "tokens are divided",
     "in experts on several ranks",
@@ -133,12 +143,15 @@ REFUSED = {
     "scores by hand": ({"sp_size": 2}, by_hand, F.gumbel_softmax, f"exponential_.*{TOKENS}"),
     "mask by hand": ({"sp_size": 2}, by_hand, a_written_copy, f"bernoulli_.*{TOKENS}"),
     "flat tokens": ({"sp_size": 2}, by_hand, lambda x: torch.randn_like(x.flatten(0, 1)), TOKENS),
-    "batch by hand": ({"sp_size": 2}, by_hand, a_batch, "batch_norm: its statistics are over tokens"),
+    "batch by hand": ({"sp_size": 2}, by_hand, a_batch, "batch_norm: .*over rows of divided tokens"),
     "expert's noise": ({"ep_size": 2}, in_experts, torch.rand_like, EXPERTS),
     "expert's batch": ({"ep_size": 2}, in_experts, a_batch, f"batch_norm.*{EXPERTS}"),
     "features' noise": ({"tp_size": 2}, between_parallel_layers, Noise(), f"rand_like.*{FEATURES}"),
     "features": ({"tp_size": 2}, between_parallel_layers, nn.Dropout(0.1), f"dropout.*{FEATURES}"),
     "features of heads": ({"tp_size": 2}, between_parallel_layers, HeadsDropout(), FEATURES),
+    "features of whole rows": ({"tp_size": 2}, after_whole_rows, HeadsDropout(), FEATURES),
+    "scores of heads": ({"tp_size": 2}, between_parallel_layers, ScoresDropout(), FEATURES),
+    "scores of whole rows": ({"tp_size": 2}, after_whole_rows, ScoresDropout(), FEATURES),
 }
 
 
@@ -157,7 +170,9 @@ def a_head_alone() -> None:
     head, drop = bmt.nn.ColumnParallelLinear(8, 8), nn.Dropout(0.1)
     bmt.init_parameters(head)
     for rows in (2, 4):  # the second has as many as the first had in the head
-        head(drop(torch.ones(rows, 8))).sum().backward()
+        logits = head(drop(torch.ones(rows, 8)))
+        drop(torch.ones(rows, 8))  # the next sequences, before backward
+        logits.sum().backward()
     head.eval()(torch.ones(4, 8))
     drop(torch.ones(8, 8))
 
