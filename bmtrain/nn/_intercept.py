@@ -65,6 +65,8 @@ def replacement() -> Callable[..., Tensor] | None:
 def install(attention: Callable[..., Tensor]) -> Any:
     """Registers ``attention`` and dropout over divided sequences; returns the library, which keeps it registered."""
     divided_by(lambda: _divided_tokens() is not None, _dropout)
+    # Evaluation of `nn.TransformerEncoderLayer` would compute attention without the operator.
+    torch.backends.mha.set_fastpath_enabled(False)
     library = torch.library.Library("aten", "IMPL")
     for key in KEYS:
         library.impl(_OPERATOR, functools.partial(_dispatch, attention), key)
@@ -88,6 +90,8 @@ def _dispatch(
     sequences = None if _state.is_original else current_sequences()
     one_rank = sequences is not None and sequences.group.size == 1
     if sequences is None or (one_rank and (attn_mask is not None or dropout_p)):
+        if sequences is not None:
+            attn_mask, is_causal = _within_documents(sequences, query, key, attn_mask, is_causal)
         arguments = (query, key, value, attn_mask, dropout_p, is_causal)
         out: Tensor = plain(_OPERATOR, *arguments, scale=scale, enable_gqa=enable_gqa)
         return out
@@ -98,6 +102,22 @@ def _dispatch(
             "'documents' or 'attention_mask' to shard_sequence()"
         )
     return attention(query, key, value, causal=is_causal, scale=scale, dropout=dropout_p)
+
+
+def _within_documents(
+    sequences: Sequences, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool
+) -> tuple[Tensor | None, bool]:
+    """``mask`` without pairs of tokens of different documents; what is given, if attention is not among sequences."""
+    documents = sequences.documents_of(len(query))
+    here = documents is not None and {query.shape[-2], key.shape[-2]} == {sequences.length}
+    if documents is None or not here or (documents == documents[:, :1]).all():
+        return mask, is_causal
+    documents = documents.to(query.device)
+    same = (documents[:, :, None] == documents[:, None]).unsqueeze(1 if query.dim() == 4 else 0)
+    same = same.tril() if is_causal else same
+    if mask is not None:
+        same = mask & same if mask.dtype == torch.bool else torch.where(same, mask, -torch.inf)
+    return same, False
 
 
 def _divided_tokens() -> Sequences | None:

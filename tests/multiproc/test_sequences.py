@@ -112,6 +112,40 @@ def test_a_ring_computes_tiles_of_long_pieces() -> None:
         assert max(run_ranks(2, attend, *arguments, init={"sp_size": 2})) <= 1e-6, (packed, window)
 
 
+def masked() -> None:
+    documents = (torch.arange(12) // 5).expand(2, 12)
+    bmt.shard_sequence({"input_ids": documents, "documents": documents})
+    q, k, v = torch.randn(3, 2, 4, 12, 8, dtype=torch.float64)
+    wanted = plain_attention(q, k, v, documents, True, 4)
+    window = torch.ones(12, 12).tril().triu(-3).bool()
+    for mask in (window, torch.zeros(12, 12, dtype=q.dtype).masked_fill(~window, -torch.inf)):
+        assert torch.allclose(F.scaled_dot_product_attention(q, k, v, mask), wanted)
+    seen = F.scaled_dot_product_attention(q, k, torch.eye(12).to(q), dropout_p=0.1, is_causal=True)
+    allowed = (documents[0][:, None] == documents[0]).tril()
+    assert not seen[..., ~allowed].any()
+    assert seen[..., allowed].any(0).any(0).all()
+
+
+def test_one_rank_has_documents_beside_masks_and_dropout() -> None:
+    run_ranks(1, masked)
+
+
+def encode() -> None:
+    plain = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    x, documents = torch.randn(2, 16, 32), (torch.arange(16) // 5).expand(2, 16)
+    with torch.no_grad():
+        wanted = plain(x, src_mask=documents[0][:, None] != documents[0])
+        (layer,) = bmt.BMTrainModelWrapper(nn.ModuleList([plain]))
+        found = layer(bmt.shard_sequence({"inputs_embeds": x, "documents": documents})["inputs_embeds"])
+    sequences = current_sequences()
+    assert sequences is not None and torch.allclose(found, sequences.shard(wanted), atol=1e-6)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_encoder_of_torch_is_evaluated_over_divided_sequences(world: int) -> None:
+    run_ranks(world, encode, init={"sp_size": world})
+
+
 def make_llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
