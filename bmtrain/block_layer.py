@@ -45,18 +45,8 @@ __all__ = [
 ]
 
 # Attributes that a copy of a Block makes again.
-_NOT_COPIED = (
-    *SHARED,
-    "_module",
-    "_policy",
-    "_mode",
-    "_label",
-    "_modules_state",
-    "_links",
-    "_shares_with",
-    "_storages",
-    "_runtime",
-)
+_GIVEN = ("_module", "_policy", "_mode", "_label", "_modules_state")
+_NOT_COPIED = (*SHARED, *_GIVEN, "_links", "_shares_with", "_storages", "_runtime")
 
 
 class Block(StandIn):
@@ -179,6 +169,9 @@ class Block(StandIn):
         if runtime.is_bound:  # called from its own forward, by a replaced forward that wraps the old one
             return self._module(*args, **kwargs)
         try:
+            reads = runtime.engine.reads
+            if reads.check_call is not None and reads.innermost is None:
+                reads.check_call(self, args, kwargs)
             return run_block(runtime, forward, self._modules_state, args, kwargs)
         except Exception as error:
             owned = [param for storage in self._storages for param in storage.parameters]

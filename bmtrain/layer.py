@@ -74,6 +74,8 @@ class DistributedModule(torch.nn.Module):
             owner = self.__dict__.get(OWNER)
             if owner is None or caller.owner is owner or torch.compiler.is_compiling():
                 return super().__call__(*args, **kwargs)
+        elif reads.check_call is not None:
+            reads.check_call(self, args, kwargs)
         with reads.scope(self):
             return super().__call__(*args, **kwargs)
 

@@ -15,6 +15,7 @@ call of a module that is in a block, while the block does not run: there its par
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -58,11 +59,13 @@ class Reads:
     Attributes:
         innermost: the scope of the innermost running forward.
         uninitialised: parameters without values.
+        check_call: called before a forward that no other one encloses, with its module and arguments.
     """
 
     def __init__(self) -> None:
         self.innermost: Scope | None = None
         self.uninitialised = Uninitialised()
+        self.check_call: Callable[..., None] | None = None
         self.outside: weakref.WeakValueDictionary[int, DistributedParameter] = weakref.WeakValueDictionary()
 
     def belong_to(self, owner: BlockRef) -> bool:

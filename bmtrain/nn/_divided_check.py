@@ -5,11 +5,13 @@ Attention is the only place where divided tokens meet. A convolution, a recurren
 model's own or positions that it counts itself would compute over this rank's tokens as if there were no others, and
 nothing would fail. No list of layers finds all of these. So the first forward of a model is preceded by three small
 ones in which attention is replaced by a function of each token alone: then the result for some tokens together must be
-the results for their first and for their second half.
+the results for their first and for their second half. So is the first call of each module with distributed parameters
+in a model that is not wrapped, such as its Blocks, of which less is known: it may have no attention, or return a loss.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -22,53 +24,51 @@ from .._base.generators import kept_generators
 from .._C import ReduceOp
 from .._engine.engine import current_engine
 from ..global_var import context
-from ._intercept import replaced_by
+from ._intercept import replaced_by, replacement
 from ._sequences import current_sequences
 
-__all__ = ["check_first_forward"]
+__all__ = ["check_call"]
 
 _NUM_TOKENS = 32  # of one sequence, at most
 #: Values in their place. Labels of `shard_sequence` are shifted: a loss must be one of ``shift_labels`` alone.
 _LABELS: dict[str, Any] = {"labels": -100, "shift_labels": 0, "num_items_in_batch": 5}
 
 
-def check_first_forward(model: torch.nn.Module) -> None:
-    """Has the first forward over divided sequences checked, in training and in evaluation; see
-    [Note: Models that may be divided]."""
-    checked: set[bool] = set()
+#: Modules that were checked, in training (True) or in evaluation.
+_checked: weakref.WeakKeyDictionary[torch.nn.Module, set[bool]] = weakref.WeakKeyDictionary()
 
-    def check(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        sequences = current_sequences()
-        if sequences is None or module.training in checked:
-            return
-        if sequences.group.size == 1 or sequences.num_own < 2:
-            return
-        checked.add(module.training)
-        if len(checked) == 2:
-            handle.remove()
-        _agree(_complaint(module, args, kwargs, sequences.num_own))
 
-    handle = model.register_forward_pre_hook(check, with_kwargs=True)
+def check_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Checks the first call over divided sequences, in training and in evaluation, of a model (which has this function
+    as a hook) or of a module with distributed parameters. See [Note: Models that may be divided]."""
+    sequences = current_sequences()
+    if sequences is None or replacement() is not None or sequences.group.size == 1 or sequences.num_own < 2:
+        return
+    modes = _checked.setdefault(module, set())
+    if module.training not in modes:
+        modes.add(module.training)
+        is_model = check_call in module._forward_pre_hooks.values()
+        _agree(_complaint(module, args, kwargs, sequences.num_own, is_model))
 
 
 def _agree(complaint: str | None) -> None:
-    """Raises NotImplementedError on all ranks if there is a complaint on one. Collective; but in a layer of a pipeline,
-    which its stage alone runs."""
+    """Raises NotImplementedError on all ranks if there is a complaint on one. Collective, except in a pipeline."""
     ctx = context()
-    if current_engine(ctx).rows is not None:
-        if complaint is not None:
-            raise NotImplementedError(complaint)
-        return
     flag = torch.tensor([complaint is not None], dtype=torch.uint8, device=ctx.device)
-    ctx.world.comm.all_reduce(flag, ReduceOp.MAX, "check of a divided model").wait()
-    if complaint is not None or flag.item():
+    if current_engine(ctx).rows is None:  # a stage runs its layers alone
+        ctx.world.comm.all_reduce(flag, ReduceOp.MAX, "check of a divided model").wait()
+    if flag.item():
         raise NotImplementedError(complaint or "the model cannot be divided: another rank says why")
 
 
 def _complaint(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num_own: int
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num_own: int, is_model: bool
 ) -> str | None:
-    """Returns the first problem that the model has with divided sequences; None without one."""
+    """Returns the first problem with divided sequences; None without one, or where a module that is no whole model gets
+    no tokens, or does not run on some of them."""
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() > 1]
+    if not is_model and all(x.shape[1] != num_own for x in tensors):
+        return None
     kwargs = {
         name: torch.full_like(value, _LABELS[name])
         if name in _LABELS and isinstance(value, Tensor)
@@ -80,14 +80,18 @@ def _complaint(
     half = tokens // 2
     runs = []
     for part in (slice(0, tokens), slice(0, half), slice(half, tokens)):
-        run = _Run(tokens=part.stop - part.start)
+        run = _Run(part.stop - part.start, is_model)
         try:
             run(model, _cut(args, num_own, part), _cut(kwargs, num_own, part))
         except NotImplementedError as error:
             return str(error)
+        except Exception:
+            if is_model:
+                raise
+            return None
         runs.append(run)
     whole, *halves = runs
-    if whole.random:
+    if whole.random and is_model:
         return (
             f"{whole.random}: random numbers (not by dropout) in a model whose tokens are divided: ranks would draw "
             "the same for different tokens; do without"
@@ -109,7 +113,7 @@ def _complaint(
                 "torch's scaled_dot_product_attention or bmtrain.nn.functional.attention), or counts positions instead "
                 "of taking position_ids; its sequences cannot be divided over ranks"
             )
-    if not whole.num_attentions:
+    if is_model and not whole.num_attentions:
         return (
             f"{type(model).__name__}: no attention by torch's scaled_dot_product_attention, transformers' attention "
             "interface or bmtrain.nn.functional.attention: its sequences cannot be divided over ranks"
@@ -118,9 +122,11 @@ def _complaint(
 
 
 def _cut(tree: Any, num_own: int, part: slice) -> Any:
-    """Some tokens of the first sequence, of all tensors that have tokens."""
+    """Some tokens of the first sequence, of all tensors that have tokens, such as a table of positions."""
     if isinstance(tree, Tensor):
-        return tree[:1, part] if tree.dim() > 1 and tree.shape[1] == num_own else tree
+        if tree.dim() > 1 and tree.shape[1] == num_own:
+            return tree[:1, part]
+        return tree[part] if tree.dim() and len(tree) == num_own else tree
     if isinstance(tree, dict):
         return {name: _cut(value, num_own, part) for name, value in tree.items()}
     if type(tree) in (tuple, list):
@@ -154,13 +160,13 @@ class _Run:
 
     Attributes:
         results: by name of a module, the tensors ``(1, tokens, ...)`` it returned, in the order of their ends; then
-            all tensors that the model returned.
+            what the outermost module returned, of a model all tensors.
         num_attentions: calls of attention.
         random: the module that drew random numbers; empty if none did.
     """
 
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
+    def __init__(self, tokens: int, is_model: bool) -> None:
+        self.tokens, self.is_model = tokens, is_model
         self.results: dict[str, Tensor] = {}
         self.num_attentions = 0
         self.random = ""
@@ -175,7 +181,7 @@ class _Run:
             out = model(*args, **kwargs)
         values = out.items() if hasattr(out, "items") else enumerate(out if isinstance(out, tuple) else [out])
         for name, value in values:
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and (self.is_model or value.shape[:2] == (1, self.tokens)):
                 self._add(f"{type(model).__name__}'s result {name!r}", value)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -186,12 +192,8 @@ class _Run:
                 f"attention of {q.shape[2]} to {k.shape[2]} tokens, where {self.tokens} are given: attention between "
                 "other sequences than the divided ones (cross attention, images, a cache) is not implemented"
             )
-        groups = q.shape[1] // k.shape[1]
-        return (
-            v.repeat_interleave(groups, 1)
-            + q.mean(-1, keepdim=True)
-            + k.repeat_interleave(groups, 1).mean(-1, True)
-        )
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        return v + q.mean(-1, keepdim=True) + k.mean(-1, keepdim=True)
 
     @contextmanager
     def _recorded(self, model: torch.nn.Module) -> Iterator[None]:

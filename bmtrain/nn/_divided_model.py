@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._divided_check import check_first_forward
+from ._divided_check import check_call
 from .functional import attention
 
 __all__ = ["prepare"]
@@ -29,7 +29,7 @@ def prepare(model: torch.nn.Module) -> None:
             )
     if hasattr(model, "set_attn_implementation"):
         _of_transformers(model)
-    check_first_forward(model)
+    model.register_forward_pre_hook(check_call, with_kwargs=True)
 
 
 def _of_transformers(model: Any) -> None:

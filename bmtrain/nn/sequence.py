@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .._base.arguments import require_tensor
+from .._engine.engine import current_engine
 from .._engine.tokens import tokens_of_a_loss
 from ..global_var import context
 from . import _intercept
+from ._divided_check import check_call
 from ._sequences import Method, Sequences, set_current, whole_sequences
 from .functional import attention
 
@@ -75,6 +78,7 @@ def shard_sequence(batch: Mapping[str, Any], *, method: str = "heads") -> dict[s
         divided["num_items_in_batch"] = tokens_of_a_loss(counted, "shard_sequence")
     set_current(sequences)
     _intercept.install(attention)
+    current_engine(ctx).reads.check_call = check_call if sequences.group.size > 1 else None
     return divided
 
 
@@ -110,6 +114,7 @@ def token_mean(losses: torch.Tensor, weights: torch.Tensor | None = None) -> tor
     return total / tokens_of_a_loss(weights.sum(), "token_mean").to(losses.dtype)
 
 
+_stamps = itertools.count()
 _IGNORED = -100
 #: Values of tokens that make a length divisible.
 _FILL = {"labels": _IGNORED, "shift_labels": _IGNORED}
@@ -175,8 +180,7 @@ def _divide(group: Group, method: Method, shape: torch.Size, documents: torch.Te
     pieces = torch.arange(padded).view(num_pieces, piece)
     mine = [group.rank] if num_pieces == group.size else [group.rank, num_pieces - 1 - group.rank]
     own = pieces[mine].flatten()
-    _Stamp.last += 1
-    stamp = torch.tensor([_Stamp.last])
+    stamp = torch.tensor([next(_stamps)])
     return Sequences(group, method, batch_size, length, padded, own, documents, stamp)
 
 
@@ -203,10 +207,6 @@ def _of_layers(documents: torch.Tensor, method: Method) -> torch.Tensor:
         group.comm.all_gather(every, documents, "shard_sequence").wait()
         documents = every.flatten(0, 1) if group is pipe else every
     return documents.cpu()
-
-
-class _Stamp:
-    last = 0
 
 
 def _divided(sequences: Sequences, name: str, value: Any) -> Any:

@@ -131,6 +131,7 @@ def test_one_rank_has_documents_beside_masks_and_dropout() -> None:
 
 
 def encode() -> None:
+    whole_sequences()
     plain = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
     x, documents = torch.randn(2, 16, 32), (torch.arange(16) // 5).expand(2, 16)
     with torch.no_grad():
@@ -360,6 +361,53 @@ def refuse(layer: str) -> str:
 def test_a_layer_that_cannot_be_divided_is_named(layer: str) -> None:
     for said in run_ranks(2, refuse, layer, init={"sp_size": 2}):
         assert re.search(LAYERS[layer][1], said)
+
+
+class Alone(bmt.DistributedModule):
+    """A function of hidden states, in a model that is not wrapped."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.scale = bmt.DistributedParameter(torch.ones(32))
+        self.function = function
+
+    def forward(self, x: torch.Tensor, *tables: torch.Tensor) -> Any:
+        return self.function(x * self.scale, *tables)
+
+
+ALONE = {
+    "block": (lambda: bmt.Block(ByHand()), "mixes tokens"),
+    "module": (lambda: Alone(OwnAttention()), "function .OwnAttention.*mixes tokens"),
+    "positions": (lambda: bmt.Block(Alone(CountsPositions())), "function .CountsPositions.*counts positions"),
+}
+
+
+def call_alone(function: Any, *arguments: Any) -> None:
+    function(bmt.shard_sequence({"inputs_embeds": torch.randn(2, 16, 32)})["inputs_embeds"], *arguments)
+
+
+def refuse_alone(layer: str) -> str:
+    with pytest.raises(NotImplementedError) as caught:
+        call_alone(ALONE[layer][0]())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("layer", ALONE)
+def test_a_layer_by_hand_that_cannot_be_divided_is_refused(layer: str) -> None:
+    for said in run_ranks(2, refuse_alone, layer, init={"sp_size": 2}):
+        assert re.search(ALONE[layer][1], said)
+
+
+def layers_by_hand() -> None:
+    call_alone(bmt.Block(Alone(lambda x, table: x * table)), torch.randn(8, 32))  # one of its positions
+    call_alone(bmt.Block(Alone(lambda x: (x, x.flatten(0, 1), x.square().mean()))))
+    call_alone(Alone(lambda x: x.view(2, 8, 4, 8)))  # not for a part of its tokens
+    whole_sequences()
+    Alone(OwnAttention())(torch.randn(2, 8, 32))
+
+
+def test_a_layer_by_hand_may_return_other_values_beside_tokens() -> None:
+    run_ranks(2, layers_by_hand, init={"sp_size": 2})
 
 
 def wrong_calls() -> None:
