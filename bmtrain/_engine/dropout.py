@@ -123,8 +123,7 @@ def _dispatch(name: str, x: Tensor, *args: Any) -> Any:
     position = _DRAWS[name.removesuffix("_")]
     if len(values) > position and values[position] and (name.startswith("rrelu") or args[0]):
         refuse_random(name, x)
-        out = _state.tokens[1](name, x, args[0])
-        if out is not None:
+        if (out := _state.tokens[1](name, x, args[0])) is not None:
             return x.copy_(out) if name.endswith("_") else out
     return plain(name, *values)
 

