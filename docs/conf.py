@@ -118,7 +118,7 @@ def break_names(app, pagename, templatename, context, doctree):
     def break_code(code):
         if len(code[2]) <= 14:
             return f'<span class="pre short">{code[2]}'
-        marks = r"(?<=[_./=(\[,:-])(?<!--)(?=[\w\"'])(?!\d+(\W|$))|(?<=[a-z])(?=[A-Z])"
+        marks = r"(?<=[_./=(\[,:-])(?<!--)(?=[\w\"'])(?!(\d+|py)(\W|$))|(?<=[a-z])(?=[A-Z])"
         return code[1] + re.sub(marks, "<wbr>", code[2])
 
     def break_table(table):

@@ -34,21 +34,22 @@ ids = torch.tensor([chars.index(c) for c in text])
 
 
 class Windows(torch.utils.data.Dataset):
-    """All pieces of a text of one length, each with its next characters."""
+    """Pieces of a text of one length, each with its next characters."""
 
-    def __init__(self, ids):
-        self.ids = ids
+    def __init__(self, ids, stride):
+        self.ids, self.starts = ids, range(0, len(ids) - options.context, stride)
 
     def __len__(self):
-        return len(self.ids) - options.context
+        return len(self.starts)
 
-    def __getitem__(self, i):
+    def __getitem__(self, number):
+        i = self.starts[number]
         return self.ids[i : i + options.context], self.ids[i + 1 : i + 1 + options.context]
 
 
 cut = int(0.9 * len(ids))
-train = bmt.data.loader(Windows(ids[:cut]), options.batch_size, seed=1)  # each rank its own samples
-validation = bmt.data.loader(Windows(ids[cut:]), options.batch_size, shuffle=False)
+train = bmt.data.loader(Windows(ids[:cut], 1), options.batch_size, seed=1)  # each rank its own samples
+validation = bmt.data.loader(Windows(ids[cut:], options.context), options.batch_size, shuffle=False)
 
 
 # ----------------------------------------------------------------------------------------------------------- model

@@ -16,7 +16,8 @@ TINY = ["--layers", "2", "--heads", "2", "--dim", "32", "--context", "32", "--lo
 
 def run(arguments: list[str]) -> None:
     sys.argv = [str(SCRIPT), *TINY, *arguments]
-    runpy.run_path(str(SCRIPT), run_name="__main__")
+    names = runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert names["validation"].dataset.starts.step == names["options"].context, "held-out pieces overlap"
 
 
 def losses(capsys: pytest.CaptureFixture[str], world: int, *arguments: object) -> list[float]:

@@ -12,10 +12,12 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -241,6 +243,36 @@ def test_pages_fit_into_every_window(html: Path) -> None:
     if browser is None:
         pytest.skip("no browser: docs/screenshots.py takes chromium")
     assert screenshots.measure(browser, html, list(screenshots.PAGES), list(screenshots.WIDTHS)) == []
+
+
+_COPY = """<!doctype html><body><iframe src="%s" style="width: 1200px"></iframe><script>
+const frame = document.querySelector("iframe");
+function copy() {
+  const inside = frame.contentDocument, buttons = [...inside.querySelectorAll("button.copybtn")];
+  if (!buttons.length) { setTimeout(copy, 100); return; }
+  const copied = [];
+  inside.execCommand = () => copied.push(inside.activeElement.value);
+  buttons.forEach(button => button.click());
+  document.title = "done"; document.body.textContent = JSON.stringify(copied);
+}
+frame.onload = copy;
+</script></body>"""
+
+
+@pytest.mark.slow
+def test_copy_buttons_copy_commands_without_prompts_and_outputs(html: Path) -> None:
+    screenshots = script("screenshots")
+    browser = screenshots.find_browser()
+    if browser is None:
+        pytest.skip("no browser: docs/screenshots.py takes chromium")
+    holder = html / "_copy.html"
+    holder.write_text(_COPY % (html / "zh" / "howto" / "survive.html").as_uri(), encoding="utf-8")
+    dom = screenshots.browse(browser, "--virtual-time-budget=60000", "--dump-dom", holder.as_uri())
+    told = re.search(r"<title>done</title>.*?<body>(.*?)</body>", dom, re.DOTALL)
+    assert told is not None
+    copied = json.loads(unescape(told[1]))
+    assert copied[0].startswith("import torch\n") and "for shard in shards:" in copied[0]
+    assert copied[1] == "bmtrain launch --nproc 4 --survive 1 train.py"
 
 
 @pytest.mark.slow
