@@ -23,7 +23,7 @@ PYTHON = {
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5535),
     "files": ("_files dcp distributed store weights", 4530),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 9368),
-    "survive": ("_survive survive", 1881),
+    "survive": ("_survive survive", 1900),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 12_522),
 }
 CORE = {

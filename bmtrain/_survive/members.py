@@ -33,6 +33,8 @@ _ANSWER_SECONDS = 5.0
 _DOUBTED_SECONDS = 3.0
 #: Time between two signs of life of the rank at which others wait.
 _SIGN_SECONDS = 1.0
+#: Time after which a rank that waits looks whether another one calls it.
+_CALL_SECONDS = 0.2
 _THREADS = 32
 _POLL_SECONDS = 0.02
 _LONGEST = 1 << 24
@@ -92,12 +94,10 @@ class Members:
         self._waiting: dict[int, tuple[Message, Line]] = {}
         self._newcomers: list[tuple[Message, Line]] = []  # processes that wait for a place
         self._held: list[Line] = []  # of ranks that watch this one: they see its end
-        self._is_over = False
         threading.Thread(target=self._serve, name="bmtrain-members", daemon=True).start()
         os.register_at_fork(after_in_child=self._listener.close)  # or a child would seem to be this rank
 
     def close(self) -> None:
-        self._is_over = True
         self._listener.close()
 
     def open_port(self) -> tuple[socket.socket, str]:
@@ -107,7 +107,7 @@ class Members:
     # ---- the thread
 
     def _serve(self) -> None:
-        while not self._is_over:
+        while True:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
@@ -236,13 +236,34 @@ class Members:
 
     def _follow(self, leader: int, report: Message, patience: float) -> Meeting:
         line = self._connect(leader, {"do": "report", "report": report})
+        verdict: Message = {"do": "wait"}
         try:
-            verdict: Message = {"do": "wait"}
             while verdict["do"] == "wait":
-                verdict = line.receive(patience)
+                verdict = self._await(line, leader, time.monotonic() + patience)
         finally:
             line.close()
         return _meeting(verdict)
+
+    def _await(self, line: Line, leader: int, end: float) -> Message:
+        """Returns the next message of the leader, unless a lower rank is found to lead."""
+        while True:
+            for _ in range(self._arrived.qsize()):
+                arrived = self._arrived.get()
+                if arrived[0]["do"] == "probe":
+                    self._hold(arrived[1], arrived[0]["rank"] < leader)
+                else:
+                    self._arrived.put(arrived)
+            try:
+                return line.receive(_CALL_SECONDS)
+            except Lost:
+                if line.is_closed() or time.monotonic() > end:
+                    raise
+
+    def _hold(self, line: Line, leads: bool) -> None:
+        """Keeps the connection of a probe; ``leads``: of a rank that leads instead of the known one."""
+        self._held.append(line)
+        if leads and not line.is_closed():
+            raise _LookAgain
 
     def _lead(
         self,
@@ -282,9 +303,7 @@ class Members:
         try:
             message, line = self._arrived.get(timeout=_POLL_SECONDS)
             if message["do"] == "probe":
-                self._held.append(line)
-                if message["rank"] < self.rank and not line.is_closed():
-                    raise _LookAgain
+                self._hold(line, message["rank"] < self.rank)
             elif message["epoch"] == self.epoch:
                 self._waiting[message["rank"]] = message, line
                 lost.discard(message["rank"])

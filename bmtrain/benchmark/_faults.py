@@ -204,10 +204,11 @@ def _run(num_ranks: int, steps: int, pause: float = 0.0) -> _Found:
             while pause and job.wait(num_ranks) >= 0:
                 job.look()
                 time.sleep(max(at + pause - time.monotonic(), 0))
-                if not 0 <= job.wait(num_ranks) < steps:
+                if not 0 <= (step := job.wait(num_ranks)) < steps:
                     break
                 at, kind = time.monotonic(), chance.choice(list(_SIGNALS))
                 seconds[kind].append(job.lose(kind, chance.randrange(num_ranks)))
+                print(f"step {step}: {kind}; the next step after {seconds[kind][-1]:.1f} s", flush=True)
             wrong = job.end()
         finally:
             left = job.close()
@@ -244,9 +245,8 @@ def run_with_faults(arguments: argparse.Namespace) -> int:
     ]
     print_table(["seconds to the next step", "number", "least", "median", "most"], rows)
     kept = [disturbed / (other or 1.0) for disturbed, other in zip(found.speed, plain.speed, strict=True)]
-    print(
-        f"{plain.speed[0]:.2f} steps/s undisturbed; kept {kept[0]:.3f}, and {kept[1]:.3f} by processor time"
-    )
+    speed = f"{plain.speed[0]:.2f} steps/s undisturbed"
+    print(f"{speed}; kept {kept[0]:.3f}, and {kept[1]:.3f} by processor time")
     wrong = [*plain.wrong, *found.wrong]
     wrong += ["expected the bits of the undisturbed run"] if found.bits != plain.bits else []
     print("\n".join(wrong) or "bit-identical to the undisturbed run; no process, file or thread is left")

@@ -89,10 +89,12 @@ class Fault:
         elif self.what == "stop":
             subprocess.Popen(["sh", "-c", f"sleep 20; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
-        elif self.what == "mute":  # as if its watchdog were too slow for the others
-            watch = _context.context().watch
+        elif self.what in ("mute", "slow"):  # as if its watchdog were too slow for the others, or all of it
+            survival, watch = _context.context().survival, _context.context().watch
             for line in [watch._line.lines] if watch._line else watch._hub._ranks.values():
                 line.send = lambda _: True
+            while self.what == "slow" and not survival._lost:
+                time.sleep(0.01)
         elif self.what == "raise":
             try:
                 raise ValueError("of the script")
@@ -267,6 +269,11 @@ def test_a_stopped_rank_does_not_come_back_and_a_slow_one_is_not_lost(rank, slow
     outcomes = survive(1, "float32", True, *faults, timeout=6)
     assert outcomes[rank].status is Status.RAISED
     assert "CommunicationError" in str(outcomes[rank])
+
+
+def test_a_rank_that_is_only_slow_is_not_lost():
+    outcomes = survive(0, "bfloat16", False, (2, 2, "backward", "slow"), timeout=6)
+    assert "bmtrain: no rank lost; 4 ranks continue" in outcomes[0].output
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,15 @@ def test_a_rank_that_turns_up_leads_those_that_have_met_without_it(ranks: list[M
         assert [call.result() for call in calls] == [meeting_of(0, 1, 2, 3, 4)] * 5
 
 
+def test_a_rank_that_waits_at_another_than_the_first_comes_when_that_calls(ranks: list[Members]) -> None:
+    with ThreadPoolExecutor() as pool, stopped([ranks[2]], 0):
+        calls = [pool.submit(come, ranks[2], {0: False})]
+        wait_until(lambda: ranks[1]._arrived.qsize() == 2)  # a probe, and a report
+        ranks[2].addresses[0] = ranks[0].own
+        calls += [pool.submit(come, ranks[rank], {}) for rank in (0, 1, 3, 4)]
+        assert [call.result() for call in calls] == [meeting_of(0, 1, 2, 3, 4)] * 5
+
+
 def test_a_rank_that_comes_too_late_gets_an_error(ranks: list[Members]) -> None:
     late, others = ranks[0], [1, 2, 3, 4]
     with stopped(ranks[1:], 0), ThreadPoolExecutor() as pool:
