@@ -12,22 +12,23 @@ in a model that is not wrapped, such as its Blocks, of which less is known: it m
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .._base.generators import kept_generators
 from .._C import ReduceOp
 from .._engine.engine import current_engine
 from ..global_var import context
 from ._intercept import replaced_by, replacement
-from ._sequences import current_sequences
+from ._sequences import Sequences, current_sequences
 
-__all__ = ["check_call"]
+__all__ = ["belong_to", "check_call"]
 
 _NUM_TOKENS = 32  # of one sequence, at most
 #: Values in their place. Labels of `shard_sequence` are shifted: a loss must be one of ``shift_labels`` alone.
@@ -42,13 +43,42 @@ def check_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     """Checks the first call over divided sequences, in training and in evaluation, of a model (which has this function
     as a hook) or of a module with distributed parameters. See [Note: Models that may be divided]."""
     sequences = current_sequences()
-    if sequences is None or replacement() is not None or sequences.group.size == 1 or sequences.num_own < 2:
+    if sequences is None or replacement() is not None:
+        return
+    _check_documents(sequences, module, (*args, *kwargs.values()))
+    if sequences.group.size == 1 or sequences.num_own < 2:
         return
     modes = _checked.setdefault(module, set())
     if module.training not in modes:
         modes.add(module.training)
         is_model = check_call in module._forward_pre_hooks.values()
         _agree(_complaint(module, args, kwargs, sequences.num_own, is_model))
+
+
+def _check_documents(sequences: Sequences, module: torch.nn.Module, values: tuple[Any, ...]) -> None:
+    """Raises ValueError for tokens of an earlier `shard_sequence`, if attention would be over other documents."""
+    given = [_sequences_of.get(x, sequences) for x in values if isinstance(x, Tensor)]
+    documents = sequences.documents
+    others = any(not torch.equal(each.documents, documents) for each in given if each is not sequences)
+    # All micro-batches of a vertical order pass a Block after the last shard_sequence().
+    is_held = getattr(module.__dict__.get("_runtime"), "is_held", False)
+    is_vertical = is_held and current_engine(context()).rows is None
+    if others or (is_vertical and (documents != documents[..., :1]).any()):
+        raise ValueError(
+            f"{type(module).__name__}: called after a shard_sequence() with other documents or padding than its tokens "
+            "may have: attention keeps to the last one; expected shard_sequence(batch) right before the model, "
+            "and micro-batches that pass the whole model one after the other"
+        )
+
+
+def belong_to(sequences: Sequences, tokens: Iterable[Any]) -> None:
+    """Notes that these tensors have tokens of ``sequences``."""
+    for x in tokens:
+        if isinstance(x, Tensor):
+            _sequences_of[x] = sequences
+
+
+_sequences_of: MutableMapping[Tensor, Sequences] = WeakIdKeyDictionary()
 
 
 def _agree(complaint: str | None) -> None:

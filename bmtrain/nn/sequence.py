@@ -13,7 +13,7 @@ from .._engine.engine import current_engine
 from .._engine.tokens import tokens_of_a_loss
 from ..global_var import context
 from . import _intercept
-from ._divided_check import check_call
+from ._divided_check import belong_to, check_call
 from ._sequences import Method, Sequences, set_current, whole_sequences
 from .functional import attention
 
@@ -78,7 +78,8 @@ def shard_sequence(batch: Mapping[str, Any], *, method: str = "heads") -> dict[s
         divided["num_items_in_batch"] = tokens_of_a_loss(counted, "shard_sequence")
     set_current(sequences)
     _intercept.install(attention)
-    current_engine(ctx).reads.check_call = check_call if sequences.group.size > 1 else None
+    current_engine(ctx).reads.check_call = check_call
+    belong_to(sequences, divided.values())
     return divided
 
 

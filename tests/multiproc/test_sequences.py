@@ -436,6 +436,27 @@ def test_wrong_calls_are_named() -> None:
     run_ranks(2, wrong_calls, init={"sp_size": 2})
 
 
+def other_documents() -> None:
+    batches = [
+        {"inputs_embeds": torch.zeros(1, 16, 32), "documents": (torch.arange(16) // n).expand(1, 16)}
+        for n in (16, 16, 5)
+    ]
+    layers = bmt.TransformerBlockList([Alone(lambda x: x)])
+    one, other, packed = (bmt.shard_sequence(batch)["inputs_embeds"] for batch in batches)
+    layers(packed)
+    with pytest.raises(ValueError, match="Block: called after a shard_sequence.. with other documents"):
+        layers(one)
+    with pytest.raises(ValueError, match="micro-batches that pass the whole model one after the other"):
+        layers.vertical([packed, packed])
+    one, other = (bmt.shard_sequence(batch)["inputs_embeds"] for batch in batches[:2])
+    layers.vertical([one, other])  # with the same documents
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_tokens_of_other_documents_are_refused(world: int) -> None:
+    run_ranks(world, other_documents, init={"sp_size": world})
+
+
 def stale() -> None:
     block = bmt.BMTrainModelWrapper(nn.ModuleList([Layer(32, 4, 2)]))[0]
     x = torch.randn(1, 8, 32, requires_grad=True)
