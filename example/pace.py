@@ -30,6 +30,13 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     return None
 
 
+def drive_bytes() -> tuple[int, int]:
+    """Bytes that this process has read from drives and written to them so far, as the kernel counts them."""
+    with open("/proc/self/io") as file:
+        counts = dict(line.split(": ") for line in file)
+    return int(counts["read_bytes"]), int(counts["write_bytes"])
+
+
 class Pace:
     """Tokens a second, and the share of recent steps in which this rank had nothing to do but wait for the others.
 
@@ -41,9 +48,12 @@ class Pace:
         flops: of a token, forward and backward; compared with the peak of the devices, where that is known.
         dtype: of the products.
         window: number of steps.
+        counts_drives: whether to add up what steps read from drives and write to them.
     """
 
-    def __init__(self, tokens: int, flops: float, dtype: torch.dtype, window: int = 10) -> None:
+    def __init__(
+        self, tokens: int, flops: float, dtype: torch.dtype, window: int = 10, *, counts_drives: bool = False
+    ) -> None:
         self.tokens = tokens
         self.flops = flops
         device = bmt.config["device"]
@@ -55,9 +65,14 @@ class Pace:
         self.shares: list[float] = []
         self._recording: bmt.timeline.Timeline | None = None
         self._started = 0.0
+        self.counts_drives = counts_drives
+        self.moved = [0, 0]  # read, written
+        self._before = (0, 0)
 
     def begin_step(self) -> None:
         """A step begins."""
+        if self.counts_drives:
+            self._before = drive_bytes()
         self._started = time.perf_counter()
 
     def end_step(self) -> dict[str, float | None]:
@@ -71,6 +86,10 @@ class Pace:
         elapsed = time.perf_counter() - self._started
         self.num_steps += 1
         self.seconds += elapsed
+        if self.counts_drives:
+            now = drive_bytes()
+            for way in range(2):
+                self.moved[way] += now[way] - self._before[way]
         self._go_on_recording()
         return {
             "tokens_per_second": self.tokens / elapsed,

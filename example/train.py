@@ -75,7 +75,8 @@ def train(options: argparse.Namespace) -> None:
         saved, stopped = None, 0.0
         stop = StopRequest()
         tokens = options.batch_size * options.seq_len
-        pace = Pace(tokens, flops_per_token(model, options), DTYPES[options.dtype])
+        flops = flops_per_token(model, options)
+        pace = Pace(tokens, flops, DTYPES[options.dtype], counts_drives=options.disk is not None)
         for step in range(first_step, options.steps):
             pace.begin_step()
             batch = sampler.batch(step)
@@ -243,12 +244,14 @@ def flops_per_token(model: GPT, options: argparse.Namespace) -> float:
 def report(logbook: Logbook, pace: Pace, saved: Path | None, weights: Path) -> None:
     """Print what came out, and where to find it. Collective."""
     before, after = logbook.validation_losses()
-    peaks = bmt.distributed.all_gather(torch.tensor(peak_memory(), device=bmt.config["device"])).tolist()
+    device = bmt.config["device"]
+    peaks = bmt.distributed.all_gather(torch.tensor(peak_memory(), device=device)).tolist()
     results = {
         "validation loss": f"{before:.4f} before, {after:.4f} after",
         "tokens per second": f"{pace.tokens_per_second():,.0f}",
         "communication": f"{percent(pace.exposed_communication())} of rank 0's time is spent waiting for it",
         "peak memory per rank": ", ".join(f"{peak:,.0f} MiB" for peak in peaks),
+        **drives(pace),
         "checkpoint": saved or "none: there was no step left to do",
         "weights": weights,
     }
@@ -256,6 +259,17 @@ def report(logbook: Logbook, pace: Pace, saved: Path | None, weights: Path) -> N
         bmt.print_rank(f"{name + ':':<22}{value}")
     for i, path in enumerate(logbook.written()):
         bmt.print_rank(f"{'' if i else 'logs:':<22}{path}")
+
+
+def drives(pace: Pace) -> dict[str, str]:
+    """What the steps of all ranks moved; a drive is worn out by what is written to it. Collective with --disk."""
+    if not pace.counts_drives or not pace.num_steps:
+        return {}
+    moved = torch.tensor(pace.moved, dtype=torch.float64) / pace.num_steps
+    read, written = bmt.distributed.all_reduce(moved).tolist()
+    a_day = written * 86_400 * pace.num_steps / pace.seconds
+    moves = f"{read / 1e9:.3g} GB read and {written / 1e9:.3g} GB written in a step"
+    return {"drives": f"{moves}, {a_day / 1e12:.3g} TB written in a day"}
 
 
 if __name__ == "__main__":

@@ -230,7 +230,7 @@ class StoredShard:
     def zero_gradients(self, wanted: Sequence[Tensor]) -> bool:
         """Makes gradients at rest zeros, if these are all the gradients in the shard; returns whether it did."""
         array, chosen = self.gradients, set(map(id, wanted))
-        found = [p for p in self.members if gradient_of(p) is not None]
+        found = [p for p in self.members if p.numel() and gradient_of(p) is not None]
         if array is None or array.memory is not None or not found:
             return False
         if not all(id(p) in chosen and self.holds_gradient_of(p) for p in found):

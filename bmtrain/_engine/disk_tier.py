@@ -144,7 +144,7 @@ class Transfer:
     """A transfer between a range of a file and memory, in a few pieces."""
 
     def __init__(
-        self, tier: DiskTier, file: DiskFile, offset: int, memory: Tensor, *, is_write: bool
+        self, tier: DiskTier, file: DiskFile, offset: int, memory: Tensor, label: str, *, is_write: bool
     ) -> None:
         self._tier = tier
         self._slots: list[int] = []
@@ -156,6 +156,8 @@ class Transfer:
             move(slot, file, offset + begin, part.numel(), part)
             self._slots.append(slot)
         tier.begin(self)
+        if tier.drives.observer is not None:
+            tier.drives.observer.transferring(self, label, is_write=is_write)
 
     def complete(self) -> None:
         """Waits for its end; a failure is kept."""
@@ -166,6 +168,8 @@ class Transfer:
             except DiskError as error:
                 self.error = self.error or error
         self._tier.end(self, slots)
+        if self._tier.drives.observer is not None:
+            self._tier.drives.observer.transferred(self)
 
 
 class StoredArray:
@@ -232,7 +236,7 @@ class StoredArray:
             if self._is_zero:
                 self.memory.zero_()
             else:
-                self._transfer = Transfer(self._tier, self.file, self.offset, self.memory, is_write=False)
+                self._start(is_write=False)
 
     def take(self) -> None:
         """Puts memory without contents under the storage."""
@@ -266,7 +270,12 @@ class StoredArray:
         """Starts to write it; it stays in memory until `rest`."""
         assert self.memory is not None
         self._is_zero = False
-        self._transfer = Transfer(self._tier, self.file, self.offset, self.memory, is_write=True)
+        self._start(is_write=True)
+
+    def _start(self, *, is_write: bool) -> None:
+        assert self.memory is not None
+        tier, place = self._tier, (self.file, self.offset, self.memory)
+        self._transfer = Transfer(tier, *place, self.label, is_write=is_write)
 
     def rest(self) -> None:
         """Waits until it is written, if it is, and frees its memory."""

@@ -11,6 +11,7 @@ from .._ranks.agree import failing_together
 from .._ranks.context import Context
 from .._ranks.objects import allgather_objects
 from ..errors import DiskError
+from .observer import Observer
 
 __all__ = ["Drives", "make_queue", "measure"]
 
@@ -24,7 +25,12 @@ class Drives:
     Args:
         directories: at least one.
         speeds: of their drives, in any unit.
+
+    Attributes:
+        observer: receives transfers; None if nothing records them.
     """
+
+    observer: Observer | None = None
 
     def __init__(self, directories: Sequence[str], speeds: Sequence[float]) -> None:
         self.directories = tuple(directories)

@@ -41,6 +41,18 @@ class Observer:
     def reduced(self, groups: Sequence[ShardedBuffer]) -> None:
         """The gradients have arrived, and are summed into the shards."""
 
+    def transferring(self, transfer: object, label: str, *, is_write: bool) -> None:
+        """A transfer between a drive and memory starts.
+
+        Args:
+            transfer: anything that is no other transfer until its end.
+            label: of the block.
+            is_write: whether it goes to the drive.
+        """
+
+    def transferred(self, transfer: object) -> None:
+        """A transfer has ended, now or since the last look."""
+
     def waiting(self, name: str, reason: str) -> AbstractContextManager[None]:
         """Context manager for other waits of this rank.
 

@@ -25,7 +25,15 @@ _COLORS = {
     "optimizer": GREEN,
     "gather": ORANGE,
     "reduce": VIOLET,
+    "read": "#17a2a2",
+    "write": "#8c564b",
 }
+_LANES = {
+    "gathers": ("gather",),
+    "computes, waits": ("compute", "wait", "optimizer"),
+    "reductions": ("reduce",),
+}
+_DRIVES = {"reads": ("read",), "writes": ("write",)}
 _OUTSIDE = "#e6e6e6"
 _MOST_RANKS = 8
 
@@ -61,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _draw(spans: Mapping[int, Sequence[Span]], path: Path, step: int = -1) -> None:
-    """Draws three lanes for each rank: gathers, computation, reductions.
+    """Draws lanes for each rank: gathers, computation, reductions, and what drives do.
 
     Args:
         spans: rank -> its recorded spans; the first eight ranks are drawn.
@@ -73,7 +81,9 @@ def _draw(spans: Mapping[int, Sequence[Span]], path: Path, step: int = -1) -> No
         ValueError: there is no such step.
     """
     ranks = sorted(spans)[:_MOST_RANKS]
-    figure = new_figure(12, 1.2 + 1.1 * len(ranks), ", or pass --no-png")
+    kinds_found = {span.kind for rank in ranks for span in spans[rank]}
+    lanes = {**_LANES, **(_DRIVES if kinds_found & {"read", "write"} else {})}
+    figure = new_figure(12, 1.2 + 0.275 * (len(lanes) + 1) * len(ranks), ", or pass --no-png")
     axes = figure.subplots()
     labels, places = [], []
     for number, rank in enumerate(ranks):
@@ -81,9 +91,9 @@ def _draw(spans: Mapping[int, Sequence[Span]], path: Path, step: int = -1) -> No
         if not -len(steps) <= step < len(steps):
             raise ValueError(f"step: expected one of the {len(steps)} recorded steps, got {step}")
         begin, end = steps[step].begin, steps[step].end
-        for lane, kinds in enumerate((("gather",), ("compute", "wait", "optimizer"), ("reduce",))):
-            row = 4 * number + lane
-            labels.append((f"rank {rank}: gathers", "computes, waits", "reductions")[lane])
+        for lane, (label, kinds) in enumerate(lanes.items()):
+            row = (len(lanes) + 1) * number + lane
+            labels.append(label if lane else f"rank {rank}: {label}")
             places.append(row)
             if lane == 1:  # what no span covers is the rank's own too: head, loss, data, Python
                 axes.barh(row, (end - begin) * 1e3, height=0.84, color=_OUTSIDE)
@@ -99,7 +109,8 @@ def _draw(spans: Mapping[int, Sequence[Span]], path: Path, step: int = -1) -> No
     axes.set_xlabel("ms since the step began")
     from matplotlib.patches import Patch
 
-    patches = [Patch(color=color, label=name) for name, color in _COLORS.items() if name != "evaluate"]
+    hidden = {"evaluate", *({"read", "write"} - kinds_found)}
+    patches = [Patch(color=color, label=name) for name, color in _COLORS.items() if name not in hidden]
     patches.append(Patch(color=_OUTSIDE, label="outside blocks (head, loss, Python)"))
     figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)

@@ -115,6 +115,7 @@ class Timeline(Observer):
         self._open: dict[Any, Any] = {}
         self._phases: dict[int, str] = {}
         self._reducing: dict[int, str] = {}
+        self._moving: dict[int, tuple[str, str]] = {}
         self._remove_hooks: list[Callable[[], None]] = []
         self._num_copying = 0  # waits for copies that are open
         self._reserved = _Reserved()
@@ -146,8 +147,14 @@ class Timeline(Observer):
         return self
 
     def _begin(self) -> None:
-        current_engine(context()).observer = self
+        self._observe(self)
         self._open = {"step": self._clock.now()}
+
+    def _observe(self, observer: Observer | None) -> None:
+        engine = current_engine(context())
+        engine.observer = observer
+        if engine.drives is not None:
+            engine.drives.observer = observer
 
     def stop(self) -> None:
         """Ends; writes the trace if there is a directory. Does nothing the second time."""
@@ -158,7 +165,7 @@ class Timeline(Observer):
             remove()
         place = current()
         if place is not None and current_engine(place).observer in (self, self._reserved):
-            current_engine(place).observer = None
+            self._observe(None)
         seconds = self._clock.seconds
         self.spans = [Span(m.kind, m.name, seconds(m.begin), seconds(m.end), m.detail) for m in self._marks]
         self._stepping = None  # a kept recording does not keep the optimizer and its state
@@ -248,6 +255,13 @@ class Timeline(Observer):
         label = self._reducing.pop(id(groups), "")
         self._close("wait", "wait", label, "reduce")
         self._close(("reduce", id(groups)), "reduce", label)
+
+    def transferring(self, transfer: object, label: str, *, is_write: bool) -> None:
+        self._moving[id(transfer)] = "write" if is_write else "read", label
+        self._open["drive", id(transfer)] = self._clock.now()
+
+    def transferred(self, transfer: object) -> None:
+        self._close(("drive", id(transfer)), *self._moving.pop(id(transfer), ("", "")))
 
     @contextmanager
     def waiting(self, name: str, reason: str) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """Recorded spans, and the file format in which trace viewers read them.
 
 The format is Chrome's (Google, "Trace Event Format", 2016), which Perfetto reads as well: complete events (``X``) for
-the rank's own work, pairs of asynchronous events (``b``, ``e``) for collectives, which overlap with it and with
-each other.
+the rank's own work, pairs of asynchronous events (``b``, ``e``) for collectives and transfers of drives, which overlap
+with it and with each other.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from typing import Any, NamedTuple
 __all__ = ["KINDS", "Span", "merge", "read_traces", "trace_events", "write_trace"]
 
 #: Kind of span -> its row in a viewer. The first four are the rank's own work, the others run beside it.
-KINDS = {"compute": 1, "wait": 2, "optimizer": 3, "step": 0, "gather": 4, "reduce": 5}
-_BESIDE = ("gather", "reduce")
+KINDS = {"compute": 1, "wait": 2, "optimizer": 3, "step": 0, "gather": 4, "reduce": 5, "read": 6, "write": 7}
+_BESIDE = ("gather", "reduce", "read", "write")
 
 
 class Span(NamedTuple):
     """An interval of time on one rank.
 
     Args:
-        kind: ``compute``, ``wait``, ``optimizer``, ``step``, ``gather`` or ``reduce``.
+        kind: ``compute``, ``wait``, ``optimizer``, ``step``, ``gather``, ``reduce``; ``read`` or ``write`` of a drive,
+            until the rank has noticed its end.
         name: the block, or another description.
         begin: seconds since the recording began.
         end: the same.

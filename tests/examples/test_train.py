@@ -315,7 +315,10 @@ def test_second_run_keeps_the_first(tmp_path: Path, text: Path) -> None:
         r"^step 2/2  loss \S+  norm \S+  \S+ tok/s  \S+ MiB  waits .*  0:00:00 left$", told, re.MULTILINE
     )
     assert "parameters and gradients of step 2:" in told
-    assert "moved the former run" in succeed(1, "train.py", *options)
+    told = succeed(1, "train.py", *options, "--disk", tmp_path)  # with the same numbers
+    assert "moved the former run" in told
+    moves = r"^drives: +\S+ GB read and \S+ GB written in a step, \S+ TB written in a day$"
+    assert re.search(moves, told, re.MULTILINE)
     (earlier,) = tmp_path.glob("earlier-*")
     assert (earlier / "checkpoints" / "step-0000002").exists()
     assert (earlier / "model.pt").exists()

@@ -384,7 +384,7 @@ def fail(result: int, failing: int, places: dict[str, Any]) -> str:
         (TIERS[1], 0, "optimizer state"),
         (TIERS[1], 12, "optimizer state"),
         (ALL, 0, "parameters"),
-        (ALL, 8, "gradients"),
+        (ALL, 11, "gradients"),
         (ALL, 16, "gradients"),
         (ALL, 40, "optimizer state"),
     ],

@@ -309,3 +309,27 @@ def test_waits_for_tokens_of_other_ranks_are_told_apart(method: str, waits: int)
         names = [span.name for span in of(spans, "wait", "tokens")]
         # There and back, and their gradients; before that the experts' counts.
         assert [names.count("sequences"), names.count("experts")] == [2 * waits, 2 * 5]
+
+
+def recorded_drives(directory: str) -> list[Span]:
+    everything = dict.fromkeys(("parameters", "gradients", "optimizer"), "disk")
+    step = training(policy=bmt.BlockPolicy(**everything))
+    with bmt.timeline.record(steps=1, skip=3, directory=directory) as timeline:
+        for _ in range(5):
+            step()
+    return timeline.spans
+
+
+def test_what_drives_read_and_write_has_rows(tmp_path: Path) -> None:
+    for spans in run_ranks(2, recorded_drives, str(tmp_path), init={"tier_directories": [str(tmp_path)]}):
+        (step,) = of(spans, "step")
+        for kind, counts in {
+            # The last block stays from its forward to its backward.
+            "read": {"parameters": 2 * LAYERS - 1, "gradients": 0, "state": LAYERS},
+            "write": {"parameters": 0, "gradients": LAYERS, "state": LAYERS},
+        }.items():
+            moved = of(spans, kind)
+            assert {what: sum(span.name.startswith(what) for span in moved) for what in counts} == counts
+            assert all(step.begin <= span.begin <= span.end for span in moved)
+    assert main(["timeline", str(tmp_path)]) == 0
+    check_trace_format(json.loads((tmp_path / "trace.json").read_text()))

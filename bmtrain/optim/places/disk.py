@@ -177,7 +177,7 @@ class OnDisk(Place):
             len(arena.dtypes) + 2 * (arena.stored is not None) for arena in self._arenas()
         )  # and parameters and gradients
         if self._stream is None or self._stream.num_arrays < num_arrays:
-            self._stream = Stream(num_arrays, len(self._drives.directories))
+            self._stream = Stream(num_arrays, self._drives)
         return self._stream
 
     # ---- a step
@@ -246,7 +246,7 @@ class OnDisk(Place):
         zeroed = {p for shard, members in shards.items() if shard.zero_gradients(members) for p in members}
         for group in groups:
             for p in group["params"]:
-                if p not in zeroed and p.grad is not None:
+                if p not in zeroed and p.numel() and p.grad is not None:
                     p.grad.detach_().zero_()
         return True
 

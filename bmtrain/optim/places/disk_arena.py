@@ -240,12 +240,13 @@ class Stream:
 
     Args:
         num_arrays: the most that a chunk has.
-        num_drives: that move chunks at one time.
+        drives: which all move chunks at one time.
     """
 
-    def __init__(self, num_arrays: int, num_drives: int) -> None:
+    def __init__(self, num_arrays: int, drives: Drives) -> None:
         self.num_arrays = num_arrays
-        self._ahead = AHEAD * num_drives
+        self._drives = drives
+        self._ahead = AHEAD * len(drives.directories)
         count = (2 * self._ahead + 1) * num_arrays
         self.queue = DiskQueue(
             os.environ.get("BMTRAIN_DISK_IO", "auto"), count, CHUNK * torch.float32.itemsize
@@ -300,11 +301,20 @@ class Stream:
         self._chunks[slot], self._spans[slot] = chunk, chunk.transfers()
         for buffer, span in zip(self._slots[slot], self._spans[slot], strict=False):
             self.queue.read(buffer.number, span.file, span.offset, span.nbytes)
+        self._note_start(slot, is_write=False)
 
     def _write(self, slot: int) -> None:
         for buffer, span in zip(self._slots[slot], self._spans[slot], strict=False):
             if span.is_written:
                 self.queue.write(buffer.number, span.file, span.offset, span.nbytes)
+        self._note_start(slot, is_write=True)
+
+    def _note_start(self, slot: int, *, is_write: bool) -> None:
+        observer = self._drives.observer
+        if observer is not None:
+            observer.transferring(
+                self._slots[slot], f"state of {self._chunks[slot].label}", is_write=is_write
+            )
 
     def _arrays(self, slot: int) -> dict[str, Tensor]:
         chunk = self._chunks[slot]
@@ -320,6 +330,8 @@ class Stream:
             except DiskError as error:
                 what = {PARAMETER: "parameters", GRADIENT: "gradients"}.get(span.name, "optimizer state")
                 raise DiskError(f"{what} of {self._chunks[slot].label}: {error}") from None
+        if self._drives.observer is not None:
+            self._drives.observer.transferred(self._slots[slot])
 
     def _drain(self) -> None:
         for slot in self._slots:
