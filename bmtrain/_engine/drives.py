@@ -13,7 +13,7 @@ from .._ranks.objects import allgather_objects
 from ..errors import DiskError
 from .observer import Observer
 
-__all__ = ["Drives", "make_queue", "measure"]
+__all__ = ["Drives", "make_queue", "measure", "measure_both"]
 
 _BUFFERS, _BUFFER = 6, 2 << 20
 _MEASURED = 64 << 20  # bytes
@@ -94,6 +94,15 @@ def measure(queue: DiskQueue, directory: str, nbytes: int) -> tuple[DiskFile, fl
     file = DiskFile(directory)
     file.reserve(nbytes)
     return file, _speed(queue, file, queue.write), _speed(queue, file, queue.read)
+
+
+def measure_both(queue: DiskQueue, directory: str, nbytes: int) -> float:
+    """As :func:`measure`: the bytes per second that are read and written at the same time, half of them each."""
+
+    def move(number: int, file: DiskFile, offset: int, size: int) -> None:
+        (queue.write if offset // _BUFFER % 2 else queue.read)(number, file, offset, size)
+
+    return _speed(queue, measure(queue, directory, nbytes)[0], move)
 
 
 def _speed(queue: DiskQueue, file: DiskFile, move: Callable[[int, DiskFile, int, int], None]) -> float:

@@ -11,11 +11,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import torch
 
+from .._engine.drives import make_queue, measure_both
 from .._tools.checkup import Surroundings
 from ..global_var import context
 from ..init import init_distributed
@@ -26,14 +27,18 @@ __all__ = ["measure_machine", "measure_ranks"]
 
 _REPEATS = 7
 _TIMEOUT = 120.0
+_WRITTEN = 64 << 20  # bytes, by each rank to a drive
 
 
-def measure_machine(num_ranks: int = 2, dtype: torch.dtype | None = None) -> Machine:
+def measure_machine(
+    num_ranks: int = 2, dtype: torch.dtype | None = None, tier_directories: Sequence[str] = ()
+) -> Machine:
     """Starts ``num_ranks`` ranks here, and measures a layer, copies and gathers in them. Takes some seconds.
 
     Args:
         num_ranks: of this host.
         dtype: as for :func:`measure_ranks`.
+        tier_directories: as for :func:`measure_ranks`.
 
     Raises:
         ValueError: fewer than one rank.
@@ -47,7 +52,7 @@ def measure_machine(num_ranks: int = 2, dtype: torch.dtype | None = None) -> Mac
     variables = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "bmtrain.plan.calibrate", *([] if dtype is None else [_name(dtype)])],
+            [sys.executable, "-m", "bmtrain.plan.calibrate", _name(dtype), *tier_directories],
             env={**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -57,6 +62,10 @@ def measure_machine(num_ranks: int = 2, dtype: torch.dtype | None = None) -> Mac
     ]
     try:
         said = [rank.communicate(timeout=_TIMEOUT) for rank in ranks]
+    except subprocess.TimeoutExpired:
+        raise OSError(
+            f"--here: the measurement took more than {_TIMEOUT:.0f} s; is the machine busy?"
+        ) from None
     finally:
         for rank in ranks:
             rank.kill()
@@ -77,12 +86,13 @@ def _median_seconds(action: Callable[[], object]) -> float:
     return sorted(seconds)[len(seconds) // 2]
 
 
-def measure_ranks(dtype: torch.dtype | None = None) -> Machine:
+def measure_ranks(dtype: torch.dtype | None = None, tier_directories: Sequence[str] = ()) -> Machine:
     """Measures the machine on all ranks of this job at the same time. Collective.
 
     Args:
         dtype: in which layers compute; processors with units for 16 bits are a few times as fast in it. Default: fp32
             on CPU ranks, bf16 on GPUs.
+        tier_directories: on drives, which are read and written. Default: drives keep a number that was not measured.
 
     Returns:
         the measurements of this rank; other ranks may have other numbers.
@@ -118,6 +128,11 @@ def measure_ranks(dtype: torch.dtype | None = None) -> Machine:
     small, large = gather(64), gather(1 << 20)
     others = group.size - 1
     link = others * (4 << 20) / max(large - small, 1e-9) if others else bandwidth
+    drives = {}
+    if tier_directories:
+        queue = make_queue()
+        rates = [measure_both(queue, directory, _WRITTEN) for directory in tier_directories]
+        drives["disk_bandwidth"] = sum(rates) * group.size
     available = float(Surroundings(build={}).available_memory())
     memory = torch.cuda.mem_get_info()[0] if device.type == "cuda" else available / group.size
     return Machine(
@@ -137,11 +152,12 @@ def measure_ranks(dtype: torch.dtype | None = None) -> Machine:
         pcie_bandwidth=bandwidth,
         host_memory=available,
         host_bandwidth=bandwidth * group.size,
+        **drives,
     )
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _name(dtype: torch.dtype | None) -> str:
+    return "" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _layer_flops(
@@ -169,4 +185,5 @@ def _layer_flops(
 
 if __name__ == "__main__":
     init_distributed(timeout=60)
-    print(json.dumps(asdict(measure_ranks(*(getattr(torch, name) for name in sys.argv[1:])))))
+    _, name, *directories = sys.argv
+    print(json.dumps(asdict(measure_ranks(getattr(torch, name) if name else None, directories))))

@@ -118,6 +118,12 @@ def _add_policy(policy: _Group) -> None:
         help="keep these of blocks on drives: optimizer, gradients, parameters (default: all three)",
     )
     policy.add_argument(
+        "--tier-directory",
+        action="append",
+        metavar="DIR",
+        help="on a drive to measure for --disk; may be repeated (default: the current directory)",
+    )
+    policy.add_argument(
         "--state-dtype",
         choices=("float32", "bfloat16", "int8"),
         help="dtype of Adam's moments",
@@ -207,6 +213,8 @@ def _run(arguments: argparse.Namespace) -> int:
     _require_wide(model, policy)
     if policy.disk and not arguments.here:
         raise ValueError("--disk: expected --here: drives hold blocks of CPU ranks, and --machine names GPUs")
+    if arguments.tier_directory and not policy.disk:
+        raise ValueError("--tier-directory: expected --disk, whose drives it names")
     machine = _machine(arguments, policy.compute_dtype or _stored_in(model, arguments))
     plan = None
     if arguments.choose:
@@ -272,7 +280,8 @@ def _require_wide(model: ModelDescription, policy: TrainingPolicy) -> None:
 
 def _machine(arguments: argparse.Namespace, dtype: torch.dtype | None = None) -> Machine:
     if arguments.here:
-        machine = measure_machine(arguments.devices or 2, dtype)
+        directories = [] if arguments.disk is None else arguments.tier_directory or ["."]
+        machine = measure_machine(arguments.devices or 2, dtype, directories)
     elif arguments.machine in MACHINES:
         preset = MACHINES[arguments.machine]
         machine = preset.sized(num_nodes=arguments.nodes, devices_per_node=arguments.devices)

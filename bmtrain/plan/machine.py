@@ -33,7 +33,7 @@ class Machine:
         source: the source of the numbers.
         shares_memory: ranks of a node are processes that exchange through memory which they all map: their processors
             do the copying, so it overlaps with nothing that they compute.
-        disk_bandwidth: of one node's drives together, bytes read and bytes written at the same time; never measured.
+        disk_bandwidth: of one node's drives together, bytes read and bytes written at the same time.
 
     Raises:
         ValueError: a number that makes no sense.

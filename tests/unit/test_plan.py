@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from bmtrain.__main__ import main
+from bmtrain._engine.drives import make_queue, measure_both
 from bmtrain._tools.gpt import GPT
 from bmtrain.errors import DoesNotFitError
 from bmtrain.plan import (
@@ -388,15 +389,16 @@ def test_this_machine_is_measured_in_what_blocks_compute_in(
 ) -> None:
     asked = []
 
-    def measure(num_ranks: int, dtype: torch.dtype) -> Machine:
-        asked.append((num_ranks, dtype))
+    def measure(num_ranks: int, dtype: torch.dtype, directories: list[str]) -> Machine:
+        asked.append((num_ranks, dtype, directories))
         return MACHINES["a100-80gb"]
 
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(CONFIG))
     monkeypatch.setattr("bmtrain.plan.command.measure_machine", measure)
     main(["plan", "--here", "--devices", "4", "--layers", "2", "--dim", "64", *options])
-    assert asked == [(4, dtype)]
+    main(["plan", "--here", "--layers", "2", "--dim", "64", *options, "--disk", "--tier-directory", "a"])
+    assert asked == [(4, dtype, []), (2, dtype, ["a"])]
 
 
 @pytest.mark.parametrize(
@@ -484,6 +486,16 @@ def test_what_drives_cannot_hold_is_refused(capsys: pytest.CaptureFixture[str]) 
             TrainingPolicy(**options)
     assert main(["plan", "--layers", "2", "--disk"]) == 2
     assert "--disk: expected --here" in capsys.readouterr().err
+    assert main(["plan", "--layers", "2", "--tier-directory", "."]) == 2
+    assert "--tier-directory: expected --disk" in capsys.readouterr().err
+
+
+def test_a_drive_is_measured_by_reads_and_writes_of_equal_size(tmp_path: Path) -> None:
+    queue = make_queue()
+    assert measure_both(queue, str(tmp_path), 16 << 20) > 0
+    # Written, read, and both.
+    assert (queue.bytes_written, queue.bytes_read) == (24 << 20, 24 << 20)
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
