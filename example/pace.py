@@ -31,7 +31,7 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 
 
 def drive_bytes() -> tuple[int, int]:
-    """Bytes that this process has read from drives and written to them so far, as the kernel counts them."""
+    """Return the bytes that this process has read from drives and written to them, by the kernel's count."""
     with open("/proc/self/io") as file:
         counts = dict(line.split(": ") for line in file)
     return int(counts["read_bytes"]), int(counts["write_bytes"])

@@ -262,7 +262,7 @@ def report(logbook: Logbook, pace: Pace, saved: Path | None, weights: Path) -> N
 
 
 def drives(pace: Pace) -> dict[str, str]:
-    """What the steps of all ranks moved; a drive is worn out by what is written to it. Collective with --disk."""
+    """Return the line on bytes that all ranks moved; writing wears a drive out. Collective with --disk."""
     if not pace.counts_drives or not pace.num_steps:
         return {}
     moved = torch.tensor(pace.moved, dtype=torch.float64) / pace.num_steps
