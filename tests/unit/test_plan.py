@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,11 @@ from bmtrain.plan import (
     gpt2,
     remedies,
 )
-from bmtrain.plan.machine import Machine
+from bmtrain.plan.estimator import Plan
+from bmtrain.plan.machine import GIB, Machine
 from bmtrain.plan.model import muon_flops
 from bmtrain.plan.network import Network, Wire
+from bmtrain.plan.policy import DISK
 from bmtrain.plan.published import FITTED, PUBLISHED, compare
 from bmtrain.plan.report import format_plan
 
@@ -488,6 +491,27 @@ def test_what_drives_cannot_hold_is_refused(capsys: pytest.CaptureFixture[str]) 
     assert "--disk: expected --here" in capsys.readouterr().err
     assert main(["plan", "--layers", "2", "--tier-directory", "."]) == 2
     assert "--tier-directory: expected --disk" in capsys.readouterr().err
+
+
+def test_sizes_in_the_readme() -> None:
+    machine = dataclasses.replace(EIGHT.with_devices(1), memory=24 * GIB, reserved=0.0)
+
+    def plan(num_layers: int, **policy: Any) -> Plan:
+        model = gpt2(num_layers, 2048, 16, vocab_size=256, seq_len=256, dtype=torch.float32)
+        return estimate(model, machine, TrainingPolicy(**policy))
+
+    largest, with_drive = plan(30), plan(1000, disk=DISK)
+    assert largest.fits and not plan(31).fits
+    assert with_drive.memory.total < 4 * GIB
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    said = r"24 GiB on one rank train (\S+) billion .* with it (\S+) billion .* and (\S+) GiB of"
+    (sizes,) = re.findall(said, readme)
+    sizes_now = (
+        f"{largest.model.num_parameters / 1e9:.1f}",
+        f"{with_drive.model.num_parameters / 1e9:.0f}",
+        f"{math.ceil(with_drive.disk.stored / GIB)}",
+    )
+    assert sizes == sizes_now
 
 
 def test_a_drive_is_measured_by_reads_and_writes_of_equal_size(tmp_path: Path) -> None:
