@@ -16,11 +16,13 @@ __all__ = ["surviving", "waiting_to_join", "waits_for_a_place"]
 
 
 def surviving(ctx: Context, host: str, hosts: Sequence[str]) -> Context:
-    """Returns the context of a rank that continues without lost ones. Collective."""
+    """Returns the context of a rank that continues without lost ones; ``host`` is rank 0's. Collective."""
     from .joining import Joining
     from .members import Address, Members
 
     comm = ctx.world.comm
+    if hosts[comm.rank] != hosts[0] and ctx.watch is not None:
+        host = ctx.watch.own_host()
     secret = broadcast_json(secrets.token_hex(16), 0, "survive", comm)
     members = Members(comm.rank, host, len(set(hosts)) > 1, secret)
     known = gather_bytes(json.dumps(members.own).encode(), comm, "survive")

@@ -149,6 +149,11 @@ class Watch:
         assert self._line is not None
         return str(self._line.lines.connection.getpeername()[0])
 
+    def own_host(self) -> str:
+        """The address from which this rank reaches rank 0; not for rank 0 itself."""
+        assert self._line is not None
+        return str(self._line.lines.connection.getsockname()[0])
+
     def listen(self) -> tuple[socket.socket, str]:
         """Listens, on rank 0, on the interface of the hub; returns the socket and an address that leads to it here."""
         assert self._hub is not None
