@@ -342,8 +342,11 @@ def _own(layout: Layout, step: int, micro: int) -> tuple[torch.Tensor, ...]:
     return own["input_ids"], torch.arange(TOKENS).expand_as(own["input_ids"]), own["targets"]
 
 
-def train_whole(layout: Layout, weights: Weights) -> Recorded:
-    """The same steps in one process, in plain torch and fp64."""
+def train_whole(layout: Layout, weights: Weights, reached: Weights) -> Recorded:
+    """The same steps in one process, in plain torch and fp64.
+
+    Each begins at the weights that the step before has reached in the layout: some steps amplify their rounding.
+    """
     named = {name: value.double().clone() for name, value in weights.items()}
     if layout.tied:
         named.pop("head.weight", None)
@@ -365,10 +368,10 @@ def train_whole(layout: Layout, weights: Weights) -> Recorded:
         norm = torch.nn.utils.clip_grad_norm_(trained, CLIP, layout.norm_type)
         found.append((f"step {step}: norm", norm))
         optimizer.step()
-        found += [
-            (f"step {step}: weight of {name}", value.detach().reshape(-1).clone())
-            for name, value in named.items()
-        ]
+        for name, value in named.items():
+            key = f"step {step}: weight of {name}"
+            found.append((key, value.detach().reshape(-1).clone()))
+            value.detach().copy_(reached[key].view_as(value))
     return found
 
 
