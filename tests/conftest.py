@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -34,12 +36,24 @@ _TOGETHER = {
     for name in names.split()
 }
 _PROBLEMS = pytest.StashKey[list[str]]()
+_TEMPORARY = pytest.StashKey[str]()
 _TOLD = [time.monotonic()]  # when `pytest_collectreport` printed
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Problems of all workers are collected here."""
+    """Collects problems of all workers, and what programs leave among temporary files.
+
+    `tmp_path` stays where pytest keeps it. The name is short, as those of sockets in it have to be.
+    """
     config.stash[_PROBLEMS] = []
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+        tempfile.tempdir = os.environ["TMPDIR"] = config.stash[_TEMPORARY] = tempfile.mkdtemp(prefix="t")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """All processes of the tests have ended."""
+    shutil.rmtree(config.stash.get(_TEMPORARY, ""), ignore_errors=True)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:

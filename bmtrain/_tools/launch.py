@@ -57,6 +57,11 @@ def run(options: argparse.Namespace) -> int:
     return start(num_ranks, [str(options.script), *options.arguments])
 
 
+def torchrun_options(num_ranks: int) -> list[str]:
+    """Returns the options for ranks on this host alone, without the directory that torchrun makes and leaves."""
+    return ["--standalone", f"--nproc-per-node={num_ranks}", f"--log-dir={os.devnull}"]
+
+
 def start(num_ranks: int, program: list[str]) -> int:
     """Starts a script, or ``-m`` and a module, with its arguments; waits for the ranks and returns what `run` does."""
     from torch.distributed import run as launcher
@@ -67,7 +72,7 @@ def start(num_ranks: int, program: list[str]) -> int:
         if logger.startswith("torch.distributed.elastic"):
             logging.getLogger(logger).setLevel(logging.CRITICAL)
     try:
-        launcher.run(launcher.parse_args(["--standalone", f"--nproc-per-node={num_ranks}", *program]))
+        launcher.run(launcher.parse_args([*torchrun_options(num_ranks), *program]))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         status = failure.exitcode

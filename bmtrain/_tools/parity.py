@@ -100,14 +100,9 @@ def _record(layout: Layout, options: argparse.Namespace, path: Path) -> list[tup
     import torch
 
     settings = {"steps": options.steps, "path": str(path), "options": layout.options}
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c", _START, str(layout.ranks)),
-            *("-m", "bmtrain._tools.parity_rank", repr(settings), str(options.script), *options.arguments),
-        ],
-        env={"OMP_NUM_THREADS": "1", **os.environ},
-        stdout=subprocess.DEVNULL,
-    )
+    launcher = [sys.executable, "-c", _START, str(layout.ranks), "-m", "bmtrain._tools.parity_rank"]
+    command = [*launcher, repr(settings), str(options.script), *options.arguments]
+    done = subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ}, stdout=subprocess.DEVNULL)
     if done.returncode or not path.exists():
         print(f"bmtrain parity: the script failed in layout {layout.text}", file=sys.stderr)
         return None

@@ -10,6 +10,8 @@ tokenizer.
 from __future__ import annotations
 
 import argparse
+import atexit
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -78,10 +80,11 @@ def parse() -> argparse.Namespace:
 
 
 def small_model() -> Path:
-    """A folder with a random LLaMA of 0.3 M parameters; made by rank 0."""
+    """A folder with a random LLaMA of 0.3 M parameters, until the program ends; made by rank 0."""
     if bmt.rank() == 0:
         torch.manual_seed(0)
         folder = Path(tempfile.mkdtemp(prefix="small-llama-"))
+        atexit.register(shutil.rmtree, folder)
         config = transformers.LlamaConfig(
             vocab_size=256,
             hidden_size=64,

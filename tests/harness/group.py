@@ -204,9 +204,10 @@ class Group:
         preload: Sequence[str] = (),
     ) -> None:
         self.world = world
-        self._directory = tempfile.TemporaryDirectory(prefix="bmtrain-ranks-")
-        self._logs = [os.path.join(self._directory.name, f"output{rank}") for rank in range(world)]
-        self._stacks = [os.path.join(self._directory.name, f"stacks{rank}") for rank in range(world)]
+        # Without a name in any folder: a killed run leaves nothing.
+        self._files = [tempfile.TemporaryFile() for _ in range(2 * world)]  # noqa: SIM115
+        paths = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self._files]
+        self._logs, self._stacks = paths[:world], paths[world:]
         self._read = [0] * world
         self._codes: list[int | None] = [None] * world
         self._modules: set[str] = set()  # that the ranks have been given
@@ -346,4 +347,5 @@ class Group:
             connection.close()
         for rank in range(self.world):
             self._exitcode(rank)
-        self._directory.cleanup()
+        for file in self._files:
+            file.close()

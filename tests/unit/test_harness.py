@@ -142,7 +142,11 @@ def test_nothing_outlives_a_killed_run(tmp_path: Path) -> None:
         )
     )
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    (temporary := tmp_path / "temporary").mkdir()
+    of_torch = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}  # which stays
+    environment = {
+        **os.environ, **of_torch, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(temporary)
+    }  # fmt: skip
     with subprocess.Popen(
         [sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment
     ) as run:
@@ -157,7 +161,7 @@ def test_nothing_outlives_a_killed_run(tmp_path: Path) -> None:
     deadline = time.monotonic() + 10
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not any(map(alive, pids))
+    assert not any(map(alive, pids)) and not list(temporary.iterdir())
 
 
 def test_process_limit_shows_stacks() -> None:

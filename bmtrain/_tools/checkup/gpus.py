@@ -18,6 +18,7 @@ from torch import Tensor
 from ... import _ops
 from ..._C import ReduceOp
 from ..._ranks.context import Context
+from ..launch import torchrun_options
 from .findings import Check
 from .ranks import meet
 
@@ -32,14 +33,9 @@ def run_on_all_gpus(timeout: float) -> int:
     if count == 0:
         print("PROBLEM devices        no usable GPU, so nothing can be proven", flush=True)
         return 1
-    command = [sys.executable, "-m"]
-    if count > 1:
-        command += ["torch.distributed.run", "--standalone", f"--nproc_per_node={count}", "-m"]
-    environment = {**os.environ, "BMTRAIN_DOCTOR_RANK": "1"}
-    done = subprocess.run(
-        [*command, "bmtrain", "doctor", "--gpus", "--timeout", str(timeout)], env=environment, check=False
-    )
-    return done.returncode
+    launcher = ["torch.distributed.run", *torchrun_options(count), "-m"] if count > 1 else []
+    command = [sys.executable, "-m", *launcher, "bmtrain", "doctor", "--gpus", "--timeout", str(timeout)]
+    return subprocess.run(command, env={**os.environ, "BMTRAIN_DOCTOR_RANK": "1"}, check=False).returncode
 
 
 def prove(timeout: float) -> Iterator[Check]:
