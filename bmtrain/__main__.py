@@ -30,13 +30,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def command() -> int:
-    """Entry point of the console script: `main`, tolerating a reader that closes the pipe early, such as head."""
+    """Entry point of the console script: `main`, ended in one line by Ctrl-C and silently by a closed pipe (head)."""
     try:
         status = main()
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
+    except KeyboardInterrupt:
+        if "RANK" not in os.environ:  # who started the ranks says it
+            print("bmtrain: stopped by SIGINT", file=sys.stderr)
+        status = 130
     return status
 
 

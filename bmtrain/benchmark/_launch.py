@@ -15,7 +15,7 @@ _ANSWER = "BMTRAIN_BENCH_ANSWER"  # names the file of rank 0's answer
 
 
 def launch(num_ranks: int, environment: Mapping[str, str] | None = None, extra: Sequence[str] = ()) -> Any:
-    """Starts ``python -m bmtrain`` with this process's options on ``num_ranks`` ranks under torchrun.
+    """Starts ``python -m bmtrain`` with this process's options on ``num_ranks`` ranks.
 
     Args:
         num_ranks: ranks, all on this host.
@@ -30,8 +30,10 @@ def launch(num_ranks: int, environment: Mapping[str, str] | None = None, extra: 
     """
     with tempfile.TemporaryDirectory(prefix="bmtrain-bench-") as folder:
         file = Path(folder, "answer.json")
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-        command = [sys.executable, *launcher, "-m", "bmtrain", *sys.argv[1:], *extra]
+        launcher = (
+            f"import sys; from bmtrain._tools.launch import start; sys.exit(start({num_ranks}, sys.argv[1:]))"
+        )
+        command = [sys.executable, "-c", launcher, "-m", "bmtrain", *sys.argv[1:], *extra]
         # Ranks of a benchmark train on the same samples, which is what this warning is about.
         deprecated = "ignore::FutureWarning:torch.distributed.c10d_logger"  # of torch's collectives in `comm`
         quiet = {"PYTHONWARNINGS": f"ignore:OptimManager:UserWarning,{deprecated}"}

@@ -166,7 +166,8 @@ def _plot(found: dict[str, Any], arguments: argparse.Namespace) -> None:
     right.set(xlabel=f"ranks, {arguments.layers} blocks", ylabel="MiB of a rank between steps")
     right.minorticks_off()
     right.set_xticks(numbers, [str(number) for number in numbers])
-    right.set_yticks([states / n for n in numbers], [f"{states / n:.3g}" for n in numbers])
+    right.set_yscale("log", base=2)
+    right.yaxis.set_major_formatter(lambda size, _: f"{size:g}")
     right.legend(frameon=False)
     for axis in (left, right):
         plain(axis)

@@ -5,8 +5,8 @@ the batch at once; with micro-batches, one virtual shard's rows at a time, whose
 sent once (``OptimManager(accumulate=...)``); with virtual shards, each micro-step sends its gradients, and they are
 summed along the tree. All variants clip gradients, and take turns.
 
-With ``--survive`` steps over virtual shards are compared with and without ``init_distributed(survive=1)``, in processes
-of their own that take turns.
+With ``--survive`` steps over virtual shards are compared with and without ``init_distributed(survive=1)``: two jobs
+that take turns of ``--repeat`` steps, one waiting without a processor while the other computes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,8 @@ from ._table import print_table
 __all__ = ["add_arguments", "run"]
 
 _SURVIVE = "BMTRAIN_BENCH_SURVIVE"  # survive= of the ranks
+_TURNS = "BMTRAIN_BENCH_TURNS"  # the folder of `_turn`
+_TURN_SECONDS = 600  # longest wait for the other job
 _Step = Callable[[int, Tensor], None]
 
 
@@ -49,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq", type=int, default=128, help="tokens of a sequence")
     parser.add_argument("--repeat", type=int, default=7, help="steps of each variant")
     parser.add_argument(
-        "--survive", type=int, metavar="PAIRS", help="pairs of steps, with survive=1 and without"
+        "--survive", type=int, metavar="PAIRS", help="pairs of turns, with survive=1 and without"
     )
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
 
@@ -63,27 +69,40 @@ def run(arguments: argparse.Namespace) -> None:
             launch(arguments.ranks, {"OMP_NUM_THREADS": "1"})
         return
     init_distributed(seed=0, virtual_shards=arguments.shards, survive=int(os.environ.get(_SURVIVE, 0)))
-    variants = {"virtual shards": _virtual(arguments)}
-    if not arguments.survive:
-        parts = {"in one piece": 1, "micro-batches": arguments.shards // world_size()}
-        variants = {**{name: _pieces(arguments, number) for name, number in parts.items()}, **variants}
+    if arguments.survive:
+        _measure_turns(arguments)
+        return
+    parts = {"in one piece": 1, "micro-batches": arguments.shards // world_size()}
+    variants = {name: _pieces(arguments, number) for name, number in parts.items()}
+    variants["virtual shards"] = _virtual(arguments)
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for step in range(arguments.repeat + 1):
         for name, variant in variants.items():
             taken = _time(variant, step, arguments)
             if step:  # the first one allocates
                 seconds[name].append(taken)
-    if rank() == 0 and arguments.survive:
-        answer(statistics.median(seconds["virtual shards"]))
-    elif rank() == 0:
+    if rank() == 0:
         _report(arguments, seconds)
     synchronize()
 
 
 def _compare_survival(arguments: argparse.Namespace) -> None:
-    environments = [{"OMP_NUM_THREADS": "1", _SURVIVE: survive} for survive in "01"]
-    pairs = [[launch(arguments.ranks, one) for one in environments] for _ in range(arguments.survive)]
-    without, survive = zip(*pairs, strict=True)
+    environment = {"OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+        ends = []
+        for job in "01":
+            for number in range(arguments.ranks):
+                os.mkfifo(Path(folder, f"{job}-{number}"))
+                ends.append(os.open(Path(folder, f"{job}-{number}"), os.O_RDWR))
+                os.write(ends[-1], b"." if job == "0" else b"")
+        jobs = [
+            pool.submit(launch, arguments.ranks, {**environment, _SURVIVE: job, _TURNS: folder})
+            for job in "01"
+        ]
+        without, survive = (job.result() for job in jobs)
+        for end in ends:
+            os.close(end)
+    pairs = list(zip(without, survive, strict=True))
     figures = {
         "without, ms": [1e3 * seconds for seconds in without],
         "survive=1, ms": [1e3 * seconds for seconds in survive],
@@ -96,6 +115,34 @@ def _compare_survival(arguments: argparse.Namespace) -> None:
     print_table(["step", "median", "least", "most"], rows)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({"pairs": pairs}, indent=2))
+
+
+def _measure_turns(arguments: argparse.Namespace) -> None:
+    """Measures turns of steps in turn with the other job; the first turn allocates."""
+    variant = _virtual(arguments)
+    medians = []
+    for turn in range(arguments.survive + 1):
+        with _turn():
+            steps = range(turn * arguments.repeat, (turn + 1) * arguments.repeat)
+            medians.append(statistics.median([_time(variant, step, arguments) for step in steps]))
+    if rank() == 0:
+        answer(medians[1:])
+
+
+@contextmanager
+def _turn() -> Iterator[None]:
+    """Waits for the turn of this job, and hands it over to the rank of the same number in the other."""
+    job, folder = os.environ[_SURVIVE], os.environ[_TURNS]
+    mine, other = (os.open(Path(folder, f"{one}-{rank()}"), os.O_RDWR) for one in (job, str(1 - int(job))))
+    try:
+        if not select.select([mine], [], [], _TURN_SECONDS)[0]:
+            raise TimeoutError(f"bench virtual: the other job took more than {_TURN_SECONDS} s")
+        os.read(mine, 1)
+        yield
+        os.write(other, b".")
+    finally:
+        os.close(mine)
+        os.close(other)
 
 
 def _time(variant: _Step, step: int, arguments: argparse.Namespace) -> float:

@@ -146,7 +146,6 @@ def _add_policy(policy: _Group) -> None:
         choices=("direct", "hosts", "ring"),
         help="how gradients are summed (default: by hosts where there are several, else directly)",
     )
-    policy.add_argument("--ring-reduce", action="store_true", help="the same as --reduce ring")
     policy.add_argument(
         "--choose", action="store_true", help="find the fastest level, recomputation, offload and micro-batch"
     )
@@ -218,13 +217,13 @@ def _run(arguments: argparse.Namespace) -> int:
     machine = _machine(arguments, policy.compute_dtype or _stored_in(model, arguments))
     plan = None
     if arguments.choose:
-        plan = choose_policy(model, machine, policy, ring_reduce=arguments.ring_reduce)
+        plan = choose_policy(model, machine, policy)
         if plan is None:
             print("no level, recomputation, offload or micro-batch makes it fit; the closest is:")
             policy = dataclasses.replace(policy, micro_batch=1, level=3, recompute=True, offload=1.0)
     if plan is None:
-        plan = estimate(model, machine, policy, ring_reduce=arguments.ring_reduce)
-    changes = remedies(plan, ring_reduce=arguments.ring_reduce)
+        plan = estimate(model, machine, policy)
+    changes = remedies(plan)
     print(format_plan(plan, changes))
     _write(arguments.json, {**plan.as_dict(), "remedies": changes})
     return 0 if plan.fits else 1

@@ -176,7 +176,6 @@ def estimate(
     policy: TrainingPolicy | None = None,
     *,
     ring_gather: bool = True,
-    ring_reduce: bool = False,
 ) -> Plan:
     """Predicts memory, time and traffic of training.
 
@@ -185,7 +184,6 @@ def estimate(
         machine: one of `MACHINES`, or your own.
         policy: the training policy; default: level 3, recomputation, one sample.
         ring_gather: gathers go around a ring (NCCL); False: from rank to rank (Gloo).
-        ring_reduce: reductions go around a ring; False: as ``policy.reduce`` says.
 
     Raises:
         ValueError: the devices do not divide into pipelines of tensor-parallel groups, or of these into parts of
@@ -225,7 +223,6 @@ def estimate(
         sp=Network(machine, policy.sp_size, stride=policy.tp_size) if policy.sp_size > 1 else None,
         fixed={**states, "optimizer": states["optimizer"] - on_host},
         ring_gather=ring_gather,
-        ring_reduce=ring_reduce,
         overlaps=not machine.shares_memory,
     )
     result = step.run()

@@ -106,13 +106,12 @@ def _simulate(system: str, batch: int, machine: Machine) -> tuple[float, float]:
         states["buckets"] = 2 * (_BUCKET + _LIVE + _PREFETCH)
     step = SimulatedStep(
         model,
-        TrainingPolicy(micro_batch=batch, level=level, recompute=True, tp_size=tp_size),
+        TrainingPolicy(micro_batch=batch, level=level, recompute=True, tp_size=tp_size, reduce="ring"),
         batch * tp_size,
         Network(machine, ranks, stride=tp_size),
         Rates(machine.flops * machine.efficiency, machine.memory_bandwidth),
         tp=Network(machine, tp_size) if tp_size > 1 else None,
         fixed=states,
-        ring_reduce=True,
         overlaps=ours,
         early_stop=False,
     )

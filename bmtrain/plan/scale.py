@@ -49,8 +49,7 @@ class Curve:
     def _largest(self, machine: Machine) -> Plan | None:
         best = None
         for batch in _BATCHES:
-            policy = replace(self.policy, micro_batch=batch)
-            plan = estimate(self.model, machine, policy, ring_reduce=True)
+            plan = estimate(self.model, machine, replace(self.policy, micro_batch=batch, reduce="ring"))
             if not plan.fits:
                 break
             best = plan

@@ -21,8 +21,6 @@ def choose_policy(
     model: ModelDescription,
     machine: Machine,
     base: TrainingPolicy | None = None,
-    *,
-    ring_reduce: bool = False,
 ) -> Plan | None:
     """The fastest plan that fits, over ZeRO level, recomputation, offload and micro-batch.
 
@@ -30,7 +28,6 @@ def choose_policy(
         model: the model to train.
         machine: the machine.
         base: the choices that stay (accumulation, tensor-parallel size, stages).
-        ring_reduce: as for :func:`estimate`.
 
     Returns:
         None if nothing fits, not even one sample with everything offloaded.
@@ -51,7 +48,7 @@ def choose_policy(
         for recompute in (Recompute.OFF, Recompute.SELECTIVE, Recompute.WHOLE):
             for offload in _offloads(base):
                 policy = replace(_at_level(base, level), recompute=recompute, offload=offload)
-                found = _largest_batch(model, machine, policy, ring_reduce)
+                found = _largest_batch(model, machine, policy)
                 if found is not None and (best is None or found.samples_per_second > best.samples_per_second):
                     best = found
                 if found is not None:
@@ -66,13 +63,11 @@ def _at_level(policy: TrainingPolicy, level: int) -> TrainingPolicy:
     return replace(policy, level=level)
 
 
-def _largest_batch(
-    model: ModelDescription, machine: Machine, policy: TrainingPolicy, ring_reduce: bool
-) -> Plan | None:
+def _largest_batch(model: ModelDescription, machine: Machine, policy: TrainingPolicy) -> Plan | None:
     """The fastest of the micro-batches 1, 2, 4, ... that fit."""
     best: Plan | None = None
     for doubling in range(_MAX_DOUBLINGS):
-        plan = estimate(model, machine, replace(policy, micro_batch=2**doubling), ring_reduce=ring_reduce)
+        plan = estimate(model, machine, replace(policy, micro_batch=2**doubling))
         if not plan.fits:
             break
         if best is not None and plan.samples_per_second < 1.01 * best.samples_per_second:
@@ -113,12 +108,11 @@ def _offloads(policy: TrainingPolicy) -> tuple[float, ...]:
     return _OFFLOADS if policy.optimizer == "adam" else (0.0, 1.0)
 
 
-def remedies(plan: Plan, *, ring_reduce: bool = False) -> list[str]:
+def remedies(plan: Plan) -> list[str]:
     """Single changes of the policy, or of the number of devices, each of which makes a plan fit; none if it does.
 
     Args:
         plan: by :func:`estimate`.
-        ring_reduce: as it was for :func:`estimate`.
 
     Example:
         >>> from bmtrain.plan import MACHINES, TrainingPolicy, estimate, gpt2, remedies
@@ -131,12 +125,12 @@ def remedies(plan: Plan, *, ring_reduce: bool = False) -> list[str]:
     found, kinds = [], set()
     for change, policy in _changes(plan.policy):
         kind = change.rpartition("(")[2].split()[0]
-        if kind not in kinds and estimate(plan.model, plan.machine, policy, ring_reduce=ring_reduce).fits:
+        if kind not in kinds and estimate(plan.model, plan.machine, policy).fits:
             kinds.add(kind)
             found.append(change)
     for doubling in range(1, 8):
         machine = plan.machine.sized(num_nodes=plan.machine.num_nodes * 2**doubling)
-        if estimate(plan.model, machine, plan.policy, ring_reduce=ring_reduce).fits:
+        if estimate(plan.model, machine, plan.policy).fits:
             found.append(
                 f"{machine.num_devices} devices instead of {plan.machine.num_devices} (--nodes {machine.num_nodes})"
             )

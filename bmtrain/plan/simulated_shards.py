@@ -82,7 +82,6 @@ class Simulation:
     network: Network
     memory: MemoryMeter
     ring_gather: bool
-    ring_reduce: bool
     common: CommonBuffers = field(default_factory=CommonBuffers)
     events: list[SimulatedEvent] = field(default_factory=list)
     traffic: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -285,7 +284,7 @@ def _all_reduce_bytes(numel: int, width: int, ranks: int) -> int:
 def _reduction_path(simulation: Simulation, policy: BlockPolicy, num_sharing: int) -> str:
     """The reduction of gradients; see `BlockPolicy.reduce`."""
     network = simulation.network
-    if simulation.ring_reduce or policy.reduce == "ring":
+    if policy.reduce == "ring":
         return "ring"
     has_hosts = num_sharing == network.size and 1 < network.ranks_per_node < network.size
     return "hosts" if has_hosts and policy.reduce != "direct" else "direct"

@@ -72,7 +72,6 @@ class SimulatedStep:
         sp: the ranks that divide a sequence, if there are any.
         fixed: bytes that are allocated all the time, by purpose.
         ring_gather: gathers go around a ring.
-        ring_reduce: reductions do.
         overlaps: False makes every collective wait for its end (for peers that do not overlap).
         early_stop: second forwards stop at the last saved tensor.
     """
@@ -89,7 +88,6 @@ class SimulatedStep:
         sp: Network | None = None,
         fixed: dict[str, float] | None = None,
         ring_gather: bool = True,
-        ring_reduce: bool = False,
         overlaps: bool = True,
         early_stop: bool = True,
     ) -> None:
@@ -98,7 +96,7 @@ class SimulatedStep:
         self.kept_samples, self.samples_at_once = samples * policy.held_share, samples / policy.micros
         self.rates, self.tp, self.sp = rates, tp, sp
         self.overlaps, self.early_stop = overlaps, early_stop
-        self.simulation = Simulation(Wire(), network, MemoryMeter(fixed or {}), ring_gather, ring_reduce)
+        self.simulation = Simulation(Wire(), network, MemoryMeter(fixed or {}), ring_gather)
         self.engine = Engine(torch.device("cpu"))
         self.engine.gradients = _SimulatedGradients(self.engine)
         self.blocks: list[BlockState] = []

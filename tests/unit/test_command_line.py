@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -65,3 +66,19 @@ def test_a_library_import_is_no_command(tmp_path: Path) -> None:
     line = [sys.executable, tmp_path / "program.py", "--help"]
     done = run_process(line, environment=environment, directory=tmp_path, check=False)
     assert "ModuleNotFoundError: No module named 'torch'" in done.stdout
+
+
+def test_ctrl_c_ends_in_one_line() -> None:
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # also where it was ignored
+    code += "from bmtrain.__main__ import command; raise SystemExit(command())"
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", code, "bench", "adam"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+    assert (process.returncode, errors) == (130, "bmtrain: stopped by SIGINT\n")
