@@ -24,7 +24,7 @@ PYTHON = {
     "files": ("_files dcp distributed store weights", 4530),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 9395),
     "survive": ("_survive survive", 1902),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 12_559),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 12_600),
 }
 CORE = {
     "bindings": (". bindings ops", 1480),
