@@ -19,12 +19,12 @@ PYTHON = {
     "watch": ("_watch", 1909),
     "ranks": ("_ranks global_var nccl synchronize utils", 4245),
     "shards": ("_shards parameter", 1520),
-    "engine": ("_engine", 7113),
+    "engine": ("_engine", 7124),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5564),
     "files": ("_files dcp distributed store weights", 4530),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 9395),
     "survive": ("_survive survive", 1902),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 12_600),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 12_714),
 }
 CORE = {
     "bindings": (". bindings ops", 1480),

@@ -279,7 +279,11 @@ class BlockCall:
         if self.is_spent:
             raise RuntimeError(
                 f"{label}: trying to backward through the block a second time, but its saved tensors have been freed; "
-                "specify retain_graph=True in the first backward()"
+                + (
+                    "call backward() once, on the sum of the losses of vertical()"
+                    if self.engine.gradients.turn is not None
+                    else "specify retain_graph=True in the first backward()"
+                )
             )
         if not Variable._execution_engine.is_checkpoint_valid():
             raise RuntimeError(

@@ -13,7 +13,7 @@ from .._ranks.objects import allgather_objects
 from ..errors import DiskError
 from .observer import Observer
 
-__all__ = ["Drives", "make_queue", "measure", "measure_both"]
+__all__ = ["Drives", "make_queue", "measure", "measure_both", "num_on_drives"]
 
 _BUFFERS, _BUFFER = 6, 2 << 20
 _MEASURED = 64 << 20  # bytes
@@ -49,6 +49,7 @@ class Drives:
         with failing_together("measuring tier_directories"):
             queue = make_queue()
             own = [sum(measure(queue, directory, _MEASURED)[1:]) for directory in directories]
+            own = [speed / number for speed, number in zip(own, num_on_drives(directories), strict=True)]
         places = context.places or ("",)
         here = places[context.topology.rank]
         found = [
@@ -78,6 +79,12 @@ class Drives:
             raise failure
         finally:
             del failure  # it refers to this frame, which would keep the file
+
+
+def num_on_drives(directories: Sequence[str]) -> list[int]:
+    """Returns for each directory the number of these directories that share its drive, and so its bandwidth."""
+    devices = [os.stat(directory).st_dev for directory in directories]
+    return [devices.count(device) for device in devices]
 
 
 def make_queue(environ: Mapping[str, str] = os.environ) -> DiskQueue:

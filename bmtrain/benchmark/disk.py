@@ -1,7 +1,7 @@
-"""Share of a drive's bandwidth that a step with state on it reaches.
+"""Share of a drive's bandwidth that a training step and its update reach with blocks on the drive.
 
-A step reads and writes all the state of a Block. The raw program moves the same pieces of the same file, reads and
-writes at once, by threads that do nothing else; both take turns with a step whose state is in memory.
+The raw program makes the transfers of a step again: the same bytes of the same files in the same order, as many at one
+time, by threads that do nothing else. It and the same step in memory take turns with the step.
 """
 
 from __future__ import annotations
@@ -12,26 +12,29 @@ import mmap
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .._engine.default_policy import default_policy
+from .._engine.engine import current_engine
 from .._engine.policy import BlockPolicy
-from ..block_layer import Block
+from ..block_layer import Block, TransformerBlockList
 from ..errors import DiskError
+from ..global_var import context
 from ..init import init_distributed
 from ..nn import Linear
 from ..optim import AdamOptimizer
-from ..optim.places import disk_arena
+from ..param_init import init_parameters
 from ._table import print_table
 
 __all__ = ["add_arguments", "run"]
 
-_PIECE = 2 << 20
-_WIDTH = 4096
+_Move = tuple[Any, int, int, bool]  # file, offset, bytes, and whether they are written
+_MOST = 16  # threads, as many as the pool of transfers has
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,74 +42,171 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--directory", default=".", metavar="DIR", help="on the drive (default: the current one)"
     )
-    parser.add_argument("--mib", type=int, default=768, help="state that is read and written")
-    parser.add_argument("--threads", type=int, default=8, help="of the raw program")
+    parser.add_argument("--mib", type=int, default=768, help="parameters, gradients and state in files")
+    parser.add_argument("--width", type=int, default=2048, help="of layers, one matrix each")
+    parser.add_argument("--tokens", type=int, default=64, help="of a step, which its computation grows with")
     parser.add_argument("--repeat", type=int, default=5, help="measurements")
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measures, and prints the table."""
+    """Measures, and prints the tables."""
     init_distributed(seed=0, tier_directories=[arguments.directory])
-    rows = max((arguments.mib << 20) // (12 * _WIDTH), 1)
     try:
-        on_disk = _optimizer(rows, BlockPolicy(optimizer="disk"))
+        on_disk = _Training(arguments, BlockPolicy(parameters="disk", gradients="disk", optimizer="disk"))
     except DiskError as error:
         raise SystemExit(f"bmtrain bench disk: {error}") from None
-    in_memory = _optimizer(rows, BlockPolicy())
-    (arena,) = {home.arena for home in on_disk._place._homes.values()}
-    candidates: dict[str, Callable[[], Any]] = {
-        "step, state on the drive": on_disk.step,
-        "raw program": lambda: _move(arena, arguments.threads),
-        "step, state in memory": in_memory.step,
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in candidates}
-    for number in range(arguments.repeat + 1):
-        for name, call in candidates.items():
-            start = time.perf_counter()
-            call()
-            if number:  # the first makes the state
-                seconds[name].append(time.perf_counter() - start)
-    _report(arguments, seconds, arena.file.nbytes, on_disk._place._stream.queue)
-
-
-def _optimizer(rows: int, policy: BlockPolicy) -> Any:
-    block = Block(Linear(_WIDTH, rows, bias=False, dtype=torch.bfloat16), policy=policy)
-    for p in block.parameters():
-        p.grad = torch.ones_like(p)
-    return AdamOptimizer(block.parameters())
-
-
-def _move(arena: disk_arena.Arena, num_threads: int) -> None:
-    """Reads every piece of the file and writes it again, as it was."""
-    file = os.open(f"/proc/self/fd/{arena.file.fileno()}", os.O_RDWR | os.O_DIRECT)
-
-    def move(first: int) -> None:
-        with mmap.mmap(-1, _PIECE) as memory, memoryview(memory) as view:
-            for offset in range(first * _PIECE, arena.file.nbytes, num_threads * _PIECE):
-                nbytes = min(_PIECE, arena.file.nbytes - offset)
-                with view[:nbytes] as piece:
-                    os.preadv(file, [piece], offset)
-                    os.pwritev(file, [piece], offset)
-
-    try:
-        with ThreadPoolExecutor(num_threads) as pool:
-            list(pool.map(move, range(num_threads)))
-    finally:
-        os.close(file)
-
-
-def _report(arguments: argparse.Namespace, seconds: dict[str, list[float]], nbytes: int, queue: Any) -> None:
-    step, raw, memory = (statistics.median(values) for values in seconds.values())
-    print(f"{nbytes >> 20} MiB read and written, {queue.back_end}, {torch.get_num_threads()} threads")
-    rows = [
-        [name, f"{statistics.median(values):.3f}", f"{2 * nbytes / statistics.median(values) / 1e9:.2f}"]
-        for name, values in seconds.items()
-    ]
-    print_table(["", "s", "GB/s"], rows)
-    share, bound = raw / step, step / max(raw, memory)
-    print(f"the step reaches {share:.2f} of the raw program's speed,")
-    print(f"and takes {bound:.2f} of the time of the slower of drive and computation")
+    in_memory = _Training(arguments, BlockPolicy())
+    results = {}
+    for name in ("step", "update"):
+        on_disk.step()
+        in_memory.step()
+        trace = _Trace(
+            getattr(on_disk, name), [current_engine(context()).tier, on_disk.optimizer._place._stream]
+        )
+        raw = _Raw(trace)
+        candidates: dict[str, Callable[[], Any]] = {
+            f"{name}, blocks on the drive": getattr(on_disk, name),
+            "raw program": raw,
+            f"{name} in memory": getattr(in_memory, name),
+        }
+        seconds: dict[str, list[float]] = {candidate: [] for candidate in candidates}
+        for _ in range(arguments.repeat):
+            for candidate, call in candidates.items():
+                raw.prepare()  # for the others too, which so have the same caches
+                start = time.perf_counter()
+                call()
+                seconds[candidate].append(time.perf_counter() - start)
+        results[name] = _report(name, trace, seconds)
     if arguments.json is not None:
-        figures = {"bytes": nbytes, "back_end": queue.back_end, "share": share, "bound": bound}
-        arguments.json.write_text(json.dumps({"seconds": seconds, **figures}, indent=2))
+        arguments.json.write_text(json.dumps(results, indent=2))
+
+
+class _Training:
+    """Layers in fp32, their optimizer and a step."""
+
+    def __init__(self, arguments: argparse.Namespace, policy: BlockPolicy) -> None:
+        width = arguments.width
+        count = max((arguments.mib << 20) // (16 * width * width), 2)
+        with default_policy(policy):
+            self.layers = TransformerBlockList(
+                [Block(Linear(width, width, bias=False)) for _ in range(count)]
+            )
+        init_parameters(self.layers)
+        self.optimizer: Any = AdamOptimizer(self.layers.parameters(), lr=1e-5)
+        self.update = self.optimizer.step
+        self._x = torch.randn(arguments.tokens, width)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.layers(self._x).square().mean().backward()
+        self.update()
+
+
+class _Trace:
+    """The transfers of a call.
+
+    Args:
+        call: makes them.
+        owners: of the queues.
+
+    Attributes:
+        moves: in their order.
+        depth: the most transfers at one time.
+    """
+
+    def __init__(self, call: Callable[[], Any], owners: list[Any]) -> None:
+        self.moves: list[_Move] = []
+        self.depth = 0
+        queues = [owner.queue for owner in owners]
+        self.back_end = queues[0].back_end
+        for owner in owners:
+            owner.queue = _Recorder(owner.queue, self)
+        call()
+        for owner, queue in zip(owners, queues, strict=True):
+            owner.queue = queue
+
+    def nbytes(self, *, written: bool) -> int:
+        return sum(nbytes for _, _, nbytes, is_write in self.moves if is_write == written)
+
+
+class _Recorder:
+    """A queue whose transfers are recorded."""
+
+    def __init__(self, queue: Any, trace: _Trace) -> None:
+        self._queue = queue
+        self._trace = trace
+        self._under_way: set[int] = set()
+
+    def read(self, buffer: int, *place: Any) -> None:
+        self._queue.read(buffer, *place)
+        self._note(buffer, *place[:3], False)
+
+    def write(self, buffer: int, *place: Any) -> None:
+        self._queue.write(buffer, *place)
+        self._note(buffer, *place[:3], True)
+
+    def _note(self, buffer: int, *move: Any) -> None:
+        self._under_way.add(buffer)
+        self._trace.depth = max(self._trace.depth, len(self._under_way))
+        self._trace.moves.append(move)
+
+    def wait(self, buffer: int) -> None:
+        self._queue.wait(buffer)
+        self._under_way.discard(buffer)
+
+
+class _Raw:
+    """The raw program. It writes what the files have."""
+
+    def __init__(self, trace: _Trace) -> None:
+        self._moves = trace.moves
+        self._files: dict[int, tuple[int, mmap.mmap]] = {}
+        for file in {id(file): file for file, *_ in trace.moves}.values():
+            opened = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_DIRECT)
+            self._files[id(file)] = opened, mmap.mmap(-1, file.nbytes)
+        largest = max(nbytes for _, _, nbytes, _ in trace.moves)
+        self._buffers = [mmap.mmap(-1, largest) for _ in range(min(trace.depth, _MOST))]
+        for buffer in self._buffers:
+            buffer.write(bytes(largest))  # so that its pages are there
+
+    def prepare(self) -> None:
+        """Reads the files."""
+        for file, contents in self._files.values():
+            os.preadv(file, [contents], 0)
+
+    def __call__(self) -> None:
+        turns = iter(self._moves)  # of all threads
+        with ThreadPoolExecutor(len(self._buffers)) as pool:
+            list(pool.map(lambda buffer: self._move(turns, buffer), self._buffers))
+
+    def _move(self, turns: Iterator[_Move], buffer: mmap.mmap) -> None:
+        for owner, offset, nbytes, is_write in turns:
+            file, contents = self._files[id(owner)]
+            if is_write:
+                os.pwritev(file, [memoryview(contents)[offset : offset + nbytes]], offset)
+            else:
+                os.preadv(file, [memoryview(buffer)[:nbytes]], offset)
+
+
+def _report(name: str, trace: _Trace, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    step, raw, memory = (statistics.median(values) for values in seconds.values())
+    read, written = trace.nbytes(written=False), trace.nbytes(written=True)
+    print(
+        f"{read >> 20} MiB read and {written >> 20} MiB written, {trace.back_end}, {torch.get_num_threads()} threads, "
+        f"up to {trace.depth} transfers at one time"
+    )
+    rows = [
+        [
+            candidate,
+            *(f"{f(values):.3f}" for f in (statistics.median, min, max)),
+            f"{(read + written) / statistics.median(values) / 1e9:.2f}",
+        ]
+        for candidate, values in seconds.items()
+    ]
+    print_table(["", "s", "least", "most", "GB/s"], rows)
+    share, bound = raw / step, step / max(raw, memory)
+    print(f"the {name} reaches {share:.2f} of the raw program's speed,")
+    print(f"and takes {bound:.2f} of the time of the slower of drive and computation\n")
+    figures = {"read": read, "written": written, "back_end": trace.back_end, "share": share, "bound": bound}
+    return {"seconds": seconds, **figures}

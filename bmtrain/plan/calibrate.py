@@ -16,7 +16,7 @@ from dataclasses import asdict
 
 import torch
 
-from .._engine.drives import make_queue, measure_both
+from .._engine.drives import make_queue, measure_both, num_on_drives
 from .._tools.checkup import Surroundings
 from ..global_var import context
 from ..init import init_distributed
@@ -132,7 +132,8 @@ def measure_ranks(dtype: torch.dtype | None = None, tier_directories: Sequence[s
     if tier_directories:
         queue = make_queue()
         rates = [measure_both(queue, directory, _WRITTEN) for directory in tier_directories]
-        drives["disk_bandwidth"] = sum(rates) * group.size
+        shares = zip(rates, num_on_drives(tier_directories), strict=True)
+        drives["disk_bandwidth"] = sum(rate / number for rate, number in shares) * group.size
     available = float(Surroundings(build={}).available_memory())
     memory = torch.cuda.mem_get_info()[0] if device.type == "cuda" else available / group.size
     return Machine(

@@ -131,6 +131,9 @@ def _add_policy(policy: _Group) -> None:
     )
     policy.add_argument("--survive", action="store_true", help="with the copies that survive=1 keeps")
     policy.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
+    policy.add_argument(
+        "--vertical", action="store_true", help="a block takes all of these before the next block"
+    )
     policy.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     policy.add_argument("--sp", type=int, default=1, help="ranks that divide a sequence, by heads")
     policy.add_argument("--pipe", type=int, default=1, help="pipeline stages")
@@ -202,6 +205,7 @@ def _run(arguments: argparse.Namespace) -> int:
         optimizer=arguments.optimizer,
         survive=arguments.survive,
         accumulate=arguments.accumulate,
+        vertical=arguments.vertical,
         tp_size=arguments.tp,
         sp_size=arguments.sp,
         pipe_size=arguments.pipe,

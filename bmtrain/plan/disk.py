@@ -65,8 +65,8 @@ def on_disk(model: ModelDescription, policy: TrainingPolicy, num_sharing: int) -
     again = parameters - sum(b.parameters for b in blocks[-1]) if policy.level == 3 else 0
     return DiskEstimate(
         stored=parameters + gradients + state,
-        read_in_passes=policy.accumulate * (parameters + again) + (policy.accumulate - 1) * gradients,
-        written_in_passes=policy.accumulate * gradients,
+        read_in_passes=policy.passes * (parameters + again) + (policy.passes - 1) * gradients,
+        written_in_passes=policy.passes * gradients,
         read_in_update=updated + gradients + state,
         written_in_update=updated + state,
         buffers=_passage(buffers, policy) + _waiting(blocks, policy, num_sharing),

@@ -216,7 +216,8 @@ def estimate(
     step = SimulatedStep(
         local,
         policy,
-        policy.micro_batch * policy.pipe_size,  # a pipeline runs the batches of all of its ranks
+        # A pipeline runs the batches of all of its ranks.
+        policy.micro_batch * policy.pipe_size * policy.accumulate // policy.passes,
         network,
         Rates(machine.flops * machine.efficiency, machine.memory_bandwidth),
         tp=Network(machine, policy.tp_size) if policy.tp_size > 1 else None,
@@ -238,7 +239,7 @@ def estimate(
         memory=replace(memory, copies=copies, disk=disk.buffers),
         time=_time(result, machine, policy, states, disk, _muon_seconds(local, network, policy)),
         traffic={
-            name: (messages * policy.accumulate, nbytes * policy.accumulate)
+            name: (messages * policy.passes, nbytes * policy.passes)
             for name, (messages, nbytes) in result.traffic.items()
         },
         result=result,
@@ -349,7 +350,7 @@ def _time(
     optimizer = (1 - policy.offload) * touched / machine.memory_bandwidth + muon
     pcie = policy.offload * gradients / machine.pcie_bandwidth if policy.offload else 0.0
     host = policy.offload * touched * machine.devices_per_node / machine.host_bandwidth
-    passes = policy.accumulate
+    passes = policy.passes
     share = idle_share(policy.pipe_size, policy.micros, policy.schedule, policy.chunks)
     idle = result.seconds * passes * share / (1 - share)
     # Drives work while the passes compute, and while the update does; a phase takes as long as the slower of both.

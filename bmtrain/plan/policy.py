@@ -40,6 +40,8 @@ class TrainingPolicy:
             :class:`bmtrain.optim.MuonOffloadOptimizer`, which has no part of it.
         survive: copies for the loss of a rank, as for :func:`bmtrain.init_distributed`.
         disk: what blocks keep on drives: ``"optimizer"``, and with it ``"parameters"``, ``"gradients"`` or both.
+        vertical: the micro-batches of ``accumulate`` pass each block together
+            (:meth:`bmtrain.TransformerBlockList.vertical`).
 
     Raises:
         ValueError: a number out of its range, a part of Muon offloaded, or a combination that runs refuse.
@@ -68,11 +70,14 @@ class TrainingPolicy:
     optimizer: Literal["adam", "muon"] = "adam"
     survive: bool = False
     disk: tuple[str, ...] = ()
+    vertical: bool = False
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "accumulate", "tp_size", "pipe_size", "sp_size", "micros"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.vertical and self.pipe_size > 1:
+            raise ValueError(f"vertical: expected pipe_size=1, got {self.pipe_size}")
         check_schedule(self.schedule, self.pipe_size, self.micros, self.chunks)
         if not 0 <= self.offload <= 1:
             raise ValueError(f"offload: expected 0 to 1, got {self.offload}")
@@ -99,7 +104,14 @@ class TrainingPolicy:
     @property
     def micros(self) -> int:
         """Micro-batches of a pass."""
+        if self.vertical:
+            return self.accumulate
         return self.pipe_size if self.num_micro_batches is None else self.num_micro_batches
+
+    @property
+    def passes(self) -> int:
+        """Forwards and backwards of a step through all blocks."""
+        return 1 if self.vertical else self.accumulate
 
     @property
     def chunks(self) -> int:

@@ -139,6 +139,7 @@ def _policy(plan: Plan) -> str:
     parts += [f"offload {policy.offload:g}"] * bool(policy.offload) + ["survive"] * policy.survive
     parts += [f"{' and '.join(policy.disk)} on drives"] * bool(policy.disk)
     parts += [f"{policy.accumulate} micro-batches per step"] * (policy.accumulate > 1)
+    parts += ["in vertical order"] * policy.vertical
     parts += [f"tensor parallel {policy.tp_size}"] * (policy.tp_size > 1)
     parts += [f"sequences over {policy.sp_size}"] * (policy.sp_size > 1)
     if policy.pipe_size > 1:

@@ -92,8 +92,10 @@ class SimulatedStep:
         early_stop: bool = True,
     ) -> None:
         self.model, self.policy, self.samples = model, policy, samples
-        # In a pipeline the samples pass in micro-batches.
+        # In a pipeline, and in vertical order, the samples pass in micro-batches.
         self.kept_samples, self.samples_at_once = samples * policy.held_share, samples / policy.micros
+        # In vertical order losses, and the gradients between two blocks, are there for all of them.
+        self.joined_samples = samples if policy.vertical else self.samples_at_once
         self.rates, self.tp, self.sp = rates, tp, sp
         self.overlaps, self.early_stop = overlaps, early_stop
         self.simulation = Simulation(Wire(), network, MemoryMeter(fixed or {}), ring_gather)
@@ -135,9 +137,9 @@ class SimulatedStep:
         for state, block in zip(self.blocks, model.blocks, strict=True):
             self._forward(state, block)
         self._gather_outside(outside.after_blocks)
-        memory.add("activations", model.head_bytes * self.samples_at_once)
+        memory.add("activations", model.head_bytes * self.joined_samples)
         self._compute("head", 3 * model.head_flops, 2 * model.head_bytes)
-        memory.add("activations", -model.head_bytes * self.samples_at_once)
+        memory.add("activations", -model.head_bytes * self.joined_samples)
         self._reduce_outside(outside.after_blocks)
         for state, block in zip(reversed(self.blocks), reversed(model.blocks), strict=True):
             self._backward(state, block)
@@ -168,9 +170,8 @@ class SimulatedStep:
         training: Any = [buffer for buffer in state.buffers if buffer.trains]  # type: ignore[attr-defined]
         self.engine.gradients.begin(state, {buffer: [True] for buffer in training})
         # The hidden state has a gradient of the residual path and one of the layer.
-        passing = (
-            block.gradient_bytes + 2 * block.input_bytes
-        ) * self.samples_at_once + block.largest_parameter_gradient
+        passing = (block.gradient_bytes + block.input_bytes) * self.samples_at_once
+        passing += block.input_bytes * self.joined_samples + block.largest_parameter_gradient
         memory.add("activations", passing)
         self._compute(state.label, 2 * block.flops, 3 * block.activation_bytes)
         memory.add("activations", -passing)

@@ -42,12 +42,17 @@ def test_comm(bench: Callable[..., str], tmp_path: Path) -> None:
 
 def test_disk(tmp_path: Path) -> None:
     file = tmp_path / "disk.json"
-    options = ["--directory", str(tmp_path), "--mib", "8", "--repeat", "2", "--json", str(file)]
+    options = ["--directory", str(tmp_path), "--mib", "8", "--width", "256", "--repeat", "2"]
     # Not in this process, where it would initialise bmtrain.
-    output = run_process([sys.executable, "-m", "bmtrain", "bench", "disk", *options]).stdout
-    result = json.loads(file.read_text())
-    assert 7 << 20 < result["bytes"] < 9 << 20
-    assert [len(values) for values in result["seconds"].values()] == [2, 2, 2]
+    output = run_process(
+        [sys.executable, "-m", "bmtrain", "bench", "disk", *options, "--json", str(file)]
+    ).stdout
+    results = json.loads(file.read_text())
+    block = 4 * 256 * 256
+    assert (results["update"]["read"], results["update"]["written"]) == (8 * 4 * block, 8 * 3 * block)
+    assert (results["step"]["read"], results["step"]["written"]) == (47 * block, 32 * block)
+    for result in results.values():
+        assert [len(values) for values in result["seconds"].values()] == [2, 2, 2]
     assert "of the raw program" in output
 
 

@@ -13,7 +13,7 @@ from harness import run_ranks
 from harness.disk_tier import ALL, TIERS, make, small_chunks, small_drive, train
 
 import bmtrain as bmt
-from bmtrain._engine.drives import Drives
+from bmtrain._engine.drives import Drives, num_on_drives
 from bmtrain.errors import DiskError
 
 
@@ -75,6 +75,12 @@ def test_a_full_drive_leaves_its_part_to_others(tmp_path: Path) -> None:
         drives = Drives([str(one), str(two)], [1.0, 1.0])
         with pytest.raises(DiskError, match=r"disk tier in .*one: cannot reserve space: .* are free"):
             drives.reserve(2 << 20)
+
+
+def test_directories_on_one_drive_share_its_speed(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    with small_drive(tmp_path / "small", 1 << 20) as small:
+        assert num_on_drives([str(tmp_path), str(small), str(tmp_path / "other")]) == [2, 1, 2]
 
 
 def start(directories: Any) -> str:

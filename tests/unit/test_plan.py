@@ -477,6 +477,27 @@ def test_blocks_on_drives_take_what_the_drives_allow() -> None:
     assert in_update.disk.read == in_update.disk.written == pytest.approx(2 * 6 * block)
 
 
+def test_vertical_order_reads_parameters_twice_a_step() -> None:
+    machine = dataclasses.replace(EIGHT.with_devices(2), disk_bandwidth=1e9)
+    policy = TrainingPolicy(disk=("parameters", "gradients", "optimizer"), micro_batch=2)
+    one, four = (
+        estimate(SMALL, machine, dataclasses.replace(policy, accumulate=n, vertical=True)) for n in (1, 4)
+    )
+    usual = estimate(SMALL, machine, dataclasses.replace(policy, accumulate=4))
+    assert four.disk == one.disk == estimate(SMALL, machine, policy).disk
+    assert (one.traffic, usual.disk.written_in_passes) == (four.traffic, 4 * one.disk.written_in_passes)
+    assert one.time == estimate(SMALL, machine, policy).time
+    assert four.time.compute == pytest.approx(usual.time.compute)
+    assert four.time.compute == pytest.approx(4 * one.time.compute)
+    assert four.samples_per_second > usual.samples_per_second
+    inputs = sum(block.input_bytes for block in SMALL.blocks) * 2 * 3  # of the other micro-batches
+    assert four.memory.activations - usual.memory.activations >= inputs
+    assert four.memory.gradients == usual.memory.gradients
+    assert "4 micro-batches per step, in vertical order" in format_plan(four)
+    with pytest.raises(ValueError, match="vertical: expected pipe_size=1, got 2"):
+        TrainingPolicy(vertical=True, pipe_size=2)
+
+
 def test_what_drives_cannot_hold_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for options, words in (
         ({"disk": ("state",)}, "disk: expected some of parameters, gradients, optimizer, got state"),
