@@ -16,14 +16,14 @@ ROOT = Path(__file__).resolve().parents[1]
 #: reason in its message.
 PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2553),
-    "watch": ("_watch", 1909),
+    "watch": ("_watch", 1924),
     "ranks": ("_ranks global_var nccl synchronize utils", 4245),
     "shards": ("_shards parameter", 1520),
     "engine": ("_engine", 7124),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5564),
     "files": ("_files dcp distributed store weights", 4530),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 9395),
-    "survive": ("_survive survive", 1902),
+    "survive": ("_survive survive", 2010),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 12_714),
 }
 CORE = {

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,6 +70,20 @@ def arrays_of(
                     yield number, p, (*names, MASTER) if keeps_master else names
 
 
+class Held(NamedTuple):
+    """The shards of a former rank that this process has: its own, or the copy of its ward's. Nothing changes them.
+
+    Attributes:
+        values: by parameter.
+        states: of each optimizer, by parameter and name of the array.
+        gradients: where they are complete.
+    """
+
+    values: Mapping[DistributedParameter, Tensor]
+    states: Sequence[Mapping[Any, dict[str, Any]]]
+    gradients: dict[DistributedParameter, Tensor] | None = None
+
+
 class Ward:
     """The copy of another rank's shards.
 
@@ -115,6 +129,14 @@ class Ward:
         for group, own in zip(twin.param_groups, optimizer.param_groups, strict=True):
             group.update((name, value) for name, value in own.items() if name != "params")
         twin.step(scale=scale)
+
+    def held(self, gradients: dict[DistributedParameter, Tensor] | None) -> Held:
+        """Returns the copy, with these gradients."""
+        states = [
+            {p: twin.state[copy] for p, copy in self.params.items() if copy in twin.state}
+            for twin in self.optimizers
+        ]
+        return Held({p: copy.detach() for p, copy in self.params.items()}, states, gradients)
 
     def set_gradients(self, gradients: dict[DistributedParameter, Tensor]) -> None:
         for p, copy in self.params.items():

@@ -40,7 +40,7 @@ from .copies import all_parameters
 from .keeper import largest
 from .members import Address, Line, Lost, Members, Message
 from .reconnect import Reconnection
-from .reshard import Before, parts_of, steps_of
+from .reshard import Before, own_shards, parts_of, steps_of
 from .survival import Survival
 
 #: File with the addresses of the ranks.
@@ -128,7 +128,8 @@ class Joining(Survival):
             return
         if not offer:
             return
-        parts, before = parts_of(params), Before(ctx.world.rank, range(ctx.world.size), None, {}, None, steps)
+        parts, held = parts_of(params), {ctx.world.rank: own_shards(keeper.optimizers(), params)}
+        before = Before(held, range(ctx.world.size), parts, False, steps)
         members.admit(Address(*offer["address"]))
         hosts, places = [*self._hosts, offer["host"]], [*ctx.places, offer["place"]]
         if ctx.world.rank == at:
@@ -142,8 +143,8 @@ class Joining(Survival):
             }
             members.drop_newcomer({"do": "go", "store": offer["store"], "seed": ctx.seed, **told})
         self._drop_what_runs(ctx)
-        new = rendezvous.connect(ctx, members, offer["store"], hosts, places)
-        self._take(new, hosts, before._replace(parts=parts))
+        new = rendezvous.connect(ctx, members.rank, offer["store"], hosts, places)
+        self._take(new, hosts, before)
         self.times = {"all": time.monotonic() - began}
         self._report("a process has joined; {} ranks continue")
 
@@ -156,6 +157,7 @@ class Joining(Survival):
 
     def _take(self, new: Context, hosts: Sequence[str], before: Before) -> None:
         """Shards everything over the ranks with the new one. Collective."""
+        self._lost = {}
         self.attend(new, hosts)
         current_engine(new).schedule = Schedule()  # gathers ahead are those of a rank that has learnt nothing
         self._keeper.take(new, before)
@@ -208,10 +210,11 @@ class Joining(Survival):
         addresses = [Address(*address) for address in told["addresses"]]
         members.rank, members.addresses, members.epoch = len(addresses) - 1, addresses, told["epoch"]
         self._known_members, self._place, self._num_places = members, told["place"], told["places of ranks"]
-        rank, parts = members.rank, dict(zip(params, told["parts"], strict=True))
-        before = Before(rank, range(rank), None, parts, None, told["steps"])
+        before = Before(
+            {}, range(members.rank), dict(zip(params, told["parts"], strict=True)), False, told["steps"]
+        )
         of_job = dataclasses.replace(ctx, seed=told["seed"])
-        new = Reconnection(ctx).connect(of_job, members, told["store"], told["hosts"], told["places"])
+        new = Reconnection(ctx).connect(of_job, members.rank, told["store"], told["hosts"], told["places"])
         self._take(new, told["hosts"], before)
 
 

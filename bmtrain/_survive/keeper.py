@@ -15,8 +15,8 @@ from .._C import ReduceOp
 from .._engine.engine import current_engine
 from .._ranks.context import Context
 from ..optim._sharded import ShardedOptimizer
-from .copies import Message, Ward, all_parameters, exchange
-from .reshard import Before, parts_of, shard_again, steps_of
+from .copies import Held, Message, Ward, all_parameters, exchange
+from .reshard import Before, own_shards, parts_of, shard_again, steps_of
 from .ring import Ring
 
 
@@ -80,7 +80,8 @@ class Keeper:
         params = all_parameters(ctx, optimizers)
         rank, size = ctx.world.rank, ctx.world.size
         steps = largest(ctx, steps_of(optimizers, None))
-        self.take(ctx, Before(rank, range(size), None, parts_of(params), None, steps))
+        held = {rank: own_shards(optimizers, params)}
+        self.take(ctx, Before(held, range(size), parts_of(params), False, steps))
         self.seal(ctx)
 
     def take(self, ctx: Context, before: Before) -> None:
@@ -164,13 +165,17 @@ class Keeper:
         if not self.damage:
             self.ward.set_gradients(messages[1].gradients())
 
-    def gradients(self, step: int) -> tuple[Any, Any] | None:
-        """Returns the gradients of the committed step, of this rank and of its ward."""
-        if self.messages is None:
-            return None
-        own, ward = self.messages
-        self.note_damage(ward.damage(step))
-        return own.gradients(), ward.gradients()
+    def held(self, ctx: Context, step: int) -> dict[int, Held]:
+        """Returns what this rank has, by rank: its own shards, its ward's, and the gradients if they were sent."""
+        optimizers, ward, own, other = self.optimizers(), self.ward, None, None
+        if self.messages is not None:
+            self.note_damage(self.messages[1].damage(step))
+            own, other = (message.gradients() for message in self.messages)
+        held = {ctx.world.rank: own_shards(optimizers, all_parameters(ctx, optimizers), own)}
+        if ward is not None:
+            self.note_damage(ward.damage())
+            held[ward.rank] = ward.held(other)
+        return held
 
     # ---- the step
 

@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from .._watch.lines import listen
@@ -111,24 +111,30 @@ class Members:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return
-            line = Line(connection)
-            try:
-                message = line.receive(_ANSWER_SECONDS)
-                if not hmac.compare_digest(str(message.get("secret")), self.secret):
-                    raise Lost
-                if message["do"] == "join":
-                    line.send({"do": "wait"})
-                    self._newcomers.append((message, line))
-                    continue
-                if message["epoch"] < self.epoch:
-                    line.send({"do": "expelled"})
-                    line.close()
-                    continue
-                line.send({"do": "wait"})
-            except (Lost, OSError, ValueError, KeyError, TypeError):
-                line.close()
+                if self._listener.fileno() < 0:
+                    return
+                time.sleep(_POLL_SECONDS)  # too many open files, or a connection that has ended already
                 continue
+            # By itself: one that says nothing must not make this rank look lost to the others.
+            threading.Thread(
+                target=self._greet, args=(Line(connection),), name="bmtrain-members", daemon=True
+            ).start()
+
+    def _greet(self, line: Line) -> None:
+        try:
+            message = line.receive(_ANSWER_SECONDS)
+            if not hmac.compare_digest(str(message.get("secret")), self.secret):
+                raise Lost
+            if message["do"] != "join" and message["epoch"] < self.epoch:
+                line.send({"do": "expelled"})
+                raise Lost
+        except (Lost, ValueError, KeyError, TypeError, AttributeError):
+            line.close()
+            return
+        line.send({"do": "wait"})
+        if message["do"] == "join":
+            self._newcomers.append((message, line))
+        else:
             self._arrived.put((message, line))
 
     # ---- processes that take a place
@@ -229,9 +235,18 @@ class Members:
                 return self._connect(rank, {"do": "probe"}, seconds)
             return None
 
-        pool = ThreadPoolExecutor(_THREADS)
-        probes = {rank: pool.submit(connect, rank) for rank in ranks}
-        pool.shutdown(wait=False)
+        def run() -> None:
+            for rank, probe in waiting:
+                if probe.set_running_or_notify_cancel():
+                    try:
+                        probe.set_result(connect(rank))
+                    except BaseException as error:  # raised where the result is asked for
+                        probe.set_exception(error)
+
+        probes: dict[int, Probe] = {rank: Future() for rank in ranks}
+        waiting = iter(list(probes.items()))
+        for _ in range(min(_THREADS, len(probes))):  # daemons, so that a rank out of reach delays no exit
+            threading.Thread(target=run, name="bmtrain-probe", daemon=True).start()
         return probes
 
     def _follow(self, leader: int, report: Message, patience: float) -> Meeting:
@@ -310,13 +325,10 @@ class Members:
         except queue.Empty:
             pass
         for rank, probe in probes.items():
-            if rank in self._waiting:
-                is_lost = self._waiting[rank][1].is_closed()
-            else:
-                is_lost = time.monotonic() > end or _is_lost(probe)
-            if is_lost:
+            if rank in self._waiting and self._waiting[rank][1].is_closed():  # it may come again
+                self._waiting.pop(rank)[1].close()
+            if rank not in self._waiting and (time.monotonic() > end or _is_lost(probe)):
                 lost.add(rank)
-                self._waiting.pop(rank, None)
 
 
 def _meeting(answer: Message) -> Meeting:

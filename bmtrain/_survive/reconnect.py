@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from .._base.aside import Aside
 from .._ranks import context as _context
 from .._ranks.context import Context
 from .._ranks.groups import connect_groups
 from .._watch.watchdog import Watch
+from ..errors import CommunicationError
 from ..topology import Topology
 from .members import Members, Message
 
@@ -34,34 +36,50 @@ class Reconnection:
         return {"host": host, "port": port}
 
     def connect(
-        self, ctx: Context, members: Members, address: Message, hosts: Sequence[str], places: Sequence[str]
+        self,
+        ctx: Context,
+        rank: int,
+        address: Message,
+        hosts: Sequence[str],
+        places: Sequence[str],
+        may_survive: Callable[[Message], str] | None = None,
     ) -> Context:
         """Replaces the context of this process by one of the ranks that continue. Collective.
 
         Args:
-            members: of which an epoch has just begun.
+            rank: of this process among them.
             address: by `serve`.
             hosts: the host of each rank.
             places: of each rank; equal for ranks that can share memory.
+            may_survive: see `Watch`.
         """
-        store = self._served or dist.TCPStore(
-            address["host"], address["port"], None, False, self._limit, wait_for_workers=False
-        )
-        place = Topology(members.rank, len(members.addresses), 1, 1)
+        store = self._served
+        if store is None:  # its client waits without a limit for a server that is stopped
+            host, port = address["host"], address["port"]
+            aside = Aside(
+                lambda: dist.TCPStore(host, port, None, False, self._limit, wait_for_workers=False),
+                "bmtrain-store",
+            )
+            if not aside.wait(ctx.timeout):
+                raise CommunicationError(f"no answer of {host} port {port} within {ctx.timeout:g} s")
+            store = aside.result()
+        place = Topology(rank, len(hosts), 1, 1)
         saved = "" if ctx.watch is None else ctx.watch.saved
         _context.uninstall()
         watch = None
-        scoped = dist.PrefixStore(f"epoch/{members.epoch}", store)
         if place.world_size > 1:
-            watch = Watch.join(scoped, place.rank, timeout=ctx.timeout, host=address["host"], hosts=hosts)
+            watch = Watch.join(
+                store, rank, timeout=ctx.timeout, host=address["host"], hosts=hosts, may_survive=may_survive
+            )
             watch.note_saved(saved)
+        try:
+            groups = connect_groups(place, "gloo", ctx.timeout, store, watch)
+        except BaseException:
+            if watch is not None:
+                watch.stop()
+            raise
         new = dataclasses.replace(
-            ctx,
-            topology=place,
-            watch=watch,
-            backend="gloo",
-            groups=connect_groups(place, "gloo", ctx.timeout, scoped, watch),
-            places=tuple(places),
+            ctx, topology=place, watch=watch, backend="gloo", groups=groups, places=tuple(places)
         )
         _context.install(new)
         new.world.comm.barrier("epoch")

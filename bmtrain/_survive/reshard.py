@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,34 +10,52 @@ import torch
 from torch import Tensor
 
 from .._base.unseen import TORCH_DATA, data_of
+from .._C import Communicator
 from .._engine.engine import current_engine
 from .._ranks.context import Context
 from ..optim._sharded import ShardedOptimizer
 from ..parameter import DistributedParameter
-from .copies import Ward, all_parameters, arrays_of, put_state
+from .copies import Held, Ward, all_parameters, arrays_of, put_state
 from .ring import Ring
 
 _LABEL = "sharding again"
+#: Size of the arrays whose parts are sent together.
+_BYTES = 16 << 20
 
 
 class Before(NamedTuple):
     """Distribution over the ranks before.
 
     Attributes:
-        rank: the former number of this rank.
-        owners: for each former rank, the present rank that has its shards or their copy.
-        ward: the copy on this rank; None if there is none.
+        held: by former rank; empty in a process that was none.
+        owners: for each former rank, the present rank that holds its shards.
         parts: the bounds of the former shards of each parameter.
-        gradients: of this rank, and of the ward, where they are complete.
+        has_gradients: whether the gradients are complete.
         steps: number of steps of each parameter of each optimizer; -1: no state.
     """
 
-    rank: int
+    held: Mapping[int, Held]
     owners: Sequence[int]
-    ward: Ward | None
     parts: dict[DistributedParameter, list[tuple[int, int]]]
-    gradients: tuple[dict[DistributedParameter, Tensor], dict[DistributedParameter, Tensor]] | None
+    has_gradients: bool
     steps: Sequence[int]
+
+
+class _Array(NamedTuple):
+    """An array of all ranks: of a parameter, with the function that returns the part of a former rank."""
+
+    param: DistributedParameter
+    dtype: torch.dtype
+    of: Callable[[Held], Tensor]
+
+
+def own_shards(
+    optimizers: Sequence[ShardedOptimizer],
+    params: Sequence[DistributedParameter],
+    gradients: dict[DistributedParameter, Tensor] | None = None,
+) -> Held:
+    """Returns what this rank has of its own; the Blocks may get new buffers."""
+    return Held({p: data_of(p).clone() for p in params}, [dict(o.state) for o in optimizers], gradients)
 
 
 def parts_of(params: Sequence[DistributedParameter]) -> dict[DistributedParameter, list[tuple[int, int]]]:
@@ -65,28 +83,13 @@ def shard_again(
     Returns:
         The copy; None on a single rank.
     """
-    comm, size = ctx.world.comm, ctx.world.size
-    rank = ctx.world.rank
+    comm, size, rank = ctx.world.comm, ctx.world.size, ctx.world.rank
     ward_rank = ring.ward_of(rank)
     params = all_parameters(ctx, optimizers)
 
-    def full(p: DistributedParameter, dtype: torch.dtype, own: Any, copy: Any) -> Tensor:
-        """Returns a whole array; ``own`` and ``copy`` return the parts of this rank and of its former ward."""
-        whole = torch.empty(p._original_shape.numel(), dtype=dtype)
-        for former, (begin, count) in enumerate(before.parts[p]):
-            if count:
-                part = whole.narrow(0, begin, count)
-                if before.owners[former] == rank:
-                    part.copy_((own if former == before.rank else copy)().reshape(-1))
-                comm.broadcast(part, before.owners[former], _LABEL).wait()
-        return whole
-
-    def copied(p: DistributedParameter) -> Any:
-        assert before.ward is not None
-        return before.ward.params[p]
-
     # Whole values, until the last Block has its new buffers: a Block's are made of all its parameters at once.
-    wholes = {p: full(p, p.dtype, lambda p=p: data_of(p), lambda p=p: copied(p).detach()) for p in params}
+    values = [_Array(p, p.dtype, partial(_value, p)) for p in params]
+    wholes = dict(zip(params, _wholes(comm, before, values), strict=True))
     if any(p._spec.group is not ctx.world for p in params):
         _rebuild(ctx, params, wholes)
 
@@ -100,14 +103,19 @@ def shard_again(
     wholes.clear()
     entries: list[dict[Tensor, Any]] = [{} for _ in optimizers]
     copies: list[dict[Tensor, Any]] = [{} for _ in optimizers]
-    for (number, p, names), step in zip(arrays_of(optimizers), before.steps, strict=True):
-        if step < 0:
-            continue
+    found = [
+        (number, p, names, step)
+        for (number, p, names), step in zip(arrays_of(optimizers), before.steps, strict=True)
+        if step >= 0
+    ]
+    wanted = [(number, p, name) for number, p, names, _ in found for name in names]
+    arrays = [_Array(p, torch.float32, partial(_state, number, p, name)) for number, p, name in wanted]
+    state = _wholes(comm, before, arrays)
+    for number, p, names, step in found:
         entry: dict[str, Any] = {"step": step}
         copy: dict[str, Any] = {"step": step}
         for name in names:
-            own_array = partial(_array, optimizers[number].state, p, name)
-            whole = full(p, torch.float32, own_array, partial(_array_of_copy, before.ward, number, p, name))
+            whole = next(state)
             entry[name], copy[name] = cut(p, whole, rank).clone(), cut(p, whole, ward_rank).clone()
         if p.numel():
             entries[number][p] = entry
@@ -117,22 +125,57 @@ def shard_again(
         put_state(optimizer, entries[number])
         if ward is not None:
             put_state(ward.optimizers[number], copies[number])
-    if before.gradients is not None:
-        own, others = before.gradients
-        for p in [p for p in params if p in own]:
-            whole = full(p, own[p].dtype, lambda p=p: own[p], lambda p=p: others[p])
+    if before.has_gradients:
+        own = next(iter(before.held.values())).gradients or {}
+        gradients = [_Array(p, own[p].dtype, partial(_gradient, p)) for p in params if p in own]
+        for (p, *_), whole in zip(gradients, _wholes(comm, before, gradients), strict=True):
             p.grad = cut(p, whole, rank).clone()
             if ward is not None:
                 ward.params[p].grad = cut(p, whole, ward_rank).clone()
     return ward
 
 
-def _array(state: dict[Any, Any], p: Any, name: str) -> Any:
-    return state[p][name]
+def _value(p: DistributedParameter, held: Held) -> Tensor:
+    return held.values[p]
 
 
-def _array_of_copy(ward: Any, number: int, p: DistributedParameter, name: str) -> Any:
-    return ward.optimizers[number].state[ward.params[p]][name]
+def _state(number: int, p: DistributedParameter, name: str, held: Held) -> Any:
+    return held.states[number][p][name]
+
+
+def _gradient(p: DistributedParameter, held: Held) -> Tensor:
+    return (held.gradients or {})[p]
+
+
+def _wholes(comm: Communicator, before: Before, arrays: Sequence[_Array]) -> Iterator[Tensor]:
+    """Yields whole arrays; a former rank's parts of several are one message, as each takes a while. Collective."""
+    buckets: list[list[_Array]] = []
+    room = 0
+    for array in arrays:
+        size = array.param._original_shape.numel() * array.dtype.itemsize
+        if size > room or not buckets:
+            buckets.append([])
+            room = max(_BYTES, size)
+        buckets[-1].append(array)
+        room -= size
+    for bucket in buckets:
+        wholes = [torch.empty(array.param._original_shape.numel(), dtype=array.dtype) for array in bucket]
+        for former, owner in enumerate(before.owners):
+            parts = [
+                whole.narrow(0, *before.parts[array.param][former]).view(torch.uint8)
+                for array, whole in zip(bucket, wholes, strict=True)
+            ]
+            message = torch.empty(sum(map(len, parts)), dtype=torch.uint8)
+            pieces = message.split([len(part) for part in parts])
+            if owner == comm.rank:
+                for array, piece in zip(bucket, pieces, strict=True):
+                    if len(piece):
+                        piece.copy_(array.of(before.held[former]).reshape(-1).view(torch.uint8))
+            if len(message):
+                comm.broadcast(message, owner, _LABEL).wait()
+            for part, piece in zip(parts, pieces, strict=True):
+                part.copy_(piece)
+        yield from wholes
 
 
 def _rebuild(

@@ -17,9 +17,11 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .._base.said import write_lines
@@ -33,7 +35,7 @@ from ..parameter import DistributedParameter
 from ..virtual import VirtualShard, VirtualShards
 from .copies import all_parameters
 from .keeper import Keeper, check_reads
-from .members import Members
+from .members import Meeting, Members
 from .reconnect import Reconnection
 from .reshard import Before, parts_of, steps_of
 from .ring import Ring
@@ -84,20 +86,19 @@ class Survival:
 
     def attend(self, ctx: Context, hosts: Sequence[str]) -> None:
         """Takes over the verdicts of the watchdog of ranks on these hosts."""
-        self._lost = {}
         self._hosts = list(hosts)
         self._keeper.ring = Ring(hosts)
         if ctx.watch is not None:
-            ctx.watch.may_survive = self._may_survive
+            ctx.watch.may_survive = partial(self._may_survive, ctx.world.rank, False)
 
-    def _may_survive(self, verdict: dict[str, Any]) -> str:
+    def _may_survive(self, own: int, recovers: bool, verdict: dict[str, Any]) -> str:
         """Returns the error of operations after a verdict that the job may survive, else nothing; in a thread."""
         culprits = {int(rank) for rank in verdict["culprits"]}
         absent = {int(rank) for rank, why in verdict["absent"].items() if not why.startswith("left")}
         raised = self.exceptions_are_losses and verdict["failure"]["kind"] == "exception"
         # A rank that hears of its own silence was only slow: it meets the others, if they still wait for it.
-        survives = self._members.rank not in culprits if raised else len(culprits) > 0 and culprits <= absent
-        survives &= self._keeper.is_whole
+        survives = own not in culprits if raised else len(culprits) > 0 and culprits <= absent
+        survives &= self._keeper.is_whole or recovers
         if not survives:
             return ""
         self.times = {"at": time.monotonic()}
@@ -259,6 +260,7 @@ class Survival:
             else:
                 self._place += 1
         self._clips.clear()  # a process that joins has none
+        self._keeper.messages = None  # of a step that is over
 
     def step_copy(self, optimizer: Any, scale: float) -> None:
         """Updates the copy as ``optimizer`` has just updated its parameters."""
@@ -271,39 +273,40 @@ class Survival:
         """Continues without the lost ranks. Collective over the others."""
         began = time.monotonic()
         detected = self.times.pop("at", began)
-        ctx, keeper = _context.context(), self._keeper
+        ctx, keeper, members = _context.context(), self._keeper, self._members
         self._written = max(self._written, keeper.written())
         self._drop_what_runs(ctx)
-        steps = steps_of(keeper.optimizers(), keeper.ward)
-        if keeper.ward is not None:
-            keeper.note_damage(keeper.ward.damage())
-        gradients = keeper.gradients(self._place // 2) if self._place % 2 else None
+        params = all_parameters(ctx, keeper.optimizers())
+        steps, parts, ring = steps_of(keeper.optimizers(), keeper.ward), parts_of(params), keeper.ring
+        held = keeper.held(ctx, self._place // 2)
         report = {"place": self._place, "steps": steps, "damage": keeper.damage}
-        rendezvous = Reconnection(ctx)
-
-        def decide(reports: dict[int, dict[str, Any]]) -> dict[str, Any]:
-            if why := self._why_not(reports):
-                return {"why": why}
-            places = {other["place"] for other in reports.values()}
-            return {"given": {} if _are_beyond_a_gate(places) else rendezvous.serve(self._members)}
-
+        tried: list[int] = []
         while True:
-            meeting = self._members.agree(report, self._lost, ctx.timeout, decide)
+            rendezvous = Reconnection(ctx)
+            decide = partial(self._decide, ctx, ring, rendezvous)
+            meeting = members.agree(report, self._lost, ctx.timeout, decide)
             places = {other["place"] for other in meeting.reports.values()}
-            if not _are_beyond_a_gate(places):
+            if _are_beyond_a_gate(places):
+                if self._place == min(places):
+                    self._place += 1  # the gate; this rank comes back when it has done the rest of the step
+                    return
+                continue
+            agreed, lost = time.monotonic(), sorted(set(range(ctx.world.size)) - set(meeting.survivors))
+            owners = [
+                meeting.survivors.index(rank if rank in meeting.survivors else ring.keeper_of(rank))
+                for rank in range(ctx.world.size)
+            ]
+            most = [max(own) for own in zip(*(r["steps"] for r in meeting.reports.values()), strict=True)]
+            before = Before(held, owners, parts, max(places) % 2 == 1, most)
+            try:
+                self._go_on(ctx, meeting, rendezvous, before, max(places))
                 break
-            if self._place == min(places):
-                self._place += 1  # the gate; this rank comes back when it has done the rest of the step
-                return
-        agreed = time.monotonic()
-        lost = sorted(set(range(ctx.world.size)) - set(meeting.survivors))
-        try:
-            self._go_on(ctx, meeting, rendezvous, gradients)
-        except (RuntimeError, OSError) as error:
-            raise CommunicationError(
-                f"a further rank was lost before the copies of {ranks_text(lost)} were shared out: "
-                f"{self._again(ctx)} ({error})"
-            ) from error
+            except (CommunicationError, OSError, dist.DistError) as error:
+                if tried == meeting.survivors:
+                    raise CommunicationError(
+                        f"{ranks_text(lost)} lost, and the others cannot connect: {self._again(ctx)} ({error})"
+                    ) from error
+                tried, self._lost = meeting.survivors, {}
         clips, self._clips = self._clips, []
         for clip in clips:  # before the survivors that had not completed it try it again
             self.clip(clip)
@@ -324,40 +327,42 @@ class Survival:
             write_lines()
             print(f"bmtrain: {what.format(world.size)} ({parts})", flush=True)
 
-    def _go_on(self, ctx: Context, meeting: Any, rendezvous: Reconnection, gradients: Any) -> None:
-        survivors, place, keeper = meeting.survivors, self._place, self._keeper
-        keepers = [
-            rank if rank in survivors else keeper.ring.keeper_of(rank) for rank in range(ctx.world.size)
-        ]
-        reports = meeting.reports.values()
-        place = max(other["place"] for other in reports)
-        before = Before(
-            ctx.world.rank,
-            [survivors.index(rank) for rank in keepers],
-            keeper.ward,
-            parts_of(all_parameters(ctx, keeper.optimizers())),
-            gradients if place % 2 else None,
-            [max(steps) for steps in zip(*(other["steps"] for other in reports), strict=True)],
-        )
-        keeper.is_whole = False
-        hosts = [self._hosts[rank] for rank in survivors]
-        started = time.monotonic()
-        places = [ctx.places[rank] for rank in survivors]
-        self._members.advance(survivors)
-        new = rendezvous.connect(ctx, self._members, meeting.given, hosts, places)
-        self.attend(new, hosts)
+    def _go_on(
+        self, ctx: Context, meeting: Meeting, rendezvous: Reconnection, before: Before, place: int
+    ) -> None:
+        """Shards everything over the survivors. Collective.
+
+        Until all of them have done so, each keeps its former shards, and an error may be followed by another try.
+        """
+        survivors, keeper, members = meeting.survivors, self._keeper, self._members
+        started, hosts = time.monotonic(), [self._hosts[rank] for rank in survivors]
+        rank, places = survivors.index(members.rank), [ctx.places[rank] for rank in survivors]
+        self._lost, keeper.is_whole = {}, False
+        may_survive = partial(self._may_survive, rank, True)
+        new = rendezvous.connect(ctx, rank, meeting.given, hosts, places, may_survive)
         connected = time.monotonic()
+        keeper.ring = Ring(hosts)
         keeper.take(new, before)
-        self._place = place
         if place % 2:
             keeper.send(new, place // 2)
-            keeper.note_gradients()
         keeper.seal(new)
+        members.advance(survivors)
+        self._place, self._admits_at = place, 0
+        keeper.note_gradients()
+        self.attend(new, hosts)
         self.times = {"connection": connected - started, "state": time.monotonic() - connected}
 
-    def _why_not(self, reports: dict[int, dict[str, Any]]) -> str:
+    def _decide(
+        self, ctx: Context, ring: Ring, rendezvous: Reconnection, reports: dict[int, dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Returns what the first survivor tells all."""
+        if why := self._why_not(ctx, ring, reports):
+            return {"why": why}
+        places = {other["place"] for other in reports.values()}
+        return {"given": {} if _are_beyond_a_gate(places) else rendezvous.serve(self._members)}
+
+    def _why_not(self, ctx: Context, ring: Ring, reports: dict[int, dict[str, Any]]) -> str:
         """Returns the reason why these ranks cannot continue alone; empty if they can."""
-        ctx, ring = _context.context(), self._keeper.ring
         lost = sorted(set(range(ctx.world.size)) - set(reports))
         if 2 * len(lost) >= ctx.world.size:  # the others may be alive, and think the same of these
             return (

@@ -11,10 +11,13 @@ from collections.abc import Iterable, Sequence
 
 from torch.distributed import Store
 
+from .._base.aside import Aside
 from .._base.said import Waiting
 from ..errors import CommunicationError
 from . import endings
 from .lines import Lines, listen
+
+_POLL_SECONDS = 0.2
 
 
 def open_hub(store: Store, host: str, hosts: Sequence[str]) -> tuple[socket.socket, str]:
@@ -75,11 +78,12 @@ def _connect(names: Iterable[str], port: int, secret: str, rank: int, timeout: f
 
 def _await(store: Store, key: str, timeout: float) -> bytes:
     """Waits for a key of the store, which all ranks have reached by now."""
-    waiting, end, pause = Waiting(f"watch-{os.getppid()}"), time.monotonic() + timeout, 0.002
-    while not store.check([key]) and time.monotonic() < end:
+    # Aside: a client of torch's store waits without a limit for a server that is stopped.
+    waiting, aside = Waiting(f"watch-{os.getppid()}"), Aside(lambda: bytes(store.get(key)), "bmtrain-store")
+    end = time.monotonic() + timeout
+    while not aside.wait(_POLL_SECONDS):
+        if time.monotonic() > end:
+            raise TimeoutError(f"no answer within {timeout:g} s")
         if waiting.is_due():
             waiting.report("rank 0 to open its watchdog's port")
-        time.sleep(pause)
-        pause = min(1.5 * pause, 0.1)
-    found: bytes = store.get(key)
-    return found
+    return aside.result()

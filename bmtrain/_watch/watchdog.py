@@ -103,15 +103,26 @@ class Watch:
         self._words = LastWords(self._tell, self._is_victim)
 
     @classmethod
-    def join(cls, store: Store, rank: int, *, timeout: float, host: str, hosts: Sequence[str]) -> Watch:
+    def join(
+        cls,
+        store: Store,
+        rank: int,
+        *,
+        timeout: float,
+        host: str,
+        hosts: Sequence[str],
+        may_survive: Callable[[Message], str] | None = None,
+    ) -> Watch:
         """Connects with the other ranks' watchdogs and starts. Collective over all ranks of the job.
 
         Args:
             store: the store of the rendezvous; not needed any more when this returns.
             host: the address of rank 0's host.
             hosts: each rank's name of its host; at least two ranks.
+            may_survive: the attribute.
         """
         watch = cls(rank, timeout, hosts)
+        watch.may_survive = may_survive or watch.may_survive
         try:
             watch._connect(store, timeout, host)
         except BaseException:

@@ -20,7 +20,9 @@ from harness import Status, rank_outcomes, run_ranks
 import bmtrain as bmt
 from bmtrain._ranks import context as _context
 from bmtrain._survive.copies import Message
+from bmtrain._survive.reconnect import Reconnection
 from bmtrain.distributed import checkpoint
+from bmtrain.errors import CommunicationError
 
 SHARDS, STEPS, VOCAB, SEQ, DIM = 8, 6, 29, 6, 12
 TRANSPORT = os.environ.get("BMTRAIN_CPU_TRANSPORT", "auto")
@@ -65,8 +67,29 @@ class Model(torch.nn.Module):
 PLACES = ("forward", "backward", "loop end", "clip", "step", "after step")
 
 
+def replace_once(owner: Any, name: str, call: Any) -> None:
+    """Replaces a method for one call: by ``call``, which is given the method."""
+    method = getattr(owner, name)
+
+    def once(*args: Any) -> Any:
+        setattr(owner, name, method)
+        return call(method, *args)
+
+    setattr(owner, name, once)
+
+
+def cut(agree: Any, ctx: Any, *own: int) -> Any:
+    """Ends as if the last message had not come."""
+    agree(ctx, *own)
+    while not ctx.survival._lost:
+        time.sleep(0.01)
+    raise CommunicationError("cut")
+
+
 class Fault:
     """What happens to one rank at one place of one step, or ``after`` so many seconds from it."""
+
+    folder = ""  # a file "end" in it ends a stop
 
     def __init__(self, rank: int, step: int, place: str, what: str = "kill", after: float = 0.0) -> None:
         self.of, self.now = (rank, step, place), bmt.rank()
@@ -87,7 +110,9 @@ class Fault:
         if self.what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.what == "stop":
-            subprocess.Popen(["sh", "-c", f"sleep 20; kill -CONT {os.getpid()}"])
+            until = f"for i in $(seq 900); do sleep 0.1; [ -e {self.folder}/end ] && break; done"
+            wait = until if self.folder else "sleep 20"
+            subprocess.Popen(["sh", "-c", f"{wait}; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
         elif self.what in ("mute", "slow"):  # as if its watchdog were too slow for the others, or all of it
             survival, watch = _context.context().survival, _context.context().watch
@@ -103,6 +128,15 @@ class Fault:
             os._exit(1)
         elif self.what == "kill in a recovery":
             keeper.take = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        elif self.what == "stop in a recovery":
+            self.what = "stop"
+            replace_once(Reconnection, "connect", lambda connect, *of: (self.happen(), connect(*of))[1])
+        elif self.what == "unconnected":
+            Reconnection.connect = lambda *_: (_ for _ in ()).throw(OSError("no way there"))
+        elif self.what == "cut at the commit":  # the others are beyond it
+            replace_once(_context.context().survival, "_agree", cut)
+        elif self.what == "a process waits":
+            replace_once(_context.context().survival, "waiting_at", lambda *_: bmt.rank() + 1)
         elif self.what == "flip in the copy":
             copies = [copy for copy in keeper.ward.params.values() if copy.numel()]
             keeper.ward.optimizers[0].state[copies[-1]]["exp_avg"].view(torch.int32)[0] ^= 1 << 20
@@ -149,7 +183,7 @@ def train(
     manager = bmt.optim.OptimManager()
     schedule = bmt.lr_scheduler.Linear(optimizer, start_lr=1e-2, warmup_iter=2, end_iter=20)
     manager.add_optimizer(optimizer, schedule)
-    plans = [Fault(*fault) for fault in faults]
+    plans, Fault.folder = [Fault(*fault) for fault in faults], folder
     seen: list[int] = []
     bmt.survive.register("seen", seen.copy, lambda was: seen.__setitem__(slice(None), was))
     generator = torch.Generator().manual_seed(1)
@@ -160,7 +194,7 @@ def train(
             plan.at(step, place)
 
     told = []
-    for step in range(4 * STEPS if long else STEPS):
+    for step in bmt.survive.steps(4 * STEPS if long else STEPS):
         at(step, "start")
         if folder and step == 1:
             checkpoint.save(folder, step, model, manager)
@@ -189,6 +223,8 @@ def train(
     values = dict(model.state_dict())
     for index, entry in optimizer.state_dict(gather=True)["state"].items():
         values.update({f"{index}.{name}": torch.as_tensor(value) for name, value in entry.items()})
+    if folder:
+        Path(folder, "end").touch()
     return told, values, bmt.world_size()
 
 
@@ -298,12 +334,19 @@ def test_a_damaged_copy_does_not_replace_its_rank(tmp_path):
         assert "checkpoint: continue with checkpoint.load(" in str(outcomes[rank])
 
 
-def test_a_second_loss_in_a_recovery_names_the_last_checkpoint(tmp_path):
+def test_too_many_losses_in_a_recovery_name_the_last_checkpoint(tmp_path):
     faults = (2, 1, "start", "kill in a recovery"), (1, 2, "backward")
     outcomes = outcomes_of(4, "float32", False, faults, False, str(tmp_path))
     for rank in (0, 3):
-        assert "a further rank was lost before the copies of rank 1 were shared out" in str(outcomes[rank])
+        assert "ranks 1-2 of 4 lost, and only more than half may continue" in str(outcomes[rank])
         assert "from the last checkpoint: continue with checkpoint.load(" in str(outcomes[rank])
+
+
+def test_survivors_that_cannot_connect_end_the_job():
+    faults = *((rank, 1, "start", "unconnected") for rank in (0, 2, 3)), (1, 2, "backward")
+    outcomes = outcomes_of(4, "float32", False, faults)
+    for rank in (0, 2, 3):
+        assert "rank 1 lost, and the others cannot connect: start the job again" in str(outcomes[rank])
 
 
 def test_two_neighbours_at_once_end_the_job():
@@ -313,12 +356,26 @@ def test_two_neighbours_at_once_end_the_job():
         assert "rank 1 and the keeper of its copy, rank 2, were lost at once" in str(outcomes[rank])
 
 
-def test_two_others_at_once():
-    outcomes = outcomes_of(5, "float32", False, ((1, 2, "clip"), (3, 2, "clip")))
+@pytest.mark.parametrize(
+    "second", [(4, 2, "clip"), (4, 1, "start", "kill in a recovery")]
+    + [(rank, 1, "start", "stop in a recovery") for rank in (0, 4)],
+)  # fmt: skip
+def test_two_others_at_once(second, tmp_path):
+    folder = str(tmp_path) if "stop" in second[-1] else ""
+    outcomes = outcomes_of(5, "float32", False, (second, (2, 2, "clip")), False, folder, timeout=6)
     told, values, *_ = undisturbed("float32", False)
-    for rank in (0, 2, 4):
+    for rank in {0, 1, 3, 4} - {second[0]}:
         assert outcomes[rank].value[0] == told
         assert same_bits(outcomes[rank].value[1], values)
+
+
+def test_a_commit_that_a_rank_has_not_seen():
+    survive(1, "bfloat16", True, (2, 2, "loop end", "cut at the commit"), (1, 2, "clip"))
+
+
+def test_a_place_is_not_given_after_a_loss():
+    """The process waits at a rank that has another number by then."""
+    survive(1, "float32", False, (3, 2, "backward", "a process waits"), (0, 2, "clip"))
 
 
 def test_one_of_two_ranks_ends():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -79,6 +80,37 @@ def test_ranks_out_of_reach_cost_no_more_than_one_of_them(ranks: list[Members]) 
     with stopped(ranks, 3, 4), ThreadPoolExecutor() as pool:
         calls = [pool.submit(come, ranks[rank], {}, 1.0) for rank in range(3)]
         assert [call.result() for call in calls] == [meeting_of(0, 1, 2)] * 3
+
+
+def test_connections_that_say_nothing_do_not_make_a_rank_look_lost(ranks: list[Members]) -> None:
+    silent = [socket.create_connection(ranks[0].own) for _ in range(20)]
+    with stopped(ranks, 3, 4), ThreadPoolExecutor() as pool:
+        calls = [pool.submit(come, ranks[rank], {0: False, 3: False, 4: False}, 20.0) for rank in range(3)]
+        assert [call.result() for call in calls] == [meeting_of(0, 1, 2)] * 3
+    for connection in silent:
+        connection.close()
+
+
+def test_ranks_out_of_reach_delay_no_exit(ranks: list[Members]) -> None:
+    with stopped(ranks, 0):
+        probe = ranks[1]._probe([0], {})[0]
+        threads = [thread for thread in threading.enumerate() if thread.name == "bmtrain-probe"]
+        assert [thread.daemon for thread in threads] == [True]
+        assert not probe.done()
+
+
+def test_ranks_meet_again_in_an_epoch_after_a_try_that_failed(ranks: list[Members]) -> None:
+    """What the first one left at a rank that was not to lead then does not make another one look lost."""
+    report = Line.to(ranks[1].own)
+    report.send({"do": "report", "report": {}, "epoch": 0, "rank": 2, "secret": "secret"})
+    assert report.receive(10.0) == {"do": "wait"}
+    report.close()
+    with stopped(ranks, 0, 4), ThreadPoolExecutor() as pool:
+        calls = [pool.submit(come, ranks[1], {0: False, 4: False})]
+        calls.append(pool.submit(come, ranks[3], {0: False}))
+        wait_until(lambda: 3 in ranks[1]._waiting)
+        calls.append(pool.submit(come, ranks[2], {0: False}))
+        assert [call.result() for call in calls] == [meeting_of(1, 2, 3)] * 3
 
 
 def test_a_rank_that_turns_up_leads_those_that_have_met_without_it(ranks: list[Members]) -> None:
