@@ -57,9 +57,10 @@ def run(options: argparse.Namespace) -> int:
     return start(num_ranks, [str(options.script), *options.arguments])
 
 
-def torchrun_options(num_ranks: int) -> list[str]:
-    """Returns the options for ranks on this host alone, without the directory that torchrun makes and leaves."""
-    return ["--standalone", f"--nproc-per-node={num_ranks}", f"--log-dir={os.devnull}"]
+def start_command(num_ranks: int) -> list[str]:
+    """Returns a command that calls `start` in a process of its own, with the arguments that are added to it."""
+    code = f"import sys; from {__name__} import start; sys.exit(start({num_ranks}, sys.argv[1:]))"
+    return [sys.executable, "-c", code]
 
 
 def start(num_ranks: int, program: list[str]) -> int:
@@ -72,7 +73,9 @@ def start(num_ranks: int, program: list[str]) -> int:
         if logger.startswith("torch.distributed.elastic"):
             logging.getLogger(logger).setLevel(logging.CRITICAL)
     try:
-        launcher.run(launcher.parse_args([*torchrun_options(num_ranks), *program]))
+        # torchrun makes a directory for logs, which it never removes, unless it is given one.
+        options = ["--standalone", f"--nproc-per-node={num_ranks}", f"--log-dir={os.devnull}"]
+        launcher.run(launcher.parse_args([*options, *program]))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         status = failure.exitcode

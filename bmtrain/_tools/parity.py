@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .launch import start_command
+
 #: Arguments of init_distributed that a layout may have.
 _NAMES = ("sp_size", "ep_size", "tp_size", "pipe_size", "num_micro_batches")
-_START = (
-    "import sys; from bmtrain._tools.launch import start; sys.exit(start(int(sys.argv[1]), sys.argv[2:]))"
-)
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def _record(layout: Layout, options: argparse.Namespace, path: Path) -> list[tup
     import torch
 
     settings = {"steps": options.steps, "path": str(path), "options": layout.options}
-    launcher = [sys.executable, "-c", _START, str(layout.ranks), "-m", "bmtrain._tools.parity_rank"]
+    launcher = [*start_command(layout.ranks), "-m", "bmtrain._tools.parity_rank"]
     command = [*launcher, repr(settings), str(options.script), *options.arguments]
     done = subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ}, stdout=subprocess.DEVNULL)
     if done.returncode or not path.exists():

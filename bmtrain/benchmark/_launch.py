@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .._tools.launch import start_command
+
 _ANSWER = "BMTRAIN_BENCH_ANSWER"  # names the file of rank 0's answer
 
 
@@ -30,10 +32,7 @@ def launch(num_ranks: int, environment: Mapping[str, str] | None = None, extra: 
     """
     with tempfile.TemporaryDirectory(prefix="bmtrain-bench-") as folder:
         file = Path(folder, "answer.json")
-        launcher = (
-            f"import sys; from bmtrain._tools.launch import start; sys.exit(start({num_ranks}, sys.argv[1:]))"
-        )
-        command = [sys.executable, "-c", launcher, "-m", "bmtrain", *sys.argv[1:], *extra]
+        command = [*start_command(num_ranks), "-m", "bmtrain", *sys.argv[1:], *extra]
         # Ranks of a benchmark train on the same samples, which is what this warning is about.
         deprecated = "ignore::FutureWarning:torch.distributed.c10d_logger"  # of torch's collectives in `comm`
         quiet = {"PYTHONWARNINGS": f"ignore:OptimManager:UserWarning,{deprecated}"}

@@ -18,7 +18,7 @@ from torch import Tensor
 from ... import _ops
 from ..._C import ReduceOp
 from ..._ranks.context import Context
-from ..launch import torchrun_options
+from ..launch import start_command
 from .findings import Check
 from .ranks import meet
 
@@ -33,8 +33,8 @@ def run_on_all_gpus(timeout: float) -> int:
     if count == 0:
         print("PROBLEM devices        no usable GPU, so nothing can be proven", flush=True)
         return 1
-    launcher = ["torch.distributed.run", *torchrun_options(count), "-m"] if count > 1 else []
-    command = [sys.executable, "-m", *launcher, "bmtrain", "doctor", "--gpus", "--timeout", str(timeout)]
+    launcher = start_command(count) if count > 1 else [sys.executable]
+    command = [*launcher, "-m", "bmtrain", "doctor", "--gpus", "--timeout", str(timeout)]
     return subprocess.run(command, env={**os.environ, "BMTRAIN_DOCTOR_RANK": "1"}, check=False).returncode
 
 
