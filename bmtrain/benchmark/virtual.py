@@ -87,7 +87,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _compare_survival(arguments: argparse.Namespace) -> None:
-    environment = {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         ends = []
         for job in "01":
@@ -95,10 +94,8 @@ def _compare_survival(arguments: argparse.Namespace) -> None:
                 os.mkfifo(Path(folder, f"{job}-{number}"))
                 ends.append(os.open(Path(folder, f"{job}-{number}"), os.O_RDWR))
                 os.write(ends[-1], b"." if job == "0" else b"")
-        jobs = [
-            pool.submit(launch, arguments.ranks, {**environment, _SURVIVE: job, _TURNS: folder})
-            for job in "01"
-        ]
+        variables = {"OMP_NUM_THREADS": "1", _TURNS: folder}
+        jobs = [pool.submit(launch, arguments.ranks, {**variables, _SURVIVE: job}) for job in "01"]
         without, survive = (job.result() for job in jobs)
         for end in ends:
             os.close(end)
