@@ -7,6 +7,7 @@ from machine to machine, so that `--check` compares the words of the lines alone
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import subprocess
@@ -87,6 +88,7 @@ class Output:
 
 
 _TORCHRUN = "python -m torch.distributed.run --standalone --nproc-per-node 2"
+_RECORDED = f"BMTRAIN_TIMELINE=out/timeline {_TORCHRUN} train.py"
 
 OUTPUTS = {
     "plan": Output(
@@ -103,12 +105,12 @@ OUTPUTS = {
     "timeline": Output(
         "python -m bmtrain timeline out/timeline --no-png",
         files=(("train.py", _TRAIN),),
-        before=f"BMTRAIN_TIMELINE=out/timeline {_TORCHRUN} train.py",
+        before=_RECORDED,
     ),
     "convert": Output(
         "python -m bmtrain convert model.pt model.safetensors",
         files=(("train.py", _TRAIN),),
-        before=f"{_TORCHRUN} train.py",
+        before=_RECORDED,
     ),
     "blame": Output(
         "python -m bmtrain blame flights",
@@ -126,35 +128,31 @@ OUTPUTS = {
 
 def run(output: Output) -> str:
     """What the command prints, both streams together."""
-    with tempfile.TemporaryDirectory() as folder:
-        for name, text in output.files:
-            (Path(folder) / name).write_text(text, encoding="utf-8")
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        environment = {
-            **os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        }  # fmt: skip
-        shell = ["bash", "-c"]
-        if output.before:
-            subprocess.run(
-                [*shell, output.before],
-                cwd=folder,
-                env=environment,
-                check=True,
-                capture_output=True,
-                timeout=200,
-            )
-        ran = subprocess.run(
-            [*shell, f"{output.command} 2>&1"],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=400,
-        )
-        if ran.returncode != output.status:
-            raise RuntimeError(f"{output.command}: exit status {ran.returncode}\n{ran.stdout}")
-        return ran.stdout.replace(str(ROOT), "...").replace(folder, "...")
+    folder = prepare(output.files, output.before).name
+    ran = _shell(f"{output.command} 2>&1", folder)
+    if ran.returncode != output.status:
+        raise RuntimeError(f"{output.command}: exit status {ran.returncode}\n{ran.stdout}")
+    return ran.stdout.replace(str(ROOT), "...").replace(folder, "...")
+
+
+@functools.cache
+def prepare(files: tuple[tuple[str, str], ...], before: str) -> tempfile.TemporaryDirectory[str]:
+    """The folder of a command; commands with the same files after the same command share it."""
+    folder = tempfile.TemporaryDirectory()
+    for name, text in files:
+        (Path(folder.name) / name).write_text(text, encoding="utf-8")
+    if before:
+        _shell(before, folder.name).check_returncode()
+    return folder
+
+
+def _shell(command: str, folder: str) -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    ours = {"PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **ours, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=400
+    )
 
 
 def words(text: str, columns: int | None = None) -> list[str]:

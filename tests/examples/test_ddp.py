@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,8 @@ from harness import free_port, run_process, run_ranks
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "example" / "ddp"
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-LAUNCH = ["-m", "torch.distributed.launch", "--use-env", "--nproc-per-node=4"]
-LINES = ["CPU_Count: 4"] + [
-    f"CPU:{rank} | Epoch: {epoch} | Batchsize: 32 | Steps: 32" for epoch in range(2) for rank in range(4)
-]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+LAUNCH = ["-m", "torch.distributed.launch", "--use-env", "--nproc-per-node=2"]
 
 
 def run(command: list[str], script: str, *arguments: str) -> list[str]:
@@ -65,20 +64,26 @@ def run_script(script: str, *arguments: str) -> None:
     kept.update(runpy.run_path(str(FOLDER / script), run_name="__main__"))
 
 
-def check_lines(output: list[str]) -> None:
+def check_lines(output: list[str], world: int) -> None:
+    """Those of the notes, which are of 4 ranks."""
+    lines = [
+        f"CPU:{rank} | Epoch: {epoch} | Batchsize: 32 | Steps: {128 // world}"
+        for epoch in range(2)
+        for rank in range(world)
+    ]
     told, losses = [], []
     for line in output:
         if line.startswith("CPU"):
             line, _, loss = line.partition(" | Loss: ")
             told.append(line)
             losses += [float(loss)] if loss else []
-    assert told[0] == LINES[0]
-    assert sorted(told) == sorted(LINES)
-    for rank in range(4):  # every rank's epochs are in order
+    assert told[0] == f"CPU_Count: {world}"
+    assert sorted(told[1:]) == sorted(lines)
+    for rank in range(world):  # every rank's epochs are in order
         own = [line for line in told if line.startswith(f"CPU:{rank} ")]
-        assert own == [LINES[1 + rank], LINES[5 + rank]]
-    assert len(losses) == 8
-    assert sum(losses[4:]) < sum(losses[:4])  # of the second epoch and of the first
+        assert own == lines[rank::world]
+    assert len(losses) == 2 * world
+    assert sum(losses[world:]) < sum(losses[:world])  # of the second epoch and of the first
 
 
 def check_weights(expected_in: Path, found_in: Path) -> None:
@@ -98,7 +103,7 @@ def test_twins_print_the_lines_of_the_notes_and_end_at_equal_parameters(
         options = ("--max_epoch=2", "--batch_size=32", f"--save={file}")
         run_ranks(4, run_script, f"{kind}_torchrun.py", *options, init=False, fresh=True, timeout=200)
         output = [line.partition("] ")[2] for line in capsys.readouterr().out.splitlines()]
-        check_lines(output)
+        check_lines(output, 4)
     check_weights(files["ddp"], files["bmt"])
 
 
@@ -106,26 +111,35 @@ CASES = [
     (TORCHRUN, "bmt_torchrun.py", "--max_epoch=2"),
     (LAUNCH, "bmt_torchrun.py", "--max_epoch=2"),
     ([], "bmt_mp.py", "--max_epochs=2"),
-    ([], "ddp_mp.py", "--max_epochs=2"),
+    ([], "ddp_mp.py", "--max_epochs=2 --num_ranks=2"),
 ]
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Those that all programs end at."""
-    file = tmp_path_factory.mktemp("ddp") / "weights.pt"
-    options = ("--max_epoch=2", "--batch_size=32", f"--save={file}")
-    run_ranks(4, run_script, "ddp_torchrun.py", *options, init=False, fresh=True, timeout=200)
-    return file
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Those at which all programs with so many ranks end."""
+    folder = tmp_path_factory.mktemp("ddp")
+
+    @functools.cache
+    def trained(world: int) -> Path:
+        options = ("--max_epoch=2", "--batch_size=32", f"--save={folder / str(world)}")
+        run_ranks(world, run_script, "ddp_torchrun.py", *options, init=False, fresh=True, timeout=200)
+        return folder / str(world)
+
+    return trained
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("command", "script", "epochs"), CASES, ids=["torchrun", "launch", "mp", "mp without bmtrain"]
+    ("command", "script", "options"), CASES, ids=["torchrun", "launch", "mp", "mp without bmtrain"]
 )
-def test_each_launcher(tmp_path: Path, weights: Path, command: list[str], script: str, epochs: str) -> None:
-    check_lines(run(command, script, epochs, "--batch_size=32", f"--save={tmp_path / 'weights.pt'}"))
-    check_weights(weights, tmp_path / "weights.pt")
+def test_each_launcher(
+    tmp_path: Path, weights: Callable[[int], Path], command: list[str], script: str, options: str
+) -> None:
+    world = 4 if script == "bmt_mp.py" else 2
+    file = tmp_path / "weights.pt"
+    check_lines(run(command, script, *options.split(), "--batch_size=32", f"--save={file}"), world)
+    check_weights(weights(world), file)
 
 
 @pytest.mark.parametrize("name", ["communication_intro", "communication"])
