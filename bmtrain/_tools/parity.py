@@ -87,10 +87,9 @@ def run(options: argparse.Namespace) -> int:
             return 1
         for number, layout in enumerate(options.layouts):
             found = _record(layout, options, Path(folder) / str(number))
-            difference = "the run failed" if found is None else compare(wanted, found, options.allowed)
-            failed = failed or bool(difference)
-            said = difference or f"{len(wanted)} tensors as in one process"
-            print(f"layout {layout.text}: {said}", flush=True)
+            wrong = "the run failed" if found is None else compare(wanted, found, options.allowed)
+            failed = failed or bool(wrong)
+            print(f"layout {layout.text}: {wrong or f'{len(wanted)} tensors as in one process'}", flush=True)
     return int(failed)
 
 

@@ -30,17 +30,17 @@ def launch(num_ranks: int, environment: Mapping[str, str] | None = None, extra: 
     Raises:
         SystemExit: a rank failed; with its status.
     """
-    with tempfile.TemporaryDirectory(prefix="bmtrain-bench-") as folder:
-        file = Path(folder, "answer.json")
+    with tempfile.TemporaryFile("r") as file:  # in no directory: it is gone however this process ends
+        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
         command = [*start_command(num_ranks), "-m", "bmtrain", *sys.argv[1:], *extra]
         # Ranks of a benchmark train on the same samples, which is what this warning is about.
         deprecated = "ignore::FutureWarning:torch.distributed.c10d_logger"  # of torch's collectives in `comm`
         quiet = {"PYTHONWARNINGS": f"ignore:OptimManager:UserWarning,{deprecated}"}
-        variables = {**quiet, **(environment or {}), **os.environ, _ANSWER: str(file)}
+        variables = {**quiet, **(environment or {}), **os.environ, _ANSWER: path}
         status = subprocess.run(command, env=variables, check=False).returncode
         if status:
             raise SystemExit(status)
-        return json.loads(file.read_text()) if file.exists() else None
+        return json.loads(file.read() or "null")
 
 
 def answer(value: Any) -> None:

@@ -15,13 +15,19 @@ from bmtrain.__main__ import main
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a benchmark, whose ranks are programs of their own, and returns what it and they print."""
+def bench(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., str]:
+    """Runs a benchmark, whose ranks are programs of their own, which leave no file; returns what is printed."""
+    (temporary := tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # which stays
 
     def run(*arguments: str) -> str:
         command = ["bench", *arguments]
         monkeypatch.setattr(sys, "argv", ["bmtrain", *command])  # of which the ranks get the options
         assert main(command) == 0
+        assert not list(temporary.iterdir())
         return capfd.readouterr().out
 
     return run
