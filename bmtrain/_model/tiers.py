@@ -48,7 +48,7 @@ def check_tier(
     found = {
         f"parameters on {ctx.device}": ctx.device.type != "cpu",
         "a Block of a pipeline": mode is BlockMode.PIPE,
-        f"parameters that are {slices and slices[0]}-parallel": any(slices),
+        f"parameters that are {next(filter(None, slices), None)}-parallel": any(slices),
         "virtual shards": bool(ctx.virtual_shards),
     }
     for what, is_so in found.items():

@@ -33,8 +33,6 @@ __all__ = ["belong_to", "check_call"]
 _NUM_TOKENS = 32  # of one sequence, at most
 #: Values in their place. Labels of `shard_sequence` are shifted: a loss must be one of ``shift_labels`` alone.
 _LABELS: dict[str, Any] = {"labels": -100, "shift_labels": 0, "num_items_in_batch": 5}
-
-
 #: Modules that were checked, in training (True) or in evaluation.
 _checked: weakref.WeakKeyDictionary[torch.nn.Module, set[bool]] = weakref.WeakKeyDictionary()
 
@@ -46,10 +44,11 @@ def check_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     if sequences is None or replacement() is not None:
         return
     _check_documents(sequences, module, (*args, *kwargs.values()))
-    if sequences.group.size == 1 or sequences.num_own < 2:
+    if sequences.group.size == 1:
+        _check_attention(sequences, module)
         return
     modes = _checked.setdefault(module, set())
-    if module.training not in modes:
+    if sequences.num_own > 1 and module.training not in modes:
         modes.add(module.training)
         is_model = check_call in module._forward_pre_hooks.values()
         _agree(_complaint(module, args, kwargs, sequences.num_own, is_model))
@@ -69,6 +68,18 @@ def _check_documents(sequences: Sequences, module: torch.nn.Module, values: tupl
             "may have: attention keeps to the last one; expected shard_sequence(batch) right before the model, "
             "and micro-batches that pass the whole model one after the other"
         )
+
+
+def _check_attention(sequences: Sequences, module: torch.nn.Module) -> None:
+    """Raises NotImplementedError for documents on one rank that a transformers model's attention would ignore."""
+    is_one = (sequences.documents == sequences.documents[..., :1]).all()
+    for member in () if is_one else module.modules():
+        chosen = getattr(getattr(member, "config", None), "_attn_implementation", None)
+        if chosen not in (None, "sdpa", "bmtrain"):
+            raise NotImplementedError(
+                f"{type(member).__name__}: its attention is {chosen!r}, which ignores documents and padding of "
+                'shard_sequence(); expected attn_implementation="sdpa"'
+            )
 
 
 def belong_to(sequences: Sequences, tokens: Iterable[Any]) -> None:

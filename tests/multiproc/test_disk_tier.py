@@ -561,7 +561,10 @@ def refusals(wrong: str) -> str:
         "tierless": lambda: bmt.Block(bmt.nn.Linear(8, 8), policy=policy),
         "virtual": lambda: bmt.Block(bmt.nn.Linear(8, 8), policy=bmt.BlockPolicy(**ALL)),
         "pipe": lambda: bmt.Block(bmt.nn.Linear(8, 8), policy=bmt.BlockPolicy(**ALL), mode="PIPE"),
-        "tp": lambda: bmt.Block(bmt.nn.ColumnParallelLinear(8, 8), policy=bmt.BlockPolicy(**ALL)),
+        "tp": lambda: bmt.Block(
+            torch.nn.Sequential(bmt.nn.Linear(8, 8), bmt.nn.ColumnParallelLinear(8, 8)),
+            policy=bmt.BlockPolicy(**ALL),
+        ),
     }
     with pytest.raises(ValueError) as raised:
         calls[wrong]()

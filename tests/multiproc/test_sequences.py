@@ -155,6 +155,25 @@ def make_llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
 
 
+def attend_eagerly() -> None:
+    plain = make_llama()
+    plain.set_attn_implementation("eager")  # type: ignore[operator]
+    model: Any = bmt.BMTrainModelWrapper(plain)
+    ids = torch.arange(12).expand(2, 12)
+    model(bmt.shard_sequence({"input_ids": ids})["input_ids"])
+    for name in ("documents", "attention_mask"):
+        part = bmt.shard_sequence({"input_ids": ids, name: (ids > 4).long()})
+        with pytest.raises(NotImplementedError, match="Llama.*: its attention is 'eager', .*\"sdpa\""):
+            model(part["input_ids"])
+        model.set_attn_implementation("sdpa")
+        model(part["input_ids"])
+        model.set_attn_implementation("eager")
+
+
+def test_one_rank_refuses_documents_in_eager_attention() -> None:
+    run_ranks(1, attend_eagerly)
+
+
 MODELS = {"plain": make_plain, "llama": make_llama}
 
 
