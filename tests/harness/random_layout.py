@@ -1,8 +1,8 @@
-"""Layouts of ranks drawn at random, a model that every one of them divides, and the same model in plain torch.
+"""Layouts of ranks drawn at random.
 
-A layout is a factorisation of up to 8 ranks with the choices that must not change a result either: policies of blocks,
-schedules, accumulation, loss scales. `train` trains on the ranks of a layout, `train_whole` in one process in fp64 and
-plain torch; both return the tensors of each step, by name, for `bmtrain._tools.parity.compare`.
+A layout is a factorisation of up to 8 ranks with the choices that must not change a result either (policies of blocks,
+schedules, accumulation, loss scales, places of state), and a program: what is trained, on which tokens, and by what.
+`random_layout_run` trains it on its ranks, `random_layout_peer` in one process.
 """
 
 from __future__ import annotations
@@ -10,26 +10,42 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-import bmtrain
-from bmtrain._tools.parity_rank import Done, Recorder
-from bmtrain.nn.functional import attention
+__all__ = [
+    "CLIP",
+    "DIM",
+    "EXPERTS",
+    "FF",
+    "HEADS",
+    "PLACES",
+    "SMOOTHING",
+    "STEPS",
+    "TOP_K",
+    "VOCAB",
+    "Batch",
+    "Layout",
+    "Recorded",
+    "Weights",
+    "batch",
+    "draw",
+    "freeze",
+    "groups_of",
+    "is_skipped",
+    "split",
+]
 
-__all__ = ["Layout", "draw", "initial_weights", "train", "train_whole"]
-
-DIM, HEADS, FF, EXPERTS, TOP_K, VOCAB, TOKENS = 16, 8, 24, 8, 2, 24, 8
+DIM, HEADS, FF, EXPERTS, TOP_K, VOCAB, PLACES = 16, 8, 24, 8, 2, 24, 16
 ROWS = 144  # which every draw divides
 STEPS = 5
 CLIP = 0.5
 SMOOTHING = 0.1
 Weights = dict[str, torch.Tensor]
 Recorded = list[tuple[str, torch.Tensor]]
+Batch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -45,21 +61,37 @@ class Layout:
         mixture: whether layers have experts.
         shared: whether the first layer runs again after the last one.
         tied: whether the head reads the embedding.
-        frozen: parameters that are not trained, by the ends of their names.
-        accumulate: backwards of a step.
-        accumulates_in: ``"manager"``, ``"no_sync"`` or ``"shards"`` (sent each time).
+        frozen: parameters that are not trained, by parts of their names.
+        accumulate: backwards of a step, or its virtual shards.
+        accumulates_in: ``"manager"``, ``"no_sync"``, ``"shards"`` (sent each time) or ``"virtual"`` shards.
         loss_scale: of the manager.
         dtype: of the layers' parameters.
-        optimizer: ``"sgd"`` or ``"adam"``.
+        optimizer: ``"sgd"``, ``"adam"`` or ``"muon"``.
         method: of divided sequences.
         packed: whether sequences have several documents, at other places in each.
         ignored: whether many labels do not count, on some ranks none, and the others are smoothed.
         norm_type: of the norm that clips.
+        kv_heads: heads of keys and values.
+        causal: whether tokens attend to earlier ones only.
+        window: number of tokens that a token attends to; None: all.
+        tokens: of a sequence.
+        padded: whether sequences begin or end with padding.
+        moe: further arguments of the mixture.
+        offloads: whether optimizers have their state on the host.
+        groups: parameters in groups of their own learning rate and decay: 0 none, 1 of one optimizer, 2 of two.
+        early: whether backward steps; then nothing clips.
+        skips: whether a step leaves a layer out.
+        sets_to_none: how gradients are dropped.
+        evaluates: ``"divided"`` or ``"whole"`` sequences between steps; or empty.
+        reloads: whether a model and an optimizer made anew go on from a gathered state.
+        on_disk: whether blocks have their state on a drive.
+        tiles: number of pieces of tokens in the feed-forward layer.
+        fuses: whether the head computes its loss in pieces.
     """
 
     seed: int
     ranks: int
-    init: dict[str, int]
+    init: dict[str, Any]
     policies: list[dict[str, Any]]
     pipeline: dict[str, Any] | None = None
     loss_inside: bool = False
@@ -76,11 +108,37 @@ class Layout:
     packed: bool = False
     ignored: bool = False
     norm_type: float = 2
+    kv_heads: int = HEADS
+    causal: bool = True
+    window: int | None = None
+    tokens: int = 8
+    padded: bool = False
+    moe: dict[str, Any] = field(default_factory=dict)
+    offloads: bool = False
+    groups: int = 0
+    early: bool = False
+    skips: bool = False
+    sets_to_none: bool = False
+    evaluates: str = ""
+    reloads: bool = False
+    on_disk: bool = False
+    tiles: int = 1
+    fuses: bool = False
 
     @property
     def has_auxiliary_loss(self) -> bool:
-        """Layers of a pipeline pass the hidden state alone."""
-        return self.mixture and self.pipeline is None
+        """Layers of a pipeline pass the hidden state alone, and virtual shards do not know all tokens."""
+        return self.mixture and self.pipeline is None and self.accumulates_in != "virtual"
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether some tokens of some ranks do not count."""
+        return self.ignored or self.padded or self.tokens % 8 > 0
+
+    @property
+    def plain(self) -> Layout:
+        """The same model over whole batches in which every token counts."""
+        return replace(self, packed=False, ignored=False, padded=False, tokens=8, accumulates_in="manager")
 
 
 def draw(seed: int) -> Layout:
@@ -107,7 +165,7 @@ def draw(seed: int) -> Layout:
     layers = r.choice([2, 3, 5, 6])
     sharing = stage // tp
     names = ["embedding", "norm.weight", "q.weight", "o.bias", "router.weight", "down", "up.weight"]
-    return Layout(
+    layout = Layout(
         seed=seed,
         ranks=ranks,
         init=init,
@@ -129,6 +187,7 @@ def draw(seed: int) -> Layout:
         ignored=r.random() < 0.5,
         norm_type=r.choice([2, 2, 1, math.inf]),
     )
+    return _with_program(layout, random.Random(f"program {seed}"))
 
 
 def _draw_policy(r: random.Random, sharing: int) -> dict[str, Any]:
@@ -143,278 +202,95 @@ def _draw_policy(r: random.Random, sharing: int) -> dict[str, Any]:
     return policy
 
 
-class Layer(bmtrain.DistributedModule):
-    """Attention and feed-forward: tensor-parallel ranks have rows of their own and share heads and features."""
+def _with_program(layout: Layout, r: random.Random) -> Layout:
+    """Draws what the layout trains, and what has come to the draw later: layouts of known seeds stay as they are."""
+    sizes, pipe = layout.init, layout.pipeline is not None
+    tokens, padded = r.choice([8, 8, 7]), r.random() < 0.25
+    causal = r.random() < 0.7
+    # The bits of products at owners are those of bf16.
+    optimizer = "muon" if r.random() < 0.3 and layout.dtype == "float32" else layout.optimizer
+    layout = replace(
+        layout,
+        kv_heads=r.choice([HEADS, HEADS, 4]),
+        causal=causal,
+        window=r.choice([None, None, 3]) if causal else None,
+        tokens=tokens,
+        padded=padded,
+        moe={"scoring": r.choice(["softmax", "sigmoid"]), "shared_hidden_dim": r.choice([0, 8])},
+        optimizer=optimizer,
+        offloads=r.random() < 0.4,
+        groups=r.choice([0, 0, 1, 2]),
+        sets_to_none=r.random() < 0.5,
+        evaluates=r.choice(["", "", "divided", "whole"]),
+        reloads=r.random() < 0.25,
+        policies=[
+            {**p, "keep_gathered": r.random() < 0.2, "offload_activations": r.random() < 0.1}
+            for p in layout.policies
+        ],
+    )
+    if r.random() < 0.15:  # of a frozen beginning, and of one where little is trained
+        layout = replace(
+            layout, frozen=r.choice([("embedding", "layers.0."), (".weight",), ("norm", "q.", "down")])
+        )
+    may_be_virtual = not pipe and sizes["tp_size"] == 1 and 1 in (sizes["sp_size"], sizes["ep_size"])
+    if may_be_virtual and r.random() < 0.4:
+        shards = max(r.choice([3, 4, 6]), layout.ranks // sizes["sp_size"])
+        layout = replace(
+            layout, init={**sizes, "virtual_shards": shards}, accumulate=shards, accumulates_in="virtual"
+        )
+    if not pipe and layout.loss_scale is None and r.random() < 0.3:
+        layout = replace(layout, early=layout.accumulates_in in ("manager", "virtual"))
+    if not pipe and r.random() < 0.2:
+        layout = replace(layout, skips=not layout.shared)
+    if r.random() < 0.2 and layout.optimizer != "muon":
+        policies = [{**policy, "optimizer": "disk"} for policy in layout.policies]
+        layout = replace(layout, policies=policies, on_disk=True)
+    return replace(layout, tiles=r.choice([1, 1, 3]), fuses=r.random() < 0.3)
 
-    def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
-        super().__init__()
-        nn = bmtrain.nn
-        self.norm = bmtrain.nn.Linear(DIM, DIM, bias=False, dtype=dtype)
-        self.q, self.k, self.v = (nn.ColumnParallelLinear(DIM, DIM, dtype=dtype) for _ in range(3))
-        self.o = nn.RowParallelLinear(DIM, DIM, dtype=dtype)
-        self.mixture = layout.mixture
-        self.returns_logits = layout.has_auxiliary_loss
-        if layout.mixture:
-            self.moe = nn.MoE(DIM, FF, EXPERTS, TOP_K, dtype=dtype)
-        else:
-            self.up, self.down = (
-                nn.ColumnParallelLinear(DIM, FF * 2, dtype=dtype),
-                nn.RowParallelLinear(FF * 2, DIM, dtype=dtype),
-            )
 
-    def forward(self, x: torch.Tensor) -> Any:
-        normed = self.norm(torch.tanh(x))
-        q, k, v = (split(part(normed)) for part in (self.q, self.k, self.v))
-        x = x + self.o(attention(q, k, v, causal=True).transpose(1, 2).flatten(2))
-        if not self.mixture:
-            return x + self.down(torch.tanh(self.up(x)))
-        y, logits = self.moe(torch.tanh(x))
-        return (x + y, logits) if self.returns_logits else x + y
+def batch(layout: Layout, step: int, micro: int) -> Batch:
+    """Tokens, labels, documents, and whether each token is no padding; of all ranks."""
+    generator = torch.Generator().manual_seed(layout.seed * 1000 + step * 10 + micro)
+    rows, tokens = ROWS // layout.accumulate if layout.accumulates_in == "virtual" else ROWS, layout.tokens
+    ids, labels = (torch.randint(VOCAB, (rows, tokens), generator=generator) for _ in range(2))
+    begins = torch.rand(rows, tokens, generator=generator) < 0.3 * layout.packed
+    if layout.ignored:
+        do_not_count = torch.rand(rows, tokens, generator=generator) < 0.4
+        do_not_count[: rows // 4] = True
+        do_not_count[:, : tokens // 2 * (step % 2)] = True
+        labels.masked_fill_(do_not_count, -100)
+    mask = torch.ones(rows, tokens, dtype=torch.long)
+    if layout.padded:
+        mask[::2, :2] = 0
+        mask[1::3, -3:] = 0
+        labels.masked_fill_(mask == 0, -100)
+    return {"input_ids": ids, "labels": labels, "documents": begins.cumsum(1), "mask": mask}
+
+
+def freeze(layout: Layout, named: Mapping[str, torch.Tensor]) -> None:
+    """Freezes what the layout says."""
+    for name, param in named.items():
+        param.requires_grad_(not any(part in name for part in layout.frozen))
+
+
+def groups_of(layout: Layout, named: Mapping[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Options and members of each group of parameters; the sizes of a rate are those of the optimizer's own."""
+    lr = 0.1 if layout.optimizer == "sgd" else 0.01
+    if not layout.groups:
+        return [({"lr": lr, "weight_decay": 0.0}, dict(named))]
+    apart = {name for name in named if name.endswith(".bias") or "embedding" in name or "o.weight" in name}
+    return [
+        ({"lr": lr / 2, "weight_decay": 0.0}, {name: p for name, p in named.items() if name in apart}),
+        ({"lr": lr, "weight_decay": 0.1}, {name: p for name, p in named.items() if name not in apart}),
+    ]
+
+
+def is_skipped(layout: Layout, step: int, number: int) -> bool:
+    """Whether a step leaves out a layer."""
+    return layout.skips and step >= 0 and number == step % 3
 
 
 def split(x: torch.Tensor) -> torch.Tensor:
     """Features to heads: ``(rows, heads, tokens, 2)``."""
     heads: torch.Tensor = x.unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2)
     return heads
-
-
-class Embedding(bmtrain.DistributedModule):
-    """Embeddings of tokens and of positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        normal = bmtrain.ParameterInitializer(torch.nn.init.normal_, std=0.7)
-        self.tokens = bmtrain.DistributedParameter(torch.empty(VOCAB, DIM), init_method=normal)
-        self.places = bmtrain.DistributedParameter(torch.empty(TOKENS * 2, DIM), init_method=normal)
-
-    def forward(self, ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids, self.tokens) + F.embedding(position_ids, self.places)
-
-
-class Head(bmtrain.DistributedModule):
-    """Mean loss over the tokens that this rank has, or its share of the mean over those that count."""
-
-    def __init__(self, embedding: Embedding | None) -> None:
-        super().__init__()
-        if embedding is None:
-            normal = bmtrain.ParameterInitializer(torch.nn.init.normal_, std=0.3)
-            self.weight = bmtrain.DistributedParameter(torch.empty(VOCAB, DIM), init_method=normal)
-        else:
-            self.weight = embedding.tokens
-
-    def forward(
-        self, x: torch.Tensor, labels: torch.Tensor, share: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        logits = (x.float() @ self.weight.t()).flatten(0, 1)
-        if share is None:
-            return F.cross_entropy(logits, labels.flatten())
-        losses = F.cross_entropy(logits, labels.flatten(), reduction="none", label_smoothing=SMOOTHING)
-        return losses.view(labels.shape).sum(1).mean() * share
-
-
-class Model(bmtrain.DistributedModule):
-    """A decoder whose every part some layout divides."""
-
-    def __init__(self, layout: Layout) -> None:
-        super().__init__()
-        self.layout = layout
-        self.dtype = getattr(torch, layout.dtype)
-        self.embedding = Embedding()
-        made = [
-            bmtrain.Block(
-                Layer(layout, self.dtype),
-                policy=bmtrain.BlockPolicy(**policy),
-                mode="PIPE" if layout.pipeline is not None else "BLOCK",
-            )
-            for policy in layout.policies
-        ]
-        self.layers: Any = (
-            torch.nn.ModuleList(made)
-            if layout.pipeline is None
-            else bmtrain.PipelineTransformerBlockList(made, **layout.pipeline)
-        )
-        self.head = Head(self.embedding if layout.tied else None)
-
-    def loss(self, ids: torch.Tensor, positions: torch.Tensor, *labels: torch.Tensor) -> torch.Tensor:
-        """This rank's share of the loss of its tensor-parallel group; ``labels`` may have a share behind them."""
-        tp = bmtrain.config["tp_size"]
-        x = self.embedding(ids, positions).to(self.dtype)
-        if self.layout.loss_inside:
-            loss: torch.Tensor = self.layers.loss(x, head=self.head, labels=labels)
-            return loss.div(tp)
-        if self.layout.pipeline is not None:
-            out: torch.Tensor = self.head(self.layers(x), *labels)
-            return out.div(tp)
-        logits = []
-        for layer in [*self.layers, *list(self.layers)[: int(self.layout.shared)]]:
-            x = layer(x)
-            if self.layout.has_auxiliary_loss:
-                x, found = x
-                logits.append(found)
-        loss = self.head(x, *labels)
-        if self.layout.has_auxiliary_loss:
-            all_logits = torch.cat(logits)
-            loss = loss + 0.1 * bmtrain.loss.load_balancing_loss(all_logits, TOP_K)
-            loss = loss + 0.01 * bmtrain.loss.router_z_loss(all_logits)
-        return loss.div(tp)
-
-
-def batch(layout: Layout, step: int, micro: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, labels and documents of all ranks."""
-    generator = torch.Generator().manual_seed(layout.seed * 1000 + step * 10 + micro)
-    ids, labels = (torch.randint(VOCAB, (ROWS, TOKENS), generator=generator) for _ in range(2))
-    begins = torch.rand(ROWS, TOKENS, generator=generator) < 0.3 * layout.packed
-    if layout.ignored:
-        do_not_count = torch.rand(ROWS, TOKENS, generator=generator) < 0.4
-        do_not_count[: ROWS // 4] = True
-        do_not_count[:, : TOKENS // 2 * (step % 2)] = True
-        labels.masked_fill_(do_not_count, -100)
-    return ids, labels, begins.cumsum(1)
-
-
-def freeze(layout: Layout, named: Mapping[str, torch.Tensor]) -> None:
-    """Freezes what the layout says."""
-    for name, param in named.items():
-        param.requires_grad_(not any(end in name for end in layout.frozen))
-
-
-def initial_weights(layout: Layout) -> Weights:
-    """The weights that all runs begin with; made on one rank."""
-    model = Model(layout)
-    bmtrain.init_parameters(model)
-    return {name: value.float() for name, value in model.state_dict().items()}
-
-
-def train(layout: Layout, weights: Weights) -> Recorded:
-    """Trains on the ranks of a layout, which make this call together."""
-    model = Model(layout)
-    model.load_state_dict(
-        {
-            name: value.to(getattr(torch, layout.dtype) if name.startswith("layers") else torch.float32)
-            for name, value in weights.items()
-        }
-    )
-    freeze(layout, dict(model.named_parameters()))
-    options = {"lr": 0.1, "momentum": 0.5} if layout.optimizer == "sgd" else {"lr": 0.01, "eps": 0.01}
-    kind: Any = bmtrain.optim.SGDOptimizer if layout.optimizer == "sgd" else bmtrain.optim.AdamOptimizer
-    optimizer: Any = kind(model.named_parameters(), **options)
-    by_manager = layout.accumulates_in == "manager"
-    manager = bmtrain.optim.OptimManager(
-        loss_scale=layout.loss_scale, accumulate=layout.accumulate if by_manager else 1
-    )
-    manager.add_optimizer(optimizer)
-    recorder = Recorder(STEPS)
-    try:
-        for step in range(STEPS):
-            manager.zero_grad()
-            for micro in range(layout.accumulate):
-                loss = model.loss(*_own(layout, step, micro))
-                recorder.see_loss(loss)
-                waits = layout.accumulates_in == "no_sync" and micro < layout.accumulate - 1
-                with bmtrain.no_sync() if waits else nullcontext():
-                    manager.backward(loss if by_manager else loss / layout.accumulate)
-            recorder.before_step(manager)
-            if layout.loss_scale:
-                recorder.found = [
-                    (name, value / layout.loss_scale if name.startswith(f"step {step}: gradient") else value)
-                    for name, value in recorder.found
-                ]
-            norm = manager.clip_grad_norm(optimizer.param_groups, CLIP, norm_type=layout.norm_type)
-            recorder.keep("norm", norm)
-            manager.step()
-            recorder.after_step(manager)
-    except Done:
-        pass
-    return recorder.found
-
-
-def _own(layout: Layout, step: int, micro: int) -> tuple[torch.Tensor, ...]:
-    """This rank's tokens, their positions and labels: sequence ranks divide tokens, tensor-parallel ranks rows."""
-    config = bmtrain.config
-    targets = "shift_labels" if layout.ignored else "targets"
-    whole = dict(zip(("input_ids", targets, "documents"), batch(layout, step, micro), strict=True))
-    own = {name: part.chunk(config["dp_size"])[config["dp_rank"]] for name, part in whole.items()}
-    own = {name: part.chunk(config["tp_size"])[config["tp_rank"]] for name, part in own.items()}
-    if config["sp_size"] > 1 or layout.packed or layout.ignored:
-        own = bmtrain.shard_sequence(own, method=layout.method)
-        share = [len(own["input_ids"]) / own["num_items_in_batch"]] if layout.ignored else []
-        return own["input_ids"], own["position_ids"], own[targets], *share
-    return own["input_ids"], torch.arange(TOKENS).expand_as(own["input_ids"]), own["targets"]
-
-
-def train_whole(layout: Layout, weights: Weights, reached: Weights) -> Recorded:
-    """The same steps in one process, in plain torch and fp64.
-
-    Each begins at the weights that the step before has reached in the layout: some steps amplify their rounding.
-    """
-    named = {name: value.double().clone() for name, value in weights.items()}
-    if layout.tied:
-        named.pop("head.weight", None)
-    freeze(layout, named)
-    trained = [value for value in named.values() if value.requires_grad]
-    kind: Any = torch.optim.SGD if layout.optimizer == "sgd" else torch.optim.Adam
-    options = {"lr": 0.1, "momentum": 0.5} if layout.optimizer == "sgd" else {"lr": 0.01, "eps": 0.01}
-    optimizer: Any = kind(trained, **options)
-    found: Recorded = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for micro in range(layout.accumulate):
-            loss = _plain_loss(layout, named, *batch(layout, step, micro))
-            found.append((f"step {step}: loss", loss.detach()))
-            (loss / layout.accumulate).backward()
-        for name, value in named.items():
-            if value.grad is not None:
-                found.append((f"step {step}: gradient of {name}", value.grad.reshape(-1).clone()))
-        norm = torch.nn.utils.clip_grad_norm_(trained, CLIP, layout.norm_type)
-        found.append((f"step {step}: norm", norm))
-        optimizer.step()
-        for name, value in named.items():
-            key = f"step {step}: weight of {name}"
-            found.append((key, value.detach().reshape(-1).clone()))
-            value.detach().copy_(reached[key].view_as(value))
-    return found
-
-
-def _plain_loss(
-    layout: Layout, w: Weights, ids: torch.Tensor, labels: torch.Tensor, documents: torch.Tensor
-) -> torch.Tensor:
-    x = w["embedding.tokens"][ids] + w["embedding.places"][: ids.shape[1]]
-    order = [*range(len(layout.policies)), *[0] * int(layout.shared)]
-    allowed = (documents[:, :, None] == documents[:, None]).tril()[:, None]
-    logits = []
-    for number in order:
-        prefix = f"layers.{number}."
-        own = {name.removeprefix(prefix): value for name, value in w.items() if name.startswith(prefix)}
-        normed = torch.tanh(x) @ own["norm.weight"].T
-        q, k, v = (split(F.linear(normed, own[f"{n}.weight"], own[f"{n}.bias"])) for n in "qkv")
-        scores = q @ k.transpose(-1, -2) / (DIM // HEADS) ** 0.5
-        mixed = (scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
-        x = x + F.linear(mixed, own["o.weight"], own["o.bias"])
-        if layout.mixture:
-            y, found = _plain_mixture(torch.tanh(x).flatten(0, 1), own)
-            x = x + y.view_as(x)
-            logits.append(found)
-        else:
-            hidden = torch.tanh(F.linear(x, own["up.weight"], own["up.bias"]))
-            x = x + F.linear(hidden, own["down.weight"], own["down.bias"])
-    head = w["embedding.tokens" if layout.tied else "head.weight"]
-    smoothing = SMOOTHING * layout.ignored
-    loss = F.cross_entropy((x @ head.T).flatten(0, 1), labels.flatten(), label_smoothing=smoothing)
-    if layout.has_auxiliary_loss:
-        every = torch.cat(logits)
-        shares = torch.zeros_like(every).scatter_(-1, every.topk(TOP_K).indices, 1).mean(0)
-        loss = loss + 0.1 * EXPERTS * (shares * every.softmax(-1).mean(0)).sum()
-        loss = loss + 0.01 * torch.logsumexp(every, -1).square().mean()
-    return loss
-
-
-def _plain_mixture(x: torch.Tensor, own: Weights) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = x @ own["moe.router.weight"].T
-    factors, index = logits.softmax(-1).topk(TOP_K, dim=-1)
-    factors = factors / factors.sum(-1, keepdim=True)
-    y = torch.zeros_like(x)
-    for expert in range(EXPERTS):
-        gate, up = (x @ own["moe.experts.gate_up"][expert].T).chunk(2, dim=-1)
-        of_all = (F.silu(gate) * up) @ own["moe.experts.down"][expert].T
-        y = y + of_all * (factors * (index == expert)).sum(-1, keepdim=True)
-    return y, logits
