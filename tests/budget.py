@@ -22,9 +22,9 @@ PYTHON = {
     "engine": ("_engine", 7124),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5575),
     "files": ("_files dcp distributed store weights", 4530),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9395),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9396),
     "survive": ("_survive survive", 2010),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 12_714),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 12_736),
 }
 CORE = {
     "bindings": (". bindings ops", 1480),

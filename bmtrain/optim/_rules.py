@@ -163,7 +163,7 @@ def _homes_in(block: torch.nn.Module) -> Iterable[tuple[int, tuple[str, torch.nn
     homes: dict[int, tuple[str, torch.nn.Module]] = {}
     for path, module in block._module.named_modules():  # type: ignore[union-attr]
         for name, p in module._parameters.items():
-            if p is not None and (id(p) not in homes or _is_embedding(module)):
+            if p is not None and (id(p) not in homes or is_embedding(module)):
                 homes[id(p)] = (f"{path}.{name}".lstrip("."), module)
     return homes.items()
 
@@ -226,12 +226,13 @@ def _looks_fused(member: Member) -> bool:
     return bool(_ATTENTION.search(member.name)) and max(shape) == 3 * min(shape)
 
 
-def _is_embedding(module: torch.nn.Module | None) -> bool:
+def is_embedding(module: torch.nn.Module | None) -> bool:
+    """Whether a module is an embedding, by the name of its class."""
     return any("Embedding" in kind.__name__ for kind in type(module).__mro__)
 
 
 def _is_matrix_of_a_block(member: Member, split: Split | None) -> bool:
-    if not member.is_in_block or _is_embedding(member.module):
+    if not member.is_in_block or is_embedding(member.module):
         return False
     num_dims = len(_shape_of(member.param))
     return num_dims == 2 or (num_dims > 2 and split is not None)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .._engine.selective import KeptResults, is_expensive
 from ..block_layer import Block
+from ..optim._rules import RULES, is_embedding, table_of
 from .model import BlockDescription, FlatBuffer, ModelDescription, OutsideParameter, muon_flops, transformer
 
 __all__ = ["describe_config", "describe_module"]
@@ -71,6 +72,22 @@ def describe_module(
         seq_len=first.shape[1] if first.dim() > (2 if first.is_floating_point() else 1) else 1,
         head_flops=watch.outside_flops() / samples,
         head_bytes=3 * result_bytes / samples if head_bytes is None else head_bytes,
+        rules=_rules(module, members),
+    )
+
+
+def _rules(module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> str:
+    """The table of `MuonOptimizer` over the trained parameters, where no rule or split is given."""
+    homes = {id(p): m for block in blocks for m in block.modules() for p in m._parameters.values()}
+    groups: dict[str, list[tuple[str, torch.Tensor]]] = {rule: [] for rule in RULES}
+    for name, p in module.named_parameters():
+        is_matrix = len(_shape(p)) == 2 and id(p) in homes and not is_embedding(homes[id(p)])
+        if p.requires_grad:
+            groups["muon" if is_matrix else "adam"].append((name, p))
+    return table_of(
+        {"rule": rule, "params": [p for _, p in some], "param_names": [name for name, _ in some]}
+        for rule, some in groups.items()
+        if some
     )
 
 

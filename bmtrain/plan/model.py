@@ -157,6 +157,7 @@ class ModelDescription:
         seq_len: tokens of a sample.
         head_flops: forward work behind the last block.
         head_bytes: logits, and the tensors that the loss keeps and computes from them.
+        rules: table of the parameters that take Muon and AdamW, as `MuonOptimizer` shows it; empty without names.
     """
 
     name: str
@@ -165,6 +166,7 @@ class ModelDescription:
     seq_len: int = 1
     head_flops: float = 0.0
     head_bytes: float = 0.0
+    rules: str = ""
 
     def __post_init__(self) -> None:
         if not self.blocks:

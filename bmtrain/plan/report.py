@@ -164,10 +164,12 @@ def format_plan(plan: Plan, remedies: Sequence[str] = ()) -> str:
         remedies: changes that would make it fit, by :func:`bmtrain.plan.remedies`.
     """
     machine = plan.machine
+    rules = plan.model.rules.splitlines() if plan.policy.optimizer == "muon" else []
     lines = [
         f"{plan.model.name}: {format_count(plan.model.num_parameters)} parameters, "
         f"{_tokens(plan.model.seq_len)} per sample",
         f"{machine.num_nodes} x {machine.devices_per_node} {machine.name}; {_policy(plan)}",
+        *rules,
         "",
         *_memory(plan),
         "",

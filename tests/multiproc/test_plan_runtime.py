@@ -18,6 +18,7 @@ from bmtrain._tools.gpt import GPT
 from bmtrain.global_var import context
 from bmtrain.plan import MACHINES, TrainingPolicy, describe_module, estimate
 from bmtrain.plan.network import Network
+from bmtrain.plan.report import format_plan
 from bmtrain.plan.simulation import Rates, SimulatedStep
 from bmtrain.wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 
@@ -137,6 +138,11 @@ def state_of_muon(dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[int, in
     predicted = bmt.plan.model_state_bytes(
         described, bmt.world_size(), state_dtype=state_dtype, optimizer="muon"
     )
+    shown = str(bmt.optim.MuonOptimizer(model.named_parameters())).splitlines()[1:]
+    rules = [line for line in shown if not line.startswith("    ")]  # without options
+    assert sorted(described.rules.splitlines()) == sorted(rules)
+    plan = estimate(described, MACHINES["a100-80gb"].with_devices(2), TrainingPolicy(optimizer="muon"))
+    assert described.rules in format_plan(plan)
     return predicted["optimizer"], bmt.memory_report(model, optimizer).optimizer
 
 
