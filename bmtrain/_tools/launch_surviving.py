@@ -15,11 +15,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from .template import Forked, Template
+
 _POLL_SECONDS = 0.1
 #: From SIGTERM to SIGKILL.
 _ENDING_SECONDS = 30.0
 #: Exit status of a process that found no rank of the job any more (`_survive/joining.py`).
 _NOT_NEEDED = 75
+
+Process = Forked | subprocess.Popen[bytes]
 
 
 def run_ranks(num_ranks: int, command: Sequence[str], num_restarts: int = 0) -> int:
@@ -30,14 +34,15 @@ def run_ranks(num_ranks: int, command: Sequence[str], num_restarts: int = 0) -> 
         failed, 128 and its signal; 130 if the user ended it.
     """
     with tempfile.TemporaryDirectory(prefix="bmtrain-launch-") as folder:
-        return _run(
-            num_ranks, [sys.executable, "-u", *command], num_restarts, os.path.join(folder, "members")
-        )
+        return _run(num_ranks, command, num_restarts, os.path.join(folder, "members"))
 
 
 def _run(num_ranks: int, command: Sequence[str], num_restarts: int, members: str) -> int:
     environments = [{**env, "BMTRAIN_MEMBERS": members} for env in rank_environments(num_ranks)]
-    ranks = [subprocess.Popen(command, env=env) for env in environments]
+    ranks: list[Process] = [
+        subprocess.Popen([sys.executable, "-u", *command], env=env) for env in environments
+    ]
+    template = Template(command, {**environments[0], "BMTRAIN_JOIN": "1"}) if num_restarts else None
     ended: dict[int, int] = {}
     wanted: list[int] = []
     before = {
@@ -47,13 +52,15 @@ def _run(num_ranks: int, command: Sequence[str], num_restarts: int, members: str
     try:
         while len(ended) < len(ranks) and not wanted:
             for rank in _note_ends(ranks, ended, num_ranks):
-                if num_restarts and ended[rank] < 0 and len(ended) < len(ranks):
+                if template and num_restarts and ended[rank] < 0 and len(ended) < len(ranks):
                     num_restarts -= 1
-                    ranks.append(subprocess.Popen(command, env={**environments[0], "BMTRAIN_JOIN": "1"}))
+                    ranks.append(template.start())
             if 0 in ended.values():
                 _end_stopped(ranks, ended)
             time.sleep(_POLL_SECONDS)
     finally:
+        if template is not None:
+            template.close()
         _end(ranks)
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -85,7 +92,7 @@ def rank_environments(num_ranks: int) -> list[dict[str, str]]:
     ]
 
 
-def _note_ends(ranks: Sequence[subprocess.Popen[bytes]], ended: dict[int, int], num_ranks: int) -> list[int]:
+def _note_ends(ranks: Sequence[Process], ended: dict[int, int], num_ranks: int) -> list[int]:
     """Notes and reports the processes that have ended, and returns them."""
     found = []
     for rank, process in enumerate(ranks):
@@ -105,7 +112,7 @@ def _note_ends(ranks: Sequence[subprocess.Popen[bytes]], ended: dict[int, int], 
     return found
 
 
-def _end_stopped(ranks: Sequence[subprocess.Popen[bytes]], ended: dict[int, int]) -> None:
+def _end_stopped(ranks: Sequence[Process], ended: dict[int, int]) -> None:
     """Ends stopped processes that others have continued without."""
     for rank, process in enumerate(ranks):
         if rank not in ended and _is_stopped(process.pid):
@@ -119,7 +126,7 @@ def _is_stopped(process: int) -> bool:
         return False
 
 
-def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+def _end(ranks: Sequence[Process]) -> None:
     for process in ranks:
         if process.poll() is None:
             process.terminate()

@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import survive
-from .._tools.launch_surviving import rank_environments
+from .._tools.launch_surviving import Process, rank_environments
+from .._tools.template import Template
 from ..data import batches
 from ..global_var import rank, world_size
 from ..init import init_distributed
@@ -61,9 +62,12 @@ def train(steps: int) -> int:
     for step in survive.steps(1 << 60):
         if step >= steps and world_size() == int(os.environ["WORLD_SIZE"]):
             break
-        if rank() == 0 and size == world_size():  # so that no rank starts or joins any more
-            own.write_text(f"{os.getpid()} {step} {size}")
-            own.replace(folder / "now")
+        if rank() == 0:
+            with (folder / "steps").open("a") as file:
+                file.write(f"{time.monotonic()} {world_size()}\n")
+            if size == world_size():  # so that no rank starts or joins any more
+                own.write_text(f"{os.getpid()} {step} {size}")
+                own.replace(folder / "now")
         manager.zero_grad()
         for shard in virtual_shards(step):
             if raised:
@@ -83,16 +87,17 @@ class _Job:
 
     def __init__(self, num_ranks: int, steps: int, folder: Path) -> None:
         self._folder = folder
-        self._command = [sys.executable, "-m", "bmtrain", *sys.argv[1:], "--steps", str(steps)]
+        command = ["-m", "bmtrain", *sys.argv[1:], "--steps", str(steps)]
         own = {_FOLDER: str(folder), "BMTRAIN_MEMBERS": str(folder / "members"), "OMP_NUM_THREADS": "1"}
-        self._environments = [{**one, **own} for one in rank_environments(num_ranks)]
+        environments = [{**one, **own} for one in rank_environments(num_ranks)]
         self._output = (folder / "output").open("ab")
-        self.ranks = [self._start(one) for one in self._environments]
-        self._lost: list[tuple[str, subprocess.Popen[bytes]]] = []
+        to: Any = {"stdout": self._output, "stderr": self._output}
+        self.ranks: list[Process] = [
+            subprocess.Popen([sys.executable, *command], env=one, **to) for one in environments
+        ]
+        self._template = Template(command, {**environments[0], "BMTRAIN_JOIN": "1"}, **to)
+        self._lost: list[tuple[str, Process]] = []
         self._counts: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-
-    def _start(self, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(self._command, env=environment, stdout=self._output, stderr=self._output)
 
     def text(self, name: str) -> str:
         """Returns a file that the ranks have written, or nothing."""
@@ -123,7 +128,7 @@ class _Job:
         self.wait(len(self.ranks))
         seconds = time.monotonic() - began
         victim.send_signal(signal.SIGCONT)
-        self.ranks.append(self._start({**self._environments[0], "BMTRAIN_JOIN": "1"}))
+        self.ranks.append(self._template.start())
         return seconds
 
     def end(self) -> list[str]:
@@ -140,6 +145,7 @@ class _Job:
 
     def close(self) -> list[str]:
         """Ends all processes; returns the remaining ones."""
+        self._template.close()
         for process in (*self.ranks, *(process for _, process in self._lost)):
             process.kill()
             process.wait()
@@ -169,6 +175,16 @@ class _Job:
                     wrong.append(f"{what} of a rank went from {counts[0]} to {counts[-1]}")
         return wrong
 
+    def lost_seconds(self) -> tuple[float, float]:
+        """Seconds by which steps took longer than the median of as many ranks, and seconds of all steps."""
+        starts = [(float(at), ranks) for at, ranks in map(str.split, self.text("steps").splitlines())]
+        taken: dict[str, list[float]] = defaultdict(list)
+        for (at, ranks), (after, _) in pairwise(starts):
+            taken[ranks].append(after - at)
+        usual = sum(statistics.median(seconds) * len(seconds) for seconds in taken.values())
+        whole = sum(map(sum, taken.values()))
+        return whole - usual, whole
+
     def starting_seconds(self) -> float:
         """Processor time of all processes up to their first step."""
         return sum(float(path.read_text()) for path in self._folder.glob("*.start"))
@@ -181,6 +197,7 @@ class _Found(NamedTuple):
         steps: their number.
         bits: hash of weights and optimizer state.
         speed: steps in a second, and in a second of the processors that the ranks used after their start.
+        lost: see `_Job.lost_seconds`.
         seconds: from each fault to the next step, by kind; and of the parts of all recoveries, by name.
         wrong: unexpected statuses, and processes, files or threads that are left.
     """
@@ -188,6 +205,7 @@ class _Found(NamedTuple):
     steps: int
     bits: str
     speed: tuple[float, float]
+    lost: tuple[float, float]
     seconds: dict[str, list[float]]
     wrong: list[str]
 
@@ -208,11 +226,13 @@ def _run(num_ranks: int, steps: int, pause: float = 0.0) -> _Found:
                     break
                 at, kind = time.monotonic(), chance.choice(list(_SIGNALS))
                 seconds[kind].append(job.lose(kind, chance.randrange(num_ranks)))
-                print(f"step {step}: {kind}; the next step after {seconds[kind][-1]:.1f} s", flush=True)
+                when = f"{at - began:.0f} s, step {step}"
+                print(f"{when}: {kind}; the next step after {seconds[kind][-1]:.1f} s", flush=True)
             wrong = job.end()
         finally:
             left = job.close()
         used = _processor_seconds() - used - job.starting_seconds()
+        lost = job.lost_seconds()
         done, ended, bits = (job.text("end") or "0 0 -").split()
         for recovery in re.findall(r" lost; \d+ ranks continue \((.*)\)", job.text("output")):
             for part, taken in re.findall(r"([a-z -]+) ([\d.]+) s", recovery):
@@ -220,7 +240,7 @@ def _run(num_ranks: int, steps: int, pause: float = 0.0) -> _Found:
         if wrong or left:
             print(job.text("output"))
     speed = int(done) / (float(ended) - began), int(done) / used
-    return _Found(int(done), bits, speed, seconds, wrong + left + job.growth())
+    return _Found(int(done), bits, speed, lost, seconds, wrong + left + job.growth())
 
 
 def _processor_seconds() -> float:
@@ -239,18 +259,22 @@ def run_with_faults(arguments: argparse.Namespace) -> int:
     number = sum(len(found.seconds[kind]) for kind in _SIGNALS)
     print(f"{number} ranks lost and replaced in {found.steps} steps of {ranks} ranks")
     rows = [
-        [what, str(len(values)), *(f"{pick(values):.3f}" for pick in (min, statistics.median, max))]
+        [what, str(len(values)), *(f"{pick(values):.3f}" for pick in (min, statistics.median, max, sum))]
         for what, values in found.seconds.items()
         if values
     ]
-    print_table(["seconds to the next step", "number", "least", "median", "most"], rows)
+    print_table(["seconds to the next step", "number", "least", "median", "most", "all"], rows)
     kept = [disturbed / (other or 1.0) for disturbed, other in zip(found.speed, plain.speed, strict=True)]
     speed = f"{plain.speed[0]:.2f} steps/s undisturbed"
     print(f"{speed}; kept {kept[0]:.3f}, and {kept[1]:.3f} by processor time")
+    lost, whole = found.lost
+    usual = f"{lost:.1f} of {whole:.1f} s beyond the usual time of as many ranks"
+    share = f"{1 - lost / (whole or 1.0):.3f} (undisturbed: {1 - plain.lost[0] / (plain.lost[1] or 1.0):.3f})"
+    print(f"{usual}; kept {share}")
     wrong = [*plain.wrong, *found.wrong]
     wrong += ["expected the bits of the undisturbed run"] if found.bits != plain.bits else []
     print("\n".join(wrong) or "bit-identical to the undisturbed run; no process, file or thread is left")
     if arguments.json:
-        results = {"seconds": found.seconds, "speed kept": kept, "broken": wrong}
+        results = {"seconds": found.seconds, "speed kept": kept, "lost": found.lost, "broken": wrong}
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     return 1 if wrong else 0

@@ -43,8 +43,9 @@ def test_random_schedules_have_the_bits_of_the_serial_one(transport: str) -> Non
 def test_lost_ranks_are_replaced() -> None:
     """`python -m bmtrain soak --kill 30 --ranks 8 --steps 20000` is the long form."""
     options = ["--kill", "0.01", "--ranks", "3", "--steps", "32"]  # the first one to be killed is rank 0
-    done = run_process([sys.executable, "-m", "bmtrain", "soak", *options], timeout=240)
+    done = run_process([sys.executable, "-m", "bmtrain", "soak", *options], timeout=600)
     assert re.search(r"[1-9]\d* ranks lost and replaced in \d+ steps of 3 ranks", done.stdout)
+    assert re.search(r"s beyond the usual time of as many ranks; kept \d\.\d+ \(undisturbed: ", done.stdout)
     assert "bit-identical to the undisturbed run; no process, file or thread is left" in done.stdout
 
 
