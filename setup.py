@@ -37,7 +37,7 @@ TORCH_TO_INSTALL = "torch==2.13.0"
 CONFIG_FILE = "_build_config.json"  # read by bmtrain/_base/build.py
 BUILDING = {"build", "build_ext", "bdist_wheel", "editable_wheel", "develop"}
 # Folders, and files of csrc/bindings, compiled as one with another: most of the time goes to torch's headers.
-JOINED = {"guard": "comm", "ops": "shard", **dict.fromkeys(["common", "disk", "module"], "optim")}
+JOINED = {"guard": "comm", **dict.fromkeys(["common", "disk", "module", "ops", "optim"], "shard")}
 
 
 def require_setuptools() -> None:
