@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import shutil
 import sys
@@ -43,11 +44,15 @@ _TOLD = [time.monotonic()]  # when `pytest_collectreport` printed
 def pytest_configure(config: pytest.Config) -> None:
     """Collects problems of all workers, and what programs leave among temporary files.
 
-    `tmp_path` stays where pytest keeps it. The name is short, as those of sockets in it have to be.
+    `tmp_path` and what torch compiles stay where they are kept. The name is short, as those of sockets in it must be.
     """
     config.stash[_PROBLEMS] = []
     if "PYTEST_XDIST_WORKER" not in os.environ:
-        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+        kept = tempfile.gettempdir()
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", kept)
+        os.environ.setdefault(
+            "TORCHINDUCTOR_CACHE_DIR", os.path.join(kept, f"torchinductor_{getpass.getuser()}")
+        )
         tempfile.tempdir = os.environ["TMPDIR"] = config.stash[_TEMPORARY] = tempfile.mkdtemp(prefix="t")
 
 
