@@ -44,7 +44,7 @@ _TOLD = [time.monotonic()]  # when `pytest_collectreport` printed
 def pytest_configure(config: pytest.Config) -> None:
     """Collects problems of all workers, and what programs leave among temporary files.
 
-    `tmp_path` and what torch compiles stay where they are kept. The name is short, as those of sockets in it must be.
+    `tmp_path` and what torch compiles stay where they are kept. The name is short, as names of sockets in it must be.
     """
     config.stash[_PROBLEMS] = []
     if "PYTEST_XDIST_WORKER" not in os.environ:
