@@ -20,7 +20,7 @@ PYTHON = {
     "ranks": ("_ranks global_var nccl synchronize utils", 4245),
     "shards": ("_shards parameter", 1520),
     "engine": ("_engine", 7124),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5575),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5577),
     "files": ("_files dcp distributed store weights", 4530),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 9396),
     "survive": ("_survive survive", 2010),
