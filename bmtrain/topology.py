@@ -30,10 +30,10 @@ class Topology:
     """The place of one rank in a world cut into ``pipe_size`` stages of groups of ``tp_size`` ranks.
 
     With ``S = world_size // pipe_size`` ranks in a stage, rank ``r`` is number ``r % S`` of stage ``r // S``
-    and number ``r % tp_size`` of tensor-parallel group ``r // tp_size``; likewise with ``ep_size``. ``sp_size``
-    successive tensor-parallel groups divide the tokens of one batch. For every family of groups there is an
-    ``..._idx`` (which group) and a coordinate (the rank inside it); see :meth:`get_group_id` and
-    :meth:`get_group_rank`.
+    and number ``r % tp_size`` of tensor-parallel group ``r // tp_size``; likewise with ``ep_size``, whatever the
+    other sizes, as each rank has tokens of its own. ``sp_size`` successive tensor-parallel groups divide the tokens
+    of one batch. For every family of groups there is an ``..._idx`` (which group) and a coordinate (the rank inside
+    it); see :meth:`get_group_id` and :meth:`get_group_rank`.
 
     Args:
         rank: this process, ``0 <= rank < world_size``.
@@ -133,11 +133,6 @@ class Topology:
             raise ValueError(f"{' and '.join(names)}: expected at least 1, got {given}")
         if self.ep_size < 1:
             raise ValueError(f"ep_size: expected at least 1, got {self.ep_size}")
-        if self.ep_size > 1 and self.tp_size > 1:
-            raise ValueError(
-                f"ep_size {self.ep_size}, tp_size {self.tp_size}: experts are divided over ranks of their own losses, "
-                "and tensor-parallel ranks share one: expected 1 of either"
-            )
         factor = math.prod(sizes.values())
         if self.world_size % factor:
             raise ValueError(

@@ -152,8 +152,10 @@ def draw(seed: int) -> Layout:
     ranks = product * r.choice([times for times in (1, 2, 3, 4, 8) if product * times <= 8])
     stage = ranks // pipe
     mixture = r.random() < 0.5
-    divides_experts = mixture and tp == 1
-    ep = r.choice([size for size in (1, 2, 2, 4, 8) if stage % size == 0]) if divides_experts else 1
+    ep = 1
+    if mixture:  # beside tensor parallelism the division of experts has come to the draw later
+        of_experts = r if tp == 1 else random.Random(f"experts {seed}")
+        ep = of_experts.choice([size for size in (1, 2, 2, 4, 8) if stage % size == 0])
     init = {"tp_size": tp, "sp_size": sp, "ep_size": ep}
     pipeline: dict[str, Any] | None = None
     if pipe > 1:
@@ -163,13 +165,13 @@ def draw(seed: int) -> Layout:
         init |= {"pipe_size": pipe, "num_micro_batches": micros}
     loss_inside = pipe > 1 and ((pipeline is not None and pipeline["chunks"] > 1) or r.random() < 0.7)
     layers = r.choice([2, 3, 5, 6])
-    sharing = stage // tp
+    sharing = math.gcd(stage // tp, stage // ep)
     names = ["embedding", "norm.weight", "q.weight", "o.bias", "router.weight", "down", "up.weight"]
     layout = Layout(
         seed=seed,
         ranks=ranks,
         init=init,
-        policies=[_draw_policy(r, sharing // ep) for _ in range(layers)],
+        policies=[_draw_policy(r, sharing) for _ in range(layers)],
         pipeline=pipeline,
         loss_inside=loss_inside,
         mixture=mixture,

@@ -18,7 +18,8 @@ from bmtrain.loss import load_balancing_loss, router_z_loss
 DIM, HIDDEN, EXPERTS, TOP_K, LAYERS = 16, 24, 4, 2, 3
 #: Added to the experts' logits.
 ROUTED = {"free": [0.0, 0, 0, 0], "all to two": [8.0, 0, 0, 8], "none to one": [0.0, -8, 0, 0]}
-LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]
+#: Ranks, and those that hold the experts together; last, those of a tensor-parallel group.
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (2, 2, 1), (4, 2, 2), (4, 4, 1), (4, 4, 2)]
 
 
 class Layer(bmtrain.DistributedModule):
@@ -103,7 +104,7 @@ def merged_gradient(param: Any) -> torch.Tensor:
 
 
 def train(routing: str, numbers: str, recompute: str, options: dict[str, Any]) -> None:
-    rank, world = bmtrain.rank(), bmtrain.world_size()
+    rank, world, tp = bmtrain.rank(), bmtrain.world_size(), bmtrain.config["tp_size"]
     model = Model(recompute, **options)
     bmtrain.init_parameters(model)
     for name, param in model.named_parameters():
@@ -124,7 +125,7 @@ def train(routing: str, numbers: str, recompute: str, options: dict[str, Any]) -
         y, logits = model(x)
         own = (y * target).sum() * world / len(all_x)
         loss = own + 0.1 * load_balancing_loss(logits, TOP_K) + 0.01 * router_z_loss(logits)
-        manager.backward(loss)
+        manager.backward(loss / tp)
         plain.zero_grad()
         expected = plain_loss(all_x, all_target, weights, options)
         expected.backward()
@@ -187,8 +188,11 @@ def load(folder: str) -> tuple[dict[str, torch.Tensor], dict[Any, Any]]:
 
 
 def test_checkpoints_fit_any_division(tmp_path: Path) -> None:
-    run_ranks(4, save, str(tmp_path), init={"ep_size": 2})
-    found = [run_ranks(world, load, str(tmp_path), init={"ep_size": ep})[0] for world, ep in LAYOUTS]
+    run_ranks(4, save, str(tmp_path), init={"ep_size": 2, "tp_size": 2})
+    found = [
+        run_ranks(world, load, str(tmp_path), init={"ep_size": ep, "tp_size": tp})[0]
+        for world, ep, tp in LAYOUTS
+    ]
     for weights, state in found[1:]:
         torch.testing.assert_close(weights, found[0][0], rtol=0, atol=0)
         torch.testing.assert_close(state, found[0][1], rtol=0, atol=0)
@@ -201,7 +205,7 @@ def initial() -> dict[str, torch.Tensor]:
 
 
 def test_initial_values_are_the_same() -> None:
-    found = [run_ranks(world, initial, init={"ep_size": ep})[0] for world, ep in LAYOUTS]
+    found = [run_ranks(world, initial, init={"ep_size": ep, "tp_size": tp})[0] for world, ep, tp in LAYOUTS]
     for values in found[1:]:
         torch.testing.assert_close(values, found[0], rtol=0, atol=0)
 
@@ -262,6 +266,9 @@ def test_options(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("recompute", ["off", "whole"])
 @pytest.mark.parametrize("numbers", ["even", "uneven"])
-@pytest.mark.parametrize(("world", "ep_size"), LAYOUTS)
-def test_trains_like_one_process(world: int, ep_size: int, numbers: str, recompute: str) -> None:
-    run_ranks(world, train, "free", numbers, recompute, {}, init={"ep_size": ep_size})
+@pytest.mark.parametrize(("world", "ep_size", "tp_size"), LAYOUTS)
+def test_trains_like_one_process(
+    world: int, ep_size: int, tp_size: int, numbers: str, recompute: str
+) -> None:
+    init = {"ep_size": ep_size, "tp_size": tp_size}
+    run_ranks(world, train, "free", numbers, recompute, {}, init=init)

@@ -63,8 +63,8 @@ def test_expert_parallel_groups() -> None:
             assert t.members(kind)[t.get_group_rank(kind)] == rank
     with pytest.raises(ValueError, match="ep_size: expected a divisor of 4 ranks of a pipeline stage, got 3"):
         Topology(0, 8, pipe_size=2, ep_size=3)
-    with pytest.raises(ValueError, match="ep_size 2, tp_size 2: .* expected 1 of either"):
-        Topology(0, 8, tp_size=2, ep_size=2)
+    t = Topology(5, 8, tp_size=2, ep_size=4)
+    assert (t.members("tp"), t.members("ep"), t.members("ep_zero")) == ((4, 5), (4, 5, 6, 7), (1, 5))
 
 
 def test_sequence_ranks_have_one_batch() -> None:
@@ -132,4 +132,8 @@ def test_a_printed_topology_has_the_ranks_of_every_group() -> None:
         "  tp_zero: 0,2,4,6 | 1,3,5,7",
         "  pp_zero, pp_ep_zero: 0,1,2,3 | 4,5,6,7",
         "  pp_tp_zero, sp: 0,2 | 1,3 | 4,6 | 5,7",
+    ]
+    assert str(Topology(0, 4, tp_size=2, ep_size=2)).splitlines()[2:] == [
+        "  tp, ep: 0,1 | 2,3",
+        "  tp_zero, pp_tp_zero, ep_zero, pp_ep_zero: 0,2 | 1,3",
     ]
