@@ -100,11 +100,14 @@ def old_spellings() -> list[Any]:
     assert threading.active_count() == before + (bmtrain.world_size() > 1)
     assert not dist.is_initialized()
     texts = sorted(str(warning.message) for warning in caught)
-    assert len(texts) == 2, texts
-    assert "write init_distributed(seed=SEED)" in texts[0]
-    assert "zero_level=...) is deprecated" in texts[1]
-    assert {warning.category for warning in caught} == {DeprecationWarning}
-    assert {warning.filename for warning in caught} == {__file__}
+    if bmtrain.rank() == 0:
+        assert len(texts) == 2, texts
+        assert "write init_distributed(seed=SEED)" in texts[0]
+        assert "zero_level=...) is deprecated" in texts[1]
+        assert {warning.category for warning in caught} == {DeprecationWarning}
+        assert {warning.filename for warning in caught} == {__file__}
+    else:
+        assert not texts
     config = bmtrain.config
     assert (config["zero_level"], config["loss_scale_factor"], config["loss_scale_steps"]) == (2, 4.0, 1024)
     assert bmtrain.global_var.context().timeout == 30

@@ -79,7 +79,6 @@ def test_scripts_of_three_generations_train_alike(
 @pytest.mark.parametrize("script", OLD_FORMS)
 def test_each_old_form_warns_once(script: str, runs: dict[str, tuple[list[float], list[str], Path]]) -> None:
     told = runs[script][1]
-    assert len(told) == WORLD * len(OLD_FORMS[script]), told
+    assert len(told) == len(OLD_FORMS[script]), told  # on rank 0
     for form in OLD_FORMS[script]:
-        assert sum(text.startswith(form) or f" {form}" in text for text in told) >= WORLD, form
-    assert len(set(told)) == len(OLD_FORMS[script])
+        assert any(text.startswith(form) or f" {form}" in text for text in told), form
