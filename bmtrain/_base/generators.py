@@ -29,30 +29,46 @@ def seed_generators(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
+def host_state() -> tuple[Any, Any]:
+    """Returns the state of the generators of ``random`` and, where there is one, ``numpy``."""
+    numpy = _numpy()
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def set_host_state(state: tuple[Any, Any]) -> None:
+    """Restores a state of `host_state`."""
+    numpy = _numpy()
+    random.setstate(state[0])
+    if numpy is not None and state[1] is not None:
+        numpy.random.set_state(state[1])
+
+
+def is_same_host_state(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    """Whether two states of `host_state` are equal."""
+    return bool(one[0] == other[0]) and _of_numpy(one[1]) == _of_numpy(other[1])
+
+
+def _of_numpy(state: Any) -> tuple[Any, ...]:
+    return () if state is None else (state[1].tobytes(), *state[2:])
+
+
 def generator_state() -> tuple[Any, Any, Any]:
     """Returns the state of the generators of ``torch`` on the CPU, ``random``, and ``numpy`` where there is one."""
-    numpy = _numpy()
-    return torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
+    return torch.get_rng_state(), *host_state()
 
 
 def set_generator_state(state: tuple[Any, Any, Any]) -> None:
     """Restores a state of `generator_state`."""
-    numpy = _numpy()
     torch.set_rng_state(state[0])
-    random.setstate(state[1])
-    if numpy is not None and state[2] is not None:
-        numpy.random.set_state(state[2])
+    set_host_state(state[1:])
 
 
 @contextmanager
 def kept_generators(device: torch.device) -> Iterator[None]:
     """Restores the state of the generators at the end; of torch, the generators of the CPU and of ``device``."""
-    numpy, python = _numpy(), random.getstate()
-    arrays = numpy.random.get_state() if numpy is not None else None
+    state = host_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
             yield
         finally:
-            random.setstate(python)
-            if numpy is not None:
-                numpy.random.set_state(arrays)
+            set_host_state(state)

@@ -257,10 +257,8 @@ class SavedTensors:
         # Under saved-tensor hooks autograd leaves this check to them.
         if kept.tensor._version != kept.version:
             raise RuntimeError(
-                f"{self._label}: a tensor of shape {tuple(kept.tensor.shape)} needed for the gradient has been "
-                "modified "
-                f"by an inplace operation in the block's forward (version {kept.tensor._version}, expected "
-                f"{kept.version})"
+                f"{self._label}: a tensor of shape {tuple(kept.tensor.shape)} needed for the gradient was modified by "
+                f"an inplace operation in the block's forward (version {kept.tensor._version}, expected {kept.version})"
             )
         return kept.tensor
 

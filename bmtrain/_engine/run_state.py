@@ -11,6 +11,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from .block_state import BlockState
+from .plain_state import PlainSnapshot, PlainState
 
 #: Buffers up to this size are copied before each forward; larger ones only once they are known to be updated.
 SMALL_BUFFER_BYTES = 1 << 16
@@ -40,6 +41,7 @@ class ModuleState:
         self._modules: list[torch.nn.Module] = [root]
         self._children: list[torch.nn.Module | None] = [None]
         self._large: set[tuple[int, str]] | None = None  # known to be updated; None before the first forward
+        self._plain = PlainState()
 
     def _walk(self) -> list[torch.nn.Module]:
         children: list[torch.nn.Module | None] = []
@@ -47,6 +49,7 @@ class ModuleState:
             children += module._modules.values()  # a comprehension costs a call of its own before Python 3.12
         if children != self._children:
             self._modules = list(self.root.modules())
+            self._plain = PlainState()
             self._children = [child for module in self._modules for child in module._modules.values()]
         return self._modules
 
@@ -85,7 +88,8 @@ class ModuleState:
                     if copied and id(tensor) not in copies:
                         copies[id(tensor)] = tensor.clone()
                     buffers.append(_Buffer(owner, name, tensor, tensor._version, copies.get(id(tensor))))
-        return ModuleSnapshot(self, modules, [module.training for module in modules], buffers)
+        plain = None if self._plain.is_unused else self._plain.before_forward(modules)
+        return ModuleSnapshot(self, modules, [module.training for module in modules], buffers, plain)
 
     def learn(self, updated: list[_Buffer]) -> None:
         """Records the large buffers that a forward updated."""
@@ -103,25 +107,24 @@ class ModuleSnapshot:
         modules: list[torch.nn.Module],
         training: list[bool],
         buffers: list[_Buffer],
+        plain: PlainSnapshot | None,
     ) -> None:
         self._state = state
-        self._modules = modules
-        self._training = training
-        self._buffers = buffers
+        self._modules, self._training = modules, training
+        self._buffers, self._plain = buffers, plain
 
     def after_forward(self) -> None:
         """Keeps old values only of the buffers that the forward updated or may have updated."""
         self._buffers = [buffer for buffer in self._buffers if _may_be_updated(buffer)]
         self._state.learn(self._buffers)
+        if self._plain is not None:
+            self._plain.after_forward()
 
     @contextmanager
     def restored(self, label: str) -> Iterator[None]:
         """Context manager with the old flags and (new tensors of) the old values; the current ones are put back."""
-        flipped = [
-            module
-            for module, flag in zip(self._modules, self._training, strict=True)
-            if module.training is not flag
-        ]
+        flags = zip(self._modules, self._training, strict=True)
+        flipped = [module for module, flag in flags if module.training is not flag]
         values: dict[int, torch.Tensor] = {}
         for noted in self._buffers:
             if id(noted.tensor) not in values:
@@ -133,7 +136,8 @@ class ModuleSnapshot:
         for owner, name, value in old:
             owner._buffers[name] = value
         try:
-            yield
+            with nullcontext() if self._plain is None else self._plain.restored():
+                yield
         finally:
             for module in flipped:
                 module.__dict__["training"] = not module.training
@@ -160,9 +164,8 @@ def _old_value(buffer: _Buffer, label: str) -> torch.Tensor:
         return buffer.tensor.clone()  # replaced, not written to
     if buffer.old is None:
         raise RuntimeError(
-            f"{label}: the forward updated its buffer {buffer.name!r} (shape {tuple(buffer.tensor.shape)}), "
-            "which earlier "
-            "forwards left alone, so that there is no copy to run it again with; build the Block with "
+            f"{label}: the forward updated its buffer {buffer.name!r} (shape {tuple(buffer.tensor.shape)}), which "
+            "earlier forwards left alone, so that there is no copy to run it again with; build the Block with "
             "use_checkpoint=False, or repeat the step"
         )
     return buffer.old.clone()

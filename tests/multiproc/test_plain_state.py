@@ -1,0 +1,126 @@
+"""Forwards with state that torch does not track: the second run of a recomputed Block begins as the first."""
+
+from __future__ import annotations
+
+import collections
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import run_ranks
+from harness.twins import check_gradients, twins
+
+import bmtrain as bmt
+
+Forward = Callable[[Any, torch.Tensor], Any]
+
+
+def memory(self: Any, h: torch.Tensor) -> Any:
+    before, self.memory = self.memory, h.detach().mean() + 1.5
+    return 1.0 if before is None else before
+
+
+def pair(self: Any, h: torch.Tensor) -> Any:
+    before, self.pair = self.pair, (h.detach().mean(), h.detach().amax() + 1)
+    return sum(before) + 1.0
+
+
+def in_place(self: Any, h: torch.Tensor) -> Any:
+    self.seen += 1.0
+    return self.seen.clone()
+
+
+def history(self: Any, h: torch.Tensor) -> Any:
+    factor = sum(self.history)
+    self.history.append(factor + 0.5)
+    return factor
+
+
+def made_in_the_first(self: Any, h: torch.Tensor) -> Any:
+    factor = getattr(self, "scale", 1.0)
+    self.scale = h.detach().amax() + 2.0
+    return factor
+
+
+def with_history(self: Any, h: torch.Tensor) -> Any:
+    """Keeps a tensor with its graph, and uses its value in the next forward."""
+    factor = 1.0 if self.memory is None else self.memory.detach().mean()
+    self.memory = h + 2.0
+    return factor
+
+
+def of_python(self: Any, h: torch.Tensor) -> Any:
+    return random.random() if random.random() < 2 else 0.0
+
+
+def of_numpy(self: Any, h: torch.Tensor) -> Any:
+    return float(np.random.rand())
+
+
+def of_a_generator(self: Any, h: torch.Tensor) -> Any:
+    return torch.rand(6, generator=self.generator)
+
+
+FORWARDS = [
+    memory,
+    pair,
+    in_place,
+    history,
+    made_in_the_first,
+    with_history,
+    of_python,
+    of_numpy,
+    of_a_generator,
+]
+
+
+class Stateful(torch.nn.Module):
+    def __init__(self, factor: Forward) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+        self.factor = factor
+        self.memory = None
+        self.pair = (torch.ones(()), torch.ones(()))
+        self.seen = torch.zeros(6)
+        self.history = collections.deque([torch.ones(6)], maxlen=2)
+        self.generator = torch.Generator().manual_seed(5)
+        self.runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        h = torch.tanh(self.up(x))
+        return x + self.down(h * self.factor(self, h))
+
+
+def restored(recompute: str) -> None:
+    for factor in FORWARDS:
+        plain, model = twins(lambda factor=factor: Stateful(factor))
+        block = bmt.Block(model, policy=bmt.BlockPolicy(recompute=recompute))
+        for step in range(3):
+            drawn = []
+            for module in (plain, block):
+                random.seed(step)
+                np.random.seed(step)
+                module.zero_grad()
+                first, second = (module(torch.full((2, 6), value)) for value in (0.5, 1.5))
+                (first * second / (1 if module is plain else bmt.world_size())).sum().backward()
+                drawn.append((random.random(), np.random.rand()))
+            check_gradients(plain, block, tolerance=1e-5)
+            inner = block._module
+            assert drawn[0] == drawn[1]
+            for name in ("memory", "seen", "scale"):
+                want, got = getattr(plain, name, None), getattr(inner, name, None)
+                assert (want is None) == (got is None), (factor.__name__, name)
+                if want is not None:
+                    torch.testing.assert_close(got.detach(), want.detach())
+            torch.testing.assert_close(list(inner.history), list(plain.history))
+            assert torch.equal(inner.generator.get_state(), plain.generator.get_state())
+        assert (plain.runs, inner.runs) == (6, 12)  # counters count each run
+
+
+@pytest.mark.parametrize("recompute", ["whole", "selective"])
+def test_the_second_run_begins_as_the_first(recompute: str) -> None:
+    run_ranks(2, restored, recompute)
