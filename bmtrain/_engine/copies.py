@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._base.deprecate import warn_once
-from .._base.unseen import TORCH_DATA, data_of
-from ..global_var import rank
+from .._base.unseen import TORCH_DATA, TORCH_GRAD, data_of, gradient_of
+from ..global_var import context, rank
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.utils.hooks import RemovableHandle
+
     from ..parameter import DistributedParameter
 
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 _SOURCE = "_bmtrain_source"  # in the __dict__ of a tensor that was gathered
 _KEPT = "_bmtrain_source_of_data"  # in the __dict__ of its `.data`
 
@@ -65,6 +70,36 @@ class Source:
         return _no_source, ()
 
 
+#: References to the entries of state dicts that no load has taken, by identity.
+_entries: dict[int, weakref.ref[torch.Tensor]] = {}
+
+
+def watch_entry(name: str, value: torch.Tensor) -> None:
+    """Warns if ``value``, the entry ``name`` of a state dict, is written to and freed before :func:`note_loaded`."""
+    if value.is_inference():
+        return
+    alias, version, key = value.detach(), value._version, id(value)
+
+    def freed(reference: weakref.ref[torch.Tensor]) -> None:
+        if _entries.get(key) is reference:
+            del _entries[key]
+            if alias._version != version and rank() == 0 and not sys.is_finalizing():
+                warn_once(
+                    "copies.state_dict",
+                    f"the entry {name!r} of state_dict() was changed in place and not loaded: entries are gathered "
+                    "copies, so the model stays as it was. Give the dict to load_state_dict(); a moving average "
+                    "is updated over parameters(), whose shards may be changed in place",
+                    category=UserWarning,
+                )
+
+    _entries[key] = weakref.ref(value, freed)
+
+
+def note_loaded(value: object) -> None:
+    """Notes that an entry of a state dict is being loaded."""
+    _entries.pop(id(value), None)
+
+
 def warn_of_lost_write(key: str, what: str, why: str) -> None:
     """Warns on rank 0, once for each ``key``, that ``what`` has changed a copy only."""
     if sys.is_finalizing() or rank() != 0:
@@ -108,6 +143,55 @@ class GatheredCopy(torch.Tensor):
         if source is not None:
             source.note_write()
         TORCH_DATA.__set__(self, value)
+
+    @property
+    def requires_grad(self) -> bool:
+        flag: bool = _REQUIRES_GRAD.__get__(self)
+        return flag
+
+    @requires_grad.setter
+    def requires_grad(self, flag: bool) -> None:
+        self.requires_grad_(flag)
+
+    def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:
+        """Freezes or trains the parameter, as ``model.layer.weight.requires_grad = False`` does in torch."""
+        source = source_of(self)
+        if source is None:
+            return super().requires_grad_(requires_grad)
+        source.requires_grad_(requires_grad)
+        return self
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """None: the gradient is the parameter's. Assigning None, or a full tensor, assigns it to the parameter."""
+        if source_of(self) is None or self.retains_grad:
+            return gradient_of(self)
+        warn_once(
+            "copies.grad",
+            "a parameter was read outside of Blocks, which gives a gathered copy, and the copy's .grad is None: "
+            "dict(model.named_parameters())[name] has .grad, this rank's shard of it, and gather_grad()",
+            category=UserWarning,
+        )
+        return None
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        source = source_of(self)
+        if source is None:
+            TORCH_GRAD.__set__(self, value)
+        elif value is None:
+            source.grad = None
+        else:
+            source.load_grad(value)
+
+    def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> RemovableHandle:
+        """Registers a hook: in a forward on this copy, elsewhere on the parameter, for all backwards to come."""
+        source: Any = source_of(self)
+        engine: Any = context().engine
+        if source is None or engine.reads.innermost is not None:
+            source = super()
+        handle: RemovableHandle = source.register_hook(hook)
+        return handle
 
     def detach(self) -> torch.Tensor:
         """Returns a detached tensor of the same class, without which ``torch.nn.Parameter(copy)`` raises."""

@@ -16,6 +16,7 @@ import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from .._base.stand_in import StandIn
+from .._engine.copies import note_loaded, watch_entry
 from .._shards.at_rest import show
 from .._shards.meta import make_shard
 from ..global_var import config, context
@@ -84,6 +85,7 @@ def give_full_values(module: torch.nn.Module, destination: dict[str, Any], prefi
                 )
             else:
                 destination[prefix + name] = _for_saving(full_value(param))
+                watch_entry(prefix + name, destination[prefix + name])
     for name, buffer in module._buffers.items():
         if buffer is not None and prefix + name in destination:
             destination[prefix + name] = buffer.detach() if buffer.is_meta else _for_saving(buffer.detach())
@@ -101,6 +103,7 @@ def take_local_parts(
         if not isinstance(param, DistributedParameter) or key not in state_dict:
             continue
         value = state_dict[key]
+        note_loaded(value)
         problem = misfit(key, param, value)
         if problem:
             error_msgs.append(problem)

@@ -381,3 +381,82 @@ def reads_only(model: Any) -> None:
 
 def test_reads_are_no_writes() -> None:
     assert run_ranks(2, warnings_of, reads_only, fresh=True) == [[], []]
+
+
+class Halved(Clamped):
+    """Halves its gradient in each forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.scale
+        scale.register_hook(lambda gradient: gradient / 2)
+        return x * scale
+
+
+def attributes(_: Any) -> None:
+    """Attributes of a copy that belong to the parameter: they reach it."""
+    model = bmt.BMTrainModelWrapper(torch.nn.Linear(3, 2))
+    weight = model._parameters["weight"]
+
+    def gradient_of(model: torch.nn.Module, param: torch.nn.Parameter) -> list[float]:
+        model.zero_grad()
+        (model(torch.ones(1, 3)).sum() / bmt.world_size()).backward()
+        return param.gather_grad().flatten().tolist()
+
+    for freeze in (True, False):
+        with torch.set_grad_enabled(not freeze):
+            model.weight.requires_grad = not freeze
+            assert weight.requires_grad is not freeze
+            model.weight.requires_grad_(freeze)
+            assert weight.requires_grad is freeze
+    weight.requires_grad_(True)
+    handle = model.weight.register_hook(lambda gradient: gradient / 4)
+    assert [gradient_of(model, weight) for _ in range(2)] == [[0.25] * 6] * 2
+    handle.remove()
+    assert gradient_of(model, weight) == [1.0] * 6
+    model.weight.grad = torch.arange(6.0).view(2, 3)
+    assert weight.gather_grad().flatten().tolist() == list(range(6))
+    model.weight.grad = None
+    assert weight.grad is None
+    halved = Halved()
+    assert [gradient_of(halved, halved._parameters["scale"]) for _ in range(2)] == [[0.5] * 3] * 2
+
+
+def test_attributes_of_a_copy_are_those_of_the_parameter() -> None:
+    assert run_ranks(2, warnings_of, attributes, fresh=True) == [[], []]
+
+
+def gradient_of_a_copy(model: Any) -> None:
+    model(torch.randn(2, 5)).sum().backward()
+    assert model.out.weight.grad is None and model.out.weight.grad is None
+    weight = model.out.weight
+    weight.retain_grad()
+    weight.sum().backward()
+    assert weight.grad.sum() == weight.numel()
+
+
+def test_a_copy_without_gradient_names_the_parameters() -> None:
+    for told in run_ranks(2, warnings_of, gradient_of_a_copy, fresh=True):
+        assert len(told) == 1 and "gather_grad()" in told[0] and "retain_grad" not in told[0]
+
+
+def entries(model: Any) -> None:
+    """Entries of state dicts that are edited as people do in torch, where this changes the model."""
+    state = model.state_dict()
+    for value in state.values():
+        value.mul_(2)
+    model.load_state_dict(state)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    averaged = copy.deepcopy(torch.load(file, weights_only=True))
+    for name, value in model.state_dict().items():
+        assert torch.equal(averaged[name].mul_(0.5), value / 2)
+    del value, state
+    own = model.state_dict()
+    own["out.weight"].copy_(averaged["out.weight"])
+    assert not torch.equal(model.state_dict()["out.weight"], averaged["out.weight"])
+
+
+def test_an_edited_entry_of_a_state_dict_that_is_not_loaded_is_told() -> None:
+    first, second = run_ranks(2, warnings_of, entries, fresh=True)
+    assert len(first) == 1 and "entry 'out.weight' of state_dict()" in first[0] and second == []
