@@ -24,7 +24,7 @@ PYTHON = {
     "files": ("_files dcp distributed store weights", 4530),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 9396),
     "survive": ("_survive survive", 2010),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 12_897),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_075),
 }
 CORE = {
     "bindings": (". bindings ops", 1480),

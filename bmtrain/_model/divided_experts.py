@@ -17,7 +17,7 @@ import torch
 from .._engine.experts import run_experts
 from ..global_var import context
 
-__all__ = ["DividedExperts", "can_divide", "divide_experts", "own_experts", "takes_routing"]
+__all__ = ["DividedExperts", "can_divide", "divide_experts", "num_experts", "own_experts", "takes_routing"]
 
 _ALL = "_num_experts_of_all_ranks"
 
@@ -36,6 +36,16 @@ def takes_routing(module_class: type[torch.nn.Module]) -> bool:
     )
 
 
+def num_experts(module: torch.nn.Module) -> int:
+    """The experts of all ranks of which ``module`` holds some or all; 0 for modules of another kind."""
+    number, own = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
+    if type(number) is not int or not takes_routing(type(module)) or not own:
+        return 0
+    if len(own) != len(list(module.parameters())) or any(p.dim() == 0 or p.shape[0] != number for p in own):
+        return 0
+    return int(vars(module).get(_ALL, number))
+
+
 def can_divide(module: torch.nn.Module) -> bool:
     """Whether ``module`` holds experts that are to be divided over several ranks.
 
@@ -44,24 +54,13 @@ def can_divide(module: torch.nn.Module) -> bool:
     """
     ctx = context()
     ep_size = ctx.topology.ep_size
-    number = getattr(module, "num_experts", None)
     # With virtual shards one rank, too, sums the results of a token in the order that several do.
-    if (
-        (ep_size == 1 and not ctx.virtual_shards)
-        or not takes_routing(type(module))
-        or type(number) is not int
-    ):
-        return False
-    own = list(module.parameters(recurse=False))
-    if not own or len(own) != len(list(module.parameters())):
-        return False
-    if any(param.dim() == 0 or param.shape[0] != number for param in own):
-        return False
+    number = num_experts(module) if ep_size > 1 or ctx.virtual_shards else 0
     if number % ep_size:
         raise ValueError(
             f"{type(module).__name__}: expected a number of experts that divides by ep_size {ep_size}, got {number}"
         )
-    return True
+    return number > 0
 
 
 def divide_experts(module: Any) -> None:
@@ -78,6 +77,8 @@ def own_experts(param: torch.Tensor) -> torch.Tensor:
 
 class DividedExperts:
     """Base class of converted modules of experts; where one rank holds all of them, the module is called as before."""
+
+    _run_experts = staticmethod(run_experts)
 
     def forward(
         self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
@@ -97,7 +98,8 @@ class DividedExperts:
         def run(
             rows: torch.Tensor, numbers: torch.Tensor, parameters: Sequence[torch.Tensor]
         ) -> torch.Tensor:
-            own = torch.arange(len(numbers)).repeat_interleave(numbers).to(rows.device).unsqueeze(1)
+            own = torch.arange(len(numbers)).repeat_interleave(numbers, output_size=len(rows))
+            own = own.to(rows.device).unsqueeze(1)
             vars(self).update(zip(names, parameters, strict=True))  # which come before registered ones
             try:
                 if not context().virtual_shards:
@@ -112,4 +114,4 @@ class DividedExperts:
                     del vars(self)[name]
 
         parameters = [getattr(self, name) for name in names]
-        return run_experts(hidden_states, index, weights, number, run, parameters)
+        return self._run_experts(hidden_states, index, weights, number, run, parameters)

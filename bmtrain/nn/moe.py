@@ -35,6 +35,8 @@ class Experts(DistributedModule):
         ValueError: a size that makes no sense, or a number of experts that does not divide.
     """
 
+    _run_experts = staticmethod(run_experts)
+
     def __init__(
         self,
         dim: int,
@@ -49,7 +51,8 @@ class Experts(DistributedModule):
         ep_size = context("nn.Experts").topology.ep_size
         if require_integer("num_experts", num_experts, 1) % ep_size:
             raise ValueError(f"num_experts: expected a multiple of ep_size {ep_size}, got {num_experts}")
-        _check_function("act", act)
+        if not callable(act):
+            raise TypeError(f"act: expected a function of a tensor, got {act!r:.80} ({type(act).__name__})")
         self.dim, self.hidden_dim, self.num_experts = dim, hidden_dim, num_experts
         self.act = act
         draw = torch.nn.init.xavier_normal_
@@ -75,7 +78,7 @@ class Experts(DistributedModule):
         check_features("x", x, self.gate_up, self.dim)
         _check_routing(x, top_k_index, top_k_weights, self.num_experts)
         parameters = self.gate_up, self.down
-        return run_experts(x, top_k_index, top_k_weights, self.num_experts, self._run, parameters)
+        return self._run_experts(x, top_k_index, top_k_weights, self.num_experts, self._run, parameters)
 
     def _run(
         self, rows: torch.Tensor, numbers: torch.Tensor, parameters: Sequence[torch.Tensor]
@@ -199,13 +202,6 @@ def _aligned(rows: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, to
     return rows, weight
 
 
-def _check_function(name: str, value: object) -> None:
-    if not callable(value):
-        raise TypeError(
-            f"{name}: expected a function of a tensor, got {value!r:.80} ({type(value).__name__})"
-        )
-
-
 def _check_routing(
     x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, num_experts: int
 ) -> None:
@@ -222,7 +218,8 @@ def _check_routing(
         )
     if top_k_index.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"top_k_index: expected integers, got {top_k_index.dtype}")
-    if x.device.type == "cpu" and top_k_index.numel():  # on a GPU the host would wait for the numbers
+    # On a GPU the host would wait for the numbers, and fake tensors have none.
+    if type(top_k_index) is torch.Tensor and x.device.type == "cpu" and top_k_index.numel():
         least, most = (int(number) for number in top_k_index.aminmax())
         if least < 0 or most >= num_experts:
             raise ValueError(f"top_k_index: expected 0 to {num_experts - 1}, got {least} to {most}")

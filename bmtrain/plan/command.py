@@ -136,6 +136,7 @@ def _add_policy(policy: _Group) -> None:
     )
     policy.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     policy.add_argument("--sp", type=int, default=1, help="ranks that divide a sequence, by heads")
+    policy.add_argument("--ep", type=int, default=1, help="ranks that hold the experts of a layer together")
     policy.add_argument("--pipe", type=int, default=1, help="pipeline stages")
     policy.add_argument("--schedule", choices=SCHEDULES, default="gpipe", help="pipeline schedule")
     policy.add_argument(
@@ -208,6 +209,7 @@ def _run(arguments: argparse.Namespace) -> int:
         vertical=arguments.vertical,
         tp_size=arguments.tp,
         sp_size=arguments.sp,
+        ep_size=arguments.ep,
         pipe_size=arguments.pipe,
         schedule=arguments.schedule,
         num_micro_batches=arguments.num_micro_batches,

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .._engine.selective import KeptResults, is_expensive
 from ..block_layer import Block
 from ..optim._rules import RULES, is_embedding, table_of
+from .mixtures import balanced_experts
 from .model import BlockDescription, FlatBuffer, ModelDescription, OutsideParameter, muon_flops, transformer
 
 __all__ = ["describe_config", "describe_module"]
@@ -59,15 +60,22 @@ def describe_module(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     watch = _Watch(members)
-    with FakeTensorMode(), _fake_parameters(module), _unsharded(module), watch.running():
+    with (
+        FakeTensorMode(),
+        _fake_parameters(module),
+        _unsharded(module),
+        watch.running(),
+        balanced_experts(module, watch.note_mixture) as mixtures,
+    ):
         fakes = tree_map(_fake, inputs)
         result = module(*fakes)
+    of_experts = {id(param) for member in mixtures for param in member.parameters()}
     samples = first.shape[0]
     owned = {id(param) for block in members for param in block.parameters()}
     result_bytes = sum(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
     return ModelDescription(
         name=type(module).__name__,
-        blocks=tuple(_described(block, watch.records[id(block)], samples) for block in members),
+        blocks=tuple(_described(block, watch.records[id(block)], samples, of_experts) for block in members),
         outside=tuple(_outside(module, owned)),
         seq_len=first.shape[1] if first.dim() > (2 if first.is_floating_point() else 1) else 1,
         head_flops=watch.outside_flops() / samples,
@@ -111,22 +119,37 @@ def _shape(param: torch.Tensor) -> torch.Size:
     return torch.Size(getattr(param, "_original_shape", param.shape))
 
 
-def _described(block: torch.nn.Module, record: _Record, samples: int) -> BlockDescription:
-    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+def _whole(param: Any) -> torch.Size:
+    """The shape of all ranks' experts, or of another parameter."""
+    return param._tp_original_shape if getattr(param, "_ep_mode", False) else _shape(param)
+
+
+def _described(
+    block: torch.nn.Module, record: _Record, samples: int, of_experts: set[int]
+) -> BlockDescription:
+    kinds: dict[tuple[torch.dtype, bool, bool], list[torch.nn.Parameter]] = {}
     for param in block.parameters():
-        kinds.setdefault((param.dtype, param.requires_grad), []).append(_shape(param).numel())
+        is_apart = getattr(param, "_ep_mode", False)
+        kinds.setdefault((param.dtype, param.requires_grad, is_apart), []).append(param)
     matrices = [
-        _shape(param) for param in block.parameters() if len(_shape(param)) > 1 and param.requires_grad
+        _whole(param) for param in block.parameters() if len(_shape(param)) > 1 and param.requires_grad
     ]
     return BlockDescription(
         buffers=tuple(
-            FlatBuffer(tuple(numels), dtype.itemsize, trains) for (dtype, trains), numels in kinds.items()
+            FlatBuffer(
+                tuple(_whole(param).numel() for param in params),
+                dtype.itemsize,
+                trains,
+                tuple(_whole(param).numel() for param in params if id(param) in of_experts),
+            )
+            for (dtype, trains, _), params in kinds.items()
         ),
         flops=record.flops / samples,
         last_matmul_flops=(record.flops - record.flops_at_last_save) / samples,
         input_bytes=record.input_bytes / samples,
         activation_bytes=max(record.saved_bytes, record.input_bytes) / samples,
         gradient_bytes=2.0 * record.largest_saved / samples,
+        mixtures=tuple((number, nbytes / samples) for number, nbytes in record.mixtures),
         kept_bytes=record.kept_bytes / samples,
         flops_between_kept=(record.flops_at_last_save - record.expensive_flops_at_last_save) / samples,
         muon_flops=sum(muon_flops(shape[:-1].numel(), shape[-1]) for shape in matrices),
@@ -186,6 +209,7 @@ class _Record:
     """Work and saved tensors of one block's forward, all samples together."""
 
     input_bytes: int = 0
+    mixtures: list[tuple[int, int]] = field(default_factory=list)  # experts, and bytes of their rows
     flops: float = 0.0
     flops_at_last_save: float = 0.0
     expensive_flops: float = 0.0  # of what selective recomputation keeps
@@ -251,6 +275,11 @@ class _Watch:
         self._running: _Record | None = None
         self._begin = 0.0
         self._expensive = _ExpensiveResults(self._counter)
+
+    def note_mixture(self, number: int, nbytes: int) -> None:
+        """Notes a call of ``number`` experts that get rows of ``nbytes``."""
+        if self._running is not None:
+            self._running.mixtures.append((number, nbytes))
 
     def outside_flops(self) -> float:
         """Work outside blocks."""
@@ -346,7 +375,7 @@ def describe_config(
     values: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
     kind = str(values.get("model_type", "decoder"))
     if any(values.get(name) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
-        raise ValueError(f"config: expected a dense model, got a mixture of experts ({kind})")
+        raise ValueError(f"config: expected a dense model, or --module, got a mixture of experts ({kind})")
     if values.get("is_encoder_decoder"):
         raise ValueError(f"config: expected a decoder, got an encoder and a decoder ({kind})")
     dim = _number(values, "hidden_size", "n_embd", "d_model")

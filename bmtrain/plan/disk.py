@@ -10,6 +10,7 @@ import torch
 from .._engine.disk_tier import AHEAD, LEAVING, aligned
 from ..optim.places import disk_arena
 from .model import MOMENT_BYTES, FlatBuffer, ModelDescription
+from .network import Network
 from .policy import TrainingPolicy
 
 __all__ = ["DiskEstimate", "on_disk"]
@@ -46,17 +47,17 @@ class DiskEstimate:
         return self.written_in_passes + self.written_in_update
 
 
-def on_disk(model: ModelDescription, policy: TrainingPolicy, num_sharing: int) -> DiskEstimate:
+def on_disk(model: ModelDescription, policy: TrainingPolicy, network: Network) -> DiskEstimate:
     """Returns the bytes of a rank, by the formula of `docs/howto/disk.md`.
 
     Args:
         model: this rank's part of it.
         policy: with what is on drives.
-        num_sharing: ranks that share a block.
+        network: the ranks that share parameters.
     """
     if not policy.disk:
         return DiskEstimate()
-    blocks = [[_Buffer(buffer, policy, num_sharing) for buffer in block.buffers] for block in model.blocks]
+    blocks = [[_Buffer(buffer, policy, network) for buffer in block.buffers] for block in model.blocks]
     buffers = [buffer for block in blocks for buffer in block]
     state = sum(b.state for b in buffers)
     parameters, gradients = sum(b.parameters for b in buffers), sum(b.gradients for b in buffers)
@@ -69,15 +70,15 @@ def on_disk(model: ModelDescription, policy: TrainingPolicy, num_sharing: int) -
         written_in_passes=policy.passes * gradients,
         read_in_update=updated + gradients + state,
         written_in_update=updated + state,
-        buffers=_passage(buffers, policy) + _waiting(blocks, policy, num_sharing),
+        buffers=_passage(buffers, policy) + _waiting(blocks, policy, network),
     )
 
 
 class _Buffer:
     """Bytes of a flat buffer on drives."""
 
-    def __init__(self, buffer: FlatBuffer, policy: TrainingPolicy, num_sharing: int) -> None:
-        numel, size = buffer.partition(num_sharing), buffer.element_size
+    def __init__(self, buffer: FlatBuffer, policy: TrainingPolicy, network: Network) -> None:
+        numel, size = buffer.partition(network.sharing(buffer, policy).size), buffer.element_size
         self.trains = buffer.trains
         widths = [4.0] * (size == 2) + [MOMENT_BYTES[policy.state_dtype]] * 2 if buffer.trains else []
         self.num_arrays = len(widths)
@@ -94,10 +95,11 @@ def _passage(buffers: Sequence[_Buffer], policy: TrainingPolicy) -> int:
     return (2 * disk_arena.AHEAD + 1) * num_arrays * disk_arena.CHUNK * torch.float32.itemsize
 
 
-def _waiting(blocks: Sequence[Sequence[_Buffer]], policy: TrainingPolicy, num_sharing: int) -> int:
+def _waiting(blocks: Sequence[Sequence[_Buffer]], policy: TrainingPolicy, network: Network) -> int:
     """Returns the memory of blocks that were read, the running one included, and of gradients that are written."""
     # The shard of one rank is its gathered buffer.
-    num_read = len(blocks) if num_sharing == 1 and policy.level == 2 else AHEAD + 1
+    is_whole = policy.block_policy().num_sharing(network.size) == 1
+    num_read = len(blocks) if is_whole and policy.level == 2 else AHEAD + 1
     parameters = sorted(sum(b.parameters for b in block) for block in blocks)
     gradients = sorted(sum(b.gradients for b in block) for block in blocks)
     return sum(parameters[-num_read:]) + sum(gradients[-LEAVING - 1 :])

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from .._engine.pipe_schedule import idle_share
-from .._engine.policy import BlockPolicy, Recompute
+from .._engine.policy import Recompute
 from ..errors import DoesNotFitError
 from .disk import DiskEstimate, on_disk
 from .estimates import MemoryEstimate, TimeEstimate
 from .machine import Machine
-from .model import ModelDescription, adam_bytes
+from .model import FlatBuffer, ModelDescription, adam_bytes
 from .network import NUM_OWN, NUM_OWN_RECOMPUTING, Network
 from .policy import DISK, TrainingPolicy
 from .simulated_shards import Widths
@@ -135,6 +135,7 @@ def model_state_bytes(
     state_dtype: torch.dtype = torch.float32,
     optimizer: str = "adam",
     disk: Sequence[str] = (),
+    num_sharing_experts: int | None = None,
 ) -> dict[str, int]:
     """State of a model that one rank keeps between steps: ``weights``, ``gradients`` and ``optimizer``, in bytes.
 
@@ -144,11 +145,13 @@ def model_state_bytes(
         state_dtype: of the moments.
         optimizer: ``"adam"``, or ``"muon"``, which keeps one moment less in blocks. (Their vectors count as matrices.)
         disk: what blocks keep on drives, which does not count.
+        num_sharing_experts: that share its experts; default: as many as share other parameters.
     """
     sizes = {"weights": 0, "gradients": 0, "optimizer": 0}
     for block in model.blocks:
         for buffer in block.buffers:
-            numel = buffer.partition(num_sharing or num_ranks)
+            own = num_sharing_experts if buffer.is_of_experts else None
+            numel = buffer.partition(own or num_sharing or num_ranks)
             num_moments = 1 if optimizer == "muon" else 2
             state = adam_bytes(buffer.element_size, state_dtype, in_block=True, num_moments=num_moments)
             _add(sizes, numel, buffer.element_size, state, buffer.trains)
@@ -202,16 +205,24 @@ def estimate(
             f"devices: expected a multiple of tp_size * pipe_size * sp_size = {policy.tp_size} * {policy.pipe_size} * "
             f"{policy.sp_size}, got {machine.num_devices}"
         )
-    local = model.sliced(policy.tp_size, policy.pipe_size, policy.sp_size)
+    stage = machine.num_devices // policy.pipe_size
+    if stage % policy.ep_size:
+        raise ValueError(f"ep_size: expected a divisor of {stage} devices of a stage, got {policy.ep_size}")
+    local = model.sliced(policy.tp_size, policy.pipe_size, policy.sp_size, policy.ep_size)
     if policy.compute_dtype is not None:
         local = local.computed_in(policy.compute_dtype.itemsize)
     network = Network(machine, machine.num_devices // factor, stride=policy.tp_size)
-    num_sharing = policy.block_policy().num_sharing(network.size)
-    sharing = network.part(num_sharing)
+    num_sharing = policy.block_policy().num_sharing
     states = model_state_bytes(
-        local, network.size, sharing.size, policy.state_dtype, optimizer=policy.optimizer, disk=policy.disk
+        local,
+        network.size,
+        num_sharing(network.size),
+        policy.state_dtype,
+        optimizer=policy.optimizer,
+        disk=policy.disk,
+        num_sharing_experts=num_sharing(stage // policy.ep_size),
     )
-    disk = on_disk(local, policy, sharing.size)
+    disk = on_disk(local, policy, network)
     on_host = policy.offload * states["optimizer"]
     step = SimulatedStep(
         local,
@@ -222,6 +233,7 @@ def estimate(
         Rates(machine.flops * machine.efficiency, machine.memory_bandwidth),
         tp=Network(machine, policy.tp_size) if policy.tp_size > 1 else None,
         sp=Network(machine, policy.sp_size, stride=policy.tp_size) if policy.sp_size > 1 else None,
+        ep=Network(machine, policy.ep_size) if policy.ep_size > 1 else None,
         fixed={**states, "optimizer": states["optimizer"] - on_host},
         ring_gather=ring_gather,
         overlaps=not machine.shares_memory,
@@ -229,8 +241,8 @@ def estimate(
     result = step.run()
     if policy.optimizer == "muon":  # its step holds more than a backward where activations are few
         result.memory.add("gathered", result.memory.pool_peak)
-        result.memory.add("matrices", _matrix_bytes(local, network.size, num_sharing))
-    memory = _memory(result, machine, on_host, _wire_bytes(local, network, policy.block_policy(), result))
+        result.memory.add("matrices", _matrix_bytes(local, network, policy))
+    memory = _memory(result, machine, on_host, _wire_bytes(local, network, policy, result))
     copies = policy.survive * (sum(states.values()) + 2 * states["gradients"])
     return Plan(
         model=model,
@@ -247,30 +259,28 @@ def estimate(
     )
 
 
-def _wire_bytes(model: ModelDescription, network: Network, policy: BlockPolicy, result: StepResult) -> float:
+def _wire_bytes(
+    model: ModelDescription, network: Network, policy: TrainingPolicy, result: StepResult
+) -> float:
     """Communication buffers of ranks that share memory, beside the buffers of their blocks."""
     if not network.machine.shares_memory:
         return 0
-    num_sharing = policy.num_sharing(network.size)
-    to_replicas = _replica_bytes(model, num_sharing, network.size // num_sharing)
-    return _shared_bytes(model, network.part(num_sharing), policy, result) + to_replicas
+    to_replicas = max(
+        sum(_replica_bytes(b, network, policy) for b in block.buffers if b.trains) for block in model.blocks
+    )
+    return _shared_bytes(model, network, policy, result) + to_replicas
 
 
-def _replica_bytes(model: ModelDescription, num_sharing: int, replicas: int) -> float:
-    """Bytes of the largest sum over replicas: all slices in the rings, one for each peer and the sum of this rank's,
-    and this rank's slice as received from each peer."""
-    if replicas == 1:
-        return 0
-    sizes = [
-        sum(b.partition(num_sharing) * b.element_size for b in block.buffers if b.trains)
-        for block in model.blocks
-    ]
-    summed = max(sizes)
-    return summed + (replicas - 1) / replicas * summed
+def _replica_bytes(buffer: FlatBuffer, network: Network, policy: TrainingPolicy) -> float:
+    """Bytes of a sum over replicas: all slices in the rings, one for each peer and the sum of this rank's, and this
+    rank's slice as received from each peer."""
+    num_sharing = network.sharing(buffer, policy).size
+    replicas = network.of(buffer, policy).size // num_sharing
+    return (2 - 1 / replicas) * buffer.partition(num_sharing) * buffer.element_size if replicas > 1 else 0
 
 
 def _shared_bytes(
-    model: ModelDescription, network: Network, policy: BlockPolicy, result: StepResult
+    model: ModelDescription, network: Network, policy: TrainingPolicy, result: StepResult
 ) -> float:
     """This rank's share of the memory that the ranks of a host map together.
 
@@ -278,25 +288,24 @@ def _shared_bytes(
     which hold all parts of the largest gather, and the slices that the largest reduction sends to and receives from
     peers.
     """
-    ranks = network.size
-    if ranks == 1:
-        return 0
-    own: set[int] = set()
+    own: dict[int, int] = {}
     through_rings = 0
     for block in model.blocks:
-        gathered = reduced = 0
+        of_block = 0
         for buffer in block.buffers:
-            widths, partition = Widths.of(buffer, policy), buffer.partition(ranks)
-            if not network.shares(ranks * partition * widths.gather):
-                gathered += partition * widths.gather
-            if network.shares(ranks * partition * widths.reduce):
-                own.add(partition * widths.reduce)
+            sharing = network.sharing(buffer, policy)
+            ranks, widths = sharing.size, Widths.of(buffer, policy.block_policy())
+            gathered, reduced = (buffer.partition(ranks) * width for width in (widths.gather, widths.reduce))
+            if ranks > 1 and not sharing.shares(ranks * gathered):
+                of_block += ranks * gathered
+            if sharing.shares(ranks * reduced):
+                own[reduced] = ranks
             else:
-                reduced += partition * widths.reduce
-        through_rings = max(through_rings, ranks * gathered + 2 * (ranks - 1) * reduced)
+                of_block += 2 * (ranks - 1) * reduced
+        through_rings = max(through_rings, of_block)
     common = sum(part * made for part, made in result.common.made.items())
     num_own = NUM_OWN if policy.recompute is Recompute.OFF else NUM_OWN_RECOMPUTING
-    return through_rings + ranks * num_own * sum(own) + common
+    return through_rings + num_own * sum(part * ranks for part, ranks in own.items()) + common
 
 
 def _memory(result: StepResult, machine: Machine, on_host: float, wire: float) -> MemoryEstimate:
@@ -315,13 +324,15 @@ def _memory(result: StepResult, machine: Machine, on_host: float, wire: float) -
     )
 
 
-def _matrix_bytes(model: ModelDescription, num_ranks: int, num_sharing: int) -> float:
+def _matrix_bytes(model: ModelDescription, network: Network, policy: TrainingPolicy) -> float:
     """Returns what a rank holds in a step of Muon, in bf16: the matrices that it owns, its elements of the others, and
     of the largest matrix a copy, its new values and two products."""
-    buffers = [buffer for block in model.blocks for buffer in block.buffers if buffer.trains]
-    numel = sum(sum(buffer.numels) for buffer in buffers)
-    largest = max((max(buffer.numels) for buffer in buffers), default=0)
-    return 2 * (numel / num_ranks + (numel - numel / num_ranks) / num_sharing + 3 * largest)
+    held, largest = 0.0, 0
+    for buffer in [buffer for block in model.blocks for buffer in block.buffers if buffer.trains]:
+        numel, largest = sum(buffer.numels), max(largest, *buffer.numels)
+        owned = numel / network.of(buffer, policy).size
+        held += owned + (numel - owned) / network.sharing(buffer, policy).size
+    return 2 * (held + 3 * largest)
 
 
 def _muon_seconds(model: ModelDescription, network: Network, policy: TrainingPolicy) -> float:

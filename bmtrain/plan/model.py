@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,11 +48,18 @@ class FlatBuffer:
         numels: elements of each, in any order.
         element_size: bytes of an element.
         trains: whether they get gradients.
+        experts: the part of ``numels`` in experts, which ``ep_size`` ranks divide.
     """
 
     numels: tuple[int, ...]
     element_size: int
     trains: bool = True
+    experts: tuple[int, ...] = ()
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether it has nothing else, and is shared by the ranks that hold the same experts."""
+        return 0 < len(self.experts) == len(self.numels)
 
     def partition(self, num_ranks: int) -> int:
         """Elements of one rank's shard, in the runtime's own layout."""
@@ -72,6 +80,7 @@ class BlockDescription:
             backward that has the largest ones.
         tp_exchange_bytes: sums over tensor-parallel ranks in a forward.
         sp_exchange_bytes: queries, keys, values and results of attention that sequence ranks exchange in a forward.
+        mixtures: of each mixture of experts, their number and the bytes of the rows that all of them get in a forward.
         kept_bytes: results of matrix products and attention that a second forward needs.
         flops_between_kept: work of a second forward that reuses these results.
         muon_flops: work of a step of Muon in the matrices.
@@ -85,6 +94,7 @@ class BlockDescription:
     gradient_bytes: float = 0.0
     tp_exchange_bytes: float = 0.0
     sp_exchange_bytes: float = 0.0
+    mixtures: tuple[tuple[int, float], ...] = ()
     kept_bytes: float = 0.0
     flops_between_kept: float = 0.0
     muon_flops: float = 0.0
@@ -187,18 +197,23 @@ class ModelDescription:
         blocks = tuple(_computed_in(block, element_size) for block in self.blocks)
         return replace(self, blocks=blocks)
 
-    def sliced(self, tp_size: int, pipe_size: int, sp_size: int = 1) -> ModelDescription:
+    def sliced(self, tp_size: int, pipe_size: int, sp_size: int = 1, ep_size: int = 1) -> ModelDescription:
         """The share of one of ``tp_size`` tensor-parallel ranks of one of ``pipe_size`` stages.
 
         Parameters and work are divided; activations as in Megatron-LM without sequence parallelism: inputs and what
         norms and residuals keep (10 of 34 parts, Korthikanti et al., 2022, section 4.1) stay whole. Ranks that divide
-        sequences have ``1 / sp_size`` of the work and of all activations.
+        sequences have ``1 / sp_size`` of the work and of all activations. Experts are divided over ``ep_size`` ranks
+        and not over tensor-parallel ones; each rank computes as many rows as it has.
 
         Raises:
-            ValueError: the matrices of the blocks cannot be divided so.
+            ValueError: the matrices or the experts of the blocks cannot be divided so.
         """
-        if tp_size == pipe_size == sp_size == 1:
+        if tp_size == pipe_size == sp_size == ep_size == 1:
             return self
+        numbers = {number for block in self.blocks for number, _ in block.mixtures}
+        if ep_size > 1 and (not numbers or any(number % ep_size for number in numbers)):
+            has = f"{' and '.join(map(str, sorted(numbers)))} experts" if numbers else "no experts in a block"
+            raise ValueError(f"ep_size: expected a divisor of the number of experts, got {ep_size} for {has}")
         largest = max(
             (n for block in self.blocks for buffer in block.buffers for n in buffer.numels), default=0
         )
@@ -207,7 +222,7 @@ class ModelDescription:
                 f"tp_size: expected a divisor of {largest}, the elements of a block's largest matrix, got {tp_size}"
             )
         per_stage = -(-len(self.blocks) // pipe_size)
-        blocks = tuple(_sliced_block(block, tp_size, sp_size) for block in self.blocks[:per_stage])
+        blocks = tuple(_sliced_block(block, tp_size, sp_size, ep_size) for block in self.blocks[:per_stage])
         outside = tuple(
             OutsideParameter(-(-p.numel // tp_size), p.element_size, p.reads_before, p.reads_after, p.trains)
             for p in self.outside
@@ -235,24 +250,35 @@ def _with_activations(block: BlockDescription, share: float) -> BlockDescription
         activation_bytes=share * block.activation_bytes,
         gradient_bytes=share * block.gradient_bytes,
         tp_exchange_bytes=share * block.tp_exchange_bytes,
+        sp_exchange_bytes=share * block.sp_exchange_bytes,
+        mixtures=tuple((number, share * nbytes) for number, nbytes in block.mixtures),
         kept_bytes=share * block.kept_bytes,
     )
 
 
-def _sliced_block(block: BlockDescription, tp_size: int, sp_size: int) -> BlockDescription:
+def _sliced_buffers(buffer: FlatBuffer, tp_size: int, ep_size: int) -> Iterator[FlatBuffer]:
+    """A rank's share: of experts that are divided, in a buffer of their own."""
+    experts = buffer.experts if ep_size > 1 or buffer.is_of_experts else ()
+    others = Counter(buffer.numels) - Counter(experts)
+    if others:
+        yield replace(buffer, numels=tuple(-(-n // tp_size) for n in others.elements()), experts=())
+    if experts:
+        own = tuple(-(-n // ep_size) for n in experts)
+        yield replace(buffer, numels=own, experts=own)
+
+
+def _sliced_block(block: BlockDescription, tp_size: int, sp_size: int, ep_size: int) -> BlockDescription:
     whole = min(5 * block.input_bytes, block.activation_bytes)
     sliced = BlockDescription(
-        buffers=tuple(
-            FlatBuffer(tuple(-(-numel // tp_size) for numel in b.numels), b.element_size, b.trains)
-            for b in block.buffers
-        ),
+        buffers=tuple(b for buffer in block.buffers for b in _sliced_buffers(buffer, tp_size, ep_size)),
         flops=block.flops / (tp_size * sp_size),
         last_matmul_flops=block.last_matmul_flops / (tp_size * sp_size),
         input_bytes=block.input_bytes,
         activation_bytes=whole + (block.activation_bytes - whole) / tp_size,
         gradient_bytes=block.gradient_bytes / tp_size,
         tp_exchange_bytes=2 * block.input_bytes,
-        sp_exchange_bytes=4 * block.input_bytes / (tp_size * sp_size),
+        sp_exchange_bytes=4 * block.input_bytes / tp_size,
+        mixtures=tuple((number, nbytes / tp_size) for number, nbytes in block.mixtures),
         kept_bytes=block.kept_bytes / tp_size,
         flops_between_kept=block.flops_between_kept / (tp_size * sp_size),
         muon_flops=block.muon_flops / tp_size,

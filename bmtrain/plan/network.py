@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from .machine import Machine
+from .model import FlatBuffer
+from .policy import TrainingPolicy
 
 __all__ = ["LEAST_SHARED", "NUM_COMMON", "NUM_OWN", "NUM_OWN_RECOMPUTING", "Network", "Transfer", "Wire"]
 
@@ -96,6 +98,17 @@ class Network:
     def part(self, num_sharing: int) -> Network:
         """A part of consecutive ranks that share a block."""
         return replace(self, size=num_sharing)
+
+    def of(self, buffer: FlatBuffer, policy: TrainingPolicy) -> Network:
+        """The ranks that hold a buffer together: of experts, the other ones of all expert-parallel groups."""
+        if not buffer.is_of_experts:
+            return self
+        return replace(self, size=self.size * policy.tp_size // policy.ep_size, stride=policy.ep_size)
+
+    def sharing(self, buffer: FlatBuffer, policy: TrainingPolicy) -> Network:
+        """The ranks, of these, that share a block's buffer."""
+        own = self.of(buffer, policy)
+        return own.part(policy.block_policy().num_sharing(own.size))
 
     def replicas(self, num_sharing: int) -> Network:
         """The ranks that hold the same shard if ``num_sharing`` ranks share a block."""

@@ -29,6 +29,7 @@ class TrainingPolicy:
         tp_size: tensor-parallel ranks.
         pipe_size: pipeline stages.
         sp_size: ranks that divide a sequence, by heads.
+        ep_size: ranks that hold the experts of a layer together; each expert is taken to get as many tokens.
         schedule: of the pipeline, as for :class:`bmtrain.PipelineTransformerBlockList`; ``"interleaved"`` has 2 chunks.
         num_micro_batches: of a pass of the pipeline; default: its stages.
         zero_size: ranks that share a block, as for :class:`bmtrain.BlockPolicy`.
@@ -60,6 +61,7 @@ class TrainingPolicy:
     tp_size: int = 1
     pipe_size: int = 1
     sp_size: int = 1
+    ep_size: int = 1
     schedule: str = "gpipe"
     num_micro_batches: int | None = None
     zero_size: int | None = None
@@ -73,7 +75,7 @@ class TrainingPolicy:
     vertical: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch", "accumulate", "tp_size", "pipe_size", "sp_size", "micros"):
+        for name in ("micro_batch", "accumulate", "tp_size", "pipe_size", "sp_size", "ep_size", "micros"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if self.vertical and self.pipe_size > 1:

@@ -142,6 +142,7 @@ def _policy(plan: Plan) -> str:
     parts += ["in vertical order"] * policy.vertical
     parts += [f"tensor parallel {policy.tp_size}"] * (policy.tp_size > 1)
     parts += [f"sequences over {policy.sp_size}"] * (policy.sp_size > 1)
+    parts += [f"experts over {policy.ep_size}"] * (policy.ep_size > 1)
     if policy.pipe_size > 1:
         parts.append(f"{policy.pipe_size} stages ({policy.schedule}, {policy.micros} micro-batches)")
     return ", ".join(parts)

@@ -281,9 +281,8 @@ def _all_reduce_bytes(numel: int, width: int, ranks: int) -> int:
     return (numel - own + own * (ranks - 1)) * width
 
 
-def _reduction_path(simulation: Simulation, policy: BlockPolicy, num_sharing: int) -> str:
+def _reduction_path(network: Network, policy: BlockPolicy, num_sharing: int) -> str:
     """The reduction of gradients; see `BlockPolicy.reduce`."""
-    network = simulation.network
     if policy.reduce == "ring":
         return "ring"
     has_hosts = num_sharing == network.size and 1 < network.ranks_per_node < network.size
@@ -293,14 +292,15 @@ def _reduction_path(simulation: Simulation, policy: BlockPolicy, num_sharing: in
 class SimulatedShards:
     """A substitute for `ShardedBuffer`: the same states and buffers, without data."""
 
-    def __init__(self, simulation: Simulation, label: str, buffer: FlatBuffer, policy: BlockPolicy) -> None:
-        network = simulation.network
+    def __init__(
+        self, simulation: Simulation, label: str, buffer: FlatBuffer, policy: BlockPolicy, network: Network
+    ) -> None:
         num_sharing = policy.num_sharing(network.size)
         sharing, replicas = network.part(num_sharing), network.replicas(num_sharing)
         widths = Widths.of(buffer, policy)
         partition = buffer.partition(num_sharing)
         self._gathers = _Gathers(simulation, label, partition, sharing, widths)
-        way = _reduction_path(simulation, policy, num_sharing)
+        way = _reduction_path(network, policy, num_sharing)
         self._reduction = _Reduction(simulation, label, partition, sharing, replicas, widths, way)
         self.trains = buffer.trains
         self.state = _State.SHARDED

@@ -70,6 +70,7 @@ class SimulatedStep:
         rates: the speed of the device.
         tp: the tensor-parallel ranks, if there are any.
         sp: the ranks that divide a sequence, if there are any.
+        ep: the ranks that hold experts together, if there are any.
         fixed: bytes that are allocated all the time, by purpose.
         ring_gather: gathers go around a ring.
         overlaps: False makes every collective wait for its end (for peers that do not overlap).
@@ -86,6 +87,7 @@ class SimulatedStep:
         *,
         tp: Network | None = None,
         sp: Network | None = None,
+        ep: Network | None = None,
         fixed: dict[str, float] | None = None,
         ring_gather: bool = True,
         overlaps: bool = True,
@@ -96,7 +98,7 @@ class SimulatedStep:
         self.kept_samples, self.samples_at_once = samples * policy.held_share, samples / policy.micros
         # In vertical order losses, and the gradients between two blocks, are there for all of them.
         self.joined_samples = samples if policy.vertical else self.samples_at_once
-        self.rates, self.tp, self.sp = rates, tp, sp
+        self.rates, self.tp, self.sp, self.ep = rates, tp, sp, ep
         self.overlaps, self.early_stop = overlaps, early_stop
         self.simulation = Simulation(Wire(), network, MemoryMeter(fixed or {}), ring_gather)
         self.engine = Engine(torch.device("cpu"))
@@ -106,7 +108,8 @@ class SimulatedStep:
         for number, block in enumerate(model.blocks):
             label = f"block {number}"
             shards: Any = [
-                SimulatedShards(self.simulation, label, buffer, chosen) for buffer in block.buffers
+                SimulatedShards(self.simulation, label, buffer, chosen, network.of(buffer, policy))
+                for buffer in block.buffers
             ]
             self.blocks.append(BlockState(self.engine, label, shards, chosen))
 
@@ -155,7 +158,7 @@ class SimulatedStep:
         # While the block runs, its saved tensors exist only if they are kept.
         memory.add("activations", self._kept(block) * self.kept_samples)
         self._compute(state.label, block.flops, 2 * block.activation_bytes)
-        self._exchange(block, 1)
+        self._exchange(block)
         self.engine.close(state, keep=self.engine.keeps_for_backward(state))
 
     def _backward(self, state: BlockState, block: BlockDescription) -> None:
@@ -166,7 +169,7 @@ class SimulatedStep:
         memory.add("activations", again)
         if self.policy.recomputes:
             self._compute(state.label, self._flops_again(block), 2 * block.activation_bytes)
-            self._exchange(block, 1)
+            self._exchange(block)
         training: Any = [buffer for buffer in state.buffers if buffer.trains]  # type: ignore[attr-defined]
         self.engine.gradients.begin(state, {buffer: [True] for buffer in training})
         # The hidden state has a gradient of the residual path and one of the layer.
@@ -175,7 +178,7 @@ class SimulatedStep:
         memory.add("activations", passing)
         self._compute(state.label, 2 * block.flops, 3 * block.activation_bytes)
         memory.add("activations", -passing)
-        self._exchange(block, 1)
+        self._exchange(block, is_forward=False)
         memory.add("activations", -again - self._kept(block) * self.kept_samples)
         self.engine.close(state, keep=self.engine.schedule.expects_backward_of(state))
         self.engine.gradients.send(state, training)
@@ -199,20 +202,33 @@ class SimulatedStep:
         seconds = self.samples * (flops / self.rates.flops + moved_bytes / self.rates.bytes)
         self.simulation.compute(label, seconds)
 
-    def _exchange(self, block: BlockDescription, times: int) -> None:
-        """Sums over the tensor-parallel ranks, and attention of sequence ranks; nothing else can continue meanwhile."""
+    def _exchange(self, block: BlockDescription, *, is_forward: bool = True) -> None:
+        """Sums over the tensor-parallel ranks, attention of sequence ranks, and tokens of experts; nothing else can
+        continue meanwhile."""
         if self.sp is not None:
             for share in (3 / 4, 1 / 4):  # queries, keys and values; results
-                part = share * block.sp_exchange_bytes * self.samples / self.sp.size
-                seconds = times * self.sp.seconds(part, ring=False)
-                self.simulation.count("all_to_all of sequences", int((self.sp.size - 1) * part))
-                self.simulation.waiting += seconds
-                self.simulation.wire.advance(seconds)
+                part = share * block.sp_exchange_bytes * self.samples_at_once / self.sp.size
+                self._exchange_parts(self.sp, "all_to_all of sequences", part)
+        if self.ep is not None:
+            for number, nbytes in block.mixtures:
+                if is_forward:  # the number of tokens of each expert
+                    self._exchange_parts(self.ep, "all_gather of experts", 8 * number)
+                for _ in range(2):  # there and back
+                    part = nbytes * self.samples_at_once / self.ep.size
+                    self._exchange_parts(self.ep, "all_to_all of experts", part)
         if self.tp is not None and block.tp_exchange_bytes:
             # Two sums in a pass, after the attention and after the feed-forward layer.
-            half = block.tp_exchange_bytes / 2 * self.samples
-            self.simulation.waiting += times * 2 * self.tp.all_reduce_seconds(half)
-            self.simulation.wire.advance(times * 2 * self.tp.all_reduce_seconds(half))
+            self._wait(2 * self.tp.all_reduce_seconds(block.tp_exchange_bytes / 2 * self.samples))
+
+    def _exchange_parts(self, network: Network, operation: str, nbytes: float) -> None:
+        """Sends ``nbytes`` to each rank, for each micro-batch."""
+        for _ in range(self.policy.micros):
+            self.simulation.count(operation, round((network.size - 1) * nbytes))
+            self._wait(network.seconds(nbytes, ring=False))
+
+    def _wait(self, seconds: float) -> None:
+        self.simulation.waiting += seconds
+        self.simulation.wire.advance(seconds)
 
     def _gather_outside(self, messages: Sequence[Sequence[OutsideParameter]]) -> None:
         self._outside("gather", "all_gather", messages, self.simulation.ring_gather)

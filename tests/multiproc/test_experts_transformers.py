@@ -16,6 +16,7 @@ from harness import run_ranks
 
 import bmtrain
 from bmtrain._shards.full_values import full_value
+from bmtrain.plan import describe_module
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
@@ -132,3 +133,24 @@ def test_any_division_has_the_same_bits_with_virtual_shards(family: str) -> None
         for world in (1, 2)
     ]
     assert found[1] == found[0] * 2
+
+
+def described() -> tuple[Any, Any]:
+    plain, ep_size = make("Mixtral"), bmtrain.config["ep_size"]
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    both = [
+        describe_module(model, ids) for model in (plain, bmtrain.BMTrainModelWrapper(copy.deepcopy(plain)))
+    ]
+    assert both[0].num_parameters == both[1].num_parameters
+    plain_share, own = (model.sliced(1, 1, 1, ep_size) for model in both)
+    return plain_share.blocks, own.blocks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_a_plan_describes_the_plain_model_and_the_divided_one_alike(ep_size: int) -> None:
+    for both in run_ranks(2, described, init={"ep_size": ep_size}, timeout=200):
+        for plain, divided in zip(*both, strict=True):
+            for name in ("buffers", "flops", "mixtures", "muon_flops"):
+                assert getattr(plain, name) == getattr(divided, name), name
+            assert plain.activation_bytes == pytest.approx(divided.activation_bytes, rel=0.1)

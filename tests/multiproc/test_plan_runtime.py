@@ -22,7 +22,7 @@ from bmtrain.plan.report import format_plan
 from bmtrain.plan.simulation import Rates, SimulatedStep
 from bmtrain.wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 
-LAYERS, DIM = 5, 64
+LAYERS, DIM, EXPERTS = 5, 64, 8
 LARGE = 160  # blocks of more than the 1 MiB from which ranks of a host share buffers
 
 
@@ -30,23 +30,40 @@ def storage_bytes(tensors) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
+class Mixture(bmt.DistributedModule):
+    """A layer, and experts of which each gets as many tokens."""
+
+    def __init__(self, layer: torch.nn.Module, dim: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = layer
+        self.experts = bmt.nn.Experts(dim, 2 * dim, EXPERTS, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        rows = x.flatten(0, 1)
+        index = (torch.arange(2 * len(rows)) % EXPERTS).view(-1, 2)
+        return x + self.experts(rows, index, torch.ones(index.shape)).view_as(x)
+
+
 def gpt(policy: TrainingPolicy, dtype: torch.dtype, dim: int = DIM) -> torch.nn.Module:
     model = GPT(LAYERS, dim, 4, 101, 32).to(dtype)
-    model.layers = torch.nn.ModuleList(
-        [bmt.Block(model_wrapper_dispatch(layer), policy=policy.block_policy()) for layer in model.layers]
-    )
+    layers = [model_wrapper_dispatch(layer) for layer in model.layers]
+    if policy.ep_size > 1:
+        layers = [Mixture(layer, dim, dtype) for layer in layers]
+        bmt.init_parameters(torch.nn.ModuleList(layers))
+    model.layers = torch.nn.ModuleList([bmt.Block(layer, policy=policy.block_policy()) for layer in layers])
     # Behind blocks that compute in 16 bits the head goes on in its own dtype.
     model.norm.register_forward_pre_hook(lambda norm, args: (args[0].to(norm.weight.dtype),))
     return BMTrainModelWrapper(model)
 
 
-def traffic_of_all() -> dict[str, tuple[int, int]]:
+def by_operation(*counts: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """Sums, whatever the messages are of."""
     total: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
-    for comm in context().communicators():
-        for name, (messages, sent) in comm.traffic().items():
-            total[name] += messages
-            nbytes[name] += sent
+    for name, (messages, sent) in [item for each in counts for item in each.items()]:
+        total[name.partition(" of ")[0]] += messages
+        nbytes[name.partition(" of ")[0]] += sent
     return {name: (total[name], nbytes[name]) for name in total}
 
 
@@ -70,15 +87,19 @@ def predicted_and_counted(options: dict[str, Any], dtype: torch.dtype, dim: int)
     if dim == LARGE:
         machine = replace(machine, shares_memory=True)
     plan = estimate(described, machine, policy)
-    num_sharing = policy.block_policy().num_sharing(bmt.world_size())
+    num_sharing = policy.block_policy().num_sharing
     state = [t for p in params for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)]
     return {
-        "predicted": plan.traffic,
-        "counted": traffic_of_all(),
+        "predicted": by_operation(plan.traffic),
+        "counted": by_operation(*[comm.traffic() for comm in context().communicators()]),
         "predicted pool": plan.memory.pool_peak,
         "counted pool": pool.stats()["peak_bytes_in_use"],
         "predicted states": bmt.plan.model_state_bytes(
-            described, bmt.world_size(), num_sharing, policy.state_dtype
+            described.sliced(1, 1, 1, policy.ep_size),
+            bmt.world_size(),
+            num_sharing(bmt.world_size()),
+            policy.state_dtype,
+            num_sharing_experts=num_sharing(bmt.world_size() // policy.ep_size),
         ),
         "counted states": {
             "weights": storage_bytes(params),
@@ -117,10 +138,16 @@ THROUGH_HALF = {"gather_dtype": torch.bfloat16}
         (2, THROUGH_HALF, torch.float32, DIM),
         (2, {"level": 1, **THROUGH_HALF}, torch.float32, LARGE),
         (4, {"zero_size": 2, "level": 2, **THROUGH_HALF}, torch.float32, DIM),
+        (2, {"ep_size": 2, "level": 2}, torch.float32, DIM),
+        (2, {"ep_size": 2, **HALF}, torch.float32, LARGE),
+        (4, {"ep_size": 2, "recompute": False}, torch.bfloat16, DIM),
+        (4, {"ep_size": 2, "zero_size": 2, "recompute": "selective"}, torch.float32, DIM),
+        (4, {"ep_size": 4}, torch.float32, DIM),
     ],
 )
 def test_prediction_is_what_is_counted(world, options, dtype, dim) -> None:
-    for found in run_ranks(world, predicted_and_counted, options, dtype, dim):
+    init = {"ep_size": options.get("ep_size", 1)}
+    for found in run_ranks(world, predicted_and_counted, options, dtype, dim, init=init):
         assert found["counted"] == found["predicted"]
         assert found["counted pool"] == found["predicted pool"]
         for name, counted in found["counted states"].items():

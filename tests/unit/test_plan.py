@@ -254,6 +254,42 @@ def test_sequence_ranks_divide_work_and_activations() -> None:
         estimate(model, EIGHT, TrainingPolicy(tp_size=2, sp_size=3))
 
 
+def test_expert_ranks_divide_experts_and_exchange_their_rows() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    described = []
+    for k in (1, 2):
+        config = transformers.MixtralConfig(
+            **sizes, num_key_value_heads=2, vocab_size=100, num_local_experts=8, num_experts_per_tok=k
+        )
+        with torch.device("meta"):
+            model = transformers.MixtralModel(config)
+        described.append(describe_module(model, torch.zeros(2, 16, dtype=torch.long, device="meta")))
+        assert described[-1].num_parameters == model.num_parameters()
+    one, two = described
+    of_experts = 3 * 64 * 96
+    assert two.blocks[0].flops - one.blocks[0].flops == 2 * 16 * of_experts
+    assert two.blocks[0].mixtures == ((8, 2 * 16 * 64 * 4),)
+    whole, divided = (estimate(two, EIGHT, TrainingPolicy(micro_batch=4, ep_size=ep)) for ep in (1, 4))
+    assert divided.memory.weights == pytest.approx(
+        whole.memory.weights, rel=0.02
+    )  # shards of as many elements
+    bytes_of_experts = 8 * of_experts * 4
+    assert whole.memory.gathered - divided.memory.gathered > 0.7 * bytes_of_experts
+    assert divided.time.compute == pytest.approx(whole.time.compute)
+    # There and back in forward, second forward and backward, three quarters of the rows.
+    assert divided.traffic["all_to_all of experts"] == (2 * 3 * 3, 2 * 3 * 3 * (4 * 2 * 16 * 64 * 4) * 3 // 4)
+    assert divided.traffic["all_gather of experts"] == (2 * 3, 2 * 3 * 3 * 8 * 8)
+    assert "experts over 4" in format_plan(divided)
+    for model, ep, message in (
+        (two, 3, "expected a divisor of 8 devices of a stage, got 3"),
+        (SMALL, 2, "expected a divisor of the number of experts, got 2 for no experts in a block"),
+        (one, 16, "got 16 for 8 experts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            estimate(model, EIGHT.with_devices(16 if ep == 16 else 8), TrainingPolicy(ep_size=ep))
+
+
 def test_a_run_that_cannot_fit_is_refused_before_it_starts() -> None:
     plan = estimate(gpt2(40, 5120, 40), EIGHT.with_devices(1))
     with pytest.raises(DoesNotFitError, match=r"needs \d+\.\d GiB of a device, which has 78\.5 GiB"):
