@@ -36,6 +36,7 @@ __all__ = ["DiskTier", "StoredArray", "aligned"]
 
 _ALIGNMENT = 4096  # bytes, of csrc/disk
 _LEAST = 1 << 20  # bytes of a buffer of the pool that starts at a page, and of a piece
+_SEALED = 1 << 18  # bytes under one checksum, of csrc/disk: one that is cut by a piece is not compared
 _PIECES = 8  # of a transfer, which threads move at the same time
 _SLOTS = 64  # pieces in transfer
 #: Gradient shards that are being written while others are computed.
@@ -150,7 +151,7 @@ class Transfer:
         self._slots: list[int] = []
         self.error: DiskError | None = None
         move = tier.queue.write if is_write else tier.queue.read
-        piece = max(_LEAST, aligned(-(-memory.numel() // _PIECES)))
+        piece = max(_LEAST, -(-memory.numel() // (_PIECES * _SEALED)) * _SEALED)
         for begin in range(0, memory.numel(), piece):
             slot, part = tier.slot(), memory[begin : begin + piece]
             move(slot, file, offset + begin, part.numel(), part)

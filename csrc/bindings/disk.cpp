@@ -60,6 +60,7 @@ void bind_disk(py::module_& module) {
       .def("map", &DiskFile::map, py::arg("offset"), py::arg("nbytes"), NoGil())
       .def("zero", &DiskFile::zero, py::arg("offset"), py::arg("nbytes"), NoGil())
       .def("unseal", &DiskFile::unseal, py::arg("offset"), py::arg("nbytes"))
+      .def("seals", &DiskFile::seals, py::arg("offset"), py::arg("nbytes"))
       .def("fileno", &DiskFile::descriptor)
       .def_property_readonly("name", &DiskFile::name)
       .def_property_readonly("nbytes", &DiskFile::size)

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "common/check.h"
+#include "common/thread_pool.h"
 #include "disk/checksum.h"
 
 namespace bmtrain {
@@ -84,9 +85,16 @@ void DiskFile::zero(std::int64_t offset, std::int64_t nbytes) {
 
 void DiskFile::seal(std::int64_t offset, std::int64_t nbytes, const void* data) {
   unseal(offset, nbytes);
-  for (std::int64_t at = 0; at < nbytes; at += kSealBytes) {
+  std::vector<Seal> made(static_cast<std::size_t>((nbytes + kSealBytes - 1) / kSealBytes));
+  parallel_for(static_cast<std::int64_t>(made.size()), [&](std::int64_t i) {
+    const std::int64_t at = i * kSealBytes;
     const std::int64_t length = std::min(kSealBytes, nbytes - at);
-    seals_[offset + at] = {.nbytes = length, .sum = checksum(static_cast<const char*>(data) + at, length)};
+    made[static_cast<std::size_t>(i)] = {.nbytes = length,
+                                         .sum = crc32_of(static_cast<const char*>(data) + at, length)};
+  });
+  for (const Seal& seal : made) {
+    seals_[offset] = seal;
+    offset += kSealBytes;
   }
 }
 
@@ -102,14 +110,31 @@ void DiskFile::check(std::int64_t offset, std::int64_t nbytes, const void* data)
     seal(offset, nbytes, data);
     return;
   }
-  for (; at != seals_.end() && at->first + at->second.nbytes <= offset + nbytes; ++at) {
-    const char* const piece = static_cast<const char*>(data) + (at->first - offset);
+  std::vector<std::pair<std::int64_t, Seal>> known;
+  for (; at != seals_.end() && at->first + at->second.nbytes <= offset + nbytes; ++at) known.push_back(*at);
+  std::vector<std::uint32_t> found(known.size());
+  parallel_for(static_cast<std::int64_t>(known.size()), [&](std::int64_t i) {
+    const auto& [begin, seal] = known[static_cast<std::size_t>(i)];
+    const char* const piece = static_cast<const char*>(data) + (begin - offset);
+    found[static_cast<std::size_t>(i)] = crc32_of(piece, seal.nbytes);
+  });
+  for (std::size_t i = 0; i < known.size(); ++i) {
     BMT_CHECK(
-        DiskError, checksum(piece, at->second.nbytes) == at->second.sum, name_, ": ", at->second.nbytes,
-        " bytes at offset ", at->first,
+        DiskError, found[i] == known[i].second.sum, name_, ": ", known[i].second.nbytes, " bytes at offset ",
+        known[i].first,
         " are not those that were written there: their checksum differs. The drive, or memory on the way, "
         "changed them; continue from the last checkpoint");
   }
+}
+
+std::vector<std::uint32_t> DiskFile::seals(std::int64_t offset, std::int64_t nbytes) const {
+  std::vector<std::uint32_t> found;
+  for (std::int64_t at = offset; at < offset + nbytes; at += kSealBytes) {
+    const auto seal = seals_.find(at);
+    if (seal == seals_.end() || seal->second.nbytes != std::min(kSealBytes, offset + nbytes - at)) return {};
+    found.push_back(seal->second.sum);
+  }
+  return found;
 }
 
 }  // namespace bmtrain

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "common/file_descriptor.h"
 
@@ -15,8 +16,8 @@ namespace bmtrain {
 /// Offsets and lengths of transfers are multiples of it: the largest block of the drives that O_DIRECT meets.
 constexpr std::int64_t kDiskAlignment = 4096;
 
-/// The most bytes under one checksum.
-constexpr std::int64_t kSealBytes = std::int64_t{1} << 20;
+/// The most bytes under one checksum, as in the manifests of checkpoints.
+constexpr std::int64_t kSealBytes = std::int64_t{1} << 18;
 
 /// A range of a file in memory, shared with the file: the kernel reads pages when they are touched, and may
 /// take them away. It sees what transfers have written, and they see what is written to it.
@@ -57,6 +58,8 @@ class DiskFile {
   void unseal(std::int64_t offset, std::int64_t nbytes);
   /// DiskError if a part of the range was sealed with another checksum; seals a range without any.
   void check(std::int64_t offset, std::int64_t nbytes, const void* data);
+  /// The checksum of each kSealBytes of a range, the last one of what is left; empty unless all are recorded.
+  [[nodiscard]] std::vector<std::uint32_t> seals(std::int64_t offset, std::int64_t nbytes) const;
 
   /// For messages.
   [[nodiscard]] const std::string& name() const { return name_; }
@@ -68,7 +71,7 @@ class DiskFile {
  private:
   struct Seal {
     std::int64_t nbytes;
-    std::uint64_t sum;
+    std::uint32_t sum;
   };
 
   const std::string directory_, name_;

@@ -1,5 +1,5 @@
-// Runs every CPU kernel of one level on fixed numbers and prints a digest of each result, so that levels and
-// processors can be compared: see tests/unit/test_aarch64.py.
+// Runs every CPU kernel of one level, and the checksum of files, on fixed numbers and prints a digest of each
+// result, so that levels and processors can be compared: see tests/unit/test_aarch64.py.
 //
 //     kernels_driver LEVEL
 #include <array>
@@ -14,6 +14,7 @@
 #include "cpu/element.h"
 #include "cpu/isa.h"
 #include "cpu/kernels.h"
+#include "disk/checksum.h"
 
 namespace {
 
@@ -266,6 +267,12 @@ void momentum_steps(const KernelTable& table) {
   }
 }
 
+void checksums() {
+  std::vector<unsigned char> bytes(4096);
+  for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<unsigned char>(i * 7 + (i >> 8));
+  std::printf("crc32 %08x\n", bmtrain::crc32_of(bytes.data(), static_cast<std::int64_t>(bytes.size())));
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -276,5 +283,6 @@ int main(int argc, char** argv) {
   reductions(table);
   adam_steps(table);
   momentum_steps(table);
+  checksums();
   return 0;
 }

@@ -19,6 +19,7 @@ from harness.disk_tier import ALL, TIERS, kernel_bytes, make, small_chunks, smal
 
 import bmtrain as bmt
 from bmtrain import _C
+from bmtrain._engine.disk_shard import stored_shard_of
 from bmtrain._engine.engine import current_engine
 from bmtrain._ranks.context import context
 from bmtrain.plan import MACHINES, TrainingPolicy, describe_module, estimate
@@ -495,6 +496,26 @@ def test_flipped_bit(back_end: str, tmp_path: Path) -> None:
             assert re.search(r"(parameters|gradients|optimizer state) of Layer#0: ", text)
             assert re.search(f"disk tier in {tmp_path}: [0-9]+ bytes at offset [0-9]+", text)
             assert "their checksum differs" in text
+
+
+def read_large() -> None:
+    block = bmt.Block(bmt.nn.Linear(2000, 2000), policy=bmt.BlockPolicy(**ALL))
+    bmt.init_parameters(block)
+    train_block(block, bmt.optim.AdamOptimizer(block.parameters()))
+    stored: Any = stored_shard_of(block.weight)
+    for at in range(0, 4 * 2000 * 2000, 1_500_000):
+        stored.parameters.mapping[at : at + 1].bitwise_xor_(4)
+        with pytest.raises(bmt.errors.DiskError, match="their checksum differs"):
+            block(torch.ones(1, 2000))
+        stored.rest_parameters()
+        stored.parameters.mapping[at : at + 1].bitwise_xor_(4)
+        stored.tier.failure = None
+    block(torch.ones(1, 2000))
+
+
+def test_flipped_bit_anywhere_in_large_parameters(tmp_path: Path) -> None:
+    """Reads are cut into pieces, and each piece is compared."""
+    run_ranks(1, read_large, init=tiers(tmp_path))
 
 
 def fill() -> str:

@@ -16,7 +16,8 @@ import pytest
 import torch
 from harness.sanitized import ROOT, compiler
 
-KERNELS = ("tests/cpp/kernels_driver.cpp", "csrc/cpu/isa.cpp", "csrc/cpu/base.cpp")
+DRIVER = ("tests/cpp/kernels_driver.cpp", "csrc/disk/checksum.cpp")
+KERNELS = (*DRIVER, "csrc/cpu/isa.cpp", "csrc/cpu/base.cpp")
 #: Objects of the core that runs the tests; levels of other processors are empty.
 FOLDER = f"core-{sysconfig.get_platform()}-{sys.implementation.cache_tag}-torch{torch.__version__}"
 OBJECTS = ROOT / "build" / FOLDER / "csrc" / "cpu"
@@ -67,7 +68,7 @@ def test_kernels_have_the_bits_of_x86(tmp_path: Path) -> None:
     run = compile_for_arm([*KERNELS, "csrc/cpu/neon.cpp"], tmp_path)
     compiled = all((OBJECTS / f"{level}.o").exists() for level in LEVELS)
     kernels = [OBJECTS / f"{level}.o" if compiled else f"csrc/cpu/{level}.cpp" for level in LEVELS]
-    here = build(compiler(), "-O0", [KERNELS[0], *map(str, kernels)], tmp_path / "here")
+    here = build(compiler(), "-O0", [*DRIVER, *map(str, kernels)], tmp_path / "here")
     expected = subprocess.run([here, "base"], capture_output=True, text=True, check=True).stdout
     assert len(expected.splitlines()) > 50
     for level in ("base", "neon"):

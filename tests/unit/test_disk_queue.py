@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,20 @@ def test_changed_bit(bit: int, tmp_path: Path) -> None:
     queue.wait(0)
 
 
+@pytest.mark.parametrize("nbytes", [DISK_ALIGNMENT, 1 << 18, (1 << 20) + 3 * DISK_ALIGNMENT])
+def test_seals_are_the_checksums_of_checkpoints(nbytes: int, tmp_path: Path) -> None:
+    queue, file = DiskQueue("auto", 1, nbytes), DiskFile(str(tmp_path))
+    file.reserve(2 * nbytes)
+    written = queue.buffer(0).random_(256).numpy().tobytes()
+    queue.write(0, file, nbytes, nbytes)
+    queue.wait(0)
+    pieces = [written[at : at + (1 << 18)] for at in range(0, nbytes, 1 << 18)]
+    assert file.seals(nbytes, nbytes) == [zlib.crc32(piece) for piece in pieces]
+    assert file.seals(0, 2 * nbytes) == file.seals(0, nbytes) == []
+    file.unseal(2 * nbytes - 1, 1)
+    assert file.seals(nbytes, nbytes) == []
+
+
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 @pytest.mark.parametrize(
     ("result", "words"), [(-errno.EIO, "Input/output error"), (0, "the file ended after 0 bytes")]
@@ -164,12 +179,14 @@ def test_forked_child_is_refused(back_end: str, tmp_path: Path) -> None:
 
 
 def test_container_without_io_uring(tmp_path: Path) -> None:
-    done = run_process([sys.executable, "-c", WITHOUT, str(tmp_path)], timeout=60)
+    environment = {"BMTRAIN_CPU_ISA": "base"}  # whose checksums are those of zlib as well
+    command = [sys.executable, "-c", WITHOUT, str(tmp_path)]
+    done = run_process(command, environment=environment, timeout=60)
     assert "threads: io_uring_setup: Operation not permitted" in done.stdout
 
 
 WITHOUT = """
-import sys
+import sys, zlib
 sys.path.insert(0, "tests")
 from harness.limits import refuse_calls
 import torch
@@ -177,8 +194,8 @@ from bmtrain._C import DiskFile, DiskQueue
 refuse_calls(["io_uring_setup"])
 queue, file = DiskQueue("auto", 1, 4096), DiskFile(sys.argv[1])
 file.reserve(4096)
-queue.buffer(0).fill_(7)
-queue.write(0, file, 0, 4096)
+queue.buffer(0).random_(256)
+assert queue.write(0, file, 0, 4096) is None and file.seals(0, 4096) == [zlib.crc32(queue.buffer(0).numpy())]
 queue.wait(0)
 queue.read(0, file, 0, 4096)
 queue.wait(0)
