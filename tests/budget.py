@@ -19,12 +19,12 @@ PYTHON = {
     "watch": ("_watch", 1924),
     "ranks": ("_ranks global_var nccl synchronize utils", 4245),
     "shards": ("_shards parameter", 1520),
-    "engine": ("_engine", 7369),
+    "engine": ("_engine", 7404),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5580),
-    "files": ("_files dcp distributed store weights", 4530),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9396),
+    "files": ("_files dcp distributed store weights", 4653),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9422),
     "survive": ("_survive survive", 2010),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_075),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_076),
 }
 CORE = {
     "bindings": (". bindings ops", 1480),

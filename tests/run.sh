@@ -18,14 +18,15 @@ for argument in "$@"; do
     fi
 done
 
-# On a machine of CI: the launchers that tests/launchers starts, and what tests/unit/test_aarch64.py runs. Elsewhere
-# their tests are skipped where one is missing.
+# On a machine of CI: the launchers that tests/launchers starts, what tests/unit/test_aarch64.py runs, and filesystems
+# with reflinks. Elsewhere their tests are skipped where one is missing.
 if [ "${CI:-}" = true ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null &&
-    ! { command -v slurmctld && command -v mpirun && command -v qemu-aarch64 && command -v aarch64-linux-gnu-g++; } >/dev/null; then
+    ! { command -v slurmctld && command -v mpirun && command -v qemu-aarch64 && command -v aarch64-linux-gnu-g++ &&
+        command -v mkfs.xfs && command -v mkfs.btrfs; } >/dev/null; then
     export DEBIAN_FRONTEND=noninteractive
     { apt-get update -qq && apt-get install -qq --no-install-recommends \
-        slurmctld slurmd slurm-client openmpi-bin qemu-user g++-aarch64-linux-gnu >/dev/null; } ||
-        echo "tests/run.sh: Slurm, Open MPI and the emulator of Arm could not be installed" >&2
+        slurmctld slurmd slurm-client openmpi-bin qemu-user g++-aarch64-linux-gnu xfsprogs btrfs-progs >/dev/null; } ||
+        echo "tests/run.sh: Slurm, Open MPI, the emulator of Arm and filesystems could not be installed" >&2
 fi
 
 if [ -n "$fast" ]; then

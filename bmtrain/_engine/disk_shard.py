@@ -14,7 +14,7 @@ from .._base.unseen import gradient_of
 from .._C import ShardedBuffer
 from .._ranks.agree import failing_together
 from ..errors import DiskError
-from .disk_tier import AHEAD, DiskTier, StoredArray, aligned
+from .disk_tier import AHEAD, DiskTier, SealedArray, StoredArray, aligned, sealed
 
 __all__ = ["StoredShard", "gradients_in_memory", "reading_gradients", "stored_shard_of"]
 
@@ -105,6 +105,14 @@ class StoredShard:
             self.note_changes()
             self.parameters.check()
             self._is_checked = True
+
+    def sealed_parameters(self) -> list[SealedArray]:
+        """Returns the parameters, if they are at rest with known checksums: to be cloned, or compared and read."""
+        array = self.parameters
+        if array is None or array.is_in_use or self.tier.failure is not None:
+            return []
+        self.note_changes()
+        return sealed(array.file, array.offset, array.mapping, self.show_parameters)
 
     def fetch_parameters(self) -> None:
         """Starts to read the parameters, unless they are in memory and unchanged."""

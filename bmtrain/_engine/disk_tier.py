@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -32,7 +32,7 @@ from .._C import BufferPool, DiskFile, DiskQueue
 from ..errors import DiskError
 from .drives import Drives
 
-__all__ = ["DiskTier", "StoredArray", "aligned"]
+__all__ = ["DiskTier", "SealedArray", "StoredArray", "aligned", "sealed"]
 
 _ALIGNMENT = 4096  # bytes, of csrc/disk
 _LEAST = 1 << 20  # bytes of a buffer of the pool that starts at a page, and of a piece
@@ -171,6 +171,33 @@ class Transfer:
         self._tier.end(self, slots)
         if self._tier.drives.observer is not None:
             self._tier.drives.observer.transferred(self)
+
+
+class SealedArray(NamedTuple):
+    """An array at rest, of whose bytes all checksums are known.
+
+    Attributes:
+        file, offset: the place of its bytes.
+        mapping: the bytes.
+        crc32: of each 256 KiB.
+        check: compares the bytes with these.
+    """
+
+    file: DiskFile
+    offset: int
+    mapping: Tensor
+    crc32: list[int]
+    check: Callable[[], None]
+
+    @property
+    def nbytes(self) -> int:
+        return self.mapping.numel()
+
+
+def sealed(file: DiskFile, offset: int, mapping: Tensor, check: Callable[[], None]) -> list[SealedArray]:
+    """Returns the array, unless a checksum is missing or it is smaller than the bytes under one."""
+    crc32 = file.seals(offset, mapping.numel()) if mapping.numel() >= _SEALED else []
+    return [SealedArray(file, offset, mapping, crc32, check)] if crc32 else []
 
 
 class StoredArray:

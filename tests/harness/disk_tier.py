@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import struct
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +19,7 @@ from bmtrain.optim.places import disk_arena
 
 from .offloaded import Model, values_of
 
-__all__ = ["kernel_bytes", "make", "small_chunks", "small_drive", "train"]
+__all__ = ["kernel_bytes", "make", "reflink_drive", "shared_bytes", "small_chunks", "small_drive", "train"]
 
 
 def small_chunks() -> None:
@@ -73,15 +76,47 @@ def kernel_bytes() -> tuple[int, int]:
     return counts["read_bytes"], counts["write_bytes"]
 
 
+def shared_bytes(path: Path) -> int:
+    """Returns the bytes of a file whose blocks on the drive other files have too."""
+    most, header = 500, "QQIIII"  # extents, and what the kernel is asked (FS_IOC_FIEMAP)
+    request = bytearray(struct.pack(header, 0, 2**63, 1, 0, most, 0) + bytes(56 * most))
+    file = os.open(path, os.O_RDONLY)
+    fcntl.ioctl(file, 0xC020660B, request)
+    os.close(file)
+    extents = struct.iter_unpack("QQQQQIIII", request[32:])
+    return sum(length for _, _, length, _, _, flags, *_ in extents if flags & 0x2000)
+
+
+def _mounted(folder: Path, *commands: list[str]) -> None:
+    """Runs the commands that mount a filesystem there. Skips the test where one fails."""
+    folder.mkdir()
+    for command in commands:
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip(f"{command[0]} is not installed (Debian: xfsprogs, btrfs-progs)")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no filesystem can be mounted here: {error.stderr.strip()}")
+
+
 @contextmanager
 def small_drive(folder: Path, nbytes: int) -> Iterator[Path]:
     """A filesystem of that many bytes. Skips the test where none can be mounted."""
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(folder)]
-    mounted = subprocess.run(command, check=False, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"no filesystem can be mounted here: {mounted.stderr.strip()}")
+    _mounted(folder, ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(folder)])
     try:
         yield folder
     finally:
         subprocess.run(["umount", str(folder)], check=True)
+
+
+@contextmanager
+def reflink_drive(kind: str, folder: Path) -> Iterator[Path]:
+    """A filesystem whose files can share blocks, "xfs" or "btrfs". Skips the test where none can be made."""
+    image = str(folder.with_suffix(".image"))
+    with open(image, "wb") as file:
+        file.truncate(512 << 20)
+    _mounted(folder, [f"mkfs.{kind}", "-q", image], ["mount", "-o", "loop", image, str(folder)])
+    try:
+        yield folder
+    finally:  # io_uring lets go of files a moment after their process has ended
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)

@@ -96,7 +96,7 @@ def start_saving(
     """See :func:`bmtrain.distributed.checkpoint.save`. Collective."""
     current = context(_LABEL)
     with failing_together(_LABEL):
-        snapshot = take_snapshot(model, optim, schedulers, data, extra)
+        snapshot = take_snapshot(model, optim, schedulers, data, extra, lends=not non_blocking)
     snapshot.keep_what_differs()
     save = broadcast_json(os.urandom(5).hex(), label=_LABEL)
     gone = list if current.watch is None else current.watch.suspicion.ranks

@@ -6,6 +6,7 @@ import random
 import sys
 import zlib
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 
 from ..._base.tensors import bytes_of, in_host_memory
 from ..._base.unseen import data_of
+from ..._engine.disk_shard import stored_shard_of
+from ..._engine.disk_tier import SealedArray
 from ..._files.shared_state import encode
 from ..._model.outline import outline_of
 from ..._ranks.agree import broadcast_json
@@ -22,7 +25,9 @@ from ..._shards.stage import StagedShardSpec
 from ...global_var import context
 from ...optim._arrays import MASTER
 from ...optim._old_bounds import SLICE_BYTES
+from ...optim._sharded import ShardedOptimizer
 from ...optim.optim_manager import OptimManager
+from ...optim.places import OnDisk
 from ...parameter import DistributedParameter, whole_shape
 from .manifest import dtype_name
 from .spread import Spread, local_run, spread_of
@@ -63,6 +68,8 @@ class Snapshot:
         values: JSON; rank 0's count.
         own: JSON, kept for each rank; of each optimizer, the numbers of parameters that it has state for.
         entries: by optimizer and parameter number, the state that is not in runs; the first rank that has it counts.
+        lent: arrays on drives that hold some of the runs, and were not compared with their checksums yet.
+        lends: whether there may be any.
     """
 
     runs: list[Run] = field(default_factory=list)
@@ -70,6 +77,8 @@ class Snapshot:
     values: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
     entries: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+    lent: list[SealedArray] = field(default_factory=list)
+    lends: bool = False
 
     def detach(self) -> None:
         """Copies all tensors, so that nothing in the snapshot changes with the model."""
@@ -154,11 +163,17 @@ def schedulers_of(optim: Any, schedulers: Iterable[Any]) -> list[Any]:
 
 
 def take_snapshot(
-    model: torch.nn.Module | None, optim: Any, schedulers: Iterable[Any], data: Any, extra: Any
+    model: torch.nn.Module | None,
+    optim: Any,
+    schedulers: Iterable[Any],
+    data: Any,
+    extra: Any,
+    *,
+    lends: bool,
 ) -> Snapshot:
     """Collects, without copying a shard. Communicates only if a user's ``state_dict`` method does."""
     rank = context("checkpoint.save").topology.rank
-    snapshot = Snapshot()
+    snapshot = Snapshot(lends=lends)
     if model is not None:
         snapshot.values["model"] = _add_model(snapshot, model)
     snapshot.values["optimizers"] = [
@@ -194,7 +209,11 @@ def _add_model(snapshot: Snapshot, model: torch.nn.Module) -> dict[str, Any]:
             continue
         if isinstance(value, DistributedParameter):
             value.require_data(key)
-            show(value)
+            shard = stored_shard_of(value) if snapshot.lends else None
+            arrays = [] if shard is None else shard.sealed_parameters()
+            snapshot.lent += arrays
+            if not arrays:
+                show(value)
             snapshot.add_shard(name, value, data_of(value))
         else:
             snapshot.replicas.append(_whole(name, value))
@@ -206,7 +225,7 @@ _HANDLED = ("state", "param_groups", "layout", "is_whole")  # keys of an optimiz
 
 def _add_optimizer(snapshot: Snapshot, name: str, optimizer: Any) -> dict[str, Any]:
     rank = context().topology.rank
-    state = optimizer.state_dict()
+    state = _state_of(snapshot, optimizer)
     keeps_whole = getattr(optimizer, "_keeps_whole_state", False)  # of a parameter, at its owner
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     entries: dict[str, dict[str, Any]] = {}
@@ -237,6 +256,25 @@ def _add_optimizer(snapshot: Snapshot, name: str, optimizer: Any) -> dict[str, A
         "others": snapshot.add_value(f"{name}/others", others),
         "shapes": [list(whole_shape(p)) for p in parameters],
     }
+
+
+def _state_of(snapshot: Snapshot, optimizer: Any) -> dict[str, Any]:
+    """Returns the state dict; none but the library's own code sees lent arrays in it."""
+    place = getattr(optimizer, "_place", None)
+    lending: AbstractContextManager[list[SealedArray]] = nullcontext([])
+    hooks = "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"
+    is_own = getattr(type(optimizer), "state_dict", None) is ShardedOptimizer.state_dict
+    if (
+        snapshot.lends
+        and is_own
+        and isinstance(place, OnDisk)
+        and not any(getattr(optimizer, h) for h in hooks)
+    ):
+        lending = place.lending()
+    with lending as arrays:
+        snapshot.lent += arrays
+        state: dict[str, Any] = optimizer.state_dict()
+    return state
 
 
 def json_key(number: Any) -> str:

@@ -7,18 +7,19 @@ import errno
 import json
 import os
 import time
-import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from threading import Event
-from typing import Any, BinaryIO
+from typing import Any
 
 from ..._base.atomic_file import AtomicFile, NamedFile, sync_folder
 from ..._base.tensors import bytes_of, in_host_memory
+from ..._engine.disk_tier import SealedArray
 from ..._ranks.agree import describe_error, rebuild_error
 from ..._watch.blame import ranks_text
 from ...errors import CommunicationError, UnreadableFileError
 from ...topology import Topology
+from .checksummed import Checksummed
 from .layout import (
     MANIFEST,
     check_sizes,
@@ -29,13 +30,12 @@ from .layout import (
     remove_unreferenced,
     shard_name,
 )
-from .manifest import CHUNK, Manifest, Piece, ShardFile, StoredTensorInfo, dtype_name
+from .manifest import Manifest, Piece, ShardFile, StoredTensorInfo, dtype_name
 from .snapshot import Run, Snapshot
 
 __all__ = ["Saving", "write_single"]
 
 _ALIGNMENT = 64  # bytes; every run of elements starts at a multiple
-_SLICE = 1 << 23  # bytes given to the operating system at once
 _POLL = 0.02  # seconds between two looks for the other ranks' parts
 
 
@@ -90,7 +90,10 @@ class Saving:
         ``runs`` take the place of the snapshot's, one in memory at a time.
         """
         try:
-            table = _write_runs(self._shard, snapshot.runs if runs is None else runs, self._banner())
+            lent, ranks = snapshot.lent, self._topology.world_size
+            table = _write_runs(
+                self._shard, snapshot.runs if runs is None else runs, self._banner(), lent, ranks
+            )
         except Exception as error:
             self._shard.unlink(missing_ok=True)  # gives back the space that telling needs
             with contextlib.suppress(OSError):
@@ -184,58 +187,36 @@ def _removed(file: str) -> FileNotFoundError:
     )
 
 
-def _write_runs(path: Path, runs: Iterable[Run], banner: bytes) -> dict[str, Any]:
+def _write_runs(
+    path: Path, runs: Iterable[Run], banner: bytes, lent: Sequence[SealedArray], ranks: int
+) -> dict[str, Any]:
     """Writes a shard and puts it on disk; returns its entry in the manifest."""
     table = []
     with NamedFile(path, "xb") as raw:
-        stream = _Checksummed(raw)
+        stream = Checksummed(raw)
         stream.write(memoryview(banner))
+        cloned = stream.clone_arrays(lent, runs, ranks) if lent else {}
         for run in runs:
-            stream.write(memoryview(bytes(-stream.size % _ALIGNMENT)))
             values = in_host_memory(run.values)
+            offset = cloned.get(run.name)
+            if offset is None:
+                stream.write(memoryview(bytes(-stream.size % _ALIGNMENT)))
+                offset = stream.size
+                if values.numel():
+                    stream.write(bytes_of(values))
             table.append(
                 {
                     "name": run.name,
                     "dtype": dtype_name(values.dtype),
                     "shape": list(run.spread.shape),
                     "cut": [run.spread.dim, run.spread.parts],
-                    "piece": [stream.size, run.part, run.begin, values.numel()],
+                    "piece": [offset, run.part, run.begin, values.numel()],
                 }
             )
-            if values.numel():
-                stream.write(bytes_of(values))
         crc32 = stream.finish()
         raw.sync()
     sync_folder(path.parent)
     return {"file": {"name": path.name, "size": stream.size, "crc32": crc32}, "runs": table}
-
-
-class _Checksummed:
-    """Writes to a file and keeps a checksum of each chunk of it."""
-
-    def __init__(self, file: Any) -> None:
-        self._file: BinaryIO = file
-        self._crc32: list[int] = []
-        self._running = 0
-        self.size = 0
-
-    def write(self, data: memoryview) -> None:
-        at = 0
-        while at < len(data):
-            end = at + min(CHUNK - self.size % CHUNK, len(data) - at)
-            self._running = zlib.crc32(data[at:end], self._running)
-            self.size += end - at
-            at = end
-            if self.size % CHUNK == 0:
-                self._crc32.append(self._running)
-                self._running = 0
-        for begin in range(0, len(data), _SLICE):
-            rest = data[begin : begin + _SLICE]
-            while len(rest):
-                rest = rest[self._file.write(rest) :]
-
-    def finish(self) -> list[int]:
-        return self._crc32 + ([self._running] if self.size % CHUNK else [])
 
 
 def _merge(step: int, save: str, topology: Topology, parts: list[dict[str, Any]]) -> Manifest:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from ..._base.unseen import data_of
 from ..._engine.disk_block import DiskBlockState
 from ..._engine.disk_shard import StoredShard, stored_shard_of
+from ..._engine.disk_tier import SealedArray
 from ..._engine.drives import Drives
 from ..._engine.engine import current_engine
 from ..._ranks.agree import failing_together
@@ -158,10 +161,30 @@ class OnDisk(Place):
     def show_state(self) -> None:
         self._inner.show_state()
         for arena in self._arenas():
-            if arena.is_sealed:
-                self._passage().check(arena)
-                arena.file.unseal(0, arena.file.nbytes)
+            self._show(arena)
+
+    def _show(self, arena: Arena) -> None:
+        if arena.is_sealed:
+            self._passage().check(arena)
+            arena.file.unseal(0, arena.file.nbytes)
+            arena.is_sealed = False
+
+    @contextmanager
+    def lending(self) -> Iterator[list[SealedArray]]:
+        """Context manager in which the state is handed out without a comparison of the arrays that it returns.
+
+        The caller clones these, or compares them before it reads them, and does not write to them.
+        """
+        lent: dict[Arena, list[SealedArray]] = {}
+        for arena in self._arenas() if self._failure is None else []:
+            if arena.is_sealed and (arrays := arena.sealed(partial(self._show, arena))):
+                lent[arena] = arrays
                 arena.is_sealed = False
+        try:
+            yield [array for arrays in lent.values() for array in arrays]
+        finally:
+            for arena in lent:
+                arena.is_sealed = True
 
     @property
     def _drives(self) -> Drives:

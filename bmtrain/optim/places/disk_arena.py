@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..._C import DiskFile, DiskQueue, ShardedBuffer
 from ..._engine.disk_shard import StoredShard
+from ..._engine.disk_tier import SealedArray, aligned, sealed
 from ..._engine.drives import Drives
 from ...errors import DiskError
 from .._arrays import MASTER
@@ -31,7 +32,6 @@ IN_FILE = torch.empty(0)
 CHUNK = 1 << 19
 #: Chunks of each drive that are read before they are needed; as many are being written after they were computed.
 AHEAD = 2
-_ALIGNMENT = 4096  # bytes, of csrc/disk
 
 
 class Arena:
@@ -55,8 +55,8 @@ class Arena:
         self.stored = stored
         self.numel = buffer.layout.partition
         self.dtypes = dict(arrays)
-        sizes = [_aligned(self.numel * dtype.itemsize) for dtype in self.dtypes.values()]
-        offsets = list(accumulate(sizes, initial=0))
+        self._sizes = [aligned(self.numel * dtype.itemsize) for dtype in self.dtypes.values()]
+        offsets = list(accumulate(self._sizes, initial=0))
         self.file = drives.reserve(offsets.pop())
         self.offsets = dict(zip(self.dtypes, offsets, strict=True))
         self.mapping = self.file.map(0, self.file.nbytes)
@@ -70,6 +70,13 @@ class Arena:
         _, _, begin = spec.layout.local_part(spec.index, spec.group.rank)
         self.homes[p] = Home(self, p, begin)
         return self.homes[p]
+
+    def sealed(self, check: Callable[[], None]) -> list[SealedArray]:
+        """Returns the arrays, if all checksums of all of them are known."""
+        found: list[SealedArray] = []
+        for at, size in zip(self.offsets.values(), self._sizes, strict=True):
+            found += sealed(self.file, at, self.mapping.tensor(at, size), check)
+        return found if len(found) == len(self._sizes) else []
 
     @property
     def num_chunks(self) -> int:
@@ -159,7 +166,7 @@ class Chunk:
         return {
             name: (
                 self.arena.offsets[name] + self.begin * dtype.itemsize,
-                _aligned((self.end - self.begin) * dtype.itemsize),
+                aligned((self.end - self.begin) * dtype.itemsize),
             )
             for name, dtype in self.arena.dtypes.items()
         }
@@ -180,7 +187,7 @@ class Chunk:
         for name, array, is_written in passing:
             if array is not None:
                 begin, end = (n * dtype.itemsize for n in (self.begin, self.end))
-                nbytes = _aligned(end - begin)
+                nbytes = aligned(end - begin)
                 spans.append(_Span(name, array.file, array.offset + begin, nbytes, dtype, is_written))
         return spans
 
@@ -338,7 +345,3 @@ class Stream:
             for buffer in slot:
                 with suppress(DiskError):
                     self.queue.wait(buffer.number)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
