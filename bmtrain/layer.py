@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from sys import _getframe
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from ._base.opaque import opaque, untraced_by_itself
 from ._engine.copies import GatheredCopy, Source, source_of
 from ._engine.engine import current_engine
-from ._engine.whole import writable, writable_now
+from ._engine.whole import WRITES, give_whole_to_initialisers, writable, writable_now
 from ._model.notes import name_strict
 from ._model.state_dict import give_full_values, install_hooks_below, loading_local_parts
 from ._ranks import context as _context
@@ -27,9 +26,6 @@ from .parameter import DistributedParameter
 __all__ = ["DistributedModule", "DistributedParameter"]
 
 _SHAPES = "_full_shapes"  # shapes of its distributed parameters, by name
-#: Methods by which modules write the first values of their parameters.
-_INITIALISING = ("reset_parameters", "_reset_parameters", "init_weights")
-_WRITES = "_bmtrain_writes"  # attribute of functions that get whole parameters
 #: Whether a module is printed, perhaps by one rank alone.
 _describes: ContextVar[bool] = ContextVar("describes", default=False)
 
@@ -58,10 +54,7 @@ class DistributedModule(torch.nn.Module):
     def __init_subclass__(cls, **options: Any) -> None:
         """Methods that initialise parameters get them whole, see [Note: Writing to a whole parameter]."""
         super().__init_subclass__(**options)
-        for name in _INITIALISING:
-            method = getattr(cls, name, None)
-            if isinstance(method, FunctionType) and not hasattr(method, _WRITES):
-                setattr(cls, name, _writing_method(method))
+        give_whole_to_initialisers(cls)
 
     @untraced_by_itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,7 +179,7 @@ def _description(param: DistributedParameter) -> torch.Tensor:
 
 def writing_function(function: Callable[[torch.nn.Module], None]) -> Callable[[torch.nn.Module], None]:
     """Wraps a module's method so that it gets whole parameters. See [Note: Writing to a whole parameter]."""
-    if hasattr(function, _WRITES):
+    if hasattr(function, WRITES):
         return function
 
     @functools.wraps(function, updated=())
@@ -198,18 +191,8 @@ def writing_function(function: Callable[[torch.nn.Module], None]) -> Callable[[t
                         held.add(param)  # reads by a plain module cannot be detected
             function(module)
 
-    setattr(write, _WRITES, True)
+    setattr(write, WRITES, True)
     return write
-
-
-def _writing_method(method: FunctionType) -> FunctionType:
-    @functools.wraps(method)
-    def write(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with writable():
-            return method(self, *args, **kwargs)
-
-    setattr(write, _WRITES, True)
-    return write  # type: ignore[return-value]
 
 
 def _is_shard_in(owner: BlockRef, module: torch.nn.Module) -> bool:

@@ -21,6 +21,7 @@ from ._ranks.context import require_gathering, require_intact
 from ._shards.at_rest import show, show_together
 from ._shards.block_ref import BlockRef
 from ._shards.data_version import DataVersion
+from ._shards.draws import RANDOM, drawing_whole
 from ._shards.foreign import refuse_fsdp, refuse_replicated
 from ._shards.full_values import copy_of_part, full_value, gather_flat, load_full_value, shard_of, whole_shape
 from ._shards.gather import OpAllGather
@@ -417,6 +418,10 @@ class DistributedParameter(torch.nn.Parameter):
             f"DistributedParameter(shape={tuple(self._original_shape)}, local={local}, "
             f"requires_grad={self.requires_grad})"
         )
+
+
+for _name in RANDOM:
+    setattr(DistributedParameter, _name, drawing_whole(_name))
 
 
 def _check_can_train(dtype: torch.dtype) -> None:

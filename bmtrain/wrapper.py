@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
 from ._base.arguments import require_module
 from ._engine.engine import current_engine
 from ._engine.sync_batch_norm import SyncedBatchNorm
+from ._engine.whole import give_whole_to_initialisers
 from ._model.divided_experts import DividedExperts, can_divide, divide_experts, own_experts, takes_routing
 from ._ranks.context import current as current_context
 from ._shards.foreign import keep_reparametrized, refuse_change
@@ -222,6 +223,10 @@ class _Converted(DistributedModule):
     """First base class of converted modules; the second is their old class."""
 
     _old_class: type[torch.nn.Module]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """The old class has noted itself, perhaps in a registry, and may need options that are unknown here."""
+        give_whole_to_initialisers(cls)
 
     @property
     def __class__(self) -> type:  # saved configurations and printed models name the old class

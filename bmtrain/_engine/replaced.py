@@ -9,6 +9,7 @@ optimizer is checked in its first step after a conversion.
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._base.opaque import opaque
 from .._ranks import context
+from ..global_var import rank
 
 _MARK = "_bmtrain_replaced"
 
@@ -26,10 +28,12 @@ class ReplacedParameters:
 
     def __init__(self) -> None:
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._replaced: list[weakref.ref[torch.nn.Parameter]] = []
 
     def add(self, param: torch.nn.Parameter) -> None:
         """Records that ``param`` was replaced by a distributed parameter."""
         param.__dict__[_MARK] = True
+        self._replaced.append(weakref.ref(param))
         self._seen.clear()
         _install_hook()
 
@@ -52,6 +56,21 @@ class ReplacedParameters:
                 "parameters in their places; make the optimizer after the model has been wrapped"
             )
         self._seen.add(optimizer)
+        self._warn_of_used(set(map(id, params)))
+
+    def _warn_of_used(self, trained: set[int]) -> None:
+        """Warns of replaced parameters that a backward has reached, and that are not in ``trained``."""
+        alive = [param for reference in self._replaced if (param := reference()) is not None]
+        used = [param for param in alive if param.grad is not None and id(param) not in trained]
+        self._replaced = [weakref.ref(param) for param in alive if all(param is not other for other in used)]
+        if used and rank() == 0:
+            warnings.warn(
+                f"the model computes with parameters that BMTrainModelWrapper has replaced ({len(used)}, the first of "
+                f"shape {tuple(used[0].shape)}), and this optimizer does not train them: a list, a closure or an "
+                "attribute that is no parameter refers to them. Read them from their modules in the forward "
+                "(self.layer.weight)",
+                stacklevel=6,
+            )
 
 
 @functools.cache

@@ -10,10 +10,12 @@ the parameter's.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +26,11 @@ from .._shards.at_rest import show_together
 if TYPE_CHECKING:
     from ..parameter import DistributedParameter
     from .block_state import BlockState
+
+
+#: Methods by which modules write the first values of their parameters.
+_INITIALISING = ("reset_parameters", "_reset_parameters", "init_weights")
+WRITES = "_bmtrain_writes"  # attribute of functions that get whole parameters
 
 
 class WholeParameters:
@@ -143,3 +150,21 @@ def writable() -> Iterator[WholeParameters]:
     finally:
         _writable.reset(token)
         held.restore(written=is_done)
+
+
+def give_whole_to_initialisers(cls: type) -> None:
+    """Makes the methods of ``cls`` that initialise parameters get them whole."""
+    for name in _INITIALISING:
+        method = getattr(cls, name, None)
+        if isinstance(method, FunctionType) and not hasattr(method, WRITES):
+            setattr(cls, name, _writing_method(method))
+
+
+def _writing_method(method: FunctionType) -> FunctionType:
+    @functools.wraps(method)
+    def write(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with writable():
+            return method(self, *args, **kwargs)
+
+    setattr(write, WRITES, True)
+    return write  # type: ignore[return-value]

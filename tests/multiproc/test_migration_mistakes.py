@@ -55,6 +55,37 @@ def test_an_optimizer_of_replaced_parameters_does_not_step_in_silence(check: Cal
     run_ranks(1, check)
 
 
+class Listing(torch.nn.Module):
+    """Reads parameters from a list, and from a closure in a layer that becomes a Block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+        self.listed = [self.first.weight]
+        weight = self.layers[0].weight
+        self.layers[0].forward = lambda x: x @ weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x @ self.listed[0]) + self.first.bias
+
+
+def computing_with_replaced() -> list[str]:
+    model = bmt.BMTrainModelWrapper(Listing())
+    other = bmt.BMTrainModelWrapper(torch.nn.Linear(4, 4))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for part in (other, model, model):
+            train(part, torch.optim.SGD(part.parameters(), lr=0.1).step)
+    assert all(w.filename == __file__ for w in caught)
+    return [str(w.message) for w in caught]
+
+
+def test_a_model_that_computes_with_replaced_parameters_is_told() -> None:
+    first, second = run_ranks(2, computing_with_replaced)
+    assert len(first) == 1 and "has replaced (2, the first" in first[0] and second == []
+
+
 def warned_of(*groups: list[torch.nn.Parameter]) -> list[str]:
     """What adding an optimizer of these groups says, at the line that adds it."""
     with warnings.catch_warnings(record=True) as caught:
@@ -300,7 +331,8 @@ def test_ranks_that_train_different_parameters_do_not_sum_in_silence() -> None:
 
 def trained(mistake: str, scale: float | None = None, steps: int = 5) -> list[str]:
     """What a training with a mistake says."""
-    deprecate._seen.difference_update({"OptimManager.same_samples", "OptimManager.not_finite"})
+    keys = ("same_samples", "not_finite", "shards_in_loss")
+    deprecate._seen.difference_update(f"OptimManager.{key}" for key in keys)
     model = bmt.BMTrainModelWrapper(torch.nn.Linear(4, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     manager = bmt.optim.OptimManager(loss_scale=scale)
@@ -314,6 +346,9 @@ def trained(mistake: str, scale: float | None = None, steps: int = 5) -> list[st
             if mistake == "nan" or (mistake == "one nan" and step in (1, 2, 4)):
                 x = x / 0
             loss = model(x).square().mean()
+            if "penalty" in mistake:
+                values = [p if mistake == "penalty" else p.gather() for p in model.parameters()]
+                loss = loss + 1e-3 * sum(value.square().sum() for value in values)
             if mistake == "constant once" and step == 1:
                 loss = loss * 0
             manager.backward(loss)
@@ -332,6 +367,8 @@ def trained(mistake: str, scale: float | None = None, steps: int = 5) -> list[st
     [
         ("", {}, ""),
         ("constant once", {}, ""),
+        ("penalty", {}, r"parameter \d+ of shape \(\d+,.*itself.*p\.gather\(\)"),
+        ("whole penalty", {}, ""),
         ("one nan", {}, ""),
         ("same samples", {}, r"all 2 ranks were equal bit for bit.*bmtrain\.data\.loader"),
         ("nan", {}, r"the loss was inf or NaN in 3 steps in a row.*loss_scale"),

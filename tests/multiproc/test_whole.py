@@ -223,6 +223,21 @@ def reset(model: torch.nn.Module) -> None:
                 getattr(module, name)()
 
 
+DRAWS: list[Callable[[Any], Any]] = [
+    lambda p: torch.nn.init.normal_(p, std=0.02),
+    lambda p: torch.nn.init.trunc_normal_(p, std=0.02),
+    lambda p: torch.nn.init.uniform_(p, -0.1, 0.1),
+    lambda p: p.exponential_(2.0),
+    lambda p: p.bernoulli_(0.5),
+]
+
+
+def fill(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for number, param in enumerate(model.parameters()):
+            DRAWS[number % len(DRAWS)](param)
+
+
 def initialised(change: Callable[[torch.nn.Module], Any], on_meta: bool) -> dict[str, torch.Tensor]:
     if on_meta:  # as with FSDP2
         with torch.device("meta"):
@@ -238,7 +253,7 @@ def initialised(change: Callable[[torch.nn.Module], Any], on_meta: bool) -> dict
     return {name: value for name, value in state.items() if "2.scale" not in name or not on_meta}
 
 
-@pytest.mark.parametrize("change", [apply_init, reset])
+@pytest.mark.parametrize("change", [apply_init, reset, fill])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_initialised_as_by_one_process(change: Callable[[torch.nn.Module], Any], world: int) -> None:
     expected = expected_of(change)

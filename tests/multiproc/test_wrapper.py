@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -182,6 +183,20 @@ def test_small_and_unusual_modules(world):
     run_ranks(world, check_small_modules)
 
 
+class Registered(nn.Linear):
+    """Keeps its classes by name, as plug-ins do."""
+
+    known: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, *, name: str, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.known[name] = cls
+
+
+class Named(Registered, name="named"):
+    pass
+
+
 def check_small_modules() -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 5, 6)
@@ -195,6 +210,7 @@ def check_small_modules() -> None:
         nn.LSTM(6, 3, num_layers=2),
         nn.MultiheadAttention(6, 2),
         nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0), 2),
+        Named(6, 6),
     ):
         model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
         args = (x, x, x) if isinstance(plain, nn.MultiheadAttention) else (x,)
@@ -205,6 +221,7 @@ def check_small_modules() -> None:
             first.square().sum().backward()
             assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
     assert torch.equal(bmt.BMTrainModelWrapper(copy.deepcopy(holder)).p, holder.p)
+    assert Registered.known == {"named": Named}
 
 
 def test_containers_in_lists_and_modules_that_are_distributed_already():
