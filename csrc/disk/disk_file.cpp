@@ -111,7 +111,8 @@ void DiskFile::check(std::int64_t offset, std::int64_t nbytes, const void* data)
     return;
   }
   std::vector<std::pair<std::int64_t, Seal>> known;
-  for (; at != seals_.end() && at->first + at->second.nbytes <= offset + nbytes; ++at) known.push_back(*at);
+  for (; at != seals_.end() && at->first + at->second.nbytes <= offset + nbytes; ++at)
+    known.emplace_back(*at);
   std::vector<std::uint32_t> found(known.size());
   parallel_for(static_cast<std::int64_t>(known.size()), [&](std::int64_t i) {
     const auto& [begin, seal] = known[static_cast<std::size_t>(i)];

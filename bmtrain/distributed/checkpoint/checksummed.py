@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import struct
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable
+from contextlib import suppress
 
 from ..._base.atomic_file import NamedFile
 from ..._engine.disk_tier import SealedArray
+from ...errors import DiskError
 from .manifest import CHUNK
 from .snapshot import Run
 
@@ -56,10 +59,10 @@ class Checksummed:
 
     # ---- arrays of a disk tier
 
-    def clone_arrays(self, arrays: Iterable[SealedArray], runs: Iterable[Run], ranks: int) -> dict[str, int]:
-        """Shares the bytes of arrays that hold runs (reflinks); returns the offsets of these runs in the file, by name.
+    def append_arrays(self, arrays: Iterable[SealedArray], runs: Iterable[Run], ranks: int) -> dict[str, int]:
+        """Appends the arrays that hold runs, and returns the offsets of these runs in the file, by name.
 
-        Where the filesystem cannot do that, it compares the array with its checksums; its runs are still to be written.
+        Their bytes are shared (reflinks). Where the filesystem cannot do that, they are written, and compared.
 
         Args:
             ranks: the most that save to the same drive.
@@ -82,13 +85,12 @@ class Checksummed:
             room -= array.nbytes
             offset = self._clone(array) if room >= 0 else None
             if offset is None:
-                array.check()
-            else:
-                offsets.update((run.name, offset + run.values.data_ptr() - address) for run in members)
+                offset = self._copy(array)
+            offsets.update((run.name, offset + run.values.data_ptr() - address) for run in members)
         return offsets
 
     def _clone(self, array: SealedArray) -> int | None:
-        """Appends an array at the start of a chunk; returns its offset, or None where the filesystem refuses."""
+        """Shares an array at the start of a chunk; returns its offset, or None where the filesystem refuses."""
         gap = -self.size % CHUNK
         offset, source = self.size + gap, (array.file.fileno(), array.offset, array.nbytes)
         try:
@@ -101,4 +103,21 @@ class Checksummed:
             self._running = self._crc32.pop()
         self.size += array.nbytes
         self._file.seek(self.size)
+        return offset
+
+    def _copy(self, array: SealedArray) -> int:
+        """Reads an array and writes it at the start of a chunk; returns its offset."""
+        self.write(memoryview(bytes(-self.size % CHUNK)))
+        offset, number, read = self.size, len(self._crc32), 1
+        buffer = memoryview(mmap.mmap(-1, _SLICE))  # aligned, as reads around the page cache need it
+        while read and (at := self.size - offset) < array.nbytes:
+            part, read = buffer[: array.nbytes - at], 0
+            with suppress(OSError):
+                read = os.preadv(array.file.fileno(), [part], array.offset + at)
+            self.write(part[:read])
+        if self.finish()[number:] != array.crc32:
+            array.check()  # names the bytes
+            raise DiskError(
+                f"{array.file.name}: cannot read the bytes at offset {array.offset} as they were written"
+            )
         return offset

@@ -195,10 +195,10 @@ def _write_runs(
     with NamedFile(path, "xb") as raw:
         stream = Checksummed(raw)
         stream.write(memoryview(banner))
-        cloned = stream.clone_arrays(lent, runs, ranks) if lent else {}
+        placed = stream.append_arrays(lent, runs, ranks) if lent else {}
         for run in runs:
             values = in_host_memory(run.values)
-            offset = cloned.get(run.name)
+            offset = placed.get(run.name)
             if offset is None:
                 stream.write(memoryview(bytes(-stream.size % _ALIGNMENT)))
                 offset = stream.size
