@@ -1,4 +1,4 @@
-"""Share of a drive's bandwidth that a training step and its update reach with blocks on the drive.
+"""Share of a drive's bandwidth that a step and its update reach with blocks on the drive, and the cost of a checkpoint.
 
 The raw program makes the transfers of a step again: the same bytes of the same files in the same order, as many at one
 time, by threads that do nothing else. It and the same step in memory take turns with the step.
@@ -10,11 +10,13 @@ import argparse
 import json
 import mmap
 import os
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from .._engine.default_policy import default_policy
 from .._engine.engine import current_engine
 from .._engine.policy import BlockPolicy
 from ..block_layer import Block, TransformerBlockList
+from ..distributed import checkpoint
 from ..errors import DiskError
 from ..global_var import context
 from ..init import init_distributed
@@ -79,6 +82,7 @@ def run(arguments: argparse.Namespace) -> None:
                 call()
                 seconds[candidate].append(time.perf_counter() - start)
         results[name] = _report(name, trace, seconds)
+    results["save"] = _save(on_disk, arguments)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=2))
 
@@ -185,6 +189,25 @@ class _Raw:
                 os.pwritev(file, [memoryview(contents)[offset : offset + nbytes]], offset)
             else:
                 os.preadv(file, [memoryview(buffer)[:nbytes]], offset)
+
+
+def _save(training: _Training, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Compares a checkpoint beside the files with a copy of its own file; both end when they are on the drive."""
+    seconds: dict[str, list[float]] = {"save": [], "copy": []}
+    with TemporaryDirectory(dir=arguments.directory) as folder:
+        for number in range(arguments.repeat):
+            training.step()
+            start = time.perf_counter()
+            path = checkpoint.save(folder, number, training.layers, training.optimizer, keep=1).path
+            seconds["save"].append(time.perf_counter() - start)
+            start = time.perf_counter()
+            with open(next(path.glob("shard-*")), "rb") as shard, open(f"{folder}/copy", "wb") as copy:
+                shutil.copyfileobj(shard, copy, 8 << 20)
+                os.fsync(copy)
+            seconds["copy"].append(time.perf_counter() - start)
+    share = statistics.median(seconds["save"]) / statistics.median(seconds["copy"])
+    print(f"a checkpoint in the same directory takes {share:.3f} of the time of a copy of it")
+    return {"seconds": seconds, "share": share}
 
 
 def _report(name: str, trace: _Trace, seconds: dict[str, list[float]]) -> dict[str, Any]:
