@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from .._base.unseen import TORCH_GRAD, gradient_of
 from .._C import ReduceOp
 from .._shards.stage import collect_batches, hand_out_batches, share_shape
 from ..global_var import context, num_losses
@@ -109,12 +110,11 @@ class Head:
 
     def take_gradients(self) -> list[torch.Tensor | None]:
         """Returns the gradients of the parameters on this rank; zeros on the other stages, which have none."""
-        gradients = [
-            (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad) if leaf.requires_grad else None
-            for leaf in self._leaves
-        ]
+        gradients = []
         for leaf in self._leaves:
-            leaf.grad = None
+            gradient = gradient_of(leaf)  # a read has made it a copy, whose `grad` would be the parameter's
+            gradients.append(torch.zeros_like(leaf) if gradient is None and leaf.requires_grad else gradient)
+            TORCH_GRAD.__set__(leaf, None)
         return gradients
 
 
