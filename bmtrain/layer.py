@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from contextvars import ContextVar
 from sys import _getframe
 from typing import Any
@@ -14,8 +15,9 @@ from ._base.opaque import opaque, untraced_by_itself
 from ._engine.copies import GatheredCopy, Source, source_of
 from ._engine.engine import current_engine
 from ._engine.whole import WRITES, give_whole_to_initialisers, writable, writable_now
+from ._model.check import has_own
 from ._model.notes import name_strict
-from ._model.state_dict import give_full_values, install_hooks_below, loading_local_parts
+from ._model.state_dict import give_full_values, install_hooks_below, loading_local_parts, showing_full_values
 from ._ranks import context as _context
 from ._shards.block_ref import GREW, OWNER, BlockRef
 from ._shards.foreign import check_substitute, refuse_listing, refuse_reparametrizing
@@ -150,7 +152,9 @@ class DistributedModule(torch.nn.Module):
             raise
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+        is_own = has_own(type(self), "_save_to_state_dict")
+        with showing_full_values(self, prefix) if is_own else nullcontext():
+            super()._save_to_state_dict(destination, prefix, keep_vars)
         give_full_values(self, destination, prefix)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

@@ -212,7 +212,11 @@ class DistributedParameter(torch.nn.Parameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         self._unversioned_writes += 1
-        if self._block is None and self._data_version is not None:
+        block = self._block
+        if block is not None and block.is_bound:  # a write in a forward, which is lost
+            block._data_version = block._data_version or DataVersion()
+            block._data_version.note_replaced()
+        elif block is None and self._data_version is not None:
             self._data_version.note_replaced()
         TORCH_DATA.__set__(self, value)
 

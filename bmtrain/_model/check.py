@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -54,14 +55,22 @@ def _problem(key: str, target: torch.Tensor, value: Any) -> str:
 
 def has_own_state_methods(model: torch.nn.Module) -> bool:
     """Whether a module has a method or hook of saving or loading that is not torch's or this library's."""
-    methods = ("load_state_dict", "_load_from_state_dict", "state_dict", "_save_to_state_dict")
     for module in model.modules():
         known = (module._load_state_dict_pre_hooks, module._state_dict_pre_hooks, module._state_dict_hooks)
         for hook in (hook for hooks in known for hook in hooks.values()):
             function = getattr(hook, "hook", hook)
             if not (getattr(function, "__module__", "") or "").startswith(_OURS):
                 return True
-        for name in methods:
-            if name in module.__dict__ or not getattr(type(module), name).__module__.startswith(_OURS):
-                return True
+        if not _METHODS.isdisjoint(module.__dict__) or any(has_own(type(module), name) for name in _METHODS):
+            return True
     return False
+
+
+def _find_own(kind: Any, name: str) -> bool:
+    """Whether a class has a method ``name`` that is not torch's or this library's, perhaps below this library's."""
+    found = (vars(base)[name] for base in kind.__mro__ if name in vars(base))
+    return not all((getattr(method, "__module__", "") or "").startswith(_OURS) for method in found)
+
+
+has_own: Callable[[Any, str], bool] = functools.cache(_find_own)
+_METHODS = frozenset({"load_state_dict", "_load_from_state_dict", "state_dict", "_save_to_state_dict"})

@@ -72,23 +72,38 @@ def collecting(keeps: bool, collection: Collection | None = None) -> Iterator[Co
 
 def give_full_values(module: torch.nn.Module, destination: dict[str, Any], prefix: str) -> None:
     """Replaces the shards of the module's own parameters in ``destination`` by full tensors. Collective."""
-    collection = _collection.get()
     for name, param in module._parameters.items():
         if isinstance(param, DistributedParameter) and prefix + name in destination:
-            if collection is not None:
-                if collection.needs_data:
-                    param.require_data(prefix + name)
-                destination[prefix + name] = collection.collect(param)
-            elif param.is_meta:
-                destination[prefix + name] = torch.empty(
-                    param._tp_original_shape, dtype=param.dtype, device="meta"
-                )
-            else:
-                destination[prefix + name] = _for_saving(full_value(param))
-                watch_entry(prefix + name, destination[prefix + name])
+            destination[prefix + name] = _full_entry(param, prefix + name)
     for name, buffer in module._buffers.items():
         if buffer is not None and prefix + name in destination:
             destination[prefix + name] = buffer.detach() if buffer.is_meta else _for_saving(buffer.detach())
+
+
+def _full_entry(param: DistributedParameter, key: str) -> torch.Tensor:
+    collection = _collection.get()
+    if collection is not None:
+        if collection.needs_data:
+            param.require_data(key)
+        return collection.collect(param)
+    if param.is_meta:
+        return torch.empty(param._tp_original_shape, dtype=param.dtype, device="meta")
+    value = _for_saving(full_value(param))
+    watch_entry(key, value)
+    return value
+
+
+@contextmanager
+def showing_full_values(module: torch.nn.Module, prefix: str) -> Iterator[None]:
+    """Context manager for a saving method of the user, which may rename or convert entries. Collective."""
+    own = dict(module._parameters)
+    for name, param in own.items():
+        if isinstance(param, DistributedParameter):
+            module._parameters[name] = _full_entry(param, prefix + name)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module._parameters.update(own)
 
 
 def take_local_parts(

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from .._base.deprecate import warn_once
 from .._C import ReduceOp
@@ -98,7 +99,7 @@ def _look_for_shards(loss: Tensor) -> None:
         seen.add(node)
         followers = [follower for follower, _ in node.next_functions]
         waiting += followers
-        if node.name() in _GATHERING:
+        if isinstance(node, BackwardCFunction):  # gathers shards, or is a function of the user that gets them
             continue
         for follower in followers:
             param = getattr(follower, "variable", None)
@@ -112,10 +113,6 @@ def _look_for_shards(loss: Tensor) -> None:
                     category=UserWarning,
                 )
                 return
-
-
-#: Nodes of autograd that gather shards.
-_GATHERING = ("OpAllGatherBackward", "_GatherTogetherBackward")
 
 
 def _compare(losses: list[Tensor]) -> None:

@@ -329,6 +329,19 @@ def test_ranks_that_train_different_parameters_do_not_sum_in_silence() -> None:
     run_ranks(2, train_apart, fresh=True)
 
 
+class GivesAll(torch.autograd.Function):
+    """Gets parameters as reversible layers and solvers with adjoints do, whose gradients it finds itself."""
+
+    @staticmethod
+    def forward(ctx, loss, *parameters):
+        ctx.parameters = parameters
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, *map(torch.zeros_like, ctx.parameters)
+
+
 def trained(mistake: str, scale: float | None = None, steps: int = 5) -> list[str]:
     """What a training with a mistake says."""
     keys = ("same_samples", "not_finite", "shards_in_loss")
@@ -349,6 +362,8 @@ def trained(mistake: str, scale: float | None = None, steps: int = 5) -> list[st
             if "penalty" in mistake:
                 values = [p if mistake == "penalty" else p.gather() for p in model.parameters()]
                 loss = loss + 1e-3 * sum(value.square().sum() for value in values)
+            if mistake == "function of shards":
+                loss = GivesAll.apply(loss, *model.parameters())
             if mistake == "constant once" and step == 1:
                 loss = loss * 0
             manager.backward(loss)
@@ -369,6 +384,7 @@ def trained(mistake: str, scale: float | None = None, steps: int = 5) -> list[st
         ("constant once", {}, ""),
         ("penalty", {}, r"parameter \d+ of shape \(\d+,.*itself.*p\.gather\(\)"),
         ("whole penalty", {}, ""),
+        ("function of shards", {}, ""),
         ("one nan", {}, ""),
         ("same samples", {}, r"all 2 ranks were equal bit for bit.*bmtrain\.data\.loader"),
         ("nan", {}, r"the loss was inf or NaN in 3 steps in a row.*loss_scale"),

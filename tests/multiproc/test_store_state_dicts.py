@@ -242,3 +242,37 @@ def check_infer_model() -> None:
     together = {key: value for state in infer.received for key, value in state.items()}
     assert set(together) == set(expected)
     assert all(torch.equal(together[key], value) for key, value in expected.items())
+
+
+class Kernel(torch.nn.Linear):
+    """Has another name for its weight in files."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}kernel"] = destination.pop(f"{prefix}weight")
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        state_dict[f"{prefix}weight"] = state_dict.pop(f"{prefix}kernel")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def own_names(path):
+    def make():
+        return torch.nn.Sequential(Kernel(3, 3), torch.nn.ModuleList([Kernel(3, 3)]))
+
+    torch.manual_seed(0)
+    plain = make()
+    model = bmt.BMTrainModelWrapper(make())
+    model.load_state_dict(plain.state_dict())
+    bmt.save(model, path)
+    saved = torch.load(path)
+    assert list(saved) == list(plain.state_dict()) == ["0.bias", "0.kernel", "1.0.bias", "1.0.kernel"]
+    loaded = bmt.BMTrainModelWrapper(make())
+    assert bmt.load(loaded, path) == ([], [])
+    assert all(isinstance(param, bmt.DistributedParameter) for param in loaded.parameters())
+    for name, value in plain.state_dict().items():
+        assert torch.equal(saved[name], value) and torch.equal(loaded.state_dict()[name], value)
+
+
+def test_names_of_ones_own_survive_the_wrapper(tmp_path):
+    run_ranks(2, own_names, str(tmp_path / "own.pt"))

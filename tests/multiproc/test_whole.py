@@ -346,9 +346,22 @@ def in_block(model: Any) -> None:
     assert block.state_dict()["scale"].tolist() == [1, 1, 1] or bmt.world_size() == 1
 
 
+class Replaced(Clamped):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale.data = x.detach() / 2
+        return x * self.scale
+
+
+def data_replaced_in_block(model: Any) -> None:
+    block = bmt.Block(Replaced())
+    block(torch.ones(3, requires_grad=True)).sum().backward()
+    assert block.state_dict()["scale"].tolist() == [1, 1, 1]
+
+
 WRITES = [(in_place, "Linear.weight"), (through_data, "Linear.weight"), (by_data, "Linear.weight"),
           (in_forward, "Clamped.scale"), (data_in_forward, "ClampedData.scale"),
-          (in_block, "a parameter in the forward of ClampedData#2")]  # fmt: skip
+          (in_block, "a parameter in the forward of ClampedData#2"),
+          (data_replaced_in_block, "a parameter in the forward of Replaced#2")]  # fmt: skip
 
 
 def warnings_of(act: Callable[[Any], None]) -> list[str]:
