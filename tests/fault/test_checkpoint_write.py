@@ -18,8 +18,8 @@ from bmtrain.distributed.checkpoint import loading, writer
 from bmtrain.errors import CommunicationError
 
 FAULTS = {
-    "disk full": (errno.ENOSPC, "_Checksummed"),
-    "I/O error": (errno.EIO, "_Checksummed"),
+    "disk full": (errno.ENOSPC, "Checksummed"),
+    "I/O error": (errno.EIO, "Checksummed"),
     "no permission": (errno.EACCES, "NamedFile"),
     "read-only": (errno.EROFS, "NamedFile"),
     "folder not written": (errno.EIO, "sync_folder"),
@@ -74,13 +74,13 @@ class Fault:
         def fail(*arguments: object, **options: object) -> None:
             raise error
 
-        class Full(writer._Checksummed):
+        class Full(writer.Checksummed):
             def write(self, data: memoryview) -> None:
                 if self.size > 500:
                     raise error
                 super().write(data)
 
-        self.replacement = Full if self.name == "_Checksummed" else fail
+        self.replacement = Full if self.name == "Checksummed" else fail
 
     def __enter__(self) -> None:
         self.known = writer.__dict__.get(self.name)
