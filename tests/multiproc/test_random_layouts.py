@@ -24,9 +24,13 @@ FIRST = int(os.environ.get("BMTRAIN_RANDOM_LAYOUTS_FROM", "0"))
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + COUNT))
 def test_a_random_layout_trains_as_one_process(seed, tmp_path):
     layout = draw(seed)
-    init = {**layout.init, "tier_directories": [str(tmp_path)]} if layout.on_disk else layout.init
+    init = {
+        **layout.init,
+        "timeout": 300,
+        **({"tier_directories": [str(tmp_path)]} if layout.on_disk else {}),
+    }
     weights = run_ranks(1, initial_weights, layout)[0]
-    outcomes = rank_outcomes(layout.ranks, train, layout, weights, init=init, grace=3)
+    outcomes = rank_outcomes(layout.ranks, train, layout, weights, init=init, timeout=600, grace=3)
     for outcome in outcomes:
         assert outcome.status is Status.RETURNED, f"{outcome}\n{layout}"
     found = outcomes[0].value
