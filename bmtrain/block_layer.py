@@ -131,7 +131,8 @@ class Block(StandIn):
             engine.replace_buffers(self._runtime, buffers)
         else:
             self.__dict__["_runtime"] = state_of(engine, self._label, buffers, self._policy)
-        self._runtime.store([storage.stored for storage in self._storages])
+        callers = context().zero_group(pipe=self._mode is BlockMode.PIPE).comm
+        self._runtime.store([storage.stored for storage in self._storages], callers)
         reference.runtime = weakref.ref(self._runtime)
         self._runtime.reference = reference
 

@@ -87,6 +87,8 @@ class VirtualShards:
                     engine.virtual.end_shard()
             with engine.gradients.ending():
                 engine.virtual.publish()
+            if engine.tier is not None:
+                engine.tier.settle()
             engine.gradients.run_accumulated_hooks()
         finally:  # after an error, or a `break`: nothing remains
             engine.virtual.forget()

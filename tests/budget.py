@@ -19,10 +19,10 @@ PYTHON = {
     "watch": ("_watch", 1924),
     "ranks": ("_ranks global_var nccl synchronize utils", 4245),
     "shards": ("_shards parameter", 1560),
-    "engine": ("_engine", 7448),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5595),
+    "engine": ("_engine", 7455),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5574),
     "files": ("_files dcp distributed store weights", 4672),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9454),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9456),
     "survive": ("_survive survive", 2010),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_099),
 }

@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .._C import IslandShore, ShardedBuffer
+from .._C import Communicator, IslandShore, ShardedBuffer
 from .copies import warn_of_lost_write
 from .phase import Event, Phase
 
@@ -66,8 +66,8 @@ class BlockState:
         self.unsent: list[ShardedBuffer] = []  # buffers with gradients of earlier backwards
         self._is_watched = False  # for writes to the gathered parameters, which would be lost
 
-    def store(self, shards: Sequence[Any]) -> None:
-        """Called with the shards of the buffers that are on a drive, or None for each."""
+    def store(self, shards: Sequence[Any], comm: Communicator) -> None:
+        """Called with the shards of the buffers that are on a drive, or None for each, and the ranks that call it."""
 
     # ---- versions
 

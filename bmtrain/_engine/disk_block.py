@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .._C import ShardedBuffer
+from .._C import Communicator, ShardedBuffer
 from .._ranks.agree import failing_together
 from .block_state import BlockState
 from .disk_shard import StoredShard
@@ -20,8 +20,9 @@ class DiskBlockState(BlockState):
     #: The shards on the drive.
     stored: tuple[StoredShard, ...] = ()
 
-    def store(self, shards: Sequence[StoredShard | None]) -> None:
+    def store(self, shards: Sequence[StoredShard | None], comm: Communicator) -> None:
         self.stored = tuple(shard for shard in shards if shard is not None)
+        self._comm = comm
 
     # ---- parameters
 
@@ -44,7 +45,7 @@ class DiskBlockState(BlockState):
             self._rest()
 
     def start_gather(self, round_: int) -> None:
-        with failing_together(f"parameters of {self.label} on disk"):
+        with failing_together(f"parameters of {self.label} on disk", self._comm):
             for shard in self.stored:
                 shard.fetch_parameters()
             for shard in self.stored:

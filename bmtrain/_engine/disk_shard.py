@@ -260,9 +260,8 @@ def _gradient_home(p: Tensor) -> StoredShard | None:
 
 
 def any_on_disk(parameters: Iterable[Tensor]) -> bool:
-    """Whether gradients of any of the parameters live on a drive; the same on all ranks."""
-    shards = map(stored_shard_of, parameters)
-    return any(stored is not None and stored.gradients is not None for stored in shards)
+    """Whether any of the parameters, or its gradients, live on a drive of some rank; the same on all ranks."""
+    return any(getattr(p, "_stored", None) is not None for p in parameters)
 
 
 def reading_gradients(parameters: Sequence[Tensor]) -> AbstractContextManager[None]:

@@ -31,6 +31,8 @@ class Destination:
 
     #: Whether gradients may be summed in the order of their arrival.
     sums_on_arrival = True
+    #: Whether a reduction adds to gradient shards.
+    adds_to_shards = True
 
     def __init__(self, unsent: Unsent) -> None:
         self.unsent = unsent
@@ -167,7 +169,7 @@ class Gradients:
         if engine.observer is not None:
             engine.observer.reducing(block, buffers)
         with engine.waiting(block.label, "reduce"):
-            if engine.tier is not None:
+            if engine.tier is not None and self.destination.adds_to_shards:
                 block.prepare_reduce(buffers)
             for buffer in buffers:
                 buffer.start_reduce()
@@ -207,7 +209,7 @@ class Gradients:
                 buffer.finish_reduce(destination.tree_of(buffer))
             for user in tuple(self.listeners):
                 user.reduced(block)
-            if self._engine.tier is not None:
+            if self._engine.tier is not None and destination.adds_to_shards:
                 block.end_reduce(buffers)
 
     # ---- parameters outside blocks

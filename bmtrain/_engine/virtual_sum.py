@@ -68,6 +68,7 @@ class VirtualSum(Destination):
     """Gradients are summed over the virtual shards of a step, and are there when it ends; closed between steps."""
 
     sums_on_arrival = False
+    adds_to_shards = False
 
     def __init__(self, unsent: Unsent) -> None:
         super().__init__(unsent)
@@ -161,7 +162,11 @@ class VirtualSum(Destination):
         for owned in sums:
             total = owned.total()
             if isinstance(owned.owner, ShardedBuffer):
+                block = _block_of(owned.owner.parameters[0])  # type: ignore[arg-type]
+                assert block is not None
+                block.prepare_reduce([owned.owner])
                 owned.owner.add_gradient(total)
+                block.end_reduce([owned.owner])
             elif owned.owner.requires_grad:
                 _add_gradient(owned.owner, total)
 

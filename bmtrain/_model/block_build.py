@@ -85,5 +85,6 @@ def leave_to_stage(block: Any, pipe: Group, owner: int) -> None:
         block.__dict__["_storages"] = []
         # Not a new state, which would take a number: later Blocks must get the same numbers on all stages.
         block._runtime.engine.replace_buffers(block._runtime, [])
+        block._runtime.store([], pipe.comm)
         block._runtime.other_stage = owner
         block._runtime.reference.runtime = None

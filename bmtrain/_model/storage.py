@@ -120,7 +120,7 @@ def build_storage(
     for name, param in named:
         kinds.setdefault((_kind(param), param._slices), []).append((name, param))
     ctx = context()
-    check_tier(ctx, policy, mode, label, [slices for _, slices in kinds])
+    check_tier(ctx, policy, label)
     storages = []
     for (kind, slices), members in kinds.items():
         family = ctx.zero_group(slices, mode is BlockMode.PIPE)

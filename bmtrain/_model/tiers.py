@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .._base.host_memory import give_back_freed
@@ -11,7 +10,7 @@ from .._C import ShardedBuffer
 from .._engine.disk_shard import StoredShard
 from .._engine.disk_tier import DiskTier
 from .._engine.engine import current_engine
-from .._engine.policy import BlockMode, BlockPolicy
+from .._engine.policy import BlockPolicy
 from .._ranks.agree import failing_together
 
 if TYPE_CHECKING:
@@ -20,17 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["check_tier", "store"]
 
 
-def check_tier(
-    ctx: Context, policy: BlockPolicy, mode: BlockMode, label: str, slices: Sequence[str | None]
-) -> None:
-    """Refuses places of a policy that this run does not have.
-
-    Args:
-        ctx: of this process.
-        policy: of a new Block.
-        mode: of the Block.
-        label: of the Block, for messages.
-        slices: the families of ranks that have a slice each, of its parameters.
+def check_tier(ctx: Context, policy: BlockPolicy, label: str) -> None:
+    """Refuses places of the policy of a new Block that this run does not have; ``label`` names the Block.
 
     Raises:
         ValueError: naming the place.
@@ -39,24 +29,10 @@ def check_tier(
         raise ValueError(
             f"{label}: BlockPolicy(optimizer='disk'): expected init_distributed(tier_directories=[...]), got none"
         )
-    places = [name for name in ("parameters", "gradients") if getattr(policy, name) not in ("device", "disk")]
-    if places and ctx.device.type != "cpu":
-        raise ValueError(f"{label}: BlockPolicy({places[0]}='host'): expected CPU ranks, got {ctx.device}")
-    if not policy.shards_on_disk:
-        return
-    place = "parameters" if policy.parameters == "disk" else "gradients"
-    found = {
-        f"parameters on {ctx.device}": ctx.device.type != "cpu",
-        "a Block of a pipeline": mode is BlockMode.PIPE,
-        f"parameters that are {next(filter(None, slices), None)}-parallel": any(slices),
-        "virtual shards": bool(ctx.virtual_shards),
-    }
-    for what, is_so in found.items():
-        if is_so:
-            raise ValueError(
-                f"{label}: BlockPolicy({place}='disk'): {what}: not supported; expected whole parameters on CPU ranks "
-                "without pipelines and virtual shards"
-            )
+    for name in ("parameters", "gradients"):
+        place = getattr(policy, name)
+        if place != "device" and ctx.device.type != "cpu":
+            raise ValueError(f"{label}: BlockPolicy({name}={place!r}): expected CPU ranks, got {ctx.device}")
 
 
 def store(

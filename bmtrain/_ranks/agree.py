@@ -32,12 +32,11 @@ def broadcast_json(value: T, root: int = 0, label: str = "", comm: Communicator 
     return value if comm.rank == root or received is None else json.loads(received)
 
 
-def _raise_together(error: Exception | None, label: str = "") -> None:
+def _raise_together(error: Exception | None, label: str, comm: Communicator) -> None:
     """Raises the error of the lowest rank that has one on every rank, with equal class and text. Collective.
 
     Follows every step that a single rank can fail, before the next collective.
     """
-    comm = context().world.comm
     if comm.size > 1:
         device = wire_device(comm)
         flags = torch.empty(comm.size, dtype=torch.uint8, device=device)
@@ -47,7 +46,7 @@ def _raise_together(error: Exception | None, label: str = "") -> None:
         if not failed:
             return
         own = describe_error(error) if error is not None else None
-        told = broadcast_json(own, failed[0], label)
+        told = broadcast_json(own, failed[0], label, comm)
         if told != own:
             raise rebuild_error(told) from error  # type: ignore[arg-type]
     if error is not None:
@@ -55,14 +54,14 @@ def _raise_together(error: Exception | None, label: str = "") -> None:
 
 
 @contextmanager
-def failing_together(label: str) -> Iterator[None]:
-    """Encloses code that may fail on a single rank; at its end all ranks raise the error. Collective."""
+def failing_together(label: str, comm: Communicator | None = None) -> Iterator[None]:
+    """Encloses code that may fail on a single rank; at its end all ranks, of ``comm``, raise the error. Collective."""
     problem: Exception | None = None
     try:
         yield
     except Exception as error:
         problem = error
-    _raise_together(problem, label)
+    _raise_together(problem, label, comm or context().world.comm)
 
 
 def on_rank_0(function: Callable[[], T], label: str = "") -> T | None:

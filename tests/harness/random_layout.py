@@ -84,7 +84,7 @@ class Layout:
         sets_to_none: how gradients are dropped.
         evaluates: ``"divided"`` or ``"whole"`` sequences between steps; or empty.
         reloads: whether a model and an optimizer made anew go on from a gathered state.
-        on_disk: whether blocks have their state on a drive.
+        on_disk: whether blocks have their state on a drive, and some their gradients and parameters.
         tiles: number of pieces of tokens in the feed-forward layer.
         fuses: whether the head computes its loss in pieces.
     """
@@ -248,7 +248,14 @@ def _with_program(layout: Layout, r: random.Random) -> Layout:
     if not pipe and r.random() < 0.2:
         layout = replace(layout, skips=not layout.shared)
     if r.random() < 0.2 and layout.optimizer != "muon":
-        policies = [{**policy, "optimizer": "disk"} for policy in layout.policies]
+        more = [
+            r.sample(["gradients", "parameters"][: p["level"]], r.randint(0, min(p["level"], 2)))
+            for p in layout.policies
+        ]
+        policies = [
+            {**policy, "optimizer": "disk", **dict.fromkeys(places, "disk")}
+            for policy, places in zip(layout.policies, more, strict=True)
+        ]
         layout = replace(layout, policies=policies, on_disk=True)
     return replace(layout, tiles=r.choice([1, 1, 3]), fuses=r.random() < 0.3)
 

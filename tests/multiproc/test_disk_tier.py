@@ -572,7 +572,7 @@ def test_model_of_four_times_the_memory_limit(tmp_path: Path) -> None:
 
 def refusals(wrong: str) -> str:
     policy = bmt.BlockPolicy(optimizer="disk")
-    if wrong not in ("tierless", "virtual"):
+    if wrong != "tierless":
         model = bmt.Block(bmt.nn.Linear(8, 8), policy=policy)
     calls = {
         "int8": lambda: bmt.optim.AdamOptimizer(model.parameters(), state_dtype="int8"),
@@ -580,12 +580,6 @@ def refusals(wrong: str) -> str:
         "muon offload": lambda: bmt.optim.MuonOffloadOptimizer(model.named_parameters()),
         "torch": lambda: bmt.optim.OptimManager().add_optimizer(torch.optim.SGD(model.parameters(), lr=1)),
         "tierless": lambda: bmt.Block(bmt.nn.Linear(8, 8), policy=policy),
-        "virtual": lambda: bmt.Block(bmt.nn.Linear(8, 8), policy=bmt.BlockPolicy(**ALL)),
-        "pipe": lambda: bmt.Block(bmt.nn.Linear(8, 8), policy=bmt.BlockPolicy(**ALL), mode="PIPE"),
-        "tp": lambda: bmt.Block(
-            torch.nn.Sequential(bmt.nn.Linear(8, 8), bmt.nn.ColumnParallelLinear(8, 8)),
-            policy=bmt.BlockPolicy(**ALL),
-        ),
     }
     with pytest.raises(ValueError) as raised:
         calls[wrong]()
@@ -600,14 +594,10 @@ def refusals(wrong: str) -> str:
         ("muon offload", "expected an optimizer of single elements"),
         ("torch", "expected an optimizer of bmtrain.optim, got SGD"),
         ("tierless", "init_distributed"),
-        ("virtual", "virtual shards: not supported"),
-        ("pipe", "a Block of a pipeline: not supported"),
-        ("tp", "parameters that are tp-parallel: not supported"),
     ],
 )
 def test_refused(kind: str, words: str, tmp_path: Path) -> None:
-    more = {"virtual": {"virtual_shards": 2}, "tp": {"tp_size": 1}}
-    init = {} if kind == "tierless" else tiers(tmp_path, **more.get(kind, {}))
+    init = {} if kind == "tierless" else tiers(tmp_path)
     (text,) = run_ranks(1, refusals, kind, init=init)
     assert words in text
     assert "BlockPolicy(" in text

@@ -1,0 +1,108 @@
+"""Blocks on a drive whose parameters are divided by more than ZeRO, and gradients of virtual shards."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import RankError, run_ranks
+from harness.disk_tier import ALL, TIERS, small_chunks
+
+import bmtrain as bmt
+from bmtrain._engine.disk_shard import stored_shard_of
+from bmtrain._ranks.context import context
+
+DIM = 40
+
+
+class Layer(bmt.DistributedModule):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first = bmt.nn.Linear(DIM, DIM)
+        if kind == "tp":
+            self.rest = torch.nn.Sequential(
+                bmt.nn.ColumnParallelLinear(DIM, 2 * DIM),
+                torch.nn.ReLU(),
+                bmt.nn.RowParallelLinear(2 * DIM, DIM),
+            )
+        else:
+            self.rest = bmt.nn.MoE(DIM, 2 * DIM, 4, top_k=2) if kind == "ep" else bmt.nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rest = self.rest(torch.relu(self.first(x)))
+        out: torch.Tensor = x + (rest[0] if isinstance(rest, tuple) else rest)
+        return out
+
+
+def make(kind: str, place: dict[str, Any]) -> tuple[torch.nn.Module, bmt.optim.AdamOptimizer]:
+    small_chunks()
+    torch.manual_seed(3)
+    pipe = kind == "pipe"
+    with bmt.default_policy(bmt.BlockPolicy(**place)):
+        blocks = [bmt.Block(Layer(kind), mode="PIPE" if pipe else "BLOCK") for _ in range(3)]
+    model = (bmt.PipelineTransformerBlockList if pipe else bmt.TransformerBlockList)(blocks)
+    bmt.init_parameters(model)
+    return model, bmt.optim.AdamOptimizer(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def train(model: torch.nn.Module, optimizer: Any, steps: range) -> list[torch.Tensor]:
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    ctx, seen = context(), []
+    for step in steps:
+        manager.zero_grad()
+        for shard in bmt.virtual_shards(step) if ctx.virtual_shards else [None]:
+            number = ctx.topology.dp_id if shard is None else shard.index
+            x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(100 * step + number))
+            loss = model(x).square().mean()
+            manager.backward(loss)
+            seen.append(loss.detach())
+        seen.append(manager.clip_grad_norm(optimizer.param_groups, 0.5))
+        manager.step()
+    return [*seen, *(p.detach().clone() for p in model.parameters())]
+
+
+def compare(kind: str) -> None:
+    plain = train(*make(kind, {}), range(3))
+    for place in TIERS[2:]:
+        found = train(*make(kind, place), range(3))
+        assert len(found) == len(plain)
+        assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True)), place
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "init"),
+    [
+        ("tp", 4, {"tp_size": 2}),
+        ("ep", 4, {"ep_size": 2}),
+        ("pipe", 4, {"pipe_size": 2, "num_micro_batches": 2}),
+        ("plain", 2, {"virtual_shards": 4}),
+        ("ep", 2, {"ep_size": 2, "virtual_shards": 4}),
+    ],
+)
+def test_same_bits(kind: str, world: int, init: dict[str, Any], tmp_path: Path) -> None:
+    run_ranks(world, compare, kind, init={"tier_directories": [str(tmp_path)], **init})
+
+
+def flip() -> None:
+    """Changes a bit of the second stage on the drive."""
+    model, optimizer = make("pipe", ALL)
+    train(model, optimizer, range(1))
+    shards = {shard for p in model.parameters() if (shard := stored_shard_of(p)) is not None}
+    assert len(shards) == 2 - bmt.rank()  # of this stage's layers
+    if bmt.rank() == 1:
+        shards.pop().parameters.mapping[1000:1001].bitwise_xor_(4)
+    train(model, optimizer, range(1, 2))
+
+
+def test_a_flipped_bit_of_a_stage_ends_all(tmp_path: Path) -> None:
+    init = {"tier_directories": [str(tmp_path)], "pipe_size": 2, "num_micro_batches": 2}
+    with pytest.raises(RankError) as raised:
+        run_ranks(2, flip, init=init)
+    found = re.search(
+        "rank 1 raised DiskError: parameters of Layer#2: .*their checksum differs", str(raised.value)
+    )
+    assert found, raised.value
