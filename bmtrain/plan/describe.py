@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .._engine.selective import KeptResults, is_expensive
 from ..block_layer import Block
 from ..optim._rules import RULES, is_embedding, table_of
+from ..pipe_layer import PipelineTransformerBlockList
 from .mixtures import balanced_experts
 from .model import BlockDescription, FlatBuffer, ModelDescription, OutsideParameter, muon_flops, transformer
 
@@ -37,7 +38,8 @@ def describe_module(
         head_bytes: memory per sample of a loss outside of ``module``; default: three times the result.
 
     Raises:
-        ValueError: no blocks are known, or no input is a tensor.
+        ValueError: no blocks are known, no input is a tensor, or the forward exchanges values with other ranks, as
+            tensor-parallel layers and pipelines do.
 
     Example:
         >>> import torch
@@ -48,6 +50,14 @@ def describe_module(
         >>> described.num_parameters, described.blocks[0].flops
         (144, 384.0)
     """
+    for member in module.modules():
+        if isinstance(member, PipelineTransformerBlockList) or any(
+            getattr(p, "_slices", None) == "tp" for p in member._parameters.values()
+        ):
+            raise ValueError(
+                f"module: expected layers whose forward is one rank's, got {type(member).__name__}: describe the plain "
+                "model, and divide it by TrainingPolicy(tp_size=, pipe_size=)"
+            )
     members = list(_blocks_of(module) if blocks is None else blocks)
     if not members:
         raise ValueError(

@@ -91,9 +91,9 @@ class TrainingPolicy:
             raise ValueError(f"disk: expected some of {', '.join(DISK)}, got {', '.join(self.disk)}")
         if self.disk and (self.optimizer == "muon" or self.state_dtype is torch.int8 or self.survive):
             raise ValueError("disk: expected Adam with float32 or bfloat16 moments, and without survive")
-        if set(self.disk) - {"optimizer"} and (self.tp_size, self.pipe_size) != (1, 1):
+        if set(self.disk) - {"optimizer"} and self.pipe_size > 1:
             raise ValueError(
-                "disk: expected parameters and gradients without tensor parallelism and pipelines"
+                f"disk: expected parameters and gradients with pipe_size=1, got {self.pipe_size}"
             )
         if isinstance(self.recompute, bool):
             object.__setattr__(self, "recompute", Recompute.WHOLE if self.recompute else Recompute.OFF)

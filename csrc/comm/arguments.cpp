@@ -14,6 +14,8 @@ void check_tensor(const Communicator& comm, const char* op, const char* argument
             " must not be quantised (its scale would stay behind), got ", tensor.scalar_type());
   BMT_CHECK(TypeError, tensor.device().is_cpu() || tensor.device().is_cuda(), describe(comm, op), ": ",
             argument, " must be on the CPU or a CUDA device, got ", tensor.device());
+  BMT_CHECK(TypeError, tensor.unsafeGetTensorImpl()->storage_initialized(), describe(comm, op), ": ",
+            argument, " must have memory, got one that stands for a tensor (of FakeTensorMode)");
   BMT_CHECK(TypeError, tensor.is_contiguous(), describe(comm, op), ": ", argument,
             " must be contiguous, got shape ", tensor.sizes(), " with strides ", tensor.strides());
 }

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import bmtrain
 from bmtrain import _C
@@ -318,6 +319,8 @@ def bad_arguments() -> None:
     whole, part = torch.empty(size * 4), torch.ones(4)
     square = torch.ones(4, 4)
     add = _C.ReduceOp.SUM
+    with FakeTensorMode():
+        fake = torch.ones(4)
     cases = [
         (ValueError, "elements", lambda: comm.all_gather(torch.empty(size * 4 + 1), part)),
         (TypeError, "dtype", lambda: comm.all_gather(whole.double(), part)),
@@ -332,6 +335,7 @@ def bad_arguments() -> None:
             lambda: comm.all_to_all_uneven(part.clone(), part, [1] * size, [5] + [0] * (size - 1)),
         ),
         (TypeError, "contiguous", lambda: comm.all_reduce(square.t(), add)),
+        (TypeError, "must have memory", lambda: comm.all_reduce(fake, add)),
         (TypeError, "must be on", lambda: comm.all_reduce(torch.empty(4, device="meta"), add)),
         (ValueError, "root", lambda: comm.broadcast(part, size)),
         (ValueError, "peer", lambda: comm.send(part, -1)),

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from harness import RankError, run_ranks
-from harness.disk_tier import ALL, TIERS, small_chunks
+from harness.disk_tier import ALL, TIERS, kernel_bytes, small_chunks
 
 import bmtrain as bmt
 from bmtrain._engine.disk_shard import stored_shard_of
 from bmtrain._ranks.context import context
+from bmtrain.plan import MACHINES, TrainingPolicy, describe_module, estimate
+from bmtrain.plan.policy import DISK
 
 DIM = 40
 
@@ -85,6 +87,38 @@ def compare(kind: str) -> None:
 )
 def test_same_bits(kind: str, world: int, init: dict[str, Any], tmp_path: Path) -> None:
     run_ranks(world, compare, kind, init={"tier_directories": [str(tmp_path)], **init})
+
+
+def count_planned() -> None:
+    dim = 600
+    linears = [(bmt.nn.ColumnParallelLinear, bmt.nn.RowParallelLinear), (torch.nn.Linear, torch.nn.Linear)]
+    with bmt.default_policy(bmt.BlockPolicy(**ALL)):
+        divided, plain = (
+            [torch.nn.Sequential(*(linear(dim, dim, bias=False) for linear in pair)) for _ in range(3)]
+            for pair in linears
+        )
+        model = bmt.TransformerBlockList([bmt.Block(layer) for layer in divided])
+    optimizer = bmt.optim.AdamOptimizer(model.parameters())
+    x, before = torch.ones(4, dim), (0, 0)
+    for _ in range(3):
+        before = kernel_bytes()
+        optimizer.zero_grad(set_to_none=True)
+        model(x).sum().backward()
+        optimizer.step()
+    moved = [now - old for now, old in zip(kernel_bytes(), before, strict=True)]
+    with pytest.raises(
+        ValueError, match="expected layers whose forward is one rank's, got ColumnParallelLinear"
+    ):
+        describe_module(model, x)
+    described = describe_module(torch.nn.Sequential(*plain), x, blocks=plain)
+    machine = MACHINES["a100-80gb"].with_devices(bmt.world_size())
+    planned = estimate(described, machine, TrainingPolicy(disk=DISK, tp_size=2)).disk
+    assert moved == pytest.approx([planned.read, planned.written], rel=0.02)
+    assert bmt.memory_report(model, optimizer).on_disk == pytest.approx(planned.stored, rel=0.02)
+
+
+def test_bytes_of_tensor_parallel_blocks_are_as_planned(tmp_path: Path) -> None:
+    run_ranks(2, count_planned, init={"tier_directories": [str(tmp_path)], "tp_size": 2})
 
 
 def flip() -> None:

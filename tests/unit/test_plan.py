@@ -539,7 +539,7 @@ def test_what_drives_cannot_hold_is_refused(capsys: pytest.CaptureFixture[str]) 
         ({"disk": ("state",)}, "disk: expected some of parameters, gradients, optimizer, got state"),
         ({"disk": ("optimizer",), "optimizer": "muon"}, "disk: expected Adam"),
         ({"disk": ("optimizer",), "survive": True}, "without survive"),
-        ({"disk": ("parameters", "optimizer"), "tp_size": 2}, "without tensor parallelism"),
+        ({"disk": ("parameters", "optimizer"), "pipe_size": 2}, "with pipe_size=1, got 2"),
         ({"disk": ("parameters",)}, "expected optimizer='disk' as well"),
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
