@@ -26,9 +26,9 @@ def mean_loss() -> tuple[float, float, torch.dtype, list[str]]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_sum_loss_is_the_mean(world: int) -> None:
     mean = (world + 1) / 2
-    for value, gradient, dtype, told in run_ranks(world, mean_loss, fresh=True):
+    for rank, (value, gradient, dtype, told) in enumerate(run_ranks(world, mean_loss, fresh=True)):
         assert (value, gradient, dtype) == (mean, 1 / world, torch.float16)
-        assert told == [__file__]
+        assert told == ([] if rank else [__file__])
 
 
 def gathered(kind: str) -> torch.Tensor:
