@@ -51,9 +51,9 @@ def describe_module(
         (144, 384.0)
     """
     for member in module.modules():
-        if isinstance(member, PipelineTransformerBlockList) or any(
-            getattr(p, "_slices", None) == "tp" for p in member._parameters.values()
-        ):
+        stages = member.stages if isinstance(member, PipelineTransformerBlockList) else 1
+        divided: Any = (p for p in member._parameters.values() if getattr(p, "_slices", None) == "tp")
+        if max(stages, *(p._slice_group.size for p in divided), 1) > 1:
             raise ValueError(
                 f"module: expected layers whose forward is one rank's, got {type(member).__name__}: describe the plain "
                 "model, and divide it by TrainingPolicy(tp_size=, pipe_size=)"

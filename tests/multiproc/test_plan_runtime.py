@@ -273,3 +273,16 @@ def test_the_simulation_orders_events_as_a_run_does(
     for real, simulated in run_ranks(world, simulated_and_real_order, {"recompute": recompute, **options}):
         assert real == simulated
         assert len(real) > 5 * LAYERS
+
+
+def describe_undivided() -> None:
+    linears = bmt.nn.ColumnParallelLinear(8, 8), bmt.nn.RowParallelLinear(8, 8)
+    for model in (
+        bmt.TransformerBlockList([bmt.Block(torch.nn.Sequential(*linears))]),
+        bmt.PipelineTransformerBlockList([bmt.Block(bmt.nn.Linear(8, 8), mode="PIPE")]),
+    ):
+        assert len(describe_module(model, torch.ones(2, 8)).blocks) == 1
+
+
+def test_tensor_parallel_layers_and_stages_of_one_rank_are_described() -> None:
+    run_ranks(1, describe_undivided)
