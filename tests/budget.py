@@ -23,12 +23,12 @@ PYTHON = {
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5574),
     "files": ("_files dcp distributed store weights", 4672),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 9456),
-    "survive": ("_survive survive", 2010),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_109),
+    "survive": ("_survive survive", 2017),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_112),
 }
 CORE = {
-    "bindings": (". bindings ops", 1480),
-    "common": ("common", 920),
+    "bindings": (". bindings ops", 1494),
+    "common": ("common", 941),
     "comm": ("comm", 6815),
     "shard": ("shard", 2506),
     "disk": ("disk", 900),

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from .._C import BufferPool, DiskFile, DiskQueue
+from .._C import SEAL_BYTES, BufferPool, DiskFile, DiskQueue
 from ..errors import DiskError
 from .drives import Drives
 
@@ -36,7 +36,6 @@ __all__ = ["DiskTier", "SealedArray", "StoredArray", "aligned", "sealed"]
 
 _ALIGNMENT = 4096  # bytes, of csrc/disk
 _LEAST = 1 << 20  # bytes of a buffer of the pool that starts at a page, and of a piece
-_SEALED = 1 << 18  # bytes under one checksum, of csrc/disk: one that is cut by a piece is not compared
 _PIECES = 8  # of a transfer, which threads move at the same time
 _SLOTS = 64  # pieces in transfer
 #: Gradient shards that are being written while others are computed.
@@ -151,7 +150,7 @@ class Transfer:
         self._slots: list[int] = []
         self.error: DiskError | None = None
         move = tier.queue.write if is_write else tier.queue.read
-        piece = max(_LEAST, -(-memory.numel() // (_PIECES * _SEALED)) * _SEALED)
+        piece = max(_LEAST, -(-memory.numel() // (_PIECES * SEAL_BYTES)) * SEAL_BYTES)  # which no piece cuts
         for begin in range(0, memory.numel(), piece):
             slot, part = tier.slot(), memory[begin : begin + piece]
             move(slot, file, offset + begin, part.numel(), part)
@@ -179,7 +178,7 @@ class SealedArray(NamedTuple):
     Attributes:
         file, offset: the place of its bytes.
         mapping: the bytes.
-        crc32: of each 256 KiB.
+        crc32: of each ``SEAL_BYTES``, which are the chunks of a checkpoint.
         check: compares the bytes with these.
     """
 
@@ -196,7 +195,7 @@ class SealedArray(NamedTuple):
 
 def sealed(file: DiskFile, offset: int, mapping: Tensor, check: Callable[[], None]) -> list[SealedArray]:
     """Returns the array, unless a checksum is missing or it is smaller than the bytes under one."""
-    crc32 = file.seals(offset, mapping.numel()) if mapping.numel() >= _SEALED else []
+    crc32 = file.seals(offset, mapping.numel()) if mapping.numel() >= SEAL_BYTES else []
     return [SealedArray(file, offset, mapping, crc32, check)] if crc32 else []
 
 

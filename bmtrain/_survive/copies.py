@@ -14,7 +14,6 @@ update, all ranks hear of it at the next commit, and make all copies again from 
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._C import Communicator
+from .._C import Communicator, word_sums
 from .._engine.engine import current_engine
 from .._ranks.context import Context
 from ..optim._arrays import MASTER
@@ -103,6 +102,7 @@ class Ward:
         self.params = {p: torch.nn.Parameter(value, p.requires_grad) for p, value in values.items()}
         self.optimizers = [_twin(optimizer, self.params) for optimizer in optimizers]
         self._sums: dict[tuple[DistributedParameter, str], int] = {}
+        self._gradients: dict[DistributedParameter, Tensor] = {}
 
     def seal(self) -> None:
         """Records the checksums of all arrays. See [Note: Damaged copies]."""
@@ -115,7 +115,7 @@ class Ward:
 
     def _present_sums(self) -> dict[tuple[DistributedParameter, str], int]:
         arrays = dict(self._arrays())
-        return dict(zip(arrays, _sums(arrays.values()), strict=True))
+        return dict(zip(arrays, word_sums(list(arrays.values())), strict=True))
 
     def _arrays(self) -> Iterator[tuple[tuple[DistributedParameter, str], Tensor]]:
         for p, copy in self.params.items():
@@ -140,10 +140,15 @@ class Ward:
         ]
         return Held({p: copy.detach() for p, copy in self.params.items()}, states, gradients)
 
-    def set_gradients(self, gradients: dict[DistributedParameter, Tensor]) -> None:
+    def take_gradients(self, message: Message) -> None:
+        """Gives the copies the gradients of the message, in memory of their own, as clipping scales them."""
+        arrived = dict(zip(message.params, message.gradients, strict=True))
         for p, copy in self.params.items():
             copy.requires_grad_(p.requires_grad)
-            copy.grad = gradients.get(p)
+            gradient, room = arrived.get(p), self._gradients.get(p)
+            if gradient is not None and (room is None or room.dtype != gradient.dtype):
+                room = self._gradients[p] = torch.empty_like(gradient)
+            copy.grad = None if gradient is None or room is None else room.copy_(gradient)
 
 
 def _twin(optimizer: ShardedOptimizer, copies: dict[DistributedParameter, Any]) -> ShardedOptimizer:
@@ -177,25 +182,36 @@ def put_state(optimizer: ShardedOptimizer, entries: dict[Tensor, dict[str, Any]]
 
 
 class Message:
-    """The gradients of one rank in a step, as bytes.
+    """The gradients of one rank in a step, as bytes; for further steps too, as its memory takes long to get.
 
     Attributes:
         params: the parameters with gradients.
+        gradients: their places in the message, 1-D.
     """
 
     def __init__(self, params: Sequence[DistributedParameter], rank: int) -> None:
         self.params = params
-        counts = [p._spec.part(rank)[1] for p in params]
-        self._dtypes = [(p.grad if p.grad is not None else p).dtype for p in params]
-        self._sizes = [count * dtype.itemsize for count, dtype in zip(counts, self._dtypes, strict=True)]
+        self._dtypes = _gradient_dtypes(params)
         self._header = struct.Struct(f"{1 + len(params)}q")  # number of the step, checksum of each parameter
-        self.data = torch.empty(self._header.size + sum(self._sizes), dtype=torch.uint8)
+        counts = [p._spec.part(rank)[1] for p in params]
+        sizes = [-(-n * dtype.itemsize // 8) * 8 for n, dtype in zip(counts, self._dtypes, strict=True)]
+        self.data = torch.zeros(self._header.size + sum(sizes), dtype=torch.uint8)
+        self._pieces = list(self.data[self._header.size :].split(sizes))
+        known = zip(self._pieces, self._dtypes, counts, strict=True)
+        self.gradients = [piece.view(dtype)[:count] for piece, dtype, count in known]
+
+    def fits(self, params: Sequence[DistributedParameter]) -> bool:
+        """Whether these parameters have gradients, of the same dtypes."""
+        return (
+            list(map(id, params)) == list(map(id, self.params)) and _gradient_dtypes(params) == self._dtypes
+        )
 
     def pack(self, step: int) -> None:
         """Takes the gradients of this rank."""
-        pieces = [p.grad.reshape(-1).view(torch.uint8) for p in self.params if p.grad is not None]
-        torch.cat([self.data[:0], *pieces], out=self.data[self._header.size :])
-        header = self._header.pack(step, *_sums(self._pieces()))
+        for place, p in zip(self.gradients, self.params, strict=True):
+            if p.grad is not None:
+                place.copy_(p.grad.reshape(-1))
+        header = self._header.pack(step, *word_sums(self._pieces))
         self.data[: self._header.size] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
 
     def damage(self, step: int) -> str:
@@ -203,30 +219,18 @@ class Message:
         found, *checksums = self._header.unpack(self.data[: self._header.size].numpy().tobytes())
         if found != step:
             return f"a message of step {found} instead of {step}"
-        for p, checksum, present in zip(self.params, checksums, _sums(self._pieces()), strict=True):
+        for p, checksum, present in zip(self.params, checksums, word_sums(self._pieces), strict=True):
             if checksum != present:
                 return f"the message with the gradient of {name_of(p)} in step {step}"
         return ""
 
-    def gradients(self) -> dict[DistributedParameter, Tensor]:
+    def copies(self) -> dict[DistributedParameter, Tensor]:
         """Returns new tensors by parameter, 1-D."""
-        pieces = zip(self.params, self._pieces(), self._dtypes, strict=True)
-        return {p: piece.clone().view(dtype) for p, piece, dtype in pieces}
-
-    def _pieces(self) -> list[Tensor]:
-        return list(self.data[self._header.size :].split(self._sizes))
+        return {p: gradient.clone() for p, gradient in zip(self.params, self.gradients, strict=True)}
 
 
-def _sums(arrays: Iterable[Tensor]) -> list[int]:
-    """Returns sums that change with any one bit of each array, at the speed of memory."""
-    return [int(_words(array).sum(dtype=torch.int64)) for array in arrays]
-
-
-def _words(array: Tensor) -> Tensor:
-    """Returns the memory of an array as the widest whole numbers that it divides into."""
-    data = array.detach().reshape(-1)
-    width = math.gcd(data.nbytes, int(data.storage_offset()) * data.itemsize, 8)
-    return data.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width])
+def _gradient_dtypes(params: Iterable[DistributedParameter]) -> list[torch.dtype]:
+    return [(p if p.grad is None else p.grad).dtype for p in params]
 
 
 def exchange(comm: Communicator, own: Message, ward: Message, step: int, ring: Ring) -> str:

@@ -43,6 +43,7 @@ class Keeper:
         self._versions = 0, 0
         self._writes = 0
         self._gradients: list[tuple[int, int]] = []
+        self._room: tuple[Message, Message] | None = None  # of the messages, for the next ones
 
     def add(self, manager: Any, optimizer: Any) -> None:
         """Notes a manager and an optimizer of it, which is to be copied."""
@@ -86,7 +87,7 @@ class Keeper:
 
     def take(self, ctx: Context, before: Before) -> None:
         """Shards everything over the present ranks and takes the copy of the ward. Collective."""
-        self.is_whole = False
+        self.is_whole, self._room = False, None
         self.ward = shard_again(ctx, self.optimizers(), before, self.ring)
 
     def seal(self, ctx: Context) -> None:
@@ -159,18 +160,20 @@ class Keeper:
         if self.ward is None:
             return
         params = [p for p in all_parameters(ctx, self.optimizers()) if p.grad is not None]
-        messages = Message(params, ctx.world.rank), Message(params, self.ward.rank)
+        messages, self._room = self._room, None  # an exchange that fails may write to its memory later
+        if messages is None or not messages[1].fits(params):
+            messages = Message(params, ctx.world.rank), Message(params, self.ward.rank)
         self.note_damage(exchange(ctx.world.comm, *messages, step, self.ring))
-        self.messages = messages
+        self.messages = self._room = messages
         if not self.damage:
-            self.ward.set_gradients(messages[1].gradients())
+            self.ward.take_gradients(messages[1])
 
     def held(self, ctx: Context, step: int) -> dict[int, Held]:
         """Returns what this rank has, by rank: its own shards, its ward's, and the gradients if they were sent."""
         optimizers, ward, own, other = self.optimizers(), self.ward, None, None
         if self.messages is not None:
             self.note_damage(self.messages[1].damage(step))
-            own, other = (message.gradients() for message in self.messages)
+            own, other = (message.copies() for message in self.messages)
         held = {ctx.world.rank: own_shards(optimizers, all_parameters(ctx, optimizers), own)}
         if ward is not None:
             self.note_damage(ward.damage())

@@ -43,6 +43,7 @@ void start(DiskQueue& self, int buffer, std::shared_ptr<DiskFile> file, std::int
 }  // namespace
 
 void bind_disk(py::module_& module) {
+  module.attr("SEAL_BYTES") = kSealBytes;
   py::class_<DiskMapping, std::shared_ptr<DiskMapping>>(module, "DiskMapping")
       .def(
           "tensor",

@@ -8,6 +8,7 @@
 #include "common/check.h"
 #include "common/tensor_dtype.h"
 #include "common/thread_pool.h"
+#include "common/word_sum.h"
 #include "cpu/isa.h"
 #include "cpu/kernels.h"
 #include "optim/offload_update.h"
@@ -143,9 +144,21 @@ void zero_in_shares(const at::Tensor& tensor) {
   cpu::zero(tensor.mutable_data_ptr(), tensor.numel(), dtype_of(tensor.scalar_type(), "zero_in_shares"));
 }
 
+Integers word_sums(const Tensors& tensors) {
+  Integers sums;
+  for (const at::Tensor& tensor : tensors) {
+    BMT_CHECK(TypeError, tensor.is_cpu() && tensor.is_contiguous(),
+              "word_sums: expected contiguous CPU tensors, got one on ", tensor.device());
+    sums.push_back(word_sum(tensor.const_data_ptr(), tensor.nbytes()));
+  }
+  return sums;
+}
+
 void bind_steps(py::module_& module) {
   module.def("zero_in_shares", &zero_in_shares, NoGil(), py::arg("tensor"),
              "Zeroes a tensor, each page by the thread that will update it in a step of as many threads.");
+  module.def("word_sums", &word_sums, NoGil(), py::arg("tensors"),
+             "A sum over the memory of each tensor, which any one bit changes.");
   module.def("adam_step", &adam_step_of, py::arg("weights"), py::arg("rounded"), py::arg("grads"),
              py::arg("exp_avgs"), py::arg("exp_avg_sqs"), py::arg("steps"), py::arg("sizes"),
              py::arg("groups"), py::kw_only(), py::arg("torch_sqrt") = false, py::arg("with_delta") = false,
