@@ -1,23 +1,26 @@
 """State that torch does not track and a forward may change: attributes of modules, random numbers of Python and NumPy.
 
 Comparing everything before and after each forward would be slow. The first forward that is to run again shows what
-changes; later ones keep only that. Numbers, strings and flags are left alone, so that counters count each run.
+changes in place; later ones keep only that. Attributes that are replaced, by a forward or between forward and backward,
+need no copy: the second run has the values of the first. Integers that forwards increase count each run.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 
+from .._base.deprecate import warn_once
 from .._base.generators import host_state, is_same_host_state, set_host_state
 
 _OF_TORCH = frozenset(vars(torch.nn.Module()))
+_REGISTERED = ("_modules", "_parameters", "_buffers")
 _CONTAINERS = (tuple, list, dict, deque)
 _ABSENT: Any = object()
 #: The __dict__ of a module, the name of an attribute, and whether forwards replace its value.
@@ -25,35 +28,43 @@ _Place = tuple[dict[str, Any], str, bool]
 
 
 class _Attribute(NamedTuple):
-    """An attribute at the start of a forward; ``kept`` is a copy of its value, or of the state of a generator."""
+    """An attribute at the start of a forward.
+
+    Attributes:
+        kept: a copy of its value, or of the state of a generator.
+        items: a copy of a container with its own tensors, where ``kept`` has copies of these.
+    """
 
     place: dict[str, Any]
     name: str
     value: Any
     kept: Any
+    items: Any = None
 
     @classmethod
     def of(cls, place: dict[str, Any], name: str, is_replaced: bool = False) -> _Attribute:
         value = kept = place.get(name, _ABSENT)
+        items = None
         if isinstance(value, torch.Generator):
             kept = value.get_state()
         elif isinstance(value, torch.Tensor):
-            if not (value.requires_grad and value.is_leaf):
-                kept = value.detach() if is_replaced else value.detach().clone()
+            kept = value.detach() if is_replaced and not _is_trained(value) else _copied(value)
         elif isinstance(value, _CONTAINERS):
-            kept = copy.copy(value)
-        return cls(place, name, value, kept)
+            items = None if is_replaced else _container(value, _same)
+            kept = _container(value, _same if is_replaced else _copied)
+        return cls(place, name, value, kept, items)
+
+    def is_replaced(self) -> bool:
+        """Whether a forward has given it another value, or other items, and has not written to a tensor."""
+        if self.items is not None:
+            return bool(self.items) and _is_equal(self.items, self.kept)
+        return self.place.get(self.name) is not self.value
 
     def has_changed(self) -> bool:
         now = self.place.get(self.name, _ABSENT)
         if now is not self.value:
             return _is_state(self.name, now)  # not where a module or a parameter has come
-        if isinstance(now, _CONTAINERS):
-            return len(now) != len(self.kept) or not all(map(is_, _items(now), _items(self.kept)))
-        value = now.get_state() if isinstance(now, torch.Generator) else now
-        return (
-            isinstance(value, torch.Tensor) and value is not self.kept and not torch.equal(value, self.kept)
-        )
+        return not _is_equal(now.get_state() if isinstance(now, torch.Generator) else now, self.kept)
 
     def put(self, itself: bool = False) -> None:
         """Gives the module its value again: a copy of it, or ``itself``."""
@@ -64,15 +75,51 @@ class _Attribute(NamedTuple):
         elif not itself and isinstance(value, torch.Tensor) and value is not self.value:
             value = value.clone()
         elif not itself and isinstance(value, _CONTAINERS):
-            value = copy.copy(value)
-        if value is _ABSENT:
-            self.place.pop(self.name, None)
-        else:
-            self.place[self.name] = value
+            value = _container(value, _same if self.items is None else _copied)
+        _set(self.place, self.name, value)
 
 
 def _items(container: Any) -> Iterable[Any]:
     return container.values() if isinstance(container, dict) else container
+
+
+def _container(value: Any, copied: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Returns a copy of ``value``, of the containers in it, and of the tensors in these."""
+    if isinstance(value, torch.Tensor):
+        return copied(value)
+    if isinstance(value, tuple):
+        items = [_container(item, copied) for item in value]
+        if all(map(is_, items, value)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, _CONTAINERS):
+        value = copy.copy(value)
+        for key in value if isinstance(value, dict) else range(len(value)):
+            value[key] = _container(value[key], copied)
+    return value
+
+
+def _is_trained(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if _is_trained(tensor) else tensor.detach().clone()
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _is_equal(now: Any, kept: Any) -> bool:
+    if now is kept:
+        return True
+    if isinstance(now, torch.Tensor) and isinstance(kept, torch.Tensor):
+        is_plain = now.layout is kept.layout is torch.strided and not now.is_meta
+        return is_plain and now.dtype == kept.dtype and torch.equal(now, kept)
+    if not isinstance(now, _CONTAINERS) or type(now) is not type(kept) or len(now) != len(kept):
+        return False
+    return all(map(_is_equal, _items(now), _items(kept)))
 
 
 def _is_state(name: str, value: Any) -> bool:
@@ -80,10 +127,38 @@ def _is_state(name: str, value: Any) -> bool:
     if name in _OF_TORCH:
         return False
     if isinstance(value, _CONTAINERS):
-        return any(isinstance(item, torch.Tensor) for item in _items(value))
+        return not value or any(isinstance(item, (torch.Tensor, *_CONTAINERS)) for item in _items(value))
     if type(value) is torch.Tensor:
         return value.layout is torch.strided and not value.is_meta
     return value is None or isinstance(value, torch.Generator)
+
+
+def exchanged_error(label: str) -> RuntimeError:
+    """Returns the error of a Block whose modules are others than in its forward."""
+    return RuntimeError(
+        f"{label}: its modules were exchanged between forward and backward, so that its forward cannot be run again; "
+        "exchange them after the backward, or give the Block use_checkpoint=False"
+    )
+
+
+def _differing(
+    changed: Iterable[tuple[torch.nn.Module, dict[str, Any]]],
+) -> Iterator[tuple[torch.nn.Module, str, Any, Any]]:
+    """Yields attributes that are not what they were, with both values; none that became a module or a parameter."""
+    for module, old in changed:
+        now = vars(module)
+        for name in {**old, **now}:
+            before, after = old.get(name, _ABSENT), now.get(name, _ABSENT)
+            is_registered = after is _ABSENT and any(name in now[kind] for kind in _REGISTERED)
+            if before is not after and not is_registered and (name == "training" or name not in _OF_TORCH):
+                yield module, name, before, after
+
+
+def _set(place: dict[str, Any], name: str, value: Any) -> None:
+    if value is _ABSENT:
+        place.pop(name, None)
+    else:
+        place[name] = value
 
 
 class PlainState:
@@ -97,6 +172,7 @@ class PlainState:
         self.is_unused = False
         self._changing: list[_Place] | None = None  # None before the first forward
         self._draws = True
+        self._counters: set[tuple[int, str]] = set()
 
     def before_forward(self, modules: Iterable[torch.nn.Module]) -> PlainSnapshot:
         """Takes a snapshot; :meth:`PlainSnapshot.after_forward` must be called when the forward has run."""
@@ -111,9 +187,40 @@ class PlainState:
             snapshot.attributes = [_Attribute.of(*place) for place in self._changing]
         return snapshot
 
+    def note_counters(self, changed: Iterable[tuple[torch.nn.Module, dict[str, Any]]]) -> None:
+        """Records the integers that a forward changed, which count both runs, and warns of the first."""
+        for module, name, old, now in _differing(changed):
+            if type(old) is type(now) is int:
+                self._counters.add((id(module), name))
+                warn_once(
+                    "plain_state.counter",
+                    f"the forward of a Block changes the number {type(module).__name__}.{name}, and runs again in "
+                    "backward: both runs count. If it computes with the number, keep that in a buffer, or give the "
+                    "Block use_checkpoint=False",
+                    category=UserWarning,
+                )
+
+    @contextmanager
+    def attributes_as_before(
+        self, changed: Iterable[tuple[torch.nn.Module, dict[str, Any]]]
+    ) -> Iterator[None]:
+        """Context manager with the attributes that modules had; afterwards the current ones are put back.
+
+        Args:
+            changed: modules, and what their ``__dict__`` was.
+        """
+        differing = [each for each in _differing(changed) if (id(each[0]), each[1]) not in self._counters]
+        for module, name, old, _ in differing:
+            _set(vars(module), name, old)
+        try:
+            yield
+        finally:
+            for module, name, _, now in differing:
+                _set(vars(module), name, now)
+
     def learn(self, changed: Iterable[_Attribute], draws: bool) -> None:
         """Records the attributes that the first forward changed, and whether it drew random numbers."""
-        self._changing = [(a.place, a.name, a.place.get(a.name) is not a.value) for a in changed]
+        self._changing = [(a.place, a.name, a.is_replaced()) for a in changed]
         self._draws = draws
         self.is_unused = not (self._changing or draws)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import NamedTuple
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from .block_state import BlockState
-from .plain_state import PlainSnapshot, PlainState
+from .plain_state import PlainSnapshot, PlainState, exchanged_error
 
 #: Buffers up to this size are copied before each forward; larger ones only once they are known to be updated.
 SMALL_BUFFER_BYTES = 1 << 16
@@ -22,7 +23,7 @@ class _Buffer(NamedTuple):
 
     owner: torch.nn.Module
     name: str
-    tensor: torch.Tensor
+    tensor: torch.Tensor | None
     version: int
     old: torch.Tensor | None
 
@@ -41,15 +42,15 @@ class ModuleState:
         self._modules: list[torch.nn.Module] = [root]
         self._children: list[torch.nn.Module | None] = [None]
         self._large: set[tuple[int, str]] | None = None  # known to be updated; None before the first forward
-        self._plain = PlainState()
+        self.plain = PlainState()
 
-    def _walk(self) -> list[torch.nn.Module]:
+    def walk(self) -> list[torch.nn.Module]:
         children: list[torch.nn.Module | None] = []
         for module in self._modules:
             children += module._modules.values()  # a comprehension costs a call of its own before Python 3.12
         if children != self._children:
             self._modules = list(self.root.modules())
-            self._plain = PlainState()
+            self.plain = PlainState()
             self._children = [child for module in self._modules for child in module._modules.values()]
         return self._modules
 
@@ -57,64 +58,76 @@ class ModuleState:
         """Whether an inner module has forward hooks."""
         hooks = torch.nn.modules.module
         return bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks) or any(
-            module._forward_hooks or module._forward_pre_hooks for module in self._walk()
+            module._forward_hooks or module._forward_pre_hooks for module in self.walk()
         )
 
     def has_own_forward_hooks(self) -> bool:
         """Whether one of the modules has a forward hook that receives its result."""
-        for module in self._walk():  # noqa: SIM110 (a generator costs as much again, for each module)
+        for module in self.walk():  # noqa: SIM110 (a generator costs as much again, for each module)
             if module._forward_hooks:
                 return True
         return False
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """Yields all buffers of the modules."""
-        for module in self._walk():
+        for module in self.walk():
             yield from (buffer for buffer in module._buffers.values() if buffer is not None)
 
     def before_forward(self) -> ModuleSnapshot:
         """Takes a snapshot; :meth:`ModuleSnapshot.after_forward` must be called when the forward has run."""
-        modules = self._walk()
+        modules = self.walk()
         buffers = []
         copies: dict[int, torch.Tensor] = {}  # one of each tensor, as modules may share it
         for owner in modules:
             for name, tensor in owner._buffers.items():
-                if tensor is not None:
-                    copied = (
-                        tensor.nbytes <= SMALL_BUFFER_BYTES
-                        or self._large is None
-                        or (id(owner), name) in self._large
-                    )
-                    if copied and id(tensor) not in copies:
-                        copies[id(tensor)] = tensor.clone()
-                    buffers.append(_Buffer(owner, name, tensor, tensor._version, copies.get(id(tensor))))
-        plain = None if self._plain.is_unused else self._plain.before_forward(modules)
-        return ModuleSnapshot(self, modules, [module.training for module in modules], buffers, plain)
+                if tensor is None:
+                    buffers.append(_Buffer(owner, name, None, 0, None))
+                    continue
+                copied = (
+                    tensor.nbytes <= SMALL_BUFFER_BYTES
+                    or self._large is None
+                    or (id(owner), name) in self._large
+                )
+                if copied and id(tensor) not in copies:
+                    copies[id(tensor)] = tensor.clone()
+                buffers.append(_Buffer(owner, name, tensor, tensor._version, copies.get(id(tensor))))
+        plain = None if self.plain.is_unused else self.plain.before_forward(modules)
+        return ModuleSnapshot(self, modules, buffers, plain)
 
     def learn(self, updated: list[_Buffer]) -> None:
         """Records the large buffers that a forward updated."""
         known = self._large or set()
-        known.update((id(b.owner), b.name) for b in updated if b.tensor.nbytes > SMALL_BUFFER_BYTES)
+        large = [b for b in updated if b.tensor is not None and b.tensor.nbytes > SMALL_BUFFER_BYTES]
+        known.update((id(b.owner), b.name) for b in large)
         self._large = known
 
 
 class ModuleSnapshot:
-    """Training flags and buffers at the start of one forward."""
+    """Attributes and buffers at the start of one forward."""
 
     def __init__(
         self,
         state: ModuleState,
         modules: list[torch.nn.Module],
-        training: list[bool],
         buffers: list[_Buffer],
         plain: PlainSnapshot | None,
     ) -> None:
-        self._state = state
-        self._modules, self._training = modules, training
-        self._buffers, self._plain = buffers, plain
+        self._state, self._buffers, self._plain = state, buffers, plain
+        self._attributes = [(module, vars(module).copy()) for module in modules]
+
+    def _changed(self) -> list[tuple[torch.nn.Module, dict[str, Any]]]:
+        """Returns the modules that have other attributes now, and the old ones."""
+        return [
+            (module, old)
+            for module, old in self._attributes
+            if len(vars(module)) != len(old) or not all(map(is_, vars(module).values(), old.values()))
+        ]
 
     def after_forward(self) -> None:
         """Keeps old values only of the buffers that the forward updated or may have updated."""
+        self._modules = self._state.walk()
+        if changed := self._changed():
+            self._state.plain.note_counters(changed)
         self._buffers = [buffer for buffer in self._buffers if _may_be_updated(buffer)]
         self._state.learn(self._buffers)
         if self._plain is not None:
@@ -122,44 +135,43 @@ class ModuleSnapshot:
 
     @contextmanager
     def restored(self, label: str) -> Iterator[None]:
-        """Context manager with the old flags and (new tensors of) the old values; the current ones are put back."""
-        flags = zip(self._modules, self._training, strict=True)
-        flipped = [module for module, flag in flags if module.training is not flag]
-        values: dict[int, torch.Tensor] = {}
+        """Context manager with the old attributes and (new tensors of) buffers; the current ones are put back."""
+        if self._state.walk() != self._modules:
+            raise exchanged_error(label)
+        changed = self._changed()
+        values: dict[int, torch.Tensor | None] = {}
         for noted in self._buffers:
             if id(noted.tensor) not in values:
                 values[id(noted.tensor)] = _old_value(noted, label)
         old = [(noted.owner, noted.name, values[id(noted.tensor)]) for noted in self._buffers]
         current = [(owner, name, owner._buffers.get(name)) for owner, name, _ in old]
-        for module in flipped:
-            module.__dict__["training"] = not module.training
         for owner, name, value in old:
             owner._buffers[name] = value
         try:
-            with nullcontext() if self._plain is None else self._plain.restored():
+            with (
+                self._state.plain.attributes_as_before(changed) if changed else nullcontext(),
+                nullcontext() if self._plain is None else self._plain.restored(),
+            ):
                 yield
         finally:
-            for module in flipped:
-                module.__dict__["training"] = not module.training
             for owner, name, buffer in current:
                 owner._buffers[name] = buffer
 
 
 def _may_be_updated(buffer: _Buffer) -> bool:
-    if (
-        buffer.tensor._version != buffer.version
-        or buffer.owner._buffers.get(buffer.name) is not buffer.tensor
-    ):
+    if buffer.owner._buffers.get(buffer.name) is not buffer.tensor:
         return True
-    if buffer.old is None:
-        return False
+    if buffer.tensor is None or buffer.tensor._version != buffer.version or buffer.old is None:
+        return buffer.tensor is not None and buffer.tensor._version != buffer.version
     if buffer.tensor.nbytes <= SMALL_BUFFER_BYTES and buffer.old.stride() == buffer.tensor.stride():
         return True
     # A copy with other strides (of an expanded tensor) could make a kernel round differently.
     return not torch.equal(buffer.old, buffer.tensor)
 
 
-def _old_value(buffer: _Buffer, label: str) -> torch.Tensor:
+def _old_value(buffer: _Buffer, label: str) -> torch.Tensor | None:
+    if buffer.tensor is None:
+        return None
     if buffer.old is None and buffer.tensor._version == buffer.version:
         return buffer.tensor.clone()  # replaced, not written to
     if buffer.old is None:

@@ -45,6 +45,35 @@ def made_in_the_first(self: Any, h: torch.Tensor) -> Any:
     return factor
 
 
+def cached(self: Any, h: torch.Tensor) -> Any:
+    factor = self.cache.get("factor", 1.0)
+    self.cache["factor"] = h.detach().amax() + 2.0
+    return factor
+
+
+def in_a_buffer_of_none(self: Any, h: torch.Tensor) -> Any:
+    self.late = h.detach().amax() + 2.0 if self.late is None else self.late * 1.5
+    return self.late
+
+
+def decaying(self: Any, h: torch.Tensor) -> Any:
+    self.decay *= 0.7
+    return self.decay
+
+
+def given(self: Any, h: torch.Tensor) -> Any:
+    """Reads what the script sets before each call, and takes away before the backward."""
+    return self.given + self.number
+
+
+def late(self: Any, h: torch.Tensor) -> Any:
+    """Keeps a tensor from the second call on."""
+    before = self.memory
+    if self.number > 1:
+        self.memory = h.detach().mean() + 1.5
+    return 1.0 if before is None else before
+
+
 def with_history(self: Any, h: torch.Tensor) -> Any:
     """Keeps a tensor with its graph, and uses its value in the next forward."""
     factor = 1.0 if self.memory is None else self.memory.detach().mean()
@@ -70,6 +99,11 @@ FORWARDS = [
     in_place,
     history,
     made_in_the_first,
+    cached,
+    in_a_buffer_of_none,
+    decaying,
+    given,
+    late,
     with_history,
     of_python,
     of_numpy,
@@ -87,7 +121,10 @@ class Stateful(torch.nn.Module):
         self.seen = torch.zeros(6)
         self.history = collections.deque([torch.ones(6)], maxlen=2)
         self.generator = torch.Generator().manual_seed(5)
-        self.runs = 0
+        self.runs = self.number = 0
+        self.cache: dict[str, torch.Tensor] = {}
+        self.decay, self.given = 1.0, None
+        self.register_buffer("late", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.runs += 1
@@ -105,17 +142,22 @@ def restored(recompute: str) -> None:
                 random.seed(step)
                 np.random.seed(step)
                 module.zero_grad()
-                first, second = (module(torch.full((2, 6), value)) for value in (0.5, 1.5))
+                results = []
+                for number in (1, 2):
+                    module.given, module.number = torch.full((6,), number / 2), number
+                    results.append(module(torch.full((2, 6), number - 0.5)))
+                module.given, module.number = None, 3
+                first, second = results
                 (first * second / (1 if module is plain else bmt.world_size())).sum().backward()
                 drawn.append((random.random(), np.random.rand()))
             check_gradients(plain, block, tolerance=1e-5)
             inner = block._module
             assert drawn[0] == drawn[1]
-            for name in ("memory", "seen", "scale"):
+            for name in ("memory", "seen", "scale", "late", "decay", "number"):
                 want, got = getattr(plain, name, None), getattr(inner, name, None)
                 assert (want is None) == (got is None), (factor.__name__, name)
                 if want is not None:
-                    torch.testing.assert_close(got.detach(), want.detach())
+                    torch.testing.assert_close(torch.as_tensor(got).detach(), torch.as_tensor(want).detach())
             torch.testing.assert_close(list(inner.history), list(plain.history))
             assert torch.equal(inner.generator.get_state(), plain.generator.get_state())
         assert (plain.runs, inner.runs) == (6, 12)  # counters count each run
@@ -124,3 +166,22 @@ def restored(recompute: str) -> None:
 @pytest.mark.parametrize("recompute", ["whole", "selective"])
 def test_the_second_run_begins_as_the_first(recompute: str) -> None:
     run_ranks(2, restored, recompute)
+
+
+def exchanged() -> None:
+    plain, model = twins(lambda: Stateful(memory))
+    block = bmt.Block(model)
+    loss = block(torch.ones(2, 6)).sum()
+    before, block.down = block.down, torch.nn.Identity()
+    with pytest.raises(
+        RuntimeError, match="its modules were exchanged between forward and backward.*use_checkpoint"
+    ):
+        loss.backward(retain_graph=True)
+    block.down = before
+    loss.backward()
+    plain(torch.ones(2, 6)).sum().mul(bmt.world_size()).backward()
+    check_gradients(plain, block, tolerance=1e-5)
+
+
+def test_modules_stay_between_forward_and_backward() -> None:
+    run_ranks(2, exchanged)
