@@ -15,6 +15,7 @@ import pytest
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")  # several ranks share few cores; set before torch is imported
+os.environ["BMTRAIN_QUICK_START"] = "1"  # of all programs that tests start
 if "PYTEST_XDIST_WORKER" in os.environ:
     for _name in (
         "COLUMNS",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import run_process
+from harness import Status, rank_outcomes
 from harness.fake_nccl import ROOT
 from torch.utils.cpp_extension import include_paths
 
@@ -104,16 +104,15 @@ def build_cards(library: Path, flags: Sequence[str]) -> Path:
     return library
 
 
+def run_script(script: str, library: str) -> None:
+    sys.argv = ["-c", library]
+    exec(script, {})
+
+
 def run_on_two_cards(library: Path, script: str) -> list[str]:
-    environment = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = run_process(
-        [sys.executable, "-c", script, str(library)],
-        environment=environment,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    [outcome] = rank_outcomes(1, run_script, script, str(library), init=False, fresh=True)
+    assert outcome.status is Status.RETURNED, outcome
+    return outcome.output.split()
 
 
 def test_a_thread_without_a_card_opens_none_but_the_ranks(

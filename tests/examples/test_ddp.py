@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import runpy
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -110,36 +108,28 @@ def test_twins_print_the_lines_of_the_notes_and_end_at_equal_parameters(
 CASES = [
     (TORCHRUN, "bmt_torchrun.py", "--max_epoch=2"),
     (LAUNCH, "bmt_torchrun.py", "--max_epoch=2"),
-    ([], "bmt_mp.py", "--max_epochs=2"),
+    ([], "bmt_mp.py", "--max_epochs=2 --num_ranks=2"),
     ([], "ddp_mp.py", "--max_epochs=2 --num_ranks=2"),
 ]
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """Those at which all programs with so many ranks end."""
-    folder = tmp_path_factory.mktemp("ddp")
-
-    @functools.cache
-    def trained(world: int) -> Path:
-        options = ("--max_epoch=2", "--batch_size=32", f"--save={folder / str(world)}")
-        run_ranks(world, run_script, "ddp_torchrun.py", *options, init=False, fresh=True, timeout=200)
-        return folder / str(world)
-
-    return trained
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Those at which all programs end."""
+    file = tmp_path_factory.mktemp("ddp") / "weights.pt"
+    options = ("--max_epoch=2", "--batch_size=32", f"--save={file}")
+    run_ranks(2, run_script, "ddp_torchrun.py", *options, init=False, fresh=True, timeout=200)
+    return file
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "script", "options"), CASES, ids=["torchrun", "launch", "mp", "mp without bmtrain"]
 )
-def test_each_launcher(
-    tmp_path: Path, weights: Callable[[int], Path], command: list[str], script: str, options: str
-) -> None:
-    world = 4 if script == "bmt_mp.py" else 2
+def test_each_launcher(tmp_path: Path, weights: Path, command: list[str], script: str, options: str) -> None:
     file = tmp_path / "weights.pt"
-    check_lines(run(command, script, *options.split(), "--batch_size=32", f"--save={file}"), world)
-    check_weights(weights(world), file)
+    check_lines(run(command, script, *options.split(), "--batch_size=32", f"--save={file}"), 2)
+    check_weights(weights, file)
 
 
 @pytest.mark.parametrize("name", ["communication_intro", "communication"])

@@ -7,20 +7,17 @@ import json
 import os
 import pickle
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import free_port, run_ranks
+from harness import Program, free_port, run_ranks
 
 import bmtrain
 from bmtrain._ranks.context import context
 from bmtrain._ranks.groups import _meeting
 
-ROOT = Path(bmtrain.__file__).parents[1]
 # Rank 0 reads how many steps to make; what it prints depends on both ranks.
 SCRIPT = """
 import sys, torch, bmtrain as bmt
@@ -39,6 +36,24 @@ while bmt.store.broadcast_object(sys.stdin.readline().strip() if bmt.rank() == 0
 """
 
 
+class Rank:
+    """A program, and what it reads and writes."""
+
+    def __init__(self, script: str, environment: dict[str, str]) -> None:
+        theirs_in, ours_in = os.pipe()
+        ours_out, theirs_out = os.pipe()
+        self.program = Program(script, environment, (theirs_in, theirs_out, theirs_out))
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self.input, self.output = os.fdopen(ours_in, "w"), os.fdopen(ours_out)
+
+    def end(self) -> tuple[str, int]:
+        """What it still prints, and its exit status."""
+        self.input.close()
+        with self.output:
+            return self.output.read(), self.program.wait(60)
+
+
 class Job:
     """Two ranks on this host."""
 
@@ -47,7 +62,7 @@ class Job:
         self.ranks = [self.start(rank, SCRIPT, transport) for rank in range(2)]
         assert [self.line(rank) for rank in range(2)] == ["ready", "ready"]
 
-    def start(self, rank: int, script: str, transport: str) -> subprocess.Popen[str]:
+    def start(self, rank: int, script: str, transport: str) -> Rank:
         environment = {
             **os.environ,
             "RANK": str(rank),
@@ -56,15 +71,12 @@ class Job:
             "LOCAL_WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self.port),
-            "PYTHONPATH": str(ROOT),
             "BMTRAIN_CPU_TRANSPORT": transport,
         }
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.Popen([sys.executable, "-c", script], env=environment, text=True, **pipes)
+        return Rank(script, environment)
 
     def line(self, rank: int) -> str:
-        output = self.ranks[rank].stdout
-        assert output is not None
+        output = self.ranks[rank].output
         line = output.readline().strip()
         while line.startswith("bmtrain: waiting for"):  # a rank that starts on a busy machine
             line = output.readline().strip()
@@ -75,24 +87,21 @@ class Job:
         return self.line(0)
 
     def tell(self, word: str) -> None:
-        standard_input = self.ranks[0].stdin
-        assert standard_input is not None
-        standard_input.write(word + "\n")
-        standard_input.flush()
+        self.ranks[0].input.write(word + "\n")
+        self.ranks[0].input.flush()
 
     def addresses(self) -> set[tuple[str, int]]:
-        return {address for rank in self.ranks for address in listening(rank.pid)}
+        return {address for rank in self.ranks for address in listening(rank.program.pid)}
 
     def end(self) -> tuple[list[str], list[int]]:
         """What else was printed, and the exit codes."""
         try:
             self.tell("end")
-            return [rank.communicate(timeout=60)[0] for rank in self.ranks], [
-                r.returncode for r in self.ranks
-            ]
+            outputs, statuses = zip(*(rank.end() for rank in self.ranks), strict=True)
+            return list(outputs), list(statuses)
         finally:
             for rank in self.ranks:
-                rank.kill()
+                rank.program.kill()
 
 
 def listening(process: int | str) -> Iterator[tuple[str, int]]:
@@ -194,7 +203,7 @@ def test_a_scan_disturbs_nobody(job: Job) -> None:
 def test_the_watchdog_keeps_no_connection_of_a_stranger(job: Job) -> None:
     """Rank 0's is one of its ports beside the rendezvous; who is not let in sees the end at once."""
     ended = 0
-    for address in set(listening(job.ranks[0].pid)) - {("127.0.0.1", job.port)}:
+    for address in set(listening(job.ranks[0].program.pid)) - {("127.0.0.1", job.port)}:
         with socket.create_connection(address, 5) as stranger:
             stranger.settimeout(1)
             with contextlib.suppress(TimeoutError):
@@ -204,12 +213,12 @@ def test_the_watchdog_keeps_no_connection_of_a_stranger(job: Job) -> None:
 
 def test_another_job_on_the_port_is_told_so(job: Job) -> None:
     other = job.start(0, "import bmtrain; bmtrain.init_distributed(timeout=10)", "auto")
-    output, _ = other.communicate(timeout=60)
-    assert other.returncode != 0
+    output, status = other.end()
+    assert status != 0
     assert f"expected port {job.port} to be free on this host" in output
     late = job.start(1, "import bmtrain; bmtrain.init_distributed(timeout=3)", "auto")
-    output, _ = late.communicate(timeout=60)
-    assert late.returncode != 0
+    output, status = late.end()
+    assert status != 0
     assert "bmtrain" in output.splitlines()[-1], output
     assert job.step() == "stepped True"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,30 +13,35 @@ from typing import Any
 
 import pytest
 import torch
+from harness import run_ranks
 
 if (
     importlib.util.find_spec("lightning") is None
 ):  # whose import takes longer than the collection of all tests
     pytest.skip("needs lightning", allow_module_level=True)
 
+PRELOAD = ("lightning",)
 SCRIPT = Path(__file__).with_name("lightning_script.py")
 VARIANTS = ("plain", "accumulated", "fp16", "bf16")  # of the script
 #: Of sums in another order: 1e-5 in fp32, and more where autocast rounds to 16 bits.
 TOLERANCE = {"bf16": 2e-2, "fp16": 2e-3}
 
 
-def run(*arguments: str | Path) -> None:
-    command = [sys.executable, *map(str, arguments)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
+def run_plain(folder: str) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    sys.argv = [str(SCRIPT), "plain", folder]
+    runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of a plain run and of a sharded one."""
     folders = {name: tmp_path_factory.mktemp(name) for name in ("plain", "sharded")}
-    run(SCRIPT, "plain", folders["plain"])
-    run(SCRIPT, "sharded", folders["sharded"], folders["plain"])
+    run_ranks(1, run_plain, str(folders["plain"]), init=False, fresh=True, timeout=600)
+    command = [sys.executable, str(SCRIPT), "sharded", str(folders["sharded"]), str(folders["plain"])]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
     return folders
 
 
@@ -69,16 +76,20 @@ def test_a_file_of_a_plain_run_resumes_sharded(runs: dict[str, Path]) -> None:
     )
 
 
-@pytest.mark.slow
-def test_lightning_makes_one_file_of_a_checkpoint(runs: dict[str, Path], tmp_path: Path) -> None:
-    tool = "lightning.pytorch.utilities.consolidate_checkpoint"
-    run("-m", tool, runs["sharded"] / "plain" / "last.ckpt", "--output_file", tmp_path / "one.ckpt")
-    plain = runs["plain"] / "plain" / "last.ckpt"
+def make_one_file(sharded: str, plain: str, one: str) -> None:
     from integrations import lightning_script
 
-    modules = [lightning_script.Module.load_from_checkpoint(path) for path in (tmp_path / "one.ckpt", plain)]
+    sys.argv = ["consolidate_checkpoint", sharded, "--output_file", one]
+    runpy.run_module("lightning.pytorch.utilities.consolidate_checkpoint", run_name="__main__")
+    modules = [lightning_script.Module.load_from_checkpoint(path) for path in (one, plain)]
     for got, want in zip(*(module.parameters() for module in modules), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_lightning_makes_one_file_of_a_checkpoint(runs: dict[str, Path], tmp_path: Path) -> None:
+    sharded, plain = (str(runs[kind] / "plain" / "last.ckpt") for kind in ("sharded", "plain"))
+    run_ranks(1, make_one_file, sharded, plain, str(tmp_path / "one.ckpt"), init=False, fresh=True)
 
 
 def test_a_checkpoint_replaces_what_a_killed_run_has_left(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from harness import free_port, run_process
+from harness import Status, rank_outcomes
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 WORLD = 2
@@ -40,15 +42,18 @@ OLD_FORMS = {
 }
 
 
+def run_script(script: str, saved: str) -> None:
+    """Runs it on this rank, as a launcher would."""
+    warnings.simplefilter("always", DeprecationWarning)
+    sys.argv = [script, saved]
+    runpy.run_path(str(SCRIPTS / script), run_name="__main__")
+
+
 def launched(script: str, saved: Path) -> tuple[list[float], list[str]]:
     """The losses that a script prints, and the deprecations that its ranks are told."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={WORLD}"]
-    address = ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]
-    output = run_process(
-        [*launcher, *address, SCRIPTS / script, saved],
-        timeout=100,
-        environment={"PYTHONWARNINGS": "always::DeprecationWarning", "PYTHONPATH": str(SCRIPTS.parents[1])},
-    ).stdout
+    outcomes = rank_outcomes(WORLD, run_script, script, str(saved), init=False, fresh=True)
+    assert all(outcome.status is Status.RETURNED for outcome in outcomes), outcomes
+    output = "\n".join(outcome.output for outcome in outcomes)
     (losses,) = re.findall(r"^losses (.*)$", output, re.MULTILINE)
     warnings = re.findall(rf"{re.escape(script)}:\d+: DeprecationWarning: (.*)$", output, re.MULTILINE)
     return json.loads(losses), warnings
