@@ -15,14 +15,14 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Storey, from the bottom, or folder -> what belongs to it, and its ceiling. A commit that raises a ceiling gives the
 #: reason in its message.
 PYTHON = {
-    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2563),
+    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2591),
     "watch": ("_watch", 1924),
-    "ranks": ("_ranks global_var nccl synchronize utils", 4245),
+    "ranks": ("_ranks global_var nccl synchronize utils", 4226),
     "shards": ("_shards parameter", 1560),
-    "engine": ("_engine", 7574),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5574),
+    "engine": ("_engine", 7585),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5604),
     "files": ("_files dcp distributed store weights", 4672),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9456),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9446),
     "survive": ("_survive survive", 2017),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_112),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,12 @@ def _numpy() -> ModuleType | None:
         return None
     module: ModuleType = numpy
     return module
+
+
+def seed_of(*values: int | bytes) -> int:
+    """Returns a hash of values as a seed of 63 bits."""
+    digest = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def seed_generators(seed: int) -> None:
@@ -72,3 +79,24 @@ def kept_generators(device: torch.device) -> Iterator[None]:
             yield
         finally:
             set_host_state(state)
+
+
+@contextmanager
+def own_numbers(place: int, device: torch.device) -> Iterator[None]:
+    """Has the generators draw other numbers for each ``place``, which follow from torch's state on the CPU.
+
+    At the end they have the state from before, but that torch's is one number on, if any was drawn.
+    """
+    with kept_generators(device):
+        seed_generators(seed_of(torch.get_rng_state().numpy().tobytes(), place))
+        before = _all_states(device)
+        yield
+        has_drawn = _all_states(device) != before
+    if has_drawn:
+        torch.rand(())
+
+
+def _all_states(device: torch.device) -> tuple[Any, ...]:
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    numbers, of_numpy = host_state()
+    return *(state.numpy().tobytes() for state in states), numbers, _of_numpy(of_numpy)

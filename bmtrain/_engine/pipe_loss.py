@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from .._base.generators import own_numbers
 from .._base.unseen import TORCH_GRAD, gradient_of
 from .._C import ReduceOp
 from .._shards.stage import collect_batches, hand_out_batches, share_shape
@@ -253,7 +254,8 @@ def _pass(
         hold(engine, state)
         state.defers = seed is not None
     try:
-        run.run()
+        with own_numbers(plan.pipe.rank, hidden.device):
+            run.run()
     finally:
         for state in states:
             let_go(engine, state)

@@ -7,6 +7,9 @@ them into micro-batches and passes these from stage to stage; each stage records
 micro-batches, and their gradients are reduced once. All receives are posted before the first micro-batch is computed,
 and sends are waited for after the last: while one is computed, its neighbours are under way (see [Note: Channels of a
 pipeline]).
+
+The layers of each stage draw random numbers of their own: one generator state on all stages would give the layers of
+all stages the same masks of dropout, unlike one process.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from .._base.generators import own_numbers
 from .._C import ReduceOp, Work
 from .._shards.stage import (
     channel,
@@ -80,7 +84,8 @@ class PipelineCall:
         for block in self.blocks:
             hold(self._engine, block._runtime)
         try:
-            self._run_micros(hidden, arguments)
+            with own_numbers(self.pipe.rank, hidden.device):
+                self._run_micros(hidden, arguments)
         finally:
             if not torch.is_grad_enabled():
                 self._release_blocks()

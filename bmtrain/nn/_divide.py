@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import torch
 
 from .._base.arguments import require_dtype, require_integer, require_tensor
+from .._base.opaque import opaque
+from .._C import ReduceOp
 from .._engine.engine import current_engine
 from ..global_var import context
 from ..parameter import DistributedParameter, ParameterInitializer
+
+#: Layers whose input in training was compared.
+_compared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def check_layer(dtype: Any, **sizes: Any) -> None:
@@ -27,6 +33,27 @@ def check_features(name: str, x: Any, weight: torch.Tensor, width: int) -> None:
         raise ValueError(f"{name}: expected a last dim of {width}, got shape {tuple(x.shape)}")
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         raise TypeError(f"{name}: expected {weight.dtype} as of weight, got {x.dtype}")
+
+
+@opaque
+def expect_replicas(layer: torch.nn.Module, x: torch.Tensor) -> None:
+    """Raises RuntimeError on all tensor-parallel ranks if the layer's first input in training is not the same on them.
+
+    Collective. Some values are compared, and rounding is allowed.
+    """
+    tp, is_real = context().groups["tp"], type(x) is torch.Tensor and x.numel() > 0
+    if tp.size == 1 or not (layer.training and is_real) or layer in _compared:
+        return
+    _compared.add(layer)
+    some = x.detach().flatten()[:: -(-x.numel() // 1024)].float()
+    ends = torch.stack([some, -some])
+    tp.reduce_comm.all_reduce(ends, ReduceOp.MAX, "tp.compare").wait()
+    if (ends.sum(0).max() > 0.01 * ends.abs().max()).item():
+        raise RuntimeError(
+            f"{type(layer).__name__}: expected the same input on all tensor-parallel ranks, got other values (other "
+            "samples, or dropout of ranks that were seeded differently): give them one batch and one seed, or rows of "
+            "their own to a layer with gather_input=True"
+        )
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .._base.arguments import require_integer
-from ._divide import divided, tp_parameter
+from ._divide import divided, expect_replicas, tp_parameter
 from .linear import LinearLayer
 from .parallel_linear_func import parallel_linear
 
@@ -27,6 +27,7 @@ class ColumnParallelLinear(LinearLayer):
 
     Raises:
         ValueError: if ``out_features`` does not divide.
+        RuntimeError: the first input in training is not the same on all ranks, with ``gather_input=False``.
 
     Example:
         >>> up, down = bmtrain.nn.ColumnParallelLinear(4, 8), bmtrain.nn.RowParallelLinear(8, 4)
@@ -59,6 +60,8 @@ class ColumnParallelLinear(LinearLayer):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """``(d0, ..., in)`` to ``(d0 * tp, ..., out / tp)`` (options change both factors)."""
+        if not self.gather_input:
+            expect_replicas(self, input)
         return parallel_linear(
             input,
             self.weight,

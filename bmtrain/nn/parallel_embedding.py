@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from .._base.arguments import require_between, require_tensor
 from ..global_var import context
 from ..layer import DistributedModule
-from ._divide import check_features, check_layer, divided, parameter, tp_parameter
+from ._divide import check_features, check_layer, divided, expect_replicas, parameter, tp_parameter
 from .parallel_linear_func import gather_rows, parallel_linear, replicate, scatter_rows
 
 __all__ = ["Projection", "VPEmbedding", "VPProjection"]
@@ -160,4 +160,5 @@ class VPProjection(VPEmbedding):
         """Computes the logits, as a call of the module does."""
         weight = self.weight
         check_features("x", x, weight, self.embedding_size)
+        expect_replicas(self, x)
         return F.linear(replicate(x), weight)

@@ -1,4 +1,4 @@
-"""Dropout, other random numbers and batch norm where ranks divide tokens, experts or features: the values of one
+"""Dropout, other random numbers and batch norm where ranks divide tokens, experts, features or layers: values as in one
 process, or a refusal."""
 
 from __future__ import annotations
@@ -209,3 +209,71 @@ def draw_as_torch() -> None:
 
 def test_other_random_numbers_are_those_of_torch() -> None:
     run_ranks(2, draw_as_torch, init={"sp_size": 2})
+
+
+class Sum(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum()
+
+
+def drop_in_stages(is_loss_inside: bool) -> None:
+    layers = bmt.PipelineTransformerBlockList([nn.Dropout(0.5) for _ in range(4)])
+    kept = []
+    for _ in range(2):
+        x = torch.ones(4, 1024, requires_grad=True)
+        out = layers.loss(x, head=Sum()) if is_loss_inside else layers(x)
+        out.sum().backward()
+        assert x.grad is not None
+        kept.append(x.grad != 0)
+        assert is_loss_inside or torch.equal(x.grad, out)  # also where layers ran again
+    for each in kept:  # 1/16; 1/4 if the layers of one stage have the masks of those of the other
+        assert each.float().mean() < 0.1
+    assert not torch.equal(*kept)
+    assert len(set(bmt.distributed.all_gather(torch.rand(1)).flatten().tolist())) == 1
+    state = torch.get_rng_state()
+    layers.eval()(torch.ones(4, 8))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("is_loss_inside", [False, True])
+def test_layers_of_several_stages_have_masks_of_their_own(is_loss_inside: bool) -> None:
+    run_ranks(2, drop_in_stages, is_loss_inside, init={"pipe_size": 2, "num_micro_batches": 4})
+
+
+OF_WHOLE_ROWS: dict[str, dict[str, Any]] = {
+    "ColumnParallelLinear": {"gather_input": False},
+    "VPProjection": {},
+}
+
+
+def replicas(kind: str, own_seed: bool) -> None:
+    layer: Any = getattr(bmt.nn, kind)(8, 8, dtype=torch.float32, **OF_WHOLE_ROWS[kind])
+    bmt.init_parameters(layer)
+    torch.manual_seed(bmt.rank() if own_seed else 0)
+    layer.eval()(torch.ones(8, 8) * bmt.rank())  # nothing is trained
+    layer.train()
+    if own_seed:
+        with pytest.raises(RuntimeError, match="expected the same input on all tensor-parallel ranks"):
+            layer(F.dropout(torch.ones(8, 8)))
+    else:
+        layer(F.dropout(torch.ones(8, 8))).sum().backward()
+
+
+@pytest.mark.parametrize("own_seed", [False, True])
+@pytest.mark.parametrize("kind", OF_WHOLE_ROWS)
+def test_ranks_with_the_same_rows_need_the_same_masks(kind: str, own_seed: bool) -> None:
+    run_ranks(2, replicas, kind, own_seed, init={"tp_size": 2})
+
+
+def rows_of_their_own() -> None:
+    x, kept = torch.ones(2, 64), []
+    for seed in (0, bmt.config["tp_rank"]):
+        torch.manual_seed(seed)
+        one, other = bmt.distributed.all_gather(F.dropout(x))
+        kept.append(torch.equal(one, other))
+    assert kept == [True, False]
+
+
+def test_ranks_with_rows_of_their_own_need_other_seeds() -> None:
+    """As the page on tensor parallelism says."""
+    run_ranks(2, rows_of_their_own, init={"tp_size": 2})
