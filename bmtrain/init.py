@@ -110,7 +110,7 @@ def init_distributed(
             several may share a card.
         timeout: seconds, or a timedelta, after which this call or any later operation gives up with an error.
         plan: by :func:`bmtrain.plan.estimate`, for this number of ranks; raises if it does not fit.
-        virtual_shards: parts of a step's batch for :func:`bmtrain.virtual_shards`, at least as many as ranks.
+        virtual_shards: parts of a step's batch for :func:`bmtrain.virtual_shards`, at least ``dp_size``.
         ep_size: ranks that hold the experts of a :class:`bmtrain.nn.MoE` together (expert parallelism).
         survive: number of ranks that may be lost at once while the others continue: 0 or 1. Needs ``virtual_shards``
             and CPU ranks; see `docs/howto/survive.md`.

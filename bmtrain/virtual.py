@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from ._base.arguments import require_integer
-from ._base.generators import kept_generators, seed_generators
+from ._base.generators import kept_generators, seed_generators, seed_of
 from ._C import TreeSum
 from ._engine.engine import current_engine
 from ._ranks import context as _context
@@ -82,7 +81,7 @@ class VirtualShards:
             with kept_generators(ctx.device), engine.gradients.going_to(engine.virtual):
                 for number, index in enumerate(own := shards_of(ctx.topology, self.count)):
                     engine.virtual.begin_shard()
-                    seed_generators(_seed_of(ctx.seed, self.step, index))
+                    seed_generators(seed_of(ctx.seed, self.step, index))
                     yield VirtualShard(index, self.count, is_repeated=index in own[:number])
                     engine.virtual.end_shard()
             with engine.gradients.ending():
@@ -101,8 +100,8 @@ class VirtualShards:
         """Returns the mean over all virtual shards, bit-identical on all ranks and any number of them. Collective.
 
         Args:
-            values: one number for each virtual shard of this rank, in their order; for instance the losses. Sequence
-                ranks share a virtual shard, and their values count alike.
+            values: one number for each virtual shard of this rank, in their order; for instance the losses. Values of
+                ranks that share a virtual shard count alike.
 
         Returns:
             0-dim, fp32, on the run device, without a graph.
@@ -132,7 +131,7 @@ class VirtualShards:
         group = ctx.world
         slots = own.new_empty((group.size, len(own)))
         group.comm.all_gather(slots.view(-1), own, "mean of virtual shards").wait()
-        num_values = self.count * ctx.topology.sp_size
+        num_values = self.count * (group.size // ctx.topology.dp_size)
         tree = TreeSum(num_values)
         for value in slots.t().reshape(-1, 1):
             tree.push(value)
@@ -144,11 +143,11 @@ def virtual_shards(step: int) -> VirtualShards:
 
     ``init_distributed(virtual_shards=V)`` fixes their number. Each is a micro-batch of its own with random generators
     seeded by job, step and shard; in a micro-step each rank computes one (where none is left for it in the last, it
-    repeats the one before, without effect). Ranks that divide sequences (``sp_size``) compute a shard together, and the
-    result is then the same on any number of ranks with this ``sp_size``. Gradients are summed in fp32 by a binary tree
-    over the V shards and rounded once: after the loop, the parameters' ``.grad`` hold the mean's gradient if
-    :meth:`OptimManager.backward <bmtrain.optim.OptimManager.backward>` was used. The generators are then as they were
-    before the loop.
+    repeats the one before, without effect). Ranks that divide sequences or layers (``sp_size``, ``tp_size``) compute a
+    shard together, and the result is then the same on any number of ranks with these sizes. Gradients are summed in
+    fp32 by a binary tree over the V shards and rounded once: after the loop, the parameters' ``.grad`` hold the mean's
+    gradient if :meth:`OptimManager.backward <bmtrain.optim.OptimManager.backward>` was used. The generators are then as
+    they were before the loop.
 
     Args:
         step: number of the step, which the generators are seeded with: the same on all ranks, another for each step.
@@ -187,7 +186,7 @@ def virtual_shards(step: int) -> VirtualShards:
 def shards_of(place: Topology, count: int) -> list[int]:
     """Returns the shards of a rank, one for each micro-step.
 
-    If none is left for it in the last micro-step, it repeats the one before. Sequence ranks have the same ones.
+    If none is left for it in the last micro-step, it repeats the one before. Ranks that share a batch have the same.
 
     >>> [shards_of(Topology(rank, 3), 8) for rank in range(3)]
     [[0, 3, 6], [1, 4, 7], [2, 5, 5]]
@@ -214,9 +213,3 @@ def check_no_loop(what: str) -> None:
         raise RuntimeError(
             f"{what}: the gradients of virtual shards are there after the loop over them; call it after the loop"
         )
-
-
-def _seed_of(*numbers: int) -> int:
-    """A hash of numbers as a seed of 63 bits."""
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -35,12 +35,13 @@ def tokens_of_a_loss(numbers: torch.Tensor, needed_by: str) -> torch.Tensor:
     """Returns the divisor with which a rank's sum over its tokens is its share of a mean. Collective.
 
     The mean of the ranks' shares is over the tokens of the step; within :func:`bmtrain.virtual_shards`, over the tokens
-    of the virtual shard, which sequence ranks have parts of.
+    of the virtual shard, which sequence and tensor-parallel ranks have parts of.
     """
     ctx = context(needed_by)
     if ctx.engine.is_summing_virtual_shards:
-        group = ctx.groups["sp"]
-        return _total(numbers, group, needed_by) / group.size
+        for group in (ctx.groups["sp"], ctx.groups["tp"]):
+            numbers = _total(numbers, group, needed_by) / group.size
+        return numbers
     return total_over_batches(numbers, needed_by) / ctx.groups["tp_zero"].size
 
 

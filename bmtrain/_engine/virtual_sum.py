@@ -7,7 +7,8 @@ elementwise: so the bounds of the ranks' shards do not matter. If a backward rea
 that is used twice), the first arrivals of all virtual shards form one tree, the second ones another, and the trees are
 added: a single tree would sum in different orders on one rank and on many.
 
-In a micro-step adjacent ranks compute adjacent shards. Where the last micro-step has more ranks than shards, the last
+In a micro-step adjacent ranks compute adjacent shards, or parts of one: sequence and tensor-parallel ranks share its
+tokens, and each has a gradient of what is not sliced. Where the last micro-step has more ranks than shards, the last
 ranks repeat a shard, so that all ranks make the same calls; their gradients come last, and a full tree ignores them.
 
 Where experts are divided over ranks, a rank has a gradient of its experts from each rank of its group. These do not go
@@ -25,6 +26,7 @@ import torch
 
 from .._C import ShardedBuffer, TreeSum
 from .._shards.gather import changed_by_hooks
+from ..global_var import context
 from .block_state import BlockState
 from .gradients import Destination
 from .unsent import Unsent
@@ -121,16 +123,17 @@ class VirtualSum(Destination):
 
     def tree_of(self, buffer: ShardedBuffer) -> TreeSum:
         _refuse_replicas(buffer.num_replicas)
-        return self._tree(buffer)
+        return self._tree(buffer, buffer.parameters[0])  # type: ignore[arg-type]
 
     def _tree_of(self, param: DistributedParameter) -> TreeSum:
         _refuse_replicas(1 if param._spec.replicas is None else param._spec.replicas.size)
-        return self._tree(param)
+        return self._tree(param, param)
 
-    def _tree(self, owner: ShardedBuffer | DistributedParameter) -> TreeSum:
+    def _tree(self, owner: ShardedBuffer | DistributedParameter, param: DistributedParameter) -> TreeSum:
         arrival = self._arrivals[id(owner)]
         self._arrivals[id(owner)] += 1
-        return self._sums.setdefault(id(owner), _Sums(owner, self._num_shards)).tree(arrival)
+        number = self._num_shards * (1 if param._tp_mode else context("virtual shards").topology.tp_size)
+        return self._sums.setdefault(id(owner), _Sums(owner, number)).tree(arrival)
 
     # ---- steps
 

@@ -82,7 +82,8 @@ class InitOptions:
         """The place of a rank. Raises ValueError for a number of ranks that the sizes do not allow."""
         place = Topology(rank, world_size, **self.sizes)
         if self.virtual_shards and self.virtual_shards < place.dp_size:
-            number = "ranks" if place.sp_size == 1 else f"ranks / sp_size {place.sp_size}"
+            sharing = world_size // place.dp_size
+            number = "ranks" if sharing == 1 else f"groups of {sharing} ranks that share a batch"
             raise ValueError(
                 f"virtual_shards: expected at least the number of {number} ({place.dp_size}), got {self.virtual_shards}"
             )
@@ -107,22 +108,9 @@ def _check_virtual_shards(count: int | None, sizes: dict[str, int]) -> int:
     if count is None:
         return 0
     number = require_integer("virtual_shards", count, least=1)
-    others = {name: size for name, size in sizes.items() if name not in ("sp_size", "ep_size")}
-    if max(others.values()) > 1:
-        raise ValueError(
-            f"virtual_shards: expected no pipeline and no tensor parallelism, got {_listed(others)}"
-        )
-    if sizes["sp_size"] > 1 and sizes["ep_size"] > 1:
-        raise ValueError(
-            "virtual_shards: expected either sequences or experts divided over ranks, got sp_size "
-            f"{sizes['sp_size']} and ep_size {sizes['ep_size']}"
-        )
+    if sizes["pipe_size"] > 1:
+        raise ValueError(f"virtual_shards: expected no pipeline, got pipe_size {sizes['pipe_size']}")
     return number
-
-
-def _listed(sizes: dict[str, int]) -> str:
-    *first, last = (f"{name} {size}" for name, size in sizes.items())
-    return f"{', '.join(first)} and {last}"
 
 
 def _check_survive(survive: int, virtual_shards: int, backend: str, sizes: dict[str, int]) -> int:
@@ -135,8 +123,8 @@ def _check_survive(survive: int, virtual_shards: int, backend: str, sizes: dict[
         )
     if number and max(sizes.values()) > 1:
         raise ValueError(
-            "survive: expected no sequences and no experts divided over ranks, got sp_size "
-            f"{sizes['sp_size']} and ep_size {sizes['ep_size']}"
+            "survive: expected no layers, sequences or experts divided over ranks, got tp_size "
+            f"{sizes['tp_size']}, sp_size {sizes['sp_size']} and ep_size {sizes['ep_size']}"
         )
     if number and backend == "nccl":
         raise ValueError("survive: expected CPU ranks (backend='gloo'), got 'nccl'")

@@ -234,9 +234,10 @@ def _with_program(layout: Layout, r: random.Random) -> Layout:
         layout = replace(
             layout, frozen=r.choice([("embedding", "layers.0."), (".weight",), ("norm", "q.", "down")])
         )
-    may_be_virtual = not pipe and sizes["tp_size"] == 1 and 1 in (sizes["sp_size"], sizes["ep_size"])
-    if may_be_virtual and r.random() < 0.4:
-        shards = max(r.choice([3, 4, 6]), layout.ranks // sizes["sp_size"])
+    came_later = sizes["tp_size"] > 1 or 1 not in (sizes["sp_size"], sizes["ep_size"])
+    of_shards = random.Random(f"virtual {layout.seed}") if came_later else r
+    if not pipe and of_shards.random() < 0.4:
+        shards = max(of_shards.choice([3, 4, 6]), layout.ranks // (sizes["sp_size"] * sizes["tp_size"]))
         layout = replace(
             layout, init={**sizes, "virtual_shards": shards}, accumulate=shards, accumulates_in="virtual"
         )

@@ -36,7 +36,7 @@ from .random_layout import (
     split,
 )
 
-__all__ = ["initial_weights", "train"]
+__all__ = ["initial_weights", "make_manager", "make_model", "own_part", "train"]
 
 
 class Layer(bmtrain.DistributedModule):
@@ -166,7 +166,7 @@ def initial_weights(layout: Layout) -> Weights:
     return {name: value.float() for name, value in model.state_dict().items()}
 
 
-def _model(layout: Layout, weights: Weights) -> Model:
+def make_model(layout: Layout, weights: Weights) -> Model:
     model = Model(layout)
     dtype = getattr(torch, layout.dtype)
     model.load_state_dict(
@@ -176,7 +176,7 @@ def _model(layout: Layout, weights: Weights) -> Model:
     return model
 
 
-def _manager(layout: Layout, model: Model) -> Any:
+def make_manager(layout: Layout, model: Model) -> Any:
     """The manager, with its optimizers."""
     manager = bmtrain.optim.OptimManager(
         loss_scale=layout.loss_scale,
@@ -206,8 +206,8 @@ def _manager(layout: Layout, model: Model) -> Any:
 
 def train(layout: Layout, weights: Weights) -> Recorded:
     """Trains on the ranks of a layout, which make this call together."""
-    model = _model(layout, weights)
-    manager = _manager(layout, model)
+    model = make_model(layout, weights)
+    manager = make_manager(layout, model)
     recorder = Recorder(STEPS)
     try:
         for step in range(STEPS):
@@ -215,8 +215,8 @@ def train(layout: Layout, weights: Weights) -> Recorded:
                 recorder.keep("evaluation", _evaluate(layout, model, step))
             if layout.reloads and step == 2:
                 state = model.state_dict(), [each.state_dict(gather=True) for each in manager.optimizers]
-                model = _model(layout, state[0])
-                scale, manager = manager.loss_scale, _manager(layout, model)
+                model = make_model(layout, state[0])
+                scale, manager = manager.loss_scale, make_manager(layout, model)
                 manager.loss_scale = scale
                 for optimizer, each in zip(manager.optimizers, state[1], strict=True):
                     optimizer.load_state_dict(each)
@@ -235,12 +235,12 @@ def _backward(layout: Layout, model: Model, manager: Any, recorder: Recorder, st
     if layout.accumulates_in == "virtual":
         shards, losses = bmtrain.virtual_shards(step), []
         for shard in shards:
-            losses.append(model.loss(_own(layout, batch(layout, step, shard.index)), step))
+            losses.append(model.loss(own_part(layout, batch(layout, step, shard.index)), step))
             manager.backward(losses[-1])
-        recorder.keep("loss", shards.mean(losses))
+        recorder.keep("loss", shards.mean(losses) * bmtrain.config["tp_size"])
         return
     for micro in range(layout.accumulate):
-        loss = model.loss(_own(layout, batch(layout, step, micro)), step)
+        loss = model.loss(own_part(layout, batch(layout, step, micro)), step)
         recorder.see_loss(loss)
         waits = layout.accumulates_in == "no_sync" and micro < layout.accumulate - 1
         with bmtrain.no_sync() if waits else nullcontext():
@@ -267,13 +267,13 @@ def _evaluate(layout: Layout, model: Model, step: int) -> torch.Tensor:
     divides = layout.evaluates == "divided"
     if not divides:
         bmtrain.nn.sequence.whole_sequences()
-    loss = model.loss(_own(plain, batch(plain, STEPS + step, 0), divides=divides))
+    loss = model.loss(own_part(plain, batch(plain, STEPS + step, 0), divides=divides))
     model.train()
     mean: torch.Tensor = bmtrain.distributed.all_gather(loss.float()).mean() * config["tp_size"]
     return mean
 
 
-def _own(layout: Layout, whole: Batch, divides: bool | None = None) -> Batch:
+def own_part(layout: Layout, whole: Batch, divides: bool | None = None) -> Batch:
     """This rank's tokens, their positions and labels: sequence ranks divide tokens, tensor-parallel ranks rows."""
     config = bmtrain.config
     own = dict(whole)

@@ -239,8 +239,7 @@ def test_misuse_raises():
     "init",
     [
         {"virtual_shards": 1},
-        {"virtual_shards": 8, "tp_size": 2},
-        {"virtual_shards": 8, "sp_size": 2, "ep_size": 2},
+        {"virtual_shards": 8, "pipe_size": 2},
     ],
 )
 def test_what_cannot_be_is_refused(init):

@@ -1,0 +1,52 @@
+"""Virtual shards that several ranks compute together have the same bits on any number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import run_ranks
+from harness.random_layout import Layout
+from harness.random_layout_peer import train_whole
+from harness.random_layout_run import initial_weights, train
+
+from bmtrain._tools.parity import compare
+
+SHARDS = 3
+LAYOUT = Layout(
+    seed=3,
+    ranks=0,
+    init={"virtual_shards": SHARDS},
+    policies=[{"recompute": "whole"}, {}],
+    accumulate=SHARDS,
+    accumulates_in="virtual",
+    tied=True,
+    ignored=True,
+    moe={"scoring": "softmax", "shared_hidden_dim": 8},
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes", "layouts"),
+    [
+        ({"optimizer": "adam"}, {"tp_size": 2}, [(2, 1), (4, 1)]),  # (ranks, ep_size)
+        ({"mixture": True}, {"tp_size": 2, "sp_size": 2}, [(4, 4), (8, 1)]),
+    ],
+)
+def test_ranks_that_share_a_shard(options, sizes, layouts) -> None:
+    """In the last micro-step of two groups, one repeats its shard."""
+    layout = replace(LAYOUT, **options)
+    weights = run_ranks(1, initial_weights, layout)[0]
+    runs = [
+        run
+        for ranks, ep_size in layouts
+        for run in run_ranks(
+            ranks, train, layout, weights, init={**layout.init, **sizes, "ep_size": ep_size}, timeout=300
+        )
+    ]
+    for run in runs[1:]:
+        for (name, value), (_, other) in zip(runs[0], run, strict=True):
+            assert torch.equal(value, other), name
+    difference = compare(train_whole(layout, weights, dict(runs[0])), runs[0], 5e-6)
+    assert not difference, difference
