@@ -110,6 +110,8 @@ LAYOUTS = [
     (2, {"ep_size": 2}, "heads"),
     (2, {"tp_size": 2}, "heads"),
     (2, {"pipe_size": 2}, "heads"),
+    (2, {"tp_size": 2, "ep_size": 2}, "heads"),
+    (2, {"sp_size": 2, "ep_size": 2}, "heads"),
     (4, {"sp_size": 4}, "heads"),
     (4, {"sp_size": 2}, "ring"),
     (4, {"sp_size": 2, "ep_size": 4}, "heads"),
@@ -159,6 +161,11 @@ def test_an_architecture_in_other_layouts(name: str, layout: tuple[int, dict[str
             "ranks that divide sequences of a batch draw equal masks for different ones, unlike one process"
         )
     trains_or_is_refused(name, (sentence,), world, init, method)
+
+
+@pytest.mark.parametrize(("name", "other"), [("mixtral", "tp_size"), ("deepseek_v3", "sp_size")])
+def test_experts_beside_another_division(name: str, other: str) -> None:
+    trains_or_is_refused(name, ("",), 2, {"ep_size": 2, other: 2}, "heads")
 
 
 def trains_or_is_refused(
