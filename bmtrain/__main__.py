@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
 from ._tools.command_line import make_parser
+from ._tools.started import end_started
 
 __all__ = ["command", "main"]
 
@@ -30,18 +32,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def command() -> int:
-    """Entry point of the console script: `main`, ended in one line by Ctrl-C and silently by a closed pipe (head)."""
+    """Entry point of the console script: `main`, ended in one line by a signal and silently by a closed pipe (head)."""
+    is_rank = "RANK" in os.environ  # who started the ranks says how they ended
+    if not is_rank:
+        signal.signal(signal.SIGTERM, _stop)
     try:
         status = main()
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
-    except KeyboardInterrupt:
-        if "RANK" not in os.environ:  # who started the ranks says it
-            print("bmtrain: stopped by SIGINT", file=sys.stderr)
-        status = 130
+    except KeyboardInterrupt as error:
+        number = signal.Signals(*error.args or (signal.SIGINT,))
+        if not is_rank:
+            print(f"bmtrain: stopped by {number.name}", file=sys.stderr)
+        status = 128 + number
     return status
+
+
+def _stop(number: int, _: object) -> None:
+    """Ends the processes that the command has started, and the command as Ctrl-C does, so that it leaves nothing."""
+    end_started()
+    raise KeyboardInterrupt(number)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import Any
 
 from .launch import start_command
+from .started import run_to_end
 
 #: Arguments of init_distributed that a layout may have.
 _NAMES = ("sp_size", "ep_size", "tp_size", "pipe_size", "num_micro_batches")
@@ -100,8 +101,8 @@ def _record(layout: Layout, options: argparse.Namespace, path: Path) -> list[tup
     settings = {"steps": options.steps, "path": str(path), "options": layout.options}
     launcher = [*start_command(layout.ranks), "-m", "bmtrain._tools.parity_rank"]
     command = [*launcher, repr(settings), str(options.script), *options.arguments]
-    done = subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ}, stdout=subprocess.DEVNULL)
-    if done.returncode or not path.exists():
+    status = run_to_end(command, env={"OMP_NUM_THREADS": "1", **os.environ}, stdout=DEVNULL)
+    if status or not path.exists():
         print(f"bmtrain parity: the script failed in layout {layout.text}", file=sys.stderr)
         return None
     recorded: list[tuple[str, Any]] = torch.load(path)

@@ -251,7 +251,6 @@ def _processor_seconds() -> float:
 def run_with_faults(arguments: argparse.Namespace) -> int:
     """Runs the jobs and prints what was found. Returns the exit status."""
     ranks: int = arguments.ranks
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the ranks too
     if not 3 <= ranks <= _SHARDS:
         raise SystemExit(f"--kill: expected --ranks from 3 (most must be left) to {_SHARDS}, got {ranks}")
     found = _run(ranks, arguments.steps, arguments.kill)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .._tools.launch import start_command
+from .._tools.started import run_to_end
 
 _ANSWER = "BMTRAIN_BENCH_ANSWER"  # names the file of rank 0's answer
 
@@ -37,7 +37,7 @@ def launch(num_ranks: int, environment: Mapping[str, str] | None = None, extra: 
         deprecated = "ignore::FutureWarning:torch.distributed.c10d_logger"  # of torch's collectives in `comm`
         quiet = {"PYTHONWARNINGS": f"ignore:OptimManager:UserWarning,{deprecated}"}
         variables = {**quiet, **(environment or {}), **os.environ, _ANSWER: path}
-        status = subprocess.run(command, env=variables, check=False).returncode
+        status = run_to_end(command, env=variables)
         if status:
             raise SystemExit(status)
         return json.loads(file.read() or "null")

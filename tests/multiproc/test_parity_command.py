@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,6 +64,27 @@ def test_a_script_that_fails_ends_in_two_lines(tmp_path: Path, command: Command)
         "bmtrain launch: rank 0 of 1 ended first, with status 2",
         "bmtrain parity: the script failed in layout 1",
     ]
+
+
+def test_a_command_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:
+    script, folder, note = tmp_path / "script.py", tmp_path / "folder", tmp_path / "note"
+    script.write_text(
+        f"import os, time\nopen({str(note)!r}, 'w').write(f'{{os.getpid()}}.')\ntime.sleep(600)"
+    )
+    folder.mkdir()
+    command = [sys.executable, "-m", "bmtrain", "parity", "--layouts", "2", "--", script]
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        while not (note.exists() and note.read_text().endswith(".")):
+            assert process.poll() is None
+            time.sleep(0.1)
+        assert list(folder.iterdir())
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate()
+    assert (process.returncode, errors.splitlines()[-1]) == (143, "bmtrain: stopped by SIGTERM")
+    assert not list(folder.iterdir())
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(note.read_text()[:-1]), 0)
 
 
 def test_comparison() -> None:

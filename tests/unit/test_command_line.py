@@ -68,7 +68,8 @@ def test_a_library_import_is_no_command(tmp_path: Path) -> None:
     assert "ModuleNotFoundError: No module named 'torch'" in done.stdout
 
 
-def test_ctrl_c_ends_in_one_line() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_in_one_line(number: signal.Signals) -> None:
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # also where it was ignored
     code += "from bmtrain.__main__ import command; raise SystemExit(command())"
     with subprocess.Popen(
@@ -79,6 +80,6 @@ def test_ctrl_c_ends_in_one_line() -> None:
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, errors = process.communicate()
-    assert (process.returncode, errors) == (130, "bmtrain: stopped by SIGINT\n")
+    assert (process.returncode, errors) == (128 + number, f"bmtrain: stopped by {number.name}\n")
