@@ -21,7 +21,7 @@ from ._ranks.context import require_gathering, require_intact
 from ._shards.at_rest import show, show_together
 from ._shards.block_ref import BlockRef
 from ._shards.data_version import DataVersion
-from ._shards.draws import RANDOM, drawing_whole
+from ._shards.draws import RANDOM, ShardData, drawing_whole
 from ._shards.foreign import refuse_fsdp, refuse_replicated
 from ._shards.full_values import copy_of_part, full_value, gather_flat, load_full_value, shard_of, whole_shape
 from ._shards.gather import OpAllGather
@@ -200,14 +200,15 @@ class DistributedParameter(torch.nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """This rank's shard, without autograd. It may be written to; optimizers detect such writes."""
+        """This rank's shard, without autograd. It may be written to, also with random numbers; optimizers detect it."""
         if self._stored is not None:
             show(self)
         self._unversioned_writes += 1
         owner = self if self._block is None else self._block
         if owner._data_version is None:
             owner._data_version = DataVersion()
-        return owner._data_version.counted(data_of(self))
+        data = owner._data_version.counted(data_of(self))
+        return data if self.numel() == self.full_numel else ShardData.of(self, data)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -392,8 +393,6 @@ class DistributedParameter(torch.nn.Parameter):
             if name in _NOT_COPIED:
                 continue
             clone.__dict__[name] = value if name == "_spec" else copy.deepcopy(value, memo)
-        if self.grad is not None:
-            clone.grad = self.grad.clone()
         return clone
 
     def __reduce_ex__(self, protocol: Any) -> Any:

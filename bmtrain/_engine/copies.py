@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import torch
 
 from .._base.deprecate import warn_once
 from .._base.unseen import TORCH_DATA, TORCH_GRAD, data_of, gradient_of
+from .._shards.draws import Alias
 from ..global_var import context, rank
 
 if TYPE_CHECKING:
@@ -123,10 +123,8 @@ def source_of(tensor: torch.Tensor) -> DistributedParameter | None:
     return None if source is None else source.parameter()
 
 
-class GatheredCopy(torch.Tensor):
+class GatheredCopy(Alias):
     """A gathered parameter: a tensor that tracks reads of its ``.data``."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
     def data(self) -> torch.Tensor:
@@ -192,26 +190,3 @@ class GatheredCopy(torch.Tensor):
             source = super()
         handle: RemovableHandle = source.register_hook(hook)
         return handle
-
-    def detach(self) -> torch.Tensor:
-        """Returns a detached tensor of the same class, without which ``torch.nn.Parameter(copy)`` raises."""
-        value = super().detach()
-        value.__class__ = GatheredCopy
-        return value
-
-    def _plain(self) -> torch.Tensor:
-        plain = self.as_subclass(torch.Tensor)
-        if isinstance(self, torch.nn.Parameter):  # a parameter made from a copy
-            return torch.nn.Parameter(plain.detach(), self.requires_grad)
-        return plain
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return repr(self._plain())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if id(self) not in memo:
-            memo[id(self)] = copy.deepcopy(self._plain(), memo)
-        return memo[id(self)]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain().__reduce_ex__(protocol)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -29,3 +30,65 @@ def drawing_whole(name: str) -> Callable[..., torch.Tensor]:
         return drawn
 
     return draw
+
+
+class Alias(torch.Tensor):
+    """A tensor whose class is its own: results of operations, copies and pickles are plain tensors."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def detach(self) -> torch.Tensor:
+        """Returns a detached tensor of the same class, without which ``torch.nn.Parameter(alias)`` raises."""
+        value = super().detach()
+        value.__class__ = type(self)
+        return value
+
+    def _plain(self) -> torch.Tensor:
+        plain = self.as_subclass(torch.Tensor)
+        if isinstance(self, torch.nn.Parameter):  # a parameter made from an alias
+            return torch.nn.Parameter(plain.detach(), self.requires_grad)
+        return plain
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self._plain())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = copy.deepcopy(self._plain(), memo)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+
+class ShardData(Alias):
+    """The ``.data`` of a parameter that is a shard, for random fills of it."""
+
+    @classmethod
+    def of(cls, param: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+        """Makes ``data`` one of ``param``."""
+        data.__class__ = cls
+        data.__dict__["_param"] = param
+        return data
+
+    def _is_still(self, param: Any) -> bool:
+        return param is not None and self.shape == param.shape and self.data_ptr() == param.data_ptr()
+
+
+def _drawing_into(name: str) -> Callable[..., torch.Tensor]:
+    plain: Callable[..., torch.Tensor] = getattr(torch.Tensor, name)
+
+    def draw(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        param = self.__dict__.get("_param")
+        if not self._is_still(param):
+            return plain(self, *args, **kwargs)
+        with torch.no_grad():
+            getattr(param, name)(*args, **kwargs)
+        drawn: torch.Tensor = self
+        return drawn
+
+    return draw
+
+
+for _name in RANDOM:
+    setattr(ShardData, _name, _drawing_into(_name))

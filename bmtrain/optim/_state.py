@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..global_var import rank
 from ..parameter import DistributedParameter, gather_flat, shard_of, whole_shape
 from ._exchange import describe, exchange
 from ._host_copies import warn_of_large_state
@@ -24,7 +25,7 @@ def optimizer_state(optimizer: Any, gather: bool) -> dict[str, Any]:
     """Returns the state dict of an optimizer, of this rank or (collective) gathered to full tensors.
 
     The state of a torch optimizer over shards gets more keys, which torch ignores: ``is_whole``, and for the state of
-    one rank ``shard_sizes`` and ``slice_bytes``, which detect a load at another layout.
+    one rank ``shard_sizes``, ``slice_bytes`` and ``rank``, which detect a load at another layout or on another rank.
     """
     if getattr(optimizer, "_bmtrain_optimizer", False):
         state: dict[str, Any] = optimizer.state_dict(gather=gather)
@@ -35,7 +36,7 @@ def optimizer_state(optimizer: Any, gather: bool) -> dict[str, Any]:
         return state
     if not gather:
         sizes = [p.numel() for p in parameters]
-        return {**state, "is_whole": False, "shard_sizes": sizes, "slice_bytes": SLICE_BYTES}
+        return {**state, "is_whole": False, "shard_sizes": sizes, "slice_bytes": SLICE_BYTES, "rank": rank()}
     return {**state, "is_whole": True, "state": _gather(state["state"], parameters)}
 
 
@@ -56,11 +57,11 @@ def load_optimizer_state(optimizer: Any, state: dict[str, Any], loss_scale: floa
     parameters = _parameters(optimizer)
     whole, is_aligned = bool(state.get("is_whole", False)), "slice_bytes" in state
     sizes = [_size_of_shard(p, is_aligned) for p in parameters]
-    saved_sizes = state.get("shard_sizes", sizes)
-    if saved_sizes != sizes:
+    saved_sizes, saved_rank = state.get("shard_sizes", sizes), state.get("rank", rank())
+    if saved_sizes != sizes or saved_rank != rank():
         raise ValueError(
-            f"the optimizer state of one rank fits only the layout it was saved at: shards of {saved_sizes} "
-            f"elements, got parameters of {sizes}; save with gather_opt=True to change the number of ranks"
+            f"the optimizer state of one rank fits only this rank and the layout it was saved at: rank {saved_rank}, "
+            f"shards of {saved_sizes} elements, got rank {rank()} with {sizes}; save with gather_opt=True"
         )
     entries_of = state["state"]
     if not (whole or is_aligned):

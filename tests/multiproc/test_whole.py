@@ -229,6 +229,8 @@ DRAWS: list[Callable[[Any], Any]] = [
     lambda p: torch.nn.init.uniform_(p, -0.1, 0.1),
     lambda p: p.exponential_(2.0),
     lambda p: p.bernoulli_(0.5),
+    lambda p: p.data.normal_(1.0, 0.02),
+    lambda p: torch.nn.init.trunc_normal_(p.data, std=0.02),
 ]
 
 
