@@ -96,14 +96,21 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _whole(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, window: int | None) -> Tensor:
     """Attention among the tokens that are here."""
     groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    k, v = _repeated(k, groups), _repeated(v, groups)
     mask = None
     if window is not None and window < q.shape[2]:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril().triu(1 - window)
     return torch.nn.functional.scaled_dot_product_attention(
         q, k, v, mask, is_causal=causal and mask is None, scale=scale
     )
+
+
+def _repeated(x: Tensor, times: int) -> Tensor:
+    """Repeats heads, by twos: gradients are sums of pairs, whether one rank or several have the copies."""
+    while times > 1:
+        factor = 2 if times % 2 == 0 else times
+        x, times = x.repeat_interleave(factor, 1), times // factor
+    return x
 
 
 def _by_document(
@@ -135,8 +142,7 @@ def _by_heads(
     # Heads of keys that do not divide are repeated as often as needed: their gradients are summed again.
     kept = k.shape[1]
     times = next(n for n in range(1, heads // kept + 1) if kept * n % size == heads % (kept * n) == 0)
-    if times > 1:
-        k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+    k, v = _repeated(k, times), _repeated(v, times)
     q, k, v = _Exchange.apply(sequences, True, q, k, v)
     out = _by_document(q, k, v, sequences, causal, scale, window)
     own: tuple[Tensor] = _Exchange.apply(sequences, False, out)

@@ -71,6 +71,40 @@ def test_virtual_shards_have_the_bits_of_their_sequence_ranks(method: str) -> No
             assert all(torch.equal(one.weights[name], other.weights[name]) for name in wanted.weights)
 
 
+def whole_tokens(x: torch.Tensor, length: int) -> torch.Tensor:
+    """Concatenates the ranks' ``(sequences, tokens, ...)``."""
+    return bmt.distributed.all_gather(x.detach().contiguous()).movedim(0, 1).flatten(1, 2)[:, :length]
+
+
+def bits_of_heads(kept: int, causal: bool, packed: bool) -> list[torch.Tensor]:
+    """Attention with its gradients, and the losses of the tokens of a model; of all ranks."""
+    length, generator = 19, torch.Generator().manual_seed(1)
+    shapes = [(2, length, heads, 8) for heads in (4, kept, kept, 4)]
+    batch: dict[str, Any] = batch_of(2, length, packed)
+    part = bmt.shard_sequence(
+        {**batch, **{f"{n}": torch.randn(shape, generator=generator) for n, shape in enumerate(shapes)}}
+    )
+    q, k, v = (part[name].requires_grad_() for name in "012")
+    out = bmt.nn.functional.attention(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal).transpose(1, 2)
+    out.backward(part["3"])
+    model: Any = bmt.BMTrainModelWrapper(make_plain())
+    logits = model(part["input_ids"], part["position_ids"])
+    losses = F.cross_entropy(logits.movedim(-1, 1), part["shift_labels"], reduction="none")
+    return [whole_tokens(x, length) for x in (out, q.grad, k.grad, v.grad, logits, losses)]
+
+
+@pytest.mark.parametrize(("kept", "causal", "packed"), [(4, True, False), (2, False, True), (1, True, True)])
+def test_attention_by_heads_has_the_bits_of_one_rank(kept: int, causal: bool, packed: bool) -> None:
+    """Also of gradients of repeated heads; products of fewer rows, for logits, may round otherwise."""
+    wanted, *others = (
+        run_ranks(n, bits_of_heads, kept, causal, packed, init={"sp_size": n}) for n in (1, 2, 4)
+    )
+    for found in (each for runs in others for each in runs):
+        assert [torch.equal(*pair) for pair in zip(found[:4], wanted[0], strict=False)] == [True] * 4
+        for pair in zip(found[4:], wanted[0][4:], strict=True):
+            torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-6)
+
+
 class Head(bmt.DistributedModule):
     """Mean loss over all tokens of the step that count, from micro-batches that have unequally many."""
 
