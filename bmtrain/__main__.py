@@ -34,8 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def command() -> int:
     """Entry point of the console script: `main`, ended in one line by a signal and silently by a closed pipe (head)."""
     is_rank = "RANK" in os.environ  # who started the ranks says how they ended
-    if not is_rank:
-        signal.signal(signal.SIGTERM, _stop)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if not is_rank and signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _stop)
     try:
         status = main()
         sys.stdout.flush()
@@ -51,7 +52,7 @@ def command() -> int:
 
 
 def _stop(number: int, _: object) -> None:
-    """Ends the processes that the command has started, and the command as Ctrl-C does, so that it leaves nothing."""
+    """Ends the ranks that the command has started, and the command, so that it leaves nothing."""
     end_started()
     raise KeyboardInterrupt(number)
 

@@ -267,7 +267,7 @@ def run(arguments: argparse.Namespace) -> int:
     here = Surroundings(timeout=timeout, tier_directories=arguments.tier_directory)
     if not arguments.gpus:
         return run_checks(here)
-    if "WORLD_SIZE" in here.environ or "BMTRAIN_DOCTOR_RANK" in here.environ:
+    if "WORLD_SIZE" in here.environ:
         return run_proof(here)
     return run_on_all_gpus(timeout)
 

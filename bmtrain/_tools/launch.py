@@ -47,24 +47,22 @@ def run(options: argparse.Namespace) -> int:
     if not options.script.is_file():
         print(f"bmtrain launch: expected a Python script, found no file {options.script}", file=sys.stderr)
         return 2
-    import torch
-
-    num_ranks = options.nproc or torch.cuda.device_count() or 2
+    num_ranks = options.nproc or _num_gpus() or 2
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(cores // num_ranks, 1)))
     if options.survive:
         return run_ranks(num_ranks, [str(options.script), *options.arguments], options.restarts)
-    return start(num_ranks, [str(options.script), *options.arguments])
+    return _start(num_ranks, [str(options.script), *options.arguments])
 
 
-def start_command(num_ranks: int) -> list[str]:
-    """Returns a command that calls `start` in a process of its own, with the arguments that are added to it."""
-    code = f"import sys; from {__name__} import start; sys.exit(start({num_ranks}, sys.argv[1:]))"
-    return [sys.executable, "-c", code]
+def _num_gpus() -> int:
+    import torch  # takes seconds
+
+    return torch.cuda.device_count()
 
 
-def start(num_ranks: int, program: list[str]) -> int:
-    """Starts a script, or ``-m`` and a module, with its arguments; waits for the ranks and returns what `run` does."""
+def _start(num_ranks: int, program: list[str]) -> int:
+    """Starts a script with its arguments; waits for the ranks and returns what `run` does."""
     from torch.distributed import run as launcher
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

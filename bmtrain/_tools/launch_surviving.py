@@ -15,15 +15,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from .template import Forked, Template
+from .template import Process, Template
 
 _POLL_SECONDS = 0.1
 #: From SIGTERM to SIGKILL.
 _ENDING_SECONDS = 30.0
 #: Exit status of a process that found no rank of the job any more (`_survive/joining.py`).
 _NOT_NEEDED = 75
-
-Process = Forked | subprocess.Popen[bytes]
 
 
 def run_ranks(num_ranks: int, command: Sequence[str], num_restarts: int = 0) -> int:
@@ -42,7 +40,7 @@ def _run(num_ranks: int, command: Sequence[str], num_restarts: int, members: str
     ranks: list[Process] = [
         subprocess.Popen([sys.executable, "-u", *command], env=env) for env in environments
     ]
-    template = Template(command, {**environments[0], "BMTRAIN_JOIN": "1"}) if num_restarts else None
+    template = Template(environments[0]) if num_restarts else None
     ended: dict[int, int] = {}
     wanted: list[int] = []
     before = {
@@ -51,17 +49,17 @@ def _run(num_ranks: int, command: Sequence[str], num_restarts: int, members: str
     }
     try:
         while len(ended) < len(ranks) and not wanted:
-            for rank in _note_ends(ranks, ended, num_ranks):
+            for rank in note_ends(ranks, ended, num_ranks):
                 if template and num_restarts and ended[rank] < 0 and len(ended) < len(ranks):
                     num_restarts -= 1
-                    ranks.append(template.start())
+                    ranks.append(template.start(command, {"BMTRAIN_JOIN": "1"}))
             if 0 in ended.values():
                 _end_stopped(ranks, ended)
             time.sleep(_POLL_SECONDS)
     finally:
         if template is not None:
             template.close()
-        _end(ranks)
+        end_all(ranks)
         for number, handler in before.items():
             signal.signal(number, handler)
     if wanted:
@@ -92,7 +90,7 @@ def rank_environments(num_ranks: int) -> list[dict[str, str]]:
     ]
 
 
-def _note_ends(ranks: Sequence[Process], ended: dict[int, int], num_ranks: int) -> list[int]:
+def note_ends(ranks: Sequence[Process], ended: dict[int, int], num_ranks: int) -> list[int]:
     """Notes and reports the processes that have ended, and returns them."""
     found = []
     for rank, process in enumerate(ranks):
@@ -126,7 +124,7 @@ def _is_stopped(process: int) -> bool:
         return False
 
 
-def _end(ranks: Sequence[Process]) -> None:
+def end_all(ranks: Sequence[Process]) -> None:
     for process in ranks:
         if process.poll() is None:
             process.terminate()

@@ -8,7 +8,6 @@ The script must make the same batches in all layouts:
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -16,8 +15,7 @@ from pathlib import Path
 from subprocess import DEVNULL
 from typing import Any
 
-from .launch import start_command
-from .started import run_to_end
+from .started import run_forked
 
 #: Arguments of init_distributed that a layout may have.
 _NAMES = ("sp_size", "ep_size", "tp_size", "pipe_size", "num_micro_batches")
@@ -99,9 +97,8 @@ def _record(layout: Layout, options: argparse.Namespace, path: Path) -> list[tup
     import torch
 
     settings = {"steps": options.steps, "path": str(path), "options": layout.options}
-    launcher = [*start_command(layout.ranks), "-m", "bmtrain._tools.parity_rank"]
-    command = [*launcher, repr(settings), str(options.script), *options.arguments]
-    status = run_to_end(command, env={"OMP_NUM_THREADS": "1", **os.environ}, stdout=DEVNULL)
+    command = ["-m", "bmtrain._tools.parity_rank", repr(settings), str(options.script), *options.arguments]
+    status = run_forked(layout.ranks, command, {"OMP_NUM_THREADS": "1"}, stdout=DEVNULL)
     if status or not path.exists():
         print(f"bmtrain parity: the script failed in layout {layout.text}", file=sys.stderr)
         return None

@@ -1,24 +1,27 @@
-"""Processes that find torch imported: forked, for the places of lost ranks, from one that has done nothing else.
+"""Processes that find torch imported: forked from one that has done nothing else.
 
-The template imports torch and bmtrain while the ranks start, and then waits at a socket. For each byte it forks a child
-of a child, which runs the program. The launcher, as the nearest ancestor that asks for orphans, becomes its parent.
+The template imports torch and bmtrain, and then waits at a socket. For each line it forks a child of a child, which
+runs a program. The launcher, as the nearest ancestor that asks for orphans, becomes its parent.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import runpy
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 _ADOPTS = 36  # PR_SET_CHILD_SUBREAPER
 _POLL_SECONDS = 0.02
+_adopting = threading.Lock()  # `bench virtual --survive` starts two jobs at once
 
 
 class Forked:
@@ -55,36 +58,42 @@ class Forked:
 
 
 class Template:
-    """The template of a program's processes.
+    """The template of a job's processes.
 
     Args:
-        command: a script, or ``-m`` and a module, with its arguments.
         environment: of the processes.
         options: of `subprocess.Popen`.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], **options: Any) -> None:
+    def __init__(self, environment: Mapping[str, str], **options: Any) -> None:
         self._program = [sys.executable, "-u"]
-        self._command, self._environment, self._options = list(command), environment, options
+        self._environment, self._options = environment, options
         self._line, other = socket.socketpair()
         with other:
-            own = [*self._program, "-m", __name__, str(other.fileno()), *command]
+            own = [*self._program, "-m", __name__, str(other.fileno())]
             self._process = subprocess.Popen(own, env=environment, pass_fds=[other.fileno()], **options)
 
-    def start(self) -> Forked | subprocess.Popen[bytes]:
-        """Starts a process; without the template if that has ended."""
+    def start(self, command: Sequence[str], changes: Mapping[str, str]) -> Process:
+        """Starts a process; without the template if that has ended.
+
+        Args:
+            command: a script, or ``-m`` and a module, with its arguments.
+            changes: variables in addition to, or in place of, the ones of the template.
+        """
         adopts = getattr(ctypes.CDLL(None), "prctl", lambda *_: -1)  # of Linux
+        _adopting.acquire()
         try:
             if adopts(_ADOPTS, 1, 0, 0, 0):
                 raise OSError("expected PR_SET_CHILD_SUBREAPER")
-            self._line.sendall(b"\n")
+            self._line.sendall(json.dumps([command, dict(changes)]).encode() + b"\n")
             with self._line.makefile("rb") as answer:
                 return Forked(int(answer.readline()))
         except (OSError, ValueError):
-            command = [*self._program, *self._command]
-            return subprocess.Popen(command, env=self._environment, **self._options)
+            environment = {**self._environment, **changes}
+            return subprocess.Popen([*self._program, *command], env=environment, **self._options)
         finally:
             adopts(_ADOPTS, 0, 0, 0, 0)
+            _adopting.release()
 
     def close(self) -> None:
         """Ends the template; its processes continue."""
@@ -93,30 +102,41 @@ class Template:
         self._process.wait()
 
 
-def _wait_for_a_start(line: socket.socket) -> bool:
-    """Returns in each process that is to run the program, with True, and at the end, with False."""
-    while line.recv(1):
-        if not (child := os.fork()):
-            if pid := os.fork():
-                line.sendall(str(pid).encode())
-                os._exit(0)
-            return True
-        os.waitpid(child, 0)
-        line.sendall(b"\n")  # the process has its parent now
-    return False
+Process = Forked | subprocess.Popen[bytes]
+
+
+def _wait_for_a_start(line: socket.socket) -> tuple[list[str], dict[str, str]] | None:
+    """Returns in each process that is to run a program, with the arguments of `start`, and at the end, with None."""
+    with line.makefile("rb") as requests:
+        for request in requests:
+            if not (child := os.fork()):
+                if pid := os.fork():
+                    line.sendall(str(pid).encode())
+                    os._exit(0)
+                command, changes = json.loads(request)
+                return command, changes
+            os.waitpid(child, 0)
+            line.sendall(b"\n")  # the process has its parent now
+    return None
 
 
 def main() -> None:
-    number, *command = sys.argv[1:]
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the launcher
-    import torch  # noqa: F401
+    import torch._dynamo  # noqa: F401 - as the first optimizer does, for a second
 
     import bmtrain._survive.joining
     import bmtrain.optim  # noqa: F401
 
-    with socket.socket(fileno=int(number)) as line:
-        if not _wait_for_a_start(line):
-            return
+    with socket.socket(fileno=int(sys.argv[1])) as line:
+        wanted = _wait_for_a_start(line)
+    if wanted is None:
+        if (
+            os.getpgrp() == os.getpid()
+        ):  # in a session of their own, the processes would go on without the launcher
+            os.killpg(0, signal.SIGTERM)
+        return
+    command, changes = wanted
+    os.environ.update(changes)
     signal.signal(signal.SIGINT, handler)
     if command[0] == "-m":
         sys.argv = command[1:]

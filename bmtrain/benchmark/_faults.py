@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import survive
-from .._tools.launch_surviving import Process, rank_environments
-from .._tools.template import Template
+from .._tools.launch_surviving import rank_environments
+from .._tools.template import Process, Template
 from ..data import batches
 from ..global_var import rank, world_size
 from ..init import init_distributed
@@ -87,15 +87,12 @@ class _Job:
 
     def __init__(self, num_ranks: int, steps: int, folder: Path) -> None:
         self._folder = folder
-        command = ["-m", "bmtrain", *sys.argv[1:], "--steps", str(steps)]
+        self._command = ["-m", "bmtrain", *sys.argv[1:], "--steps", str(steps)]
         own = {_FOLDER: str(folder), "BMTRAIN_MEMBERS": str(folder / "members"), "OMP_NUM_THREADS": "1"}
         environments = [{**one, **own} for one in rank_environments(num_ranks)]
         self._output = (folder / "output").open("ab")
-        to: Any = {"stdout": self._output, "stderr": self._output}
-        self.ranks: list[Process] = [
-            subprocess.Popen([sys.executable, *command], env=one, **to) for one in environments
-        ]
-        self._template = Template(command, {**environments[0], "BMTRAIN_JOIN": "1"}, **to)
+        self._template = Template(environments[0], stdout=self._output, stderr=self._output)
+        self.ranks = [self._template.start(self._command, one) for one in environments]
         self._lost: list[tuple[str, Process]] = []
         self._counts: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
 
@@ -128,7 +125,7 @@ class _Job:
         self.wait(len(self.ranks))
         seconds = time.monotonic() - began
         victim.send_signal(signal.SIGCONT)
-        self.ranks.append(self._template.start())
+        self.ranks.append(self._template.start(self._command, {"BMTRAIN_JOIN": "1"}))
         return seconds
 
     def end(self) -> list[str]:

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .._tools.launch import start_command
-from .._tools.started import run_to_end
+from .._tools.started import run_forked
 
 _ANSWER = "BMTRAIN_BENCH_ANSWER"  # names the file of rank 0's answer
 
@@ -32,13 +31,11 @@ def launch(num_ranks: int, environment: Mapping[str, str] | None = None, extra: 
     """
     with tempfile.TemporaryFile("r") as file:  # in no directory: it is gone however this process ends
         path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-        command = [*start_command(num_ranks), "-m", "bmtrain", *sys.argv[1:], *extra]
+        command = ["-m", "bmtrain", *sys.argv[1:], *extra]
         # Ranks of a benchmark train on the same samples, which is what this warning is about.
         deprecated = "ignore::FutureWarning:torch.distributed.c10d_logger"  # of torch's collectives in `comm`
         quiet = {"PYTHONWARNINGS": f"ignore:OptimManager:UserWarning,{deprecated}"}
-        variables = {**quiet, **(environment or {}), **os.environ, _ANSWER: path}
-        status = run_to_end(command, env=variables)
-        if status:
+        if status := run_forked(num_ranks, command, {**quiet, **(environment or {}), _ANSWER: path}):
             raise SystemExit(status)
         return json.loads(file.read() or "null")
 

@@ -61,7 +61,7 @@ def test_a_script_that_fails_ends_in_two_lines(tmp_path: Path, command: Command)
     status, said = command("--", str(tmp_path / "fails.py"))
     assert status == 1 and "Traceback" not in said
     assert said.splitlines()[-2:] == [
-        "bmtrain launch: rank 0 of 1 ended first, with status 2",
+        "bmtrain launch: rank 0 of 1 ended with status 2",
         "bmtrain parity: the script failed in layout 1",
     ]
 

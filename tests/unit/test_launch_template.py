@@ -5,20 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from bmtrain._tools.template import Forked, Template
+from bmtrain._tools.started import run_forked
+from bmtrain._tools.template import Forked, Process, Template
 
 _SCRIPT = """
 import atexit, os, sys, threading, time
 known = "torch" in sys.modules, "bmtrain" in sys.modules
 import beside
 atexit.register(lambda: print("exits", flush=True))
-print(__name__, sys.argv[1:], os.environ["OF_THE_JOB"], *known, flush=True)
-sys.exit(7) if sys.argv[1] == "exit" else time.sleep(600)
+print(__name__, sys.argv[1:], os.environ["OF_THE_JOB"], os.environ["RANK"], *known, flush=True)
+way = sys.argv[1:][int(os.environ["RANK"]) % (len(sys.argv) - 1)]
+if way == "wait":
+    time.sleep(600)
+os.abort() if way == "abort" else sys.exit(7 if way == "exit" else 0)
 """
 
 
@@ -29,34 +33,48 @@ def script(tmp_path: Path) -> str:
     return str(tmp_path / "train.py")
 
 
-def started(script: str, way: str) -> Iterator[Template]:
-    environment = {**os.environ, "OF_THE_JOB": "3"}
-    with Path(script).with_name("output").open("wb") as output:
-        template = Template([script, way, "-x"], environment, stdout=output)
+@pytest.fixture
+def template(tmp_path: Path) -> Iterator[Template]:
+    with (tmp_path / "output").open("wb") as output:
+        template = Template({**os.environ, "OF_THE_JOB": "3"}, stdout=output, start_new_session=True)
         yield template
         template.close()
 
 
-def test_each_process_runs_the_script_and_is_a_child(script: str) -> None:
-    for template in started(script, "exit"):
-        processes = [template.start(), template.start()]
-        assert [process.wait() for process in processes] == [7, 7]
-        assert all(isinstance(process, Forked) for process in processes)
-        template._process.kill()
-        template._process.wait()
-        assert template.start().wait(60) == 7  # as a new one
-    lines = Path(script).with_name("output").read_text().splitlines()
-    assert lines.count("__main__ ['exit', '-x'] 3 True True") == 2
-    assert lines.count("__main__ ['exit', '-x'] 3 False False") == 1
+@pytest.fixture
+def start(script: str, template: Template) -> Callable[[str, str], Process]:
+    return lambda way, rank: template.start([script, way], {"RANK": rank})
+
+
+def test_each_process_runs_the_script_and_is_a_child(
+    start: Callable[[str, str], Process], template: Template, tmp_path: Path
+) -> None:
+    processes = [start("exit", "0"), start("exit", "1")]
+    assert [process.wait() for process in processes] == [7, 7]
+    assert all(isinstance(process, Forked) for process in processes)
+    stopped = start("wait", "2")
+    assert stopped.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        stopped.wait(0.01)
+    stopped.kill()
+    assert stopped.wait() == -signal.SIGKILL
+    stopped.terminate()  # nothing, as it has ended
+    left = start("wait", "2")
+    template._line.close()  # as at the end of the launcher
+    template._process.wait(60)
+    assert left.wait(60) == -signal.SIGTERM
+    assert start("exit", "3").wait(60) == 7  # as a new one
+    lines = (tmp_path / "output").read_text().splitlines()
+    expected = [f"__main__ ['exit'] 3 {rank} {known} {known}" for rank, known in enumerate((True, True))]
+    assert set(lines) >= {*expected, "__main__ ['exit'] 3 3 False False"}
     assert lines.count("exits") == 3
 
 
-def test_signals_reach_it(script: str) -> None:
-    for template in started(script, "wait"):
-        process = template.start()
-        assert process.poll() is None
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.01)
-        process.kill()
-        assert process.wait() == -signal.SIGKILL
-        process.terminate()  # nothing, as it has ended
+@pytest.mark.parametrize(("way", "status"), [("abort", 134), ("end", 0)])
+def test_the_first_rank_that_fails_ends_the_others(
+    way: str, status: int, script: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        run_forked(2, [script, "end" if way == "end" else "wait", way], {**os.environ, "OF_THE_JOB": "3"})
+        == status
+    )

@@ -5,9 +5,6 @@ Every check also runs on CPU ranks, where tests try it.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +15,7 @@ from torch import Tensor
 from ... import _ops
 from ..._C import ReduceOp
 from ..._ranks.context import Context
-from ..launch import start_command
+from ..started import run_forked
 from .findings import Check
 from .ranks import meet
 
@@ -33,9 +30,7 @@ def run_on_all_gpus(timeout: float) -> int:
     if count == 0:
         print("PROBLEM devices        no usable GPU, so nothing can be proven", flush=True)
         return 1
-    launcher = start_command(count) if count > 1 else [sys.executable]
-    command = [*launcher, "-m", "bmtrain", "doctor", "--gpus", "--timeout", str(timeout)]
-    return subprocess.run(command, env={**os.environ, "BMTRAIN_DOCTOR_RANK": "1"}, check=False).returncode
+    return run_forked(count, ["-m", "bmtrain", "doctor", "--gpus", "--timeout", str(timeout)], {})
 
 
 def prove(timeout: float) -> Iterator[Check]:
