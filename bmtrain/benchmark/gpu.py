@@ -44,9 +44,7 @@ _PARTS = ("adam", "norm", "cross-entropy", "step", "offload")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describes the options of ``bench gpu``."""
     add_names(parser, "--parts", _PARTS)
-    parser.add_argument(
-        "--exponent", type=int, default=28, help="elements of Adam and norm (default: 2^%(default)s)"
-    )
+    parser.add_argument("--exponent", type=int, default=28, help="Adam has 2^N elements, the norm 2^(N + 2)")
     parser.add_argument("--rows", type=int, default=8192, help="of the logits")
     parser.add_argument("--vocab", type=int, default=131072, help="columns of the logits")
     parser.add_argument("--layers", type=int, default=24, help="of the GPT")
