@@ -21,7 +21,7 @@ from ._ranks.context import require_gathering, require_intact
 from ._shards.at_rest import show, show_together
 from ._shards.block_ref import BlockRef
 from ._shards.data_version import DataVersion
-from ._shards.draws import RANDOM, ShardData, drawing_whole
+from ._shards.draws import RANDOM, ShardData, drawing_whole, refuse_product
 from ._shards.foreign import refuse_fsdp, refuse_replicated
 from ._shards.full_values import copy_of_part, full_value, gather_flat, load_full_value, shard_of, whole_shape
 from ._shards.gather import OpAllGather
@@ -208,7 +208,8 @@ class DistributedParameter(torch.nn.Parameter):
         if owner._data_version is None:
             owner._data_version = DataVersion()
         data = owner._data_version.counted(data_of(self))
-        return data if self.numel() == self.full_numel else ShardData.of(self, data)
+        is_whole = self.shape == self._original_shape or self._spec.group.size == 1
+        return data if is_whole else ShardData.of(self, data)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -414,6 +415,11 @@ class DistributedParameter(torch.nn.Parameter):
             )
         super().share_memory_()
         return self
+
+    def __matmul__(self, other: Any) -> torch.Tensor:
+        """As a tensor's; of two shards torch would make a scalar, where their matrices have a product."""
+        refuse_product(self, self._original_shape)
+        return super().__matmul__(other)
 
     def __repr__(self) -> str:  # type: ignore[override]
         local = repr(self.detach())

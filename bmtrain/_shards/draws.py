@@ -1,4 +1,4 @@
-"""Methods that fill a parameter with random numbers: ranks that are seeded alike keep parts of one draw."""
+"""Random fills of shards, which are parts of one draw, and refusal of their matrix products."""
 
 from __future__ import annotations
 
@@ -30,6 +30,15 @@ def drawing_whole(name: str) -> Callable[..., torch.Tensor]:
         return drawn
 
     return draw
+
+
+def refuse_product(shard: torch.Tensor, shape: torch.Size) -> None:
+    """Raises RuntimeError if ``shard``, a factor of a matrix product, is a flat part of a tensor of more dimensions."""
+    if shard.dim() < len(shape):
+        raise RuntimeError(
+            f"parameter @ ...: expected a matrix of shape {tuple(shape)}, got this rank's shard of {shard.numel()} "
+            "elements, flat; multiply in `with bmtrain.whole(module, write=True):`, or in the forward of its Block"
+        )
 
 
 class Alias(torch.Tensor):
@@ -70,6 +79,12 @@ class ShardData(Alias):
         data.__class__ = cls
         data.__dict__["_param"] = param
         return data
+
+    def __matmul__(self, other: Any) -> torch.Tensor:
+        param: Any = self.__dict__.get("_param")
+        if self._is_still(param):
+            refuse_product(self, param._original_shape)
+        return super().__matmul__(other)
 
     def _is_still(self, param: Any) -> bool:
         return param is not None and self.shape == param.shape and self.data_ptr() == param.data_ptr()

@@ -148,6 +148,14 @@ def check_refusals() -> None:
     with pytest.raises(RuntimeError, match="use_checkpoint=False"):
         bmt.Block(bmt.BMTrainModelWrapper(Force()))(torch.ones(2, 6))
     bmt.Block(bmt.BMTrainModelWrapper(Force()), use_checkpoint=False)(torch.ones(2, 6)).sum().backward()
+    merging = bmt.Block(
+        bmt.BMTrainModelWrapper(nn.ParameterDict({"a": torch.ones(2, 4), "b": torch.ones(4, 2)}))
+    )
+    for merge in (lambda m: m["b"] @ m["a"], lambda m: m["b"].data @ m["a"].data):
+        with pytest.raises(RuntimeError, match=r"a matrix of shape \(4, 2\), got.*bmtrain\.whole"):
+            merge(merging._module)
+        with bmt.whole(merging):
+            assert merge(merging._module).shape == (4, 4)
 
 
 def _prune(layer: nn.Module) -> None:
