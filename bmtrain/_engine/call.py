@@ -296,7 +296,7 @@ class BlockCall:
         if self._parameter_version != self.block.version():
             raise RuntimeError(
                 f"{label}: a parameter was modified in place between forward and backward (by an optimizer step, "
-                "a load?)"
+                "a load, or the forward itself?); change parameters after backward()"
             )
 
     def kept_for_backward(self) -> Iterator[torch.Tensor] | None:
