@@ -227,6 +227,9 @@ def test_a_parameter_can_be_copied_in_between(staged: ctypes.CDLL) -> None:
         clipped(run, number)
         run.manager.step()
     plain(run, 2)
-    twin = copy.deepcopy(run.layers[0].weight)
+    weight = run.layers[0].weight
+    before, twin = weight.detach().clone(), copy.deepcopy(weight)
     run.manager.step()
-    assert torch.equal(twin.grad, run.layers[0].weight.grad)
+    assert torch.equal(twin, before)
+    assert twin.grad is None
+    assert weight.grad is not None

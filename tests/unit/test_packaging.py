@@ -200,7 +200,8 @@ def test_stubs_name_what_the_core_has() -> None:
 
     tree = ast.parse((ROOT / "bmtrain" / "_C.pyi").read_text())
     declared = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    assert set(declared) == {name for name in vars(_C) if not name.startswith("_")}
+    constants = {node.target.id for node in tree.body if isinstance(node, ast.AnnAssign)}
+    assert constants | set(declared) == {name for name in vars(_C) if not name.startswith("_")}
     for name, node in declared.items():
         if isinstance(node, ast.ClassDef):
             members = {m.name for m in node.body if isinstance(m, ast.FunctionDef | ast.ClassDef)}
