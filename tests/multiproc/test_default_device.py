@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -48,27 +49,28 @@ def test_a_default_device_changes_nothing(optimizer: str, dtype: str, tmp_path: 
 
 
 class Notes(bmt.DistributedModule):
-    """Knows where the tensors went that its forwards made."""
+    """Says where the tensors go that its forwards make."""
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[str], None]) -> None:
         super().__init__()
         self.linear = bmt.nn.Linear(4, 4)
-        self.found: list[str] = []
+        self.note = note  # a list in an attribute would be as the first run found it
 
     def forward(self, x):
-        self.found.append(torch.empty(1).device.type)
+        self.note(torch.empty(1).device.type)
         return self.linear(x)
 
 
 def devices_of_two_runs(first: str | None, second: str | None) -> list[str]:
-    block = bmt.Block(Notes())
+    found: list[str] = []
+    block = bmt.Block(Notes(found.append))
     with nullcontext() if first is None else torch.device(first):
         loss = block(torch.ones(4, device="cpu")).sum()
     with nullcontext() if second is None else torch.device(second):
         loss.backward()
         after = torch.empty(1).device.type
     assert after == (second or "cpu")
-    return block.found
+    return found
 
 
 @pytest.mark.parametrize("recompute_on", [None, "cpu", "meta"])
