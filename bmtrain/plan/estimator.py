@@ -288,7 +288,7 @@ def _shared_bytes(
     which hold all parts of the largest gather, and the slices that the largest reduction sends to and receives from
     peers.
     """
-    own: set[int] = set()
+    own: set[tuple[int, int]] = set()
     through_rings = 0
     for block in model.blocks:
         of_block = 0
@@ -299,13 +299,13 @@ def _shared_bytes(
             if ranks > 1 and not sharing.shares(ranks * gathered):
                 of_block += ranks * gathered
             if sharing.shares(ranks * reduced):
-                own.add(ranks * reduced)
+                own.add((reduced, ranks))
             else:
                 of_block += 2 * (ranks - 1) * reduced
         through_rings = max(through_rings, of_block)
     common = sum(part * made for part, made in result.common.made.items())
     num_own = NUM_OWN if policy.recompute is Recompute.OFF else NUM_OWN_RECOMPUTING
-    return through_rings + num_own * sum(own) + common
+    return through_rings + num_own * sum(part * ranks for part, ranks in own) + common
 
 
 def _memory(result: StepResult, machine: Machine, on_host: float, wire: float) -> MemoryEstimate:

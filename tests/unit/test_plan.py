@@ -30,7 +30,7 @@ from bmtrain.plan import (
 )
 from bmtrain.plan.estimator import Plan
 from bmtrain.plan.machine import GIB, Machine
-from bmtrain.plan.model import muon_flops
+from bmtrain.plan.model import FlatBuffer, muon_flops
 from bmtrain.plan.network import Network, Wire
 from bmtrain.plan.policy import DISK
 from bmtrain.plan.published import FITTED, PUBLISHED, compare
@@ -133,6 +133,17 @@ def test_sums_over_replicas_have_rings_and_what_arrives() -> None:
     in_place = estimate(SMALL, dataclasses.replace(machine, shares_memory=True).with_devices(2)).memory.wire
     assert shared - in_place == pytest.approx((1 + 1 / 2) * block / 2, rel=0.01)
     assert estimate(SMALL, EIGHT.with_devices(4), TrainingPolicy(level=0)).memory.wire == 0
+
+
+@pytest.mark.parametrize(("numel", "mib"), [(1 << 20, 4 + 2 + 2), (1 << 21, 4 + 4 + 6)])
+def test_shared_gradients_on_other_numbers_of_ranks_count_each(numel: int, mib: int) -> None:
+    """Buffers on 4 ranks and on 2, of equal parts and of equal sums of parts, beside gathered parameters."""
+    machine = dataclasses.replace(EIGHT.with_devices(4), shares_memory=True)
+    buffers = FlatBuffer((1 << 20,), 4), FlatBuffer((numel,), 4, experts=(numel,))
+    block = dataclasses.replace(SMALL.blocks[0], mixtures=((2, 1),))
+    blocks = tuple(dataclasses.replace(block, buffers=(buffer,)) for buffer in buffers)
+    plan = estimate(dataclasses.replace(SMALL, blocks=blocks), machine, TrainingPolicy(ep_size=2))
+    assert plan.memory.wire == mib << 20
 
 
 def test_collectives_of_two_communicators_share_the_wire() -> None:
