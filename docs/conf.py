@@ -15,7 +15,12 @@ sys.path.insert(0, str(ROOT))  # the reference is made from the docstrings of th
 
 project = "bmtrain"
 release = (ROOT / "bmtrain" / "_version.py").read_text().split('"')[-2]
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
 templates_path = ["templates"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
@@ -31,7 +36,9 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-default_role = "py:obj"  # `name` in a docstring: a link where there is such a name, code elsewhere
+default_role = (
+    "py:obj"  # `name` in a docstring: a link where there is such a name, code elsewhere
+)
 
 
 class SearchBoth(SearchEnglish):
@@ -50,7 +57,11 @@ var splitQuery = (query) => query
         for word in super().split(input):
             for part in re.findall("[\u4e00-\u9fff]+|[^\u4e00-\u9fff]+", word):
                 is_chinese = "\u4e00" <= part[0] <= "\u9fff" and len(part) > 1
-                words += [part[i : i + 2] for i in range(len(part) - 1)] if is_chinese else [part]
+                words += (
+                    [part[i : i + 2] for i in range(len(part) - 1)]
+                    if is_chinese
+                    else [part]
+                )
         return words
 
 
@@ -124,7 +135,9 @@ def break_names(app, pagename, templatename, context, doctree):
     def break_table(table):
         return re.sub(r'(<span class="pre">)([^<]+)', break_code, table[0])
 
-    context["body"] = re.sub("<table.*?</table>", break_table, context.get("body", ""), flags=re.DOTALL)
+    context["body"] = re.sub(
+        "<table.*?</table>", break_table, context.get("body", ""), flags=re.DOTALL
+    )
 
 
 def setup(app):

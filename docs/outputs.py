@@ -21,7 +21,8 @@ __all__ = ["OUTPUTS", "Output", "differing", "pages_with", "words"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = re.compile(
-    r"(^<!-- output: (?P<name>[\w-]+) -->\n+```text\n)(?P<text>.*?)(^```$)", re.MULTILINE | re.DOTALL
+    r"(^<!-- output: (?P<name>[\w-]+) -->\n+```text\n)(?P<text>.*?)(^```$)",
+    re.MULTILINE | re.DOTALL,
 )
 
 _TRAIN = """
@@ -117,11 +118,15 @@ OUTPUTS = {
         files=(("train.py", _FAIL),),
         before=f"BMTRAIN_FLIGHT_DIR=flights {_TORCHRUN} train.py || true",
     ),
-    "run-cpu": Output("python -m bmtrain run --cpu train.py", files=(("train.py", _GPU_SCRIPT),)),
+    "run-cpu": Output(
+        "python -m bmtrain run --cpu train.py", files=(("train.py", _GPU_SCRIPT),)
+    ),
     "bench": Output(
         "python -m bmtrain bench step --layers 4 --dim 256 --repeat 3 --variants alone,ddp,fsdp2,bmtrain-3,bmtrain-2"
     ),
-    "inspect": Output("python train.py", files=(("train.py", _program("docs/howto/inspect.md")),)),
+    "inspect": Output(
+        "python train.py", files=(("train.py", _program("docs/howto/inspect.md")),)
+    ),
     "soak": Output("python -m bmtrain soak --ranks 2 --steps 20 --runs 2"),
 }
 
@@ -136,7 +141,9 @@ def run(output: Output) -> str:
 
 
 @functools.cache
-def prepare(files: tuple[tuple[str, str], ...], before: str) -> tempfile.TemporaryDirectory[str]:
+def prepare(
+    files: tuple[tuple[str, str], ...], before: str
+) -> tempfile.TemporaryDirectory[str]:
     """The folder of a command; commands with the same files after the same command share it."""
     folder = tempfile.TemporaryDirectory()
     for name, text in files:
@@ -151,7 +158,12 @@ def _shell(command: str, folder: str) -> subprocess.CompletedProcess[str]:
     ours = {"PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
     environment = {**os.environ, **ours, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=400
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
     )
 
 
@@ -206,12 +218,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="outputs to write or compare; default: all")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="outputs to write or compare; default: all"
+    )
     parser.add_argument("--check", action="store_true", help="compare, and write nothing")
     options = parser.parse_args()
     names = options.names or list(OUTPUTS)
     if unknown := set(names) - set(OUTPUTS):
-        parser.error(f"expected some of {', '.join(OUTPUTS)}, got {', '.join(sorted(unknown))}")
+        parser.error(
+            f"expected some of {', '.join(OUTPUTS)}, got {', '.join(sorted(unknown))}"
+        )
     if options.check:
         found = [f"{page}: {name}" for name in names for page in differing(name)]
         print("\n".join(found) or "all pages are up to date")

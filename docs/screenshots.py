@@ -72,7 +72,9 @@ def find_browser() -> str | None:
 
 
 def build(html: Path) -> None:
-    subprocess.run([sys.executable, "-m", "sphinx", "-q", "-W", str(DOCS), str(html)], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "sphinx", "-q", "-W", str(DOCS), str(html)], check=True
+    )
 
 
 def browse(browser: str, *options: str) -> str:
@@ -87,7 +89,9 @@ def browse(browser: str, *options: str) -> str:
     return ran.stdout
 
 
-def measure(browser: str, html: Path, pages: list[str], widths: list[int]) -> list[dict[str, object]]:
+def measure(
+    browser: str, html: Path, pages: list[str], widths: list[int]
+) -> list[dict[str, object]]:
     """The pages that are wider than their window, or lack a picture: ``page, width, excess, pictures``."""
     jobs = [
         {"page": page, "width": width, "url": (html / f"{page}.html").as_uri()}
@@ -109,7 +113,12 @@ def measure(browser: str, html: Path, pages: list[str], widths: list[int]) -> li
 
 def photograph(browser: str, html: Path, page: str, width: int, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    browse(browser, f"--window-size={width},{1800}", f"--screenshot={path}", (html / f"{page}.html").as_uri())
+    browse(
+        browser,
+        f"--window-size={width},{1800}",
+        f"--screenshot={path}",
+        (html / f"{page}.html").as_uri(),
+    )
 
 
 def main() -> int:
@@ -119,20 +128,29 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--check", action="store_true", help="measure all pages instead")
     parser.add_argument("--pages", nargs="+", default=list(PAGES), metavar="PAGE")
-    parser.add_argument("--widths", nargs="+", type=int, default=list(WIDTHS), metavar="PIXELS")
+    parser.add_argument(
+        "--widths", nargs="+", type=int, default=list(WIDTHS), metavar="PIXELS"
+    )
     options = parser.parse_args()
     browser = find_browser()
     if browser is None:
-        print("screenshots: found no browser: install chromium, or name one in BROWSER", file=sys.stderr)
+        print(
+            "screenshots: found no browser: install chromium, or name one in BROWSER",
+            file=sys.stderr,
+        )
         return 2
     html = options.out.resolve() / "html"
     build(html)
     if options.check:
-        pages = sorted(path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*.md"))
+        pages = sorted(
+            path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*.md")
+        )
         found = measure(browser, html, pages, options.widths)
         for page in found:
             print(json.dumps(page))
-        print(f"{len(pages)} pages at {len(options.widths)} widths, {len(found)} with something wrong")
+        print(
+            f"{len(pages)} pages at {len(options.widths)} widths, {len(found)} with something wrong"
+        )
         return 1 if found else 0
     for page in options.pages:
         for width in options.widths:

@@ -17,6 +17,7 @@ import os
 import re
 import subprocess
 import sys
+import unicodedata
 from html import unescape
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +34,8 @@ _FENCE = re.compile(
 )
 #: Runs after a page's program.
 _ASSERTION = re.compile(r"^<!-- assert: (.+) -->$", re.MULTILINE)
+#: Characters of a block of code that the site shows without scrolling.
+COLUMNS = 92
 _DIRECTIVES = ("{include}", "{toctree}", "{eval-rst}", "{automodule}")
 
 
@@ -162,6 +165,19 @@ def test_everything_else_says_what_runs_it(page: str) -> None:
         if fence.mark == "runs":
             path = re.split(r"[ (（:]", fence.why or "")[0]
             assert (ROOT / path).is_file(), f"{page}:{fence.line}: there is no {path}"
+
+
+@pytest.mark.parametrize("page", pages())
+def test_code_fits_the_column_of_the_site(page: str) -> None:
+    """Without scrolling sideways; a Chinese character takes two columns."""
+    wide = [
+        f"{page}:{fence.line + number}: {line}"
+        for fence in fences(page)
+        if fence.language in ("", "python", "bash", "shell")
+        for number, line in enumerate(fence.code.splitlines(), 1)
+        if sum(1 + (unicodedata.east_asian_width(character) in "WF") for character in line) > COLUMNS
+    ]
+    assert not wide, "\n".join(wide)
 
 
 def test_fences_are_found() -> None:
