@@ -110,7 +110,7 @@ class Block(StandIn):
         super().__init__()
         self._stand_for(inner_module)
         own = self.__dict__
-        own["_policy"] = policy
+        own["_policy"] = policy.of_block(current_engine(context()).num_blocks)
         own["_mode"] = mode
         own["_label"] = f"{type(inner_module).__name__}#{current_engine(context()).num_blocks}"
         own["_modules_state"] = ModuleState(inner_module)

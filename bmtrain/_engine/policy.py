@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -37,6 +39,36 @@ class BlockDtypes(NamedTuple):
     gather: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
+
+
+class _Shares(NamedTuple):
+    """Shares of the blocks: on a drive, and the place of the others."""
+
+    disk: Fraction
+    rest: str
+
+    @classmethod
+    def of(cls, name: str, places: Mapping[str, float]) -> _Shares:
+        unknown = [place for place in places if place not in ("device", "host", "disk")]
+        if unknown or any(share < 0 for share in places.values()) or abs(sum(places.values()) - 1) > 1e-6:
+            raise ValueError(
+                f"{name}: expected shares of 'device', 'host' and 'disk' with the sum 1, got {dict(places)!r}"
+            )
+        disk = Fraction(places.get("disk", 0.0)).limit_denominator(1000)
+        return cls(disk, "host" if places.get("host") else "device")
+
+    def __repr__(self) -> str:
+        return repr({"disk": float(self.disk), self.rest: float(1 - self.disk)})
+
+
+def _on_disk(place: str | Mapping[str, float] | _Shares | None) -> Fraction:
+    """Returns the share of the blocks that ``place`` puts on a drive."""
+    return place.disk if isinstance(place, _Shares) else Fraction(place == "disk")
+
+
+def _is_chosen(number: int, share: Fraction) -> bool:
+    """Whether the block ``number`` is one of an evenly distributed ``share``."""
+    return int((number + 1) * share) > int(number * share)
 
 
 @dataclass(frozen=True)
@@ -89,7 +121,9 @@ class BlockPolicy:
             running one need them. On CPU ranks ``"host"`` is ``"device"``.
         optimizer: ``"disk"``: the state that this library's optimizers of single elements keep for the block is in
             ``init_distributed(tier_directories=...)``, and passes through a few buffers in each step. None: where the
-            optimizer keeps it.
+            optimizer keeps it. These three also take shares of the blocks, such as ``{"device": 0.6, "disk": 0.4}``,
+            with at most as much of the parameters and of the gradients on a drive as of the state: blocks built one
+            after the other are on a drive at even distances, two of five here.
 
     Raises:
         ValueError: naming the field, for a value that is not among these.
@@ -110,9 +144,9 @@ class BlockPolicy:
     reduce: Literal["direct", "ring", "hosts"] | None = None
     zero_size: int | None = None
     offload_activations: bool = False
-    parameters: Literal["device", "host", "disk"] = "device"
-    gradients: Literal["device", "host", "disk"] = "device"
-    optimizer: Literal["disk"] | None = None
+    parameters: Literal["device", "host", "disk"] | Mapping[str, float] = "device"
+    gradients: Literal["device", "host", "disk"] | Mapping[str, float] = "device"
+    optimizer: Literal["disk"] | Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         if self.level not in (0, 1, 2, 3):
@@ -122,7 +156,11 @@ class BlockPolicy:
         except ValueError:
             values = ", ".join(repr(known.value) for known in Recompute)
             raise ValueError(f"recompute: expected one of {values}, got {self.recompute!r}") from None
-        if self.optimizer not in (None, "disk"):
+        for name in ("parameters", "gradients", "optimizer"):
+            place = getattr(self, name)
+            if isinstance(place, Mapping):  # hashable, as the other fields are
+                object.__setattr__(self, name, _Shares.of(name, place))
+        if self.optimizer not in (None, "disk") and not isinstance(self.optimizer, _Shares):
             raise ValueError(
                 f"optimizer: expected None or 'disk', got {self.optimizer!r}; for host memory use an optimizer that "
                 "offloads, such as AdamOffloadOptimizer"
@@ -139,24 +177,45 @@ class BlockPolicy:
     def _check_places(self) -> None:
         for name in ("parameters", "gradients"):
             place = getattr(self, name)
-            if place not in ("device", "host", "disk"):
+            if place not in ("device", "host", "disk") and not isinstance(place, _Shares):
                 raise ValueError(f"{name}: expected 'device', 'host' or 'disk', got {place!r}")
-            if place == "disk" and self.optimizer != "disk":
+            if _on_disk(place) > _on_disk(self.optimizer):
                 raise ValueError(
-                    f"{name}='disk': expected optimizer='disk' as well, got {self.optimizer!r}: an update passes over "
-                    "parameters, gradients and state together"
+                    f"{name}={place!r}: expected optimizer='disk' as well, got {self.optimizer!r}: an update passes "
+                    "over parameters, gradients and state together; of shares, the state's on a drive is the largest"
                 )
-        if self.parameters == "disk" and self.level < 2:
+        if _on_disk(self.parameters) and self.level < 2:
             raise ValueError(
                 f"parameters='disk': expected level 2 or 3, got {self.level}, which keeps all parameters in memory"
             )
-        if self.gradients == "disk" and self.level == 0:
+        if _on_disk(self.gradients) and self.level == 0:
             raise ValueError("gradients='disk': expected level 1, 2 or 3, got 0, which shards no gradients")
 
     @property
     def shards_on_disk(self) -> bool:
         """Whether parameters or gradients live on a drive."""
         return "disk" in (self.parameters, self.gradients)
+
+    def of_block(self, number: int) -> BlockPolicy:
+        """Returns the policy of block ``number`` of a run, in which every share is a place.
+
+        Example:
+            >>> shares = BlockPolicy(optimizer={"device": 0.6, "disk": 0.4})
+            >>> [shares.of_block(number).optimizer for number in range(5)]
+            [None, None, 'disk', None, 'disk']
+        """
+        if not any(isinstance(place, _Shares) for place in (self.parameters, self.gradients, self.optimizer)):
+            return self
+        state = _on_disk(self.optimizer)
+        is_on_disk = _is_chosen(number, state)
+        places: dict[str, Any] = {"optimizer": "disk" if is_on_disk else None}
+        for name in ("parameters", "gradients"):
+            place = getattr(self, name)
+            # Among the blocks whose state is on a drive, of which this is the one with the number `among`.
+            among, share = int(number * state), _on_disk(place) / (state or 1)
+            rest = place.rest if isinstance(place, _Shares) else "device" if place == "disk" else place
+            places[name] = "disk" if is_on_disk and _is_chosen(among, share) else rest
+        return replace(self, **places)
 
     def _check_dtypes(self) -> None:
         if self.compute_dtype not in (None, *_NARROW):

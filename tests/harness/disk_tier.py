@@ -36,6 +36,12 @@ TIERS: list[dict[str, Any]] = [
     {"optimizer": "disk", "gradients": "disk", "parameters": "disk"},
 ]
 ALL = TIERS[-1]
+#: Shares of the blocks: the state of two of three, the gradients of one of three, the parameters of one of six.
+MIXED = {
+    "optimizer": {"disk": 2 / 3, "device": 1 / 3},
+    "gradients": {"disk": 1 / 3, "host": 2 / 3},
+    "parameters": {"disk": 1 / 6, "device": 5 / 6},
+}
 
 
 def make(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import os
 import re
 import sys
@@ -610,8 +611,35 @@ def test_refused(kind: str, words: str, tmp_path: Path) -> None:
         ({"gradients": "drive"}, "gradients: expected 'device', 'host' or 'disk', got 'drive'"),
         ({**ALL, "level": 1}, "parameters='disk': expected level 2 or 3, got 1"),
         ({**TIERS[2], "level": 0}, "gradients='disk': expected level 1, 2 or 3, got 0"),
+        (
+            {"optimizer": {"disk": 0.5}},
+            "optimizer: expected shares of 'device', 'host' and 'disk' with the sum 1",
+        ),
+        (
+            {"optimizer": {"disk": 0.5, "nvme": 0.5}},
+            "optimizer: expected shares of 'device', 'host' and 'disk'",
+        ),
+        (
+            {"optimizer": {"disk": 0.2, "host": 0.8}, "gradients": "disk"},
+            "gradients='disk': expected optimizer='disk' as well, got {'disk': 0.2",
+        ),
     ],
 )
 def test_refused_policies(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         bmt.BlockPolicy(**options)
+
+
+def test_shares_of_the_blocks() -> None:
+    policy = bmt.BlockPolicy(
+        optimizer={"disk": 0.5, "device": 0.5},
+        gradients={"disk": 0.5, "device": 0.5},
+        parameters={"disk": 0.2, "host": 0.8},
+    )
+    places = [policy.of_block(number) for number in range(3, 43)]
+    on_disk = [number for number, place in enumerate(places) if place.optimizer == "disk"]
+    assert {b - a for a, b in itertools.pairwise(on_disk)} == {2}
+    assert [place.gradients == "disk" for place in places] == [place.optimizer == "disk" for place in places]
+    assert [place.parameters for place in places].count("disk") == 8
+    assert {place.parameters for place in places if place.optimizer is None} == {"host"}
+    assert places[0].of_block(7) is places[0]

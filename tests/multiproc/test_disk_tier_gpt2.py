@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
-from harness.disk_tier import TIERS, small_chunks
+from harness.disk_tier import MIXED, TIERS, small_chunks
 from harness.offloaded import values_of
 from reference_gpt import SMALL_SHAPE
 
@@ -59,7 +59,7 @@ def compare(dtype: torch.dtype) -> None:
     expected = train(dtype, TIERS[0])
     _C.disturb_transfers(200)
     try:
-        for places in TIERS[1:]:
+        for places in (*TIERS[1:], MIXED):
             for number, (a, b) in enumerate(zip(train(dtype, places), expected, strict=True)):
                 assert torch.equal(a, b), f"{places}: value {number} of {len(expected)} differs"
     finally:
