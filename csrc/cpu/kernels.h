@@ -55,7 +55,7 @@ enum class WeightDecay : std::uint8_t {
   kDecoupled,  // w is multiplied by `decay` (1 - lr * weight_decay) before the update
 };
 
-/// Square roots of n floats, as torch computes them (see torch_sqrt.h).
+/// Square roots of n floats, as torch computes them (see optim/torch_sqrt.h).
 using SqrtFunction = void (*)(std::int64_t n, const float* x, float* out);
 
 /// A positive number that many others are divided by.

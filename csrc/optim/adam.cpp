@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "common/check.h"
-#include "cpu/torch_sqrt.h"
+#include "optim/torch_sqrt.h"
 
 namespace bmtrain {
 namespace {
@@ -116,7 +116,7 @@ AdamFactors adam_factors(const AdamOptions& options, std::int64_t step) {
     factors.decay =
         static_cast<float>(options.decoupled ? 1 - lr * options.weight_decay : options.weight_decay);
   }
-  factors.sqrt = options.torch_sqrt ? cpu::torch_sqrt() : nullptr;
+  factors.sqrt = options.torch_sqrt ? torch_sqrt() : nullptr;
   factors.dither_seed = static_cast<std::uint32_t>(step) * 0x9e3779b1u;
   factors.bias_correction1 = static_cast<float>(bias_correction1);
   factors.weight_decay = static_cast<float>(options.weight_decay);

@@ -2,7 +2,7 @@
 //
 // The ranks are threads of one process that share each segment at one address (shared_mappings.cpp), so that
 // the sanitizer sees both sides of a ring: data that is read before it was published is a report.
-#include <ATen/Functions.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/CPUAllocator.h>
 #include <unistd.h>
 

@@ -4,8 +4,9 @@
 // The device is host memory, and each of its streams a thread that does what was queued, late and in order:
 // memory that is read before an event says so is a report, on whichever side. Torch's own copies, which the
 // sanitizer does not see, are replaced (the wrapped copy_ and zero_), and so are the kernels.
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <atomic>

@@ -61,7 +61,7 @@ def build_with_torch(
         f"-I{ROOT / 'tests/cpp'}",
         *(f"-isystem{path}" for path in include_paths()),
     ]
-    flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", "-DAT_PER_OPERATOR_HEADERS"]
     program = compiler()
 
     def compile_unit(name: str) -> str:

@@ -1,4 +1,4 @@
-#include "cpu/torch_sqrt.h"
+#include "optim/torch_sqrt.h"
 
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
@@ -12,7 +12,7 @@
 #include <cmath>
 #include <cstring>
 
-namespace bmtrain::cpu {
+namespace bmtrain {
 namespace {
 
 // Not above the size from which torch uses several threads for one tensor: the caller is one of many.
@@ -69,7 +69,7 @@ void sqrt_by_ieee(std::int64_t n, const float* x, float* out) {
   for (std::int64_t i = 0; i < n; ++i) out[i] = std::sqrt(x[i]);
 }
 
-SqrtFunction choose() {
+cpu::SqrtFunction choose_sqrt() {
   // Second moments of every size, exponents and mantissas mixed by a multiplicative hash.
   std::array<float, kTorchBlock> x{};
   for (std::size_t i = 0; i < x.size(); ++i) {
@@ -79,7 +79,7 @@ SqrtFunction choose() {
   std::array<float, kTorchBlock> expected{};
   std::array<float, kTorchBlock> got{};
   sqrt_by_torch(kTorchBlock, x.data(), expected.data());
-  const auto agrees = [&](SqrtFunction candidate) {
+  const auto agrees = [&](cpu::SqrtFunction candidate) {
     candidate(kTorchBlock, x.data(), got.data());
     return std::memcmp(expected.data(), got.data(), sizeof(expected)) == 0;
   };
@@ -90,9 +90,9 @@ SqrtFunction choose() {
 
 }  // namespace
 
-SqrtFunction torch_sqrt() {
-  static const SqrtFunction function = choose();
+cpu::SqrtFunction torch_sqrt() {
+  static const cpu::SqrtFunction function = choose_sqrt();
   return function;
 }
 
-}  // namespace bmtrain::cpu
+}  // namespace bmtrain
