@@ -19,10 +19,10 @@ PYTHON = {
     "watch": ("_watch", 1924),
     "ranks": ("_ranks global_var nccl synchronize utils", 4226),
     "shards": ("_shards parameter", 1643),
-    "engine": ("_engine", 7618),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5610),
+    "engine": ("_engine", 7626),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5605),
     "files": ("_files dcp distributed store weights", 4672),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9447),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9593),
     "survive": ("_survive survive", 2017),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_176),
 }

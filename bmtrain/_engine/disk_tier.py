@@ -32,7 +32,7 @@ from .._C import SEAL_BYTES, BufferPool, DiskFile, DiskQueue
 from ..errors import DiskError
 from .drives import Drives
 
-__all__ = ["DiskTier", "SealedArray", "StoredArray", "aligned", "sealed"]
+__all__ = ["DiskTier", "SealedArray", "StoredArray", "Transfer", "aligned", "sealed", "tier_of"]
 
 _ALIGNMENT = 4096  # bytes, of csrc/disk
 _LEAST = 1 << 20  # bytes of a buffer of the pool that starts at a page, and of a piece
@@ -63,9 +63,9 @@ class DiskTier:
         failure: the first failure of this rank; nothing is read after it.
     """
 
-    def __init__(self, drives: Drives, poison: bool) -> None:
+    def __init__(self, drives: Drives) -> None:
         self.drives = drives
-        self.pool = BufferPool(_IDLE, poison)
+        self.pool = BufferPool(_IDLE, bool(int(os.environ.get("BMTRAIN_POISON_BUFFERS", "0"))))
         self.failure: DiskError | None = None
         self.queue = DiskQueue(os.environ.get("BMTRAIN_DISK_IO", "auto"), _SLOTS, 0)
         self._free = list(range(_SLOTS))
@@ -138,6 +138,14 @@ class DiskTier:
         """Waits until all gradients are written, except for ``number`` blocks."""
         while len(self._leaving) > number:
             self._leaving.popleft().rest_gradients()
+
+
+def tier_of(engine: Any) -> DiskTier:
+    """Returns the tier of a process with drives; makes it for the first user."""
+    if engine.tier is None:
+        engine.tier = DiskTier(engine.drives)
+    tier: DiskTier = engine.tier
+    return tier
 
 
 class Transfer:

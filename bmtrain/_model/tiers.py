@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from .._base.host_memory import give_back_freed
 from .._C import ShardedBuffer
 from .._engine.disk_shard import StoredShard
-from .._engine.disk_tier import DiskTier
+from .._engine.disk_tier import tier_of
 from .._engine.engine import current_engine
 from .._engine.policy import BlockPolicy
 from .._ranks.agree import failing_together
@@ -49,10 +48,6 @@ def store(
     engine = current_engine(ctx)
     give_back_freed()  # of the blocks before
     with failing_together(f"reserving space for {label}"):
-        if engine.tier is None:
-            assert engine.drives is not None  # `check_tier`
-            poison = bool(int(os.environ.get("BMTRAIN_POISON_BUFFERS", "0")))
-            engine.tier = DiskTier(engine.drives, poison)
         return StoredShard(
-            engine.tier, label, buffer, parameters=policy.parameters == "disk", gradients=keeps
+            tier_of(engine), label, buffer, parameters=policy.parameters == "disk", gradients=keeps
         )

@@ -113,7 +113,7 @@ class ShardedOptimizer(UntracedOptimizer):
         if context is None or isinstance(self._place, OnDisk):
             return
         if current_engine(context).drives is not None:
-            self._place = OnDisk(self._place, context)
+            self._place = OnDisk(self._place, context, self.formula_of)
 
     # ---- loss scale
 

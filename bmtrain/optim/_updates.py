@@ -17,6 +17,13 @@ class Update(NamedTuple):
     state: dict[str, Any]
     #: Whether arrays of the state begin with this step.
     is_fresh: bool = False
+    #: The parameter, where `param` is a copy of its elements.
+    source: Tensor | None = None
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter, with its place in a whole one."""
+        return self.param if self.source is None else self.source
 
 
 class Ranges(NamedTuple):

@@ -80,7 +80,8 @@ class _Buffer:
     def __init__(self, buffer: FlatBuffer, policy: TrainingPolicy, network: Network) -> None:
         numel, size = buffer.partition(network.sharing(buffer, policy).size), buffer.element_size
         self.trains = buffer.trains
-        widths = [4.0] * (size == 2) + [MOMENT_BYTES[policy.state_dtype]] * 2 if buffer.trains else []
+        moments = [MOMENT_BYTES[policy.state_dtype]] * (1 if policy.optimizer == "muon" else 2)
+        widths = [4.0] * (size == 2) + moments if buffer.trains else []
         self.num_arrays = len(widths)
         self.state = sum(aligned(int(numel * width)) for width in widths)
         self.parameters = aligned(numel * size) * ("parameters" in policy.disk)
@@ -88,10 +89,11 @@ class _Buffer:
 
 
 def _passage(buffers: Sequence[_Buffer], policy: TrainingPolicy) -> int:
-    """Returns the memory of an update's chunks, of one drive."""
+    """Returns the memory of an update's chunks, of one drive; with Muon, of three whole buffers."""
+    if policy.optimizer == "muon":
+        return sum(sorted(b.state + b.parameters + b.gradients for b in buffers if b.trains)[-3:])
     num_arrays = max((b.num_arrays for b in buffers), default=0)
-    if num_arrays and len(policy.disk) > 1:
-        num_arrays += 2  # parameters and gradients
+    num_arrays += 2 * (num_arrays > 0 and len(policy.disk) > 1)  # parameters and gradients
     return (2 * disk_arena.AHEAD + 1) * num_arrays * disk_arena.CHUNK * torch.float32.itemsize
 
 

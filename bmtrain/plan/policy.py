@@ -89,8 +89,8 @@ class TrainingPolicy:
             raise ValueError(f"offload: expected 0 or 1 with 'muon', got {self.offload}")
         if not set(self.disk) <= set(DISK):
             raise ValueError(f"disk: expected some of {', '.join(DISK)}, got {', '.join(self.disk)}")
-        if self.disk and (self.optimizer == "muon" or self.state_dtype is torch.int8 or self.survive):
-            raise ValueError("disk: expected Adam with float32 or bfloat16 moments, and without survive")
+        if self.disk and (self.state_dtype is torch.int8 or self.survive):
+            raise ValueError("disk: expected float32 or bfloat16 moments, and without survive")
         if set(self.disk) - {"optimizer"} and self.pipe_size > 1:
             raise ValueError(
                 f"disk: expected parameters and gradients with pipe_size=1, got {self.pipe_size}"

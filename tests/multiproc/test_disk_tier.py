@@ -17,6 +17,7 @@ import pytest
 import torch
 from harness import run_process, run_ranks
 from harness.disk_tier import ALL, TIERS, kernel_bytes, make, small_chunks, small_drive, train
+from harness.offloaded import Model
 
 import bmtrain as bmt
 from bmtrain import _C
@@ -27,6 +28,7 @@ from bmtrain.plan import MACHINES, TrainingPolicy, describe_module, estimate
 from bmtrain.plan.policy import DISK
 
 STEPS = 6
+MUON = ["MuonOptimizer", "MuonOffloadOptimizer"]
 KINDS = ["AdamOptimizer", "AdamOffloadOptimizer", "LionOptimizer", "SGDOptimizer", "SGDOffloadOptimizer"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -60,7 +62,7 @@ def compare_all(kind: str) -> list[int]:
     return [count for dtype in DTYPES for count in compare(kind, dtype, {}, TIERS[1:])]
 
 
-@pytest.mark.parametrize("kind", KINDS[:2])
+@pytest.mark.parametrize("kind", [*KINDS[:2], *MUON])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_same_bits(world: int, kind: str, tmp_path: Path) -> None:
     for counts in run_ranks(world, compare_all, kind, init=tiers(tmp_path)):
@@ -87,10 +89,9 @@ def compare_disturbed() -> None:
         _C.disturb_transfers(0)
 
 
-def test_bf16_moments(tmp_path: Path) -> None:
-    run_ranks(
-        2, compare, "AdamOffloadOptimizer", torch.float32, {"state_dtype": "bfloat16"}, init=tiers(tmp_path)
-    )
+@pytest.mark.parametrize("kind", ["AdamOffloadOptimizer", *MUON])
+def test_bf16_moments(kind: str, tmp_path: Path) -> None:
+    run_ranks(2, compare, kind, torch.float32, {"state_dtype": "bfloat16"}, TIERS[1:], init=tiers(tmp_path))
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
@@ -101,16 +102,16 @@ def test_steps_in_backward(kind: str, tmp_path: Path) -> None:
 # ---- whatever reads or writes the state
 
 
-def use_everything(dtype: torch.dtype) -> None:
+def use_everything(dtype: torch.dtype, kind: str) -> None:
     small_chunks()
     results = []
     for places in (*TIERS[:2], ALL):
-        model, optimizer = make("AdamOptimizer", dtype, places)
+        model, optimizer = make(kind, dtype, places)
         train(model, optimizer, range(2))
         seen = [copy.deepcopy(optimizer.state_dict(gather=gather)) for gather in (False, True)]
         train(model, optimizer, range(2, 3))
         for state in optimizer.state.values():  # a user's write
-            state["exp_avg"].mul_(0.5)
+            state["momentum_buffer" if "momentum_buffer" in state else "exp_avg"].mul_(0.5)
         train(model, optimizer, range(3, 4))
         optimizer.load_state_dict(seen[1])
         train(model, optimizer, range(4, 5))
@@ -222,15 +223,16 @@ def flat(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if torch.is_tensor(leaf)]
 
 
+@pytest.mark.parametrize("kind", ["AdamOptimizer", *MUON])
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("world", [1, 2])
-def test_state_is_read_and_written_as_ever(world: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    run_ranks(world, use_everything, dtype, init=tiers(tmp_path))
+def test_state_is_read_and_written_as_ever(world: int, dtype: torch.dtype, kind: str, tmp_path: Path) -> None:
+    run_ranks(world, use_everything, dtype, kind, init=tiers(tmp_path))
 
 
-def save_here(folder: str, on_disk: bool, resumes: bool, steps: range) -> list[torch.Tensor]:
+def save_here(kind: str, folder: str, on_disk: bool, resumes: bool, steps: range) -> list[torch.Tensor]:
     small_chunks()
-    model, optimizer = make("AdamOptimizer", torch.bfloat16, ALL if on_disk else False)
+    model, optimizer = make(kind, torch.bfloat16, ALL if on_disk else False)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
     if resumes:
@@ -251,36 +253,64 @@ def train_alike(model: Any, manager: Any, optimizer: Any, steps: range) -> None:
         manager.step()
 
 
+@pytest.mark.parametrize("kind", ["AdamOptimizer", "MuonOptimizer"])
 @pytest.mark.parametrize("worlds", [(2, 1), (2, 4), (1, 2), (4, 2)])
 @pytest.mark.parametrize("from_disk", [True, False])
 def test_checkpoints_go_between_sizes_and_tiers(
-    worlds: tuple[int, int], from_disk: bool, tmp_path: Path
+    worlds: tuple[int, int], from_disk: bool, kind: str, tmp_path: Path
 ) -> None:
     init = tiers(tmp_path)
     values = []
     for tiered in (True, False):  # the second without tiers at all
         folder = str(tmp_path / str(tiered))
         first, then = (tiered and from_disk, tiered and not from_disk)
-        run_ranks(worlds[0], save_here, folder, first, False, range(2), init=init if first else {})
-        values.append(
-            run_ranks(worlds[1], save_here, folder, then, True, range(2, 4), init=init if then else {})[0]
-        )
+        run_ranks(worlds[0], save_here, kind, folder, first, False, range(2), init=init if first else {})
+        values += run_ranks(
+            worlds[1], save_here, kind, folder, then, True, range(2, 4), init=init if then else {}
+        )[:1]
     assert_equal(*values)
 
 
-def pickled() -> None:
+def pickled(kind: str) -> None:
     small_chunks()
-    model, optimizer = make("AdamOptimizer", torch.float32, True)
+    model, optimizer = make(kind, torch.float32, True)
     train(model, optimizer, range(2))
     other = copy.deepcopy((model, optimizer))
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
-    assert file.tell() < 3 * sum(s["exp_avg"].numel() * 4 for s in optimizer.state.values()) + 100_000
+    assert file.tell() < 12 * sum(p.numel() for p in model.parameters()) + 100_000
     assert_equal(train(*other, range(2, 4)), train(model, optimizer, range(2, 4)))
 
 
-def test_copies_have_a_state_of_their_own(tmp_path: Path) -> None:
-    run_ranks(1, pickled, init=tiers(tmp_path))
+@pytest.mark.parametrize("kind", ["AdamOptimizer", "MuonOptimizer"])
+def test_copies_have_a_state_of_their_own(kind: str, tmp_path: Path) -> None:
+    run_ranks(1, pickled, kind, init=tiers(tmp_path))
+
+
+def use_groups(places: dict[str, Any]) -> list[torch.Tensor]:
+    """Gives Muon the vectors of blocks before their matrices, and other matrices after a step."""
+    torch.manual_seed(3)
+    with bmt.default_policy(bmt.BlockPolicy(**places)):
+        model = Model()
+    vectors, matrices = [], []
+    for layer in model.layers:
+        vectors.append(layer.bias)
+        matrices.append(layer.weight)
+    optimizer: Any = bmt.optim.MuonOptimizer([{"params": vectors}, {"params": matrices[:3]}], lr=0.01)
+    train(model, optimizer, range(2))
+    optimizer.add_param_group({"params": matrices[3:]})
+    return train(model, optimizer, range(2, 5))
+
+
+def compare_groups() -> None:
+    small_chunks()
+    results = [use_groups(places) for places in TIERS]
+    for result in results[1:]:
+        assert_equal(result, results[0])
+
+
+def test_groups_of_muon_in_any_order(tmp_path: Path) -> None:
+    run_ranks(2, compare_groups, init=tiers(tmp_path))
 
 
 # ---- bytes
@@ -318,13 +348,13 @@ def test_state_passes_once_in_each_direction(
 RUNS = [(4, 1, 3), (12, 1, 3), (4, 3, 3), (4, 1, 2)]
 
 
-def count_memory_and_bytes() -> list[list[float]]:
+def count_memory_and_bytes(kind: str) -> list[list[float]]:
     results = []
     for num_layers, num_backwards, level in RUNS:
         with bmt.default_policy(bmt.BlockPolicy(level=level, **ALL)):
             blocks = [bmt.Block(bmt.nn.Linear(600, 600, bias=False)) for _ in range(num_layers)]
         model = bmt.TransformerBlockList(blocks)
-        optimizer = bmt.optim.AdamOptimizer(model.parameters())
+        optimizer = getattr(bmt.optim, kind)(model.parameters())
         before: tuple[int, int] = (0, 0)
         for _ in range(3):
             before = kernel_bytes()
@@ -336,8 +366,9 @@ def count_memory_and_bytes() -> list[list[float]]:
         block = sum(p.numel() * 4 for p in blocks[0].parameters())
         report = bmt.memory_report(model, optimizer)
         assert report.parameters == report.gradients == report.optimizer == 0
-        assert report.on_disk == pytest.approx(4 * num_layers * block, rel=0.02)
-        policy = TrainingPolicy(disk=DISK, accumulate=num_backwards, level=level)
+        arrays, rule = (3, "muon") if kind == "MuonOptimizer" else (4, "adam")
+        assert report.on_disk == pytest.approx(arrays * num_layers * block, rel=0.02)
+        policy = TrainingPolicy(disk=DISK, accumulate=num_backwards, level=level, optimizer=rule)  # type: ignore[arg-type]
         machine = MACHINES["a100-80gb"].with_devices(bmt.world_size())
         planned = estimate(describe_module(model, torch.ones(1, 600)), machine, policy).disk
         assert planned.stored == pytest.approx(report.on_disk, rel=0.02)
@@ -348,25 +379,28 @@ def count_memory_and_bytes() -> list[list[float]]:
     return results
 
 
+@pytest.mark.parametrize(("kind", "moments"), [("AdamOptimizer", 2), ("MuonOptimizer", 1)])
 @pytest.mark.parametrize("world", [1, 2])
-def test_memory_is_that_of_a_few_blocks_and_each_byte_passes_once(world: int, tmp_path: Path) -> None:
-    for results in run_ranks(world, count_memory_and_bytes, init=tiers(tmp_path)):
+def test_memory_is_that_of_a_few_blocks_and_each_byte_passes_once(
+    world: int, kind: str, moments: int, tmp_path: Path
+) -> None:
+    for results in run_ranks(world, count_memory_and_bytes, kind, init=tiers(tmp_path)):
         assert results[0][0] == results[1][0]  # bytes of buffers
         for (num_layers, times, level), (_, read, written) in zip(RUNS, results, strict=True):
             # Parameters for forward and backward, gradients that are added to, and in the step parameters, gradients
-            # and two moments.
+            # and moments.
             again = num_layers - 1 if level == 3 else 0
             passes = times * (num_layers + again) + (times - 1) * num_layers
-            assert read == pytest.approx(passes + 4 * num_layers, rel=0.02)
-            assert written == pytest.approx(times * num_layers + 3 * num_layers, rel=0.02)
+            assert read == pytest.approx(passes + (2 + moments) * num_layers, rel=0.02)
+            assert written == pytest.approx((times + 1 + moments) * num_layers, rel=0.02)
 
 
 # ---- what goes wrong
 
 
-def fail(result: int, failing: int, places: dict[str, Any]) -> str:
+def fail(kind: str, result: int, failing: int, places: dict[str, Any]) -> str:
     small_chunks()
-    model, optimizer = make("AdamOptimizer", torch.bfloat16, places)
+    model, optimizer = make(kind, torch.bfloat16, places)
     train(model, optimizer, range(2))
     if bmt.rank() == bmt.world_size() - 1:
         _C.disturb_transfers(0, failing, result)
@@ -381,20 +415,23 @@ def fail(result: int, failing: int, places: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("places", "failing", "what"),
+    ("kind", "places", "failing", "what"),
     [
-        (TIERS[1], 0, "optimizer state"),
-        (TIERS[1], 12, "optimizer state"),
-        (ALL, 0, "parameters"),
-        (ALL, 11, "gradients"),
-        (ALL, 16, "gradients"),
-        (ALL, 40, "optimizer state"),
+        ("AdamOptimizer", TIERS[1], 0, "optimizer state"),
+        ("AdamOptimizer", TIERS[1], 12, "optimizer state"),
+        ("AdamOptimizer", ALL, 0, "parameters"),
+        ("AdamOptimizer", ALL, 11, "gradients"),
+        ("AdamOptimizer", ALL, 16, "gradients"),
+        ("AdamOptimizer", ALL, 40, "optimizer state"),
+        ("MuonOptimizer", TIERS[1], 0, "optimizer state"),
+        ("MuonOffloadOptimizer", TIERS[1], 7, "optimizer state"),
+        ("MuonOptimizer", TIERS[1], 19, "optimizer state"),  # the last write
     ],
 )
-def test_failed_transfers(places: dict[str, Any], failing: int, what: str, tmp_path: Path) -> None:
+def test_failed_transfers(kind: str, places: dict[str, Any], failing: int, what: str, tmp_path: Path) -> None:
     results = {-5: "Input/output error", 0: "the file ended after", -28: "No space"}
     result, words = list(results.items())[failing % 3]
-    for text in run_ranks(2, fail, result, failing, places, init=tiers(tmp_path), fresh=True):
+    for text in run_ranks(2, fail, kind, result, failing, places, init=tiers(tmp_path), fresh=True):
         assert words in text
         assert f"disk tier in {tmp_path}" in text
         assert f"{what} of " in text
@@ -454,10 +491,10 @@ READERS: dict[str, tuple[str, bool, Any]] = {
 STATE = {"layers.0.bias": torch.ones(40)}
 
 
-def read_flipped(readers: list[str], folder: str) -> list[str]:
+def read_flipped(kind: str, readers: list[str], folder: str) -> list[str]:
     """Has a bit of rank 1 flipped before each reader. Returns the errors."""
     small_chunks()
-    model, optimizer = make("AdamOptimizer", torch.float32, ALL)
+    model, optimizer = make(kind, torch.float32, ALL)
     train_only(model, optimizer)
     texts = []
     for name in readers:
@@ -486,11 +523,14 @@ def train_only(model: Any, optimizer: Any) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("back_end", ["io_uring", "threads"])
-def test_flipped_bit(back_end: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "back_end"),
+    [("AdamOptimizer", "io_uring"), ("AdamOptimizer", "threads"), ("MuonOptimizer", "io_uring")],
+)
+def test_flipped_bit(kind: str, back_end: str, tmp_path: Path) -> None:
     environment = {"BMTRAIN_DISK_IO": back_end}
     run = run_ranks(
-        2, read_flipped, list(READERS), str(tmp_path), init=tiers(tmp_path), environment=environment
+        2, read_flipped, kind, list(READERS), str(tmp_path), init=tiers(tmp_path), environment=environment
     )
     for texts in run:
         for text in texts:
@@ -577,8 +617,7 @@ def refusals(wrong: str) -> str:
         model = bmt.Block(bmt.nn.Linear(8, 8), policy=policy)
     calls = {
         "int8": lambda: bmt.optim.AdamOptimizer(model.parameters(), state_dtype="int8"),
-        "muon": lambda: bmt.optim.MuonOptimizer(model.named_parameters()),
-        "muon offload": lambda: bmt.optim.MuonOffloadOptimizer(model.named_parameters()),
+        "muon": lambda: bmt.optim.MuonOptimizer(model.parameters(), state_dtype="int8"),
         "torch": lambda: bmt.optim.OptimManager().add_optimizer(torch.optim.SGD(model.parameters(), lr=1)),
         "tierless": lambda: bmt.Block(bmt.nn.Linear(8, 8), policy=policy),
     }
@@ -591,8 +630,7 @@ def refusals(wrong: str) -> str:
     ("kind", "words"),
     [
         ("int8", "expected state_dtype float32 or bfloat16, got int8"),
-        ("muon", "expected an optimizer of single elements"),
-        ("muon offload", "expected an optimizer of single elements"),
+        ("muon", "expected state_dtype float32 or bfloat16, got int8"),
         ("torch", "expected an optimizer of bmtrain.optim, got SGD"),
         ("tierless", "init_distributed"),
     ],

@@ -39,7 +39,7 @@ class Layer(bmt.DistributedModule):
         return out
 
 
-def make(kind: str, place: dict[str, Any]) -> tuple[torch.nn.Module, bmt.optim.AdamOptimizer]:
+def make(kind: str, place: dict[str, Any], optimizer: str = "AdamOptimizer") -> tuple[torch.nn.Module, Any]:
     small_chunks()
     torch.manual_seed(3)
     pipe = kind == "pipe"
@@ -47,7 +47,7 @@ def make(kind: str, place: dict[str, Any]) -> tuple[torch.nn.Module, bmt.optim.A
         blocks = [bmt.Block(Layer(kind), mode="PIPE" if pipe else "BLOCK") for _ in range(3)]
     model = (bmt.PipelineTransformerBlockList if pipe else bmt.TransformerBlockList)(blocks)
     bmt.init_parameters(model)
-    return model, bmt.optim.AdamOptimizer(model.parameters(), lr=0.01, weight_decay=0.1)
+    return model, getattr(bmt.optim, optimizer)(model.named_parameters(), lr=0.01, weight_decay=0.1)
 
 
 def train(model: torch.nn.Module, optimizer: Any, steps: range) -> list[torch.Tensor]:
@@ -67,10 +67,10 @@ def train(model: torch.nn.Module, optimizer: Any, steps: range) -> list[torch.Te
     return [*seen, *(p.detach().clone() for p in model.parameters())]
 
 
-def compare(kind: str) -> None:
-    plain = train(*make(kind, {}), range(3))
-    for place in TIERS[2:]:
-        found = train(*make(kind, place), range(3))
+def compare(kind: str, optimizer: str, places: list[dict[str, Any]]) -> None:
+    plain = train(*make(kind, {}, optimizer), range(3))
+    for place in places:
+        found = train(*make(kind, place, optimizer), range(3))
         assert len(found) == len(plain)
         assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True)), place
 
@@ -85,8 +85,10 @@ def compare(kind: str) -> None:
         ("ep", 2, {"ep_size": 2, "virtual_shards": 4}),
     ],
 )
-def test_same_bits(kind: str, world: int, init: dict[str, Any], tmp_path: Path) -> None:
-    run_ranks(world, compare, kind, init={"tier_directories": [str(tmp_path)], **init})
+@pytest.mark.parametrize("optimizer", ["AdamOptimizer", "MuonOptimizer"])
+def test_same_bits(kind: str, world: int, init: dict[str, Any], optimizer: str, tmp_path: Path) -> None:
+    places = TIERS[2:] if optimizer == "AdamOptimizer" else [TIERS[1], ALL]
+    run_ranks(world, compare, kind, optimizer, places, init={"tier_directories": [str(tmp_path)], **init})
 
 
 def count_planned() -> None:

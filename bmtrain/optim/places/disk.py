@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -13,16 +14,18 @@ from torch import Tensor
 from ..._base.unseen import data_of
 from ..._engine.disk_block import DiskBlockState
 from ..._engine.disk_shard import StoredShard, stored_shard_of
-from ..._engine.disk_tier import SealedArray
+from ..._engine.disk_tier import SealedArray, tier_of
 from ..._engine.drives import Drives
 from ..._engine.engine import current_engine
 from ..._ranks.agree import failing_together
 from ..._ranks.context import Context
 from ...errors import DiskError
 from .._arrays import MASTER
+from .._owners import is_here
 from .._updates import Update
-from ..formulas import Part
+from ..formulas import Formula, Part
 from .disk_arena import IN_FILE, Arena, Arrays, Chunk, Home, Stream, in_turns
+from .disk_whole import pass_whole
 from .place import Groups, Place, States
 from .ranges import split
 
@@ -41,17 +44,22 @@ class OnDisk(Place):
     reads the file. The file is checked before the optimizer's ``state`` is handed out; as its reader may write to
     it, the next step takes the chunks as they are then.
 
+    Where a formula takes whole matrices, the arrays of a buffer with matrices pass as a whole
+    (`disk_whole.pass_whole`), in the same order on all ranks; the state of its other parameters is in memory.
+
     A failure of a drive is noticed by one rank. It is raised at the end of the step, by all of them.
 
     Args:
         inner: the place of the other parameters, which also computes.
         context: of this process.
+        formula_of: returns the formula of a parameter.
     """
 
-    def __init__(self, inner: Place, context: Context) -> None:
+    def __init__(self, inner: Place, context: Context, formula_of: Callable[[Tensor], Formula]) -> None:
         super().__init__(inner._formula, state_dtype=inner.state_dtype)
         self._inner = inner
         self._context = context
+        self._formula_of: Any = WeakMethod(formula_of)
         self._homes: dict[Tensor, Home] = {}
         self._stream: Stream | None = None
         self._failure: DiskError | None = None
@@ -80,7 +88,7 @@ class OnDisk(Place):
         return self._inner.dtype_of(p)
 
     def is_on_disk(self, p: Tensor) -> bool:
-        return p in self._homes
+        return p in self._homes and bool(self._homes[p].tensors)
 
     @property
     def disk_buffer_bytes(self) -> int:  # type: ignore[override]
@@ -94,7 +102,7 @@ class OnDisk(Place):
             ValueError: the state cannot be on a drive.
         """
         with failing_together("reserving space for optimizer state"):
-            wanted = [p for p in parameters if wants_disk(p) and p.requires_grad and p.numel()]
+            wanted = [p for p in parameters if p.requires_grad and self._wants(p)]
             for p in wanted:
                 self._check(p)
             self._make_arenas(wanted)
@@ -105,27 +113,35 @@ class OnDisk(Place):
             raise ValueError(
                 f"{where}: expected CPU ranks, got parameters on {p.device}: GPUs are not supported"
             )
-        if self._formula.is_whole:
-            raise ValueError(f"{where}: expected an optimizer of single elements, got one of whole matrices")
         if self.dtype_of(p) is torch.uint8:
             raise ValueError(f"{where}: expected state_dtype float32 or bfloat16, got int8")
 
-    def _make_arenas(self, parameters: Sequence[Any]) -> None:
-        for p in parameters:
-            arrays = [(name, self.dtype_of(p)) for name in self._formula.arrays]
+    def _wants(self, p: Tensor) -> bool:
+        """Whether ``p`` belongs on a drive, and this rank has elements of it or takes part in its update."""
+        return wants_disk(p) and (p.numel() > 0 or (is_here(p) and self._formula_of()(p).is_whole))
+
+    def _make_arenas(self, parameters: Iterable[Any]) -> None:
+        pairs = [(p, self._formula_of()(p)) for p in parameters]
+        for p, formula in sorted(pairs, key=lambda pair: not pair[1].is_whole):
+            arrays = [(name, self.dtype_of(p)) for name in formula.arrays]
             if self.has_master(p) and not self.shares_master(p):
                 arrays.append((MASTER, torch.float32))
-            self._homes[p] = self._arena_of(p, arrays).add(p)
+            self._homes[p] = self._arena_of(p, arrays, formula.is_whole).add(p, formula.is_whole)
 
-    def _arena_of(self, p: Any, arrays: Arrays) -> Arena:
+    def _arena_of(self, p: Any, arrays: Arrays, is_whole: bool) -> Arena:
         """Returns the arena of the flat buffer of ``p``, which other parameters of it may have already."""
         runtime = p._block.runtime()
         buffer = next(b for b in runtime.buffers if any(member is p for member in b.parameters))
-        for member in buffer.parameters:
-            known = self._homes.get(member)
-            if known is not None and known.arena.buffer is buffer and known.arena.arrays == tuple(arrays):
-                return known.arena
-        return Arena(self._drives, arrays, buffer, stored_shard_of(p))
+        known = [home for member in buffer.parameters if (home := self._homes.get(member)) is not None]
+        arenas = [home.arena for home in known if home.arena.buffer is buffer]
+        for arena in arenas:
+            if arena.is_whole or (arena.arrays == tuple(arrays) and not is_whole):
+                return arena
+        made = Arena(self._drives, arrays, buffer, stored_shard_of(p), is_whole)
+        for arena in arenas if is_whole else ():  # made for groups before; their tensors stay
+            for member in arena.homes:
+                self._homes[member] = made.add(member, False)
+        return made
 
     def allocate(
         self,
@@ -134,25 +150,23 @@ class OnDisk(Place):
         dtypes: Sequence[torch.dtype],
         device: torch.device,
     ) -> list[list[Tensor]]:
-        mine = {p for p in parameters if wants_disk(p)}
         # Reserved already, unless the parameter has changed since.
         self._make_arenas(
-            [
-                p
-                for p in parameters
-                if p in mine and not (p in self._homes and self._homes[p].fits(p, names, dtypes))
-            ]
+            p
+            for p in parameters
+            if not (p in self._homes and self._homes[p].fits(p, names, dtypes)) and self._wants(p)
         )
+        mine = {p for p in parameters if self.is_on_disk(p)}
         others = [p for p in parameters if p not in mine]
         in_memory = iter(zip(*self._inner.allocate(others, names, dtypes, device), strict=True))
         rows = [self._homes[p].zeroed(names) if p in mine else next(in_memory) for p in parameters]
         return [list(array) for array in zip(*rows, strict=True)]
 
     def note_new_state(self, parameters: Sequence[Tensor], names: Sequence[str], states: States) -> None:
-        self._inner.note_new_state([p for p in parameters if p not in self._homes], names, states)
+        self._inner.note_new_state([p for p in parameters if not self.is_on_disk(p)], names, states)
 
     def note_write(self, p: Tensor) -> None:
-        if p in self._homes:
+        if self.is_on_disk(p):
             self._homes[p].unseal()
 
     def note_new_group(self) -> None:
@@ -165,7 +179,10 @@ class OnDisk(Place):
 
     def _show(self, arena: Arena) -> None:
         if arena.is_sealed:
-            self._passage().check(arena)
+            if arena.is_whole:
+                pass_whole(tier_of(current_engine(self._context)), arena.chunks(), None)
+            else:
+                self._passage().check(arena)
             arena.file.unseal(0, arena.file.nbytes)
             arena.is_sealed = False
 
@@ -197,8 +214,10 @@ class OnDisk(Place):
 
     def _passage(self) -> Stream:
         num_arrays = max(
-            len(arena.dtypes) + 2 * (arena.stored is not None) for arena in self._arenas()
-        )  # and parameters and gradients
+            len(arena.dtypes) + 2 * (arena.stored is not None)  # and parameters and gradients
+            for arena in self._arenas()
+            if not arena.is_whole
+        )
         if self._stream is None or self._stream.num_arrays < num_arrays:
             self._stream = Stream(num_arrays, self._drives)
         return self._stream
@@ -207,12 +226,11 @@ class OnDisk(Place):
 
     def start_step(self, groups: Groups, states: States) -> None:
         self._inner.start_step(groups, states)
-        wanted = [p for p in states if wants_disk(p)]
-        moved = [p for p in wanted if p in self._homes and not self._homes[p].is_of(p)]
+        moved = [p for p in states if p in self._homes and wants_disk(p) and not self._homes[p].is_of(p)]
         if moved:  # on all ranks alike
             with failing_together("optimizer state on disk"):
                 self.show_state()
-        self._make_arenas([*moved, *(p for p in wanted if p not in self._homes)])
+        self._make_arenas([*moved, *(p for p in states if p not in self._homes and self._wants(p))])
         engine = current_engine(self._context)
         if engine.tier is not None:
             engine.drop_ahead()
@@ -223,18 +241,26 @@ class OnDisk(Place):
                     block.begin_step()
 
     def apply(self, parts: list[Part], states: States, *, is_early: bool) -> None:
-        mine, others = split(parts, lambda _, u: u.param in self._homes)
+        mine, others = split(parts, lambda _, u: self._moves(u.param))
         tier = current_engine(self._context).tier
         if tier is not None and not is_early:
             with failing_together("parameters and gradients on disk"):
                 tier.check()
+                if self._failure is not None:
+                    raise self._failure
         self._inner.apply(list(others), states, is_early=is_early)
+        self.owner_bytes = self._inner.owner_bytes
         try:
             if mine and self._failure is None:
                 if tier is not None:
                     tier.check()
                 chunks = self._chunks_of(mine)
-                self._passage().update(chunks, lambda pieces: self._inner.apply(pieces, {}, is_early=True))
+                whole = [chunk for chunk in chunks if chunk.arena.is_whole]
+                if whole:
+                    pass_whole(tier_of(current_engine(self._context)), whole, self._compute)
+                if len(whole) < len(chunks):
+                    cut = (chunk for chunk in chunks if not chunk.arena.is_whole)
+                    self._passage().update(in_turns(cut), self._compute)
                 for stored in {chunk.arena.stored for chunk in chunks}:
                     if stored is not None:
                         stored.note_written()
@@ -245,19 +271,28 @@ class OnDisk(Place):
                 if self._failure is not None:
                     raise self._failure
 
+    def _moves(self, p: Tensor) -> bool:
+        """Whether an update of ``p`` moves bytes of a drive."""
+        return self.is_on_disk(p) or (p in self._homes and self._homes[p].arena.stored is not None)
+
+    def _compute(self, pieces: list[Part]) -> None:
+        self._inner.apply(pieces, {}, is_early=True)
+        self.owner_bytes = max(self.owner_bytes, self._inner.owner_bytes)
+
     def _chunks_of(self, parts: Sequence[Part]) -> list[Chunk]:
+        """Returns the chunks of updates, first of matrices, in an order that all ranks have alike."""
         chunks: dict[tuple[int, int], Chunk] = {}
-        for part in parts:
+        for part in sorted(parts, key=lambda part: not part.formula.is_whole):
             for update in part.updates:
-                home = self._homes[update.param]
+                home, data = self._homes[update.param], data_of(update.param).view(-1)
                 home.take_foreign(update.state)
-                flat = update._replace(param=data_of(update.param).view(-1), grad=_gradient(update, home))
+                flat = update._replace(param=data, grad=_gradient(update, home), source=update.param)
                 for number in home.chunk_numbers():
                     key = (id(home.arena), number)
                     if key not in chunks:
                         chunks[key] = Chunk(home.arena, number)
                     chunks[key].pieces.append((part, flat, home))
-        return in_turns(chunks.values())
+        return list(chunks.values())
 
     def finish(self) -> None:
         self._inner.finish()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -16,11 +16,10 @@ from ..._engine.disk_shard import StoredShard
 from ..._engine.disk_tier import SealedArray, aligned, sealed
 from ..._engine.drives import Drives
 from ...errors import DiskError
-from .._arrays import MASTER
 from .._updates import Update
 from ..formulas import Part
 
-__all__ = ["IN_FILE", "Arena", "Arrays", "Chunk", "Home", "Stream", "in_turns"]
+__all__ = ["IN_FILE", "Arena", "Arrays", "Chunk", "Home", "Stream", "failure_of", "in_turns"]
 
 Arrays = Sequence[tuple[str, torch.dtype]]
 #: Names of arrays of a chunk that are not the optimizer's.
@@ -42,15 +41,22 @@ class Arena:
         arrays: names and dtypes.
         buffer: the flat buffer.
         stored: its parameters and gradients on the drive, which pass with the arrays.
+        is_whole: whether it passes as a whole, for matrices. The state of its other parameters is in memory then.
 
     Raises:
         DiskError: the drive has no room.
     """
 
     def __init__(
-        self, drives: Drives, arrays: Arrays, buffer: ShardedBuffer, stored: StoredShard | None
+        self,
+        drives: Drives,
+        arrays: Arrays,
+        buffer: ShardedBuffer,
+        stored: StoredShard | None,
+        is_whole: bool,
     ) -> None:
         self.arrays = tuple(arrays)
+        self.is_whole = is_whole
         self.buffer = buffer
         self.stored = stored
         self.numel = buffer.layout.partition
@@ -64,11 +70,11 @@ class Arena:
         #: Whether a step has written since the state was last shown.
         self.is_sealed = False
 
-    def add(self, p: Any) -> Home:
-        """Returns the place of ``p``, a parameter of the buffer."""
+    def add(self, p: Any, is_whole: bool) -> Home:
+        """Returns the place of ``p``, a parameter of the buffer, updated as a whole matrix or not."""
         spec = p._spec
         _, _, begin = spec.layout.local_part(spec.index, spec.group.rank)
-        self.homes[p] = Home(self, p, begin)
+        self.homes[p] = Home(self, p, begin, self.dtypes if is_whole or not self.is_whole else {})
         return self.homes[p]
 
     def sealed(self, check: Callable[[], None]) -> list[SealedArray]:
@@ -78,19 +84,19 @@ class Arena:
             found += sealed(self.file, at, self.mapping.tensor(at, size), check)
         return found if len(found) == len(self._sizes) else []
 
-    @property
-    def num_chunks(self) -> int:
-        return -(-self.numel // CHUNK)
+    def chunks(self) -> list[Chunk]:
+        """Returns all that pass a step."""
+        return [Chunk(self, number) for number in range(1 if self.is_whole else -(-self.numel // CHUNK))]
 
 
 class Home:
-    """The place of one parameter in an arena."""
+    """The place of one parameter in an arena, with arrays or without."""
 
-    def __init__(self, arena: Arena, p: Tensor, begin: int) -> None:
+    def __init__(self, arena: Arena, p: Tensor, begin: int, arrays: Mapping[str, torch.dtype]) -> None:
         self.arena = arena
         self.begin = begin
         self.shape = p.shape
-        self.tensors = {name: self._tensor(name, dtype) for name, dtype in arena.dtypes.items()}
+        self.tensors = {name: self._tensor(name, dtype) for name, dtype in arrays.items()}
         self._is_new = True  # so all zeros
 
     def _tensor(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -98,19 +104,20 @@ class Home:
             self.arena.offsets[name] + self.begin * dtype.itemsize,
             self.shape.numel() * dtype.itemsize,
         )
-        return self.arena.mapping.tensor(at, nbytes).view(dtype).view(self.shape)
+        mapped = self.arena.mapping.tensor(at, nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+        return mapped.view(dtype).view(self.shape)
 
     @property
     def end(self) -> int:
         return self.begin + self.shape.numel()
 
     def chunk_numbers(self) -> range:
-        """Returns the chunks that hold elements of it."""
-        return range(self.begin // CHUNK, -(-self.end // CHUNK))
+        """Returns the chunks that hold elements of it; a whole arena is one, also where this rank has no elements."""
+        return range(1) if self.arena.is_whole else range(self.begin // CHUNK, -(-self.end // CHUNK))
 
     def fits(self, p: Tensor, names: Sequence[str], dtypes: Sequence[torch.dtype]) -> bool:
         """Whether it has these arrays, for the parameter as it is now."""
-        known = self.arena.dtypes
+        known = self.arena.dtypes if self.tensors else dict(zip(names, dtypes, strict=True))
         return self.is_of(p) and all(
             known.get(name) == dtype for name, dtype in zip(names, dtypes, strict=True)
         )
@@ -149,8 +156,12 @@ class Chunk:
     def __init__(self, arena: Arena, number: int) -> None:
         self.arena = arena
         self.begin = number * CHUNK
-        self.end = min(self.begin + CHUNK, arena.numel)
+        self.end = arena.numel if arena.is_whole else min(self.begin + CHUNK, arena.numel)
         self.pieces: list[tuple[Part, Update, Home]] = []
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.begin
 
     @property
     def label(self) -> str:
@@ -166,7 +177,7 @@ class Chunk:
         return {
             name: (
                 self.arena.offsets[name] + self.begin * dtype.itemsize,
-                aligned((self.end - self.begin) * dtype.itemsize),
+                aligned(self.numel * dtype.itemsize),
             )
             for name, dtype in self.arena.dtypes.items()
         }
@@ -203,16 +214,27 @@ class Chunk:
             of_param, of_chunk = (slice(first - at, last - at) for at in (home.begin, self.begin))
             param = arrays[PARAMETER][of_chunk] if PARAMETER in arrays else update.param[of_param]
             grad = arrays[GRADIENT][of_chunk] if update.grad is IN_FILE else update.grad[of_param]
-            state: dict[str, Any] = {"step": update.state["step"]}
-            if MASTER in update.state:
-                state[MASTER] = param  # unless it has one of its own, here
-            state.update({name: array[of_chunk] for name, array in arrays.items() if name in update.state})
-            piece = Update(param, grad, state, update.is_fresh)
+            state: dict[str, Any] = {}
+            for name, value in update.state.items():
+                if name in home.tensors:
+                    state[name] = arrays[name][of_chunk]
+                elif name == "step":
+                    state[name] = value
+                else:  # in memory, or the parameter itself
+                    is_own = value.data_ptr() != update.param.data_ptr()
+                    state[name] = value.view(-1)[of_param] if is_own else param
+            piece = Update(param, grad, state, update.is_fresh, update.source)
             if parts and parts[-1].numbers is origin.numbers:
                 parts[-1].updates.append(piece)
             else:
                 parts.append(origin._replace(updates=[piece]))
         return parts
+
+
+def failure_of(name: str, chunk: Chunk, error: DiskError) -> DiskError:
+    """Returns the failure of a transfer of the array ``name``, with the chunk's label."""
+    what = {PARAMETER: "parameters", GRADIENT: "gradients"}.get(name, "optimizer state")
+    return DiskError(f"{what} of {chunk.label}: {error}")
 
 
 def in_turns(chunks: Iterable[Chunk]) -> list[Chunk]:
@@ -273,7 +295,7 @@ class Stream:
         Raises:
             DiskError: it differs, or cannot be read.
         """
-        self._pass([Chunk(arena, number) for number in range(arena.num_chunks)], None)
+        self._pass(arena.chunks(), None)
 
     def update(self, chunks: Sequence[Chunk], compute: Callable[[list[Part]], None]) -> None:
         """Reads chunks, has their parts computed, and writes them.
@@ -326,7 +348,7 @@ class Stream:
     def _arrays(self, slot: int) -> dict[str, Tensor]:
         chunk = self._chunks[slot]
         return {
-            span.name: buffer.memory[: (chunk.end - chunk.begin) * span.dtype.itemsize].view(span.dtype)
+            span.name: buffer.memory[: chunk.numel * span.dtype.itemsize].view(span.dtype)
             for buffer, span in zip(self._slots[slot], self._spans[slot], strict=False)
         }
 
@@ -335,8 +357,7 @@ class Stream:
             try:
                 self.queue.wait(buffer.number)
             except DiskError as error:
-                what = {PARAMETER: "parameters", GRADIENT: "gradients"}.get(span.name, "optimizer state")
-                raise DiskError(f"{what} of {self._chunks[slot].label}: {error}") from None
+                raise failure_of(span.name, self._chunks[slot], error) from None
         if self._drives.observer is not None:
             self._drives.observer.transferred(self._slots[slot])
 

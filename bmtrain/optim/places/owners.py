@@ -53,7 +53,7 @@ def _apply(parts: list[Part], step_others: Callable[[list[Part]], None]) -> int:
     """Computes a step: whole matrices here, the other parts by a function, while matrices travel. Returns the most
     bytes of matrices and messages."""
     whole = [(part, u) for part in parts if part.formula.is_whole for u in part.updates]
-    matrices = [_Matrix(part, u) for part, u in whole if is_here(u.param)]
+    matrices = [_Matrix(part, u) for part, u in whole if is_here(u.parameter)]
     owners = owners_of([matrix.work for matrix in matrices], [matrix.team for matrix in matrices])
     for matrix, owner in zip(matrices, owners, strict=True):
         matrix.gather(owner)
@@ -74,7 +74,7 @@ class _Matrix:
         self._formula: Any = part.formula
         self._numbers = part.numbers
         self._part, self.update = part, update
-        self.team = Team(update.param)
+        self.team = Team(update.parameter)
 
     @property
     def work(self) -> int:
@@ -83,7 +83,7 @@ class _Matrix:
 
     def gather(self, owner: int) -> None:
         """Posts the messages to the owner."""
-        self.transfer = Transfer(self.update.param, owner)
+        self.transfer = Transfer(self.update.parameter, owner)
         narrow = is_narrow(self._part, self.update)
         with widened(self.update, self._part.names) if narrow else nullcontext(self.update) as update:
             local = self._formula.start(update, self._numbers)

@@ -95,7 +95,7 @@ def host_ranges(updates: Sequence[Update], names: Sequence[str]) -> Iterator[Ran
         steps=[state["step"] for state in states],
         fresh=[u.is_fresh for u in updates],
     )
-    for param, _, state, _ in updates:
+    for param, _, state, *_ in updates:
         separate = MASTER in state and state[MASTER].data_ptr() != param.data_ptr()
         if rounds or not separate:
             value = _on_host(param, empty=rounds)
