@@ -22,7 +22,7 @@ from ._shards.at_rest import show, show_together
 from ._shards.block_ref import BlockRef
 from ._shards.data_version import DataVersion
 from ._shards.draws import RANDOM, ShardData, drawing_whole, refuse_product
-from ._shards.foreign import refuse_fsdp, refuse_replicated
+from ._shards.foreign import refuse_fsdp, refuse_replicated, warn_of_flatness
 from ._shards.full_values import copy_of_part, full_value, gather_flat, load_full_value, shard_of, whole_shape
 from ._shards.gather import OpAllGather
 from ._shards.grad_readers import CHECKED_FILES, is_shown
@@ -221,6 +221,15 @@ class DistributedParameter(torch.nn.Parameter):
         elif block is None and self._data_version is not None:
             self._data_version.note_replaced()
         TORCH_DATA.__set__(self, value)
+
+    def dim(self) -> int:
+        """As a tensor's: 1 of a shard, of which a script that asks is warned."""
+        number = super().dim()
+        if number < len(self._original_shape) and not torch.compiler.is_dynamo_compiling():
+            warn_of_flatness(_getframe(1))
+        return number
+
+    ndim = property(dim)
 
     @property
     def group(self) -> str | None:

@@ -18,7 +18,7 @@ PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2591),
     "watch": ("_watch", 1924),
     "ranks": ("_ranks global_var nccl synchronize utils", 4226),
-    "shards": ("_shards parameter", 1643),
+    "shards": ("_shards parameter", 1665),
     "engine": ("_engine", 7626),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5605),
     "files": ("_files dcp distributed store weights", 4672),

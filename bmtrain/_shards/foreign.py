@@ -1,4 +1,4 @@
-"""Refusal of torch features that would shard shards again or treat them as full parameters."""
+"""Refusals and warnings of code that would shard shards again or treat them as full parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.parallel import distributed as ddp
 
-from ..global_var import world_size
+from .._base.deprecate import warn_once
+from ..global_var import rank, world_size
 
 #: Attributes that torch.distributed.fsdp looks up on every parameter before it shards it.
 _ASKED_BY_FSDP = frozenset({"_fsdp_orig_uid", "_fsdp_flattened"})
@@ -110,6 +111,18 @@ def _with_shards(optimizer: torch.optim.Optimizer) -> str:
         "torch.optim.Muon: expected whole matrices, got DistributedParameters, which are flat: use "
         "bmtrain.optim.MuonOptimizer, or bmtrain.optim.whole_matrix(torch.optim.Muon, params, ...)"
     )
+
+
+def warn_of_flatness(reader: FrameType) -> None:
+    """Warns a script, once and on rank 0, whose frame ``reader`` asks a flat shard for its number of dimensions."""
+    if rank() == 0 and reader.f_globals.get("__name__", "").partition(".")[0] not in ("bmtrain", "torch"):
+        warn_once(
+            "parameter.dim",
+            "dim() and ndim of a DistributedParameter are 1 outside of forwards, as its shards are flat: a selection "
+            "such as p.dim() > 1 (of what decays, of what is initialised) finds nothing. Use len(p.full_shape)",
+            stacklevel=3,
+            category=UserWarning,
+        )
 
 
 def _replicated(owner: str) -> RuntimeError:

@@ -113,6 +113,32 @@ def test_what_an_optimizer_is_given_by_mistake_is_told_once() -> None:
     assert second == [[], [], [], []]
 
 
+def asked_for_dimensions() -> list[list[str]]:
+    deprecate._seen.discard("parameter.dim")
+    model = bmt.BMTrainModelWrapper(torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)]))
+    bias, weight = model[0]._module._parameters["bias"], model[0]._module._parameters["weight"]
+    said = []
+    for ask in (
+        lambda: [bias.dim(), model[0](torch.ones(2, 4)), repr(weight), torch.optim.AdamW([weight])],
+        lambda: [p for p in model.parameters() if p.dim() > 1],
+        lambda: [p for p in model.parameters() if p.ndim > 1],
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ask()
+        assert all(w.filename == __file__ for w in caught)
+        said.append([str(w.message) for w in caught])
+    with bmt.whole(model):
+        assert (weight.dim(), weight.ndim) == (2, 2)
+    return said
+
+
+def test_a_script_that_asks_shards_for_their_dimensions_is_warned_once() -> None:
+    for first, *others in (run_ranks(1, asked_for_dimensions), run_ranks(2, asked_for_dimensions)):
+        assert list(map(len, first)) == [0, 1, 0] and "len(p.full_shape)" in first[1][0]
+        assert others in ([], [[[], [], []]])
+
+
 class Holder(torch.nn.Module):
     """A plain module, which nobody asks before its parameters are taken."""
 
