@@ -2,7 +2,7 @@
 
 Comparing everything before and after each forward would be slow. The first forward that is to run again shows what
 changes in place; later ones keep only that. Attributes that are replaced, by a forward or between forward and backward,
-need no copy: the second run has the values of the first. Integers that forwards increase count each run.
+need no copy: the second run has the values of the first. Integers that forwards count up count each run.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ _OF_TORCH = frozenset(vars(torch.nn.Module()))
 _REGISTERED = ("_modules", "_parameters", "_buffers")
 _CONTAINERS = (tuple, list, dict, deque)
 _ABSENT: Any = object()
+_SMALL = 1 << 16  # bytes
 #: The __dict__ of a module, the name of an attribute, and whether forwards replace its value.
 _Place = tuple[dict[str, Any], str, bool]
 
@@ -58,13 +59,19 @@ class _Attribute(NamedTuple):
         """Whether a forward has given it another value, or other items, and has not written to a tensor."""
         if self.items is not None:
             return bool(self.items) and _is_equal(self.items, self.kept)
-        return self.place.get(self.name) is not self.value
+        had_value = self.value is not None and self.value is not _ABSENT
+        return had_value and self.place.get(self.name) is not self.value
 
     def has_changed(self) -> bool:
         now = self.place.get(self.name, _ABSENT)
         if now is not self.value:
             return _is_state(self.name, now)  # not where a module or a parameter has come
         return not _is_equal(now.get_state() if isinstance(now, torch.Generator) else now, self.kept)
+
+    def is_small(self) -> bool:
+        """Whether each forward can afford a copy, for one that begins to write to it later."""
+        value = self.value
+        return type(value) is torch.Tensor and value.nbytes <= _SMALL and value.is_contiguous()
 
     def put(self, itself: bool = False) -> None:
         """Gives the module its value again: a copy of it, or ``itself``."""
@@ -133,6 +140,11 @@ def _is_state(name: str, value: Any) -> bool:
     return value is None or isinstance(value, torch.Generator)
 
 
+def _is_resized(buffer: Any) -> bool:
+    now = buffer.owner._buffers.get(buffer.name)
+    return now is not None and buffer.tensor is not None and now.shape != buffer.tensor.shape
+
+
 def exchanged_error(label: str) -> RuntimeError:
     """Returns the error of a Block whose modules are others than in its forward."""
     return RuntimeError(
@@ -180,6 +192,7 @@ class PlainState:
         if self._changing is None:
             snapshot.known = [(vars(module), set(vars(module))) for module in modules]
             found = [(place, name) for place, names in snapshot.known for name in names]
+            snapshot.known += [(module._buffers, set(module._buffers)) for module in modules]  # for new ones
             snapshot.attributes = [
                 _Attribute.of(place, name) for place, name in found if _is_state(name, place[name])
             ]
@@ -187,10 +200,17 @@ class PlainState:
             snapshot.attributes = [_Attribute.of(*place) for place in self._changing]
         return snapshot
 
-    def note_counters(self, changed: Iterable[tuple[torch.nn.Module, dict[str, Any]]]) -> None:
-        """Records the integers that a forward changed, which count both runs, and warns of the first."""
+    def note_counters(
+        self, changed: Iterable[tuple[torch.nn.Module, dict[str, Any]]], buffers: Iterable[Any]
+    ) -> None:
+        """Records the integers that a forward increased by 1, which count both runs, and warns of the first.
+
+        Not where one of the ``buffers`` of the module has another shape now: the integer may be its length.
+        """
+        resized = {id(buffer.owner) for buffer in buffers if _is_resized(buffer)}
         for module, name, old, now in _differing(changed):
-            if type(old) is type(now) is int:
+            is_counted = type(old) is type(now) is int and now - old == 1
+            if is_counted and id(module) not in resized:
                 self._counters.add((id(module), name))
                 warn_once(
                     "plain_state.counter",
@@ -239,7 +259,7 @@ class PlainSnapshot:
         if self.known is None or self._numbers is None:
             return
         new = [(place, name) for place, names in self.known for name in place.keys() - names]
-        self.attributes = [each for each in self.attributes if each.has_changed()]
+        self.attributes = [each for each in self.attributes if each.has_changed() or each.is_small()]
         self.attributes += [
             _Attribute(place, name, _ABSENT, _ABSENT) for place, name in new if _is_state(name, place[name])
         ]

@@ -32,9 +32,8 @@ class ModuleState:
     """State of modules that may change between two runs of a forward: training flags, and buffers it updates.
 
     Small buffers are copied before each forward, and a second run gets the copies, updated or not: batch norm and
-    writes through `.data` count no version, and on a GPU a comparison would make the host wait. Copying large buffers
-    (tables of positions, masks) each time would be slow: they are copied before the first forward only, which shows
-    whether it updates them.
+    writes through `.data` count no version. Large ones (tables of positions, masks) are copied before the first forward
+    only, which shows whether it updates them.
     """
 
     def __init__(self, root: torch.nn.Module) -> None:
@@ -127,7 +126,7 @@ class ModuleSnapshot:
         """Keeps old values only of the buffers that the forward updated or may have updated."""
         self._modules = self._state.walk()
         if changed := self._changed():
-            self._state.plain.note_counters(changed)
+            self._state.plain.note_counters(changed, self._buffers)
         self._buffers = [buffer for buffer in self._buffers if _may_be_updated(buffer)]
         self._state.learn(self._buffers)
         if self._plain is not None:

@@ -33,6 +33,45 @@ def in_place(self: Any, h: torch.Tensor) -> Any:
     return self.seen.clone()
 
 
+def in_place_later(self: Any, h: torch.Tensor) -> Any:
+    if self.number > 1:
+        self.seen += 1.0
+    return self.seen.clone()
+
+
+def made_and_written_to(self: Any, h: torch.Tensor) -> Any:
+    if not hasattr(self, "scale"):
+        self.scale = torch.ones(())
+    self.scale *= 1.5
+    return self.scale.clone()
+
+
+def registered(self: Any, h: torch.Tensor) -> Any:
+    if not hasattr(self, "scale"):
+        self.register_buffer("scale", torch.ones(()))
+    self.scale *= 1.5
+    return self.scale.clone()
+
+
+def registered_anew(self: Any, h: torch.Tensor) -> Any:
+    factor = getattr(self, "scale", torch.ones(()))
+    self.register_buffer("scale", factor * 1.5)
+    return factor
+
+
+def grown(self: Any, h: torch.Tensor) -> Any:
+    """Makes a longer table when it needs one, as rotary embeddings do."""
+    if self.number > self.length:
+        self.length = self.number
+        self.register_buffer("table", torch.linspace(1, 2, self.length + 1))
+    return self.table[self.number]
+
+
+def summed(self: Any, h: torch.Tensor) -> Any:
+    self.length += len(h)
+    return 1.0 + self.length / 50
+
+
 def history(self: Any, h: torch.Tensor) -> Any:
     factor = sum(self.history)
     self.history.append(factor + 0.5)
@@ -97,6 +136,12 @@ FORWARDS = [
     memory,
     pair,
     in_place,
+    in_place_later,
+    made_and_written_to,
+    registered,
+    registered_anew,
+    grown,
+    summed,
     history,
     made_in_the_first,
     cached,
@@ -122,6 +167,8 @@ class Stateful(torch.nn.Module):
         self.history = collections.deque([torch.ones(6)], maxlen=2)
         self.generator = torch.Generator().manual_seed(5)
         self.runs = self.number = 0
+        self.length = 1
+        self.register_buffer("table", torch.ones(2))
         self.cache: dict[str, torch.Tensor] = {}
         self.decay, self.given = 1.0, None
         self.register_buffer("late", None)
@@ -153,7 +200,7 @@ def restored(recompute: str) -> None:
             check_gradients(plain, block, tolerance=1e-5)
             inner = block._module
             assert drawn[0] == drawn[1]
-            for name in ("memory", "seen", "scale", "late", "decay", "number"):
+            for name in ("memory", "seen", "scale", "late", "decay", "number", "length"):
                 want, got = getattr(plain, name, None), getattr(inner, name, None)
                 assert (want is None) == (got is None), (factor.__name__, name)
                 if want is not None:
