@@ -39,6 +39,6 @@ def test_quick_start(tmp_path: Path, world: int, capsys: pytest.CaptureFixture[s
 
 def test_both_languages_have_the_same_program() -> None:
     def without_comments(program: str) -> list[str]:
-        return [line.split("  #")[0].rstrip() for line in program.splitlines()]
+        return re.sub(r"(^ *|  )#.*$", "", program, flags=re.MULTILINE).split()
 
     assert without_comments(quick_start("README-ZH.md")) == without_comments(quick_start("README.md"))
