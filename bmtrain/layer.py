@@ -27,6 +27,8 @@ from .parameter import DistributedParameter
 
 __all__ = ["DistributedModule", "DistributedParameter"]
 
+#: Classes of torch that hold parameters -> what their objects become in a distributed module.
+CONTAINERS: dict[type, type] = {}
 _SHAPES = "_full_shapes"  # shapes of its distributed parameters, by name
 #: Whether a module is printed, perhaps by one rank alone.
 _describes: ContextVar[bool] = ContextVar("describes", default=False)
@@ -35,10 +37,9 @@ _describes: ContextVar[bool] = ContextVar("describes", default=False)
 class DistributedModule(torch.nn.Module):
     """A :class:`torch.nn.Module` whose distributed parameters read as full tensors.
 
-    Reading an attribute that is a :class:`bmtrain.DistributedParameter` gathers it from all ranks: the result has the
-    full shape, takes part in autograd, and its gradient is summed into the shards. Inside a Block the Block has done
-    that already, and reading returns the parameter itself, which is a shard while neither the Block runs nor the module
-    is called by itself. ``parameters()`` always gives the shards.
+    Reading an attribute that is a :class:`bmtrain.DistributedParameter`, or an item of a list or dict of them, gathers
+    it from all ranks: a tensor of the full shape, whose gradient is summed into the shards. In a Block it is the
+    parameter itself, a shard unless the Block runs or the module is called. ``parameters()`` gives shards.
 
     Example:
         >>> class Scale(bmtrain.DistributedModule):
@@ -95,6 +96,8 @@ class DistributedModule(torch.nn.Module):
         if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
             source = source_of(value)
             value = value if source is None else source
+        elif type(value) in CONTAINERS:
+            value.__class__ = CONTAINERS[type(value)]
         super().__setattr__(name, value)
 
     def apply(self, fn: Callable[[torch.nn.Module], None]) -> Any:

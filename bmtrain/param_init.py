@@ -1,4 +1,4 @@
-"""Initialisation of sharded parameters as in one process, and grouping by label."""
+"""Sharded parameters: initialisation as in one process, grouping by label, and lists of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from ._model.state_dict import install_hooks_below
 from .global_var import context
+from .layer import CONTAINERS, DistributedModule
 from .parameter import DistributedParameter, load_full_value
 
 __all__ = ["distinct_parameters", "grouped_parameters", "init_parameters"]
@@ -99,3 +100,15 @@ def grouped_parameters(
     for param in distinct_parameters(module):
         groups.setdefault(param.group, []).append(param)
     yield from groups.items()
+
+
+class DistributedParameterList(DistributedModule, torch.nn.ParameterList):
+    """A ``torch.nn.ParameterList`` in a distributed module, whose items read as full tensors."""
+
+
+class DistributedParameterDict(DistributedModule, torch.nn.ParameterDict):
+    """A ``torch.nn.ParameterDict`` in a distributed module, whose items read as full tensors."""
+
+
+CONTAINERS[torch.nn.ParameterList] = DistributedParameterList
+CONTAINERS[torch.nn.ParameterDict] = DistributedParameterDict

@@ -95,10 +95,8 @@ class ModuleState:
 
     def learn(self, updated: list[_Buffer]) -> None:
         """Records the large buffers that a forward updated."""
-        known = self._large or set()
-        large = [b for b in updated if b.tensor is not None and b.tensor.nbytes > SMALL_BUFFER_BYTES]
-        known.update((id(b.owner), b.name) for b in large)
-        self._large = known
+        large = (b for b in updated if b.tensor is not None and b.tensor.nbytes > SMALL_BUFFER_BYTES)
+        self._large = (self._large or set()) | {(id(b.owner), b.name) for b in large}
 
 
 class ModuleSnapshot:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -130,3 +131,43 @@ def emptied() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_to_empty_makes_shards_of_what_is_on_the_meta_device(world):
     run_ranks(world, emptied)
+
+
+class Mixture(torch.nn.Module):
+    """A learned mixture of layers, as of ELMo; ``parameter`` makes its parameters."""
+
+    def keep(self, parameter: Callable[[torch.Tensor], torch.nn.Parameter]) -> None:
+        self.shares = torch.nn.ParameterList([parameter(torch.full((1,), 0.5))])
+        self.shares.append(parameter(torch.full((1,), 0.25)))
+        self.maps = torch.nn.ParameterDict({"in": parameter(torch.linspace(-1, 1, 12).view(4, 3))})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.shares
+        return first * (x @ self.maps["in"]).tanh() + second
+
+
+class DistributedMixture(bmt.DistributedModule, Mixture):
+    pass
+
+
+def listed() -> None:
+    plain, model = Mixture(), DistributedMixture()
+    plain.keep(torch.nn.Parameter)
+    model.keep(bmt.DistributedParameter)
+    x = torch.linspace(0, 1, 8).view(2, 4)
+    for twin in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert isinstance(twin.shares, torch.nn.ParameterList) and isinstance(
+            twin.maps, torch.nn.ParameterDict
+        )
+        plain.zero_grad()
+        (bmt.world_size() * plain(x).square().sum()).backward()
+        twin(x).square().sum().backward()
+        torch.testing.assert_close(twin(x), plain(x))
+        assert list(twin.state_dict()) == list(plain.state_dict())
+        for p, wanted in zip(twin.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.gather_grad(), wanted.grad)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_lists_and_dicts_of_parameters_read_as_full_tensors(world):
+    run_ranks(world, listed)
