@@ -119,7 +119,7 @@ class BlockPolicy:
         parameters, gradients: where this rank's shards of them live: ``"device"``, or with ``optimizer="disk"``
             ``"disk"``: in ``init_distributed(tier_directories=...)``, and in memory while a few blocks around the
             running one need them. On CPU ranks ``"host"`` is ``"device"``.
-        optimizer: ``"disk"``: the state that this library's optimizers of single elements keep for the block is in
+        optimizer: ``"disk"``: the state that optimizers of this library keep for the block is in
             ``init_distributed(tier_directories=...)``, and passes through a few buffers in each step. None: where the
             optimizer keeps it. These three also take shares of the blocks, such as ``{"device": 0.6, "disk": 0.4}``,
             with at most as much of the parameters and of the gradients on a drive as of the state: blocks built one

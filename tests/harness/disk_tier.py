@@ -52,7 +52,10 @@ def make(
     policy = TIERS[on_disk] if isinstance(on_disk, bool) else on_disk
     with bmt.default_policy(bmt.BlockPolicy(**policy)):
         model = Model().to(dtype)
-    return model, getattr(bmt.optim, kind)(model.parameters(), lr=0.01, weight_decay=0.1, **options)
+    options = {"lr": 0.01, "weight_decay": 0.1, **options}
+    if kind == "whole_matrix":
+        return model, bmt.optim.whole_matrix(torch.optim.Adafactor, model.parameters(), **options)
+    return model, getattr(bmt.optim, kind)(model.parameters(), **options)
 
 
 def train(

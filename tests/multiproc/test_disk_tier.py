@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_process, run_ranks
-from harness.disk_tier import ALL, TIERS, kernel_bytes, make, small_chunks, small_drive, train
+from harness.disk_tier import ALL, MIXED, TIERS, kernel_bytes, make, small_chunks, small_drive, train
 from harness.offloaded import Model
 
 import bmtrain as bmt
@@ -79,6 +79,20 @@ def test_same_bits_of_other_formulas(kind: str, tmp_path: Path) -> None:
 def test_same_bits_with_each_back_end_and_slow_transfers(back_end: str, tmp_path: Path) -> None:
     environment = {"BMTRAIN_DISK_IO": back_end}
     run_ranks(2, compare_disturbed, init=tiers(tmp_path), environment=environment)
+
+
+def compare_whole() -> None:
+    small_chunks()
+    results = [
+        train(*make("whole_matrix", dtype, places), range(STEPS)) for dtype in DTYPES for places in TIERS
+    ]
+    for number, result in enumerate(results):
+        assert_equal(result, results[number - number % len(TIERS)])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_whole_parameters(world: int, tmp_path: Path) -> None:
+    run_ranks(world, compare_whole, init=tiers(tmp_path))
 
 
 def compare_disturbed() -> None:
@@ -304,7 +318,7 @@ def use_groups(places: dict[str, Any]) -> list[torch.Tensor]:
 
 def compare_groups() -> None:
     small_chunks()
-    results = [use_groups(places) for places in TIERS]
+    results = [use_groups(places) for places in (*TIERS, MIXED)]
     for result in results[1:]:
         assert_equal(result, results[0])
 
