@@ -38,6 +38,8 @@ CONFIG_FILE = "_build_config.json"  # read by bmtrain/_base/build.py
 BUILDING = {"build", "build_ext", "bdist_wheel", "editable_wheel", "develop"}
 # Folders, and files of csrc/bindings, compiled as one with another: most of the time goes to torch's headers.
 JOINED = {"guard": "comm", **dict.fromkeys(["common", "disk", "module", "ops", "optim"], "shard")}
+# Nodes of autograd, like c10d, bring the declarations of all operators of torch.
+JOINED["shard/graph.cpp"] = "comm"
 
 
 def require_setuptools() -> None:
@@ -256,7 +258,8 @@ def group_sources(sources: list[str], folder: Path) -> list[str]:
             alone.append(source)
         else:
             name = path.stem if path.parent.name == "bindings" else path.parts[1]
-            groups.setdefault(JOINED.get(name, name), []).append(path.relative_to("csrc").as_posix())
+            place = path.relative_to("csrc").as_posix()
+            groups.setdefault(JOINED.get(place, JOINED.get(name, name)), []).append(place)
     folder.mkdir(parents=True, exist_ok=True)
     for name, paths in groups.items():
         text = "".join(f'#include "{path}"\n' for path in paths)

@@ -11,6 +11,6 @@ void bind_disk(py::module_& module);
 void bind_shard(py::module_& module);
 void bind_optim(py::module_& module);
 /// The machinery of tests, in csrc/testing; null in builds without.
-[[gnu::weak]] void bind_testing(py::module_& module);
+[[gnu::weak]] void bind_testing(PyObject* module);
 
 }  // namespace bmtrain

@@ -60,6 +60,6 @@ PYBIND11_MODULE(_C, module) {
   bmtrain::bind_optim(module);
   module.def("use_cuda_kernels", &use_cuda_kernels);
   if (bmtrain::bind_testing != nullptr) {
-    bmtrain::bind_testing(module);
+    bmtrain::bind_testing(module.ptr());
   }
 }

@@ -1,7 +1,5 @@
 #include "comm/communicator.h"
 
-#include <ATen/Functions.h>
-
 #include "common/check.h"
 #include "common/tensor_dtype.h"
 #include "cpu/kernels.h"

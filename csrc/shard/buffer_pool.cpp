@@ -1,6 +1,5 @@
 #include "shard/buffer_pool.h"
 
-#include <ATen/Functions.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/DeviceGuard.h>

@@ -1,6 +1,7 @@
 #include "shard/reduction.h"
 
-#include <ATen/Functions.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 
 #include <utility>

@@ -1,6 +1,8 @@
 #include "shard/shard_memory.h"
 
-#include <ATen/Functions.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 

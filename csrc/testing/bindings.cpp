@@ -1,24 +1,55 @@
 // What Python sees of the machinery of tests, in the module bmtrain._C of builds that have it.
 // Declared in bindings/bindings.h, which would include torch's headers: this file is compiled by itself, so
-// that builds without it share all other objects.
-#include <pybind11/pybind11.h>
+// that builds without it share all other objects. pybind11's headers would take ten times as long as the
+// rest.
+#include <Python.h>
+
+#include <exception>
+#include <type_traits>
 
 #include "testing/disturbance.h"
 #include "testing/host_runtime.h"
 
-namespace py = pybind11;
-
 namespace bmtrain {
+namespace {
 
-void bind_testing(py::module_& module) {
-  module.def("set_random_delays", &set_random_delays, py::arg("seed"), py::arg("most_microseconds"),
-             "Pauses at random in front of operations, updates and buffers given back; 0 for none.");
-  module.def("disturb_updates", &disturb_updates, py::arg("max_delay_microseconds"),
-             py::arg("failing_label") = "", "Delays chunks by random times, or lets a block's fail.");
-  module.def("disturb_transfers", &disturb_transfers, py::arg("max_delay_microseconds"),
-             py::arg("failing") = -1, py::arg("result") = 0,
-             "Delays transfers of the disk tier by random times, or ends one with another result.");
-  module.def("install_device_runtime", &install_device_runtime, py::arg("library"));
+template <typename... T>
+PyObject* call(PyObject* arguments, const char* format, void (*function)(T...),
+               std::type_identity_t<T>... values) {
+  if (PyArg_ParseTuple(arguments, format, &values...) == 0) return nullptr;
+  try {
+    function(values...);
+    Py_RETURN_NONE;
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
 }
+
+using Int = long long;  // as PyArg_ParseTuple writes it
+
+PyObject* delays(PyObject* /*module*/, PyObject* arguments) {
+  return call(arguments, "LL", +[](Int seed, Int most) { set_random_delays(seed, most); }, 0, 0);
+}
+PyObject* updates(PyObject* /*module*/, PyObject* arguments) {
+  return call(arguments, "L|s", +[](Int most, const char* label) { disturb_updates(most, label); }, 0, "");
+}
+PyObject* transfers(PyObject* /*module*/, PyObject* arguments) {
+  return call(
+      arguments, "L|LL", +[](Int most, Int at, Int end) { disturb_transfers(most, at, end); }, 0, -1, 0);
+}
+PyObject* runtime(PyObject* /*module*/, PyObject* arguments) {
+  return call(arguments, "s", +[](const char* library) { install_device_runtime(library); }, nullptr);
+}
+
+PyMethodDef methods[] = {{"set_random_delays", delays, METH_VARARGS, nullptr},
+                         {"disturb_updates", updates, METH_VARARGS, nullptr},
+                         {"disturb_transfers", transfers, METH_VARARGS, nullptr},
+                         {"install_device_runtime", runtime, METH_VARARGS, nullptr},
+                         {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+
+void bind_testing(PyObject* module) { PyModule_AddFunctions(module, methods); }
 
 }  // namespace bmtrain
