@@ -96,11 +96,8 @@ class Replay(Part):
     def _second_run(self, call: BlockCall, fresh: dict[int, torch.Tensor]) -> tuple[Any, Any, Any]:
         """Runs the forward again until all tensors that the first run saved are computed.
 
-        Args:
-            fresh: replacements of the first run's leaves, by their identity.
-
-        Returns:
-            (arguments, keyword arguments, result); the result is None if the run stopped early.
+        Returns the arguments, the keyword arguments and the result, which is None if the run stopped early. ``fresh``:
+        replacements of the first run's leaves, by their identity.
         """
         args, kwargs = snapshot(self._arguments) if call.has_state else self._arguments
         args, kwargs = replace_arguments(args, kwargs, lambda tensor: fresh.get(id(tensor), tensor))
@@ -113,7 +110,9 @@ class Replay(Part):
         ):
             try:
                 return args, kwargs, call.run_forward(args, kwargs)
-            except _StopForward:
+            except (_StopForward, RuntimeError):  # TorchScript makes the second of the first
+                if not self._saved.is_complete:
+                    raise
                 return args, kwargs, None
 
     # ---- what is kept between them

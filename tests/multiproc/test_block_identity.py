@@ -134,9 +134,20 @@ class Scripted(torch.nn.Module):
         return scripted(out, self.weight) + torch.nn.functional.embedding(ids, self.table)
 
 
+class ScriptedAtTheEnd(Scripted):
+    """The second run ends inside of the scripted function, which saves the last tensor."""
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return scripted(x + torch.nn.functional.embedding(ids, self.table), self.weight)
+
+
 def scripted_functions() -> None:
-    for dtype in (torch.int32, torch.int64):
-        plain, inner = twins(Scripted)
+    for dtype, model_class in (
+        (torch.int32, Scripted),
+        (torch.int64, Scripted),
+        (torch.int64, ScriptedAtTheEnd),
+    ):
+        plain, inner = twins(model_class)
         model = bmt.Block(inner)
         inputs = batches(4, 6)
         ids = torch.tensor([0, 4, 4, 2], dtype=dtype)
