@@ -5,7 +5,6 @@ python tests/scripts/try_wheel.py WHEEL ENVIRONMENT...
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -16,13 +15,13 @@ TRAINING = Path(__file__).with_name("train_with_wheel.py")
 
 
 def main() -> None:
-    wheel, environments = sys.argv[1], [Path(name).resolve() for name in sys.argv[2:]]
-    print(f"{Path(wheel).name}: {os.path.getsize(wheel) / 1e6:.1f} MB")
+    wheel, *environments = [Path(name).resolve() for name in sys.argv[1:]]
+    print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
     for environment in environments:
         python = str(environment / "bin" / "python")
         began = time.perf_counter()
         pip = ("-m", "pip", "--disable-pip-version-check")
-        run(environment, python, *pip, "install", "-q", "--no-deps", "--force-reinstall", wheel)
+        run(environment, python, *pip, "install", "-q", "--no-deps", "--force-reinstall", str(wheel))
         installed = time.perf_counter() - began
         version = run(environment, python, "-c", "import torch; print(torch.__version__)").strip()
         began = time.perf_counter()
