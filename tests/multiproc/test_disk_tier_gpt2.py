@@ -25,7 +25,7 @@ BATCH, SEQ_LEN = 4, 16
 STEPS = int(os.environ.get("BMTRAIN_TIER_STEPS", "3"))
 
 
-def train(dtype: torch.dtype, places: dict[str, Any]) -> list[torch.Tensor]:
+def train(kind: str, dtype: torch.dtype, places: dict[str, Any]) -> list[torch.Tensor]:
     if EXAMPLE not in sys.path:
         sys.path.insert(0, EXAMPLE)
     from models import GPT  # the example's folder is no package
@@ -34,7 +34,7 @@ def train(dtype: torch.dtype, places: dict[str, Any]) -> list[torch.Tensor]:
     with bmt.default_policy(bmt.BlockPolicy(**places)):
         model = GPT(**SMALL_SHAPE | {"max_distance": SEQ_LEN}, dtype=dtype)
     bmt.init_parameters(model)
-    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=3e-3, weight_decay=0.1)
+    optimizer = getattr(bmt.optim, kind)(model.parameters(), lr=3e-3, weight_decay=0.1)
     manager = bmt.optim.OptimManager(
         loss_scale=2.0**10 if dtype == torch.float16 else None, loss_scale_steps=5
     )
@@ -54,13 +54,13 @@ def train(dtype: torch.dtype, places: dict[str, Any]) -> list[torch.Tensor]:
     return [*seen, *values_of(model, [optimizer])]
 
 
-def compare(dtype: torch.dtype) -> None:
+def compare(kind: str, dtype: torch.dtype) -> None:
     small_chunks()
-    expected = train(dtype, TIERS[0])
+    expected = train(kind, dtype, TIERS[0])
     _C.disturb_transfers(200)
     try:
         for places in (*TIERS[1:], MIXED):
-            for number, (a, b) in enumerate(zip(train(dtype, places), expected, strict=True)):
+            for number, (a, b) in enumerate(zip(train(kind, dtype, places), expected, strict=True)):
                 assert torch.equal(a, b), f"{places}: value {number} of {len(expected)} differs"
     finally:
         _C.disturb_transfers(0)
@@ -69,9 +69,16 @@ def compare(dtype: torch.dtype) -> None:
 LONG = [(dtype, world) for dtype in (torch.float32, torch.bfloat16, torch.float16) for world in (1, 2, 4)]
 
 
+@pytest.mark.parametrize("kind", ["AdamOptimizer", "MuonOptimizer"])
 @pytest.mark.parametrize(("dtype", "world"), LONG if STEPS >= 200 else [(torch.float16, 2)], ids=str)
-def test_same_bits(dtype: torch.dtype, world: int, tmp_path: Path) -> None:
+def test_same_bits(dtype: torch.dtype, world: int, kind: str, tmp_path: Path) -> None:
     init = {"tier_directories": [str(tmp_path)]}
     run_ranks(
-        world, compare, dtype, init=init, environment={"BMTRAIN_POISON_BUFFERS": "1"}, timeout=300 + 3 * STEPS
+        world,
+        compare,
+        kind,
+        dtype,
+        init=init,
+        environment={"BMTRAIN_POISON_BUFFERS": "1"},
+        timeout=300 + 3 * STEPS,
     )
