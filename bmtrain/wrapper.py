@@ -36,7 +36,7 @@ def BMTrainModelWrapper(model: torch.nn.Module) -> torch.nn.Module:
     Every parameter becomes a :class:`bmtrain.DistributedParameter` with the same values (which must be equal on all
     ranks), every module a :class:`bmtrain.DistributedModule` that is still an instance of its old class, and every
     element of an outermost ``ModuleList`` a :class:`bmtrain.Block`. Distributed modules stay unchanged,
-    and modules added to them since (adapters) are converted.
+    and modules (adapters) and parameters added since are converted.
 
     Args:
         model: any module.
@@ -144,18 +144,17 @@ class _Conversion:
         return block
 
     def node(self, module: torch.nn.Module) -> None:
-        """Converts one module, without its children."""
+        """Converts one module, without its children; of a converted one, the parameters registered since."""
+        if issubclass(type(module), _Converted):
+            self.parameters_of(module)
+            return
         if isinstance(module, (DistributedModule, *_LISTS)):
             return
         if isinstance(module, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
             raise TypeError(f"model: a scripted module ({module.original_name}) cannot be made distributed")
         if is_divided := can_divide(module):
             divide_experts(module)
-        for name, param in module._parameters.items():
-            if param is not None:
-                made = self.parameter(param, f"{type(module).__name__}.{name}", is_divided)
-                module._parameters[name] = made
-                note_full_shape(module, name, made)
+        self.parameters_of(module, is_divided)
         if getattr(module, "max_norm", None) is not None and isinstance(module, _EMBEDDINGS):
             raise ValueError(
                 f"{type(module).__name__}: max_norm={module.max_norm} writes to the weight in every forward, which a "
@@ -167,6 +166,14 @@ class _Conversion:
             if buffer is not None and not buffer.is_meta:
                 module._buffers[name] = buffer.to(device)
         _set_class(module, _distributed_class(type(module)))
+
+    def parameters_of(self, module: torch.nn.Module, of_experts: bool = False) -> None:
+        """Converts the parameters of one module."""
+        for name, param in module._parameters.items():
+            if param is not None:
+                made = self.parameter(param, f"{type(module).__name__}.{name}", of_experts)
+                module._parameters[name] = made
+                note_full_shape(module, name, made)
 
     def parameter(
         self, param: torch.nn.Parameter, name: str, of_experts: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 
@@ -97,6 +98,53 @@ def test_plain_parameters_are_named_at_the_next_step(add: Callable[[Model], list
 
 def test_one_rank_is_not_warned() -> None:
     run_ranks(1, steps, a_parameter, True)
+
+
+class Scaled(nn.Linear):
+    """A layer that gets a parameter later."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_parameter("scale", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.scale is None else super().forward(x) * self.scale
+
+
+class ScaledModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Scaled(DIM, DIM)])
+        self.head = Scaled(DIM, DIM)
+
+    def grow(self) -> None:
+        for layer in (self.layers[0], self.head):
+            layer.scale = nn.Parameter(torch.linspace(1, 2, DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers[0](x).tanh())
+
+
+def wrapped_again() -> None:
+    plain = ScaledModel()
+    model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
+    x = torch.linspace(-1, 1, 2 * DIM).view(2, DIM)
+    model(x)
+    plain.grow()
+    model.grow()
+    known = [p for p in model.parameters() if isinstance(p, bmt.DistributedParameter)]
+    assert bmt.BMTrainModelWrapper(model) is model and len(known) == 4
+    assert all(any(p is each for each in model.parameters()) for p in known)
+    model(x).square().sum().backward()
+    (bmt.world_size() * plain(x).square().sum()).backward()
+    for (name, p), (same, wanted) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert name == same
+        torch.testing.assert_close(p.gather_grad(), wanted.grad)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_wrapping_again_converts_parameters_too(world: int) -> None:
+    run_ranks(world, wrapped_again)
 
 
 def looked_at() -> None:
