@@ -101,17 +101,18 @@ class Replay(Part):
         """
         args, kwargs = snapshot(self._arguments) if call.has_state else self._arguments
         args, kwargs = replace_arguments(args, kwargs, lambda tensor: fresh.get(id(tensor), tensor))
+        stops = not call.modules.has_forward_hooks()
         with (
             self._modes.restored(),
             self._before.restored(call.block.label),
             trainable_as(call.block, call.trains),
             torch.enable_grad(),
-            self._saved.refill(stop_early=not call.modules.has_forward_hooks()),
+            self._saved.refill(stop_early=stops),
         ):
             try:
                 return args, kwargs, call.run_forward(args, kwargs)
             except (_StopForward, RuntimeError):  # TorchScript makes the second of the first
-                if not self._saved.is_complete:
+                if not (stops and self._saved.is_complete):
                     raise
                 return args, kwargs, None
 

@@ -167,6 +167,25 @@ def test_scripted_functions_and_ids_bc38(world: int) -> None:
     run_ranks(world, scripted_functions)
 
 
+def failing_hook() -> None:
+    runs = []
+
+    def fail_again(*_: object) -> None:
+        runs.append(1)
+        if len(runs) > 1:
+            raise RuntimeError("in the second run")
+
+    inner = bmt.BMTrainModelWrapper(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Identity()))
+    inner[1].register_forward_hook(fail_again)  # behind all that is saved
+    loss = bmt.Block(inner)(torch.ones(2, 4)).sum()
+    with pytest.raises(RuntimeError, match="in the second run"):
+        loss.backward()
+
+
+def test_an_error_of_a_hook_in_the_second_run_is_raised() -> None:
+    run_ranks(1, failing_hook)
+
+
 def callers_tensors() -> None:
     for recompute in (True, False):
         block = bmt.Block(twins(Layer)[1], use_checkpoint=recompute)
