@@ -8,11 +8,12 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from harness import Outcome, Status, rank_outcomes, run_process, run_ranks
+from harness import Outcome, Status, at_once, rank_outcomes, run_process, run_ranks
 
 import bmtrain
 from bmtrain import _C
@@ -107,14 +108,28 @@ def stop(victim: int, folder: str) -> tuple[str, float]:
     return message, seconds
 
 
+@pytest.fixture(scope="module")
+def stopped(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[int, int], list[Outcome]]:
+    """Outcomes by victim and time-out: the jobs of the tests that were selected wait at the same time."""
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    params = [test.callspec.params for test in tests if test.function is test_stopped]
+    cases = [(each["victim"], each["seconds_allowed"]) for each in params]
+    calls = []
+    for victim, seconds in cases:
+        folder = str(tmp_path_factory.mktemp("stopped"))
+        options = {"init": {"timeout": seconds}, "fresh": True, "timeout": 90}
+        calls.append(partial(rank_outcomes, WORLD, stop, victim, folder, **options))
+    return dict(zip(cases, at_once(calls), strict=True))
+
+
 @pytest.mark.parametrize(
     ("victim", "seconds_allowed"),
     [(2, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, 3), (2, 9), (0, 9)))],
 )
-def test_stopped(victim: int, seconds_allowed: int, tmp_path: Path) -> None:
-    options = {"init": {"timeout": seconds_allowed}, "fresh": True, "timeout": 90}
-    outcomes = rank_outcomes(WORLD, stop, victim, str(tmp_path), **options)
-    for outcome in outcomes:
+def test_stopped(victim: int, seconds_allowed: int, stopped: dict[tuple[int, int], list[Outcome]]) -> None:
+    for outcome in stopped[victim, seconds_allowed]:
         if outcome.rank != victim:
             assert outcome.status is Status.RETURNED, outcome
             message, seconds = outcome.value

@@ -6,10 +6,11 @@ import ctypes
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
-from harness import Status, rank_outcomes
+from harness import Outcome, Status, at_once, rank_outcomes
 
 import bmtrain
 from bmtrain import _C
@@ -54,26 +55,6 @@ def hang(function: str, victim: int) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("function", "victim"),
-    [
-        ("hang_in_python", 1),
-        ("hang_in_python", 0),
-        ("hang_in_native_code", 1),
-        ("hang_with_the_lock", 1),
-        ("hang_after_a_stop", 1),
-    ],
-)
-def test_a_rank_that_hangs_ends_itself(function: str, victim: int) -> None:
-    """Without a launcher, and although its thread never comes to another operation."""
-    outcomes = rank_outcomes(3, hang, function, victim, init={"timeout": 3}, fresh=True, timeout=60)
-    assert (outcomes[victim].status, outcomes[victim].exitcode) == (Status.DIED, 1), outcomes[victim]
-    assert f"bmtrain: rank {victim} of 3 ends itself: " in outcomes[victim].output
-    assert f" in {function}" in outcomes[victim].output  # the stack
-    for rank in {0, 1, 2} - {victim}:
-        assert f"rank {victim}" in outcomes[rank].value, outcomes[rank]
-
-
 def notice_late() -> str:
     """Accused, but it computes, and raises in its next operation."""
     comm = bmtrain.config["comm"]
@@ -86,7 +67,38 @@ def notice_late() -> str:
     return str(error.value)
 
 
-def test_a_rank_that_notices_goes_on() -> None:
-    for outcome in rank_outcomes(3, notice_late, init={"timeout": 3}, fresh=True, timeout=60):
+@pytest.fixture(scope="module")
+def waiting() -> dict[str, list[Outcome]]:
+    """Outcomes of jobs that wait and do not compute: at the same time, they last as long as one."""
+    run = partial(rank_outcomes, 3, init={"timeout": 3}, fresh=True, timeout=60)
+    names = ("hang_in_native_code", "hang_with_the_lock", "hang_after_a_stop")
+    calls = [partial(run, notice_late), *(partial(run, hang, name, VICTIM) for name in names)]
+    return dict(zip(("notice_late", *names), at_once(calls), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("function", "victim"),
+    [
+        ("hang_in_python", 1),
+        ("hang_in_python", 0),
+        ("hang_in_native_code", 1),
+        ("hang_with_the_lock", 1),
+        ("hang_after_a_stop", 1),
+    ],
+)
+def test_a_rank_that_hangs_ends_itself(function: str, victim: int, waiting: dict[str, list[Outcome]]) -> None:
+    """Without a launcher, and although its thread never comes to another operation."""
+    outcomes = waiting.get(function) or rank_outcomes(
+        3, hang, function, victim, init={"timeout": 3}, fresh=True, timeout=60
+    )
+    assert (outcomes[victim].status, outcomes[victim].exitcode) == (Status.DIED, 1), outcomes[victim]
+    assert f"bmtrain: rank {victim} of 3 ends itself: " in outcomes[victim].output
+    assert f" in {function}" in outcomes[victim].output  # the stack
+    for rank in {0, 1, 2} - {victim}:
+        assert f"rank {victim}" in outcomes[rank].value, outcomes[rank]
+
+
+def test_a_rank_that_notices_goes_on(waiting: dict[str, list[Outcome]]) -> None:
+    for outcome in waiting["notice_late"]:
         assert outcome.status is Status.RETURNED, outcome
         assert f"rank {VICTIM} did not come" in outcome.value

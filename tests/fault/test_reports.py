@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 import pytest
 import torch
-from harness import Program, free_port, rank_outcomes, run_process
+from harness import Outcome, Program, at_once, free_port, rank_outcomes, run_process
 
 import bmtrain
 from bmtrain import _C
@@ -83,19 +84,31 @@ def output_of(ranks: list[Program], output: TextIO) -> str:
     return output.read()
 
 
-@pytest.mark.parametrize(
-    ("fault", "victim", "transport"),
-    [(fault, victim, "shm") for fault in FAULTS for victim in (0, 1)]
-    + [(fault, victim, "gloo") for fault in ("left", "killed") for victim in (0, 1)],
-)
-def test_one_failure_is_one_report(fault: str, victim: int, transport: str) -> None:
-    """The watchdog alone reports the other faults, whatever carries the bytes."""
+CASES = [(fault, victim, "shm") for fault in FAULTS for victim in (0, 1)]
+CASES += [(fault, victim, "gloo") for fault in ("left", "killed") for victim in (0, 1)]
+
+
+def printed(fault: str, victim: int, transport: str) -> str:
     script = f"{PROLOGUE}\nif comm.rank == {victim}:\n    {FAULTS[fault]}\nwhile True:\n    bmtrain.synchronize()\n"
     if fault in EXIT_CODES:
         # Torch alone takes longer to end on a busy machine. What is registered first is called last.
         hurry = f"atexit.register(os._exit, {EXIT_CODES[fault]})"
         script = f"import atexit, os\nif os.environ['RANK'] == '{victim}':\n    {hurry}\n{script}"
-    output = output_of(*start(script, transport))
+    return output_of(*start(script, transport))
+
+
+@pytest.fixture(scope="module")
+def outputs() -> dict[tuple[str, int, str], str]:
+    """What the job of each case prints; some run at the same time, as they wait for the rank that has ended."""
+    return dict(zip(CASES, at_once([partial(printed, *case) for case in CASES], most=5), strict=True))
+
+
+@pytest.mark.parametrize(("fault", "victim", "transport"), CASES)
+def test_one_failure_is_one_report(
+    fault: str, victim: int, transport: str, outputs: dict[tuple[str, int, str], str]
+) -> None:
+    """The watchdog alone reports the other faults, whatever carries the bytes."""
+    output = outputs[fault, victim, transport]
     assert output.count("gives up: ") == 1, output
     sentence = SENTENCES[fault].format(victim)
     if victim == 0:  # its parent waits for it here, and so may ask for the exit code before the others do
@@ -158,18 +171,6 @@ def save_alone() -> str:
     return str(error.value)
 
 
-def test_a_call_that_one_rank_makes_is_told_within_seconds() -> None:
-    """Over Gloo, which notices nothing; the time-out is far away."""
-    variables = {"BMTRAIN_CPU_TRANSPORT": "gloo"}
-    options = {"environment": variables, "init": {"timeout": 300}, "fresh": True, "timeout": 60}
-    for outcome in rank_outcomes(WORLD, save_alone, **options):
-        assert 'operation differs on group "zero": ranks 1-2 called all_reduce #2 for "loss"' in outcome.value
-        assert "rank 0 called all_gather #2" in outcome.value
-        assert "test_reports.py:" in outcome.output
-        assert " in save_alone" in outcome.output
-        assert "Every rank must make the same calls" in outcome.output
-
-
 def wait_in_other_groups() -> float:
     """Each in a group of its own order: not certain to be for ever, so that it is only reported."""
     context = contexts.current()
@@ -190,16 +191,6 @@ def wait_in_other_groups() -> float:
     return float(x[0])
 
 
-def test_ranks_that_wait_for_each_other_are_told_and_may_go_on() -> None:
-    options = {"init": {"timeout": 300}, "fresh": True, "timeout": 90}
-    outcomes = rank_outcomes(2, wait_in_other_groups, **options)
-    assert [outcome.value for outcome in outcomes] == [2.0, 2.0], outcomes
-    for outcome in outcomes:
-        assert outcome.output.count("ranks 0-1 wait for each other: ") == 1, outcome.output
-        assert "Unless that changes, the job ends at the time-out" in outcome.output
-        assert "gives up" not in outcome.output
-
-
 def wait_for_a_slow_rank() -> str:
     comm = bmtrain.config["comm"]
     comm.barrier()
@@ -209,7 +200,37 @@ def wait_for_a_slow_rank() -> str:
     return "through"
 
 
-def test_a_slow_rank_is_not_reported() -> None:
-    options = {"init": {"timeout": 300}, "fresh": True, "timeout": 90}
-    for outcome in rank_outcomes(2, wait_for_a_slow_rank, **options):
+@pytest.fixture(scope="module")
+def waiting() -> dict[str, list[Outcome]]:
+    """Outcomes of jobs that mostly wait, made at the same time, by function."""
+    run = partial(rank_outcomes, init={"timeout": 300}, fresh=True, timeout=90)
+    calls = {
+        "save_alone": partial(run, WORLD, save_alone, environment={"BMTRAIN_CPU_TRANSPORT": "gloo"}),
+        "wait_in_other_groups": partial(run, 2, wait_in_other_groups),
+        "wait_for_a_slow_rank": partial(run, 2, wait_for_a_slow_rank),
+    }
+    return dict(zip(calls, at_once(calls.values()), strict=True))
+
+
+def test_a_call_that_one_rank_makes_is_told_within_seconds(waiting: dict[str, list[Outcome]]) -> None:
+    """Over Gloo, which notices nothing; the time-out is far away."""
+    for outcome in waiting["save_alone"]:
+        assert 'operation differs on group "zero": ranks 1-2 called all_reduce #2 for "loss"' in outcome.value
+        assert "rank 0 called all_gather #2" in outcome.value
+        assert "test_reports.py:" in outcome.output
+        assert " in save_alone" in outcome.output
+        assert "Every rank must make the same calls" in outcome.output
+
+
+def test_ranks_that_wait_for_each_other_are_told_and_may_go_on(waiting: dict[str, list[Outcome]]) -> None:
+    outcomes = waiting["wait_in_other_groups"]
+    assert [outcome.value for outcome in outcomes] == [2.0, 2.0], outcomes
+    for outcome in outcomes:
+        assert outcome.output.count("ranks 0-1 wait for each other: ") == 1, outcome.output
+        assert "Unless that changes, the job ends at the time-out" in outcome.output
+        assert "gives up" not in outcome.output
+
+
+def test_a_slow_rank_is_not_reported(waiting: dict[str, list[Outcome]]) -> None:
+    for outcome in waiting["wait_for_a_slow_rank"]:
         assert (outcome.value, outcome.output) == ("through", "")

@@ -14,6 +14,8 @@
   called `bmtrain.init_distributed(**init)` already (`init=False`: they have not). If a rank raises, dies or
   hangs it raises `RankError`, which shows every rank's traceback, output and (of a rank that hung) stacks.
 - `rank_outcomes(...)`, same arguments, never raises: it returns one `Outcome` per rank, for tests of faults.
+- `at_once(calls)` makes calls of these at the same time, for jobs that mostly wait: their ranks start one job after
+  the other, so that no meeting of ranks exceeds its time-out.
 - `run_process(command)` runs any other program (a launcher, an example) under the same kind of limit.
 - `Program(code, environment, streams)` is a `python -c` that is forked like a rank.
 
@@ -35,11 +37,13 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from .group import TIMEOUT, Group, Program, close_servers, free_port
+from .group import TIMEOUT, Group, Program, close_servers, free_port, server_for
 from .outcome import Outcome, RankError, Status
 from .worker import Call
 
@@ -48,6 +52,7 @@ __all__ = [
     "Program",
     "RankError",
     "Status",
+    "at_once",
     "close_groups",
     "free_port",
     "rank_outcomes",
@@ -60,6 +65,8 @@ CUDA = (
     os.environ.get("BMTRAIN_TEST_CUDA") == "1"
 )  # whether ranks see the host's GPUs, for tests that do not say
 _MAX_RANKS = 16  # idle groups beyond this many processes are closed, longest unused first
+_starting = threading.Lock()  # held by a job that starts, and by the user of `_groups`
+_Result = TypeVar("_Result")
 _groups: dict[tuple[Any, ...], Group] = {}  # idle groups, the one used last at the end
 
 
@@ -97,6 +104,13 @@ def rank_outcomes(world: int, function: Callable[..., Any], *args: Any, **option
     return outcomes
 
 
+def at_once(calls: Iterable[Callable[[], _Result]], most: int = 16) -> list[_Result]:
+    """Results of calls of `rank_outcomes` with `fresh=True`, or of what starts a `Program`, in order."""
+    server_for({}, ())  # it would end with the thread that starts it
+    with ThreadPoolExecutor(most) as pool:
+        return list(pool.map(lambda call: call(), calls))
+
+
 def _outcomes(
     world: int,
     function: Callable[..., Any],
@@ -113,12 +127,13 @@ def _outcomes(
     keywords = None if init is False else {"timeout": 45, **(init if isinstance(init, Mapping) else {})}
     preload = getattr(sys.modules.get(function.__module__), "PRELOAD", ())
     key = (world, repr(keywords), repr(sorted((environment or {}).items())), cuda, preload)
-    group = None if fresh else _groups.pop(key, None)
-    if group is None:
-        _make_room(world)
-        group = Group(world, keywords, dict(environment or {}), cuda, brief=fresh, preload=preload)
-        if not group.usable:
-            return group.outcomes
+    with _starting:
+        group = None if fresh else _groups.pop(key, None)
+        if group is None:
+            _make_room(world)
+            group = Group(world, keywords, dict(environment or {}), cuda, brief=fresh, preload=preload)
+            if not group.usable:
+                return group.outcomes
     try:
         outcomes = group.call(call, timeout, grace)
     except BaseException:  # Ctrl-C in the middle of a call

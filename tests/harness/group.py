@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from typing import Any
 from .outcome import Outcome, Status
 from .worker import Call, Raised, Returned, Setup, compiled
 
-__all__ = ["TIMEOUT", "Group", "Program", "close_servers", "free_port"]
+__all__ = ["TIMEOUT", "Group", "Program", "close_servers", "free_port", "server_for"]
 
 _TESTS = Path(__file__).resolve().parents[1]
 TIMEOUT = 120.0  # seconds that a call may take, unless it says otherwise: many times what any takes alone
@@ -57,6 +58,7 @@ class _Server:
             },
         )
         theirs.close()
+        self._turn = threading.Lock()  # a request and its answer belong together
         self.control = ours
         ours.settimeout(_START_TIMEOUT)
         if not ours.recv(16):
@@ -67,24 +69,24 @@ class _Server:
     def fork(self, logs: list[str], stacks: list[str]) -> tuple[list[int], list[Connection]]:
         pairs = [socket.socketpair() for _ in logs]
         request = _encode({"do": "fork", "logs": logs, "stacks": stacks})
-        socket.send_fds(self.control, [request], [theirs.fileno() for _, theirs in pairs])
+        pids = self._ask(request, [theirs.fileno() for _, theirs in pairs])
         for _, theirs in pairs:
             theirs.close()
-        return self._answer(), [Connection(ours.detach()) for ours, _ in pairs]
+        return pids, [Connection(ours.detach()) for ours, _ in pairs]
 
     def start(self, code: str, environment: Mapping[str, str], streams: Sequence[int]) -> int:
         request = {"do": "run", "code": code, "environment": dict(environment)}
-        socket.send_fds(self.control, [_encode(request)], list(streams))
-        [pid] = self._answer()
+        [pid] = self._ask(_encode(request), streams)
         return int(pid)
 
     def reap(self, pids: list[int]) -> list[int | None]:
-        self.control.send(_encode({"do": "reap", "pids": pids}))
-        codes: list[int | None] = self._answer()
+        codes: list[int | None] = self._ask(_encode({"do": "reap", "pids": pids}))
         return codes
 
-    def _answer(self) -> Any:
-        answer = self.control.recv(1 << 20)
+    def _ask(self, request: bytes, descriptors: Sequence[int] = ()) -> Any:
+        with self._turn:
+            socket.send_fds(self.control, [request], list(descriptors))
+            answer = self.control.recv(1 << 20)
         if not answer:
             raise RuntimeError(
                 f"the fork server ended with status {self.process.wait()}; its output is above"
@@ -99,7 +101,8 @@ class _Server:
 _running: dict[Any, _Server] = {}  # by what the allocator was told, and what is preloaded
 
 
-def _server_for(environment: Mapping[str, str], preload: Sequence[str]) -> _Server:
+def server_for(environment: Mapping[str, str], preload: Sequence[str]) -> _Server:
+    """The server of ranks with this environment and these modules; starts it at the first call."""
     allocator = {name: value for name, value in environment.items() if name.startswith("MALLOC_")}
     key = frozenset(allocator.items()), tuple(preload)
     if key not in _running:
@@ -149,7 +152,7 @@ class Program:
     """
 
     def __init__(self, code: str, environment: Mapping[str, str], streams: Sequence[int]) -> None:
-        self._server = _server_for(environment, ())
+        self._server = server_for(environment, ())
         self.pid = self._server.start(code, environment, streams)
         self.returncode: int | None = None
 
@@ -211,7 +214,7 @@ class Group:
         self._read = [0] * world
         self._codes: list[int | None] = [None] * world
         self._modules: set[str] = set()  # that the ranks have been given
-        self._server = _server_for(environment, preload)
+        self._server = server_for(environment, preload)
         self.pids, self._connections = self._server.fork(self._logs, self._stacks)
         self.usable = True
         self.outcomes: list[Outcome] = []

@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
-from harness import Status, free_port, rank_outcomes, run_ranks
+from harness import Outcome, Status, at_once, free_port, rank_outcomes, run_ranks
 
 import bmtrain
 from bmtrain import _C
 from bmtrain.errors import BMTrainError, CommunicationError
 
 SHORT = {"timeout": 3}
-pytestmark = pytest.mark.parametrize("transport", ["shm", "gloo"])
+TRANSPORTS = ["shm", "gloo"]
+LEFT = [10, 2_000_000]  # elements of the last collective before a rank leaves
+pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
 def over(transport: str) -> dict[str, str]:
@@ -66,8 +69,37 @@ def stall() -> tuple[str, float]:
     return str(error.value), time.monotonic() - started
 
 
-def test_stalled_rank(transport: str) -> None:
-    outcomes = rank_outcomes(3, stall, init=SHORT, timeout=60, environment=over(transport))
+def leave_first(numel: int) -> float:
+    """Rank 0 ends at once after its last collective; a slow rank still gets everything."""
+    comm = bmtrain.config["comm"]
+    comm.barrier()
+    if comm.rank == 1:
+        time.sleep(0.5)
+    whole = torch.empty(comm.size * numel)
+    work = comm.all_gather(whole, torch.full((numel,), comm.rank + 1.0))
+    if comm.rank == 1:
+        time.sleep(1.0)
+    work.wait()
+    if comm.rank == 0:
+        os._exit(0)
+    time.sleep(1.0)
+    return float(whole.double().mean())
+
+
+@pytest.fixture(scope="module")
+def waiting() -> dict[tuple[str, int], list[Outcome]]:
+    """Outcomes of jobs that mostly wait, made at the same time: by transport, and what leaves or 0 for the stall."""
+    calls = {}
+    for transport in TRANSPORTS:
+        run = partial(rank_outcomes, fresh=True, environment=over(transport))
+        calls[transport, 0] = partial(run, 3, stall, init=SHORT, timeout=60)
+        for numel in LEFT:
+            calls[transport, numel] = partial(run, 2, leave_first, numel)
+    return dict(zip(calls, at_once(calls.values()), strict=True))
+
+
+def test_stalled_rank(transport: str, waiting: dict[tuple[str, int], list[Outcome]]) -> None:
+    outcomes = waiting[transport, 0]
     for rank in (0, 2):
         assert outcomes[rank].status is Status.RETURNED, outcomes[rank]
         message, seconds = outcomes[rank].value
@@ -154,26 +186,11 @@ def test_abort(transport: str) -> None:
     assert "rank 0" in messages[1]
 
 
-def leave_first(numel: int) -> float:
-    """Rank 0 ends at once after its last collective; a slow rank still gets everything."""
-    comm = bmtrain.config["comm"]
-    comm.barrier()
-    if comm.rank == 1:
-        time.sleep(0.5)
-    whole = torch.empty(comm.size * numel)
-    work = comm.all_gather(whole, torch.full((numel,), comm.rank + 1.0))
-    if comm.rank == 1:
-        time.sleep(1.0)
-    work.wait()
-    if comm.rank == 0:
-        os._exit(0)
-    time.sleep(1.0)
-    return float(whole.double().mean())
-
-
-@pytest.mark.parametrize("numel", [10, 2_000_000])
-def test_a_rank_may_leave_after_its_last_collective(numel: int, transport: str) -> None:
-    outcomes = rank_outcomes(2, leave_first, numel, fresh=True, environment=over(transport))
+@pytest.mark.parametrize("numel", LEFT)
+def test_a_rank_may_leave_after_its_last_collective(
+    numel: int, transport: str, waiting: dict[tuple[str, int], list[Outcome]]
+) -> None:
+    outcomes = waiting[transport, numel]
     assert outcomes[0].exitcode == 0
     assert outcomes[1].status is Status.RETURNED, outcomes[1]
     assert outcomes[1].value == 1.5

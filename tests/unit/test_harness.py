@@ -8,11 +8,12 @@ import subprocess
 import sys
 import textwrap
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from harness import RankError, Status, rank_outcomes, run_process, run_ranks
+from harness import RankError, Status, at_once, rank_outcomes, run_process, run_ranks
 
 
 def describe(factor: int, *, offset: int = 0) -> tuple[int, int, int, str]:
@@ -173,3 +174,17 @@ def test_process_limit_shows_stacks() -> None:
     with pytest.raises(subprocess.CalledProcessError, match="what went wrong"):
         run_process([sys.executable, "-c", "raise SystemExit('what went wrong')"])
     assert run_process([sys.executable, "-c", "print(1)"]).stdout == "1\n"
+
+
+def meet(folder: str, own: str, other: str) -> str:
+    Path(folder, own).touch()
+    while not Path(folder, other).exists():
+        time.sleep(0.01)
+    return own
+
+
+def test_jobs_run_at_the_same_time(tmp_path: Path) -> None:
+    """Each waits for the other; and results are in the order of the calls."""
+    run = partial(rank_outcomes, 2, meet, str(tmp_path), fresh=True, timeout=60)
+    found = at_once([partial(run, "a", "b"), partial(run, "b", "a")])
+    assert [[outcome.value for outcome in outcomes] for outcomes in found] == [["a", "a"], ["b", "b"]]
