@@ -118,6 +118,9 @@ def _add_policy(policy: _Group) -> None:
         help="keep these of blocks on drives: optimizer, gradients, parameters (default: all three)",
     )
     policy.add_argument(
+        "--disk-share", type=float, default=1.0, metavar="F", help="share of the blocks that do (default: 1)"
+    )
+    policy.add_argument(
         "--tier-directory",
         action="append",
         metavar="DIR",
@@ -214,6 +217,7 @@ def _run(arguments: argparse.Namespace) -> int:
         schedule=arguments.schedule,
         num_micro_batches=arguments.num_micro_batches,
         disk=() if arguments.disk is None else tuple(arguments.disk) or DISK,
+        disk_share=arguments.disk_share,
     )
     _require_wide(model, policy)
     if policy.disk and not arguments.here:

@@ -57,7 +57,10 @@ def on_disk(model: ModelDescription, policy: TrainingPolicy, network: Network) -
     """
     if not policy.disk:
         return DiskEstimate()
-    blocks = [[_Buffer(buffer, policy, network) for buffer in block.buffers] for block in model.blocks]
+    blocks = [
+        [_Buffer(buffer, policy, network, policy.on_disk(number)) for buffer in block.buffers]
+        for number, block in enumerate(model.blocks)
+    ]
     buffers = [buffer for block in blocks for buffer in block]
     state = sum(b.state for b in buffers)
     parameters, gradients = sum(b.parameters for b in buffers), sum(b.gradients for b in buffers)
@@ -77,15 +80,17 @@ def on_disk(model: ModelDescription, policy: TrainingPolicy, network: Network) -
 class _Buffer:
     """Bytes of a flat buffer on drives."""
 
-    def __init__(self, buffer: FlatBuffer, policy: TrainingPolicy, network: Network) -> None:
+    def __init__(
+        self, buffer: FlatBuffer, policy: TrainingPolicy, network: Network, kept: tuple[str, ...]
+    ) -> None:
         numel, size = buffer.partition(network.sharing(buffer, policy).size), buffer.element_size
         self.trains = buffer.trains
         moments = [MOMENT_BYTES[policy.state_dtype]] * (1 if policy.optimizer == "muon" else 2)
-        widths = [4.0] * (size == 2) + moments if buffer.trains else []
+        widths = [4.0] * (size == 2) + moments if buffer.trains and kept else []
         self.num_arrays = len(widths)
         self.state = sum(aligned(int(numel * width)) for width in widths)
-        self.parameters = aligned(numel * size) * ("parameters" in policy.disk)
-        self.gradients = aligned(numel * size) * ("gradients" in policy.disk and buffer.trains)
+        self.parameters = aligned(numel * size) * ("parameters" in kept)
+        self.gradients = aligned(numel * size) * ("gradients" in kept and buffer.trains)
 
 
 def _passage(buffers: Sequence[_Buffer], policy: TrainingPolicy) -> int:

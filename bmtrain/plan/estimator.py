@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -134,7 +134,7 @@ def model_state_bytes(
     num_sharing: int | None = None,
     state_dtype: torch.dtype = torch.float32,
     optimizer: str = "adam",
-    disk: Sequence[str] = (),
+    disk: Callable[[int], Sequence[str]] = lambda _: (),
     num_sharing_experts: int | None = None,
 ) -> dict[str, int]:
     """State of a model that one rank keeps between steps: ``weights``, ``gradients`` and ``optimizer``, in bytes.
@@ -144,20 +144,20 @@ def model_state_bytes(
         num_sharing: that share a block; default: as many. 1 is level 0.
         state_dtype: of the moments.
         optimizer: ``"adam"``, or ``"muon"``, which keeps one moment less in blocks. (Their vectors count as matrices.)
-        disk: what blocks keep on drives, which does not count.
+        disk: gives what the block of a number keeps on drives, which does not count.
         num_sharing_experts: that share its experts; default: as many as share other parameters.
     """
     sizes = {"weights": 0, "gradients": 0, "optimizer": 0}
-    for block in model.blocks:
+    for number, block in enumerate(model.blocks):
+        of_block = dict.fromkeys(sizes, 0)
         for buffer in block.buffers:
             own = num_sharing_experts if buffer.is_of_experts else None
             numel = buffer.partition(own or num_sharing or num_ranks)
             num_moments = 1 if optimizer == "muon" else 2
             state = adam_bytes(buffer.element_size, state_dtype, in_block=True, num_moments=num_moments)
-            _add(sizes, numel, buffer.element_size, state, buffer.trains)
-    for name, choice in zip(sizes, DISK, strict=True):
-        if choice in disk:
-            sizes[name] = 0
+            _add(of_block, numel, buffer.element_size, state, buffer.trains)
+        for name, choice in zip(sizes, DISK, strict=True):
+            sizes[name] += of_block[name] * (choice not in disk(number))
     for param in model.outside:
         state = adam_bytes(param.element_size, state_dtype, in_block=False)
         _add(sizes, param.partition(num_ranks), param.element_size, state, param.trains)
@@ -219,7 +219,7 @@ def estimate(
         num_sharing(network.size),
         policy.state_dtype,
         optimizer=policy.optimizer,
-        disk=policy.disk,
+        disk=policy.on_disk,
         num_sharing_experts=num_sharing(stage // policy.ep_size),
     )
     disk = on_disk(local, policy, network)

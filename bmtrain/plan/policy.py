@@ -41,6 +41,7 @@ class TrainingPolicy:
             :class:`bmtrain.optim.MuonOffloadOptimizer`, which has no part of it.
         survive: copies for the loss of a rank, as for :func:`bmtrain.init_distributed`.
         disk: what blocks keep on drives: ``"optimizer"``, and with it ``"parameters"``, ``"gradients"`` or both.
+        disk_share: the share of the blocks that do.
         vertical: the micro-batches of ``accumulate`` pass each block together
             (:meth:`bmtrain.TransformerBlockList.vertical`).
 
@@ -72,6 +73,7 @@ class TrainingPolicy:
     optimizer: Literal["adam", "muon"] = "adam"
     survive: bool = False
     disk: tuple[str, ...] = ()
+    disk_share: float = 1.0
     vertical: bool = False
 
     def __post_init__(self) -> None:
@@ -91,6 +93,8 @@ class TrainingPolicy:
             raise ValueError(f"disk: expected some of {', '.join(DISK)}, got {', '.join(self.disk)}")
         if self.disk and (self.state_dtype is torch.int8 or self.survive):
             raise ValueError("disk: expected float32 or bfloat16 moments, and without survive")
+        if not 0 < self.disk_share <= 1:
+            raise ValueError(f"disk_share: expected more than 0, and at most 1, got {self.disk_share}")
         if set(self.disk) - {"optimizer"} and self.pipe_size > 1:
             raise ValueError(
                 f"disk: expected parameters and gradients with pipe_size=1, got {self.pipe_size}"
@@ -129,7 +133,8 @@ class TrainingPolicy:
     def block_policy(self) -> BlockPolicy:
         """The same choices as a Block's policy."""
         recompute: Any = self.recompute
-        places: dict[str, Any] = dict.fromkeys(self.disk, "disk")
+        shares = "disk" if self.disk_share == 1 else {"disk": self.disk_share, "device": 1 - self.disk_share}
+        places: dict[str, Any] = dict.fromkeys(self.disk, shares)
         return BlockPolicy(
             level=self.level,
             recompute=recompute,
@@ -139,6 +144,11 @@ class TrainingPolicy:
             reduce=self.reduce,
             **places,
         )
+
+    def on_disk(self, number: int) -> tuple[str, ...]:
+        """Returns the members of ``disk`` for the block ``number``."""
+        block = self.block_policy().of_block(number)
+        return tuple(name for name in self.disk if getattr(block, name) == "disk")
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -137,7 +137,8 @@ def _policy(plan: Plan) -> str:
             f"Muon for {format_count(inside)} parameters in blocks, AdamW for {format_count(others)}"
         )
     parts += [f"offload {policy.offload:g}"] * bool(policy.offload) + ["survive"] * policy.survive
-    parts += [f"{' and '.join(policy.disk)} on drives"] * bool(policy.disk)
+    share = f" for {policy.disk_share:g} of the blocks" * (policy.disk_share < 1)
+    parts += [f"{' and '.join(policy.disk)} on drives{share}"] * bool(policy.disk)
     parts += [f"{policy.accumulate} micro-batches per step"] * (policy.accumulate > 1)
     parts += ["in vertical order"] * policy.vertical
     parts += [f"tensor parallel {policy.tp_size}"] * (policy.tp_size > 1)

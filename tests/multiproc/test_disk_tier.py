@@ -362,10 +362,13 @@ def test_state_passes_once_in_each_direction(
 RUNS = [(4, 1, 3), (12, 1, 3), (4, 3, 3), (4, 1, 2)]
 
 
-def count_memory_and_bytes(kind: str) -> list[list[float]]:
+def count_memory_and_bytes(
+    kind: str, runs: list[tuple[int, int, int]], share: float = 1.0
+) -> list[list[float]]:
     results = []
-    for num_layers, num_backwards, level in RUNS:
-        with bmt.default_policy(bmt.BlockPolicy(level=level, **ALL)):
+    places = ALL if share == 1 else {name: {"disk": share, "device": 1 - share} for name in ALL}
+    for num_layers, num_backwards, level in runs:
+        with bmt.default_policy(bmt.BlockPolicy(level=level, **places)):
             blocks = [bmt.Block(bmt.nn.Linear(600, 600, bias=False)) for _ in range(num_layers)]
         model = bmt.TransformerBlockList(blocks)
         optimizer = getattr(bmt.optim, kind)(model.parameters())
@@ -379,10 +382,13 @@ def count_memory_and_bytes(kind: str) -> list[list[float]]:
         moved = [now - old for now, old in zip(kernel_bytes(), before, strict=True)]
         block = sum(p.numel() * 4 for p in blocks[0].parameters())
         report = bmt.memory_report(model, optimizer)
-        assert report.parameters == report.gradients == report.optimizer == 0
+        in_memory = round((1 - share) * num_layers) * block
+        assert [report.parameters, report.gradients] == pytest.approx(2 * [in_memory], rel=0.02)
         arrays, rule = (3, "muon") if kind == "MuonOptimizer" else (4, "adam")
-        assert report.on_disk == pytest.approx(arrays * num_layers * block, rel=0.02)
-        policy = TrainingPolicy(disk=DISK, accumulate=num_backwards, level=level, optimizer=rule)  # type: ignore[arg-type]
+        assert report.on_disk == pytest.approx(arrays * (num_layers * block - in_memory), rel=0.02)
+        policy = TrainingPolicy(  # type: ignore[arg-type]
+            disk=DISK, disk_share=share, accumulate=num_backwards, level=level, optimizer=rule
+        )
         machine = MACHINES["a100-80gb"].with_devices(bmt.world_size())
         planned = estimate(describe_module(model, torch.ones(1, 600)), machine, policy).disk
         assert planned.stored == pytest.approx(report.on_disk, rel=0.02)
@@ -398,7 +404,7 @@ def count_memory_and_bytes(kind: str) -> list[list[float]]:
 def test_memory_is_that_of_a_few_blocks_and_each_byte_passes_once(
     world: int, kind: str, moments: int, tmp_path: Path
 ) -> None:
-    for results in run_ranks(world, count_memory_and_bytes, kind, init=tiers(tmp_path)):
+    for results in run_ranks(world, count_memory_and_bytes, kind, RUNS, init=tiers(tmp_path)):
         assert results[0][0] == results[1][0]  # bytes of buffers
         for (num_layers, times, level), (_, read, written) in zip(RUNS, results, strict=True):
             # Parameters for forward and backward, gradients that are added to, and in the step parameters, gradients
@@ -407,6 +413,11 @@ def test_memory_is_that_of_a_few_blocks_and_each_byte_passes_once(
             passes = times * (num_layers + again) + (times - 1) * num_layers
             assert read == pytest.approx(passes + (2 + moments) * num_layers, rel=0.02)
             assert written == pytest.approx((times + 1 + moments) * num_layers, rel=0.02)
+
+
+def test_plan_counts_shares_of_the_blocks(tmp_path: Path) -> None:
+    for kind in ("AdamOptimizer", "MuonOptimizer"):
+        run_ranks(2, count_memory_and_bytes, kind, [(5, 1, 3)], 0.4, init=tiers(tmp_path), fresh=True)
 
 
 # ---- what goes wrong

@@ -548,6 +548,10 @@ def test_vertical_order_reads_parameters_twice_a_step() -> None:
 def test_what_drives_cannot_hold_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for options, words in (
         ({"disk": ("state",)}, "disk: expected some of parameters, gradients, optimizer, got state"),
+        (
+            {"disk": ("optimizer",), "disk_share": 0.0},
+            "disk_share: expected more than 0, and at most 1, got 0.0",
+        ),
         ({"disk": ("optimizer",), "state_dtype": torch.int8}, "disk: expected float32 or bfloat16 moments"),
         ({"disk": ("optimizer",), "survive": True}, "without survive"),
         ({"disk": ("parameters", "optimizer"), "pipe_size": 2}, "with pipe_size=1, got 2"),
