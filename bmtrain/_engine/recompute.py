@@ -111,7 +111,7 @@ class Replay(Part):
         ):
             try:
                 return args, kwargs, call.run_forward(args, kwargs)
-            except (_StopForward, RuntimeError):  # TorchScript makes the second of the first
+            except (_StopForward, Exception):  # TorchScript and forwards may turn the first into others
                 if not (stops and self._saved.is_complete):
                     raise
                 return args, kwargs, None
@@ -242,12 +242,12 @@ class SavedTensors:
             if self._in_gathered_buffer(tensor):
                 return kept
             self._gradients.sum_arrived()  # see [Note: One buffer of gradients] in reduction.h
-            index = len(self._values)
-            save = (tensor.shape, tensor.dtype, next_node_number() - first_node)
-            if index >= len(self._saves) or self._saves[index] != save:
-                self.differs = True
-            self._values.append(kept)
-            if stop_early and index + 1 == len(self._saves) and not self.differs:
+            if not (self._saves and stop_early and self.is_complete):  # else the forward has caught the end
+                index = len(self._values)
+                save = (tensor.shape, tensor.dtype, next_node_number() - first_node)
+                self.differs |= self._saves[index : index + 1] != [save]
+                self._values.append(kept)
+            if stop_early and self.is_complete:
                 raise _StopForward
             return kept
 

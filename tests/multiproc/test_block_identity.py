@@ -141,12 +141,39 @@ class ScriptedAtTheEnd(Scripted):
         return scripted(x + torch.nn.functional.embedding(ids, self.table), self.weight)
 
 
+class Guarded(Scripted):
+    """Falls back to another computation on any exception, one of which ends the second run."""
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        x = x + torch.nn.functional.embedding(ids, self.table)
+        try:
+            return torch.tanh(x @ self.weight)
+        except:  # noqa: E722 (as scripts have it)
+            return x @ self.weight.square()
+
+
+class Reworded(Scripted):
+    """Raises another exception for each that it catches."""
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        x = x + torch.nn.functional.embedding(ids, self.table)
+        try:
+            return torch.tanh(x @ self.weight)
+        except BaseException as error:
+            raise ValueError("forward") from error
+
+
+FORWARDS = [
+    (torch.int32, Scripted),
+    (torch.int64, Scripted),
+    (torch.int64, ScriptedAtTheEnd),
+    (torch.int64, Guarded),
+    (torch.int64, Reworded),
+]
+
+
 def scripted_functions() -> None:
-    for dtype, model_class in (
-        (torch.int32, Scripted),
-        (torch.int64, Scripted),
-        (torch.int64, ScriptedAtTheEnd),
-    ):
+    for dtype, model_class in FORWARDS:
         plain, inner = twins(model_class)
         model = bmt.Block(inner)
         inputs = batches(4, 6)
