@@ -253,7 +253,7 @@ def told_by_a_server_that_ends(connections: int) -> str:
 
     threading.Thread(target=end, daemon=True).start()
     os.environ.update(RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    return attempt(timeout=15)
+    return attempt(timeout=4)
 
 
 def test_rank_0_ends_while_others_connect_to_it() -> None:

@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Status, rank_outcomes, run_ranks
+from harness import Status, at_once, rank_outcomes, run_ranks
 
 import bmtrain as bmt
 from bmtrain._ranks import context as _context
@@ -254,7 +255,10 @@ def outcomes_of(world: int, *arguments: Any, transport: str = TRANSPORT, **init:
 
 
 def survive(lost: int, dtype: str, offload: bool, *faults: Any, long: bool = False, **init: Any) -> list[Any]:
-    outcomes = outcomes_of(4, dtype, offload, faults, long, **init)
+    return survived(outcomes_of(4, dtype, offload, faults, long, **init), lost, dtype, offload, long)
+
+
+def survived(outcomes: list[Any], lost: int, dtype: str, offload: bool, long: bool = False) -> list[Any]:
     kept = [outcome for outcome in outcomes if outcome.status is Status.RETURNED]
     assert len(kept) == 4 - lost
     told, values, *_ = undisturbed(dtype, offload, long)
@@ -299,10 +303,30 @@ def test_faults_at_any_moment(fault):
     survive(len(faults), dtype, offload, *faults, long=True, **init)
 
 
-@pytest.mark.parametrize(("rank", "slow"), [(0, 3), (2, 0), (2, 1)])
-def test_a_stopped_rank_does_not_come_back_and_a_slow_one_is_not_lost(rank, slow):
-    faults = (slow, 2, "start", "mute"), (rank, 2, "backward", "stop")
-    outcomes = survive(1, "float32", True, *faults, timeout=6)
+STOPPED_AND_SLOW = [(0, 3), (2, 0), (2, 1)]
+SECOND = [
+    *((4, 2, "clip"), (4, 1, "start", "kill in a recovery")),
+    *((rank, 1, "start", "stop in a recovery") for rank in (0, 4)),
+]
+
+
+@pytest.fixture(scope="module")
+def of_stops(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
+    """Outcomes of jobs in which a rank is stopped, by their case: some wait at the same time."""
+    calls = {}
+    for rank, slow in STOPPED_AND_SLOW:
+        faults = (slow, 2, "start", "mute"), (rank, 2, "backward", "stop")
+        calls[rank, slow] = partial(outcomes_of, 4, "float32", True, faults, timeout=6)
+    for second in SECOND[2:]:
+        folder = str(tmp_path_factory.mktemp("stopped"))
+        faults = second, (2, 2, "clip")
+        calls[second] = partial(outcomes_of, 5, "float32", False, faults, False, folder, timeout=6)
+    return dict(zip(calls, at_once(calls.values(), most=3), strict=True))
+
+
+@pytest.mark.parametrize(("rank", "slow"), STOPPED_AND_SLOW)
+def test_a_stopped_rank_does_not_come_back_and_a_slow_one_is_not_lost(rank, slow, of_stops):
+    outcomes = survived(of_stops[rank, slow], 1, "float32", True)
     assert outcomes[rank].status is Status.RAISED
     assert "CommunicationError" in str(outcomes[rank])
 
@@ -356,13 +380,9 @@ def test_two_neighbours_at_once_end_the_job():
         assert "rank 1 and the keeper of its copy, rank 2, were lost at once" in str(outcomes[rank])
 
 
-@pytest.mark.parametrize(
-    "second", [(4, 2, "clip"), (4, 1, "start", "kill in a recovery")]
-    + [(rank, 1, "start", "stop in a recovery") for rank in (0, 4)],
-)  # fmt: skip
-def test_two_others_at_once(second, tmp_path):
-    folder = str(tmp_path) if "stop" in second[-1] else ""
-    outcomes = outcomes_of(5, "float32", False, (second, (2, 2, "clip")), False, folder, timeout=6)
+@pytest.mark.parametrize("second", SECOND)
+def test_two_others_at_once(second, of_stops):
+    outcomes = of_stops.get(second) or outcomes_of(5, "float32", False, (second, (2, 2, "clip")), timeout=6)
     told, values, *_ = undisturbed("float32", False)
     for rank in {0, 1, 3, 4} - {second[0]}:
         assert outcomes[rank].value[0] == told
