@@ -12,9 +12,11 @@ import mmap
 import os
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,6 +34,7 @@ from ..init import init_distributed
 from ..nn import Linear
 from ..optim import AdamOptimizer
 from ..param_init import init_parameters
+from ._nvme import measure_deepspeed
 from ._table import print_table
 
 __all__ = ["add_arguments", "run"]
@@ -83,6 +86,7 @@ def run(arguments: argparse.Namespace) -> None:
                 seconds[candidate].append(time.perf_counter() - start)
         results[name] = _report(name, trace, seconds)
     results["save"] = _save(on_disk, arguments)
+    results["deepspeed"] = _peer(arguments, len(on_disk.layers), results["step"])
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=2))
 
@@ -208,6 +212,24 @@ def _save(training: _Training, arguments: argparse.Namespace) -> dict[str, Any]:
     share = statistics.median(seconds["save"]) / statistics.median(seconds["copy"])
     print(f"a checkpoint in the same directory takes {share:.3f} of the time of a copy of it")
     return {"seconds": seconds, "share": share}
+
+
+def _peer(arguments: argparse.Namespace, count: int, ours: dict[str, Any]) -> dict[str, Any]:
+    """Compares DeepSpeed's step of the same layers with the raw program of ours."""
+    shape = count, arguments.width, arguments.tokens
+    with TemporaryDirectory(dir=arguments.directory) as folder, redirect_stdout(sys.stderr):
+        found = measure_deepspeed(folder, *shape, arguments.repeat)
+    if "error" in found:
+        print(f"DeepSpeed's NVMe offload was not measured: {found['error']}")
+        return found
+    moved, step = found["read"] + found["written"], statistics.median(found["seconds"])
+    raw = (ours["read"] + ours["written"]) / statistics.median(ours["seconds"]["raw program"])
+    share = moved / step / raw
+    print(
+        f"a step of DeepSpeed's NVMe offload takes {step:.3f} s, reads {found['read'] >> 20} MiB and writes "
+        f"{found['written'] >> 20} MiB: {share:.2f} of the raw program's bytes per second"
+    )
+    return {**found, "share": share}
 
 
 def _report(name: str, trace: _Trace, seconds: dict[str, list[float]]) -> dict[str, Any]:
