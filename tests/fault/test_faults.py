@@ -10,6 +10,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,35 +109,6 @@ def stop(victim: int, folder: str) -> tuple[str, float]:
     return message, seconds
 
 
-@pytest.fixture(scope="module")
-def stopped(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[int, int], list[Outcome]]:
-    """Outcomes by victim and time-out: the jobs of the tests that were selected wait at the same time."""
-    tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    params = [test.callspec.params for test in tests if test.function is test_stopped]
-    cases = [(each["victim"], each["seconds_allowed"]) for each in params]
-    calls = []
-    for victim, seconds in cases:
-        folder = str(tmp_path_factory.mktemp("stopped"))
-        options = {"init": {"timeout": seconds}, "fresh": True, "timeout": 90}
-        calls.append(partial(rank_outcomes, WORLD, stop, victim, folder, **options))
-    return dict(zip(cases, at_once(calls), strict=True))
-
-
-@pytest.mark.parametrize(
-    ("victim", "seconds_allowed"),
-    [(2, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, 3), (2, 9), (0, 9)))],
-)
-def test_stopped(victim: int, seconds_allowed: int, stopped: dict[tuple[int, int], list[Outcome]]) -> None:
-    for outcome in stopped[victim, seconds_allowed]:
-        if outcome.rank != victim:
-            assert outcome.status is Status.RETURNED, outcome
-            message, seconds = outcome.value
-            assert f"no answer from rank {victim}" in message
-            assert seconds >= seconds_allowed  # not before the time-out
-
-
 def leave_early() -> float:
     """Rank 1 has sent its part and ends at once; rank 2 comes long after that."""
     comm, x = bmtrain.config["comm"], torch.ones(10)
@@ -149,9 +121,62 @@ def leave_early() -> float:
     return float(x[0])
 
 
-def test_a_rank_that_ends_early_is_not_blamed() -> None:
+def skip_one() -> str:
+    comm = bmtrain.config["comm"]
+    comm.barrier()
+    if comm.rank == 1:
+        context = _context.current()
+        assert context is not None
+        assert context.watch is not None
+        while not context.watch.core.verdict:  # in no operation
+            time.sleep(0.05)
+        return "late"
+    with pytest.raises(CommunicationError) as error:
+        comm.all_gather(torch.empty(40), torch.ones(10), "block 7").wait()
+    return str(error.value)
+
+
+@pytest.fixture(scope="module")
+def flight_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("flights")
+
+
+@pytest.fixture(scope="module")
+def waiting(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, flight_folder: Path
+) -> dict[Any, list[Outcome]]:
+    """Outcomes of jobs that wait at the same time: by function, or by victim and time-out (of selected tests)."""
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    params = [test.callspec.params for test in tests if test.function is test_stopped]
+    cases = [(each["victim"], each["seconds_allowed"]) for each in params]
+    records = {"BMTRAIN_FLIGHT_DIR": str(flight_folder)}
+    run = partial(rank_outcomes, fresh=True, timeout=90)
+    calls = {
+        skip_one: partial(run, WORLD, skip_one, init={"timeout": 5}, environment=records),
+        leave_early: partial(run, 3, leave_early, init={"timeout": 60}),
+    }
+    for victim, seconds in cases:
+        folder = str(tmp_path_factory.mktemp("stopped"))
+        calls[victim, seconds] = partial(run, WORLD, stop, victim, folder, init={"timeout": seconds})
+    return dict(zip(calls, at_once(calls.values()), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("victim", "seconds_allowed"),
+    [(2, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, 3), (2, 9), (0, 9)))],
+)
+def test_stopped(victim: int, seconds_allowed: int, waiting: dict[Any, list[Outcome]]) -> None:
+    for outcome in waiting[victim, seconds_allowed]:
+        if outcome.rank != victim:
+            assert outcome.status is Status.RETURNED, outcome
+            message, seconds = outcome.value
+            assert f"no answer from rank {victim}" in message
+            assert seconds >= seconds_allowed  # not before the time-out
+
+
+def test_a_rank_that_ends_early_is_not_blamed(waiting: dict[Any, list[Outcome]]) -> None:
     """The others still wait for somebody else: the hub asks, and finds that all is well."""
-    outcomes = rank_outcomes(3, leave_early, init={"timeout": 60}, fresh=True)
+    outcomes = waiting[leave_early]
     assert outcomes[0].value == 3.0, outcomes[0]
     assert outcomes[1].exitcode == 0
     assert outcomes[2].status is Status.RETURNED
@@ -180,32 +205,16 @@ def test_an_exception_on_one_rank(victim: int) -> None:
         assert f"rank {victim} raised ValueError: a bad sample" in message
 
 
-def skip_one() -> str:
-    comm = bmtrain.config["comm"]
-    comm.barrier()
-    if comm.rank == 1:
-        context = _context.current()
-        assert context is not None
-        assert context.watch is not None
-        while not context.watch.core.verdict:  # in no operation
-            time.sleep(0.05)
-        return "late"
-    with pytest.raises(CommunicationError) as error:
-        comm.all_gather(torch.empty(40), torch.ones(10), "block 7").wait()
-    return str(error.value)
-
-
-def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
-    records = {"BMTRAIN_FLIGHT_DIR": str(tmp_path)}
-    outcomes = rank_outcomes(
-        WORLD, skip_one, init={"timeout": 5}, environment=records, fresh=True, timeout=60
-    )
+def test_a_rank_that_does_not_come(waiting: dict[Any, list[Outcome]], flight_folder: Path) -> None:
+    outcomes = waiting[skip_one]
     for message in survivors(outcomes, 1):
         assert 'rank 1 did not come to all_gather #2 for "block 7"' in message
         assert "in skip_one" in message
     assert "gives up: rank 1 did not come" in outcomes[1].output
     assert [outcome.output.count("gives up") for outcome in outcomes] == [1] * WORLD  # one report each
-    flights = {rank: json.loads((tmp_path / f"flight-rank{rank}.json").read_text()) for rank in range(WORLD)}
+    flights = {
+        rank: json.loads((flight_folder / f"flight-rank{rank}.json").read_text()) for rank in range(WORLD)
+    }
     verdict, lines = blame.read_flights(flights)
     assert verdict.culprits == (1,)
     assert any(line.startswith("ranks 0, 2-3: in all_gather #2") for line in lines)
