@@ -327,12 +327,15 @@ def _memory(result: StepResult, machine: Machine, on_host: float, wire: float) -
 def _matrix_bytes(model: ModelDescription, network: Network, policy: TrainingPolicy) -> float:
     """Returns what a rank holds in a step of Muon, in bf16: the matrices that it owns and its elements of the others
     (of one buffer at a time with drives), and of the largest matrix a copy, its new values and two products."""
-    held, largest = [0.0], 0
-    for buffer in [buffer for block in model.blocks for buffer in block.buffers if buffer.trains]:
-        numel, largest = sum(buffer.numels), max(largest, *buffer.numels)
-        owned = numel / network.of(buffer, policy).size
-        held.append(owned + (numel - owned) / network.sharing(buffer, policy).size)
-    return 2 * ((max if policy.disk else sum)(held) + 3 * largest)
+    in_memory, on_disk, largest = 0.0, 0.0, 0
+    for number, block in enumerate(model.blocks):
+        is_on_disk = "optimizer" in policy.on_disk(number)
+        for buffer in [buffer for buffer in block.buffers if buffer.trains]:
+            numel, largest = sum(buffer.numels), max(largest, *buffer.numels)
+            owned = numel / network.of(buffer, policy).size
+            held = owned + (numel - owned) / network.sharing(buffer, policy).size
+            in_memory, on_disk = in_memory + held * (not is_on_disk), max(on_disk, held * is_on_disk)
+    return 2 * (max(in_memory, on_disk) + 3 * largest)
 
 
 def _muon_seconds(model: ModelDescription, network: Network, policy: TrainingPolicy) -> float:

@@ -28,7 +28,7 @@ from bmtrain.plan import (
     gpt2,
     remedies,
 )
-from bmtrain.plan.estimator import Plan
+from bmtrain.plan.estimator import Plan, _matrix_bytes
 from bmtrain.plan.machine import GIB, Machine
 from bmtrain.plan.model import FlatBuffer, muon_flops
 from bmtrain.plan.network import Network, Wire
@@ -522,6 +522,15 @@ def test_blocks_on_drives_take_what_the_drives_allow() -> None:
     in_update = estimate(SMALL, fast, TrainingPolicy(disk=("optimizer",)))
     assert in_update.time.exposed_disk == 0
     assert in_update.disk.read == in_update.disk.written == pytest.approx(2 * 6 * block)
+
+
+def test_matrices_of_muon_from_drives_are_in_memory_block_by_block() -> None:
+    held = []
+    for disk, share in (((), 1.0), (("optimizer",), 1.0), (("optimizer",), 0.5)):
+        policy = TrainingPolicy(optimizer="muon", disk=disk, disk_share=share)
+        held.append(_matrix_bytes(SMALL, Network(EIGHT, 8), policy))
+    blocks = [(whole - held[1]) / (held[0] - held[1]) * 5 + 1 for whole in held]  # of the six
+    assert blocks == pytest.approx([6, 1, 3])
 
 
 def test_vertical_order_reads_parameters_twice_a_step() -> None:
