@@ -32,7 +32,7 @@ CORE = {
     "comm": ("comm", 6793),
     "shard": ("shard", 2507),
     "disk": ("disk", 900),
-    "optim": ("optim", 1814),
+    "optim": ("optim", 1815),
     "cpu": ("cpu", 2420),
     "cuda": ("cuda", 1400),
     "packaging": ("packaging", 90),

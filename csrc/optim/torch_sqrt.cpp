@@ -7,10 +7,10 @@
 #include <ATen/ops/sqrt.h>
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cmath>
-#include <cstring>
 
 namespace bmtrain {
 namespace {
@@ -79,9 +79,10 @@ cpu::SqrtFunction choose_sqrt() {
   std::array<float, kTorchBlock> expected{};
   std::array<float, kTorchBlock> got{};
   sqrt_by_torch(kTorchBlock, x.data(), expected.data());
+  const auto bits = [](float x) { return std::bit_cast<std::uint32_t>(x); };
   const auto agrees = [&](cpu::SqrtFunction candidate) {
     candidate(kTorchBlock, x.data(), got.data());
-    return std::memcmp(expected.data(), got.data(), sizeof(expected)) == 0;
+    return std::ranges::equal(expected, got, {}, bits, bits);
   };
   if (mkl_sqrt() != nullptr && agrees(sqrt_by_mkl)) return sqrt_by_mkl;
   if (!at::hasMKL() && agrees(sqrt_by_ieee)) return nullptr;
