@@ -242,12 +242,12 @@ class SavedTensors:
             if self._in_gathered_buffer(tensor):
                 return kept
             self._gradients.sum_arrived()  # see [Note: One buffer of gradients] in reduction.h
-            if not (self._saves and stop_early and self.is_complete):  # else the forward has caught the end
-                index = len(self._values)
+            index = len(self._values)
+            if not (stop_early and 0 < index == len(self._saves) and not self.differs):  # else caught before
                 save = (tensor.shape, tensor.dtype, next_node_number() - first_node)
                 self.differs |= self._saves[index : index + 1] != [save]
                 self._values.append(kept)
-            if stop_early and self.is_complete:
+            if stop_early and len(self._values) == len(self._saves) and not self.differs:
                 raise _StopForward
             return kept
 
