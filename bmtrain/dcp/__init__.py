@@ -76,7 +76,6 @@ def save(
     context("dcp.save()")
     finish_background_save()
     place = Path(folder)
-    on_rank_0(lambda: _prepare(place), "dcp.save")
     snapshot = Snapshot()
     values: dict[tuple[Any, ...], Any] = {}
     entries: dict[str, Any] = {}
@@ -91,6 +90,7 @@ def save(
             _add_entry(snapshot, values, paths, (*prefix, key), value, masters)
     add_state(snapshot, values, paths, _keys(optim_key), optimizers, Names(entries))
     require_intact("dcp.save()")
+    on_rank_0(lambda: _prepare(place), "dcp.save")
     topology = context().topology
     written: Any = None
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Iterable
 from typing import Any
@@ -255,6 +256,7 @@ def local() -> None:
     assert report.owned == 4 * sum(p.full_numel for p in [*named.values(), more] if optimizer.owns(p))
     with pytest.raises(ValueError, match="optim: an optimizer of whole_matrix"):
         bmt.dcp.save("none", model, optimizer)
+    assert not os.path.exists("none")
     with pytest.raises(TypeError, match=r"Lamb.*state_dict\(gather=True\)"):
         pickle.dumps(optimizer)
 
