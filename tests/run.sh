@@ -74,8 +74,8 @@ sys.exit("\n".join(bmtrain.build_info()["warnings"]) or None)' # of the compiler
 }
 [ -n "$fast" ] || lint
 
-# A worker for each processor. -n 0 among the arguments runs all tests in one process, as --pdb needs it.
-workers=(-n logical --maxprocesses 8 --no-loadscope-reorder)
+# A worker more than processors, as many tests wait. -n 0 among the arguments runs all in one process, as --pdb needs it.
+workers=(-n "$(($(nproc) + 1))" --maxprocesses 8 --no-loadscope-reorder)
 result=0
 "$PYTHON" -u -m pytest "${workers[@]}" --durations=15 "${arguments[@]}" </dev/null || result=$?
 [ -z "$fast" ] || [ "$result" -eq 5 ] || lint
