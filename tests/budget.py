@@ -19,12 +19,12 @@ PYTHON = {
     "watch": ("_watch", 1924),
     "ranks": ("_ranks global_var nccl synchronize utils", 4226),
     "shards": ("_shards parameter", 1665),
-    "engine": ("_engine", 7643),
+    "engine": ("_engine", 7639),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5628),
     "files": ("_files dcp distributed store weights", 4672),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 9593),
     "survive": ("_survive survive", 2017),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_302),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_308),
 }
 CORE = {
     "bindings": (". bindings ops", 1494),

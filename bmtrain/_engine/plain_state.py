@@ -23,7 +23,8 @@ _OF_TORCH = frozenset(vars(torch.nn.Module()))
 _REGISTERED = ("_modules", "_parameters", "_buffers")
 _CONTAINERS = (tuple, list, dict, deque)
 _ABSENT: Any = object()
-_SMALL = 1 << 16  # bytes
+#: Tensors up to this size are copied before each forward; larger ones only once they are known to be written to.
+SMALL_BYTES = 1 << 16
 #: The __dict__ of a module, the name of an attribute, and whether forwards replace its value.
 _Place = tuple[dict[str, Any], str, bool]
 
@@ -71,7 +72,7 @@ class _Attribute(NamedTuple):
     def is_small(self) -> bool:
         """Whether each forward can afford a copy, for one that begins to write to it later."""
         value = self.value
-        return type(value) is torch.Tensor and value.nbytes <= _SMALL and value.is_contiguous()
+        return type(value) is torch.Tensor and value.nbytes <= SMALL_BYTES and value.is_contiguous()
 
     def put(self, itself: bool = False) -> None:
         """Gives the module its value again: a copy of it, or ``itself``."""

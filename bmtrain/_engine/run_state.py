@@ -12,10 +12,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from .block_state import BlockState
-from .plain_state import PlainSnapshot, PlainState, exchanged_error
-
-#: Buffers up to this size are copied before each forward; larger ones only once they are known to be updated.
-SMALL_BUFFER_BYTES = 1 << 16
+from .plain_state import SMALL_BYTES, PlainSnapshot, PlainState, exchanged_error
 
 
 class _Buffer(NamedTuple):
@@ -83,9 +80,7 @@ class ModuleState:
                     buffers.append(_Buffer(owner, name, None, 0, None))
                     continue
                 copied = (
-                    tensor.nbytes <= SMALL_BUFFER_BYTES
-                    or self._large is None
-                    or (id(owner), name) in self._large
+                    tensor.nbytes <= SMALL_BYTES or self._large is None or (id(owner), name) in self._large
                 )
                 if copied and id(tensor) not in copies:
                     copies[id(tensor)] = tensor.clone()
@@ -95,7 +90,7 @@ class ModuleState:
 
     def learn(self, updated: list[_Buffer]) -> None:
         """Records the large buffers that a forward updated."""
-        large = (b for b in updated if b.tensor is not None and b.tensor.nbytes > SMALL_BUFFER_BYTES)
+        large = (b for b in updated if b.tensor is not None and b.tensor.nbytes > SMALL_BYTES)
         self._large = (self._large or set()) | {(id(b.owner), b.name) for b in large}
 
 
@@ -160,7 +155,7 @@ def _may_be_updated(buffer: _Buffer) -> bool:
         return True
     if buffer.tensor is None or buffer.tensor._version != buffer.version or buffer.old is None:
         return buffer.tensor is not None and buffer.tensor._version != buffer.version
-    if buffer.tensor.nbytes <= SMALL_BUFFER_BYTES and buffer.old.stride() == buffer.tensor.stride():
+    if buffer.tensor.nbytes <= SMALL_BYTES and buffer.old.stride() == buffer.tensor.stride():
         return True
     # A copy with other strides (of an expanded tensor) could make a kernel round differently.
     return not torch.equal(buffer.old, buffer.tensor)

@@ -149,7 +149,7 @@ def model_state_bytes(
     """
     sizes = {"weights": 0, "gradients": 0, "optimizer": 0}
     for number, block in enumerate(model.blocks):
-        of_block = dict.fromkeys(sizes, 0)
+        of_block, kept = dict.fromkeys(sizes, 0), disk(number)
         for buffer in block.buffers:
             own = num_sharing_experts if buffer.is_of_experts else None
             numel = buffer.partition(own or num_sharing or num_ranks)
@@ -157,7 +157,7 @@ def model_state_bytes(
             state = adam_bytes(buffer.element_size, state_dtype, in_block=True, num_moments=num_moments)
             _add(of_block, numel, buffer.element_size, state, buffer.trains)
         for name, choice in zip(sizes, DISK, strict=True):
-            sizes[name] += of_block[name] * (choice not in disk(number))
+            sizes[name] += of_block[name] * (choice not in kept)
     for param in model.outside:
         state = adam_bytes(param.element_size, state_dtype, in_block=False)
         _add(sizes, param.partition(num_ranks), param.element_size, state, param.trains)

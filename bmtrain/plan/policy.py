@@ -93,6 +93,10 @@ class TrainingPolicy:
             raise ValueError(f"disk: expected some of {', '.join(DISK)}, got {', '.join(self.disk)}")
         if self.disk and (self.state_dtype is torch.int8 or self.survive):
             raise ValueError("disk: expected float32 or bfloat16 moments, and without survive")
+        if self.disk_share != 1 and not self.disk:
+            raise ValueError(
+                f"disk_share: expected disk as well, which it is a share of, got {self.disk_share}"
+            )
         if not 0 < self.disk_share <= 1:
             raise ValueError(f"disk_share: expected more than 0, and at most 1, got {self.disk_share}")
         if set(self.disk) - {"optimizer"} and self.pipe_size > 1:
@@ -147,6 +151,8 @@ class TrainingPolicy:
 
     def on_disk(self, number: int) -> tuple[str, ...]:
         """Returns the members of ``disk`` for the block ``number``."""
+        if self.disk_share == 1:
+            return self.disk
         block = self.block_policy().of_block(number)
         return tuple(name for name in self.disk if getattr(block, name) == "disk")
 

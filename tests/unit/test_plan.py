@@ -557,6 +557,7 @@ def test_vertical_order_reads_parameters_twice_a_step() -> None:
 def test_what_drives_cannot_hold_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for options, words in (
         ({"disk": ("state",)}, "disk: expected some of parameters, gradients, optimizer, got state"),
+        ({"disk_share": 0.5}, "disk_share: expected disk as well"),
         (
             {"disk": ("optimizer",), "disk_share": 0.0},
             "disk_share: expected more than 0, and at most 1, got 0.0",
