@@ -18,15 +18,24 @@ import torch
 
 from .._base.deprecate import warn_once
 from .._base.generators import host_state, is_same_host_state, set_host_state
+from .helper_state import SMALL_BYTES, Holder, contents_of, put_contents
 
 _OF_TORCH = frozenset(vars(torch.nn.Module()))
 _REGISTERED = ("_modules", "_parameters", "_buffers")
 _CONTAINERS = (tuple, list, dict, deque)
 _ABSENT: Any = object()
-#: Tensors up to this size are copied before each forward; larger ones only once they are known to be written to.
-SMALL_BYTES = 1 << 16
 #: The __dict__ of a module, the name of an attribute, and whether forwards replace its value.
 _Place = tuple[dict[str, Any], str, bool]
+
+
+class Buffer(NamedTuple):
+    """A buffer at the start of a forward; ``old`` is a copy, or None if none was made."""
+
+    owner: torch.nn.Module
+    name: str
+    tensor: torch.Tensor | None
+    version: int
+    old: torch.Tensor | None
 
 
 class _Attribute(NamedTuple):
@@ -141,9 +150,24 @@ def _is_state(name: str, value: Any) -> bool:
     return value is None or isinstance(value, torch.Generator)
 
 
-def _is_resized(buffer: Any) -> bool:
+def _is_resized(buffer: Buffer) -> bool:
     now = buffer.owner._buffers.get(buffer.name)
     return now is not None and buffer.tensor is not None and now.shape != buffer.tensor.shape
+
+
+def old_value(buffer: Buffer, label: str) -> torch.Tensor | None:
+    """Returns the value that a buffer had at the start of a forward, in a new tensor."""
+    if buffer.tensor is None:
+        return None
+    if buffer.old is None and buffer.tensor._version == buffer.version:
+        return buffer.tensor.clone()  # replaced, not written to
+    if buffer.old is None:
+        raise RuntimeError(
+            f"{label}: the forward updated its buffer {buffer.name!r} (shape {tuple(buffer.tensor.shape)}), which "
+            "earlier forwards left alone, so that there is no copy to run it again with; build the Block with "
+            "use_checkpoint=False, or repeat the step"
+        )
+    return buffer.old.clone()
 
 
 def exchanged_error(label: str) -> RuntimeError:
@@ -187,11 +211,17 @@ class PlainState:
         self._draws = True
         self._counters: set[tuple[int, str]] = set()
 
-    def before_forward(self, modules: Iterable[torch.nn.Module]) -> PlainSnapshot:
-        """Takes a snapshot; :meth:`PlainSnapshot.after_forward` must be called when the forward has run."""
+    def before_forward(self, modules: Iterable[torch.nn.Module], held: list[Holder]) -> PlainSnapshot:
+        """Takes a snapshot; :meth:`PlainSnapshot.after_forward` must be called when the forward has run.
+
+        Args:
+            modules: modules of the Block.
+            held: other objects that hold state, first in each pair.
+        """
         snapshot = PlainSnapshot(self, host_state() if self._draws else None)
         if self._changing is None:
-            snapshot.known = [(vars(module), set(vars(module))) for module in modules]
+            places = [*map(vars, modules), *(holder for holder, _ in held if isinstance(holder, dict))]
+            snapshot.known = [(place, set(place)) for place in places]
             found = [(place, name) for place, names in snapshot.known for name in names]
             snapshot.known += [(module._buffers, set(module._buffers)) for module in modules]  # for new ones
             snapshot.attributes = [
@@ -202,7 +232,7 @@ class PlainState:
         return snapshot
 
     def note_counters(
-        self, changed: Iterable[tuple[torch.nn.Module, dict[str, Any]]], buffers: Iterable[Any]
+        self, changed: Iterable[tuple[torch.nn.Module, dict[str, Any]]], buffers: Iterable[Buffer]
     ) -> None:
         """Records the integers that a forward increased by 1, which count both runs, and warns of the first.
 
@@ -222,22 +252,26 @@ class PlainState:
                 )
 
     @contextmanager
-    def attributes_as_before(
-        self, changed: Iterable[tuple[torch.nn.Module, dict[str, Any]]]
+    def as_before(
+        self, changed: Iterable[tuple[torch.nn.Module, dict[str, Any]]], held: list[Holder]
     ) -> Iterator[None]:
-        """Context manager with the attributes that modules had; afterwards the current ones are put back.
+        """Context manager with what modules and other objects had; afterwards the current state is put back.
 
         Args:
             changed: modules, and what their ``__dict__`` was.
+            held: other objects, and what they contained.
         """
         differing = [each for each in _differing(changed) if (id(each[0]), each[1]) not in self._counters]
         for module, name, old, _ in differing:
             _set(vars(module), name, old)
+        now = contents_of(holder for holder, _ in held)
+        put_contents(held)
         try:
             yield
         finally:
-            for module, name, _, now in differing:
-                _set(vars(module), name, now)
+            put_contents(now)
+            for module, name, _, new in differing:
+                _set(vars(module), name, new)
 
     def learn(self, changed: Iterable[_Attribute], draws: bool) -> None:
         """Records the attributes that the first forward changed, and whether it drew random numbers."""

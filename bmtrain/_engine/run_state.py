@@ -5,24 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from .block_state import BlockState
-from .plain_state import SMALL_BYTES, PlainSnapshot, PlainState, exchanged_error
-
-
-class _Buffer(NamedTuple):
-    """A buffer at the start of a forward; ``old`` is a copy, or None if none was made."""
-
-    owner: torch.nn.Module
-    name: str
-    tensor: torch.Tensor | None
-    version: int
-    old: torch.Tensor | None
+from .helper_state import SMALL_BYTES, HelperState, Holder, helpers_of
+from .plain_state import Buffer, PlainState, exchanged_error, old_value
 
 
 class ModuleState:
@@ -38,7 +29,13 @@ class ModuleState:
         self._modules: list[torch.nn.Module] = [root]
         self._children: list[torch.nn.Module | None] = [None]
         self._large: set[tuple[int, str]] | None = None  # known to be updated; None before the first forward
-        self.plain = PlainState()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Has the next forwards show again what they change."""
+        self._plain = PlainState(), PlainState()  # in evaluation and in training: only one may draw or write
+        self._helpers: HelperState | None = None
+        self._searches = 0
 
     def walk(self) -> list[torch.nn.Module]:
         children: list[torch.nn.Module | None] = []
@@ -46,7 +43,7 @@ class ModuleState:
             children += module._modules.values()  # a comprehension costs a call of its own before Python 3.12
         if children != self._children:
             self._modules = list(self.root.modules())
-            self.plain = PlainState()
+            self._forget()
             self._children = [child for module in self._modules for child in module._modules.values()]
         return self._modules
 
@@ -77,18 +74,21 @@ class ModuleState:
         for owner in modules:
             for name, tensor in owner._buffers.items():
                 if tensor is None:
-                    buffers.append(_Buffer(owner, name, None, 0, None))
+                    buffers.append(Buffer(owner, name, None, 0, None))
                     continue
                 copied = (
                     tensor.nbytes <= SMALL_BYTES or self._large is None or (id(owner), name) in self._large
                 )
                 if copied and id(tensor) not in copies:
                     copies[id(tensor)] = tensor.clone()
-                buffers.append(_Buffer(owner, name, tensor, tensor._version, copies.get(id(tensor))))
-        plain = None if self.plain.is_unused else self.plain.before_forward(modules)
-        return ModuleSnapshot(self, modules, buffers, plain)
+                buffers.append(Buffer(owner, name, tensor, tensor._version, copies.get(id(tensor))))
+        if self._searches < 2:  # the first forward may make some
+            self._searches += 1
+            self._helpers = helpers_of(modules)
+        held = self._helpers.before_forward() if self._helpers else []
+        return ModuleSnapshot(self, modules, buffers, self._plain[self.root.training], held)
 
-    def learn(self, updated: list[_Buffer]) -> None:
+    def learn(self, updated: list[Buffer]) -> None:
         """Records the large buffers that a forward updated."""
         large = (b for b in updated if b.tensor is not None and b.tensor.nbytes > SMALL_BYTES)
         self._large = (self._large or set()) | {(id(b.owner), b.name) for b in large}
@@ -101,10 +101,12 @@ class ModuleSnapshot:
         self,
         state: ModuleState,
         modules: list[torch.nn.Module],
-        buffers: list[_Buffer],
-        plain: PlainSnapshot | None,
+        buffers: list[Buffer],
+        plain: PlainState,
+        held: list[Holder],
     ) -> None:
-        self._state, self._buffers, self._plain = state, buffers, plain
+        self._state, self._buffers, self._plain, self._held = state, buffers, plain, held
+        self._in_place = None if plain.is_unused else plain.before_forward(modules, held)
         self._attributes = [(module, vars(module).copy()) for module in modules]
 
     def _changed(self) -> list[tuple[torch.nn.Module, dict[str, Any]]]:
@@ -119,11 +121,11 @@ class ModuleSnapshot:
         """Keeps old values only of the buffers that the forward updated or may have updated."""
         self._modules = self._state.walk()
         if changed := self._changed():
-            self._state.plain.note_counters(changed, self._buffers)
+            self._plain.note_counters(changed, self._buffers)
         self._buffers = [buffer for buffer in self._buffers if _may_be_updated(buffer)]
         self._state.learn(self._buffers)
-        if self._plain is not None:
-            self._plain.after_forward()
+        if self._in_place is not None:
+            self._in_place.after_forward()
 
     @contextmanager
     def restored(self, label: str) -> Iterator[None]:
@@ -134,15 +136,15 @@ class ModuleSnapshot:
         values: dict[int, torch.Tensor | None] = {}
         for noted in self._buffers:
             if id(noted.tensor) not in values:
-                values[id(noted.tensor)] = _old_value(noted, label)
+                values[id(noted.tensor)] = old_value(noted, label)
         old = [(noted.owner, noted.name, values[id(noted.tensor)]) for noted in self._buffers]
         current = [(owner, name, owner._buffers.get(name)) for owner, name, _ in old]
         for owner, name, value in old:
             owner._buffers[name] = value
         try:
             with (
-                self._state.plain.attributes_as_before(changed) if changed else nullcontext(),
-                nullcontext() if self._plain is None else self._plain.restored(),
+                self._plain.as_before(changed, self._held) if changed or self._held else nullcontext(),
+                nullcontext() if self._in_place is None else self._in_place.restored(),
             ):
                 yield
         finally:
@@ -150,7 +152,7 @@ class ModuleSnapshot:
                 owner._buffers[name] = buffer
 
 
-def _may_be_updated(buffer: _Buffer) -> bool:
+def _may_be_updated(buffer: Buffer) -> bool:
     if buffer.owner._buffers.get(buffer.name) is not buffer.tensor:
         return True
     if buffer.tensor is None or buffer.tensor._version != buffer.version or buffer.old is None:
@@ -159,20 +161,6 @@ def _may_be_updated(buffer: _Buffer) -> bool:
         return True
     # A copy with other strides (of an expanded tensor) could make a kernel round differently.
     return not torch.equal(buffer.old, buffer.tensor)
-
-
-def _old_value(buffer: _Buffer, label: str) -> torch.Tensor | None:
-    if buffer.tensor is None:
-        return None
-    if buffer.old is None and buffer.tensor._version == buffer.version:
-        return buffer.tensor.clone()  # replaced, not written to
-    if buffer.old is None:
-        raise RuntimeError(
-            f"{label}: the forward updated its buffer {buffer.name!r} (shape {tuple(buffer.tensor.shape)}), which "
-            "earlier forwards left alone, so that there is no copy to run it again with; build the Block with "
-            "use_checkpoint=False, or repeat the step"
-        )
-    return buffer.old.clone()
 
 
 @contextmanager

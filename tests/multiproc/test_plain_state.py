@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import random
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -132,7 +133,42 @@ def of_a_generator(self: Any, h: torch.Tensor) -> Any:
     return torch.rand(6, generator=self.generator)
 
 
+def of_a_helper(self: Any, h: torch.Tensor) -> Any:
+    """Reads what the script changes between forward and backward, in objects of several kinds."""
+    settings, parts = self.settings, (self.settings.inner, self.settings.table["scale"], self.scales[1])
+    return (
+        settings.scale
+        + sum(part.scale if part is settings.inner else part for part in parts)
+        + float(self.array[0])
+    )
+
+
+def of_a_helper_that_it_changes(self: Any, h: torch.Tensor) -> Any:
+    own = self.own
+    own.scale, own.calls = own.scale * 1.25, own.calls + 1
+    own.mean.mul_(0.5).add_(h.detach().mean())
+    own.seen.append(own.scale)
+    return own.mean.clone() + sum(own.seen) / own.calls
+
+
+def of_a_late_helper(self: Any, h: torch.Tensor) -> Any:
+    if not hasattr(self, "made"):
+        self.made = types.SimpleNamespace(scale=1.0)
+    self.made.scale *= 1.25
+    return self.made.scale
+
+
+def of_numpy_in_training(self: Any, h: torch.Tensor) -> Any:
+    """Draws and writes in training only, which the first call is not."""
+    if self.training:
+        self.array += np.random.rand()
+    return float(self.array[0])
+
+
 FORWARDS = [
+    of_a_helper,
+    of_a_helper_that_it_changes,
+    of_a_late_helper,
     memory,
     pair,
     in_place,
@@ -156,6 +192,18 @@ FORWARDS = [
 ]
 
 
+class Settings:
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.inner = types.SimpleNamespace(scale=0.5)
+        self.table = {"scale": 0.25}
+
+    def decay(self) -> None:
+        self.scale *= 0.9
+        self.inner.scale *= 0.8
+        self.table["scale"] *= 0.7
+
+
 class Stateful(torch.nn.Module):
     def __init__(self, factor: Forward) -> None:
         super().__init__()
@@ -171,6 +219,10 @@ class Stateful(torch.nn.Module):
         self.register_buffer("table", torch.ones(2))
         self.cache: dict[str, torch.Tensor] = {}
         self.decay, self.given = 1.0, None
+        self.settings = Settings()
+        self.scales = [0.5, 1.0]
+        self.array = np.ones(3)
+        self.own = types.SimpleNamespace(scale=1.0, calls=0, mean=torch.zeros(()), seen=[])
         self.register_buffer("late", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -189,11 +241,15 @@ def restored(recompute: str) -> None:
                 random.seed(step)
                 np.random.seed(step)
                 module.zero_grad()
+                module.train(step > 0)
                 results = []
                 for number in (1, 2):
                     module.given, module.number = torch.full((6,), number / 2), number
                     results.append(module(torch.full((2, 6), number - 0.5)))
                 module.given, module.number = None, 3
+                module.settings.decay()
+                module.scales[1] *= 0.9
+                module.array *= 0.9
                 first, second = results
                 (first * second / (1 if module is plain else bmt.world_size())).sum().backward()
                 drawn.append((random.random(), np.random.rand()))

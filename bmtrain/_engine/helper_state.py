@@ -1,0 +1,158 @@
+"""State outside modules that a forward reads: configurations, and other objects, containers and NumPy arrays.
+
+Modules refer to them, and scripts and forwards change their fields and items. A second run of a forward begins with
+the same ones as the first. Tensors in them are left to :mod:`.plain_state`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from operator import is_
+from typing import Any
+
+import torch
+
+#: Tensors and arrays up to this size are copied before each forward; larger tensors only once they are known to be
+#: written to.
+SMALL_BYTES = 1 << 16
+#: Bounds of the search: references from a module to an object, objects, and items of a container.
+_DEPTH, _MOST_HOLDERS, _MOST_ITEMS = 4, 100, 1000
+#: Modules of classes whose objects have no fields of users, or belong to threads.
+_FOREIGN = (sys.stdlib_module_names - {"argparse", "collections", "types"}) | {"bmtrain", "numpy", "torch"}
+_OF_THREADS = {"_queue", "_thread", "asyncio", "concurrent", "multiprocessing", "queue", "threading"}
+_CONTAINERS = (dict, list, deque, set)
+_NOT_OF_USERS = {*vars(torch.nn.Module()), "_full_shapes"}
+#: A container, the __dict__ of an object or an array, and a copy of what it contains.
+Holder = tuple[Any, Any]
+#: The __dict__ of a module and the name of an attribute.
+_Slot = tuple[dict[str, Any], str]
+
+
+def _origin(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]
+
+
+def _fields(value: Any) -> dict[str, Any] | None:
+    """Returns the ``__dict__`` of an object that users' code changes, or None."""
+    if isinstance(value, (type, torch.nn.Module, torch.Tensor)) or _origin(value) in _FOREIGN:
+        return None
+    fields = getattr(value, "__dict__", None)
+    if not isinstance(fields, dict) or any(_origin(field) in _OF_THREADS for field in fields.values()):
+        return None  # a thread may change fields beside a lock at any time
+    return fields
+
+
+def _is_small_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return (
+        numpy is not None
+        and isinstance(value, numpy.ndarray)
+        and value.nbytes <= SMALL_BYTES
+        and value.flags.writeable
+        and not value.dtype.hasobject
+    )
+
+
+def _holders(value: Any) -> Iterator[Any]:
+    """Yields what contains the state of ``value``; nothing for numbers, modules and tensors."""
+    if isinstance(value, tuple):
+        for item in value:
+            yield from _holders(item)
+    elif _is_small_array(value):
+        yield value
+    elif (fields := _fields(value)) is not None:
+        yield fields
+    if isinstance(value, _CONTAINERS) and len(value) <= _MOST_ITEMS:
+        yield value
+
+
+def _content(holder: Any) -> Any:
+    if isinstance(holder, dict):
+        return dict(holder)
+    if isinstance(holder, set):
+        return set(holder)
+    return list(holder) if isinstance(holder, _CONTAINERS) else holder.copy()
+
+
+def _differs(holder: Any, content: Any) -> bool:
+    if isinstance(holder, dict):
+        return holder.keys() != content.keys() or not all(map(is_, holder.values(), content.values()))
+    if isinstance(holder, set):
+        return bool(holder != content)
+    if isinstance(holder, _CONTAINERS):
+        return len(holder) != len(content) or not all(map(is_, holder, content))
+    return bool(holder.shape != content.shape or holder.tobytes() != content.tobytes())
+
+
+def contents_of(holders: Iterable[Any]) -> list[Holder]:
+    """Returns the holders, and copies of what they contain."""
+    return [(holder, _content(holder)) for holder in holders]
+
+
+def put_contents(holders: Iterable[Holder]) -> None:
+    """Gives the holders their content again."""
+    for holder, content in holders:
+        if not _differs(holder, content):
+            continue
+        if isinstance(holder, dict):
+            holder.update(content)
+            for name in holder.keys() - content.keys():
+                del holder[name]
+        elif isinstance(holder, set):
+            holder |= content
+            holder &= content
+        elif isinstance(holder, deque):
+            holder.clear()
+            holder.extend(content)
+        elif isinstance(holder, list):
+            holder[:] = content
+        else:
+            holder[...] = content
+
+
+class HelperState:
+    """The objects that attributes of modules lead to.
+
+    Args:
+        slots: where there are such attributes.
+    """
+
+    def __init__(self, slots: list[_Slot]) -> None:
+        self._slots = slots
+        self._values: list[Any] = []
+        self._held: list[Holder] = []
+
+    def before_forward(self) -> list[Holder]:
+        """Returns what the objects contain now."""
+        values = [place.get(name) for place, name in self._slots]
+        same = len(values) == len(self._values) and all(map(is_, values, self._values))
+        if not same or any(_differs(*each) for each in self._held):
+            self._values, self._held = values, _reached_from(values)
+        return self._held
+
+
+def helpers_of(modules: Iterable[torch.nn.Module]) -> HelperState | None:
+    """Returns the state that the attributes of ``modules`` lead to, or None if there is none."""
+    slots = [
+        (vars(module), name)
+        for module in modules
+        for name, value in vars(module).items()
+        if name not in _NOT_OF_USERS and next(_holders(value), None) is not None
+    ]
+    return HelperState(slots) if slots else None
+
+
+def _reached_from(values: list[Any]) -> list[Holder]:
+    """Returns what holds state in ``values`` and in what they refer to, the nearest first."""
+    found: dict[int, Holder] = {}
+    for _ in range(_DEPTH):
+        inner: list[Any] = []
+        for holder in (holder for value in values for holder in _holders(value)):
+            if id(holder) not in found and len(found) < _MOST_HOLDERS:
+                found[id(holder)] = (holder, _content(holder))
+                if isinstance(holder, _CONTAINERS):
+                    inner += holder.values() if isinstance(holder, dict) else holder
+        values = inner
+    return list(found.values())
