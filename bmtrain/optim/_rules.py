@@ -18,7 +18,7 @@ from ..global_var import rank
 from ..parameter import DistributedParameter
 from ._owners import whole_shape
 
-__all__ = ["RULES", "Choice", "Member", "Rules", "Split", "heights_of", "members_of", "table_of"]
+__all__ = ["RULES", "Choice", "Member", "Rules", "Split", "heights_of", "homes_in", "members_of", "table_of"]
 
 #: Kinds of groups: by Muon, or by AdamW.
 RULES = ("muon", "adam")
@@ -47,6 +47,7 @@ class Member(NamedTuple):
         name: its name, if it was given with one; in a Block otherwise its name there; else empty.
         is_named: whether it was given with a name.
         module: the module that has it, if it is in a Block and that can be found.
+        is_in_block: whether it is in a Block.
     """
 
     item: Any
@@ -54,15 +55,11 @@ class Member(NamedTuple):
     name: str
     is_named: bool
     module: torch.nn.Module | None
+    is_in_block: bool
 
     def matches(self, pattern: str) -> bool:
         """Whether a pattern matches the name or the module's name."""
         return fnmatchcase(self.name, pattern) or fnmatchcase(self.name.rpartition(".")[0], pattern)
-
-    @property
-    def is_in_block(self) -> bool:
-        """Whether the parameter is in a Block."""
-        return isinstance(self.param, DistributedParameter) and self.param._in_block
 
     @property
     def is_transposed(self) -> bool:
@@ -152,20 +149,21 @@ def members_of(params: Any) -> list[Member]:
         block = p._block() if isinstance(p, DistributedParameter) and p._block is not None else None
         if block is not None and id(block) not in seen:
             seen.add(id(block))
-            homes.update(_homes_in(block))
+            homes.update(homes_in(block._module))
         name, module = homes.get(id(p), ("", None))
-        members.append(Member(item, p, given or name, bool(given), module))
+        is_in_block = isinstance(p, DistributedParameter) and p._in_block
+        members.append(Member(item, p, given or name, bool(given), module, is_in_block))
     return members
 
 
-def _homes_in(block: torch.nn.Module) -> Iterable[tuple[int, tuple[str, torch.nn.Module]]]:
-    """Yields the name and the module of each parameter of a Block; of a shared one an embedding, if there is any."""
+def homes_in(block: torch.nn.Module) -> dict[int, tuple[str, torch.nn.Module]]:
+    """Returns the name and the module of each parameter of a Block's module; of a shared one an embedding, if any."""
     homes: dict[int, tuple[str, torch.nn.Module]] = {}
-    for path, module in block._module.named_modules():  # type: ignore[union-attr]
+    for path, module in block.named_modules():
         for name, p in module._parameters.items():
-            if p is not None and (id(p) not in homes or is_embedding(module)):
+            if p is not None and (id(p) not in homes or _is_embedding(module)):
                 homes[id(p)] = (f"{path}.{name}".lstrip("."), module)
-    return homes.items()
+    return homes
 
 
 def table_of(groups: Iterable[Mapping[str, Any]]) -> str:
@@ -226,13 +224,13 @@ def _looks_fused(member: Member) -> bool:
     return bool(_ATTENTION.search(member.name)) and max(shape) == 3 * min(shape)
 
 
-def is_embedding(module: torch.nn.Module | None) -> bool:
+def _is_embedding(module: torch.nn.Module | None) -> bool:
     """Whether a module is an embedding, by the name of its class."""
     return any("Embedding" in kind.__name__ for kind in type(module).__mro__)
 
 
 def _is_matrix_of_a_block(member: Member, split: Split | None) -> bool:
-    if not member.is_in_block or is_embedding(member.module):
+    if not member.is_in_block or _is_embedding(member.module):
         return False
     num_dims = len(_shape_of(member.param))
     return num_dims == 2 or (num_dims > 2 and split is not None)

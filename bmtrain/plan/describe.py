@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .._engine.selective import KeptResults, is_expensive
 from ..block_layer import Block
-from ..optim._rules import RULES, is_embedding, table_of
+from ..optim._rules import RULES, Member, Rules, homes_in, table_of
 from ..pipe_layer import PipelineTransformerBlockList
 from .mixtures import balanced_experts
 from .model import BlockDescription, FlatBuffer, ModelDescription, OutsideParameter, muon_flops, transformer
@@ -80,33 +80,36 @@ def describe_module(
         fakes = tree_map(_fake, inputs)
         result = module(*fakes)
     of_experts = {id(param) for member in mixtures for param in member.parameters()}
+    groups = _muon_groups(module, members)
+    of_muon = {id(param) for group in groups if group["rule"] == "muon" for param in group["params"]}
     samples = first.shape[0]
     owned = {id(param) for block in members for param in block.parameters()}
     result_bytes = sum(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
     return ModelDescription(
         name=type(module).__name__,
-        blocks=tuple(_described(block, watch.records[id(block)], samples, of_experts) for block in members),
+        blocks=tuple(_described(b, watch.records[id(b)], samples, of_experts, of_muon) for b in members),
         outside=tuple(_outside(module, owned)),
         seq_len=first.shape[1] if first.dim() > (2 if first.is_floating_point() else 1) else 1,
         head_flops=watch.outside_flops() / samples,
         head_bytes=3 * result_bytes / samples if head_bytes is None else head_bytes,
-        rules=_rules(module, members),
+        rules=table_of(groups),
     )
 
 
-def _rules(module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> str:
-    """The table of `MuonOptimizer` over the trained parameters, where no rule or split is given."""
-    homes = {id(p): m for block in blocks for m in block.modules() for p in m._parameters.values()}
-    groups: dict[str, list[tuple[str, torch.Tensor]]] = {rule: [] for rule in RULES}
+def _muon_groups(module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> list[dict[str, Any]]:
+    """Returns the groups of `MuonOptimizer` over the trained parameters, where no rule or split is given."""
+    inner = [block._module if isinstance(block, Block) else block for block in blocks]
+    homes = {key: home for block in inner for key, (_, home) in homes_in(block).items()}
+    groups: dict[str, dict[str, Any]] = {}
     for name, p in module.named_parameters():
-        is_matrix = len(_shape(p)) == 2 and id(p) in homes and not is_embedding(homes[id(p)])
         if p.requires_grad:
-            groups["muon" if is_matrix else "adam"].append((name, p))
-    return table_of(
-        {"rule": rule, "params": [p for _, p in some], "param_names": [name for name, _ in some]}
-        for rule, some in groups.items()
-        if some
-    )
+            rule = (
+                Rules(None, None).choose(Member(p, p, name, True, homes.get(id(p)), id(p) in homes), {}).rule
+            )
+            group = groups.setdefault(rule, {"rule": rule, "params": [], "param_names": []})
+            group["params"].append(p)
+            group["param_names"].append(name)
+    return [groups[rule] for rule in RULES if rule in groups]
 
 
 def _blocks_of(module: torch.nn.Module) -> list[torch.nn.Module]:
@@ -135,15 +138,12 @@ def _whole(param: Any) -> torch.Size:
 
 
 def _described(
-    block: torch.nn.Module, record: _Record, samples: int, of_experts: set[int]
+    block: torch.nn.Module, record: _Record, samples: int, of_experts: set[int], of_muon: set[int]
 ) -> BlockDescription:
     kinds: dict[tuple[torch.dtype, bool, bool], list[torch.nn.Parameter]] = {}
     for param in block.parameters():
         is_apart = getattr(param, "_ep_mode", False)
         kinds.setdefault((param.dtype, param.requires_grad, is_apart), []).append(param)
-    matrices = [
-        _whole(param) for param in block.parameters() if len(_shape(param)) > 1 and param.requires_grad
-    ]
     return BlockDescription(
         buffers=tuple(
             FlatBuffer(
@@ -162,7 +162,7 @@ def _described(
         mixtures=tuple((number, nbytes / samples) for number, nbytes in record.mixtures),
         kept_bytes=record.kept_bytes / samples,
         flops_between_kept=(record.flops_at_last_save - record.expensive_flops_at_last_save) / samples,
-        muon_flops=sum(muon_flops(shape[:-1].numel(), shape[-1]) for shape in matrices),
+        muon_flops=sum(muon_flops(*_shape(param)) for param in block.parameters() if id(param) in of_muon),
     )
 
 

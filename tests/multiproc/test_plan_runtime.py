@@ -17,6 +17,7 @@ from bmtrain._engine.observer import Observer
 from bmtrain._tools.gpt import GPT
 from bmtrain.global_var import context
 from bmtrain.plan import MACHINES, TrainingPolicy, describe_module, estimate
+from bmtrain.plan.model import muon_flops
 from bmtrain.plan.network import Network
 from bmtrain.plan.report import format_plan
 from bmtrain.plan.simulation import Rates, SimulatedStep
@@ -155,6 +156,12 @@ def test_prediction_is_what_is_counted(world, options, dtype, dim) -> None:
             assert counted <= predicted <= 1.05 * counted + 200_000, name
 
 
+def rules_shown_by(model: torch.nn.Module) -> list[str]:
+    """Returns the lines of the optimizer's table without options, in order."""
+    shown = str(bmt.optim.MuonOptimizer(model.named_parameters())).splitlines()[1:]
+    return sorted(line for line in shown if not line.startswith("    "))
+
+
 def state_of_muon(dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[int, int]:
     model = gpt(TrainingPolicy(micro_batch=2), dtype, DIM)
     batch = torch.randint(0, 101, (2, 33))
@@ -165,9 +172,7 @@ def state_of_muon(dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[int, in
     predicted = bmt.plan.model_state_bytes(
         described, bmt.world_size(), state_dtype=state_dtype, optimizer="muon"
     )
-    shown = str(bmt.optim.MuonOptimizer(model.named_parameters())).splitlines()[1:]
-    rules = [line for line in shown if not line.startswith("    ")]  # without options
-    assert sorted(described.rules.splitlines()) == sorted(rules)
+    assert sorted(described.rules.splitlines()) == rules_shown_by(model)
     plan = estimate(described, MACHINES["a100-80gb"].with_devices(2), TrainingPolicy(optimizer="muon"))
     assert described.rules in format_plan(plan)
     return predicted["optimizer"], bmt.memory_report(model, optimizer).optimizer
@@ -178,6 +183,37 @@ def state_of_muon(dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[int, in
 def test_state_of_muon_is_predicted(dtype: torch.dtype, state_dtype: torch.dtype) -> None:
     for predicted, counted in run_ranks(2, state_of_muon, dtype, state_dtype):
         assert predicted == pytest.approx(counted, abs=200_000, rel=0.05)
+
+
+class Tied(torch.nn.Module):
+    """A layer with a weight that is a table too, a matrix, and a stack of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(8, 8)
+        self.tied, self.linear = (torch.nn.Linear(8, 8, bias=False) for _ in range(2))
+        self.tied.weight = self.table.weight
+        self.stack = torch.nn.Parameter(torch.randn(3, 8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(self.tied(x + self.table.weight[0])) @ self.stack).sum(0)
+
+
+def rules_of_odd_blocks() -> None:
+    embedding, layer = torch.nn.Embedding(16, 8), Tied()
+    plain = torch.nn.Sequential(embedding, layer)
+    expected = describe_module(plain, torch.ones(4, dtype=torch.long), blocks=[embedding, layer])
+    blocks = [bmt.Block(model_wrapper_dispatch(member)) for member in (embedding, layer)]
+    model = torch.nn.Sequential(*blocks)
+    described = describe_module(model, torch.ones(4, dtype=torch.long))
+    assert sorted(described.rules.splitlines()) == rules_shown_by(model)
+    assert described.rules == expected.rules
+    for found in (described, expected):
+        assert [block.muon_flops for block in found.blocks] == [0, muon_flops(8, 8)]
+
+
+def test_parameters_take_the_rules_that_the_optimizer_chooses() -> None:
+    run_ranks(2, rules_of_odd_blocks)
 
 
 def copies_for_the_loss_of_a_rank() -> tuple[float, int]:
