@@ -18,8 +18,9 @@ from .._C import Communicator as NCCLCommunicator
 from .._C import GuardedCommunicator, NcclCommunicator, ReduceOp, Work
 from .._ranks.comm import reduce_op
 from .._ranks.context import refuse_child
+from . import enums
 from ._unique_id import commInitRank, getUniqueId
-from .enums import (
+from .enums import (  # noqa: F401 -- names of enums.__all__
     dtype2nccl,
     ncclAvg,
     ncclBfloat16,
@@ -54,36 +55,15 @@ __all__ = [
     "commDestroy",
     "commInitRank",
     "commRank",
-    "dtype2nccl",
     "getUniqueId",
     "groupEnd",
     "groupStart",
-    "ncclAvg",
-    "ncclBfloat16",
-    "ncclChar",
-    "ncclDouble",
-    "ncclFloat",
-    "ncclFloat16",
-    "ncclFloat32",
-    "ncclFloat64",
-    "ncclHalf",
-    "ncclInt",
-    "ncclInt8",
-    "ncclInt32",
-    "ncclInt64",
-    "ncclMax",
-    "ncclMin",
-    "ncclProd",
-    "ncclSum",
-    "ncclUint8",
-    "ncclUint32",
-    "ncclUint64",
-    "op2nccl",
     "recv",
     "reduce",
     "reduceScatter",
     "send",
 ]
+__all__ += enums.__all__
 
 Buffer: TypeAlias = Tensor | TypedStorage | UntypedStorage
 
