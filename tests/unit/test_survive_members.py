@@ -7,7 +7,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,8 +19,18 @@ from bmtrain.errors import CommunicationError
 RANKS = 5
 
 
-@pytest.fixture
-def ranks() -> Iterator[list[Members]]:
+Scenario = Callable[[list[Members]], None]
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(function: Scenario) -> Scenario:
+    """Has the function called, with ranks of its own, while the others of the module wait."""
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+@contextlib.contextmanager
+def new_ranks() -> Iterator[list[Members]]:
     members = [Members(rank, "127.0.0.1", False, "secret") for rank in range(RANKS)]
     for one in members:
         one.addresses = [other.own for other in members]
@@ -59,6 +70,15 @@ def wait_until(is_so: Callable[[], bool]) -> None:
     assert is_so()
 
 
+def test_ranks_out_of_reach_delay_no_exit() -> None:
+    """Comes before all that probe in other threads."""
+    with new_ranks() as ranks, stopped(ranks, 0):
+        probe = ranks[1]._probe([0], {})[0]
+        threads = [thread for thread in threading.enumerate() if thread.name == "bmtrain-probe"]
+        assert [thread.daemon for thread in threads] == [True]
+        assert not probe.done()
+
+
 #: What each rank that comes takes for lost, and whether it has heard that those end.
 VIEWS = {
     "all alike": {rank: {3: False, 4: False} for rank in range(3)},
@@ -68,21 +88,27 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("views", VIEWS)
-def test_all_that_are_there_meet_whatever_each_takes_for_lost(ranks: list[Members], views: str) -> None:
+def all_that_are_there_meet(views: str, ranks: list[Members]) -> None:
     with stopped(ranks, 3, 4), ThreadPoolExecutor() as pool:
         calls = [pool.submit(come, ranks[rank], lost) for rank, lost in VIEWS[views].items()]
         assert [call.result() for call in calls] == [meeting_of(0, 1, 2)] * 3
 
 
-def test_ranks_out_of_reach_cost_no_more_than_one_of_them(ranks: list[Members]) -> None:
+SCENARIOS.update(
+    {f"all_that_are_there_meet: {views}": partial(all_that_are_there_meet, views) for views in VIEWS}
+)
+
+
+@scenario
+def ranks_out_of_reach_cost_no_more_than_one_of_them(ranks: list[Members]) -> None:
     """The others would not wait at the first rank until it has tried one after the other."""
     with stopped(ranks, 3, 4), ThreadPoolExecutor() as pool:
         calls = [pool.submit(come, ranks[rank], {}, 1.0) for rank in range(3)]
         assert [call.result() for call in calls] == [meeting_of(0, 1, 2)] * 3
 
 
-def test_connections_that_say_nothing_do_not_make_a_rank_look_lost(ranks: list[Members]) -> None:
+@scenario
+def connections_that_say_nothing_do_not_make_a_rank_look_lost(ranks: list[Members]) -> None:
     silent = [socket.create_connection(ranks[0].own) for _ in range(20)]
     with stopped(ranks, 3, 4), ThreadPoolExecutor() as pool:
         calls = [pool.submit(come, ranks[rank], {0: False, 3: False, 4: False}, 20.0) for rank in range(3)]
@@ -91,15 +117,8 @@ def test_connections_that_say_nothing_do_not_make_a_rank_look_lost(ranks: list[M
         connection.close()
 
 
-def test_ranks_out_of_reach_delay_no_exit(ranks: list[Members]) -> None:
-    with stopped(ranks, 0):
-        probe = ranks[1]._probe([0], {})[0]
-        threads = [thread for thread in threading.enumerate() if thread.name == "bmtrain-probe"]
-        assert [thread.daemon for thread in threads] == [True]
-        assert not probe.done()
-
-
-def test_ranks_meet_again_in_an_epoch_after_a_try_that_failed(ranks: list[Members]) -> None:
+@scenario
+def ranks_meet_again_in_an_epoch_after_a_try_that_failed(ranks: list[Members]) -> None:
     """What the first one left at a rank that was not to lead then does not make another one look lost."""
     report = Line.to(ranks[1].own)
     report.send({"do": "report", "report": {}, "epoch": 0, "rank": 2, "secret": "secret"})
@@ -113,7 +132,8 @@ def test_ranks_meet_again_in_an_epoch_after_a_try_that_failed(ranks: list[Member
         assert [call.result() for call in calls] == [meeting_of(1, 2, 3)] * 3
 
 
-def test_a_rank_that_turns_up_leads_those_that_have_met_without_it(ranks: list[Members]) -> None:
+@scenario
+def a_rank_that_turns_up_leads_those_that_have_met_without_it(ranks: list[Members]) -> None:
     with ThreadPoolExecutor() as pool:
         with stopped(ranks, 0):
             calls = [pool.submit(come, ranks[rank], {0: False}) for rank in (1, 2)]
@@ -126,7 +146,8 @@ def test_a_rank_that_turns_up_leads_those_that_have_met_without_it(ranks: list[M
         assert [call.result() for call in calls] == [meeting_of(0, 1, 2, 3, 4)] * 5
 
 
-def test_a_rank_that_waits_at_another_than_the_first_comes_when_that_calls(ranks: list[Members]) -> None:
+@scenario
+def a_rank_that_waits_at_another_than_the_first_comes_when_that_calls(ranks: list[Members]) -> None:
     with ThreadPoolExecutor() as pool, stopped([ranks[2]], 0):
         calls = [pool.submit(come, ranks[2], {0: False})]
         wait_until(lambda: ranks[1]._arrived.qsize() == 2)  # a probe, and a report
@@ -135,7 +156,8 @@ def test_a_rank_that_waits_at_another_than_the_first_comes_when_that_calls(ranks
         assert [call.result() for call in calls] == [meeting_of(0, 1, 2, 3, 4)] * 5
 
 
-def test_a_rank_that_comes_too_late_gets_an_error(ranks: list[Members]) -> None:
+@scenario
+def a_rank_that_comes_too_late_gets_an_error(ranks: list[Members]) -> None:
     late, others = ranks[0], [1, 2, 3, 4]
     with stopped(ranks[1:], 0), ThreadPoolExecutor() as pool:
         calls = [pool.submit(come, ranks[rank], {0: False}) for rank in others]
@@ -146,7 +168,8 @@ def test_a_rank_that_comes_too_late_gets_an_error(ranks: list[Members]) -> None:
         come(late, {})
 
 
-def test_a_connection_of_a_past_agreement_is_closed_by_a_rank_that_did_not_lead_it(
+@scenario
+def a_connection_of_a_past_agreement_is_closed_by_a_rank_that_did_not_lead_it(
     ranks: list[Members],
 ) -> None:
     leader = Line.to(ranks[1].own)
@@ -159,3 +182,18 @@ def test_a_connection_of_a_past_agreement_is_closed_by_a_rank_that_did_not_lead_
         time.sleep(0.01)
     assert leader.is_closed()
     leader.close()
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[dict[str, Future[None]]]:
+    def run(function: Scenario) -> None:
+        with new_ranks() as ranks:
+            function(ranks)
+
+    with ThreadPoolExecutor(len(SCENARIOS)) as pool:
+        yield {name: pool.submit(run, function) for name, function in SCENARIOS.items()}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_scenario(name: str, running: dict[str, Future[None]]) -> None:
+    running[name].result()
