@@ -18,6 +18,7 @@ from bmtrain.errors import BMTrainError, CommunicationError
 SHORT = {"timeout": 3}
 TRANSPORTS = ["shm", "gloo"]
 LEFT = [10, 2_000_000]  # elements of the last collective before a rank leaves
+STALL, DISAGREEING = 0, -1  # other jobs of `waiting`
 pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
@@ -88,18 +89,20 @@ def leave_first(numel: int) -> float:
 
 @pytest.fixture(scope="module")
 def waiting() -> dict[tuple[str, int], list[Outcome]]:
-    """Outcomes of jobs that mostly wait, made at the same time: by transport, and what leaves or 0 for the stall."""
+    """Outcomes of jobs that mostly wait, made at the same time: by transport and job."""
     calls = {}
     for transport in TRANSPORTS:
         run = partial(rank_outcomes, fresh=True, environment=over(transport))
-        calls[transport, 0] = partial(run, 3, stall, init=SHORT, timeout=60)
+        calls[transport, STALL] = partial(run, 3, stall, init=SHORT, timeout=60)
         for numel in LEFT:
             calls[transport, numel] = partial(run, 2, leave_first, numel)
+        ports = [free_port() for _ in KINDS]
+        calls[transport, DISAGREEING] = partial(run, 2 * len(KINDS), disagree, ports, init=False)
     return dict(zip(calls, at_once(calls.values()), strict=True))
 
 
 def test_stalled_rank(transport: str, waiting: dict[tuple[str, int], list[Outcome]]) -> None:
-    outcomes = waiting[transport, 0]
+    outcomes = waiting[transport, STALL]
     for rank in (0, 2):
         assert outcomes[rank].status is Status.RETURNED, outcomes[rank]
         message, seconds = outcomes[rank].value
@@ -150,9 +153,10 @@ def disagree(ports: list[int]) -> str:
     return str(error.value)
 
 
-def test_ranks_that_disagree(transport: str) -> None:
-    ports = [free_port() for _ in KINDS]
-    messages = run_ranks(2 * len(KINDS), disagree, ports, init=False, fresh=True, environment=over(transport))
+def test_ranks_that_disagree(transport: str, waiting: dict[tuple[str, int], list[Outcome]]) -> None:
+    outcomes = waiting[transport, DISAGREEING]
+    assert all(outcome.status is Status.RETURNED for outcome in outcomes), outcomes
+    messages = [outcome.value for outcome in outcomes]
     for job, kind in enumerate(KINDS):
         for rank, message in enumerate(messages[2 * job : 2 * job + 2]):
             assert f"rank {rank} of 2" in message, kind
