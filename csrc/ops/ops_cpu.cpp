@@ -15,19 +15,20 @@
 #include "optim/momentum.h"
 
 namespace bmtrain::ops {
-namespace {
-
-void check_memory(const at::Tensor& tensor, const char* what) {
-  BMT_CHECK(TypeError, tensor.device().is_cpu(), what, ": expected a CPU tensor, got ", tensor.device());
-  BMT_CHECK(TypeError, tensor.is_contiguous(), what, ": expected a contiguous tensor, got strides ",
-            tensor.strides(), " for shape ", tensor.sizes());
-}
 
 DType narrow_dtype_of(const at::Tensor& tensor, const char* what) {
   const DType dtype = dtype_of(tensor.scalar_type(), what);
   BMT_CHECK(TypeError, dtype != DType::kFloat64, what,
             ": expected float32, float16 or bfloat16, got float64");
   return dtype;
+}
+
+namespace {
+
+void check_memory(const at::Tensor& tensor, const char* what) {
+  BMT_CHECK(TypeError, tensor.device().is_cpu(), what, ": expected a CPU tensor, got ", tensor.device());
+  BMT_CHECK(TypeError, tensor.is_contiguous(), what, ": expected a contiguous tensor, got strides ",
+            tensor.strides(), " for shape ", tensor.sizes());
 }
 
 // Elements that lie densely in memory, in whatever order: what a sum does not care about.

@@ -48,13 +48,6 @@ void check_memory(const at::Tensor& tensor, const at::Tensor& first, const char*
             tensor.strides(), " for shape ", tensor.sizes());
 }
 
-DType narrow_dtype_of(const at::Tensor& tensor, const char* what) {
-  const DType dtype = dtype_of(tensor.scalar_type(), what);
-  BMT_CHECK(TypeError, dtype != DType::kFloat64, what,
-            ": expected float32, float16 or bfloat16, got float64");
-  return dtype;
-}
-
 // Contiguous memory; neighbours of one dtype become one, so that a model's gradients are a launch per block.
 struct Range {
   void* data;
