@@ -24,7 +24,7 @@ PYTHON = {
     "files": ("_files dcp distributed store weights", 4672),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 9593),
     "survive": ("_survive survive", 2017),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_308),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_315),
 }
 CORE = {
     "bindings": (". bindings ops", 1493),

@@ -27,6 +27,7 @@ class MemoryEstimate:
         wire: this rank's share of the memory that the ranks of a host map together, and receive buffers of reductions.
         copies: of another rank's shards and optimizer state, and of three times its gradients.
         disk: buffers through which blocks on drives pass.
+        kernels: code and buffers of products in 16 bits, which libraries for processors make for each shape and keep.
     """
 
     weights: float
@@ -41,6 +42,7 @@ class MemoryEstimate:
     wire: float = 0.0
     copies: float = 0.0
     disk: float = 0.0
+    kernels: float = 0.0
 
     @property
     def total(self) -> float:
@@ -53,7 +55,7 @@ class MemoryEstimate:
     @property
     def scratch(self) -> float:
         """Memory of kernels and allocators beside tensors, as measured by ``bmtrain bench plan --memory``."""
-        return _SCRATCH_SHARE * self.tensors + _SCRATCH_BYTES
+        return _SCRATCH_SHARE * self.tensors + _SCRATCH_BYTES + self.kernels
 
     @property
     def fits(self) -> bool:

@@ -25,6 +25,8 @@ __all__ = ["MemoryEstimate", "Plan", "TimeEstimate", "estimate", "model_state_by
 
 #: The ranges of Adam's state start apart from each other (bmtrain/optim/_arrays.py).
 _STATE_SKEW_BYTES = 3 * 16 * 1024
+#: Of products in 16 bits on a processor that has instructions for them.
+_KERNEL_BYTES = 6.0 * 2**20
 
 
 @dataclass(frozen=True)
@@ -244,11 +246,14 @@ def estimate(
         result.memory.add("matrices", _matrix_bytes(local, network, policy))
     memory = _memory(result, machine, on_host, _wire_bytes(local, network, policy, result))
     copies = policy.survive * (sum(states.values()) + 2 * states["gradients"])
+    sizes = {buffer.element_size for block in local.blocks for buffer in block.buffers}
+    is_narrow = policy.optimizer == "muon" or policy.compute_dtype is not None or 2 in sizes
+    kernels = _KERNEL_BYTES if is_narrow and machine.shares_memory else 0.0
     return Plan(
         model=model,
         machine=machine,
         policy=policy,
-        memory=replace(memory, copies=copies, disk=disk.buffers),
+        memory=replace(memory, copies=copies, disk=disk.buffers, kernels=kernels),
         time=_time(result, machine, policy, states, disk, _muon_seconds(local, network, policy)),
         traffic={
             name: (messages * policy.passes, nbytes * policy.passes)

@@ -524,6 +524,20 @@ def test_blocks_on_drives_take_what_the_drives_allow() -> None:
     assert in_update.disk.read == in_update.disk.written == pytest.approx(2 * 6 * block)
 
 
+@pytest.mark.parametrize("shares_memory", [False, True])
+@pytest.mark.parametrize("options", [{"optimizer": "muon"}, {"compute_dtype": torch.bfloat16}])
+def test_processors_keep_the_kernels_of_products_in_16_bits(
+    options: dict[str, Any], shares_memory: bool
+) -> None:
+    machine = dataclasses.replace(EIGHT, shares_memory=shares_memory)
+    wide, narrow = (estimate(SMALL, machine, TrainingPolicy(**some)).memory for some in ({}, options))
+    assert wide.kernels == 0
+    assert (narrow.kernels > 0) is shares_memory
+    assert narrow.scratch == pytest.approx(
+        wide.scratch + 0.015 * (narrow.tensors - wide.tensors) + narrow.kernels
+    )
+
+
 def test_matrices_of_muon_from_drives_are_in_memory_block_by_block() -> None:
     held = []
     for disk, share in (((), 1.0), (("optimizer",), 1.0), (("optimizer",), 0.5)):
