@@ -35,14 +35,14 @@ def BMTrainModelWrapper(model: torch.nn.Module) -> torch.nn.Module:
 
     Every parameter becomes a :class:`bmtrain.DistributedParameter` with the same values (which must be equal on all
     ranks), every module a :class:`bmtrain.DistributedModule` that is still an instance of its old class, and every
-    element of an outermost ``ModuleList`` a :class:`bmtrain.Block`. Distributed modules stay unchanged,
-    and modules (adapters) and parameters added since are converted.
+    element of an outermost ``ModuleList`` and each ``AdaptiveLogSoftmaxWithLoss`` a :class:`bmtrain.Block`. Distributed
+    modules stay unchanged, and modules (adapters) and parameters added since are converted.
 
     Args:
         model: any module.
 
     Returns:
-        the same object.
+        the same object, or the Block of an ``AdaptiveLogSoftmaxWithLoss``.
 
     Raises:
         RuntimeError: before :func:`bmtrain.init_distributed`.
@@ -61,7 +61,7 @@ def model_wrapper_dispatch(model: torch.nn.Module) -> torch.nn.Module:
     """Converts the tree below ``model``, as :func:`BMTrainModelWrapper` does."""
     _check(model)
     conversion = _Conversion()
-    model = conversion.tree(model)
+    model = (conversion.element if isinstance(model, _PARTLY_RUN) else conversion.tree)(model)
     conversion.put_blocks_everywhere(model)
     if context().topology.sp_size > 1:
         from .nn._divided_model import prepare  # here: few runs divide sequences
@@ -126,14 +126,15 @@ class _Conversion:
         makes_blocks = isinstance(module, torch.nn.ModuleList) and not in_block
         for name, child in module._modules.items():
             if child is not None:
-                convert = self.element if makes_blocks else self.tree
+                as_one = makes_blocks or (isinstance(child, _PARTLY_RUN) and not in_block)
+                convert = self.element if as_one else self.tree
                 module._modules[name] = convert(child, in_block)
         self.node(module)
         if makes_blocks:
             chain_blocks(module)
         return module
 
-    def element(self, module: torch.nn.Module, in_block: bool) -> torch.nn.Module:
+    def element(self, module: torch.nn.Module, in_block: bool = False) -> torch.nn.Module:
         """Converts an element of an outermost ModuleList: to a Block, unless it cannot be called."""
         if type(module) is Block:
             return self.tree(module)
@@ -217,6 +218,8 @@ class _Conversion:
 
 
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+#: A module of which each rank runs the parts that its data need: it is one Block, which all ranks run.
+_PARTLY_RUN = torch.nn.AdaptiveLogSoftmaxWithLoss
 _LISTS = (TransformerBlockList, PipelineTransformerBlockList)
 _CHECKPOINTING = "_gradient_checkpointing_func"  # as transformers calls it
 

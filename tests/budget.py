@@ -20,7 +20,7 @@ PYTHON = {
     "ranks": ("_ranks global_var nccl synchronize utils", 4206),
     "shards": ("_shards parameter", 1665),
     "engine": ("_engine", 7819),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5628),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5631),
     "files": ("_files dcp distributed store weights", 4672),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 9593),
     "survive": ("_survive survive", 2017),

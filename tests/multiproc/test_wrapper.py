@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from harness import run_ranks
+from harness.twins import check_gradients
 from torch import nn
 
 import bmtrain as bmt
@@ -181,6 +182,40 @@ def check_copies() -> None:
 @pytest.mark.parametrize("world", (1, 2))
 def test_small_and_unusual_modules(world):
     run_ranks(world, check_small_modules)
+
+
+class WordLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 8)
+        self.loss = nn.AdaptiveLogSoftmaxWithLoss(8, 12, [3, 7], div_value=2.0)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.inner(x), y).loss
+
+
+@pytest.mark.parametrize("world", (1, 3))
+def test_ranks_may_have_targets_in_other_clusters(world):
+    run_ranks(world, check_adaptive_softmax)
+
+
+def check_adaptive_softmax() -> None:
+    torch.manual_seed(0)
+    ranks = bmt.world_size()
+    x, y = torch.randn(4 * ranks, 4), torch.arange(4 * ranks) % 12
+    for make in (WordLoss, lambda: nn.AdaptiveLogSoftmaxWithLoss(4, 12, [3, 7], div_value=1.0)):
+        plain = make()
+        model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
+        assert isinstance(model, type(plain))
+        assert model.state_dict().keys() == plain.state_dict().keys()
+        losses = []
+        for each, part in ((plain, slice(None)), (model, slice(4 * bmt.rank(), 4 * bmt.rank() + 4))):
+            loss = each(x[part], y[part])
+            losses.append(loss if isinstance(loss, torch.Tensor) else loss.loss)
+        losses[0].mul(ranks).backward()
+        losses[1].backward()
+        torch.testing.assert_close(bmt.sum_loss(losses[1]), losses[0].detach())
+        check_gradients(plain, model, tolerance=1e-5, none_is_zero=True)
 
 
 class Registered(nn.Linear):
