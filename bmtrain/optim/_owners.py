@@ -5,7 +5,8 @@ Each matrix of a step has one owner among the ranks that share it, chosen by wor
 the rank with the least work so far, alike on all ranks. The other ranks send their elements to the owner and receive
 theirs of the result. Messages are posted in the order of the matrices on every rank, all gathers before the first
 scatter, so that no two ranks wait for each other also where a transport serves its messages in order. While the owner
-transforms a matrix others travel.
+transforms a matrix others travel. No gather starts in backward: the momentum that travels takes in gradients already
+clipped and unscaled, and the ranks, which decide alone what [Note: Stepping in backward] allows, would differ in order.
 
 All ranks that hold a parameter are a team. Ranks with replicas of its shards (ZeRO level 0, `zero_size`) divide the
 work too: the owner gathers from the ranks of its own part and sends the result to all. A matrix that is split over
