@@ -22,8 +22,8 @@ PYTHON = {
     "engine": ("_engine", 7819),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5631),
     "files": ("_files dcp distributed store weights", 4672),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9593),
-    "survive": ("_survive survive", 2017),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9599),
+    "survive": ("_survive survive", 2046),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_315),
 }
 CORE = {

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -125,12 +126,15 @@ class Ward:
                     if isinstance(value, Tensor):
                         yield (p, f"{name} {number}" if number else name), value
 
-    def step(self, number: int, optimizer: ShardedOptimizer, scale: float) -> None:
-        """Updates the copy as ``optimizer``, the one with this number, has updated the shards."""
-        twin = self.optimizers[number]
-        for group, own in zip(twin.param_groups, optimizer.param_groups, strict=True):
-            group.update((name, value) for name, value in own.items() if name != "params")
-        twin.step(scale=scale)
+    def take_options(self, number: int, optimizer: ShardedOptimizer) -> None:
+        """Gives the optimizer of the copy with this number the options of ``optimizer``."""
+        for group, own in zip(self.optimizers[number].param_groups, optimizer.param_groups, strict=True):
+            options = {name: value for name, value in own.items() if name != "params"}
+            group.update(deepcopy(options))  # a learning rate may be a tensor
+
+    def step(self, number: int, scale: float) -> None:
+        """Updates the copy by the optimizer with this number."""
+        self.optimizers[number].step_unseen(scale)
 
     def held(self, gradients: dict[DistributedParameter, Tensor] | None) -> Held:
         """Returns the copy, with these gradients."""

@@ -1,9 +1,15 @@
-"""The copy that this rank keeps of another one, and the optimizers of which it is a copy."""
+"""The copy that this rank keeps of another one, and the optimizers of which it is a copy.
+
+[Note: Updates of copies]
+A copy is updated in a thread, beside the next forward and backward; nothing else reads it or writes to it until
+`Keeper.settle`, which all that needs the copy calls first: the next commit, a recovery, and making copies again.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -44,6 +50,8 @@ class Keeper:
         self._writes = 0
         self._gradients: list[tuple[int, int]] = []
         self._room: tuple[Message, Message] | None = None  # of the messages, for the next ones
+        self._thread = ThreadPoolExecutor(1, "bmtrain-copies")  # see [Note: Updates of copies]
+        self._updates: list[Future[None]] = []  # in the thread
 
     def add(self, manager: Any, optimizer: Any) -> None:
         """Notes a manager and an optimizer of it, which is to be copied."""
@@ -87,6 +95,7 @@ class Keeper:
 
     def take(self, ctx: Context, before: Before) -> None:
         """Shards everything over the present ranks and takes the copy of the ward. Collective."""
+        self.settle()
         self.is_whole, self._room = False, None
         self.ward = shard_again(ctx, self.optimizers(), before, self.ring)
 
@@ -136,9 +145,9 @@ class Keeper:
     # ---- gradients
 
     def begin(self) -> None:
-        """Drops the gradients of an earlier loop."""
+        """Drops the gradients of an earlier loop; the next ones replace the gradients of the copy."""
         self.messages = None
-        for optimizer in (*self.optimizers(), *(() if self.ward is None else self.ward.optimizers)):
+        for optimizer in self.optimizers():
             optimizer.zero_grad(set_to_none=True)
 
     def note_gradients(self) -> None:
@@ -163,13 +172,16 @@ class Keeper:
         messages, self._room = self._room, None  # an exchange that fails may write to its memory later
         if messages is None or not messages[1].fits(params):
             messages = Message(params, ctx.world.rank), Message(params, self.ward.rank)
-        self.note_damage(exchange(ctx.world.comm, *messages, step, self.ring))
+        damage = exchange(ctx.world.comm, *messages, step, self.ring)
+        self.settle()
+        self.note_damage(damage)
         self.messages = self._room = messages
         if not self.damage:
             self.ward.take_gradients(messages[1])
 
     def held(self, ctx: Context, step: int) -> dict[int, Held]:
         """Returns what this rank has, by rank: its own shards, its ward's, and the gradients if they were sent."""
+        self.settle()
         optimizers, ward, own, other = self.optimizers(), self.ward, None, None
         if self.messages is not None:
             self.note_damage(self.messages[1].damage(step))
@@ -183,18 +195,31 @@ class Keeper:
     # ---- the step
 
     def step(self, optimizer: Any, scale: float) -> None:
-        """Updates the copy as ``optimizer`` has just updated its parameters."""
-        found = self.optimizers()
+        """Starts the update of the copy as ``optimizer`` has just updated its parameters."""
+        found, ward = self.optimizers(), self.ward
         number = next(number for number, known in enumerate(found) if known is optimizer)
-        ward = self.ward
-        if ward is not None and not number:
-            self.note_damage(ward.damage())
-        if ward is not None and not self.damage:
-            ward.step(number, optimizer, scale)
-        if number == len(found) - 1:
+        is_last = number == len(found) - 1
+        if ward is not None:
+            ward.take_options(number, optimizer)  # now: a scheduler may change them while the thread runs
+            self._updates.append(self._thread.submit(self._update, ward, number, scale, is_last))
+        if is_last:
             self.note_versions()
-            if ward is not None and not self.damage:
-                ward.seal()
+
+    def _update(self, ward: Ward, number: int, scale: float, is_last: bool) -> None:
+        """Updates the copy by one optimizer; in the thread."""
+        if not number:
+            self.note_damage(ward.damage())
+        if self.damage:
+            return
+        ward.step(number, scale)
+        if is_last:
+            ward.seal()
+
+    def settle(self) -> None:
+        """Waits for the update of the copy, or raises its error."""
+        updates, self._updates = self._updates, []
+        for update in updates:
+            update.result()
 
     def note_damage(self, what: str) -> None:
         """Notes damage of the copy on this rank, which is not used any more."""

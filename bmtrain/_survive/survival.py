@@ -263,9 +263,8 @@ class Survival:
         self._keeper.messages = None  # of a step that is over
 
     def step_copy(self, optimizer: Any, scale: float) -> None:
-        """Updates the copy as ``optimizer`` has just updated its parameters."""
-        with current_engine(_context.context()).waiting("copies", "copies"):
-            self._keeper.step(optimizer, scale)
+        """Starts the update of the copy as ``optimizer`` has just updated its parameters."""
+        self._keeper.step(optimizer, scale)
 
     # ---- after a loss
 
@@ -276,6 +275,7 @@ class Survival:
         ctx, keeper, members = _context.context(), self._keeper, self._members
         self._written = max(self._written, keeper.written())
         self._drop_what_runs(ctx)
+        keeper.settle()
         params = all_parameters(ctx, keeper.optimizers())
         steps, parts, ring = steps_of(keeper.optimizers(), keeper.ward), parts_of(params), keeper.ring
         held = keeper.held(ctx, self._place // 2)

@@ -178,6 +178,13 @@ class ShardedOptimizer(UntracedOptimizer):
         return loss
 
     @torch.no_grad()
+    def step_unseen(self, scale: float) -> None:
+        """Updates every parameter that has a gradient, without hooks of steps: for a copy, in any thread."""
+        groups = [(g, g["params"], self._with_gradients(g, g["params"])) for g in self.param_groups]
+        self._start_step()
+        self._step_members(groups, scale, is_early=False)
+
+    @torch.no_grad()
     def step_early(self, group: dict[str, Any], members: Sequence[Tensor]) -> None:
         """Updates some parameters of a group now, by unscaled gradients; the next :meth:`step` skips them."""
         if not self._early:

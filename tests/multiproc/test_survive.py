@@ -139,6 +139,7 @@ class Fault:
         elif self.what == "a process waits":
             replace_once(_context.context().survival, "waiting_at", lambda *_: bmt.rank() + 1)
         elif self.what == "flip in the copy":
+            keeper.settle()
             copies = [copy for copy in keeper.ward.params.values() if copy.numel()]
             keeper.ward.optimizers[0].state[copies[-1]]["exp_avg"].view(torch.int32)[0] ^= 1 << 20
         elif self.what == "flip in a message":

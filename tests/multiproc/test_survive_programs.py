@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from harness import Status, rank_outcomes, run_ranks
 
 import bmtrain as bmt
+from bmtrain._survive.copies import Ward
 
 SHARDS, STEPS = 8, 6
 LOST = {2: 1, 4: 0}  # rank by step
@@ -98,3 +100,32 @@ def test_same_bits(program: str) -> None:
 def test_refused(program: str, words: str) -> None:
     for outcome in outcomes_of(program):
         assert words in str(outcome)
+
+
+def count_updates_beside_a_forward() -> int:
+    """Updates of copies that began in a step and end only when the next forward has run."""
+    model = bmt.BMTrainModelWrapper(torch.nn.Linear(4, 4))
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=0.01))
+    updated, forward, update = [], threading.Event(), Ward.step
+
+    def update_after_a_forward(ward: Ward, number: int, scale: float) -> None:
+        updated.append(forward.wait(30))
+        update(ward, number, scale)
+
+    Ward.step = update_after_a_forward  # type: ignore[method-assign]
+    for step in range(3):
+        for _ in bmt.virtual_shards(step):
+            loss = model(torch.ones(2, 4)).sum()
+            forward.set()
+            manager.backward(loss)
+        forward.clear()
+        manager.step()
+    count = sum(updated)
+    forward.set()  # for the last update, which the end of the process waits for
+    return count
+
+
+def test_a_copy_is_updated_beside_the_next_forward() -> None:
+    init = {"virtual_shards": 4, "survive": 1}
+    assert run_ranks(2, count_updates_beside_a_forward, init=init, fresh=True) == [2, 2]
