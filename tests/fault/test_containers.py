@@ -7,11 +7,12 @@ import os
 import resource
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from harness import Outcome, Status, rank_outcomes, run_process
+from harness import Outcome, Status, at_once, rank_outcomes, run_process
 from harness.limits import NoSuchLimit, allow_memory, mount_shared_memory, refuse_calls
 
 import bmtrain as bmt
@@ -101,14 +102,6 @@ def train_in_tight_space(megabytes: int, width: int) -> str:
 NAMES = ("memory", "allocate", "address space", "thread")
 
 
-@pytest.mark.parametrize("megabytes", [0, 256])
-def test_a_tight_address_space_is_told(megabytes: int) -> None:
-    outcomes = rank_outcomes(2, train_in_tight_space, megabytes, 2048, init=False, fresh=True, timeout=90)
-    assert all(outcome.status in (Status.RETURNED, Status.RAISED) for outcome in outcomes), outcomes
-    if any(outcome.status is Status.RAISED for outcome in outcomes):
-        assert any(word in str(outcome) for outcome in outcomes for word in NAMES), outcomes
-
-
 def gather_in_tight_space(victim: int) -> str:
     """The ranks have met, and have shards; then one of them has no room for whole parameters."""
     assert bmt.config["comm"].backend == "shm"
@@ -124,8 +117,29 @@ def gather_in_tight_space(victim: int) -> str:
     return ""
 
 
-def test_no_room_for_a_buffer_is_told_with_its_limit() -> None:
-    outcomes = rank_outcomes(2, gather_in_tight_space, 1, init={"timeout": 4}, fresh=True, timeout=60)
+SPACES = [0, 256]  # MiB
+
+
+@pytest.fixture(scope="module")
+def tight() -> dict[int | None, list[Outcome]]:
+    """Outcomes of jobs that mostly wait, made at the same time: by what is left before the ranks meet; of a rank that
+    has too little afterwards."""
+    run = partial(rank_outcomes, 2, fresh=True, timeout=90)
+    calls = {space: partial(run, train_in_tight_space, space, 2048, init=False) for space in SPACES}
+    gather = partial(run, gather_in_tight_space, 1, init={"timeout": 4})
+    return dict(zip([*calls, None], at_once([*calls.values(), gather]), strict=True))
+
+
+@pytest.mark.parametrize("megabytes", SPACES)
+def test_a_tight_address_space_is_told(megabytes: int, tight: dict[int | None, list[Outcome]]) -> None:
+    outcomes = tight[megabytes]
+    assert all(outcome.status in (Status.RETURNED, Status.RAISED) for outcome in outcomes), outcomes
+    if any(outcome.status is Status.RAISED for outcome in outcomes):
+        assert any(word in str(outcome) for outcome in outcomes for word in NAMES), outcomes
+
+
+def test_no_room_for_a_buffer_is_told_with_its_limit(tight: dict[int | None, list[Outcome]]) -> None:
+    outcomes = tight[None]
     assert all(outcome.status is Status.RETURNED for outcome in outcomes), outcomes
     assert "CommunicationError: shared memory: cannot map a buffer of" in outcomes[1].value
     assert "ulimit -v" in outcomes[1].value
