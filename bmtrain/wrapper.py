@@ -308,8 +308,8 @@ class _OfTransformers:
     def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
         super()._set_gradient_checkpointing(*args, **kwargs)  # type: ignore[misc]
         for block in self.modules():  # type: ignore[attr-defined]
-            if type(block) is Block:  # which has got the function in the place of its layer
-                vars(block._module)[_CHECKPOINTING] = vars(block).get(_CHECKPOINTING)
+            if type(block) is Block and _CHECKPOINTING in vars(block):  # in the place of its layer
+                vars(block._module)[_CHECKPOINTING] = vars(block)[_CHECKPOINTING]
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """As transformers counts, with whole parameters in the place of shards."""

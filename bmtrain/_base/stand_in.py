@@ -17,6 +17,7 @@ SHARED = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+_OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
 class StandIn(torch.nn.Module):
@@ -55,11 +56,11 @@ class StandIn(torch.nn.Module):
         elif isinstance(value, (torch.nn.Module, torch.nn.Parameter)):
             setattr(module, name, value)  # registered in the dictionaries that both share
         else:
-            if not name.startswith("_") and _has(module, name):
+            is_own = name == "training" or name.startswith("_") or hasattr(type(self), name)
+            if is_set_inside := not is_own or _has(module, name):
                 setattr(module, name, value)
-                if name in module._parameters or name in module._buffers or name in module._modules:
-                    return
-            self.__dict__[name] = value
+            if name in self.__dict__ or not is_set_inside:  # else reads get what the forward makes of it
+                self.__dict__[name] = value
 
     def __delattr__(self, name: str) -> None:
         if name in self.__dict__:
@@ -118,8 +119,7 @@ class StandIn(torch.nn.Module):
 
 
 def _has(module: torch.nn.Module, name: str) -> bool:
-    """As hasattr(), but reads no parameter, which could gather it."""
+    """As hasattr(), but reads no parameter, which could gather it. False for names of torch.nn.Module itself."""
     own = module.__dict__
-    return any(
-        name in place for place in (own, own["_parameters"], own["_buffers"], own["_modules"])
-    ) or hasattr(type(module), name)
+    is_set = any(name in place for place in (own, own["_parameters"], own["_buffers"], own["_modules"]))
+    return name not in _OF_TORCH and (is_set or (not name.startswith("_") and hasattr(type(module), name)))

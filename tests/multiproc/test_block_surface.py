@@ -137,6 +137,7 @@ class Flagged(torch.nn.Module):
         self.linear = torch.nn.Linear(2, 2)
         self.flag = "inner"
         self._private = 1
+        self.register_buffer("_scale", torch.ones(2), persistent=False)
 
     @property
     def size(self) -> int:
@@ -154,9 +155,17 @@ def attributes() -> None:
     block.flag = "outer"
     assert (inner.flag, block.flag, block.method()) == ("outer", "outer", "outer")
     block.own = 5
-    assert block.own == 5 and not hasattr(inner, "own")
-    block._private = 2
-    assert (block._private, inner._private) == (2, 1)
+    assert block.own == inner.own == 5  # the forward may ask for it
+    inner.own, inner.flag, inner._private = 6, "changed by the forward", 7
+    assert (block.own, block.flag, block._private) == (6, inner.flag, 7)
+    del block.own
+    assert not hasattr(inner, "own")
+    block._private, block._of_a_library = 2, 3
+    assert (block._private, inner._private) == (2, 2)
+    assert block._of_a_library == 3 and not hasattr(inner, "_of_a_library")
+    block._scale = torch.full((2,), 0.5)
+    assert torch.equal(inner._buffers["_scale"], block._scale)
+    block.flag = "outer"
     assert block.size == 2 and block.linear is inner.linear
     block.linear = replaced = distribute(torch.nn.Linear(2, 2))
     assert inner.linear is replaced and block.linear is replaced
