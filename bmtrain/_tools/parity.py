@@ -8,14 +8,17 @@ The script must make the same batches in all layouts:
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL
 from typing import Any
 
 from .started import run_forked
+from .template import Template
 
 #: Arguments of init_distributed that a layout may have.
 _NAMES = ("sp_size", "ep_size", "tp_size", "pipe_size", "num_micro_batches")
@@ -80,25 +83,29 @@ def run(options: argparse.Namespace) -> int:
         print(f"bmtrain parity: expected a Python script, found no file {options.script}", file=sys.stderr)
         return 2
     failed = False
-    with tempfile.TemporaryDirectory() as folder:
-        wanted = _record(Layout("1", 1, {}), options, Path(folder) / "one")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    template = Template(environment, start_new_session=True, stdout=DEVNULL)
+    with tempfile.TemporaryDirectory() as folder, closing(template):
+        wanted = _record(Layout("1", 1, {}), options, Path(folder) / "one", template)
         if wanted is None:
             return 1
         for number, layout in enumerate(options.layouts):
-            found = _record(layout, options, Path(folder) / str(number))
+            found = _record(layout, options, Path(folder) / str(number), template)
             wrong = "the run failed" if found is None else compare(wanted, found, options.allowed)
             failed = failed or bool(wrong)
             print(f"layout {layout.text}: {wrong or f'{len(wanted)} tensors as in one process'}", flush=True)
     return int(failed)
 
 
-def _record(layout: Layout, options: argparse.Namespace, path: Path) -> list[tuple[str, Any]] | None:
+def _record(
+    layout: Layout, options: argparse.Namespace, path: Path, template: Template
+) -> list[tuple[str, Any]] | None:
     """Runs the script in one layout; returns its tensors in the order of their making, or None if it failed."""
     import torch
 
     settings = {"steps": options.steps, "path": str(path), "options": layout.options}
     command = ["-m", "bmtrain._tools.parity_rank", repr(settings), str(options.script), *options.arguments]
-    status = run_forked(layout.ranks, command, {"OMP_NUM_THREADS": "1"}, stdout=DEVNULL)
+    status = run_forked(layout.ranks, command, {"OMP_NUM_THREADS": "1"}, template)
     if status or not path.exists():
         print(f"bmtrain parity: the script failed in layout {layout.text}", file=sys.stderr)
         return None

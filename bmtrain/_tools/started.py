@@ -14,14 +14,21 @@ _POLL_SECONDS = 0.05
 _stopping = threading.Event()
 
 
-def run_forked(num_ranks: int, command: Sequence[str], environment: Mapping[str, str], **options: Any) -> int:
+def run_forked(
+    num_ranks: int,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    shared: Template | None = None,
+    **options: Any,
+) -> int:
     """Runs ranks to their end; the first that fails ends the others.
 
     Args:
         num_ranks: ranks, all on this host.
         command: a script, or ``-m`` and a module, with its arguments.
         environment: variables of the ranks that this process does not set.
-        options: of `subprocess.Popen`.
+        shared: template of several jobs, which the caller closes; default: a new one with this environment.
+        options: of `subprocess.Popen`, for a new template.
 
     Returns:
         0; the exit status of the rank that failed first, or 128 and its signal; 130 if `end_started` ended them.
@@ -29,7 +36,7 @@ def run_forked(num_ranks: int, command: Sequence[str], environment: Mapping[str,
     # As of torchrun: OMP_NUM_THREADS=1 is a default and not a choice (`init`), and Ctrl-C is for this process alone.
     common = {"TORCHELASTIC_RUN_ID": "none", **environment}
     places = [{**common, **one} for one in rank_environments(num_ranks)]
-    template = Template(places[0], start_new_session=True, **options)
+    template = shared or Template(places[0], start_new_session=True, **options)
     ranks: list[Process] = []
     ended: dict[int, int] = {}
     try:
@@ -38,7 +45,8 @@ def run_forked(num_ranks: int, command: Sequence[str], environment: Mapping[str,
             note_ends(ranks, ended, num_ranks)
             time.sleep(_POLL_SECONDS)
     finally:
-        template.close()
+        if shared is None:
+            template.close()
         end_all(ranks)
     status = 130 if _stopping.is_set() else next(filter(None, ended.values()), 0)
     return status if status >= 0 else 128 - status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -78,3 +79,16 @@ def test_the_first_rank_that_fails_ends_the_others(
         run_forked(2, [script, "end" if way == "end" else "wait", way], {**os.environ, "OF_THE_JOB": "3"})
         == status
     )
+
+
+def test_jobs_that_share_a_template_are_forked_from_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import os\nopen({str(tmp_path)!r} + '/' + os.environ['JOB'] + os.environ['RANK'], 'w')"
+        ".write(str(os.getsid(0)))"
+    )
+    with contextlib.closing(Template(os.environ, start_new_session=True)) as template:
+        for job in "ab":
+            assert run_forked(2, [str(script)], {"JOB": job}, template) == 0
+    sessions = {(tmp_path / f"{job}{rank}").read_text() for job in "ab" for rank in range(2)}
+    assert sessions == {str(template._process.pid)}
