@@ -1,4 +1,4 @@
-"""State outside modules that a forward reads: configurations, and other objects, containers and NumPy arrays.
+"""State outside modules that a forward reads: objects such as configurations, containers, NumPy arrays, generators.
 
 Modules refer to them, and scripts and forwards change their fields and items. A second run of a forward begins with
 the same ones as the first. Tensors in them are left to :mod:`.plain_state`.
@@ -6,6 +6,9 @@ the same ones as the first. Tensors in them are left to :mod:`.plain_state`.
 
 from __future__ import annotations
 
+import copy
+import pickle
+import random
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -55,12 +58,36 @@ def _is_small_array(value: Any) -> bool:
     )
 
 
+def _is_generator(value: Any) -> bool:
+    if isinstance(value, random.Random):
+        return not isinstance(value, random.SystemRandom)
+    of_numpy = type(value).__module__.startswith("numpy.random.")
+    return of_numpy and (hasattr(value, "bit_generator") or hasattr(value, "get_state"))
+
+
+def _state_of(generator: Any) -> Any:
+    if hasattr(generator, "get_state"):  # an old one of numpy
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return copy.deepcopy(generator.bit_generator.state)
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if hasattr(generator, "set_state"):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.bit_generator.state = state
+
+
 def _holders(value: Any) -> Iterator[Any]:
     """Yields what contains the state of ``value``; nothing for numbers, modules and tensors."""
     if isinstance(value, tuple):
         for item in value:
             yield from _holders(item)
-    elif _is_small_array(value):
+    elif _is_small_array(value) or _is_generator(value):
         yield value
     elif (fields := _fields(value)) is not None:
         yield fields
@@ -73,7 +100,9 @@ def _content(holder: Any) -> Any:
         return dict(holder)
     if isinstance(holder, set):
         return set(holder)
-    return list(holder) if isinstance(holder, _CONTAINERS) else holder.copy()
+    if isinstance(holder, _CONTAINERS):
+        return list(holder)
+    return _state_of(holder) if _is_generator(holder) else holder.copy()
 
 
 def _differs(holder: Any, content: Any) -> bool:
@@ -83,6 +112,8 @@ def _differs(holder: Any, content: Any) -> bool:
         return bool(holder != content)
     if isinstance(holder, _CONTAINERS):
         return len(holder) != len(content) or not all(map(is_, holder, content))
+    if _is_generator(holder):
+        return pickle.dumps(_state_of(holder)) != pickle.dumps(content)
     return bool(holder.shape != content.shape or holder.tobytes() != content.tobytes())
 
 
@@ -108,6 +139,8 @@ def put_contents(holders: Iterable[Holder]) -> None:
             holder.extend(content)
         elif isinstance(holder, list):
             holder[:] = content
+        elif _is_generator(holder):
+            _set_state(holder, content)
         else:
             holder[...] = content
 

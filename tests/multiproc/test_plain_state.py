@@ -165,7 +165,12 @@ def of_numpy_in_training(self: Any, h: torch.Tensor) -> Any:
     return float(self.array[0])
 
 
+def of_own_generators(self: Any, h: torch.Tensor) -> Any:
+    return self.draws.random() + float(self.numpy_draws.random()) + float(self.old_draws.rand())
+
+
 FORWARDS = [
+    of_own_generators,
     of_a_helper,
     of_a_helper_that_it_changes,
     of_a_late_helper,
@@ -222,6 +227,8 @@ class Stateful(torch.nn.Module):
         self.settings = Settings()
         self.scales = [0.5, 1.0]
         self.array = np.ones(3)
+        self.draws, self.numpy_draws = random.Random(3), np.random.default_rng(4)
+        self.old_draws = np.random.RandomState(5)
         self.own = types.SimpleNamespace(scale=1.0, calls=0, mean=torch.zeros(()), seen=[])
         self.register_buffer("late", None)
 
