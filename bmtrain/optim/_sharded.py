@@ -209,7 +209,8 @@ class ShardedOptimizer(UntracedOptimizer):
             if grad.layout != torch.strided:
                 raise RuntimeError(f"step: expected dense gradients, got one of layout {grad.layout}")
             if p.dtype not in _DTYPES:
-                raise RuntimeError(f"step: expected float32, float16 or bfloat16 parameters, got {p.dtype}")
+                wanted = "float32, float16 or bfloat16 parameters"
+                raise RuntimeError(f"step: expected {wanted}, got {p.dtype}; torch.optim takes others")
             pairs.append((p, grad.detach()))
         return pairs
 
