@@ -247,7 +247,7 @@ class Loader:
             >>> batches = bmtrain.data.loader(range(10), batch_size=2, shuffle=False)
             >>> for batch in batches:
             ...     if 4 in batch:
-            ...         state = batches.state_dict()  # for instance in `extra=` of a checkpoint
+            ...         state = batches.state_dict()  # for instance in `data=` of a checkpoint
             >>> batches.load_state_dict(state)
             >>> [batch.tolist() for batch in batches]
             [[6, 7], [8, 9]]

@@ -21,7 +21,7 @@ PYTHON = {
     "shards": ("_shards parameter", 1665),
     "engine": ("_engine", 7852),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5631),
-    "files": ("_files dcp distributed store weights", 4672),
+    "files": ("_files dcp distributed store weights", 4679),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 9600),
     "survive": ("_survive survive", 2046),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_330),

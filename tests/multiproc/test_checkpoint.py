@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -189,6 +190,29 @@ def check_continues(folder: str) -> None:
     assert (found.world_size, found.data, len(found.data_of_ranks)) == (4, None, 4)
     assert differences(state_of(run), torch.load(f"{folder}/expected.pt")) == []
     assert all(loss < 100 for loss in run.train(2))
+
+
+def test_a_position_of_all_ranks_is_found_at_another_size(tmp_path):
+    run_ranks(2, save_position, str(tmp_path))
+    for world in (1, 2, 4):
+        run_ranks(world, check_position, str(tmp_path))
+
+
+def position() -> Any:
+    return bmt.data.loader(range(20), batch_size=4 // bmt.world_size(), seed=1)
+
+
+def save_position(folder: str) -> None:
+    batches = position()
+    next(iter(batches))
+    checkpoint.save(folder, 1, data=batches.state_dict())
+
+
+def check_position(folder: str) -> None:
+    batches, other = position(), iter(position())
+    batches.load_state_dict(checkpoint.load(folder).data)
+    next(other)
+    assert [batch.tolist() for batch in batches] == [batch.tolist() for batch in other]
 
 
 def test_each_rank_reads_its_part_only(tmp_path):

@@ -44,7 +44,8 @@ class Checkpoint:
     Attributes:
         path: the folder, or the one file.
         step: number of finished steps; None for a file of :func:`bmtrain.save`.
-        data: this rank's position in the data; None if another number of ranks saved it.
+        data: this rank's position in the data; if another number of ranks saved it, the position that all of them
+            had, or None if they had different ones.
         data_of_ranks: the positions of all ranks that saved.
         extra: values that the user added.
         world_size, tp_size, pipe_size: of the run that saved; None for a file.
@@ -167,12 +168,11 @@ def load(
             loading = Loading(reader, model, optim, schedulers, strict, random)
         loading.check()
         loading.apply()
-        data = loading.data()
         return Checkpoint(
             path=found,
             step=manifest.step,
-            data=data[context().topology.rank] if len(data) == context().topology.world_size else None,
-            data_of_ranks=tuple(data),
+            data=loading.own_data(),
+            data_of_ranks=tuple(loading.data()),
             extra=loading.extra(),
             world_size=manifest.world_size,
             tp_size=manifest.tp_size,

@@ -186,6 +186,13 @@ class Loading:
         """The position in the data of every rank that saved."""
         return [self._reader.value(told) for told in self._data]
 
+    def own_data(self) -> Any:
+        """This rank's position in the data; if another number of ranks saved, the one they all had, or None."""
+        saved, own = self._data, context().topology
+        if len(saved) == own.world_size:
+            return self._reader.value(saved[own.rank])
+        return self._reader.value(saved[0]) if all(told == saved[0] for told in saved) else None
+
     def _optimizer_state(self, number: int, optimizer: Any) -> dict[str, Any]:
         parameters, saved = _parameters(optimizer), self._values["optimizers"][number]
         state = {
