@@ -5,8 +5,8 @@ the batch at once; with micro-batches, one virtual shard's rows at a time, whose
 sent once (``OptimManager(accumulate=...)``); with virtual shards, each micro-step sends its gradients, and they are
 summed along the tree. All variants clip gradients, and take turns.
 
-With ``--survive`` steps over virtual shards are compared with and without ``init_distributed(survive=1)``: two jobs
-that take turns of ``--repeat`` steps, one waiting without a processor while the other computes.
+With ``--survive`` steps over virtual shards are compared with and without ``init_distributed(survive=1)``. Two jobs
+take turns of ``--repeat`` steps (several, as the last one's copies are updated in the other's turn); one waits.
 """
 
 from __future__ import annotations
