@@ -275,10 +275,9 @@ class Survival:
         ctx, keeper, members = _context.context(), self._keeper, self._members
         self._written = max(self._written, keeper.written())
         self._drop_what_runs(ctx)
-        keeper.settle()
+        held = keeper.held(ctx, self._place // 2)
         params = all_parameters(ctx, keeper.optimizers())
         steps, parts, ring = steps_of(keeper.optimizers(), keeper.ward), parts_of(params), keeper.ring
-        held = keeper.held(ctx, self._place // 2)
         report = {"place": self._place, "steps": steps, "damage": keeper.damage}
         tried: list[int] = []
         while True:

@@ -100,12 +100,11 @@ def _muon_groups(module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> 
     """Returns the groups of `MuonOptimizer` over the trained parameters, where no rule or split is given."""
     inner = [block._module if isinstance(block, Block) else block for block in blocks]
     homes = {key: home for block in inner for key, (_, home) in homes_in(block).items()}
-    groups: dict[str, dict[str, Any]] = {}
+    rules, groups = Rules(None, None), dict[str, dict[str, Any]]()
     for name, p in module.named_parameters():
         if p.requires_grad:
-            rule = (
-                Rules(None, None).choose(Member(p, p, name, True, homes.get(id(p)), id(p) in homes), {}).rule
-            )
+            member = Member(p, p, name, True, homes.get(id(p)), id(p) in homes)
+            rule = rules.choose(member, {}).rule
             group = groups.setdefault(rule, {"rule": rule, "params": [], "param_names": []})
             group["params"].append(p)
             group["param_names"].append(name)

@@ -168,11 +168,12 @@ def load(
             loading = Loading(reader, model, optim, schedulers, strict, random)
         loading.check()
         loading.apply()
+        data, number = loading.data(), loading.number_of_data()
         return Checkpoint(
             path=found,
             step=manifest.step,
-            data=loading.own_data(),
-            data_of_ranks=tuple(loading.data()),
+            data=None if number is None else data[number],
+            data_of_ranks=tuple(data),
             extra=loading.extra(),
             world_size=manifest.world_size,
             tp_size=manifest.tp_size,

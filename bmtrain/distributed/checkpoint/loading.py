@@ -186,12 +186,12 @@ class Loading:
         """The position in the data of every rank that saved."""
         return [self._reader.value(told) for told in self._data]
 
-    def own_data(self) -> Any:
-        """This rank's position in the data; if another number of ranks saved, the one they all had, or None."""
+    def number_of_data(self) -> int | None:
+        """The number of this rank's position in `data`, or of the one that another number of ranks all saved."""
         saved, own = self._data, context().topology
         if len(saved) == own.world_size:
-            return self._reader.value(saved[own.rank])
-        return self._reader.value(saved[0]) if all(told == saved[0] for told in saved) else None
+            return own.rank
+        return 0 if all(told == saved[0] for told in saved) else None
 
     def _optimizer_state(self, number: int, optimizer: Any) -> dict[str, Any]:
         parameters, saved = _parameters(optimizer), self._values["optimizers"][number]
