@@ -23,7 +23,7 @@ PYTHON = {
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5631),
     "files": ("_files dcp distributed store weights", 4680),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 9600),
-    "survive": ("_survive survive", 2045),
+    "survive": ("_survive survive", 2046),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_329),
 }
 CORE = {

@@ -185,14 +185,13 @@ class Members:
         Args:
             report: of this rank, for all others.
             lost: ranks that are lost by the verdict; whether they end by themselves: others may be slow.
-            patience: seconds within which all survivors come.
+            patience: seconds within which all survivors come to the one that leads.
             decide: called with all reports on the first survivor; returns ``why`` to end, or what all are ``given``.
 
         Raises:
             CommunicationError: the survivors cannot continue, or have done so without this process.
         """
         patience = max(patience, _ANSWER_SECONDS)
-        end = time.monotonic() + patience
         while True:
             missing = {rank for rank, ends in lost.items() if ends}
             probes = self._probe(set(range(self.rank)) - missing, lost)
@@ -204,7 +203,7 @@ class Members:
                     except Lost:
                         pass
                     missing.add(leader)
-                return self._lead(report, missing, lost, end, decide)
+                return self._lead(report, missing, lost, patience, decide)
             except _LookAgain:
                 continue
             finally:
@@ -285,10 +284,11 @@ class Members:
         report: Message,
         missing: set[int],
         doubted: Mapping[int, bool],
-        end: float,
+        patience: float,
         decide: Callable[[dict[int, Message]], Message],
     ) -> Meeting:
         world, lost = len(self.addresses), {*range(self.rank), *missing}
+        end = time.monotonic() + patience  # from here: others have looked for lower ranks as long as this one
         probes = self._probe(set(range(self.rank + 1, world)) - lost, doubted)
         answer: Message = {}
         try:

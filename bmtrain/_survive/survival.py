@@ -283,7 +283,8 @@ class Survival:
         while True:
             rendezvous = Reconnection(ctx)
             decide = partial(self._decide, ctx, ring, rendezvous)
-            meeting = members.agree(report, self._lost, ctx.timeout, decide)
+            patience = ctx.timeout * (2 if tried else 1)  # a try fails here at once, there after a time-out
+            meeting = members.agree(report, self._lost, patience, decide)
             places = {other["place"] for other in meeting.reports.values()}
             if _are_beyond_a_gate(places):
                 if self._place == min(places):

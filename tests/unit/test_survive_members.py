@@ -108,6 +108,16 @@ def ranks_out_of_reach_cost_no_more_than_one_of_them(ranks: list[Members]) -> No
 
 
 @scenario
+def the_search_for_the_first_rank_takes_nothing_from_the_time_to_come(ranks: list[Members]) -> None:
+    """A rank that does not answer is given up after 5 s; the others begin 2 s apart, and wait 6 s for each other."""
+    with stopped(ranks, 0, 4), ThreadPoolExecutor() as pool:
+        calls = [pool.submit(come, ranks[1], {}, 6.0)]
+        time.sleep(2.0)
+        calls += [pool.submit(come, ranks[rank], {}, 6.0) for rank in (2, 3)]
+        assert [call.result() for call in calls] == [meeting_of(1, 2, 3)] * 3
+
+
+@scenario
 def connections_that_say_nothing_do_not_make_a_rank_look_lost(ranks: list[Members]) -> None:
     silent = [socket.create_connection(ranks[0].own) for _ in range(20)]
     with stopped(ranks, 3, 4), ThreadPoolExecutor() as pool:
