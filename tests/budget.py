@@ -17,9 +17,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2591),
     "watch": ("_watch", 1924),
-    "ranks": ("_ranks global_var nccl synchronize utils", 4206),
-    "shards": ("_shards parameter", 1665),
-    "engine": ("_engine", 7852),
+    "ranks": ("_ranks global_var nccl synchronize utils", 4213),
+    "shards": ("_shards parameter", 1688),
+    "engine": ("_engine", 7879),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5631),
     "files": ("_files dcp distributed store weights", 4680),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 9600),

@@ -297,6 +297,10 @@ class Engine:
         self.replaced.check(optimizer)
         self.wrapped.check_step()
 
+    def refuse_shard(self, collective: str, x: torch.Tensor) -> None:
+        """See :meth:`WrappedModels.refuse_shard`."""
+        self.wrapped.refuse_shard(collective, x)
+
     @property
     def is_summing_virtual_shards(self) -> bool:
         """Whether a step of :func:`bmtrain.virtual_shards` is under way."""

@@ -1,4 +1,4 @@
-"""Plain parameters that were put into a model after it was wrapped."""
+"""Mistakes in scripts with wrapped models: plain parameters added later, and sums of different shards."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import weakref
 
 import torch
 
+from .._base.unseen import data_of, gradient_of
 from ..global_var import rank, world_size
 from ..parameter import DistributedParameter
 
@@ -41,6 +42,28 @@ class WrappedModels:
             known.update(names)
             if names:
                 _warn(names)
+
+    def refuse_shard(self, collective: str, x: torch.Tensor) -> None:
+        """Raises RuntimeError if the ``x`` of a collective over elements is a shard of a model, or of its gradient."""
+        if len(x.shape) != 1 or world_size() == 1:
+            return
+        found = (x.data_ptr(), x.numel())
+        for root in self._roots:
+            for name, param in torch.nn.Module.named_parameters(root):
+                if (
+                    not isinstance(param, DistributedParameter)
+                    or param._spec.group.size == 1
+                    or param._is_full()
+                ):
+                    continue
+                gradient = gradient_of(param)
+                of_gradient = gradient is not None and found == (gradient.data_ptr(), gradient.numel())
+                if of_gradient or found == (data_of(param).data_ptr(), param.numel()):
+                    raise RuntimeError(
+                        f"{collective} of this rank's shard of {name}{' (its gradient)' * of_gradient}: ranks have "
+                        "different parts of a parameter, which would be mixed. Leave it out: backward() sums gradients "
+                        "over the ranks (OptimManager.backward averages them), and no rank has other parameters"
+                    )
 
 
 def _plain_names(root: torch.nn.Module) -> list[str]:

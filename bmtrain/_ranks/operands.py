@@ -9,6 +9,9 @@ from .._base.arguments import require_integer
 from .._C import Communicator
 from .context import context
 
+#: Collectives that combine or replace the elements of all ranks' tensors, which must be of the same place.
+OVER_ELEMENTS = ("all_reduce", "broadcast", "reduce", "reduce_scatter")
+
 
 def resolve_comm(name: str, x: Tensor, comm: Communicator | None, argument: str = "x") -> Communicator:
     """Checks the tensor of the collective ``name`` and returns its communicator, the world's for None.
@@ -27,6 +30,8 @@ def resolve_comm(name: str, x: Tensor, comm: Communicator | None, argument: str 
     if x.is_quantized:  # the other ranks would read its integers without its scale
         raise TypeError(f"{name}: {argument}: expected plain numbers, got a quantised tensor of {x.dtype}")
     if comm is None:
+        if name in OVER_ELEMENTS:
+            current.engine.refuse_shard(f"bmtrain.distributed.{name}", x)
         return current.world.comm
     if not isinstance(comm, Communicator):
         raise TypeError(f"{name}: comm: expected a communicator, got {type(comm).__name__}")

@@ -5,13 +5,17 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from sys import _getframe
 from types import FrameType
 from typing import Any, NoReturn
 
 import torch
+from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import distributed as ddp
 
 from .._base.deprecate import warn_once
+from .._ranks import context
+from .._ranks.operands import OVER_ELEMENTS
 from ..global_var import rank, world_size
 
 #: Attributes that torch.distributed.fsdp looks up on every parameter before it shards it.
@@ -71,13 +75,32 @@ def refuse_replicated(param: torch.Tensor) -> None:
 
 
 def adapt_torch_errors() -> None:
-    """Makes two classes of torch raise errors that fit a program of this library where torch's advice would not."""
+    """Makes functions of torch raise errors where they would mix shards, or where their advice does not fit."""
     for kind, explanation in (
         (ddp.DistributedDataParallel, _without_group),
         (torch.optim.Muon, _with_shards),
     ):
         if not hasattr(kind.__init__, "_bmtrain"):
             kind.__init__ = _explained(kind.__init__, explanation)  # type: ignore[method-assign]
+
+    check = c10d._check_single_tensor
+    if not hasattr(check, "_bmtrain"):
+        c10d._check_single_tensor = _refusing_shards(check)
+
+
+def _refusing_shards(plain: Callable[..., None]) -> Callable[..., None]:
+    """Wraps the check that torch's collectives make of their tensors."""
+
+    @functools.wraps(plain)
+    def check(x: Any, *args: Any, **kwargs: Any) -> None:
+        plain(x, *args, **kwargs)
+        caller, now = _getframe(1), context.current()
+        is_world = caller.f_locals.get("group") in (None, c10d.GroupMember.WORLD)
+        if now is not None and is_world and caller.f_code.co_name in OVER_ELEMENTS:
+            now.engine.refuse_shard(f"torch.distributed.{caller.f_code.co_name}", x)
+
+    check._bmtrain = True  # type: ignore[attr-defined]
+    return check
 
 
 def _explained(plain: Callable[..., None], explanation: Callable[[Any], str]) -> Callable[..., None]:

@@ -171,6 +171,39 @@ def test_data_parallel_around_shards_is_refused() -> None:
     run_ranks(2, replicated, fresh=True)
 
 
+def averaged_by_hand() -> None:
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ModuleList([torch.nn.Linear(4, 4)]))
+    model = bmt.BMTrainModelWrapper(model)
+    model[1][0](model[0](torch.ones(2, 4))).sum().backward()
+    for name, param in model.named_parameters():
+        whole = param.gather_grad()
+        for x in (param, param.data, param.detach(), param.grad, param.grad.data):
+            for call in (
+                dist.all_reduce,
+                lambda x: dist.broadcast(x, 0),
+                lambda x: dist.reduce(x, 0),
+                bmt.distributed.all_reduce,
+                lambda x: bmt.distributed.broadcast(x, 0),
+            ):
+                if bmt.world_size() == 1:
+                    call(x)
+                    continue
+                with pytest.raises(RuntimeError, match=rf"shard of {name}.*Leave it out"):
+                    call(x)
+        assert torch.equal(param.gather_grad(), whole)
+    for x in (torch.ones(3), torch.ones(()), whole, param.gather().detach()):
+        dist.all_reduce(x)
+        bmt.distributed.all_reduce(x)
+    dist.all_reduce(param.grad, group=dist.new_group([0]))  # the script knows which ranks have the same parts
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_shards_are_not_summed_with_others(world: int) -> None:
+    run_ranks(world, averaged_by_hand, fresh=True)
+
+
 def sharded_twice() -> None:
     from torch.distributed.fsdp import fully_shard
 
