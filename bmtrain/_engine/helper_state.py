@@ -149,7 +149,7 @@ class HelperState:
     """The objects that attributes of modules lead to.
 
     Args:
-        slots: where there are such attributes.
+        slots: where there are such attributes, or None, in the place of which one may come.
     """
 
     def __init__(self, slots: list[_Slot]) -> None:
@@ -172,7 +172,7 @@ def helpers_of(modules: Iterable[torch.nn.Module]) -> HelperState | None:
         (vars(module), name)
         for module in modules
         for name, value in vars(module).items()
-        if name not in _NOT_OF_USERS and next(_holders(value), None) is not None
+        if name not in _NOT_OF_USERS and (value is None or next(_holders(value), None) is not None)
     ]
     return HelperState(slots) if slots else None
 

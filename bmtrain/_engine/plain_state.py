@@ -207,7 +207,9 @@ class PlainState:
 
     def __init__(self) -> None:
         self.is_unused = False
-        self._changing: list[_Place] | None = None  # None before the first forward
+        self._changing: list[_Place] | None = None  # None before a forward that is to show them
+        self._known: list[_Place] = []
+        self._searched: dict[int, dict[str, Any]] = {}  # kept, so that no other has the identity
         self._draws = True
         self._counters: set[tuple[int, str]] = set()
 
@@ -221,6 +223,7 @@ class PlainState:
         snapshot = PlainSnapshot(self, host_state() if self._draws else None)
         if self._changing is None:
             places = [*map(vars, modules), *(holder for holder, _ in held if isinstance(holder, dict))]
+            self._searched = {id(place): place for place in places}
             snapshot.known = [(place, set(place)) for place in places]
             found = [(place, name) for place, names in snapshot.known for name in names]
             snapshot.known += [(module._buffers, set(module._buffers)) for module in modules]  # for new ones
@@ -229,6 +232,10 @@ class PlainState:
             ]
         else:
             snapshot.attributes = [_Attribute.of(*place) for place in self._changing]
+            new = [each for each, _ in held if isinstance(each, dict) and id(each) not in self._searched]
+            snapshot.attributes += [
+                _Attribute.of(place, name) for place in new for name in place if _is_state(name, place[name])
+            ]
         return snapshot
 
     def note_counters(
@@ -273,9 +280,16 @@ class PlainState:
             for module, name, _, new in differing:
                 _set(vars(module), name, new)
 
+    def learn_more(self) -> None:
+        """Has the next forward show what it changes, in addition to what is known: the modules have new attributes."""
+        self._known, self._changing = self._changing or self._known, None
+        self._draws, self.is_unused = True, False
+
     def learn(self, changed: Iterable[_Attribute], draws: bool) -> None:
-        """Records the attributes that the first forward changed, and whether it drew random numbers."""
-        self._changing = [(a.place, a.name, a.is_replaced()) for a in changed]
+        """Records the attributes that a first forward changed, and whether it drew random numbers."""
+        places = {(id(each[0]), each[1]): each for each in self._known}
+        places.update({(id(a.place), a.name): (a.place, a.name, a.is_replaced()) for a in changed})
+        self._changing = list(places.values())
         self._draws = draws
         self.is_unused = not (self._changing or draws)
 

@@ -35,7 +35,7 @@ class ModuleState:
         """Has the next forwards show again what they change."""
         self._plain = PlainState(), PlainState()  # in evaluation and in training: only one may draw or write
         self._helpers: HelperState | None = None
-        self._searches = 0
+        self._num_attributes = -1
 
     def walk(self) -> list[torch.nn.Module]:
         children: list[torch.nn.Module | None] = []
@@ -82,9 +82,11 @@ class ModuleState:
                 if copied and id(tensor) not in copies:
                     copies[id(tensor)] = tensor.clone()
                 buffers.append(Buffer(owner, name, tensor, tensor._version, copies.get(id(tensor))))
-        if self._searches < 2:  # the first forward may make some
-            self._searches += 1
-            self._helpers = helpers_of(modules)
+        size = sum(map(len, map(vars, modules)))
+        if size != self._num_attributes:
+            self._num_attributes, self._helpers = size, helpers_of(modules)
+            for plain in self._plain:
+                plain.learn_more()
         held = self._helpers.before_forward() if self._helpers else []
         return ModuleSnapshot(self, modules, buffers, self._plain[self.root.training], held)
 
@@ -106,7 +108,7 @@ class ModuleSnapshot:
         held: list[Holder],
     ) -> None:
         self._state, self._buffers, self._plain, self._held = state, buffers, plain, held
-        self._in_place = None if plain.is_unused else plain.before_forward(modules, held)
+        self._in_place = None if plain.is_unused and not held else plain.before_forward(modules, held)
         self._attributes = [(module, vars(module).copy()) for module in modules]
 
     def _changed(self) -> list[tuple[torch.nn.Module, dict[str, Any]]]:

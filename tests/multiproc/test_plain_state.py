@@ -158,6 +158,17 @@ def of_a_late_helper(self: Any, h: torch.Tensor) -> Any:
     return self.made.scale
 
 
+def of_helpers_given_later(self: Any, h: torch.Tensor) -> Any:
+    """Computes with two that the script attaches after the first step: one in the place of None, one by a new name."""
+    factor = 1.0
+    for helper in (self.given_later, getattr(self, "new", None)):
+        if helper is not None:
+            helper.scale *= 1.25
+            helper.mean.mul_(0.5).add_(h.detach().mean())
+            factor = factor + helper.scale + helper.mean.clone()
+    return factor
+
+
 def of_numpy_in_training(self: Any, h: torch.Tensor) -> Any:
     """Draws and writes in training only, which the first call is not."""
     if self.training:
@@ -174,6 +185,7 @@ FORWARDS = [
     of_a_helper,
     of_a_helper_that_it_changes,
     of_a_late_helper,
+    of_helpers_given_later,
     memory,
     pair,
     in_place,
@@ -223,7 +235,7 @@ class Stateful(torch.nn.Module):
         self.length = 1
         self.register_buffer("table", torch.ones(2))
         self.cache: dict[str, torch.Tensor] = {}
-        self.decay, self.given = 1.0, None
+        self.decay, self.given, self.given_later = 1.0, None, None
         self.settings = Settings()
         self.scales = [0.5, 1.0]
         self.array = np.ones(3)
@@ -242,13 +254,16 @@ def restored(recompute: str) -> None:
     for factor in FORWARDS:
         plain, model = twins(lambda factor=factor: Stateful(factor))
         block = bmt.Block(model, policy=bmt.BlockPolicy(recompute=recompute))
-        for step in range(3):
+        for step in range(4 if factor is of_helpers_given_later else 3):
             drawn = []
             for module in (plain, block):
                 random.seed(step)
                 np.random.seed(step)
                 module.zero_grad()
                 module.train(step > 0)
+                if factor is of_helpers_given_later and step > 0:
+                    name = "given_later" if step == 1 else "new"
+                    setattr(module, name, types.SimpleNamespace(scale=1.0, mean=torch.zeros(())))
                 results = []
                 for number in (1, 2):
                     module.given, module.number = torch.full((6,), number / 2), number
@@ -270,7 +285,7 @@ def restored(recompute: str) -> None:
                     torch.testing.assert_close(torch.as_tensor(got).detach(), torch.as_tensor(want).detach())
             torch.testing.assert_close(list(inner.history), list(plain.history))
             assert torch.equal(inner.generator.get_state(), plain.generator.get_state())
-        assert (plain.runs, inner.runs) == (6, 12)  # counters count each run
+        assert (plain.runs, inner.runs) == (2 * step + 2, 4 * step + 4)  # counters count each run
 
 
 @pytest.mark.parametrize("recompute", ["whole", "selective"])
