@@ -8,7 +8,6 @@
 
 #include <atomic>
 #include <cerrno>
-#include <chrono>
 #include <cstdio>
 #include <memory>
 #include <new>
@@ -249,20 +248,39 @@ void combine_elsewhere(ShmLink& link) {
   expect((bmtrain::float_environment() & kFlush) == (usual & kFlush), "and afterwards its own");
 }
 
+std::atomic<bool> is_posted = false;
+std::atomic<bool> is_combined = false;
+
 // An error between the phases is the operation's, also where the thread that computes is the link's own: here
-// the one of the last rank, whose pieces come while nobody is in the link.
+// the one of the last rank, which sends more than a ring takes, and waits for nothing before it has computed.
 void combine_in_vain(ShmLink& link) {
-  std::vector<char> own(kLargest * 3, mark(link.rank(), 0));  // more than a ring takes
-  std::vector<std::vector<char>> others(kRanks, std::vector<char>(own.size()));
-  const auto bytes = static_cast<std::int64_t>(own.size());
-  const ShmOperationPtr operation = operation_of("all_reduce", bytes);
-  operation->combine = [] { throw std::bad_alloc(); };
+  const bool is_last = link.rank() == kRanks - 1;
+  const auto size_from = [](int rank) { return rank == kRanks - 1 ? 2 * kLargest : 1; };
+  std::vector<char> own(static_cast<std::size_t>(size_from(link.rank())), mark(link.rank(), 0));
+  std::vector<std::vector<char>> others(kRanks);
+  const ShmOperationPtr operation = operation_of("all_reduce", 2 * kLargest);
+  operation->combine = [is_last, posted_by = std::this_thread::get_id()] {
+    if (is_last) {
+      expect(std::this_thread::get_id() != posted_by, "a computation of the link's thread");
+      is_combined = true;
+      is_combined.notify_one();
+    }
+    throw std::bad_alloc();
+  };
   std::vector<Piece> receives;
   for (int r = 0; r < kRanks; ++r) {
-    if (r != link.rank()) receives.push_back({others[static_cast<std::size_t>(r)].data(), bytes, r});
+    if (r == link.rank()) continue;
+    std::vector<char>& other = others[static_cast<std::size_t>(r)];
+    other.resize(static_cast<std::size_t>(size_from(r)));
+    receives.push_back({other.data(), size_from(r), r});
   }
-  post(link, operation, {{own.data(), bytes}}, receives);
-  if (link.rank() == kRanks - 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  if (!is_last) is_posted.wait(false);  // before it nobody makes room in the ring
+  post(link, operation, {{own.data(), size_from(link.rank())}}, receives);
+  if (is_last) {
+    is_posted = true;
+    is_posted.notify_all();
+    is_combined.wait(false);
+  }
   bool raised = false;
   try {
     link.await(*operation);
