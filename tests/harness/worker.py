@@ -26,6 +26,7 @@ import time
 import traceback
 import types
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -188,7 +189,7 @@ def _run_rank(connection: Connection) -> None:
     """Serve calls until the test run closes the connection, or sends nothing: then the end is brief."""
     setup: Setup = pickle.loads(connection.recv_bytes())
     if setup.brief:
-        _brief.append(True)
+        _end_briefly()
     sys.path[:] = setup.path
     os.environ.clear()
     os.environ.update(setup.environment)
@@ -200,7 +201,7 @@ def _run_rank(connection: Connection) -> None:
         except EOFError:
             return
         if not message:
-            _brief.append(True)
+            _end_briefly()
             return
         call: Call = pickle.loads(message)
 
@@ -217,10 +218,18 @@ def _run_rank(connection: Connection) -> None:
 
 
 _brief: list[bool] = []  # not empty: `_shorten_end` does something
+_finalizers: list[weakref.finalize[Any, Any]] = []  # those of preloaded modules: torch's take operators back
 
 
-def _shorten_end(preloaded: set[str]) -> None:
-    """Leave torch as it is: its teardown copies the pages that forks share and takes a rank a quarter of a second.
+def _end_briefly() -> None:
+    _brief.append(True)
+    for finalizer in _finalizers:
+        finalizer.atexit = False
+
+
+def _shorten_end(preloaded: set[str], end: _End) -> None:
+    """Leave torch and the interpreter as they are: their teardown copies the pages that forks share, and takes a rank
+    a quarter of a second.
 
     The rest of an orderly end remains: handlers of `atexit` have run, modules of bmtrain and of tests are cleared.
     """
@@ -228,11 +237,28 @@ def _shorten_end(preloaded: set[str]) -> None:
         return
     left = [sys.modules.pop(name) for name in preloaded & sys.modules.keys()]
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
-    library = ctypes.CDLL(None)
-    library.fflush(None)
-    library.on_exit.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    # Called before what C++ libraries have registered for the end of the process.
-    library.on_exit(ctypes.cast(library._exit, ctypes.c_void_p), None)
+    sys._end = end  # type: ignore[attr-defined]
+
+
+class _End:
+    """In the module ``sys``, which is cleared after all others: ends the process then.
+
+    It has what it needs, as modules are empty by then.
+    """
+
+    def __init__(self) -> None:
+        self.status = 0
+        self._exit = os._exit
+        self._flushes = [
+            sys.stdout.flush,
+            sys.stderr.flush,
+            functools.partial(ctypes.CDLL(None).fflush, None),
+        ]
+
+    def __del__(self) -> None:
+        for flush in self._flushes:
+            flush()
+        self._exit(self.status)
 
 
 def _become_rank(parent: int, channel: int, log: str, stacks: str) -> Connection:
@@ -279,7 +305,7 @@ def _become_program(parent: int, request: dict[str, Any], streams: list[int]) ->
     os.environ.update(request["environment"])
     sys.path[:0] = [""]
     sys.argv = ["-c"]
-    _brief.append(True)
+    _end_briefly()
 
 
 def _run_program(code: str) -> None:
@@ -291,7 +317,8 @@ def _run_program(code: str) -> None:
         raise
     except BaseException as error:
         assert error.__traceback__ is not None
-        sys.excepthook(type(error), error, error.__traceback__.tb_next)
+        own = error.__traceback__.tb_next
+        sys.excepthook(type(error), error.with_traceback(own), own)
         raise SystemExit(1) from None
 
 
@@ -333,7 +360,8 @@ def main() -> None:
     """Import what every rank needs, then serve. argv: the control socket's number, the parent's id, further modules."""
     _die_with_parent(int(sys.argv[2]))
     preloaded: set[str] = set()
-    atexit.register(_shorten_end, preloaded)  # the first to be registered is the last to be called
+    end = _End()
+    atexit.register(_shorten_end, preloaded, end)  # the first to be registered is the last to be called
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Any torch optimizer imports torch._dynamo when it is made: a second of every new rank that trains.
     ours = [
@@ -346,10 +374,18 @@ def main() -> None:
         except Exception:  # what is missing shows in the call that needs it, with that rank's traceback
             continue
     preloaded |= {name for name in sys.modules if name.partition(".")[0] not in _TORN_DOWN}
+    _finalizers.extend(getattr(weakref.finalize, "_registry", ()))
     gc.collect()
     gc.freeze()  # torch's objects are never garbage: without them a rank's collections take no time
     control = socket.socket(fileno=int(sys.argv[1]))
     control.send(b"ready")
     task = _serve(control)
     if task is not None:
-        task()
+        try:
+            task()
+        except SystemExit as error:
+            end.status = error.code if isinstance(error.code, int) else int(error.code is not None)
+            raise
+        except BaseException:
+            end.status = 1
+            raise

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from functools import partial
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import RankError, Status, at_once, rank_outcomes, run_process, run_ranks
+from harness import Program, RankError, Status, at_once, rank_outcomes, run_process, run_ranks
 
 
 def describe(factor: int, *, offset: int = 0) -> tuple[int, int, int, str]:
@@ -188,3 +189,39 @@ def test_jobs_run_at_the_same_time(tmp_path: Path) -> None:
     run = partial(rank_outcomes, 2, meet, str(tmp_path), fresh=True, timeout=60)
     found = at_once([partial(run, "a", "b"), partial(run, "b", "a")])
     assert [[outcome.value for outcome in outcomes] for outcomes in found] == [["a", "a"], ["b", "b"]]
+
+
+SAYS_AT_ITS_END = """
+class Late:
+    def __del__(self):
+        print("cleared")
+late = Late()
+import atexit, os, tempfile
+atexit.register(print, "handler")
+folder = tempfile.TemporaryDirectory()
+atexit.register(lambda: print(os.path.exists(folder.name)))
+print("end", end=" ")
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "says"),
+    [
+        (SAYS_AT_ITS_END, 0, "end True\nhandler\ncleared\n"),
+        ("raise SystemExit(3)", 3, ""),
+        ("raise SystemExit", 0, ""),
+        ("raise SystemExit('no data')", 1, "no data\n"),
+        ("1 / 0", 1, 'Traceback (most recent call last):\n  File "<string>", line 1, in <module>\n'),
+        ("import os\nos.kill(os.getpid(), 15)", -15, ""),
+    ],
+)
+def test_a_program_ends_as_one_that_python_has_started(code: str, status: int, says: str) -> None:
+    """Although its end is short: what it has printed, its handlers, its objects and its status."""
+    with tempfile.TemporaryFile("w+") as output, open(os.devnull) as nothing:
+        program = Program(code, os.environ, (nothing.fileno(), output.fileno(), output.fileno()))
+        assert program.wait() == status
+        output.seek(0)
+        assert output.read().startswith(says)
+        started = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert started.returncode == status
+        assert (started.stdout + started.stderr).startswith(says)
