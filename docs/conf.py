@@ -5,7 +5,6 @@ import re
 import sys
 from pathlib import Path
 
-from furo.navigation import get_navigation_tree
 from sphinx import addnodes
 from sphinx.environment.adapters.toctree import TocTree
 from sphinx.search import SearchEnglish, languages
@@ -89,13 +88,11 @@ def speak_chinese(app, pagename, templatename, context, doctree):
     context["language"] = "zh-CN"
     context["master_doc"] = "zh/index"  # where the title leads
     resolve = TocTree(app.env).resolve
-    context["furo_navigation_tree"] = get_navigation_tree(
-        "".join(
-            app.builder.render_partial(
-                resolve(pagename, app.builder, tree, titles_only=True, includehidden=True)
-            )["fragment"]
-            for tree in app.env.get_doctree("zh/index").findall(addnodes.toctree)
-        )
+    context["toctree"] = lambda **options: "".join(
+        app.builder.render_partial(resolve(pagename, app.builder, tree, **options))[
+            "fragment"
+        ]
+        for tree in app.env.get_doctree("zh/index").findall(addnodes.toctree)
     )
 
 
@@ -144,4 +141,4 @@ def setup(app):
     app.connect("html-page-context", break_names)
     app.connect("html-page-context", stay_in_language)
     app.connect("html-page-context", link_other_language)
-    app.connect("html-page-context", speak_chinese, priority=600)  # after the theme
+    app.connect("html-page-context", speak_chinese, priority=400)  # before the theme
