@@ -21,7 +21,7 @@ from ._ranks.context import require_gathering, require_intact
 from ._shards.at_rest import show, show_together
 from ._shards.block_ref import BlockRef
 from ._shards.data_version import DataVersion
-from ._shards.draws import RANDOM, ShardData, drawing_whole, refuse_product
+from ._shards.draws import OF_MATRICES, RANDOM, ShardData, drawing_whole, of_matrices, transposed
 from ._shards.foreign import refuse_fsdp, refuse_replicated, warn_of_flatness
 from ._shards.full_values import copy_of_part, full_value, gather_flat, load_full_value, shard_of, whole_shape
 from ._shards.gather import OpAllGather
@@ -425,11 +425,6 @@ class DistributedParameter(torch.nn.Parameter):
         super().share_memory_()
         return self
 
-    def __matmul__(self, other: Any) -> torch.Tensor:
-        """As a tensor's; of two shards torch would make a scalar, where their matrices have a product."""
-        refuse_product(self, self._original_shape)
-        return super().__matmul__(other)
-
     def __repr__(self) -> str:  # type: ignore[override]
         local = repr(self.detach())
         return (
@@ -440,6 +435,9 @@ class DistributedParameter(torch.nn.Parameter):
 
 for _name in RANDOM:
     setattr(DistributedParameter, _name, drawing_whole(_name))
+for _name in OF_MATRICES:
+    setattr(DistributedParameter, _name, of_matrices(_name))
+DistributedParameter.T = property(transposed)  # type: ignore[assignment]
 
 
 def _check_can_train(dtype: torch.dtype) -> None:

@@ -16,11 +16,11 @@ ROOT = Path(__file__).resolve().parents[1]
 #: reason in its message.
 PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2591),
-    "watch": ("_watch", 1924),
+    "watch": ("_watch", 1925),
     "ranks": ("_ranks global_var nccl synchronize utils", 4213),
-    "shards": ("_shards parameter", 1688),
+    "shards": ("_shards parameter", 1711),
     "engine": ("_engine", 7895),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5631),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5633),
     "files": ("_files dcp distributed store weights", 4680),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 9600),
     "survive": ("_survive survive", 2046),

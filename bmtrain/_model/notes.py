@@ -27,6 +27,8 @@ def name_block(error: Exception, label: str, parameters: Any, arguments: Any) ->
     """Adds the block whose forward raised, and its operands: torch names dtypes and shapes, but no layer."""
     if isinstance(error, BMTrainError):
         return
+    if "saved tensor hooks" in str(error):  # of torch.func
+        _add(error, "in a block that recomputes; give it use_checkpoint=False", unless="use_checkpoint")
     error.__traceback__ = _without_engine(error.__traceback__)
     kinds = sorted({str(p.dtype) for p in parameters}) or ["none"]
     given = [

@@ -32,12 +32,40 @@ def drawing_whole(name: str) -> Callable[..., torch.Tensor]:
     return draw
 
 
-def refuse_product(shard: torch.Tensor, shape: torch.Size) -> None:
-    """Raises RuntimeError if ``shard``, a factor of a matrix product, is a flat part of a tensor of more dimensions."""
-    if shard.dim() < len(shape):
+#: Operations of matrices, of which torch makes others for a shard, which is flat.
+OF_MATRICES = ("__matmul__", "matmul", "t", "transpose")
+
+
+def of_matrices(name: str) -> Callable[..., torch.Tensor]:
+    """Returns the tensor's method ``name`` for distributed parameters and their data, which refuses shards."""
+    plain: Callable[..., torch.Tensor] = getattr(torch.Tensor, name)
+
+    @functools.wraps(plain)
+    def operate(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        _refuse_shard(self, name.strip("_"))
+        return plain(self, *args, **kwargs)
+
+    return operate
+
+
+def transposed(self: Any) -> torch.Tensor:
+    """The tensor's ``T``, for the same."""
+    _refuse_shard(self, "T")
+    turned: torch.Tensor = torch.Tensor.T.__get__(self)  # type: ignore[attr-defined]
+    return turned
+
+
+def _refuse_shard(tensor: Any, operation: str) -> None:
+    param = tensor
+    if isinstance(tensor, ShardData):
+        param = tensor.__dict__.get("_param")
+        if not tensor._is_still(param):
+            return
+    if tensor.dim() < len(param._original_shape):
         raise RuntimeError(
-            f"parameter @ ...: expected a matrix of shape {tuple(shape)}, got this rank's shard of {shard.numel()} "
-            "elements, flat; multiply in `with bmtrain.whole(module, write=True):`, or in the forward of its Block"
+            f"{operation} of a parameter: expected a matrix of shape {tuple(param._original_shape)}, got this rank's "
+            f"shard of {tensor.numel()} elements, flat; compute in `with bmtrain.whole(module, write=True):`, or in "
+            "the forward of its Block"
         )
 
 
@@ -80,12 +108,6 @@ class ShardData(Alias):
         data.__dict__["_param"] = param
         return data
 
-    def __matmul__(self, other: Any) -> torch.Tensor:
-        param: Any = self.__dict__.get("_param")
-        if self._is_still(param):
-            refuse_product(self, param._original_shape)
-        return super().__matmul__(other)
-
     def _is_still(self, param: Any) -> bool:
         return param is not None and self.shape == param.shape and self.data_ptr() == param.data_ptr()
 
@@ -107,3 +129,6 @@ def _drawing_into(name: str) -> Callable[..., torch.Tensor]:
 
 for _name in RANDOM:
     setattr(ShardData, _name, _drawing_into(_name))
+for _name in OF_MATRICES:
+    setattr(ShardData, _name, of_matrices(_name))
+ShardData.T = property(transposed)  # type: ignore[assignment]

@@ -34,7 +34,8 @@ _OPERATION = re.compile(r'\w+ #\d+.*? on group "[^"]*", rank \d+ of \d+: (the co
 # The remedy for ranks that have made different calls.
 SAME_CALLS = (
     "Every rank must make the same calls in the same order: forward, backward, step, save, load, state_dict, gather "
-    "and norms, also where one rank alone uses the result."
+    "and norms, also where one rank alone uses the result. Experts, and other Blocks that some ranks skip, belong in "
+    "one Block with what chooses between them, which all ranks call."
 )
 
 # The report of a rank: {"position": where its main thread is, "groups": what _C.Watchdog.groups returns}.

@@ -150,6 +150,57 @@ class Holder(torch.nn.Module):
         return x @ self.weight.gather()
 
 
+def multiplied_outside() -> None:
+    block = bmt.Block(bmt.BMTrainModelWrapper(torch.nn.Linear(4, 4)))
+    weight, x = block.weight, torch.ones(2, 4)
+    operations = [
+        lambda w: w.t(),
+        lambda w: w.T,
+        lambda w: w.transpose(0, 1),
+        lambda w: w.matmul(w),
+        lambda w: w @ w,
+        lambda w: torch.nn.functional.linear(x, w.t()),
+    ]
+    for operation in operations:
+        for shard in (weight, weight.data)[: bmt.world_size()]:
+            with pytest.raises(RuntimeError, match=r"matrix of shape \(4, 4\), got this rank's shard"):
+                operation(shard)
+        assert block.bias.t() is not None  # is flat as a whole
+        with bmt.whole(block):
+            assert operation(weight).shape[-1] == 4
+
+
+def test_a_shard_is_not_transposed_or_multiplied_as_a_vector() -> None:
+    for world in (1, 2):
+        run_ranks(world, multiplied_outside)
+
+
+class DifferentiatesItself(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda z: self.linear(z).square().sum())(x) + self.linear(x)
+
+
+def differentiated_inside() -> list[str]:
+    said = []
+    for recompute in ("off", "whole", "selective"):
+        model = bmt.BMTrainModelWrapper(DifferentiatesItself())
+        block = bmt.Block(model, policy=bmt.BlockPolicy(recompute=recompute))
+        try:
+            block(torch.ones(2, 4)).sum().backward()
+        except RuntimeError as error:
+            said.append("; ".join(getattr(error, "__notes__", ["use_checkpoint=False"])))
+    return said
+
+
+def test_derivatives_of_torch_func_in_a_forward_name_the_setting_that_they_need() -> None:
+    for said in run_ranks(2, differentiated_inside):
+        assert len(said) == 2 and all("use_checkpoint=False" in text for text in said)
+
+
 def replicated() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ModuleList([torch.nn.Linear(4, 4)]))
@@ -364,8 +415,11 @@ def routed_apart() -> None:
         experts[bmt.rank()](torch.ones(2, 4))
 
 
-def test_ranks_that_call_different_blocks_do_not_compute_in_silence() -> None:
+def test_ranks_that_call_different_blocks_do_not_compute_in_silence(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     run_ranks(2, routed_apart, fresh=True)
+    assert "Experts" in capfd.readouterr().out
 
 
 class Choice(bmt.DistributedModule):
