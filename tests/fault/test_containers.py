@@ -126,7 +126,7 @@ def tight() -> dict[int | None, list[Outcome]]:
     has too little afterwards."""
     run = partial(rank_outcomes, 2, fresh=True, timeout=90)
     calls = {space: partial(run, train_in_tight_space, space, 2048, init=False) for space in SPACES}
-    gather = partial(run, gather_in_tight_space, 1, init={"timeout": 4})
+    gather = partial(run, gather_in_tight_space, 1, init={"timeout": 6})
     return dict(zip([*calls, None], at_once([*calls.values(), gather]), strict=True))
 
 

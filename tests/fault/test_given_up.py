@@ -17,6 +17,7 @@ from bmtrain import _C
 from bmtrain.errors import CommunicationError
 
 VICTIM = 1
+TIMEOUT = 6  # seconds; at it a rank without an answer for half of them is taken for stopped
 
 
 def hang_in_python() -> None:
@@ -36,7 +37,7 @@ def hang_after_a_stop() -> None:
     """Stopped until the others are past the time-out, then continued."""
     parent = os.getpid()
     if os.fork() == 0:
-        time.sleep(6)
+        time.sleep(TIMEOUT + 4)
         os.kill(parent, signal.SIGCONT)
         os._exit(0)
     os.kill(parent, signal.SIGSTOP)
@@ -60,37 +61,36 @@ def notice_late() -> str:
     comm = bmtrain.config["comm"]
     comm.barrier()
     if comm.rank == VICTIM:
-        time.sleep(4)
+        time.sleep(TIMEOUT + 1)
     with pytest.raises(CommunicationError) as error:
         comm.all_reduce(torch.ones(4), _C.ReduceOp.SUM).wait()
-    time.sleep(4)  # an emergency save: longer than the grace
+    time.sleep(TIMEOUT + 1)  # an emergency save: longer than the grace
     return str(error.value)
 
 
+HANGS = [
+    ("hang_in_python", 1),
+    ("hang_in_python", 0),
+    ("hang_in_native_code", 1),
+    ("hang_with_the_lock", 1),
+    ("hang_after_a_stop", 1),
+]
+Jobs = dict[tuple[str, int], list[Outcome]]
+
+
 @pytest.fixture(scope="module")
-def waiting() -> dict[str, list[Outcome]]:
-    """Outcomes of jobs that wait and do not compute: at the same time, they last as long as one."""
-    run = partial(rank_outcomes, 3, init={"timeout": 3}, fresh=True, timeout=60)
-    names = ("hang_in_native_code", "hang_with_the_lock", "hang_after_a_stop")
-    calls = [partial(run, notice_late), *(partial(run, hang, name, VICTIM) for name in names)]
-    return dict(zip(("notice_late", *names), at_once(calls), strict=True))
+def waiting() -> Jobs:
+    """Outcomes by what a rank does and its number, of jobs that mostly wait: at once, they last as long as one."""
+    run = partial(rank_outcomes, 3, init={"timeout": TIMEOUT}, fresh=True, timeout=60)
+    calls = {("notice_late", VICTIM): partial(run, notice_late)}
+    calls |= {(name, victim): partial(run, hang, name, victim) for name, victim in HANGS}
+    return dict(zip(calls, at_once(calls.values()), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("function", "victim"),
-    [
-        ("hang_in_python", 1),
-        ("hang_in_python", 0),
-        ("hang_in_native_code", 1),
-        ("hang_with_the_lock", 1),
-        ("hang_after_a_stop", 1),
-    ],
-)
-def test_a_rank_that_hangs_ends_itself(function: str, victim: int, waiting: dict[str, list[Outcome]]) -> None:
+@pytest.mark.parametrize(("function", "victim"), HANGS)
+def test_a_rank_that_hangs_ends_itself(function: str, victim: int, waiting: Jobs) -> None:
     """Without a launcher, and although its thread never comes to another operation."""
-    outcomes = waiting.get(function) or rank_outcomes(
-        3, hang, function, victim, init={"timeout": 3}, fresh=True, timeout=60
-    )
+    outcomes = waiting[function, victim]
     assert (outcomes[victim].status, outcomes[victim].exitcode) == (Status.DIED, 1), outcomes[victim]
     assert f"bmtrain: rank {victim} of 3 ends itself: " in outcomes[victim].output
     assert f" in {function}" in outcomes[victim].output  # the stack
@@ -98,7 +98,7 @@ def test_a_rank_that_hangs_ends_itself(function: str, victim: int, waiting: dict
         assert f"rank {victim}" in outcomes[rank].value, outcomes[rank]
 
 
-def test_a_rank_that_notices_goes_on(waiting: dict[str, list[Outcome]]) -> None:
-    for outcome in waiting["notice_late"]:
+def test_a_rank_that_notices_goes_on(waiting: Jobs) -> None:
+    for outcome in waiting["notice_late", VICTIM]:
         assert outcome.status is Status.RETURNED, outcome
         assert f"rank {VICTIM} did not come" in outcome.value

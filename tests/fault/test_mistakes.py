@@ -16,12 +16,13 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from harness import Status, rank_outcomes, run_process, run_ranks
+from harness import Outcome, Status, at_once, free_port, rank_outcomes, run_process, run_ranks
 from torch.utils.data import DataLoader, DistributedSampler
 
 import bmtrain as bmt
@@ -428,33 +429,35 @@ def test_a_mistyped_option_is_said_in_one_line_by_one_rank() -> None:  # 28
 
 def rank_missing(port: int) -> None:
     os.environ.update(WORLD_SIZE="3", LOCAL_WORLD_SIZE="3", MASTER_PORT=str(port))
-    bmt.init_distributed(timeout=2)
+    bmt.init_distributed(timeout=6)
 
 
 def port_in_use(port: int) -> None:
     os.environ["MASTER_PORT"] = str(port)
-    bmt.init_distributed(timeout=2)
+    bmt.init_distributed(timeout=6)
 
 
-@pytest.mark.parametrize(
-    ("mistake", "listening", "says"),
-    [
-        (
-            port_in_use,
-            True,
-            [r"expected port \d+ to be free .*set MASTER_PORT to a free port", r"accepts connections"],
-        ),
-        (rank_missing, False, [r"expected 3 ranks within 2 s, got 2; missing rank 2"] * 2),
-    ],
-    ids=["18", "19"],
-)
-def test_mistakes_at_the_start(mistake: Callable[[int], None], listening: bool, says: list[str]) -> None:
+AT_THE_START = {
+    port_in_use: [r"expected port \d+ to be free .*set MASTER_PORT to a free port", r"accepts connections"],
+    rank_missing: [r"expected 3 ranks within 6 s, got 2; missing rank 2"] * 2,
+}
+
+
+@pytest.fixture(scope="module")
+def waiting() -> dict[Callable[[int], None], list[Outcome]]:
+    """Outcomes of jobs that end at their time-out, at the same time."""
+    run = partial(rank_outcomes, 2, as_script, init=False, fresh=True, timeout=60)
     with socket.create_server(("", 0)) as other:
-        port = other.getsockname()[1]
-        if not listening:
-            other.close()
-        outcomes = rank_outcomes(2, as_script, mistake.__name__, port, init=False, fresh=True, timeout=60)
-    for outcome, pattern in zip(outcomes, says, strict=True):
+        ports = {port_in_use: other.getsockname()[1], rank_missing: free_port()}
+        calls = [partial(run, mistake.__name__, port) for mistake, port in ports.items()]
+        return dict(zip(ports, at_once(calls), strict=True))
+
+
+@pytest.mark.parametrize("mistake", AT_THE_START, ids=["18", "19"])
+def test_mistakes_at_the_start(
+    mistake: Callable[[int], None], waiting: dict[Callable[[int], None], list[Outcome]]
+) -> None:
+    for outcome, pattern in zip(waiting[mistake], AT_THE_START[mistake], strict=True):
         assert re.search(pattern, outcome.output), outcome.output
         check_text(outcome.output)
 

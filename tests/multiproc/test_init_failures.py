@@ -9,15 +9,20 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Status, free_port, rank_outcomes, run_ranks
+from harness import Status, at_once, free_port, rank_outcomes, run_ranks
 
 import bmtrain
 from bmtrain._base import said
 from bmtrain._ranks import comm, context, shm_meeting
+from bmtrain._ranks.rendezvous import Rendezvous
+
+SHORT = 6  # seconds: with ranks that start apart, and a pause, all still meet
 
 
 def attempt(**arguments: Any) -> str:
@@ -76,10 +81,14 @@ def started_as(variables: list[dict[str, str]], arguments: list[dict[str, Any]])
 
 
 def start(
-    *variables: dict[str, str], arguments: list[dict[str, Any]] | None = None, fresh: bool = False
+    *variables: dict[str, str], arguments: list[dict[str, Any]] | None = None, timeout: float | None = None
 ) -> list[str]:
-    """The ranks' errors. They are all there is to read: no warning of the store, no stack of C++."""
-    options = arguments or [{}] * len(variables)
+    """The ranks' errors. They are all there is to read: no warning of the store, no stack of C++.
+
+    With a time-out of all ranks these are fresh, so that jobs can be started at once.
+    """
+    fresh = timeout is not None
+    options = arguments or [{"timeout": timeout} if fresh else {}] * len(variables)
     port = str(free_port())
     variables = tuple({"MASTER_PORT": port, **changes} for changes in variables)
     outcomes = rank_outcomes(len(variables), started_as, list(variables), options, init=False, fresh=fresh)
@@ -92,12 +101,41 @@ def world_of(size: int) -> dict[str, str]:
     return {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
 
 
-def test_a_missing_rank_is_named_on_every_rank() -> None:
+def start_three_of_five() -> list[str]:
     here = world_of(5)
-    arguments = [{"timeout": 2}] * 3
-    messages = start(here, here, {**here, "RANK": "3", "LOCAL_RANK": "3"}, arguments=arguments)
+    return start(here, here, {**here, "RANK": "3", "LOCAL_RANK": "3"}, timeout=SHORT)
+
+
+def start_two_jobs() -> list[str]:
+    """On the same port."""
+    return start(*({"TORCHELASTIC_RUN_ID": name} for name in ("red", "blue")), timeout=SHORT)
+
+
+def start_on_a_taken_port() -> list[str]:
+    """The port, and the errors. A thread of a rank stays behind that waits for the other program's answer."""
+    with socket.create_server(("", 0)) as other:
+        port = str(other.getsockname()[1])
+        return [port, *start({"MASTER_PORT": port}, {"MASTER_PORT": port}, timeout=SHORT)]
+
+
+def with_little_patience() -> str:
+    said._FIRST_SECONDS = 0.5
+    os.environ.update(world_of(3))
+    return attempt(timeout=SHORT)
+
+
+@pytest.fixture(scope="module")
+def waiting() -> dict[Any, Any]:
+    """What jobs end with that wait until their time-out, made at the same time, by function."""
+    calls: list[Callable[[], Any]] = [start_three_of_five, start_two_jobs, start_on_a_taken_port]
+    patience = partial(rank_outcomes, 2, with_little_patience, init=False, fresh=True)
+    return dict(zip([*calls, with_little_patience], at_once([*calls, patience]), strict=True))
+
+
+def test_a_missing_rank_is_named_on_every_rank(waiting: dict[Any, Any]) -> None:
+    messages = waiting[start_three_of_five]
     assert len(set(messages)) == 1
-    pattern = r"CommunicationError: rendezvous at 127.0.0.1:\d+: expected 5 ranks within 2 s, got 3; "
+    pattern = r"CommunicationError: rendezvous at 127.0.0.1:\d+: expected 5 ranks within 6 s, got 3; "
     assert re.match(pattern + "missing ranks 2, 4: see whether they started", messages[0])
 
 
@@ -154,11 +192,9 @@ def test_a_rank_of_another_version() -> None:
     assert "'0.0.1' on rank 1" in first
 
 
-def test_a_rank_of_another_job_on_the_same_port() -> None:
+def test_a_rank_of_another_job_on_the_same_port(waiting: dict[Any, Any]) -> None:
     """It is refused by itself, whichever comes first; the other job goes on waiting for its own ranks."""
-    jobs = [{"TORCHELASTIC_RUN_ID": name} for name in ("red", "blue")]
-    messages = start(*jobs, arguments=[{"timeout": 4}] * 2)
-    refused = [message for message in messages if message.startswith("BMTrainError")]
+    refused = [message for message in waiting[start_two_jobs] if message.startswith("BMTrainError")]
     assert len(refused) == 1
     assert "give each job a MASTER_PORT of its own" in refused[0]
     assert "red" in refused[0]
@@ -174,12 +210,8 @@ def test_a_host_that_nobody_knows() -> None:
         )
 
 
-def test_a_port_that_another_program_has() -> None:
-    with socket.create_server(("", 0)) as other:
-        port = other.getsockname()[1]
-        where = {"MASTER_PORT": str(port)}
-        # Fresh ranks, as a thread stays behind that waits for the other program's answer.
-        server, client = start(where, where, arguments=[{"timeout": 2}] * 2, fresh=True)
+def test_a_port_that_another_program_has(waiting: dict[Any, Any]) -> None:
+    port, server, client = waiting[start_on_a_taken_port]
     assert server == (
         f"CommunicationError: rank 0 of 2: cannot serve the rendezvous at 127.0.0.1:{port}: expected port "
         f"{port} to be free on this host, got 'Address already in use': set MASTER_PORT to a free port"
@@ -200,8 +232,13 @@ def test_a_file_where_none_can_be(tmp_path: Any) -> None:
 
 
 def wait_for_a_server_that_dies() -> str:
+    def end_when_the_other_waits(meeting: Rendezvous) -> Any:
+        while meeting._missing() != [2]:
+            time.sleep(0.01)
+        os._exit(9)
+
     if os.environ["RANK"] == "0":
-        threading.Timer(1.0, os._exit, [9]).start()
+        Rendezvous._await_verdict = end_when_the_other_waits  # type: ignore[method-assign]
     os.environ.update(world_of(3))
     return attempt()
 
@@ -278,14 +315,8 @@ def test_a_port_that_was_moved_after_torchrun_had_set_it() -> None:
     assert "was MASTER_ADDR or MASTER_PORT changed" in outcomes[0].output
 
 
-def with_little_patience() -> str:
-    said._FIRST_SECONDS = 0.5
-    os.environ.update(WORLD_SIZE="3", LOCAL_WORLD_SIZE="3")
-    return attempt(timeout=3)
-
-
-def test_a_long_wait_says_for_whom() -> None:
-    for outcome in rank_outcomes(2, with_little_patience, init=False, fresh=True):
+def test_a_long_wait_says_for_whom(waiting: dict[Any, Any]) -> None:
+    for outcome in waiting[with_little_patience]:
         assert "missing rank 2" in outcome.value
         assert "bmtrain: waiting for rank 2 at 127.0.0.1:" in outcome.output
 
