@@ -12,10 +12,11 @@ forward hooks see the whole second run: it does not stop early.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -157,20 +158,17 @@ class _StopForward(BaseException):
     """Ends the second run of a forward; a BaseException, so that user code does not catch it."""
 
 
+_Kept = tuple[torch.Tensor, int]  # what the second run saves, and its version then
+
+
 class _Slot:
-    """Placeholder of a saved tensor between the first and the second run."""
+    """Place of a saved tensor, empty between the first and the second run.
 
-    __slots__ = ("index",)
+    Autograd alone holds it, and lets go of it when its node has run, unless the graph is kept: so the tensors of a
+    second run are freed one after the other.
+    """
 
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-class _Kept(NamedTuple):
-    """A tensor saved by the second run."""
-
-    tensor: torch.Tensor
-    version: int
+    kept: _Kept | None = None
 
 
 class SavedTensors:
@@ -187,7 +185,8 @@ class SavedTensors:
         is_selective = runtime.policy.recompute is Recompute.SELECTIVE
         self._kept = KeptResults(self._in_gathered_buffer) if is_selective else None
         self._saves: list[tuple[torch.Size, torch.dtype, int]] = []
-        self._values: list[_Kept] = []
+        self._slots: list[weakref.ref[_Slot]] = []  # held by autograd
+        self._num_filled = 0
         self.differs = False
         self._is_recording = False
 
@@ -212,7 +211,8 @@ class SavedTensors:
             self._saves.append((tensor.shape, tensor.dtype, next_node_number() - first_node))
             if self._kept:
                 self._kept.note_need()
-            return _Slot(len(self._saves) - 1)
+            self._slots.append(weakref.ref(slot := _Slot()))
+            return slot
 
         def unpack(packed: Any) -> torch.Tensor:
             if isinstance(packed, torch.Tensor):
@@ -222,50 +222,56 @@ class SavedTensors:
                     f"{self._label}: its forward calls torch.autograd.grad() or backward(), for which a block that "
                     "recomputes keeps nothing; give it use_checkpoint=False"
                 )
-            if not self._values:  # backward did not come through the block's results
+            if packed.kept is None:  # backward did not come through the block's results
                 raise RuntimeError(unreturned_tensor_error(self._label))
-            return self._checked(self._values[packed.index])
+            return self._checked(packed.kept)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     @contextmanager
     def refill(self, *, stop_early: bool) -> Iterator[None]:
         """Context manager for the second run; ``stop_early`` raises :class:`_StopForward` when all slots are filled."""
-        with self._refilling_hooks(stop_early), self._kept.giving_out() if self._kept else nullcontext():
-            yield
+        try:
+            with self._refilling_hooks(stop_early), self._kept.giving_out() if self._kept else nullcontext():
+                yield
+        finally:  # what has been given out is in slots
+            if self._kept and not torch._C._autograd._get_current_graph_task_keep_graph():
+                self._kept.drop()
 
     def _refilling_hooks(self, stop_early: bool) -> Any:
         first_node = next_node_number()
 
         def pack(tensor: torch.Tensor) -> _Kept:
-            kept = _Kept(tensor.detach(), tensor._version)
+            kept = tensor.detach(), tensor._version
             if self._in_gathered_buffer(tensor):
                 return kept
             self._gradients.sum_arrived()  # see [Note: One buffer of gradients] in reduction.h
-            index = len(self._values)
+            index = self._num_filled
             if not (stop_early and 0 < index == len(self._saves) and not self.differs):  # else caught before
                 save = (tensor.shape, tensor.dtype, next_node_number() - first_node)
                 self.differs |= self._saves[index : index + 1] != [save]
-                self._values.append(kept)
-            if stop_early and len(self._values) == len(self._saves) and not self.differs:
+                self._num_filled += 1
+                if not self.differs and (slot := self._slots[index]()) is not None:
+                    slot.kept = kept
+            if stop_early and self._num_filled == len(self._saves) and not self.differs:
                 raise _StopForward
             return kept
 
         return torch.autograd.graph.saved_tensors_hooks(pack, self._checked)
 
     def _checked(self, kept: _Kept) -> torch.Tensor:
-        # Under saved-tensor hooks autograd leaves this check to them.
-        if kept.tensor._version != kept.version:
+        tensor, version = kept
+        if tensor._version != version:  # under saved-tensor hooks autograd leaves this check to them
             raise RuntimeError(
-                f"{self._label}: a tensor of shape {tuple(kept.tensor.shape)} needed for the gradient was modified by "
-                f"an inplace operation in the block's forward (version {kept.tensor._version}, expected {kept.version})"
+                f"{self._label}: a tensor of shape {tuple(tensor.shape)} needed for the gradient was modified by "
+                f"an inplace operation in the block's forward (version {tensor._version}, expected {version})"
             )
-        return kept.tensor
+        return tensor
 
     @property
     def is_complete(self) -> bool:
         """Whether the first graph can be differentiated."""
-        return not self.differs and len(self._values) == len(self._saves)
+        return not self.differs and self._num_filled == len(self._saves)
 
     def put_away(self, host: HostActivations) -> None:
         """Moves the tensors kept between the two runs to ``host``."""
@@ -278,7 +284,10 @@ class SavedTensors:
 
     def drop(self, *, for_good: bool) -> None:
         """Frees the second run's tensors; ``for_good`` (no further run) also frees the tensors kept for it."""
-        self._values = []
+        for reference in self._slots:
+            if (slot := reference()) is not None:
+                slot.kept = None
+        self._num_filled = 0
         self.differs = False
         if self._kept and for_good:
             self._kept.drop()

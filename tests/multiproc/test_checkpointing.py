@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from harness import run_ranks
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import bmtrain as bmt
 from bmtrain.parameter import gather_flat
@@ -61,6 +64,51 @@ def sharded_parameters() -> None:
         call(x).sum().backward()
         grads.append([x.grad, *(gather_flat(p, p.grad) for p in (*layer.parameters(), *block.parameters()))])
     torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
+
+
+_saved: list[StorageWeakRef] = []
+_seen: list[bool] = []
+
+
+class Look(torch.autograd.Function):
+    """Notes in backward which of the tensors in `_saved` are still there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        _seen.extend(not storage.expired() for storage in _saved)
+        return gradient
+
+
+class Chain(torch.nn.Module):
+    """Its second product is kept by selective recomputing; all of its results are saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = self.second(Look.apply(self.first(x).exp()))
+        result = product.square().exp()
+        _saved[:] = [StorageWeakRef(t.untyped_storage()) for t in (product, result)]
+        return result.sin()
+
+
+def tensors_are_freed_one_after_the_other(recompute: str, keeps: bool) -> None:
+    _seen.clear()
+    block = bmt.Block(bmt.BMTrainModelWrapper(Chain()), policy=bmt.BlockPolicy(recompute=recompute))
+    block(torch.ones(2, 8)).sum().backward(retain_graph=keeps)
+    assert _seen == [keeps, keeps]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("recompute", ["whole", "selective", "off"])
+def test_tensors_are_freed_one_after_the_other(recompute: str, keeps: bool) -> None:
+    """In the backward of an operator those that later ones saved are gone, unless the graph is kept."""
+    run_ranks(1, tensors_are_freed_one_after_the_other, recompute, keeps)
 
 
 @pytest.mark.parametrize(
