@@ -24,7 +24,7 @@ PYTHON = {
     "files": ("_files dcp distributed store weights", 4680),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 9600),
     "survive": ("_survive survive", 2046),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_329),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_362),
 }
 CORE = {
     "bindings": (". bindings ops", 1493),

@@ -162,6 +162,12 @@ def _described(
         kept_bytes=record.kept_bytes / samples,
         flops_between_kept=(record.flops_at_last_save - record.expensive_flops_at_last_save) / samples,
         muon_flops=sum(muon_flops(*_shape(param)) for param in block.parameters() if id(param) in of_muon),
+        has_products_only=all(
+            len(_shape(param)) <= 1 or (len(_shape(param)) == 2 and "Embedding" not in type(member).__name__)
+            for member in block.modules()
+            for param in member._parameters.values()
+            if param is not None and param.requires_grad
+        ),
     )
 
 

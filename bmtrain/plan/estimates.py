@@ -7,7 +7,7 @@ from dataclasses import dataclass
 __all__ = ["MemoryEstimate", "TimeEstimate"]
 
 #: Memory of kernels and allocators beside tensors: a share of the tensors, and a constant.
-_SCRATCH_SHARE, _SCRATCH_BYTES = 0.015, 6 * 2**20
+_SCRATCH_SHARE, _SCRATCH_BYTES = 0.015, 4 * 2**20
 
 
 @dataclass(frozen=True)

@@ -318,7 +318,9 @@ def _memory(result: StepResult, machine: Machine, on_host: float, wire: float) -
     return MemoryEstimate(
         weights=at_peak["weights"],
         gathered=at_peak.get("gathered", 0.0) + at_peak.get("outside blocks", 0.0),
-        gradients=at_peak["gradients"] + at_peak.get("gradients in flight", 0.0),
+        gradients=at_peak["gradients"]
+        + at_peak.get("gradients in flight", 0.0)
+        + at_peak.get("sums ahead", 0.0),
         optimizer=at_peak["optimizer"] + at_peak.get("matrices", 0.0),
         activations=at_peak.get("activations", 0.0),
         usable=machine.usable_memory,

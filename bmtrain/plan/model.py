@@ -84,6 +84,8 @@ class BlockDescription:
         kept_bytes: results of matrix products and attention that a second forward needs.
         flops_between_kept: work of a second forward that reuses these results.
         muon_flops: work of a step of Muon in the matrices.
+        has_products_only: each parameter is a vector or factor of a product of matrices, whose gradients CPU ranks
+            compute where they are reduced.
     """
 
     buffers: tuple[FlatBuffer, ...]
@@ -98,6 +100,7 @@ class BlockDescription:
     kept_bytes: float = 0.0
     flops_between_kept: float = 0.0
     muon_flops: float = 0.0
+    has_products_only: bool = False
 
     @property
     def num_parameters(self) -> int:
@@ -282,6 +285,7 @@ def _sliced_block(block: BlockDescription, tp_size: int, sp_size: int, ep_size: 
         kept_bytes=block.kept_bytes / tp_size,
         flops_between_kept=block.flops_between_kept / (tp_size * sp_size),
         muon_flops=block.muon_flops / tp_size,
+        has_products_only=block.has_products_only,
     )
     return _with_activations(sliced, 1 / sp_size)
 
@@ -340,6 +344,7 @@ def transformer(
         flops_between_kept=2.0 * seq_len * seq_len * inner if scores else 0.0,
         # Queries, keys and values are a matrix each.
         muon_flops=sum(muon_flops(row, dim_model) for row in (inner, narrow, narrow, *rows[1:])),
+        has_products_only=True,
     )
     outside = [OutsideParameter(vocab_size * dim_model, element_size, reads_before=1, reads_after=int(tied))]
     if num_positions:

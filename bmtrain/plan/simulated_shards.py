@@ -204,6 +204,7 @@ class _Reduction:
         # Where nothing is shared out the gradients themselves are summed, else the shards.
         self._summed = partition, widths.stored if network.size > 1 else widths.reduce
         self._buffers = 0
+        self._sum_ahead = 0.0
         self._transfer: Transfer | None = None
         self._sums_replicas = False
 
@@ -255,6 +256,17 @@ class _Reduction:
             self._transfer = simulation.wire.start("reduce", self._label, seconds)
             self._sums_replicas = True
 
+    def sum_ahead(self) -> None:
+        """Sums what peers let this rank read in place, beside gradients that are there (not set to None)."""
+        if (
+            self._is_shared
+            and self._transfer is not None
+            and self._replicas.size == 1
+            and not self._sum_ahead
+        ):
+            self._sum_ahead = max(4.0, self._summed[1]) * self._summed[0]
+            self._simulation.memory.add("sums ahead", self._sum_ahead)
+
     def continue_sum(self) -> bool:
         """Starts the sum over replicas after the first reduction; returns whether there is one."""
         if self._transfer is None or self._replicas.size == 1 or self._network.size == 1:
@@ -270,6 +282,8 @@ class _Reduction:
         if self._transfer is not None:
             self._simulation.wait("reduce", self._transfer)
         self._transfer, self._sums_replicas = None, False
+        self._simulation.memory.add("sums ahead", -self._sum_ahead)
+        self._sum_ahead = 0.0
         self._drop_buffers()
 
 
@@ -335,7 +349,9 @@ class SimulatedShards:
         """Parameters are views; that costs nothing."""
 
     def begin_backward(self, trains: list[bool], under_way: Sequence[SimulatedShards], in_turn: bool) -> None:
-        del trains, under_way, in_turn
+        del trains, in_turn
+        for other in under_way:
+            other._reduction.sum_ahead()
         self._reduction.begin()
 
     def join_backward(self, trains: list[bool]) -> None:

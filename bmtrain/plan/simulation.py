@@ -100,6 +100,8 @@ class SimulatedStep:
         self.joined_samples = samples if policy.vertical else self.samples_at_once
         self.rates, self.tp, self.sp, self.ep = rates, tp, sp, ep
         self.overlaps, self.early_stop = overlaps, early_stop
+        # In another dtype they are computed beside it.
+        self.writes_products_in_place = network.machine.shares_memory and policy.compute_dtype is None
         self.simulation = Simulation(Wire(), network, MemoryMeter(fixed or {}), ring_gather)
         self.engine = Engine(torch.device("cpu"))
         self.engine.gradients = _SimulatedGradients(self.engine)
@@ -174,7 +176,9 @@ class SimulatedStep:
         self.engine.gradients.begin(state, {buffer: [True] for buffer in training})
         # The hidden state has a gradient of the residual path and one of the layer.
         passing = (block.gradient_bytes + block.input_bytes) * self.samples_at_once
-        passing += block.input_bytes * self.joined_samples + block.largest_parameter_gradient
+        passing += block.input_bytes * self.joined_samples
+        if not (self.writes_products_in_place and block.has_products_only):
+            passing += block.largest_parameter_gradient
         memory.add("activations", passing)
         self._compute(state.label, 2 * block.flops, 3 * block.activation_bytes)
         memory.add("activations", -passing)

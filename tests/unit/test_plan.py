@@ -538,6 +538,27 @@ def test_processors_keep_the_kernels_of_products_in_16_bits(
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_that_ranks_read_in_place(dtype: torch.dtype) -> None:
+    """A block's sums are made in fp32 before their time; products are computed where gradients are reduced."""
+    model = gpt2(4, 512, 8, vocab_size=1000, seq_len=128, dtype=dtype)
+    (buffer,) = model.blocks[0].buffers
+    apart, in_place = (
+        estimate(model, dataclasses.replace(EIGHT.with_devices(2), shares_memory=shares))
+        for shares in (False, True)
+    )
+    states = in_place.result.memory.at_peak["gradients"]
+    assert in_place.memory.gradients - states == 4 * buffer.partition(2)
+    product = max(buffer.numels) * dtype.itemsize
+    assert apart.memory.activations - in_place.memory.activations == product
+
+
+def test_a_block_of_an_embedding_has_its_gradient_beside_the_buffer() -> None:
+    layers = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8))
+    described = describe_module(layers, torch.zeros(1, 2, dtype=torch.long), blocks=list(layers))
+    assert [block.has_products_only for block in described.blocks] == [False, True]
+
+
 def test_matrices_of_muon_from_drives_are_in_memory_block_by_block() -> None:
     held = []
     for disk, share in (((), 1.0), (("optimizer",), 1.0), (("optimizer",), 0.5)):
