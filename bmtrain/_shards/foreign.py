@@ -83,8 +83,8 @@ def adapt_torch_errors() -> None:
         if not hasattr(kind.__init__, "_bmtrain"):
             kind.__init__ = _explained(kind.__init__, explanation)  # type: ignore[method-assign]
 
-    check = c10d._check_single_tensor
-    if not hasattr(check, "_bmtrain"):
+    check = getattr(c10d, "_check_single_tensor", None)  # private
+    if check is not None and not hasattr(check, "_bmtrain"):
         c10d._check_single_tensor = _refusing_shards(check)
 
 
