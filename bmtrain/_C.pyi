@@ -351,6 +351,13 @@ class OffloadUpdate:
 
 def zero_in_shares(tensor: Tensor) -> None: ...
 def word_sums(tensors: list[Tensor]) -> list[int]: ...
+def copy_and_sum(places: list[Tensor], tensors: list[Tensor]) -> list[int]: ...
+
+class StepCheck:
+    def __init__(self, factors: list[list[float]]) -> None: ...
+    before: list[int]
+    after: list[int]
+
 def adam_step(
     weights: list[Tensor],
     rounded: list[Tensor],
@@ -363,6 +370,7 @@ def adam_step(
     *,
     torch_sqrt: bool = False,
     with_delta: bool = False,
+    check: StepCheck | None = None,
 ) -> tuple[float, float]: ...
 def sgd_step(
     weights: list[Tensor],
@@ -372,6 +380,8 @@ def sgd_step(
     fresh: list[bool],
     sizes: Sequence[int],
     groups: Sequence[Mapping[str, Any]],
+    *,
+    check: StepCheck | None = None,
 ) -> None: ...
 def lion_step(
     weights: list[Tensor],
@@ -380,6 +390,8 @@ def lion_step(
     momenta: list[Tensor],
     sizes: Sequence[int],
     groups: Sequence[Mapping[str, Any]],
+    *,
+    check: StepCheck | None = None,
 ) -> None: ...
 def lead_graphs_to(parameters: list[Tensor]) -> bool: ...
 def set_update_threads(count: int) -> None: ...

@@ -59,7 +59,7 @@ def step_of_groups(
     lists: Sequence[Any],
     sizes: Sequence[int],
     groups: Sequence[Mapping[str, Any]],
-    **flags: bool,
+    **flags: Any,
 ) -> Any:
     """Updates the tensors of several parameter groups in one call of the core.
 
@@ -68,7 +68,7 @@ def step_of_groups(
         lists: operands of the operator, weights first, group after group.
         sizes: number of tensors of each group.
         groups: options of each group, by the operator's names.
-        flags: options of the operator for all groups.
+        flags: options of the operator for all groups, and on the host ``check``.
 
     Returns:
         The result of the operator.

@@ -7,9 +7,14 @@ updates itself. Updates of elements do not depend on each other, so the bits are
 or 4 bytes per parameter; a copy of the state after each step would be 8 to 14.
 
 [Note: Damaged copies]
-A copy is sealed by checksums after each update, which are compared before the next update and before the copy replaces
-a lost rank. A message has a checksum for each parameter. A damaged array is named and never used: the copy misses its
-update, all ranks hear of it at the next commit, and make all copies again from the ranks themselves.
+Each array of a copy has a checksum, taken by each update, and compared by the next one and before the copy replaces a
+lost rank. A message has a checksum for each parameter, compared at the same times. A damaged array is named and never
+used: all ranks hear of it at the next commit, and make all copies again from the ranks themselves.
+
+[Note: Memory of gradients]
+The gradients of a copy are the message itself. Until the gate the script's thread owns it, and leaves it as it came, as
+a recovery needs gradients before clipping: factors of clipping are noted. After the gate the thread of updates owns it,
+and multiplies by them in `Ward.step`, until `Keeper.settle`. The next message is received after that.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._C import Communicator, word_sums
+from .._C import Communicator, copy_and_sum, word_sums
 from .._engine.engine import current_engine
 from .._ranks.context import Context
 from ..optim._arrays import MASTER
@@ -31,6 +36,7 @@ from ..parameter import DistributedParameter
 from .ring import Ring
 
 _LABEL = "copies"
+_GRADIENT = "the message with the gradient"
 
 
 def all_parameters(ctx: Context, optimizers: Iterable[ShardedOptimizer]) -> list[DistributedParameter]:
@@ -102,29 +108,39 @@ class Ward:
         self.rank = rank
         self.params = {p: torch.nn.Parameter(value, p.requires_grad) for p, value in values.items()}
         self.optimizers = [_twin(optimizer, self.params) for optimizer in optimizers]
-        self._sums: dict[tuple[DistributedParameter, str], int] = {}
-        self._gradients: dict[DistributedParameter, Tensor] = {}
+        self._of: dict[Tensor, DistributedParameter] = {copy: p for p, copy in self.params.items()}
+        self._sums: dict[Any, int] = {}  # of arrays, by their keys, and gradients
+        self._updated: set[Any] = set()  # keys of arrays that this step has updated
+        self._factors: dict[Tensor, list[float]] = {}  # of clipping, by copy
 
     def seal(self) -> None:
         """Records the checksums of all arrays. See [Note: Damaged copies]."""
-        self._sums = self._present_sums()
+        self._sums.update(self._present_sums())
 
     def damage(self) -> str:
-        """Returns the name of an array with other bits than at the last `seal`; empty if there is none."""
-        wrong = (key for key, value in self._present_sums().items() if self._sums.get(key) != value)
-        return next((f"{name} of {name_of(p)}" for p, name in wrong), "")
+        """Returns the name of an array with other bits than recorded; empty if there is none.
 
-    def _present_sums(self) -> dict[tuple[DistributedParameter, str], int]:
-        arrays = dict(self._arrays())
+        Arrays that `step` has updated since the last call are left out.
+        """
+        damage = self._compare(self._present_sums().items())
+        self._updated.clear()
+        return damage
+
+    def _compare(self, sums: Iterable[tuple[Any, int]]) -> str:
+        wrong = [key for key, value in sums if self._sums.get(key, value) != value]
+        return f"{wrong[0][1]} of {name_of(wrong[0][0])}" if wrong else ""
+
+    def _present_sums(self) -> dict[Any, int]:
+        arrays = {key: value for key, value in self._arrays() if key not in self._updated}
         return dict(zip(arrays, word_sums(list(arrays.values())), strict=True))
 
-    def _arrays(self) -> Iterator[tuple[tuple[DistributedParameter, str], Tensor]]:
+    def _arrays(self) -> Iterator[tuple[Any, Tensor]]:
         for p, copy in self.params.items():
-            yield (p, "the value"), copy.detach()
+            yield (p, "the value", 0), copy.detach()
             for number, twin in enumerate(self.optimizers):
                 for name, value in twin.state.get(copy, {}).items():
-                    if isinstance(value, Tensor):
-                        yield (p, f"{name} {number}" if number else name), value
+                    if isinstance(value, Tensor) and value.data_ptr() != copy.data_ptr():
+                        yield (p, name, number), value
 
     def take_options(self, number: int, optimizer: ShardedOptimizer) -> None:
         """Gives the optimizer of the copy with this number the options of ``optimizer``."""
@@ -132,9 +148,33 @@ class Ward:
             options = {name: value for name, value in own.items() if name != "params"}
             group.update(deepcopy(options))  # a learning rate may be a tensor
 
-    def step(self, number: int, scale: float) -> None:
-        """Updates the copy by the optimizer with this number."""
-        self.optimizers[number].step_unseen(scale)
+    def scale_gradients(self, params: Iterable[Any], factor: float) -> None:
+        """Notes what the gradients of these parameters are multiplied by before the update."""
+        for copy in (self.params[p] for p in params if p in self.params):
+            self._factors.setdefault(copy, []).append(factor)
+
+    def step(self, number: int, scale: float) -> str:
+        """Updates the copy by the optimizer with this number.
+
+        Returns:
+            The name of an array that had other bits than after its last update, or than the ward's gradient; empty if
+            there is none.
+        """
+        sums = list(self.optimizers[number].step_checked(scale, self._factors))
+        damage = self._compare((self._key(copy, name, number), before) for copy, name, before, _ in sums)
+        for copy, name, _, after in sums:
+            key = self._key(copy, name, number)
+            if name == "gradient":  # a further optimizer finds it multiplied
+                self._factors.pop(copy, None)
+                self._sums.pop(key, None)
+            else:
+                self._sums[key] = after
+                self._updated.add(key)
+        return damage
+
+    def _key(self, copy: Tensor, name: str, number: int) -> Any:
+        shared = {"value": "the value", "gradient": _GRADIENT}
+        return self._of[copy], shared.get(name, name), 0 if name in shared else number
 
     def held(self, gradients: dict[DistributedParameter, Tensor] | None) -> Held:
         """Returns the copy, with these gradients."""
@@ -145,14 +185,13 @@ class Ward:
         return Held({p: copy.detach() for p, copy in self.params.items()}, states, gradients)
 
     def take_gradients(self, message: Message) -> None:
-        """Gives the copies the gradients of the message, in memory of their own, as clipping scales them."""
+        """Gives the copies the gradients of the message, see [Note: Memory of gradients]."""
         arrived = dict(zip(message.params, message.gradients, strict=True))
+        self._sums.update(((p, _GRADIENT, 0), checksum) for p, checksum in message.header()[1].items())
+        self._factors = {}
         for p, copy in self.params.items():
             copy.requires_grad_(p.requires_grad)
-            gradient, room = arrived.get(p), self._gradients.get(p)
-            if gradient is not None and (room is None or room.dtype != gradient.dtype):
-                room = self._gradients[p] = torch.empty_like(gradient)
-            copy.grad = None if gradient is None or room is None else room.copy_(gradient)
+            copy.grad = arrived.get(p)
 
 
 def _twin(optimizer: ShardedOptimizer, copies: dict[DistributedParameter, Any]) -> ShardedOptimizer:
@@ -200,8 +239,7 @@ class Message:
         counts = [p._spec.part(rank)[1] for p in params]
         sizes = [-(-n * dtype.itemsize // 8) * 8 for n, dtype in zip(counts, self._dtypes, strict=True)]
         self.data = torch.zeros(self._header.size + sum(sizes), dtype=torch.uint8)
-        self._pieces = list(self.data[self._header.size :].split(sizes))
-        known = zip(self._pieces, self._dtypes, counts, strict=True)
+        known = zip(self.data[self._header.size :].split(sizes), self._dtypes, counts, strict=True)
         self.gradients = [piece.view(dtype)[:count] for piece, dtype, count in known]
 
     def fits(self, params: Sequence[DistributedParameter]) -> bool:
@@ -212,21 +250,23 @@ class Message:
 
     def pack(self, step: int) -> None:
         """Takes the gradients of this rank."""
-        for place, p in zip(self.gradients, self.params, strict=True):
-            if p.grad is not None:
-                place.copy_(p.grad.reshape(-1))
-        header = self._header.pack(step, *word_sums(self._pieces))
+        grads = [p.grad.reshape(-1).contiguous() for p in self.params if p.grad is not None]
+        header = self._header.pack(step, *copy_and_sum(self.gradients, grads))
         self.data[: self._header.size] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+
+    def header(self) -> tuple[int, dict[DistributedParameter, int]]:
+        """Returns the number of the step, and the checksum of each gradient."""
+        step, *checksums = self._header.unpack(self.data[: self._header.size].numpy().tobytes())
+        return step, dict(zip(self.params, checksums, strict=True))
 
     def damage(self, step: int) -> str:
         """Returns what is wrong with a message for ``step``; empty if nothing is."""
-        found, *checksums = self._header.unpack(self.data[: self._header.size].numpy().tobytes())
+        found, checksums = self.header()
         if found != step:
             return f"a message of step {found} instead of {step}"
-        for p, checksum, present in zip(self.params, checksums, word_sums(self._pieces), strict=True):
-            if checksum != present:
-                return f"the message with the gradient of {name_of(p)} in step {step}"
-        return ""
+        present = zip(checksums.items(), word_sums(self.gradients), strict=True)
+        wrong = (p for (p, checksum), now in present if checksum != now)
+        return next((f"{_GRADIENT} of {name_of(p)} in step {step}" for p in wrong), "")
 
     def copies(self) -> dict[DistributedParameter, Tensor]:
         """Returns new tensors by parameter, 1-D."""
@@ -237,15 +277,10 @@ def _gradient_dtypes(params: Iterable[DistributedParameter]) -> list[torch.dtype
     return [(p if p.grad is None else p.grad).dtype for p in params]
 
 
-def exchange(comm: Communicator, own: Message, ward: Message, step: int, ring: Ring) -> str:
-    """Sends a rank's gradients to the keeper of its copy, and receives the gradients of its ward. Collective.
-
-    Returns:
-        The damage of the received message.
-    """
+def exchange(comm: Communicator, own: Message, ward: Message, step: int, ring: Ring) -> None:
+    """Sends a rank's gradients to the keeper of its copy, and receives the gradients of its ward. Collective."""
     own.pack(step)
     sent = comm.send(own.data, ring.keeper_of(comm.rank), _LABEL)
     received = comm.recv(ward.data, ring.ward_of(comm.rank), _LABEL)
     sent.wait()
     received.wait()
-    return ward.damage(step)

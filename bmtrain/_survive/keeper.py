@@ -8,7 +8,7 @@ A copy is updated in a thread, beside the next forward and backward; nothing els
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -98,11 +98,11 @@ class Keeper:
         self.settle()
         self.is_whole, self._room = False, None
         self.ward = shard_again(ctx, self.optimizers(), before, self.ring)
+        self.damage, self.is_stale = "", False
 
     def seal(self, ctx: Context) -> None:
         """Notes that each rank's copy is there. Collective."""
         ctx.world.comm.barrier("copies")
-        self.damage, self.is_stale = "", False
         if self.ward is not None:
             self.ward.seal()
         self.is_whole = ctx.world.size > 1
@@ -169,15 +169,21 @@ class Keeper:
         if self.ward is None:
             return
         params = [p for p in all_parameters(ctx, self.optimizers()) if p.grad is not None]
+        self.settle()  # see [Note: Memory of gradients]
         messages, self._room = self._room, None  # an exchange that fails may write to its memory later
         if messages is None or not messages[1].fits(params):
             messages = Message(params, ctx.world.rank), Message(params, self.ward.rank)
-        damage = exchange(ctx.world.comm, *messages, step, self.ring)
-        self.settle()
-        self.note_damage(damage)
+        exchange(ctx.world.comm, *messages, step, self.ring)
         self.messages = self._room = messages
-        if not self.damage:
-            self.ward.take_gradients(messages[1])
+        found = messages[1].header()[0]
+        if found != step:
+            self.note_damage(f"a message of step {found} instead of {step}")
+        self.ward.take_gradients(messages[1])
+
+    def scale_gradients(self, params: Iterable[Any], factor: float) -> None:
+        """Multiplies the copies of gradients between commit and gate, as the ward multiplies its own."""
+        if self.ward is not None and self.messages is not None and factor != 1:
+            self.ward.scale_gradients(params, factor)
 
     def held(self, ctx: Context, step: int) -> dict[int, Held]:
         """Returns what this rank has, by rank: its own shards, its ward's, and the gradients if they were sent."""
@@ -207,13 +213,10 @@ class Keeper:
 
     def _update(self, ward: Ward, number: int, scale: float, is_last: bool) -> None:
         """Updates the copy by one optimizer; in the thread."""
-        if not number:
-            self.note_damage(ward.damage())
-        if self.damage:
-            return
-        ward.step(number, scale)
+        if not self.damage:
+            self.note_damage(ward.step(number, scale))
         if is_last:
-            ward.seal()
+            self.note_damage(ward.damage())  # of what no optimizer has updated
 
     def settle(self) -> None:
         """Waits for the update of the copy, or raises its error."""

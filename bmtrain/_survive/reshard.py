@@ -130,8 +130,6 @@ def shard_again(
         gradients = [_Array(p, own[p].dtype, partial(_gradient, p)) for p in params if p in own]
         for (p, *_), whole in zip(gradients, _wholes(comm, before, gradients), strict=True):
             p.grad = cut(p, whole, rank).clone()
-            if ward is not None:
-                ward.params[p].grad = cut(p, whole, ward_rank).clone()
     return ward
 
 

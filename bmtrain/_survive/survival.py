@@ -31,7 +31,6 @@ from .._ranks import context as _context
 from .._ranks.context import Context
 from .._watch.blame import ranks_text
 from ..errors import CommunicationError
-from ..parameter import DistributedParameter
 from ..virtual import VirtualShard, VirtualShards
 from .copies import all_parameters
 from .keeper import Keeper, check_reads
@@ -233,12 +232,9 @@ class Survival:
                 self._keeper.note_gradients()
                 return norm
 
-    def copies_of(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the copies of parameters, whose gradients are scaled alike."""
-        ward = self._keeper.ward
-        if ward is None:
-            return []
-        return [ward.params[p] for p in params if isinstance(p, DistributedParameter)]
+    def scale_copies(self, params: Sequence[Tensor], factor: Tensor) -> None:
+        """Multiplies the copies of gradients, as the ward multiplies its own."""
+        self._keeper.scale_gradients(params, factor.item())
 
     def pass_gate(self) -> None:
         """Waits until no rank needs another one for the rest of the step. Collective."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from .._base.arguments import require_number
 from .._base.deprecate import warn_once
 from .._base.unseen import gradient_of
+from .._C import StepCheck
 from .._engine.engine import current_engine
 from .._ranks.agree import failing_together
 from .._ranks.context import current, require_intact
@@ -31,7 +32,8 @@ from ._narrow import store_values, stored_shape
 from ._untraced import UntracedOptimizer
 from ._updates import Update
 from .formulas import Formula, Part
-from .places import OnDisk, Place
+from .places import OnDevice, OnDisk, Place
+from .places.ranges import ranges_of
 
 __all__ = ["ShardedOptimizer", "check_scale"]
 
@@ -178,11 +180,30 @@ class ShardedOptimizer(UntracedOptimizer):
         return loss
 
     @torch.no_grad()
-    def step_unseen(self, scale: float) -> None:
-        """Updates every parameter that has a gradient, without hooks of steps: for a copy, in any thread."""
-        groups = [(g, g["params"], self._with_gradients(g, g["params"])) for g in self.param_groups]
-        self._start_step()
-        self._step_members(groups, scale, is_early=False)
+    def step_checked(
+        self, scale: float, factors: Mapping[Tensor, list[float]]
+    ) -> Iterator[tuple[Tensor, str, int, int]]:
+        """Updates every parameter that has a gradient, of a copy in host memory, without hooks: in any thread.
+
+        Args:
+            scale: current factor of the gradients.
+            factors: what gradients are multiplied by first, in place, by parameter.
+
+        Yields:
+            For each parameter and array ("value", "gradient", or its name in the state) the sums of its words before
+            and after the update. See [Note: Checked steps] in the core.
+        """
+        as_torch = isinstance(self._place, OnDevice)
+        groups = [(group, self._with_gradients(group, group["params"])) for group in self.param_groups]
+        for part in [part for group, pairs in groups for part in self._parts_of(group, pairs, scale)]:
+            updates = part.updates
+            check = StepCheck([factors.get(u.param, []) for u in updates])
+            alone = [part._replace(updates=[u]) for u in updates]
+            ranges = ranges_of(updates, part.names)
+            part.formula.compute(ranges, alone, as_torch=as_torch, check=check)
+            arrays = (*((MASTER,) if ranges.rounded else ()), "value", *part.names, "gradient")
+            keys = [(u.param, array) for u in updates for array in arrays]
+            yield from ((*key, *sums) for key, *sums in zip(keys, check.before, check.after, strict=True))
 
     @torch.no_grad()
     def step_early(self, group: dict[str, Any], members: Sequence[Tensor]) -> None:

@@ -69,9 +69,11 @@ def clip_gradients(
     parameters = _parameters_of(param_groups)
     norm = global_norm(parameters, p)
     coefficient = (max_norm * scale / (norm + eps)).clamp_(max=1.0)
+    factor = torch.where(norm.isfinite() & (norm > 0), coefficient, 1.0)
+    multiply_gradients(parameters, factor)
     survival = context("clip_grad_norm").survival
-    copies = () if survival is None else survival.copies_of(parameters)
-    multiply_gradients([*parameters, *copies], torch.where(norm.isfinite() & (norm > 0), coefficient, 1.0))
+    if survival is not None:
+        survival.scale_copies(parameters, factor)
     return (norm / scale).to(torch.float32)
 
 

@@ -245,7 +245,7 @@ def estimate(
         result.memory.add("gathered", result.memory.pool_peak)
         result.memory.add("matrices", _matrix_bytes(local, network, policy))
     memory = _memory(result, machine, on_host, _wire_bytes(local, network, policy, result))
-    copies = policy.survive * (sum(states.values()) + 2 * states["gradients"])
+    copies = policy.survive * (sum(states.values()) + states["gradients"])
     sizes = {buffer.element_size for block in local.blocks for buffer in block.buffers}
     is_narrow = policy.optimizer == "muon" or policy.compute_dtype is not None or 2 in sizes
     kernels = _KERNEL_BYTES if is_narrow and machine.shares_memory else 0.0

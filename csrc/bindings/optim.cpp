@@ -60,27 +60,27 @@ void add_lion(OffloadUpdate& self, const Tensors& weights, const Tensors& rounde
 std::tuple<double, double> adam_step_of(const Tensors& weights, const Tensors& rounded, const Tensors& grads,
                                         const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
                                         const Integers& steps, const Integers& sizes, const Dicts& dicts,
-                                        bool torch_sqrt, bool with_delta) {
+                                        bool torch_sqrt, bool with_delta, StepCheck* check) {
   AdamGroups groups = groups_from<AdamLists>(sizes, dicts);
   for (AdamOptions& options : groups.options) options.torch_sqrt = torch_sqrt;
   const py::gil_scoped_release no_gil;
   const cpu::DeltaSums sums =
-      adam_step({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, groups, with_delta);
+      adam_step({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, groups, with_delta, check);
   return {sums.sum, sums.sum_of_squares};
 }
 
 void sgd_step_of(const Tensors& weights, const Tensors& rounded, const Tensors& grads, const Tensors& momenta,
-                 const Integers& fresh, const Integers& sizes, const Dicts& dicts) {
+                 const Integers& fresh, const Integers& sizes, const Dicts& dicts, StepCheck* check) {
   const SgdGroups groups = groups_from<SgdLists>(sizes, dicts);
   const py::gil_scoped_release no_gil;
-  sgd_step({{weights, rounded, grads}, momenta, fresh}, groups);
+  sgd_step({{weights, rounded, grads}, momenta, fresh}, groups, check);
 }
 
 void lion_step_of(const Tensors& weights, const Tensors& rounded, const Tensors& grads,
-                  const Tensors& momenta, const Integers& sizes, const Dicts& dicts) {
+                  const Tensors& momenta, const Integers& sizes, const Dicts& dicts, StepCheck* check) {
   const LionGroups groups = groups_from<LionLists>(sizes, dicts);
   const py::gil_scoped_release no_gil;
-  lion_step({{weights, rounded, grads}, momenta, {}}, groups);
+  lion_step({{weights, rounded, grads}, momenta, {}}, groups, check);
 }
 
 void stage(OffloadUpdate& self, const std::shared_ptr<StagingLane>& lane, int slot, const Tensors& gradients,
@@ -154,21 +154,34 @@ Integers word_sums(const Tensors& tensors) {
   return sums;
 }
 
+Integers copy_and_sum_of(const Tensors& places, const Tensors& tensors) {
+  return copy_and_sum(places, tensors);
+}
+
 void bind_steps(py::module_& module) {
   module.def("zero_in_shares", &zero_in_shares, NoGil(), py::arg("tensor"),
              "Zeroes a tensor, each page by the thread that will update it in a step of as many threads.");
   module.def("word_sums", &word_sums, NoGil(), py::arg("tensors"),
              "A sum over the memory of each tensor, which any one bit changes.");
+  module.def("copy_and_sum", &copy_and_sum_of, NoGil(), py::arg("places"), py::arg("tensors"),
+             "Copies tensors to places of as many bytes, and returns their word_sums.");
+  py::class_<StepCheck>(module, "StepCheck")
+      .def(py::init([](std::vector<std::vector<double>> factors) {
+             return StepCheck{std::move(factors), {}, {}};
+           }),
+           py::arg("factors"))
+      .def_readonly("before", &StepCheck::before)
+      .def_readonly("after", &StepCheck::after);
   module.def("adam_step", &adam_step_of, py::arg("weights"), py::arg("rounded"), py::arg("grads"),
              py::arg("exp_avgs"), py::arg("exp_avg_sqs"), py::arg("steps"), py::arg("sizes"),
              py::arg("groups"), py::kw_only(), py::arg("torch_sqrt") = false, py::arg("with_delta") = false,
-             "What the operator adam_ does to CPU tensors; groups are dicts.");
+             py::arg("check") = nullptr, "What the operator adam_ does to CPU tensors; groups are dicts.");
   module.def("sgd_step", &sgd_step_of, py::arg("weights"), py::arg("rounded"), py::arg("grads"),
-             py::arg("momenta"), py::arg("fresh"), py::arg("sizes"), py::arg("groups"),
-             "What the operator sgd_ does to CPU tensors; groups are dicts.");
+             py::arg("momenta"), py::arg("fresh"), py::arg("sizes"), py::arg("groups"), py::kw_only(),
+             py::arg("check") = nullptr, "What the operator sgd_ does to CPU tensors; groups are dicts.");
   module.def("lion_step", &lion_step_of, py::arg("weights"), py::arg("rounded"), py::arg("grads"),
-             py::arg("momenta"), py::arg("sizes"), py::arg("groups"),
-             "What the operator lion_ does to CPU tensors; groups are dicts.");
+             py::arg("momenta"), py::arg("sizes"), py::arg("groups"), py::kw_only(),
+             py::arg("check") = nullptr, "What the operator lion_ does to CPU tensors; groups are dicts.");
 }
 
 }  // namespace

@@ -152,7 +152,8 @@ std::vector<AdamSlice> adam_slices(const AdamTensors& tensors, const AdamGroups&
   return slices;
 }
 
-cpu::DeltaSums adam_step(const AdamTensors& tensors, const AdamGroups& groups, bool with_delta) {
+cpu::DeltaSums adam_step(const AdamTensors& tensors, const AdamGroups& groups, bool with_delta,
+                         StepCheck* check) {
   BMT_CHECK(TypeError, tensors.step.weights.empty() || tensors.step.weights[0].is_cpu(),
             "adam: weights[0]: expected a CPU tensor, got one on ", tensors.step.weights[0].device());
   const bool torch_sqrt = std::any_of(groups.options.begin(), groups.options.end(),
@@ -168,6 +169,10 @@ cpu::DeltaSums adam_step(const AdamTensors& tensors, const AdamGroups& groups, b
               "adam: expected no delta of moments in 8 bits");
   }
   cpu::DeltaSums sums;
+  if (check != nullptr) {
+    check->step(slices, tensors.step.grads);
+    return sums;
+  }
   cpu::adam(slices.data(), static_cast<std::int64_t>(slices.size()), with_delta ? &sums : nullptr);
   return sums;
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "optim/step_check.h"
 #include "optim/step_tensors.h"
 
 namespace bmtrain {
@@ -68,7 +69,8 @@ struct AdamTensors {
 /// same number of steps are one slice. TypeError or ValueError if the tensors or the numbers do not fit.
 [[nodiscard]] std::vector<cpu::AdamSlice> adam_slices(const AdamTensors& tensors, const AdamGroups& groups);
 
-/// One step on the CPU. Errors as adam_slices, before anything is written.
-cpu::DeltaSums adam_step(const AdamTensors& tensors, const AdamGroups& groups, bool with_delta);
+/// One step on the CPU, with `check` a checked one. Errors as adam_slices, before anything is written.
+cpu::DeltaSums adam_step(const AdamTensors& tensors, const AdamGroups& groups, bool with_delta,
+                         StepCheck* check = nullptr);
 
 }  // namespace bmtrain

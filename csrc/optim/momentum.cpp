@@ -117,11 +117,16 @@ std::vector<MomentumSlice> slices_of_groups(const char* op, const MomentumTensor
   return slices_of(op, tensors, factors, groups.sizes);
 }
 
-void step_on_cpu(const char* op, const MomentumTensors& tensors, const std::vector<MomentumSlice>& slices) {
+void step_on_cpu(const char* op, const MomentumTensors& tensors, const std::vector<MomentumSlice>& slices,
+                 StepCheck* check) {
   const at::TensorList weights = tensors.step.weights;
   BMT_CHECK(TypeError, weights.empty() || weights[0].is_cpu(), op,
             ": weights[0]: expected a CPU tensor, got one on ", weights[0].device());
-  cpu::momentum(slices.data(), static_cast<std::int64_t>(slices.size()));
+  if (check != nullptr) {
+    check->step(slices, tensors.step.grads);
+  } else {
+    cpu::momentum(slices.data(), static_cast<std::int64_t>(slices.size()));
+  }
 }
 
 }  // namespace
@@ -134,12 +139,12 @@ std::vector<MomentumSlice> lion_slices(const MomentumTensors& tensors, const Lio
   return slices_of_groups(kLion, tensors, groups);
 }
 
-void sgd_step(const MomentumTensors& tensors, const SgdGroups& groups) {
-  step_on_cpu(kSgd, tensors, sgd_slices(tensors, groups));
+void sgd_step(const MomentumTensors& tensors, const SgdGroups& groups, StepCheck* check) {
+  step_on_cpu(kSgd, tensors, sgd_slices(tensors, groups), check);
 }
 
-void lion_step(const MomentumTensors& tensors, const LionGroups& groups) {
-  step_on_cpu(kLion, tensors, lion_slices(tensors, groups));
+void lion_step(const MomentumTensors& tensors, const LionGroups& groups, StepCheck* check) {
+  step_on_cpu(kLion, tensors, lion_slices(tensors, groups), check);
 }
 
 }  // namespace bmtrain

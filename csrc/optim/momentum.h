@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "optim/step_check.h"
 #include "optim/step_tensors.h"
 
 namespace bmtrain {
@@ -90,8 +91,8 @@ struct MomentumTensors {
 [[nodiscard]] std::vector<cpu::MomentumSlice> lion_slices(const MomentumTensors& tensors,
                                                           const LionGroups& groups);
 
-/// One step on the CPU. Errors as of the slices, before anything is written.
-void sgd_step(const MomentumTensors& tensors, const SgdGroups& groups);
-void lion_step(const MomentumTensors& tensors, const LionGroups& groups);
+/// One step on the CPU, with `check` a checked one. Errors as of the slices, before anything is written.
+void sgd_step(const MomentumTensors& tensors, const SgdGroups& groups, StepCheck* check = nullptr);
+void lion_step(const MomentumTensors& tensors, const LionGroups& groups, StepCheck* check = nullptr);
 
 }  // namespace bmtrain

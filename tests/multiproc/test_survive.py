@@ -151,7 +151,7 @@ class Fault:
 
             def damaged(message: Message, step: int) -> None:
                 pack(message, step)
-                message.data[-1] ^= 4
+                next(g for g in reversed(message.gradients) if len(g)).view(torch.uint8)[-1] ^= 4
                 Message.pack = pack
 
             Message.pack = damaged

@@ -102,13 +102,16 @@ class Adam(Formula):
     def start_step(self) -> None:
         self.deltas = Deltas()
 
-    def compute(self, ranges: Ranges, parts: Sequence[Part], *, as_torch: bool = False) -> None:
+    def compute(
+        self, ranges: Ranges, parts: Sequence[Part], *, as_torch: bool = False, **options: Any
+    ) -> None:
         sums = _ops.step_of_groups(
             self.name,
             self.operands_of(ranges),
             *groups_of(parts),
             torch_sqrt=as_torch and not ranges.rounded and ranges.arrays[0][0].dtype is torch.float32,
             with_delta=self.record_delta,
+            **options,
         )
         if self.record_delta:
             self.deltas.add(_ops.DeltaSums(*sums), sum(weight.numel() for weight in ranges.weights))

@@ -65,15 +65,18 @@ class Formula:
     def start_step(self) -> None:
         """Called at the start of a step."""
 
-    def compute(self, ranges: Ranges, parts: Sequence[Part], *, as_torch: bool = False) -> None:
+    def compute(
+        self, ranges: Ranges, parts: Sequence[Part], *, as_torch: bool = False, **options: Any
+    ) -> None:
         """Updates the ranges of ``parts`` in place by the kernel.
 
         Args:
             ranges: what to update.
             parts: the parts that it belongs to.
             as_torch: fp32 parameters get the bits of torch's own optimizer on the CPU.
+            options: ``check``, for a checked step on the host.
         """
-        _ops.step_of_groups(self.name, self.operands_of(ranges), *groups_of(parts))
+        _ops.step_of_groups(self.name, self.operands_of(ranges), *groups_of(parts), **options)
 
     def add_to(self, update: OffloadUpdate, ranges: Ranges, parts: Sequence[Part]) -> None:
         """Adds the ranges to an update of the core that continues after the step."""

@@ -1,0 +1,32 @@
+// Checksums of what a step reads and writes, taken while it is in the caches.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "cpu/kernels.h"
+
+namespace bmtrain {
+
+/// What a step over the copy of another rank's shards does beside it. For each tensor in turn the sums are
+/// those of the weight, the rounded weight where there is one, the arrays of the state, and the gradient.
+///
+/// [Note: Checked steps]
+/// Memory takes longer to read than a step to compute. So each piece of a tensor, small enough for the first
+/// cache, is summed, updated and summed again, before the next one. A piece that was damaged is found when it
+/// has been updated: the whole copy is of no use then.
+struct StepCheck {
+  std::vector<std::vector<double>> factors;  // each gradient is multiplied by, one after the other, in place
+  std::vector<std::int64_t> before, after;   // see word_sum.h; after the step none of the gradient: 0
+
+  /// The step, on slices that are a tensor each, with these gradients.
+  void step(const std::vector<cpu::AdamSlice>& slices, at::TensorList grads);
+  void step(const std::vector<cpu::MomentumSlice>& slices, at::TensorList grads);
+};
+
+/// Copies tensors to places of as many bytes, and returns the sums of their words.
+[[nodiscard]] std::vector<std::int64_t> copy_and_sum(at::TensorList places, at::TensorList tensors);
+
+}  // namespace bmtrain
