@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import getpass
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -60,6 +61,17 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """All processes of the tests have ended."""
     shutil.rmtree(config.stash.get(_TEMPORARY, ""), ignore_errors=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Objects of torch and of the tests are never garbage: no collection looks at them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
