@@ -17,7 +17,6 @@ from bmtrain._engine.observer import Observer
 from bmtrain._tools.gpt import GPT
 from bmtrain.global_var import context
 from bmtrain.plan import MACHINES, TrainingPolicy, describe_module, estimate
-from bmtrain.plan.estimator import _STATE_SKEW_BYTES
 from bmtrain.plan.model import muon_flops
 from bmtrain.plan.network import Network
 from bmtrain.plan.report import format_plan
@@ -233,8 +232,9 @@ def copies_for_the_loss_of_a_rank() -> tuple[float, int]:
         state = keeper.ward.optimizers[0].state.get(param, {})  # none of an empty shard
         tensors += [x for x in (param, *state.values()) if isinstance(x, torch.Tensor)]
     machine = MACHINES["a100-80gb"].with_devices(bmt.world_size())
-    predicted = estimate(described, machine, policy).memory.copies - _STATE_SKEW_BYTES  # no part of a tensor
-    return predicted, sum(tensor.nbytes for tensor in tensors)
+    storages = {storage.data_ptr(): storage for storage in map(torch.Tensor.untyped_storage, tensors)}
+    counted = sum(storage.nbytes() for storage in storages.values())
+    return estimate(described, machine, policy).memory.copies, counted
 
 
 def test_copies_for_the_loss_of_a_rank_are_predicted() -> None:
