@@ -31,6 +31,7 @@ from ..loss import FusedCrossEntropy
 from ..optim._arrays import allocate
 from ._offload_gpu import Shape, measure_offload, print_offload
 from ._options import add_names, numbers
+from ._policies_gpu import measure_policies, print_policies
 from ._variants import VARIANTS
 
 __all__ = ["add_arguments", "measure_adam", "measure_cross_entropy", "measure_norm", "measure_step", "run"]
@@ -38,7 +39,7 @@ __all__ = ["add_arguments", "measure_adam", "measure_cross_entropy", "measure_no
 _ADAM_BYTES = 28  # of an element: the gradient, fp32 weight and moments read and written, the 16-bit weight
 _GIB = 1 << 30
 _VOCAB = 50304  # of the GPT
-_PARTS = ("adam", "norm", "cross-entropy", "step", "offload")
+_PARTS = ("adam", "norm", "cross-entropy", "step", "policies", "offload")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,15 +72,17 @@ def run(arguments: argparse.Namespace) -> None:
             arguments.rows, arguments.vocab, copy, arguments.repeat
         ),
         "step": lambda: measure_step(arguments),
+        "policies": lambda: _measure_policies(arguments),
         "offload": lambda: _measure_offload(arguments),
     }
+    tables = {"policies": print_policies, "offload": print_offload}
     for part in arguments.parts:
         results[part] = _measured(measures[part])
         if arguments.json is not None:  # after each part: an interrupted run keeps its results
             arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-        if part == "offload" and "error" not in results[part]:
+        if part in tables and "error" not in results[part]:
             print(f"\n{part}")
-            print_offload(results[part])
+            tables[part](results[part])
         else:
             _print(part, results[part])
     if any("error" in results[part] for part in arguments.parts):
@@ -258,6 +261,13 @@ def measure_step(arguments: argparse.Namespace) -> dict[str, Any]:
     results["bmtrain / alone"] = results["bmtrain-3, ms"] / results["alone, ms"]
     results["bmtrain / fsdp2"] = results["bmtrain-3, ms"] / results["fsdp2, ms"]
     return results
+
+
+def _measure_policies(arguments: argparse.Namespace) -> dict[str, Any]:
+    if not is_initialized():
+        init_distributed(seed=0)
+    repeat = max(3, arguments.repeat // 4)
+    return measure_policies(arguments, _VOCAB, partial(seconds_of, repeat=repeat))
 
 
 def _measure_offload(arguments: argparse.Namespace) -> dict[str, Any]:

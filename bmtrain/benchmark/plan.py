@@ -56,7 +56,8 @@ _POLICIES: dict[str, dict[str, Any]] = {  # as TrainingPolicy takes them
     "disk": {"disk": DISK},
     "disk-optimizer": {"disk": ("optimizer",)},
 }
-_OPTIMIZERS: dict[tuple[str, float], Any] = {
+#: (TrainingPolicy.optimizer, .offload) -> the optimizer.
+OPTIMIZERS: dict[tuple[str, float], Any] = {
     ("adam", 0.0): AdamOptimizer,
     ("adam", 1.0): AdamOffloadOptimizer,
     ("muon", 0.0): MuonOptimizer,
@@ -147,7 +148,7 @@ class _Training:
         )
         self.model = BMTrainModelWrapper(gpt)
         chosen = _chosen(arguments, policy)
-        optimizer = _OPTIMIZERS[chosen.optimizer, chosen.offload]
+        optimizer = OPTIMIZERS[chosen.optimizer, chosen.offload]
         options: dict[str, Any] = {}
         if (
             chosen.optimizer == "muon"

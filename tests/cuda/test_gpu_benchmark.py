@@ -51,7 +51,16 @@ def test_every_part_of_the_benchmark_runs_and_reports(
     gpu.run(arguments("--json", str(file)))
     found: dict[str, Any] = json.loads(file.read_text())
     assert [part for part in found.values() if isinstance(part, dict) and "error" in part] == []
-    assert list(found) == ["card", "copy GB/s", "adam", "norm", "cross-entropy", "step", "offload"]
+    assert list(found) == [
+        "card",
+        "copy GB/s",
+        "adam",
+        "norm",
+        "cross-entropy",
+        "step",
+        "policies",
+        "offload",
+    ]
     assert found["adam"]["of copy"] > 0 and found["step"]["bmtrain / fsdp2"] > 0
     printed = capsys.readouterr().out
     for name in ("times as fast as torch", "in place, ms", "bmtrain-3, peak GiB", "chosen fraction"):
