@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.sanitized import ROOT, compiler
+from harness.sanitized import ROOT, compile_or_skip, compile_unit, compiler
 
 DRIVER = ("tests/cpp/kernels_driver.cpp", "csrc/disk/checksum.cpp")
 KERNELS = (*DRIVER, "csrc/cpu/isa.cpp", "csrc/cpu/base.cpp")
@@ -36,19 +36,15 @@ DRIVERS = {
 }
 
 
-def build(command: str, level: str, sources: Sequence[str], program: Path) -> Path:
-    flags = [
-        "-std=c++20",
-        level,
-        "-ffp-contract=off",
-        "-pthread",
-        f"-I{ROOT / 'csrc'}",
-        f"-I{ROOT / 'tests/cpp'}",
-    ]
-    files = [str(ROOT / source) for source in sources]
-    built = subprocess.run([command, *flags, *files, "-o", str(program)], capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
-    return program
+def build(
+    command: str, level: str, sources: Sequence[str], folder: Path, objects: Sequence[Path] = ()
+) -> Path:
+    """A program of sources, each compiled by itself, and of objects."""
+    folder.mkdir()
+    flags = [command, "-std=c++20", level, "-ffp-contract=off", "-pthread"]
+    made = [compile_unit(folder, Path(source).stem, [source], flags) for source in sources]
+    compile_or_skip([*flags, *made, *map(str, objects), "-o", "driver"], folder)
+    return folder / "driver"
 
 
 def compile_for_arm(
@@ -66,9 +62,10 @@ def compile_for_arm(
 @pytest.mark.slow
 def test_kernels_have_the_bits_of_x86(tmp_path: Path) -> None:
     run = compile_for_arm([*KERNELS, "csrc/cpu/neon.cpp"], tmp_path)
-    compiled = all((OBJECTS / f"{level}.o").exists() for level in LEVELS)
-    kernels = [OBJECTS / f"{level}.o" if compiled else f"csrc/cpu/{level}.cpp" for level in LEVELS]
-    here = build(compiler(), "-O0", [*DRIVER, *map(str, kernels)], tmp_path / "here")
+    objects = [OBJECTS / f"{level}.o" for level in LEVELS]
+    compiled = all(made.exists() for made in objects)
+    sources = () if compiled else [f"csrc/cpu/{level}.cpp" for level in LEVELS]
+    here = build(compiler(), "-O0", [*DRIVER, *sources], tmp_path / "here", objects if compiled else ())
     expected = subprocess.run([here, "base"], capture_output=True, text=True, check=True).stdout
     assert len(expected.splitlines()) > 50
     for level in ("base", "neon"):
