@@ -204,6 +204,9 @@ class TreeSum:
     def push(self, leaf: Tensor) -> None: ...
     def total(self) -> Tensor: ...
 
+class HostLane:
+    def __init__(self, device: device) -> None: ...
+
 class ShardedBuffer:
     class State(Enum):
         SHARDED = 0
@@ -234,6 +237,7 @@ class ShardedBuffer:
         reduce_way: ReduceWay = ...,
         host_comm: Communicator | None = None,
         hosts_comm: Communicator | None = None,
+        host_lane: HostLane | None = None,
     ) -> None: ...
     @property
     def layout(self) -> FlatLayout: ...

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from .._C import BufferPool, DeferredProducts, OpenIslands, ShardedBuffer
+from .._C import BufferPool, DeferredProducts, HostLane, OpenIslands, ShardedBuffer
 from ..errors import CommunicationError
 from .block_state import BlockState
 from .disk_tier import DiskTier
@@ -112,7 +112,7 @@ class Engine:
         lagging_steps: number of steps whose updates the CPU computes while the device runs.
         observer: receives the events of a step; None if nothing records them.
         drives, tier: where files are made, and the transfers of parameters and gradients; None without.
-        mover: moves activations between device and host; None on CPU runs.
+        mover, host_lane: move activations, and shards on the host, between device and host; None on CPU runs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -136,6 +136,7 @@ class Engine:
         self.replaced = ReplacedParameters()
         self.wrapped = WrappedModels()
         self.mover: Mover | None = CudaMover(device) if device.type == "cuda" else None
+        self.host_lane: HostLane | None = None
         self.host_stack = HostStack()
         self._ahead: BlockState | None = None  # gathered for the next call
         self._late: BlockState | None = None  # to be gathered once the present block has been launched
@@ -261,9 +262,8 @@ class Engine:
 
     def _prefetch(self, block: BlockState) -> None:
         """Starts a gather for a later call, unless the parameters are gathered already."""
-        if block.is_bound or (
-            block.is_gathered and (block.policy.level != 1 or self.is_of_this_round(block))
-        ):
+        stays = block.is_gathered and (block.policy.level != 1 or self.is_of_this_round(block))
+        if block.is_bound or stays:
             return
         block.drop_gathered()
         if block.pending:

@@ -42,10 +42,10 @@ class BlockDtypes(NamedTuple):
 
 
 class _Shares(NamedTuple):
-    """Shares of the blocks: on a drive, and the place of the others."""
+    """Shares of the blocks: on a drive and on the host; the others are on the device."""
 
     disk: Fraction
-    rest: str
+    host: Fraction
 
     @classmethod
     def of(cls, name: str, places: Mapping[str, float]) -> _Shares:
@@ -54,11 +54,17 @@ class _Shares(NamedTuple):
             raise ValueError(
                 f"{name}: expected shares of 'device', 'host' and 'disk' with the sum 1, got {dict(places)!r}"
             )
-        disk = Fraction(places.get("disk", 0.0)).limit_denominator(1000)
-        return cls(disk, "host" if places.get("host") else "device")
+        disk, host = (Fraction(places.get(place, 0.0)).limit_denominator(1000) for place in ("disk", "host"))
+        return cls(disk, host)
 
     def __repr__(self) -> str:
-        return repr({"disk": float(self.disk), self.rest: float(1 - self.disk)})
+        shares = {"disk": self.disk, "host": self.host, "device": 1 - self.disk - self.host}
+        return repr({place: float(share) for place, share in shares.items() if share})
+
+    def place_of(self, number: int) -> str:
+        """Returns the place of the block ``number`` among the blocks in memory."""
+        share = self.host / ((1 - self.disk) or 1)
+        return "host" if _is_chosen(number, min(share, Fraction(1))) else "device"
 
 
 def _on_disk(place: str | Mapping[str, float] | _Shares | None) -> Fraction:
@@ -116,9 +122,10 @@ class BlockPolicy:
             the inputs that require grad, and kept results; without it all activations. On CPU ranks they are there
             already, and nothing is done.
 
-        parameters, gradients: where this rank's shards of them live: ``"device"``, or with ``optimizer="disk"``
-            ``"disk"``: in ``init_distributed(tier_directories=...)``, and in memory while a few blocks around the
-            running one need them. On CPU ranks ``"host"`` is ``"device"``.
+        parameters, gradients: where this rank's shards of them live. ``"device"``. ``"host"``: in page-locked memory of
+            the host, and on the device while a few blocks around the running one need them; gradients are where the
+            parameters are. ``"disk"``, on CPU ranks and with ``optimizer="disk"``: in
+            ``init_distributed(tier_directories=...)``. On CPU ranks ``"host"`` is ``"device"``.
         optimizer: ``"disk"``: the state that optimizers of this library keep for the block is in
             ``init_distributed(tier_directories=...)``, and passes through a few buffers in each step. None: where the
             optimizer keeps it. These three also take shares of the blocks, such as ``{"device": 0.6, "disk": 0.4}``,
@@ -213,7 +220,8 @@ class BlockPolicy:
             place = getattr(self, name)
             # Among the blocks whose state is on a drive, of which this is the one with the number `among`.
             among, share = int(number * state), _on_disk(place) / (state or 1)
-            rest = place.rest if isinstance(place, _Shares) else "device" if place == "disk" else place
+            others = place.place_of(number - int(among * share)) if isinstance(place, _Shares) else place
+            rest = "device" if place == "disk" else others
             places[name] = "disk" if is_on_disk and _is_chosen(among, share) else rest
         return replace(self, **places)
 

@@ -66,7 +66,7 @@ class Unsent:
         """Sums the gradients of parameters outside blocks into their shards. Collective."""
         outside, self.outside = self.outside, {}
         for param, gradient in outside.values():
-            reduced = param._spec.reduce_scatter(gradient.reshape(-1), param._label)
+            reduced = param._spec.reduce_scatter(gradient.reshape(-1), param._label).to(param.device)
             param.grad = reduced if param.grad is None else param.grad + reduced
             param._run_accumulated_hooks()
 

@@ -189,7 +189,7 @@ def _refuse_replicas(number: int) -> None:
 
 def _add_gradient(param: DistributedParameter, total: torch.Tensor) -> None:
     if param.grad is None:
-        param.grad = total.to(param.dtype)
+        param.grad = total.to(param.device, param.dtype)
     else:
-        param.grad.copy_(total.view_as(param.grad) + param.grad)
+        param.grad.copy_(total.to(param.device).view_as(param.grad) + param.grad)
     param._run_accumulated_hooks()

@@ -18,7 +18,7 @@ from .._shards.block_ref import BlockRef
 from .._shards.sharding import ShardSpec
 from ..global_var import context
 from ..parameter import DistributedParameter
-from .tiers import check_tier, store
+from .tiers import check_tier, host_lane_of, store
 
 if TYPE_CHECKING:
     from .._engine.disk_shard import StoredShard
@@ -141,6 +141,7 @@ def build_storage(
             gather_dtype=dtypes.gather,
             compute_dtype=dtypes.compute,
             reduce_dtype=dtypes.reduce,
+            host_lane=host_lane_of(ctx, policy),
             **_reduction(ctx, family, group, policy),
         )
         trains = params[0].requires_grad

@@ -1,11 +1,11 @@
-"""Parameters and gradients of new Blocks on a drive."""
+"""Parameters and gradients of new Blocks in other memory than the device's."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from .._base.host_memory import give_back_freed
-from .._C import ShardedBuffer
+from .._C import HostLane, ShardedBuffer
 from .._engine.disk_shard import StoredShard
 from .._engine.disk_tier import tier_of
 from .._engine.engine import current_engine
@@ -15,7 +15,7 @@ from .._ranks.agree import failing_together
 if TYPE_CHECKING:
     from .._ranks.context import Context
 
-__all__ = ["check_tier", "store"]
+__all__ = ["check_tier", "host_lane_of", "store"]
 
 
 def check_tier(ctx: Context, policy: BlockPolicy, label: str) -> None:
@@ -24,14 +24,34 @@ def check_tier(ctx: Context, policy: BlockPolicy, label: str) -> None:
     Raises:
         ValueError: naming the place.
     """
-    if policy.optimizer == "disk" and current_engine(ctx).drives is None:
+    if ctx.device.type == "cpu":
+        if policy.optimizer == "disk" and current_engine(ctx).drives is None:
+            raise ValueError(
+                f"{label}: BlockPolicy(optimizer='disk'): expected init_distributed(tier_directories=[...]), got none"
+            )
+        return
+    if policy.shards_on_disk or policy.optimizer == "disk":
+        raise ValueError(f"{label}: a BlockPolicy with 'disk': expected CPU ranks, got {ctx.device}")
+    if policy.gradients == "host" and policy.parameters == "device":
         raise ValueError(
-            f"{label}: BlockPolicy(optimizer='disk'): expected init_distributed(tier_directories=[...]), got none"
+            f"{label}: BlockPolicy(gradients='host'): expected parameters='host' as well, got 'device': .grad is on "
+            "the device of its parameter"
         )
-    for name in ("parameters", "gradients"):
-        place = getattr(policy, name)
-        if place != "device" and ctx.device.type != "cpu":
-            raise ValueError(f"{label}: BlockPolicy({name}={place!r}): expected CPU ranks, got {ctx.device}")
+    if policy.parameters == "host" and policy.level < 2:
+        raise ValueError(
+            f"{label}: BlockPolicy(parameters='host'): expected level 2 or 3, got {policy.level}, which keeps all "
+            "parameters on the device"
+        )
+
+
+def host_lane_of(ctx: Context, policy: BlockPolicy) -> HostLane | None:
+    """Returns what copies shards between host and device, or None where they are on the device."""
+    if policy.parameters == "device" or ctx.device.type == "cpu":
+        return None
+    engine = current_engine(ctx)
+    if engine.host_lane is None:
+        engine.host_lane = HostLane(ctx.device)
+    return engine.host_lane
 
 
 def store(

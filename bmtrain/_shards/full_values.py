@@ -80,7 +80,8 @@ def full_value(param: torch.Tensor) -> torch.Tensor:
         return param.detach()
     param.require_data()
     show_together(param)
-    return gather_flat(param, param._own_part().detach()).view(param._tp_original_shape)
+    own = param._own_part().detach().to(context().device)
+    return gather_flat(param, own).view(param._tp_original_shape)
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ class OpAllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, param: Any) -> torch.Tensor:
         ctx.param = param
-        ctx.spec = param._spec
+        ctx.spec, ctx.home = param._spec, param.device
         with context().engine.waiting("outside blocks", "gather"):
             flat = param._spec.gather(param, param._label)
         full: torch.Tensor = flat.new_empty(0)  # not a view of `flat`, so that callers may write to it
@@ -42,4 +42,4 @@ class OpAllGather(torch.autograd.Function):
             return None
         with engine.waiting("outside blocks", "reduce"):
             reduced: torch.Tensor = ctx.spec.reduce_scatter(gradient.reshape(-1), ctx.param._label)
-        return reduced
+        return reduced.to(ctx.home)

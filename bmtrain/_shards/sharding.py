@@ -9,6 +9,7 @@ import torch
 
 from .._C import FlatLayout, ReduceOp
 from .._ranks.collectives import all_gather
+from ..global_var import context
 
 if TYPE_CHECKING:
     from .._C import FlatLayout
@@ -98,16 +99,17 @@ class ShardSpec:
         return flat.narrow(0, begin, count)
 
     def gather(self, local: torch.Tensor, label: str) -> torch.Tensor:
-        """Returns the flattened full tensor (a new one), gathered from all ranks. Collective over the group.
+        """Returns the flattened full tensor (a new one on the run device), gathered from all ranks. Collective.
 
         Args:
-            local: this rank's part.
+            local: this rank's part, on the run device or the host.
             label: names the parameter, in all collectives of this class; ranks with different labels raise an error.
         """
         size = self.group.size
         self.check_local(local)
         if size == 1:
-            return local.reshape(-1).clone()
+            return local.reshape(-1).to(context().device, copy=True)
+        local = local.to(context().device)
         counts = [self.part(rank)[1] for rank in range(size)]
         longest = max(counts)
         slot = slot_length(longest, local.element_size())
@@ -120,7 +122,11 @@ class ShardSpec:
     def make_replicas_equal(self, local: torch.Tensor, label: str) -> None:
         """Copies the elements of the first replica to the other replicas, in place. Collective."""
         if self.replicas is not None and local.numel():
-            self.replicas.comm.broadcast(local.detach(), 0, label).wait()
+            own = local.detach()
+            wire = own.to(context().device)
+            self.replicas.comm.broadcast(wire, 0, label).wait()
+            if wire is not own:
+                own.copy_(wire)
 
     def check_local(self, local: torch.Tensor) -> None:
         """Raises RuntimeError unless ``local`` has as many elements as this rank owns."""

@@ -13,6 +13,7 @@ import torch
 from .._C import ReduceOp
 from .._ranks.groups import parts_of
 from .._ranks.messages import header_of, read_header
+from ..global_var import context
 from .sharding import ShardSpec, layout_with
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ class StagedShardSpec(ShardSpec):
         return super().part(rank) if self.is_here else (0, 0)
 
     def gather(self, local: torch.Tensor, label: str) -> torch.Tensor:
-        flat = super().gather(local, label) if self.is_here else local.new_empty(self.numel)
+        empty = local.new_empty(0 if self.is_here else self.numel, device=context().device)
+        flat = super().gather(local, label) if self.is_here else empty
         if self.pipe is not None and self.pipe.size > 1:
             flat = flat.contiguous()
             self.pipe.comm.broadcast(flat, self.owner, label).wait()

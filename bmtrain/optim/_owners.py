@@ -160,7 +160,7 @@ class Transfer:
         self._team = Team(param)
         self._owner = owner
         self._label = getattr(param, "_label", "plain parameter")
-        self._device = param.device
+        self._device = context().device if hasattr(param, "_spec") else param.device
         self._works: list[Work] = []
         self._tensor = torch.empty(0)  # in flight: whole at the owner, a part elsewhere
         self._sent = self._tensor  # alive until it has arrived
@@ -182,7 +182,7 @@ class Transfer:
             local: 1-D, the elements of this rank.
             is_temporary: a result of the same dtype may overwrite ``local``, after the owner has received it.
         """
-        team = self._team
+        team, local = self._team, local.to(self._device)
         if self.is_owner or is_temporary:
             self._tensor = local
         if team.holds_all() or not team.are_together(team.rank, self._owner):
@@ -210,7 +210,7 @@ class Transfer:
         """
         team = self._team
         if whole is not None:
-            self._tensor = self._sent = whole
+            self._tensor = self._sent = whole = whole.to(self._device)
             if team.size == 1:
                 return
             self._sent = team.divided(whole)

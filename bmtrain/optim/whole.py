@@ -322,7 +322,7 @@ class _Step:
         whole = self._transfer.whole()
         if self._transfer.is_owner:
             master = self._members.masters[self._param]
-            gradient = whole.view(master.shape).to(master.dtype)
+            gradient = whole.view(master.shape).to(master)
             master.grad = gradient if scale == 1 else gradient / scale
 
     def scatter(self) -> None:

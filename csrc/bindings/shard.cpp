@@ -76,13 +76,13 @@ std::shared_ptr<ShardedBuffer> make_buffer(
     const c10::Device& device, std::shared_ptr<Communicator> replica_comm,
     std::optional<at::ScalarType> compute_dtype, std::optional<at::ScalarType> reduce_dtype,
     std::optional<at::ScalarType> gather_dtype, ReduceWay reduce_way, std::shared_ptr<Communicator> host_comm,
-    std::shared_ptr<Communicator> hosts_comm) {
+    std::shared_ptr<Communicator> hosts_comm, std::shared_ptr<HostLane> host_lane) {
   const at::ScalarType gathered = compute_dtype.value_or(dtype);
-  return std::make_shared<ShardedBuffer>(
-      BufferOptions{std::move(label), std::move(parameters), std::move(names), std::move(shapes),
-                    std::move(gather_comm), std::move(reduce_comm), std::move(replica_comm), reduce_way,
-                    std::move(host_comm), std::move(hosts_comm), std::move(pool), dtype,
-                    gather_dtype.value_or(gathered), gathered, reduce_dtype.value_or(dtype), device});
+  return std::make_shared<ShardedBuffer>(BufferOptions{
+      std::move(label), std::move(parameters), std::move(names), std::move(shapes), std::move(gather_comm),
+      std::move(reduce_comm), std::move(replica_comm), reduce_way, std::move(host_comm),
+      std::move(hosts_comm), std::move(pool), dtype, gather_dtype.value_or(gathered), gathered,
+      reduce_dtype.value_or(dtype), device, std::move(host_lane)});
 }
 
 /// Python functions in a dict, each given the gradient that the one before returned (or left as it was).
@@ -196,6 +196,8 @@ void bind_state(py::class_<ShardedBuffer, std::shared_ptr<ShardedBuffer>>& buffe
 }
 
 void bind_buffer(py::module_& m) {
+  py::class_<HostLane, std::shared_ptr<HostLane>>(m, "HostLane")
+      .def(py::init<const c10::Device&>(), py::arg("device"));
   py::class_<ShardedBuffer, std::shared_ptr<ShardedBuffer>> buffer(m, "ShardedBuffer");
   py::enum_<GatheredBuffer::State>(buffer, "State")
       .value("SHARDED", GatheredBuffer::State::kSharded)
@@ -210,7 +212,7 @@ void bind_buffer(py::module_& m) {
              py::arg("dtype"), py::arg("device"), py::arg("replica_comm") = nullptr,
              py::arg("compute_dtype") = py::none(), py::arg("reduce_dtype") = py::none(),
              py::arg("gather_dtype") = py::none(), py::arg("reduce_way") = ReduceWay::kDirect,
-             py::arg("host_comm") = nullptr, py::arg("hosts_comm") = nullptr);
+             py::arg("host_comm") = nullptr, py::arg("hosts_comm") = nullptr, py::arg("host_lane") = nullptr);
   bind_state(buffer);
   buffer.def("local_view", of(&ShardedBuffer::shard, &ShardMemory::local_view), py::arg("index"))
       .def("attach", of(&ShardedBuffer::shard, &ShardMemory::attach))
@@ -232,7 +234,14 @@ void bind_buffer(py::module_& m) {
       .def("finish_gather", of(&ShardedBuffer::gathered, &GatheredBuffer::finish), NoGil())
       .def("release", of(&ShardedBuffer::gathered, &GatheredBuffer::release), NoGil())
       .def("bind", &ShardedBuffer::bind)
-      .def("unbind", of(&ShardedBuffer::gathered, &GatheredBuffer::unbind))
+      .def("unbind",
+           [](ShardedBuffer& self) {
+             self.gathered().unbind();
+             if (self.spec().host_lane) {
+               const py::gil_scoped_release no_gil;
+               self.gathered().await_copy();
+             }
+           })
       .def("begin_backward", &ShardedBuffer::begin_backward, py::arg("trains"),
            py::arg("under_way") = std::vector<std::shared_ptr<ShardedBuffer>>{}, py::arg("in_turn") = false,
            NoGil())

@@ -44,6 +44,9 @@ class DeviceRuntime {
   virtual void run_on(std::int64_t stream, std::function<void()> work) = 0;
 };
 
+/// Blocks until the device has come to the event.
+void wait_on_host(DeviceEvent& event);
+
 /// The runtime of a CUDA device, or that of the CPU if one was set. StateError if there is none.
 [[nodiscard]] std::shared_ptr<DeviceRuntime> device_runtime(const c10::Device& device);
 

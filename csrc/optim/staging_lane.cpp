@@ -1,16 +1,8 @@
 #include "optim/staging_lane.h"
 
-#include <chrono>
-#include <thread>
-
 #include "common/check.h"
 
 namespace bmtrain {
-namespace {
-
-constexpr std::chrono::microseconds kPause{20};
-
-}  // namespace
 
 StagingLane::StagingLane(c10::Device device, int num_slots)
     : runtime_(device_runtime(device)),
@@ -43,12 +35,6 @@ void check_pairs(const StagedTensors& tensors, const char* what) {
               host.is_cpu() && host.numel() == device.numel() && host.scalar_type() == device.scalar_type(),
               what, "[", i, "]: expected ", device.numel(), " elements of ", device.scalar_type(),
               " in host memory, got ", host.numel(), " of ", host.scalar_type(), " on ", host.device());
-  }
-}
-
-void wait_on_host(DeviceEvent& event) {
-  while (!event.is_complete()) {
-    std::this_thread::sleep_for(kPause);
   }
 }
 

@@ -48,7 +48,4 @@ struct StagedTensors {
 /// ValueError, which says `what`, for lists that do not fit.
 void check_pairs(const StagedTensors& tensors, const char* what);
 
-/// Blocks until the device has come to the event.
-void wait_on_host(DeviceEvent& event);
-
 }  // namespace bmtrain

@@ -106,7 +106,7 @@ BufferSpec::BufferSpec(BufferOptions options)
 }
 
 bool BufferSpec::has_gathered_memory() const {
-  return layout.num_ranks() > 1 || compute_dtype != dtype || widens();
+  return layout.num_ranks() > 1 || compute_dtype != dtype || widens() || host_lane;
 }
 
 std::int64_t BufferSpec::full_bytes(at::ScalarType of_dtype) const {
@@ -119,6 +119,11 @@ bool BufferSpec::is_worth_sharing(at::ScalarType of_dtype) const {
 
 at::Tensor BufferSpec::empty_shard(at::ScalarType of_dtype) const {
   return at::empty({layout.partition()}, at::TensorOptions().dtype(of_dtype).device(device));
+}
+
+at::Tensor BufferSpec::empty_at_home(at::ScalarType of_dtype) const {
+  const auto options = at::TensorOptions().dtype(of_dtype).device(home());
+  return at::empty({layout.partition()}, options.pinned_memory(host_lane != nullptr));
 }
 
 at::Tensor BufferSpec::full(const c10::Storage& storage, at::ScalarType of_dtype) const {

@@ -40,6 +40,7 @@
 
 #include "comm/communicator.h"
 #include "shard/buffer_pool.h"
+#include "shard/host_lane.h"
 
 namespace bmtrain {
 
@@ -115,6 +116,7 @@ struct BufferOptions {
   at::ScalarType compute_dtype;  // of the gathered parameters
   at::ScalarType reduce_dtype;   // of gradients that are not reduced yet, also on the wire
   c10::Device device;
+  std::shared_ptr<HostLane> host_lane;  // null: the shards are on the device; see [Note: Shards on the host]
 };
 
 struct BufferSpec : BufferOptions {
@@ -129,14 +131,18 @@ struct BufferSpec : BufferOptions {
   [[nodiscard]] std::int64_t num_replicas() const { return replica_comm ? replica_comm->size() : 1; }
   /// Whether parameters travel in another dtype than the gathered ones have, see [Note: Dtypes].
   [[nodiscard]] bool widens() const { return gather_dtype != compute_dtype; }
+  /// Where the shards are.
+  [[nodiscard]] c10::Device home() const { return host_lane ? c10::Device(c10::kCPU) : device; }
   /// Whether the gathered buffer is another than the shard.
   [[nodiscard]] bool has_gathered_memory() const;
   [[nodiscard]] std::int64_t full_bytes(at::ScalarType of_dtype) const;
   /// Whether to use memory that the ranks share, if there is any, for a full buffer of this dtype.
   [[nodiscard]] bool is_worth_sharing(at::ScalarType of_dtype) const;
 
-  /// Flat tensors: of a shard's size; over `storage`; in memory of the pool.
+  /// Flat tensors: of a shard's size, on the device and where shards are; over `storage`; in memory of the
+  /// pool.
   [[nodiscard]] at::Tensor empty_shard(at::ScalarType of_dtype) const;
+  [[nodiscard]] at::Tensor empty_at_home(at::ScalarType of_dtype) const;
   [[nodiscard]] at::Tensor full(const c10::Storage& storage, at::ScalarType of_dtype) const;
   [[nodiscard]] at::Tensor full_from_pool(at::ScalarType of_dtype) const;
   /// The parameters in full shape, over the storage of a full buffer of this dtype.

@@ -139,6 +139,9 @@ void Reduction::start() {
   if (spec_.layout.num_ranks() == 1) {
     received_ = gradient_;
     add_replicas();
+    if (spec_.host_lane && !work_) {
+      ready_ = spec_.host_lane->mark();
+    }
   } else if (spec_.reduce_way == ReduceWay::kRing) {
     received_ = at::empty({spec_.layout.partition()}, gradient_.options());
     work_ = comm.ring_reduce_scatter(received_, gradient_, spec_.label);
@@ -216,6 +219,9 @@ void Reduction::await() {
   while (start_next_sum()) {
   }
   if (work_) {
+    if (spec_.host_lane) {
+      static_cast<void>(spec_.host_lane->to_host([&] { work_->wait(); }));
+    }
     work_->wait();
     work_.reset();
   }
@@ -265,6 +271,9 @@ void Reduction::finish(TreeSum* tree) {
   if (tree != nullptr) {
     push_slices(*tree);
   } else {
+    if (spec_.host_lane) {
+      bring_to_host();
+    }
     shard_.sum(slices(), trains_);
   }
   stage_ = Stage::kEnded;
@@ -272,6 +281,34 @@ void Reduction::finish(TreeSum* tree) {
   if (tree == nullptr) {
     shard_.publish(trains_);
   }
+}
+
+void Reduction::bring_to_host() {
+  const std::vector<at::Tensor> parts = slices();
+  if (parts.empty()) {
+    return;
+  }
+  const bool writes_only = shard_.writes_only(trains_), is_sum = parts.size() == 1;
+  const at::ScalarType wide = spec_.dtype == at::kDouble ? at::kDouble : at::kFloat;
+  const at::ScalarType dtype = writes_only ? spec_.dtype : is_sum ? parts[0].scalar_type() : wide;
+  at::Tensor sum = parts[0];
+  const std::unique_ptr<DeviceEvent> copied = spec_.host_lane->to_host([&] {
+    if (ready_) {
+      spec_.host_lane->follow(*ready_);
+    }
+    if (!is_sum || sum.scalar_type() != dtype) {
+      sum = spec_.empty_shard(dtype);
+      sum_slices(sum, parts, /*accumulate=*/false);
+    }
+    if (writes_only) {
+      shard_.sum({sum}, trains_);
+      sum_ = shard_.flat();
+    } else {
+      sum_ = spec_.empty_at_home(dtype).copy_(sum, /*non_blocking=*/true);
+    }
+  });
+  wait_on_host(*copied);
+  stage_ = Stage::kSummed;
 }
 
 void Reduction::push_slices(TreeSum& tree) const {
@@ -309,7 +346,7 @@ void Reduction::add(const at::Tensor& sum) {
             " elements, got shape ", sum.sizes());
   BMT_CHECK(StateError, trains_.size() == spec_.num_parameters(), spec_.label,
             ": there was no backward to add a gradient of");
-  shard_.add(sum, trains_);
+  shard_.add(sum.to(spec_.home()), trains_);
   shard_.publish(trains_);
 }
 

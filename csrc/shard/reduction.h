@@ -132,6 +132,8 @@ class Reduction {
   bool start_next_sum();
   // What each rank sent in rank order, or their sum.
   [[nodiscard]] std::vector<at::Tensor> slices() const;
+  // Sums on the device, and waits until the host has it.
+  void bring_to_host();
   void push_slices(TreeSum& tree) const;
   void let_go() noexcept;
 
@@ -145,7 +147,8 @@ class Reduction {
   at::Tensor received_;                      // one slice per rank, or their sum
   std::shared_ptr<PeerSlices> peer_slices_;  // in its place, where ranks read each other's gradients
   WorkPtr work_;
-  at::Tensor sum_;  // of kSummed: the gradient shard, or a tensor of its own
+  std::unique_ptr<DeviceEvent> ready_;  // where no operation says when the gradients are there
+  at::Tensor sum_;                      // of kSummed: the gradient shard, or a tensor of its own
 };
 
 }  // namespace bmtrain

@@ -2,7 +2,6 @@
 
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -42,8 +41,8 @@ ShardMemory::ShardMemory(const BufferSpec& spec) : spec_(spec) {
 }
 
 void ShardMemory::make_views() {
-  const c10::Storage storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, spec_.device),
-                             c10::GetAllocator(spec_.device.type()), /*resizable=*/true);
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, spec_.home()),
+                             c10::GetAllocator(spec_.home().type()), /*resizable=*/true);
   flat_ = view_of_storage(storage, spec_.dtype, 0, {spec_.layout.partition()});
   local_views_.clear();
   for (const LocalPart& part : spec_.local_parts) {
@@ -54,9 +53,9 @@ void ShardMemory::make_views() {
 void ShardMemory::allocate() {
   const c10::Storage& storage = flat_.storage();
   if (storage.nbytes() == 0) {
-    const at::Tensor zeros = at::zeros(flat_.sizes(), flat_.options());
+    const at::Tensor zeros = spec_.empty_at_home(spec_.dtype).zero_();
     const auto nbytes = static_cast<std::int64_t>(zeros.storage().nbytes());
-    put_memory(storage, zeros.storage().set_data_ptr(c10::DataPtr(nullptr, spec_.device)), nbytes);
+    put_memory(storage, zeros.storage().set_data_ptr(c10::DataPtr(nullptr, spec_.home())), nbytes);
   }
 }
 
@@ -148,10 +147,12 @@ void ShardMemory::adopt_data(std::int64_t num_others) {
     }
     const LocalPart& part = spec_.local_parts[i];
     const at::IntArrayRef shape = spec_.shapes[i];
+    const c10::DeviceType where = parameter.device().type();
     BMT_CHECK(StateError,
-              parameter.scalar_type() == spec_.dtype && parameter.device().type() == spec_.device.type(),
+              parameter.scalar_type() == spec_.dtype &&
+                  (where == spec_.device.type() || where == spec_.home().type()),
               spec_.label, ": a parameter of shape ", shape, " has become ", parameter.scalar_type(), " on ",
-              parameter.device(), " while the Block holds ", spec_.dtype, " on ", spec_.device,
+              parameter.device(), " while the Block holds ", spec_.dtype, " on ", spec_.home(),
               "; convert the whole Block or model, not a module in it");
     const bool is_full = parameter.sizes() == shape;
     BMT_CHECK(StateError, is_full || (parameter.dim() == 1 && parameter.numel() == part.numel), spec_.label,
@@ -220,10 +221,10 @@ void GradientShard::make(const std::vector<bool>& trains) {
     return;
   }
   if (const at::Tensor memory = std::exchange(next_memory_, {}); memory.defined()) {
-    flat_ = view_of_storage(empty_storage(spec_.device), spec_.dtype, 0, {spec_.layout.partition()});
+    flat_ = view_of_storage(empty_storage(spec_.home()), spec_.dtype, 0, {spec_.layout.partition()});
     lend(flat_, memory);
   } else {
-    flat_ = spec_.empty_shard(spec_.dtype);
+    flat_ = spec_.empty_at_home(spec_.dtype);
   }
   std::vector<Span> written;
   for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
@@ -268,6 +269,10 @@ void GradientShard::sum_run(const std::vector<at::Tensor>& slices, std::size_t f
   }
   const bool is_there = mode != Mode::kForeign && slices.at(0).is_same(flat_);  // summed ahead of its time
   if (is_there) {
+    return;
+  }
+  if (slices.at(0).device() != flat_.device()) {  // copied now, and there when its caller has waited
+    flat_.narrow(0, begin, end - begin).copy_(slices.at(0).narrow(0, begin, end - begin), true);
     return;
   }
   std::vector<at::Tensor> parts;

@@ -47,12 +47,13 @@ std::int64_t GatheredBuffer::num_references_to_shard() const {
 }
 
 at::Tensor GatheredBuffer::input() const {
-  if (spec_.gather_dtype == spec_.dtype && spec_.layout.num_ranks() > 1) {
+  if (spec_.gather_dtype == spec_.dtype && spec_.layout.num_ranks() > 1 && !spec_.host_lane) {
     return shard_.flat();
   }
   const PlainMode plain;
   const std::int64_t partition = spec_.layout.partition();
-  return wire_.narrow(0, spec_.gather_comm->rank() * partition, partition).copy_(shard_.flat());
+  return wire_.narrow(0, spec_.gather_comm->rank() * partition, partition)
+      .copy_(shard_.flat(), /*non_blocking=*/true);
 }
 
 void GatheredBuffer::start(bool in_place) {
@@ -74,8 +75,14 @@ void GatheredBuffer::start(bool in_place) {
     try {
       if (is_borrowed_) {
         work_ = spec_.gather_comm->all_gather_in_place(wire_, shard_.flat(), spec_.label);
-      } else if (const at::Tensor own = input(); spec_.layout.num_ranks() > 1) {
-        work_ = spec_.gather_comm->all_gather(wire_, own, spec_.label);
+      } else if (!spec_.host_lane) {
+        gather();
+      } else {
+        const std::unique_ptr<DeviceEvent> free = spec_.host_lane->mark();  // what had the memory before
+        copied_ = spec_.host_lane->to_device([&] {
+          spec_.host_lane->follow(*free);
+          gather();
+        });
       }
     } catch (...) {
       take_memory(wire_.storage());
@@ -85,10 +92,25 @@ void GatheredBuffer::start(bool in_place) {
   state_ = State::kGathering;
 }
 
+void GatheredBuffer::gather() {
+  if (const at::Tensor own = input(); spec_.layout.num_ranks() > 1) {
+    work_ = spec_.gather_comm->all_gather(wire_, own, spec_.label);
+  }
+}
+
 void GatheredBuffer::await() {
+  if (copied_) {
+    spec_.host_lane->follow(*copied_);
+  }
   if (work_) {
     work_->wait();
     work_.reset();
+  }
+}
+
+void GatheredBuffer::await_copy() {
+  if (const std::unique_ptr<DeviceEvent> copied = std::move(copied_)) {
+    wait_on_host(*copied);
   }
 }
 

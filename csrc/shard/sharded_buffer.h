@@ -73,8 +73,11 @@ class GatheredBuffer {
   void bind(const std::vector<SinkPtr>& sinks);
   /// Parameters become their shards again. Never fails.
   void unbind() noexcept;
+  /// Blocks until the shard may be written to, see [Note: Shards on the host].
+  void await_copy();
 
  private:
+  void gather();
   void await();
   void widen();
   void give_back_wire();
@@ -90,6 +93,7 @@ class GatheredBuffer {
   at::Tensor wire_;           // flat, what a gather fills: `full_` unless that is widened from it
   std::vector<at::Tensor> views_;
   WorkPtr work_;
+  std::unique_ptr<DeviceEvent> copied_;      // from the host, if that may not have ended yet
   std::vector<NodePtr> shard_accumulators_;  // while bound: what unbind() restores
 };
 

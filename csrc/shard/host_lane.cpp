@@ -1,0 +1,35 @@
+#include "shard/host_lane.h"
+
+namespace bmtrain {
+
+HostLane::HostLane(const c10::Device& device)
+    : runtime_(device_runtime(device)),
+      to_device_(runtime_->make_stream()),
+      to_host_(runtime_->make_stream()) {}
+
+std::unique_ptr<DeviceEvent> HostLane::mark() const {
+  std::unique_ptr<DeviceEvent> event = runtime_->make_event();
+  event->record(runtime_->current_stream());
+  return event;
+}
+
+void HostLane::follow(DeviceEvent& mark) const { mark.block(runtime_->current_stream()); }
+
+std::unique_ptr<DeviceEvent> HostLane::to_device(const std::function<void()>& work) const {
+  return run(to_device_, work);
+}
+
+std::unique_ptr<DeviceEvent> HostLane::to_host(const std::function<void()>& work) const {
+  return run(to_host_, work);
+}
+
+std::unique_ptr<DeviceEvent> HostLane::run(std::int64_t stream, const std::function<void()>& work) const {
+  std::unique_ptr<DeviceEvent> end;
+  runtime_->run_on(stream, [&] {
+    work();
+    end = mark();
+  });
+  return end;
+}
+
+}  // namespace bmtrain
