@@ -18,6 +18,7 @@ from ._base.unseen import TORCH_DATA, TORCH_GRAD, data_of, gradient_of
 from ._C import ReduceOp
 from ._ranks.comm import wire_device
 from ._ranks.context import require_gathering, require_intact
+from ._shards import penalties
 from ._shards.at_rest import show, show_together
 from ._shards.block_ref import BlockRef
 from ._shards.data_version import DataVersion
@@ -97,6 +98,8 @@ class DistributedParameter(torch.nn.Parameter):
     _data_version: DataVersion | None = None
     _gradient_hooks: OrderedDict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None
     _accumulated_hooks: OrderedDict[int, Callable[[torch.Tensor], None]] | None
+    #: Place and version of the gradients that gathered tensors have sent, see `_shards/penalties.py`.
+    _reduced: list[tuple[int, int]]
     #: A copy of the gradient, dropped when the gradient may have changed; see `optim/places/overlap/ahead.py`.
     _sent: Any = None
     #: Weak reference to its shard on a drive, see `_engine/disk_shard.py`.
@@ -160,6 +163,9 @@ class DistributedParameter(torch.nn.Parameter):
         param._block = None
         param._gradient_hooks = None
         param._accumulated_hooks = None
+        param._reduced = []
+        if requires_grad:
+            penalties.watch(param)
         return param
 
     @property
@@ -463,6 +469,7 @@ _NOT_COPIED = (
     "_data_version",
     "_gradient_hooks",
     "_accumulated_hooks",
+    "_reduced",
     "_sent",
     "_stored",
     "_is_whole",

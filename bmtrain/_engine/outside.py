@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from .._base.stand_in import StandIn
 from .._C import ReduceOp
+from .._shards.penalties import expected
 from .._shards.sharding import slot_length
 from ..global_var import context
 from ..parameter import DistributedParameter
@@ -187,7 +188,7 @@ class _GatherTogether(torch.autograd.Function):
         if trained:
             bundle = _Bundle([ctx.params[index] for index, _ in trained])
             for (index, _), part in zip(trained, bundle.reduced([g for _, g in trained]), strict=True):
-                out[index] = part
+                out[index] = expected(ctx.params[index], part)
         return None, *out
 
 

@@ -8,6 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..global_var import context
+from .penalties import expected
 from .sharded import Sharded
 
 
@@ -42,4 +43,4 @@ class OpAllGather(torch.autograd.Function):
             return None
         with engine.waiting("outside blocks", "reduce"):
             reduced: torch.Tensor = ctx.spec.reduce_scatter(gradient.reshape(-1), ctx.param._label)
-        return reduced.to(ctx.home)
+        return expected(ctx.param, reduced.to(ctx.home))

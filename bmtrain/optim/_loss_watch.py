@@ -14,7 +14,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
 from .._base.deprecate import warn_once
 from .._C import ReduceOp
@@ -37,8 +36,6 @@ class LossWatch:
     def see_loss(self, loss: Tensor) -> None:
         """Records a loss."""
         if self._first_losses is not None and len(self._first_losses) < _NUM_COMPARED:
-            if not self._first_losses and rank() == 0 and context().topology.world_size > 1:
-                _look_for_shards(loss)
             self._first_losses.append(loss.detach().to(torch.float32).reshape(()).clone())
         self._numbers["loss"].see(loss)
 
@@ -87,32 +84,6 @@ class _Number:
             return False
         self._num_bad = 0 if math.isfinite(self._value.value) else self._num_bad + 1
         return self._num_bad >= _NUM_BAD
-
-
-def _look_for_shards(loss: Tensor) -> None:
-    """Warns if gradients of ``loss`` reach a distributed parameter other than through its gathered tensor."""
-    waiting, seen = [loss.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        followers = [follower for follower, _ in node.next_functions]
-        waiting += followers
-        if isinstance(node, BackwardCFunction):  # gathers shards, or is a function of the user that gets them
-            continue
-        for follower in followers:
-            param = getattr(follower, "variable", None)
-            if isinstance(param, DistributedParameter):
-                warn_once(
-                    "OptimManager.shards_in_loss",
-                    f"OptimManager: the loss uses {param._label} itself, as sum(p.square().sum() for p in "
-                    "model.parameters()) does. It is this rank's shard, so that each rank has a part of such a "
-                    "penalty, and its gradient is divided by the number of ranks: use p.gather(), or weight_decay=",
-                    stacklevel=4,
-                    category=UserWarning,
-                )
-                return
 
 
 def _compare(losses: list[Tensor]) -> None:

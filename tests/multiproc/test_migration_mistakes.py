@@ -457,8 +457,8 @@ class GivesAll(torch.autograd.Function):
 
 def trained(mistake: str, scale: float | None = None, steps: int = 5) -> list[str]:
     """What a training with a mistake says."""
-    keys = ("same_samples", "not_finite", "shards_in_loss")
-    deprecate._seen.difference_update(f"OptimManager.{key}" for key in keys)
+    keys = ("OptimManager.same_samples", "OptimManager.not_finite", "shards_in_loss")
+    deprecate._seen.difference_update(keys)
     model = bmt.BMTrainModelWrapper(torch.nn.Linear(4, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     manager = bmt.optim.OptimManager(loss_scale=scale)
@@ -515,3 +515,40 @@ def test_a_loss_that_shows_a_mistake_is_told_once(mistake: str, options: dict[st
 
 def test_ranks_that_compute_one_loss_may_have_the_same() -> None:
     assert run_ranks(2, trained, "same samples", init={"tp_size": 2}) == [[], []]
+
+
+def penalised(kind: str) -> list[str]:
+    """What a bare backward of a loss with a penalty says, whose gradients are those of plain torch."""
+    deprecate._seen.discard("shards_in_loss")
+    size = bmt.world_size()
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 3))
+    torch.nn.init.ones_(plain[1].bias)
+    model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
+    model[1] = bmt.Block(model[1])
+    data = torch.randn(4 * size, 4)
+    part = slice({"outside": 0, "block": 1}.get(kind, 0), {"outside": 1}.get(kind, 2))
+    (plain(data).square().mean() + 0.1 * sum(p.square().sum() for p in plain[part].parameters())).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model.zero_grad()
+            loss = model(data.chunk(size)[bmt.rank()]).square().mean()
+            if kind == "whole":
+                ((loss + 0.1 * sum(p.gather().square().sum() for p in model.parameters())) / size).backward()
+            else:
+                (loss / size + 0.1 * sum(p.square().sum() for p in model[part].parameters())).backward()
+    for want, param in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(param.gather_grad(), want.grad)
+    assert all(w.filename == __file__ for w in caught)
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize(
+    ("world", "kind", "number"),
+    [(1, "all", 0), (2, "all", 1), (2, "outside", 1), (2, "block", 1), (3, "whole", 0)],
+)
+def test_a_penalty_over_shards_with_a_bare_backward_is_told_once(world: int, kind: str, number: int) -> None:
+    said, *others = run_ranks(world, penalised, kind)
+    assert not any(others)
+    assert len(said) == number
+    assert all(re.search(r"uses .* itself.*p\.gather\(\).*loss / 2 \+ penalty", text) for text in said)
