@@ -24,7 +24,7 @@ from ._engine.run_state import ModuleState
 from ._engine.vertical import VerticalLayers
 from ._model.block_build import adopt_parameters, dissolve_inner_blocks
 from ._model.notes import name_block
-from ._model.storage import build_storage
+from ._model.storage import build_storage, keeping_on_host
 from ._shards.block_ref import BlockRef
 from ._shards.foreign import refuse_listing
 from ._shards.meta import make_moved_shards
@@ -189,7 +189,7 @@ class Block(StandIn):
     def _apply(self, fn: Any, recurse: bool = True) -> Block:
         make_moved_shards(self, fn)
         shards = [param for storage in self._storages for param in storage.parameters if not param._is_full()]
-        self._module._apply(fn, recurse)
+        self._module._apply(keeping_on_host(self._storages, fn), recurse)
         if any(
             param.dtype != storage.shards.shard.dtype
             for storage in self._storages

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._base.unseen import gradient_of
 from .._C import ShardedBuffer
 from .._engine.engine import current_engine
 from .._engine.policy import BlockMode, BlockPolicy
@@ -165,6 +166,22 @@ def build_storage(
     return storages
 
 
+def keeping_on_host(storages: Iterable[BlockStorage], function: Any) -> Any:
+    """Returns ``function``, the argument of ``Module._apply``, which moves no shard from the host."""
+    on_host = [storage for storage in storages if storage.shards.shard.device != context().device]
+    kept = [
+        t for storage in on_host for p in storage.parameters for t in (p, gradient_of(p)) if t is not None
+    ]
+
+    def apply(tensor: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = function(tensor)
+        if result.is_cpu or not any(tensor is one for one in kept):
+            return result
+        return tensor if result.dtype is tensor.dtype else result.cpu()
+
+    return apply if kept else function
+
+
 def _reduction(ctx: Context, family: Group, sharing: Group, policy: BlockPolicy) -> dict[str, Any]:
     """Returns the options of gradient reduction over ``sharing``, in the group ``family``. Collective."""
     ways = ShardedBuffer.ReduceWay
@@ -188,7 +205,7 @@ def _move(param: DistributedParameter, shards: ShardedBuffer, spec: ShardSpec, i
     if not param.is_meta:
         shards.local_view(index).copy_(_respread(param, param.detach(), spec))
     if param.grad is not None:
-        param.__dict__["_moved_grad"] = _respread(param, param.grad, spec).clone()
+        param.__dict__["_moved_grad"] = _respread(param, param.grad, spec).to(shards.shard.device, copy=True)
     param._spec = spec
 
 

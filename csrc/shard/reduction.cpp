@@ -270,10 +270,9 @@ void Reduction::finish(TreeSum* tree) {
   }
   if (tree != nullptr) {
     push_slices(*tree);
+  } else if (spec_.host_lane) {
+    sum_for_host();
   } else {
-    if (spec_.host_lane) {
-      bring_to_host();
-    }
     shard_.sum(slices(), trains_);
   }
   stage_ = Stage::kEnded;
@@ -283,32 +282,14 @@ void Reduction::finish(TreeSum* tree) {
   }
 }
 
-void Reduction::bring_to_host() {
-  const std::vector<at::Tensor> parts = slices();
-  if (parts.empty()) {
-    return;
-  }
-  const bool writes_only = shard_.writes_only(trains_), is_sum = parts.size() == 1;
-  const at::ScalarType wide = spec_.dtype == at::kDouble ? at::kDouble : at::kFloat;
-  const at::ScalarType dtype = writes_only ? spec_.dtype : is_sum ? parts[0].scalar_type() : wide;
-  at::Tensor sum = parts[0];
+void Reduction::sum_for_host() {
   const std::unique_ptr<DeviceEvent> copied = spec_.host_lane->to_host([&] {
     if (ready_) {
       spec_.host_lane->follow(*ready_);
     }
-    if (!is_sum || sum.scalar_type() != dtype) {
-      sum = spec_.empty_shard(dtype);
-      sum_slices(sum, parts, /*accumulate=*/false);
-    }
-    if (writes_only) {
-      shard_.sum({sum}, trains_);
-      sum_ = shard_.flat();
-    } else {
-      sum_ = spec_.empty_at_home(dtype).copy_(sum, /*non_blocking=*/true);
-    }
+    shard_.sum(slices(), trains_);
   });
   wait_on_host(*copied);
-  stage_ = Stage::kSummed;
 }
 
 void Reduction::push_slices(TreeSum& tree) const {

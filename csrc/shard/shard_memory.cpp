@@ -271,22 +271,28 @@ void GradientShard::sum_run(const std::vector<at::Tensor>& slices, std::size_t f
   if (is_there) {
     return;
   }
-  if (slices.at(0).device() != flat_.device()) {  // copied now, and there when its caller has waited
-    flat_.narrow(0, begin, end - begin).copy_(slices.at(0).narrow(0, begin, end - begin), true);
-    return;
-  }
   std::vector<at::Tensor> parts;
   parts.reserve(slices.size());
   for (const at::Tensor& slice : slices) {
     parts.push_back(slice.narrow(0, begin, end - begin));
   }
+  const at::Tensor own = flat_.narrow(0, begin, end - begin);
+  const auto options = own.options().device(parts[0].device());
+  const bool is_here = own.device() == options.device(), accumulates = mode == Mode::kAccumulate;
   if (mode == Mode::kForeign) {
-    const at::Tensor sum = at::empty({end - begin}, flat_.options());
+    const at::Tensor sum = at::empty(own.sizes(), options);
     sum_slices(sum, parts, /*accumulate=*/false);
     at::Tensor& gradient = spec_.parameters[first].mutable_grad();
-    gradient.add_(sum.view_as(gradient));
+    gradient.add_(sum.view_as(gradient).to(gradient.device()));
+  } else if (is_here) {
+    sum_slices(own, parts, accumulates);
+  } else if (!accumulates && parts.size() == 1 && parts[0].scalar_type() == spec_.dtype) {
+    own.copy_(parts[0], /*non_blocking=*/true);
   } else {
-    sum_slices(flat_.narrow(0, begin, end - begin), parts, mode == Mode::kAccumulate);
+    const at::Tensor sum =
+        accumulates ? own.to(options, /*non_blocking=*/true) : at::empty(own.sizes(), options);
+    sum_slices(sum, parts, accumulates);
+    own.copy_(sum, /*non_blocking=*/true);
   }
 }
 

@@ -73,8 +73,8 @@ class GradientShard {
   /// Whether a sum for the parameters with `trains[i]` would be written here, and added to no `.grad`.
   [[nodiscard]] bool writes_only(const std::vector<bool>& trains) const;
   /// The sum of slices, one from each rank and in that order, goes to the gradients of the parameters with
-  /// `trains[i]`: it is written here where there is no `.grad`, and added to the one that there is. A slice
-  /// on the device of shards on the host is the sum itself, only to be written.
+  /// `trains[i]`: it is written here where there is no `.grad`, and added to the one that there is. Of a
+  /// shard on the host the slices are on the device, and the current stream copies their sum.
   void sum(const std::vector<at::Tensor>& slices, const std::vector<bool>& trains);
   /// Adds a sum in fp32 or fp64; each element is rounded once.
   void add(const at::Tensor& sum, const std::vector<bool>& trains);

@@ -42,8 +42,10 @@ def trained(places: list[str], dtype: torch.dtype, options: dict[str, Any], fold
     options = dict(options)
     accumulate, drops = options.pop("accumulate", 1), options.pop("set_to_none", False)
     kind, scale = options.pop("optimizer", bmt.optim.AdamOptimizer), options.pop("loss_scale", None)
-    frozen = options.pop("frozen", ())
+    frozen, moves = options.pop("frozen", ()), options.pop("moves", False)
     model = build(dtype, places, **options)
+    if moves:  # as scripts do, which keeps shards where they are
+        model.to(bmt.config["device"])
     for number in frozen:
         model[number].requires_grad_(False)
     optimizer = kind(model.parameters(), lr=1e-2)
@@ -87,6 +89,7 @@ RUNS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "narrow messages": (torch.float32, {"gather_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}),
     "frozen Blocks": (torch.bfloat16, {"frozen": (0, 2)}),
     "offloaded": (torch.bfloat16, {"optimizer": bmt.optim.AdamOffloadOptimizer}),
+    "moved": (torch.float32, {"moves": True}),
 }
 
 

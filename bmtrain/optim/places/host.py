@@ -79,6 +79,7 @@ class OnHost(Place):
     def _choose_residents(self, groups: Groups, states: States) -> None:
         """Chooses once, after the first backward, when the memory use of a step is known."""
         stays = [p for group in groups for p in group["params"] if p.requires_grad and self._can_stay(p)]
+        stays = [p for p in stays if p.is_cuda] or stays  # those in Blocks on the host have no other place
         budget = spare_bytes(stays[0].device) if stays and self.fraction is None else 0
         self._residents, self.resident_fraction = choose_residents(
             stays, self.fraction, self._state_bytes, budget
