@@ -32,6 +32,7 @@ from ..optim._arrays import allocate
 from ._offload_gpu import Shape, measure_offload, print_offload
 from ._options import add_names, numbers
 from ._policies_gpu import measure_policies, print_policies
+from ._tiers_gpu import measure_tiers
 from ._variants import VARIANTS
 
 __all__ = ["add_arguments", "measure_adam", "measure_cross_entropy", "measure_norm", "measure_step", "run"]
@@ -39,7 +40,7 @@ __all__ = ["add_arguments", "measure_adam", "measure_cross_entropy", "measure_no
 _ADAM_BYTES = 28  # of an element: the gradient, fp32 weight and moments read and written, the 16-bit weight
 _GIB = 1 << 30
 _VOCAB = 50304  # of the GPT
-_PARTS = ("adam", "norm", "cross-entropy", "step", "policies", "offload")
+_PARTS = ("adam", "norm", "cross-entropy", "step", "policies", "tiers", "offload")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,6 +74,7 @@ def run(arguments: argparse.Namespace) -> None:
         ),
         "step": lambda: measure_step(arguments),
         "policies": lambda: _measure_policies(arguments),
+        "tiers": lambda: _measure_tiers(arguments),
         "offload": lambda: _measure_offload(arguments),
     }
     tables = {"policies": print_policies, "offload": print_offload}
@@ -268,6 +270,13 @@ def _measure_policies(arguments: argparse.Namespace) -> dict[str, Any]:
         init_distributed(seed=0)
     repeat = max(3, arguments.repeat // 4)
     return measure_policies(arguments, _VOCAB, partial(seconds_of, repeat=repeat))
+
+
+def _measure_tiers(arguments: argparse.Namespace) -> dict[str, Any]:
+    if not is_initialized():
+        init_distributed(seed=0)
+    repeat = max(3, arguments.repeat // 4)
+    return measure_tiers(arguments, _VOCAB, partial(seconds_of, repeat=repeat))
 
 
 def _measure_offload(arguments: argparse.Namespace) -> dict[str, Any]:

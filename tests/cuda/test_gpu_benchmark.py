@@ -59,6 +59,7 @@ def test_every_part_of_the_benchmark_runs_and_reports(
         "cross-entropy",
         "step",
         "policies",
+        "tiers",
         "offload",
     ]
     assert found["adam"]["of copy"] > 0 and found["step"]["bmtrain / fsdp2"] > 0
