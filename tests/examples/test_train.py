@@ -15,12 +15,13 @@ import sysconfig
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import Outcome, Status, rank_outcomes, run_process
+from harness import Outcome, Status, at_once, rank_outcomes, run_process
 from harness.terminal import in_terminal, screen_lines
 from reference_gpt import ReferenceGPT
 
@@ -88,8 +89,12 @@ def succeed(
 
 
 def fail(world: int, name: str, *arguments: str | Path) -> str:
-    """The error that was printed: by rank 0 alone, while every rank ended with status 2."""
-    outcomes = start(world, name, *arguments)
+    """The error that was printed."""
+    return error_of(start(world, name, *arguments))
+
+
+def error_of(outcomes: list[Outcome]) -> str:
+    """The error, printed by rank 0 alone, while every rank ended with status 2."""
     for outcome in outcomes:
         assert outcome.status is Status.RETURNED, str(outcome)
         assert outcome.value == 2, str(outcome)
@@ -391,12 +396,24 @@ LAYOUTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def of_layouts(tmp_path_factory: pytest.TempPathFactory, text: Path) -> dict[tuple[int, str], list[Outcome]]:
+    """Outcomes of layouts that do not divide, whose ranks but the first wait for two seconds before they end."""
+    folder = tmp_path_factory.mktemp("layouts")
+    calls = []
+    for number, (world, options) in enumerate(LAYOUTS):
+        arguments = [*TINY, "--data", text, "--out", folder / str(number), "--steps", "2", *options.split()]
+        calls.append(partial(start, world, "train.py", *arguments))
+    outcomes = dict(zip(LAYOUTS, at_once(calls), strict=True))
+    assert not any(folder.iterdir())
+    return outcomes
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_layout_that_does_not_divide(tmp_path: Path, text: Path, layout: tuple[int, str]) -> None:
-    world, options = layout
-    arguments = [*TINY, "--data", text, "--out", tmp_path / "out", "--steps", "2", *options.split()]
-    assert LAYOUTS[layout] in fail(world, "train.py", *arguments)
-    assert not (tmp_path / "out").exists()
+def test_a_layout_that_does_not_divide(
+    layout: tuple[int, str], of_layouts: dict[tuple[int, str], list[Outcome]]
+) -> None:
+    assert LAYOUTS[layout] in error_of(of_layouts[layout])
 
 
 def test_resume_of_another_run(tmp_path: Path, text: Path) -> None:

@@ -318,16 +318,17 @@ SECOND = [
 
 @pytest.fixture(scope="module")
 def of_stops(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
-    """Outcomes of jobs in which a rank is stopped, by their case: some wait at the same time."""
-    calls = {}
-    for rank, slow in STOPPED_AND_SLOW:
-        faults = (slow, 2, "start", "mute"), (rank, 2, "backward", "stop")
-        calls[rank, slow] = partial(outcomes_of, 4, "float32", True, faults, timeout=6)
-    for second in SECOND[2:]:
-        folder = str(tmp_path_factory.mktemp("stopped"))
-        faults = second, (2, 2, "clip")
-        calls[second] = partial(outcomes_of, 5, "float32", False, faults, False, folder, timeout=6)
-    return dict(zip(calls, at_once(calls.values(), most=3), strict=True))
+    """Outcomes of jobs in which a rank is stopped until their end, by their case: they wait at the same time."""
+    jobs: dict[Any, tuple[Any, ...]] = {
+        (rank, slow): (4, "float32", True, ((slow, 2, "start", "mute"), (rank, 2, "backward", "stop")))
+        for rank, slow in STOPPED_AND_SLOW
+    }
+    jobs |= {second: (5, "float32", False, (second, (2, 2, "clip"))) for second in SECOND[2:]}
+    calls = [
+        partial(outcomes_of, *job, False, str(tmp_path_factory.mktemp("stopped")), timeout=6)
+        for job in jobs.values()
+    ]
+    return dict(zip(jobs, at_once(calls), strict=True))
 
 
 @pytest.mark.parametrize(("rank", "slow"), STOPPED_AND_SLOW)
