@@ -4,7 +4,8 @@
 A rank that is stopped or unreachable differs from one that computes only in that its watchdog does not answer. So ranks
 in an operation that approaches the time-out ask for the others repeatedly, and at the time-out the silent ranks are
 known without further waiting. A rank that has answered since has a moment to report its state; if it does not, its last
-answer counts. All intervals derive from the time-out, so that a verdict is sent within two seconds of it.
+answer counts. All intervals derive from the time-out, so that a verdict is sent within two seconds of it, or, if the
+hub has stopped shortly before, found when it has been silent for as long as any other rank.
 """
 
 from __future__ import annotations

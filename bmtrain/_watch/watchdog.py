@@ -40,11 +40,10 @@ from .meeting import open_hub, reach_hub
 from .report import Reporter
 from .suspicion import Suspicion
 
-# The longest time between two checks of time-outs, and the hub's time for a verdict: longer than it gives the
-# ranks.
+# The longest time between two checks of time-outs, and the time of a hub that answers for a verdict: longer than it
+# gives the ranks.
 _TICK_SECONDS = 0.2
 _VERDICT_SECONDS = 3.5
-_LATE_VERDICT_SECONDS = 1.6
 # Duration of an operation after which its rank first asks for the state of the others; later it asks less often.
 _FIRST_QUESTION_SECONDS = 3.0
 # Failures that the rank at fault knows of, and by which it ends.
@@ -293,7 +292,7 @@ class Watch:
         """Whether the hub is silent: a live hub answers at once, if not with a verdict."""
         if self._line is None or time.monotonic() > self._deadline:
             return True
-        return self._line.unheard_for() >= min(self._patience.silence, _LATE_VERDICT_SECONDS)
+        return self._line.unheard_for() >= self._patience.silence
 
     def _take(self) -> None:
         """Takes a failure or fingerprints from the core."""
@@ -308,8 +307,7 @@ class Watch:
         if failure is None or self._failure is not None or self._judged.is_set():
             return
         self._failure = {**failure, "rank": self._rank, "time": time.time()}
-        late = failure["kind"] == "late"
-        self._deadline = time.monotonic() + (_LATE_VERDICT_SECONDS if late else _VERDICT_SECONDS)
+        self._deadline = time.monotonic() + self._patience.silence + _VERDICT_SECONDS
         self._ask({"do": "fail", "failure": self._failure})
         if self._hub is None and self._is_hub_overdue():
             self._conclude_without_hub()
@@ -409,7 +407,7 @@ class Watch:
     def _tell(self, kind: str, what: str) -> None:
         if not self._judged.is_set() and not self._stopping:
             self.core.report(kind, what)
-            self._judged.wait(_VERDICT_SECONDS + 0.5)
+            self._judged.wait(self._patience.silence + _VERDICT_SECONDS + 0.5)
 
     def _is_victim(self, error: BaseException) -> bool:
         """Whether an exception only repeats a reported verdict with another rank as the cause."""

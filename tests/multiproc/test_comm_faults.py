@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from functools import partial
 
@@ -26,11 +27,14 @@ def over(transport: str) -> dict[str, str]:
     return {"BMTRAIN_CPU_TRANSPORT": transport}
 
 
-def gather_while_one_dies(numel: int) -> tuple[str, str, float]:
+def gather_while_one_dies(numel: int, pause: float) -> tuple[str, str, float]:
     comm = bmtrain.config["comm"]
     comm.barrier()
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    if comm.rank == 0 and pause:
+        subprocess.Popen(["sh", "-c", f"sleep {pause}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
     started = time.monotonic()
     with pytest.raises(CommunicationError) as first:
         comm.all_gather(torch.empty(comm.size * numel), torch.ones(numel), "block 3").wait()
@@ -42,11 +46,13 @@ def gather_while_one_dies(numel: int) -> tuple[str, str, float]:
     return str(first.value), str(second.value), seconds
 
 
-@pytest.mark.parametrize(("world", "numel"), [(2, 10), (4, 10), (3, 1_000_000)])
-def test_killed_rank(world: int, numel: int, transport: str) -> None:
-    outcomes = rank_outcomes(
-        world, gather_while_one_dies, numel, init={"timeout": 30}, timeout=60, environment=over(transport)
-    )
+@pytest.mark.parametrize(
+    ("world", "numel", "pause"), [(2, 10, 0), (4, 10, 0), (3, 1_000_000, 0), (3, 1_000_000, 2.5)]
+)
+def test_killed_rank(world: int, numel: int, pause: float, transport: str) -> None:
+    """Also while rank 0, which asks all ranks, does not answer for a moment."""
+    run = partial(rank_outcomes, init={"timeout": 30}, timeout=60, environment=over(transport))
+    outcomes = run(world, gather_while_one_dies, numel, pause)
     assert outcomes[1].status is Status.DIED
     for outcome in outcomes:
         if outcome.rank != 1:

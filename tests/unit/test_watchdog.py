@@ -13,7 +13,6 @@ import pytest
 from torch.distributed import HashStore
 
 from bmtrain._watch import hub as _watch_hub
-from bmtrain._watch import watchdog
 from bmtrain._watch.hub import Hub
 from bmtrain._watch.lines import HubLine, Lines, Patience, listen
 from bmtrain._watch.watchdog import Watch
@@ -124,7 +123,7 @@ def test_the_hub_ends_in_good_order(watches: list[Watch]) -> None:
 
 
 def test_a_silent_hub_is_blamed(watches: list[Watch], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "_VERDICT_SECONDS", 0.5)
+    monkeypatch.setattr(watches[2], "_patience", Patience.of(1.0))
     monkeypatch.setattr(Hub, "handle", lambda *arguments: None)
     watches[2].core.report("failed", "the connection to rank 1 was lost")
     assert verdicts(watches[2:3]) == {"no answer from rank 0: stopped, stuck, or out of reach"}
