@@ -123,7 +123,7 @@ at::Tensor BufferSpec::empty_shard(at::ScalarType of_dtype) const {
 
 at::Tensor BufferSpec::empty_at_home(at::ScalarType of_dtype) const {
   const auto options = at::TensorOptions().dtype(of_dtype).device(home());
-  return at::empty({layout.partition()}, options.pinned_memory(host_lane != nullptr));
+  return at::empty({layout.partition()}, options.pinned_memory(host_lane && device.is_cuda()));
 }
 
 at::Tensor BufferSpec::full(const c10::Storage& storage, at::ScalarType of_dtype) const {

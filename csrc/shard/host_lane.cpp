@@ -15,20 +15,23 @@ std::unique_ptr<DeviceEvent> HostLane::mark() const {
 
 void HostLane::follow(DeviceEvent& mark) const { mark.block(runtime_->current_stream()); }
 
-std::unique_ptr<DeviceEvent> HostLane::to_device(const std::function<void()>& work) const {
-  return run(to_device_, work);
+std::unique_ptr<DeviceEvent> HostLane::to_device(DeviceEvent* start,
+                                                 const std::function<void()>& work) const {
+  return run(to_device_, start, work);
 }
 
-std::unique_ptr<DeviceEvent> HostLane::to_host(const std::function<void()>& work) const {
-  return run(to_host_, work);
+std::unique_ptr<DeviceEvent> HostLane::to_host(DeviceEvent* start, const std::function<void()>& work) const {
+  return run(to_host_, start, work);
 }
 
-std::unique_ptr<DeviceEvent> HostLane::run(std::int64_t stream, const std::function<void()>& work) const {
-  std::unique_ptr<DeviceEvent> end;
-  runtime_->run_on(stream, [&] {
-    work();
-    end = mark();
-  });
+std::unique_ptr<DeviceEvent> HostLane::run(std::int64_t stream, DeviceEvent* start,
+                                           const std::function<void()>& work) const {
+  if (start != nullptr) {
+    start->block(stream);
+  }
+  runtime_->run_on(stream, work);
+  std::unique_ptr<DeviceEvent> end = runtime_->make_event();
+  end->record(stream);
   return end;
 }
 

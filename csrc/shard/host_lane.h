@@ -34,13 +34,13 @@ class HostLane {
   [[nodiscard]] std::unique_ptr<DeviceEvent> mark() const;
   /// Later work of the current stream waits for the mark.
   void follow(DeviceEvent& mark) const;
-  /// Calls `work`, whose operations become work of the stream of copies to the device or to the host. Returns
-  /// the mark of their end.
-  std::unique_ptr<DeviceEvent> to_device(const std::function<void()>& work) const;
-  std::unique_ptr<DeviceEvent> to_host(const std::function<void()>& work) const;
+  /// Calls `work`, whose operations become work of the stream of copies to the device or to the host, behind
+  /// the mark `start` if there is one. Returns the mark of their end.
+  std::unique_ptr<DeviceEvent> to_device(DeviceEvent* start, const std::function<void()>& work) const;
+  std::unique_ptr<DeviceEvent> to_host(DeviceEvent* start, const std::function<void()>& work) const;
 
  private:
-  [[nodiscard]] std::unique_ptr<DeviceEvent> run(std::int64_t stream,
+  [[nodiscard]] std::unique_ptr<DeviceEvent> run(std::int64_t stream, DeviceEvent* start,
                                                  const std::function<void()>& work) const;
 
   const std::shared_ptr<DeviceRuntime> runtime_;

@@ -220,7 +220,7 @@ void Reduction::await() {
   }
   if (work_) {
     if (spec_.host_lane) {
-      static_cast<void>(spec_.host_lane->to_host([&] { work_->wait(); }));
+      static_cast<void>(spec_.host_lane->to_host(nullptr, [&] { work_->wait(); }));
     }
     work_->wait();
     work_.reset();
@@ -283,13 +283,7 @@ void Reduction::finish(TreeSum* tree) {
 }
 
 void Reduction::sum_for_host() {
-  const std::unique_ptr<DeviceEvent> copied = spec_.host_lane->to_host([&] {
-    if (ready_) {
-      spec_.host_lane->follow(*ready_);
-    }
-    shard_.sum(slices(), trains_);
-  });
-  wait_on_host(*copied);
+  wait_on_host(*spec_.host_lane->to_host(ready_.get(), [&] { shard_.sum(slices(), trains_); }));
 }
 
 void Reduction::push_slices(TreeSum& tree) const {

@@ -79,10 +79,7 @@ void GatheredBuffer::start(bool in_place) {
         gather();
       } else {
         const std::unique_ptr<DeviceEvent> free = spec_.host_lane->mark();  // what had the memory before
-        copied_ = spec_.host_lane->to_device([&] {
-          spec_.host_lane->follow(*free);
-          gather();
-        });
+        copied_ = spec_.host_lane->to_device(free.get(), [&] { gather(); });
       }
     } catch (...) {
       take_memory(wire_.storage());

@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bmtrain as bmt
+from bmtrain import _C
+from bmtrain._model import storage
 
 LAYERS = 4
 COMPUTE = "0"  # the caller's stream
@@ -172,6 +174,32 @@ def test_what_overlaps(one_of_two: ctypes.CDLL) -> None:
     for (at, waited), compute in zip(reductions[:-1], order[LAYERS + 1 :], strict=True):
         assert at < compute < waited
     assert reductions[-1][1] < positions(journal, "step")[0]
+
+
+def test_what_overlaps_with_shards_on_the_host(
+    one_of_two: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane = _C.HostLane(torch.device("cpu"))
+    monkeypatch.setattr(storage, "host_lane_of", lambda *_: lane)
+    journal = Run(one_of_two, use_checkpoint=True, zero_level=3).journal()
+    works = {line for line in journal if line.startswith("work on ")}
+    down, up = sorted(works, key=lambda line: len(positions(journal, line)))
+    computes = [positions(journal, f"compute {number}") for number in range(LAYERS)]
+    order = [computes[n][0] for n in range(LAYERS)] + [computes[n][1] for n in reversed(range(LAYERS))]
+    copies = positions(journal, down)
+    assert len(copies) == 2 * LAYERS - 1
+    events = [
+        re.findall(rf"event (\d+) on {line.split()[-1]}$", "\n".join(journal), re.M) for line in (down, up)
+    ]
+    # A copy is asked for before the block in front of its own computes, which waits for it when that is over.
+    ahead = order[: LAYERS - 1] + order[LAYERS:-1]
+    for at, event, compute in zip(copies[1:], events[0][1:], ahead, strict=True):
+        assert at < compute < positions(journal, f"{COMPUTE} waits for event {event}")[0]
+    # Copies to the host follow the next block's backward, and computation never waits for them.
+    sums = positions(journal, up)[1::2]
+    assert len(sums) == LAYERS
+    assert all(at > compute for at, compute in zip(sums, order[LAYERS + 1 :], strict=False))
+    assert not any(f"{COMPUTE} waits for event {event}" in journal for event in events[1])
 
 
 def test_the_host_waits_for_nothing(one_of_two: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
