@@ -20,12 +20,14 @@ A failure of a drive is noticed by one rank. It is raised by all of them, before
 from __future__ import annotations
 
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from .._C import SEAL_BYTES, BufferPool, DiskFile, DiskQueue
@@ -58,13 +60,18 @@ class _Gradients(Protocol):
 class DiskTier:
     """The queue of a process's transfers and the memory that they use.
 
-    Attributes:
+    Args:
         drives: where files are made.
+        is_pinned: whether memory is page-locked, for copies between it and a device.
+
+    Attributes:
         failure: the first failure of this rank; nothing is read after it.
     """
 
-    def __init__(self, drives: Drives) -> None:
+    def __init__(self, drives: Drives, *, is_pinned: bool) -> None:
         self.drives = drives
+        self._is_pinned = is_pinned
+        self._pinned: weakref.WeakSet[Tensor] = weakref.WeakSet()
         self.pool = BufferPool(_IDLE, bool(int(os.environ.get("BMTRAIN_POISON_BUFFERS", "0"))))
         self.failure: DiskError | None = None
         self.queue = DiskQueue(os.environ.get("BMTRAIN_DISK_IO", "auto"), _SLOTS, 0)
@@ -77,10 +84,14 @@ class DiskTier:
     def nbytes(self) -> int:
         """Bytes of memory, in use or idle."""
         stats = self.pool.stats()
-        return stats["bytes_in_use"] + stats["bytes_idle"]
+        return stats["bytes_in_use"] + stats["bytes_idle"] + sum(memory.nbytes for memory in self._pinned)
 
     def take(self, nbytes: int) -> Tensor:
         """Returns bytes of memory that start at a page."""
+        if self._is_pinned:  # torch keeps what is freed, and reuses it when copies are done
+            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            self._pinned.add(memory)
+            return memory
         return self.pool.acquire(max(nbytes, _LEAST))[:nbytes]
 
     def slot(self) -> int:
@@ -143,7 +154,7 @@ class DiskTier:
 def tier_of(engine: Any) -> DiskTier:
     """Returns the tier of a process with drives; makes it for the first user."""
     if engine.tier is None:
-        engine.tier = DiskTier(engine.drives)
+        engine.tier = DiskTier(engine.drives, is_pinned=engine.device.type == "cuda")
     tier: DiskTier = engine.tier
     return tier
 

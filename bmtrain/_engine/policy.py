@@ -124,8 +124,8 @@ class BlockPolicy:
 
         parameters, gradients: where this rank's shards of them live. ``"device"``. ``"host"``: in page-locked memory of
             the host, and on the device while a few blocks around the running one need them; gradients are where the
-            parameters are. ``"disk"``, on CPU ranks and with ``optimizer="disk"``: in
-            ``init_distributed(tier_directories=...)``. On CPU ranks ``"host"`` is ``"device"``.
+            parameters are. ``"disk"``, with ``optimizer="disk"``: in ``init_distributed(tier_directories=...)``, and in
+            memory while a few blocks need them. On CPU ranks ``"host"`` is ``"device"``.
         optimizer: ``"disk"``: the state that optimizers of this library keep for the block is in
             ``init_distributed(tier_directories=...)``, and passes through a few buffers in each step. None: where the
             optimizer keeps it. These three also take shares of the blocks, such as ``{"device": 0.6, "disk": 0.4}``,

@@ -24,19 +24,19 @@ def check_tier(ctx: Context, policy: BlockPolicy, label: str) -> None:
     Raises:
         ValueError: naming the place.
     """
-    if ctx.device.type == "cpu":
-        if policy.optimizer == "disk" and current_engine(ctx).drives is None:
-            raise ValueError(
-                f"{label}: BlockPolicy(optimizer='disk'): expected init_distributed(tier_directories=[...]), got none"
-            )
-        return
-    if policy.shards_on_disk or policy.optimizer == "disk":
-        raise ValueError(f"{label}: a BlockPolicy with 'disk': expected CPU ranks, got {ctx.device}")
-    if policy.gradients == "host" and policy.parameters == "device":
+    if policy.optimizer == "disk" and current_engine(ctx).drives is None:
         raise ValueError(
-            f"{label}: BlockPolicy(gradients='host'): expected parameters='host' as well, got 'device': .grad is on "
-            "the device of its parameter"
+            f"{label}: BlockPolicy(optimizer='disk'): expected init_distributed(tier_directories=[...]), got none"
         )
+    if ctx.device.type == "cpu":
+        return
+    elsewhere = {"gradients": policy.gradients, "optimizer": policy.optimizer or "device"}
+    for name, place in elsewhere.items() if policy.parameters == "device" else ():
+        if place != "device":
+            raise ValueError(
+                f"{label}: BlockPolicy({name}={place!r}) on a GPU: expected parameters='host' or 'disk' as well, got "
+                "'device': gradients, and state on a drive, are with their parameters"
+            )
     if policy.parameters == "host" and policy.level < 2:
         raise ValueError(
             f"{label}: BlockPolicy(parameters='host'): expected level 2 or 3, got {policy.level}, which keeps all "

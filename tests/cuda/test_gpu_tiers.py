@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,14 @@ import bmtrain as bmt
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 WIDTH, LAYERS = 64, 4
+PLACES: dict[str, dict[str, Any]] = {
+    "device": {},
+    "host": {"parameters": "host"},
+    "state on a drive": {"parameters": "host", "optimizer": "disk"},
+    "gradients on a drive": {"parameters": "host", "gradients": "disk", "optimizer": "disk"},
+    "parameters on a drive": {"parameters": "disk", "optimizer": "disk"},
+    "all on a drive": {"parameters": "disk", "gradients": "disk", "optimizer": "disk"},
+}
 
 
 class Layer(bmt.DistributedModule):
@@ -33,11 +42,11 @@ class Layer(bmt.DistributedModule):
 def build(dtype: torch.dtype, places: list[str], **policy: Any) -> bmt.TransformerBlockList:
     torch.manual_seed(3)
     return bmt.TransformerBlockList(
-        [bmt.Block(Layer(dtype), policy=bmt.BlockPolicy(parameters=place, **policy)) for place in places]
+        [bmt.Block(Layer(dtype), policy=bmt.BlockPolicy(**PLACES[place], **policy)) for place in places]
     )
 
 
-def trained(places: list[str], dtype: torch.dtype, options: dict[str, Any], folder: str = "") -> list[Tensor]:
+def trained(places: list[str], dtype: torch.dtype, options: dict[str, Any]) -> list[Tensor]:
     """Losses, norms, weights and optimizer state of a few steps."""
     options = dict(options)
     accumulate, drops = options.pop("accumulate", 1), options.pop("set_to_none", False)
@@ -68,7 +77,7 @@ def trained(places: list[str], dtype: torch.dtype, options: dict[str, Any], fold
         found.append(model(torch.ones(2, WIDTH, device=bmt.config["device"], dtype=dtype)).cpu())
     for place, block in zip(places, model, strict=True):
         for p in block.parameters():
-            assert p.device.type == ("cpu" if place == "host" else "cuda")
+            assert p.device.type == ("cuda" if place == "device" else "cpu")
             assert p.grad is None or p.grad.device == p.device
     found += [value.cpu() for value in model.state_dict().values()]
     for state in optimizer.state_dict(gather=True)["state"].values():
@@ -107,6 +116,20 @@ def test_no_bit_changes(name: str, world: int) -> None:
                 assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("name", ["fp32", "bf16", "accumulation", "level 2", "frozen Blocks", "offloaded"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_bit_changes_with_drives(world: int, name: str, tmp_path: Path) -> None:
+    dtype, options = RUNS[name]
+    where = {"cuda": True, "environment": {"BMTRAIN_BACKEND": "gloo"} if world > 1 else {}}
+    places = list(PLACES)[2:]
+    expected, found = (
+        run_ranks(world, trained, kind, dtype, options, init={"tier_directories": [str(tmp_path)]}, **where)
+        for kind in (["device"] * len(places), places)
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
 def peak(place: str, num_blocks: int) -> tuple[int, int]:
     """The most device memory of a step beyond what was there before the model, and the bytes of its parameters."""
     before = torch.cuda.memory_allocated()
@@ -143,8 +166,8 @@ def refused(policy: dict[str, object]) -> str:
     ("policy", "words"),
     [
         ({"parameters": "host", "level": 1}, "expected level 2 or 3, got 1"),
-        ({"gradients": "host"}, "expected parameters='host' as well, got 'device'"),
-        ({"optimizer": "disk"}, "with 'disk': expected CPU ranks"),
+        ({"gradients": "host"}, "(gradients='host') on a GPU: expected parameters='host' or 'disk' as well"),
+        ({"optimizer": "disk"}, "expected init_distributed(tier_directories=[...]), got none"),
     ],
 )
 def test_refused_policies(policy: dict[str, object], words: str) -> None:

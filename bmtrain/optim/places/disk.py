@@ -109,10 +109,6 @@ class OnDisk(Place):
 
     def _check(self, p: Tensor) -> None:
         where = "BlockPolicy(optimizer='disk')"
-        if p.device.type != "cpu":
-            raise ValueError(
-                f"{where}: expected CPU ranks, got parameters on {p.device}: GPUs are not supported"
-            )
         if self.dtype_of(p) is torch.uint8:
             raise ValueError(f"{where}: expected state_dtype float32 or bfloat16, got int8")
 
