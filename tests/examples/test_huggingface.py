@@ -15,7 +15,7 @@ from harness import run_process, run_ranks
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "example" / "huggingface" / "fine_tune.py"
-PRELOAD = ("transformers", "peft")
+PRELOAD = ("transformers.trainer_seq2seq", "transformers.models.llama.modeling_llama", "peft")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 if importlib.util.find_spec("transformers") is None:

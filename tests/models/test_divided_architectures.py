@@ -19,7 +19,7 @@ import bmtrain
 
 transformers = pytest.importorskip("transformers")
 
-PRELOAD = ("transformers.modeling_utils", "transformers.models.llama.modeling_llama")
+PRELOAD = ("transformers.trainer_seq2seq", "transformers.models.llama.modeling_llama", "peft")
 _SIZES = {
     "vocab_size": 50,
     "hidden_size": 32,

@@ -21,7 +21,7 @@ from bmtrain.plan import describe_module
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
 
-PRELOAD = ("transformers.modeling_utils", "transformers.models.llama.modeling_llama")
+PRELOAD = ("transformers.trainer_seq2seq", "transformers.models.llama.modeling_llama", "peft")
 COMMON = {
     "vocab_size": 50,
     "hidden_size": 16,

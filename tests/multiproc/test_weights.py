@@ -20,7 +20,7 @@ from bmtrain._files.safetensors import SafetensorsFile, write_safetensors
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
 
-PRELOAD = ("transformers.modeling_utils", "transformers.models.llama.modeling_llama")
+PRELOAD = ("transformers.trainer_seq2seq", "transformers.models.llama.modeling_llama", "peft")
 CONFIGS = {
     "gpt2": {
         "vocab_size": 96, "n_positions": 16, "n_embd": 32, "n_layer": 3, "n_head": 2,

@@ -14,7 +14,7 @@ import bmtrain as bmt
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
 
-PRELOAD = ("transformers.modeling_utils", "transformers.models.llama.modeling_llama")
+PRELOAD = ("transformers.trainer_seq2seq", "transformers.models.llama.modeling_llama", "peft")
 SMALL = {"vocab_size": 50}
 NO_DROPOUT = {
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
