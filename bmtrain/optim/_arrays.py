@@ -89,6 +89,8 @@ def allocate(
 
 def _skewed(count: int, numel: int, dtype: torch.dtype, place: int, device: torch.device) -> list[Tensor]:
     """Returns arrays in an allocation of their own: `torch.save` refuses storages shared by two dtypes."""
+    if numel == 0:
+        return [torch.empty(0, dtype=dtype, device=device) for _ in range(count)]
     skew = _SKEW // dtype.itemsize
     memory = torch.empty(count * numel + (place + count) * skew, dtype=dtype, device=device)
     arrays = []
@@ -151,7 +153,7 @@ def gathered_state(optimizer: KeepsArrays) -> dict[int, dict[str, Any]]:
 
     They are 1-D, except arrays of formulas of matrices.
 
-    A rank has no state for a parameter of which it holds no element, so the ranks first agree on the entries.
+    A rank may lack the state of a parameter, as after loading an older one of its own, so the ranks first agree.
     """
     parameters = _parameters(optimizer)
     agreed: list[tuple[int, tuple[str, ...]]] = [
@@ -247,9 +249,7 @@ def read_state(
     for number, p in zip(numbers, _parameters(optimizer), strict=True):
         entry = entries.get(number)
         if entry:
-            read = _read_entry(optimizer, p, number, entry, whole)
-            if p.numel():
-                found[p] = read
+            found[p] = _read_entry(optimizer, p, number, entry, whole)
     if any(
         entry.get("exp_avg") is not None and entry["exp_avg"].dtype == torch.float16
         for entry in found.values()

@@ -221,18 +221,18 @@ class ShardedOptimizer(UntracedOptimizer):
         self, group: dict[str, Any], members: Iterable[Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
         """Returns the parameters that a step updates, with their gradients."""
-        takes_empty = self._formula.formula_in(group).is_whole
         pairs = []
         for p in members:
             grad = gradient_of(p)
-            if grad is None or not p.requires_grad or not (takes_empty or p.numel()):
+            if grad is None or not p.requires_grad:
                 continue
             if grad.layout != torch.strided:
                 raise RuntimeError(f"step: expected dense gradients, got one of layout {grad.layout}")
             if p.dtype not in _DTYPES:
                 wanted = "float32, float16 or bfloat16 parameters"
                 raise RuntimeError(f"step: expected {wanted}, got {p.dtype}; torch.optim takes others")
-            pairs.append((p, grad.detach()))
+            # Of an empty shard the gradient itself: another tensor of that memory would count as a reader.
+            pairs.append((p, grad.detach() if self._updates(p) else grad))
         return pairs
 
     def _step_members(self, groups: Sequence[_Group], scale: float, *, is_early: bool) -> None:
@@ -263,15 +263,17 @@ class ShardedOptimizer(UntracedOptimizer):
         low: list[Update] = []
         wide: list[Update] = []
         for (p, grad), is_fresh in zip(pairs, fresh, strict=True):
-            kind = wide if p.dtype is torch.float32 else low
-            kind.append(Update(p, grad, self._prepare(p, states[p]), is_fresh))
+            self._prepare(p, states[p])
+            if self._updates(p):
+                kind = wide if p.dtype is torch.float32 else low
+                kind.append(Update(p, grad, states[p], is_fresh))
         for updates in (low, wide):
             if updates:
                 numbers = formula.numbers_of(group, is_low=updates is low, scale=scale)
                 yield Part(updates, names, numbers, formula)
 
-    def _prepare(self, p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns the state with its step count advanced and its master up to date."""
+    def _prepare(self, p: Tensor, state: dict[str, Any]) -> None:
+        """Advances the step count of a state, and brings its master up to date."""
         if (MASTER in state) != self._place.has_master(p):
             self._follow_dtype(p, state)
         state["step"] += 1
@@ -283,7 +285,6 @@ class ShardedOptimizer(UntracedOptimizer):
             elif self._seen.get(p) != _value_mark(p):
                 self._place.note_write(p)
                 take_changed_value(master, p)
-        return state
 
     def _follow_dtype(self, p: Tensor, state: dict[str, Any]) -> None:
         """Adds a master to a parameter that became 16-bit since its last step; drops the master of an fp32 one."""
@@ -301,6 +302,10 @@ class ShardedOptimizer(UntracedOptimizer):
         forget_unsent(parameters_of(self.param_groups))
         if not self._place.zero_grad(self.param_groups, set_to_none):
             super().zero_grad(set_to_none=set_to_none)
+
+    def _updates(self, p: Tensor) -> bool:
+        """Whether a step computes an update of ``p``; an empty shard has only a state, which scripts may read."""
+        return p.numel() > 0 or self.formula_of(p).is_whole
 
     # ---- state
 
@@ -341,16 +346,17 @@ class ShardedOptimizer(UntracedOptimizer):
         Tensors made in one call are contiguous.
         """
         place = self._place
-        kinds: dict[tuple[torch.device, tuple[str, ...], torch.dtype], list[Tensor]] = {}
+        kinds: dict[tuple[torch.device, tuple[str, ...], torch.dtype, bool], list[Tensor]] = {}
         for p, names in wanted.items():
             state = self._states.get(p, {})
             lacking = tuple(name for name in names if name not in state)
             if MASTER not in state and place.has_master(p) and not place.shares_master(p):
                 lacking += (MASTER,)
-            kinds.setdefault((place.device_of(p), lacking, place.dtype_of(p)), []).append(p)
-        for (device, lacking, dtype), members in kinds.items():
+            kinds.setdefault((place.device_of(p), lacking, place.dtype_of(p), self._updates(p)), []).append(p)
+        for (device, lacking, dtype, is_updated), members in kinds.items():
             self._allocate_state(members, lacking, dtype, device)
-            place.note_new_state(members, lacking, self._states)
+            if is_updated:
+                place.note_new_state(members, lacking, self._states)
 
     def _allocate_state(
         self, parameters: Sequence[Tensor], names: tuple[str, ...], dtype: torch.dtype, device: torch.device

@@ -10,6 +10,7 @@ from harness import run_ranks
 
 import bmtrain as bmt
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 OPTIMIZERS = {
     "adam": lambda params: bmt.optim.AdamOptimizer(params, lr=0.1),
     "offload": lambda params: bmt.optim.AdamOffloadOptimizer(params, lr=0.1),
@@ -101,3 +102,29 @@ def value() -> None:
 
 def test_value() -> None:
     run_ranks(2, value)
+
+
+def state_by_parameter(kind: str, dtype: torch.dtype) -> set[tuple[bool, ...]]:
+    """Which parameters have elements here; a script reads the state of all."""
+    model = bmt.BMTrainModelWrapper(
+        torch.nn.ModuleList([torch.nn.Linear(6, 3, dtype=dtype) for _ in range(2)])
+    )
+    params = list(model.parameters())
+    optimizer = OPTIMIZERS[kind](params)
+    for number in range(1, 4):
+        sum(layer(torch.ones(2, 6, dtype=dtype)).sum() for layer in model).backward()
+        optimizer.step()
+        saved = optimizer.state_dict()["state"]
+        for index, p in enumerate(params):
+            state = optimizer.state[p]
+            assert {"step", "exp_avg", "exp_avg_sq"} <= state.keys() == saved[index].keys()
+            assert int(state["step"]) == number
+            assert all(state[name].shape == p.shape == saved[index][name].shape for name in MOMENTS)
+        optimizer.load_state_dict(optimizer.state_dict())
+    return {tuple(p.numel() > 0 for p in params)}
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_empty_shards_have_a_state_too(kind: str, dtype: torch.dtype) -> None:
+    assert len(set.union(*run_ranks(2, state_by_parameter, kind, dtype))) == 2
