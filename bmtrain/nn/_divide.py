@@ -45,7 +45,7 @@ def expect_replicas(layer: torch.nn.Module, x: torch.Tensor) -> None:
     if tp.size == 1 or not (layer.training and is_real) or layer in _compared:
         return
     _compared.add(layer)
-    some = x.detach().flatten()[:: -(-x.numel() // 1024)].float()
+    some = x.detach().flatten()[:: -(-x.numel() // 1024)].float().nan_to_num(0, 0, 0)
     ends = torch.stack([some, -some])
     tp.reduce_comm.all_reduce(ends, ReduceOp.MAX, "tp.compare").wait()
     if (ends.sum(0).max() > 0.01 * ends.abs().max()).item():

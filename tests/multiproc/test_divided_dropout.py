@@ -246,23 +246,26 @@ OF_WHOLE_ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-def replicas(kind: str, own_seed: bool) -> None:
+def replicas(kind: str, own_seed: bool, first: float) -> None:
     layer: Any = getattr(bmt.nn, kind)(8, 8, dtype=torch.float32, **OF_WHOLE_ROWS[kind])
     bmt.init_parameters(layer)
     torch.manual_seed(bmt.rank() if own_seed else 0)
     layer.eval()(torch.ones(8, 8) * bmt.rank())  # nothing is trained
     layer.train()
+    x = F.dropout(torch.ones(8, 8))
+    x[0, 0] = first
     if own_seed:
         with pytest.raises(RuntimeError, match="expected the same input on all tensor-parallel ranks"):
-            layer(F.dropout(torch.ones(8, 8)))
+            layer(x)
     else:
-        layer(F.dropout(torch.ones(8, 8))).sum().backward()
+        layer(x).sum().backward()
 
 
+@pytest.mark.parametrize("first", [1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("own_seed", [False, True])
 @pytest.mark.parametrize("kind", OF_WHOLE_ROWS)
-def test_ranks_with_the_same_rows_need_the_same_masks(kind: str, own_seed: bool) -> None:
-    run_ranks(2, replicas, kind, own_seed, init={"tp_size": 2})
+def test_ranks_with_the_same_rows_need_the_same_masks(kind: str, own_seed: bool, first: float) -> None:
+    run_ranks(2, replicas, kind, own_seed, first, init={"tp_size": 2})
 
 
 def rows_of_their_own() -> None:
