@@ -2,9 +2,9 @@
 
 For each number of tokens the same bf16 GPT, with recomputation and clipping, is trained with all of its optimizer on
 the host, with the part that the optimizer chooses by itself, with updates inside ``step()``, with everything on the
-device, and by DeepSpeed's offload where that is installed. The bound comes from the forward and the backward of the
-same model without any update, the card's copies to and from page-locked memory, and a pass of the host that moves an
-update's bytes and computes nothing.
+device, and by DeepSpeed's offload where that is installed; all with torch's deterministic algorithms. The bound comes
+from the forward and the backward of the same model without any update, the card's copies to and from page-locked
+memory, and a pass of the host that moves an update's bytes and computes nothing.
 """
 
 from __future__ import annotations
@@ -129,6 +129,23 @@ def measure_offload(shape: Shape) -> _Result:
         backward and the bound, the ratio, the fraction on the device, the peak of the device's memory, losses; or the
         error. ``same bits`` says whether all that must agree did; None if fewer than two ran.
     """
+    # The backward of fused attention adds in another order in each run otherwise.
+    was_deterministic, fills = _set_deterministic(True, False)
+    try:
+        return _measure_all(shape)
+    finally:
+        _set_deterministic(was_deterministic, fills)
+
+
+def _set_deterministic(is_on: bool, fills: bool) -> tuple[bool, bool]:
+    """Sets torch's deterministic algorithms, and whether they fill new memory; returns what was set before."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(is_on, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = fills
+    return before
+
+
+def _measure_all(shape: Shape) -> _Result:
     device = context("bench gpu").device
     rates = measure_rates(device, min(12 * shape.dim * shape.dim, 1 << 27), 5)
     rows: list[_Result] = []
