@@ -372,7 +372,7 @@ def adam_step(
     sizes: Sequence[int],
     groups: Sequence[Mapping[str, Any]],
     *,
-    torch_sqrt: bool = False,
+    as_torch: bool = False,
     with_delta: bool = False,
     check: StepCheck | None = None,
 ) -> tuple[float, float]: ...

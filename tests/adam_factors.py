@@ -18,10 +18,13 @@ def adam_factors(
     decay: float,
     scale: float,
     decoupled: bool,
+    folded: bool = False,
 ) -> torch.Tensor:
     """The factors of one range in step ``step``, counted from 1: fp32."""
     beta1, beta2 = betas
     lerp = 1 - beta1
+    root = math.sqrt(1 - beta2**step)
+    fold = root if folded else 1.0
     is_power = math.frexp(scale)[0] == 0.5
     factors = [
         1 / scale if is_power else scale,
@@ -30,10 +33,11 @@ def adam_factors(
         lerp - 1 if lerp >= 0.5 else lerp,
         beta2,
         1 - beta2,
-        math.sqrt(1 - beta2**step),
-        eps,
-        -lr / (1 - beta1**step),
+        root / fold,
+        eps * fold,
+        -lr / (1 - beta1**step) * fold,
         2 if decoupled else 1,
         1 - lr * decay if decoupled else decay,
+        step,
     ]
     return torch.tensor(factors, dtype=torch.float32)

@@ -15,16 +15,16 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Storey, from the bottom, or folder -> what belongs to it, and its ceiling. A commit that raises a ceiling gives the
 #: reason in its message.
 PYTHON = {
-    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2591),
+    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2592),
     "watch": ("_watch", 1925),
     "ranks": ("_ranks global_var nccl synchronize utils", 4213),
     "shards": ("_shards parameter", 1804),
     "engine": ("_engine", 7924),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5671),
     "files": ("_files dcp distributed store weights", 4680),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9603),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9642),
     "survive": ("_survive survive", 2078),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_585),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_594),
 }
 CORE = {
     "bindings": (". bindings ops", 1515),
@@ -32,9 +32,9 @@ CORE = {
     "comm": ("comm", 6793),
     "shard": ("shard", 2656),
     "disk": ("disk", 900),
-    "optim": ("optim", 1956),
-    "cpu": ("cpu", 2420),
-    "cuda": ("cuda", 1400),
+    "optim": ("optim", 1957),
+    "cpu": ("cpu", 2421),
+    "cuda": ("cuda", 1567),
     "packaging": ("packaging", 90),
     "testing": ("testing", 204),
 }

@@ -91,7 +91,7 @@ def adam_(
     maximize: bool = False,
     folded: bool = False,
     hold_steps: int = 0,
-    torch_sqrt: bool = False,
+    as_torch: bool = False,
     with_delta: bool = False,
 ) -> DeltaSums:
     """Updates ranges by one Adam step, in one pass, in the operation order of ``torch.optim.Adam``.
@@ -107,7 +107,8 @@ def adam_(
         maximize: follow the gradient upwards.
         folded: take the correction of the second moment into the learning rate and ``eps``, as 8-bit moments do.
         hold_steps: number of first updates of a tensor with learning rate 0.
-        torch_sqrt: take the bits of torch's square root, which MKL does not always round correctly; fp32 only.
+        as_torch: take the bits of torch's own Adam; fp32 only. On a CPU its square root is meant, which MKL does not
+            always round correctly, on a GPU the order of its multi-tensor Adam.
         with_delta: compute the sums that are returned.
 
     Raises:
@@ -129,7 +130,7 @@ def adam_(
         maximize=[maximize],
         folded=[folded],
         hold_steps=[hold_steps],
-        torch_sqrt=torch_sqrt,
+        as_torch=as_torch,
         with_delta=with_delta,
     )
     return DeltaSums(*sums)

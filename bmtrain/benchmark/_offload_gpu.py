@@ -139,9 +139,10 @@ def measure_offload(shape: Shape) -> _Result:
 
 def _set_deterministic(is_on: bool, fills: bool) -> tuple[bool, bool]:
     """Sets torch's deterministic algorithms, and whether they fill new memory; returns what was set before."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    memory: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(is_on, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = fills
+    memory.fill_uninitialized_memory = fills
     return before
 
 

@@ -35,7 +35,8 @@ def describe_module(
             (a matrix of floating-point numbers has none: one feature vector a sample). Only shapes and dtypes matter.
         blocks: the modules that are, or will be, a :class:`bmtrain.Block` each, in the order of their calls; default:
             all Blocks in ``module``, else the members of its longest ``ModuleList``.
-        head_bytes: memory per sample of a loss outside of ``module``; default: three times the result.
+        head_bytes: memory per sample of logits and loss; default: what operators after the last Block keep with two
+            gradients of its largest tensor or, for a loss outside of ``module``, three times the result.
 
     Raises:
         ValueError: no blocks are known, no input is a tensor, or the forward exchanges values with other ranks, as
@@ -91,7 +92,7 @@ def describe_module(
         outside=tuple(_outside(module, owned)),
         seq_len=first.shape[1] if first.dim() > (2 if first.is_floating_point() else 1) else 1,
         head_flops=watch.outside_flops() / samples,
-        head_bytes=3 * result_bytes / samples if head_bytes is None else head_bytes,
+        head_bytes=max(3 * result_bytes, watch.head_bytes()) / samples if head_bytes is None else head_bytes,
         rules=table_of(groups),
     )
 
@@ -288,6 +289,7 @@ class _Watch:
         fused = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
         self._counter = FlopCounterMode(display=False, custom_mapping=fused)
         self._running: _Record | None = None
+        self._after = _Record()  # the last block so far
         self._begin = 0.0
         self._expensive = _ExpensiveResults(self._counter)
 
@@ -300,6 +302,10 @@ class _Watch:
         """Work outside blocks."""
         inside = sum(record.flops for record in self.records.values())
         return max(self._counter.get_total_flops() - inside, 0.0)
+
+    def head_bytes(self) -> int:
+        """Memory of what follows the last block, at the begin of its backward."""
+        return self._after.saved_bytes + 2 * self._after.largest_saved
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -332,15 +338,17 @@ class _Watch:
         record.kept_bytes += storage_bytes(record.kept.tensors())
         record.kept.drop()
         record.flops += self._counter.get_total_flops() - self._begin
-        self._running = None
+        self._running, self._after = None, _Record()
 
     def _save(self, tensor: torch.Tensor) -> None:
         """Keeps nothing: no backward follows, and an output that its own node refers to is never freed."""
-        record = self._running
+        record = self._running or self._after
         owner = tensor if tensor._base is None else tensor._base
-        if record is not None and not isinstance(owner, torch.nn.Parameter):
-            storage = tensor.untyped_storage()
-            record.saved[storage._cdata] = storage
+        if isinstance(owner, torch.nn.Parameter):
+            return
+        storage = tensor.untyped_storage()
+        record.saved[storage._cdata] = storage
+        if record is self._running:
             record.flops_at_last_save = record.flops + self._counter.get_total_flops() - self._begin
             record.expensive_flops_at_last_save = record.expensive_flops
             record.kept.note_need()

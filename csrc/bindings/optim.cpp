@@ -60,9 +60,9 @@ void add_lion(OffloadUpdate& self, const Tensors& weights, const Tensors& rounde
 std::tuple<double, double> adam_step_of(const Tensors& weights, const Tensors& rounded, const Tensors& grads,
                                         const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
                                         const Integers& steps, const Integers& sizes, const Dicts& dicts,
-                                        bool torch_sqrt, bool with_delta, StepCheck* check) {
+                                        bool as_torch, bool with_delta, StepCheck* check) {
   AdamGroups groups = groups_from<AdamLists>(sizes, dicts);
-  for (AdamOptions& options : groups.options) options.torch_sqrt = torch_sqrt;
+  for (AdamOptions& options : groups.options) options.as_torch = as_torch;
   const py::gil_scoped_release no_gil;
   const cpu::DeltaSums sums =
       adam_step({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, groups, with_delta, check);
@@ -174,7 +174,7 @@ void bind_steps(py::module_& module) {
       .def_readonly("after", &StepCheck::after);
   module.def("adam_step", &adam_step_of, py::arg("weights"), py::arg("rounded"), py::arg("grads"),
              py::arg("exp_avgs"), py::arg("exp_avg_sqs"), py::arg("steps"), py::arg("sizes"),
-             py::arg("groups"), py::kw_only(), py::arg("torch_sqrt") = false, py::arg("with_delta") = false,
+             py::arg("groups"), py::kw_only(), py::arg("as_torch") = false, py::arg("with_delta") = false,
              py::arg("check") = nullptr, "What the operator adam_ does to CPU tensors; groups are dicts.");
   module.def("sgd_step", &sgd_step_of, py::arg("weights"), py::arg("rounded"), py::arg("grads"),
              py::arg("momenta"), py::arg("fresh"), py::arg("sizes"), py::arg("groups"), py::kw_only(),

@@ -99,6 +99,7 @@ struct AdamFactors {
   float negative_step_size = 0;  // -lr / bias_correction1
   WeightDecay decay_kind = WeightDecay::kNone;
   float decay = 0;
+  bool as_multi_tensor = false;   // of the kernel for GPUs, see cuda/adam_math.h
   SqrtFunction sqrt = nullptr;    // nullptr: correctly rounded, and faster
   std::uint32_t dither_seed = 0;  // see [Note: Moments in bf16]; another one in each step
   // For DeltaSums only.

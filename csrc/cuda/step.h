@@ -158,10 +158,19 @@ Alignment alignment_of_slice(const typename Optimizer::Slice& slice) {
   return all;
 }
 
-/// Updates all slices with as few launches as their number allows.
-template <typename Optimizer>
+/// Tiles of a slice, whose packs lie as `alignment` says.
+template <typename Slice>
+std::int64_t num_packed_tiles(const Slice& slice, const Alignment& alignment) {
+  return slice.n == 0 ? 0 : StepTiles::count(slice.n, alignment);
+}
+
+/// Updates all slices with as few launches as their number allows. `num_tiles(slice, alignment)` are the
+/// tiles that `kernel` makes of a slice.
+template <typename Optimizer, typename NumTiles>
 [[nodiscard]] cudaError_t step(const typename Optimizer::Slice* slices, std::int64_t num_slices,
-                               const StepControl& control, cudaStream_t stream) {
+                               const StepControl& control, cudaStream_t stream,
+                               void (*kernel)(StepBatch<typename Optimizer::Slice>),
+                               const NumTiles& num_tiles) {
   using Batch = StepBatch<typename Optimizer::Slice>;
   static_assert(sizeof(Batch) <= 4096);
   for (std::int64_t first = 0; first < num_slices; first += kRangesPerLaunch) {
@@ -172,15 +181,21 @@ template <typename Optimizer>
       const auto& slice = batch.slices[s] = slices[first + s];
       if (slice.grad_dtype == DType::kFloat64) return cudaErrorInvalidValue;
       batch.alignments[s] = alignment_of_slice<Optimizer>(slice);
-      const std::int64_t num_tiles = slice.n == 0 ? 0 : StepTiles::count(slice.n, batch.alignments[s]);
-      batch.first_tile[s + 1] = batch.first_tile[s] + num_tiles;
+      batch.first_tile[s + 1] = batch.first_tile[s] + num_tiles(slice, batch.alignments[s]);
     }
-    const std::int64_t num_tiles = batch.first_tile[batch.num_slices];
-    if (num_tiles == 0) continue;
-    const cudaError_t error = launch(stream, grid_for(num_tiles), step_kernel<Optimizer>, batch);
+    const std::int64_t all_tiles = batch.first_tile[batch.num_slices];
+    if (all_tiles == 0) continue;
+    const cudaError_t error = launch(stream, grid_for(all_tiles), kernel, batch);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
+}
+
+template <typename Optimizer>
+[[nodiscard]] cudaError_t step(const typename Optimizer::Slice* slices, std::int64_t num_slices,
+                               const StepControl& control, cudaStream_t stream) {
+  return step<Optimizer>(slices, num_slices, control, stream, step_kernel<Optimizer>,
+                         num_packed_tiles<typename Optimizer::Slice>);
 }
 
 }  // namespace bmtrain::cuda

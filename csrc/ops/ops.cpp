@@ -18,7 +18,7 @@ TORCH_LIBRARY(bmtrain, m) {
       "adam_(Tensor(a!)[] weights, Tensor(b!)[] rounded, Tensor[] grads, Tensor(c!)[] exp_avgs, "
       "Tensor(d!)[] exp_avg_sqs, int[] steps, *, int[] sizes, float[] lr, float[] beta1, float[] beta2, "
       "float[] eps, float[] weight_decay, float[] scale, int[] decoupled, int[] maximize, int[] folded, "
-      "int[] hold_steps, bool torch_sqrt=False, bool with_delta=False) -> (float, float)");
+      "int[] hold_steps, bool as_torch=False, bool with_delta=False) -> (float, float)");
   m.def(
       "sgd_(Tensor(a!)[] weights, Tensor(b!)[] rounded, Tensor[] grads, Tensor(c!)[] momenta, int[] fresh, "
       "*, int[] sizes, float[] lr, float[] momentum, float[] dampening, float[] weight_decay, float[] scale, "

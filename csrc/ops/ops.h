@@ -28,7 +28,7 @@ std::tuple<double, double> adam(at::TensorList weights, at::TensorList rounded, 
                                 at::IntArrayRef sizes, Numbers lr, Numbers beta1, Numbers beta2, Numbers eps,
                                 Numbers weight_decay, Numbers scale, at::IntArrayRef decoupled,
                                 at::IntArrayRef maximize, at::IntArrayRef folded, at::IntArrayRef hold_steps,
-                                bool torch_sqrt, bool with_delta);
+                                bool as_torch, bool with_delta);
 void sgd(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList momenta,
          at::IntArrayRef fresh, at::IntArrayRef sizes, Numbers lr, Numbers momentum, Numbers dampening,
          Numbers weight_decay, Numbers scale, at::IntArrayRef nesterov, at::IntArrayRef maximize);

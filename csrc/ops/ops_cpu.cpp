@@ -134,10 +134,10 @@ std::tuple<double, double> adam(at::TensorList weights, at::TensorList rounded, 
                                 at::IntArrayRef sizes, Numbers lr, Numbers beta1, Numbers beta2, Numbers eps,
                                 Numbers weight_decay, Numbers scale, at::IntArrayRef decoupled,
                                 at::IntArrayRef maximize, at::IntArrayRef folded, at::IntArrayRef hold_steps,
-                                bool torch_sqrt, bool with_delta) {
+                                bool as_torch, bool with_delta) {
   AdamGroups groups = groups_of(
       AdamLists{sizes, lr, beta1, beta2, eps, weight_decay, scale, decoupled, maximize, folded, hold_steps});
-  for (AdamOptions& options : groups.options) options.torch_sqrt = torch_sqrt;
+  for (AdamOptions& options : groups.options) options.as_torch = as_torch;
   const cpu::DeltaSums sums =
       adam_step({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, groups, with_delta);
   return {sums.sum, sums.sum_of_squares};

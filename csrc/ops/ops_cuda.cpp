@@ -110,17 +110,14 @@ std::tuple<double, double> adam_cuda(at::TensorList weights, at::TensorList roun
                                      at::IntArrayRef steps, at::IntArrayRef sizes, Numbers lr, Numbers beta1,
                                      Numbers beta2, Numbers eps, Numbers weight_decay, Numbers scale,
                                      at::IntArrayRef decoupled, at::IntArrayRef maximize,
-                                     at::IntArrayRef folded, at::IntArrayRef hold_steps, bool /*torch_sqrt*/,
+                                     at::IntArrayRef folded, at::IntArrayRef hold_steps, bool as_torch,
                                      bool with_delta) {
   BMT_CHECK(ValueError, !with_delta, "adam_: sums of updates are for CPU tensors");
-  // The square root is IEEE's here, and so is torch's.
   const AdamGroups groups = groups_of(
       AdamLists{sizes, lr, beta1, beta2, eps, weight_decay, scale, decoupled, maximize, folded, hold_steps});
-  const std::vector<cpu::AdamSlice> slices =
+  std::vector<cpu::AdamSlice> slices =
       adam_slices({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, groups);
-  for (const cpu::AdamSlice& slice : slices) {
-    BMT_CHECK(TypeError, slice.exp_avg != nullptr, "adam_: expected float32 moments on CUDA");
-  }
+  for (cpu::AdamSlice& slice : slices) slice.factors.as_multi_tensor = as_torch;
   const c10::DeviceGuard guard(weights[0].device());
   check(cuda::adam(slices.data(), static_cast<std::int64_t>(slices.size()), {}, current_stream()));
   return {0, 0};

@@ -43,8 +43,9 @@ AdamSlice slice_of(const AdamTensors& tensors, std::size_t i) {
   BMT_CHECK(ValueError, tensors.steps[i] >= 1, "adam: steps[", i, "]: expected 1 or more, got ",
             tensors.steps[i]);
   if (exp_avg.scalar_type() == at::kByte) {
-    BMT_CHECK(TypeError, tensors.step.weights[i].is_cpu() && exp_avg.is_cpu() && exp_avg_sq.is_cpu(),
-              "adam: exp_avgs[", i, "]: expected moments in 8 bits on the CPU");
+    const at::Device device = tensors.step.weights[i].device();
+    BMT_CHECK(TypeError, exp_avg.device() == device && exp_avg_sq.device() == device, "adam: exp_avgs[", i,
+              "]: expected moments on ", device);
     check_dtype(kName, exp_avg_sq, "exp_avg_sqs", i, exp_avg_sq.scalar_type() == at::kByte,
                 "uint8 like exp_avgs");
     slice.coded_exp_avg = coded(exp_avg, "exp_avgs", i, slice.n);
@@ -116,7 +117,7 @@ AdamFactors adam_factors(const AdamOptions& options, std::int64_t step) {
     factors.decay =
         static_cast<float>(options.decoupled ? 1 - lr * options.weight_decay : options.weight_decay);
   }
-  factors.sqrt = options.torch_sqrt ? torch_sqrt() : nullptr;
+  factors.sqrt = options.as_torch ? torch_sqrt() : nullptr;
   factors.dither_seed = static_cast<std::uint32_t>(step) * 0x9e3779b1u;
   factors.bias_correction1 = static_cast<float>(bias_correction1);
   factors.weight_decay = static_cast<float>(options.weight_decay);
@@ -156,15 +157,15 @@ cpu::DeltaSums adam_step(const AdamTensors& tensors, const AdamGroups& groups, b
                          StepCheck* check) {
   BMT_CHECK(TypeError, tensors.step.weights.empty() || tensors.step.weights[0].is_cpu(),
             "adam: weights[0]: expected a CPU tensor, got one on ", tensors.step.weights[0].device());
-  const bool torch_sqrt = std::any_of(groups.options.begin(), groups.options.end(),
-                                      [](const AdamOptions& options) { return options.torch_sqrt; });
-  BMT_CHECK(ValueError, !(with_delta && torch_sqrt), "adam: expected no delta with torch_sqrt");
-  BMT_CHECK(ValueError, !torch_sqrt || tensors.step.rounded.empty(),
-            "adam: expected fp32 weights only with torch_sqrt, got rounded ones");
+  const bool as_torch = std::any_of(groups.options.begin(), groups.options.end(),
+                                    [](const AdamOptions& options) { return options.as_torch; });
+  BMT_CHECK(ValueError, !(with_delta && as_torch), "adam: expected no delta with as_torch");
+  BMT_CHECK(ValueError, !as_torch || tensors.step.rounded.empty(),
+            "adam: expected fp32 weights only with as_torch, got rounded ones");
   const std::vector<AdamSlice> slices = adam_slices(tensors, groups);
   for (const AdamSlice& slice : slices) {
-    BMT_CHECK(TypeError, slice.exp_avg != nullptr || !torch_sqrt,
-              "adam: expected float32 moments with torch_sqrt, got narrower ones");
+    BMT_CHECK(TypeError, slice.exp_avg != nullptr || !as_torch,
+              "adam: expected float32 moments with as_torch, got narrower ones");
     BMT_CHECK(TypeError, slice.coded_exp_avg.codes == nullptr || !with_delta,
               "adam: expected no delta of moments in 8 bits");
   }

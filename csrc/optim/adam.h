@@ -24,7 +24,7 @@ struct AdamOptions {
   bool maximize = false;
   bool folded = false;          // see [Note: Adam in torch's operation order]
   std::int64_t hold_steps = 0;  // updates of a parameter that move its moments only
-  bool torch_sqrt = false;      // torch.sqrt's bits, see [Note: torch's square root]
+  bool as_torch = false;        // torch.sqrt's bits, see [Note: torch's square root]
 };
 
 using AdamGroups = Groups<AdamOptions>;

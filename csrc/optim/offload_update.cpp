@@ -123,7 +123,7 @@ void OffloadUpdate::add(const StepTensors& tensors, const std::vector<Slice>& sl
 
 void OffloadUpdate::add_adam(const AdamTensors& tensors, const AdamGroups& groups) {
   for (const AdamOptions& options : groups.options) {
-    BMT_CHECK(ValueError, !options.torch_sqrt, label_, ": torch's square root is for the calling thread");
+    BMT_CHECK(ValueError, !options.as_torch, label_, ": torch's square root is for the calling thread");
   }
   add(tensors.step, adam_slices(tensors, groups));
 }

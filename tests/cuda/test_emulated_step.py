@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from momentum_steps import MomentumRanges, lion_step, sgd_step
 from torch import Tensor
 
 from bmtrain import _ops
+from bmtrain.optim._narrow import store_values, stored_shape
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [0, 1, 3, 31, 32, 33, 255, 256, 257, 1023, 1024, 1025, 2047, 2048, 2049]
@@ -29,6 +30,7 @@ class RangeStruct(ctypes.Structure):
         for POINTERS in [{"weight", "moment", "second_moment", "rounded", "grad", "factors"}]
         for name in (
             "weight", "moment", "second_moment", "rounded", "rounded_dtype", "grad", "grad_dtype", "n", "factors",
+            "moment_bits",
         )
     ]  # fmt: skip
 
@@ -84,8 +86,9 @@ def make_range(
     return Range(weight, moments, None if rounded is None else placed(weight.to(rounded), offsets[3]), g)
 
 
-def adam_factors(step: int, scale: float, decoupled: bool) -> Tensor:
-    return factors_of_adam(step, lr=LR, betas=BETAS, eps=EPS, decay=DECAY, scale=scale, decoupled=decoupled)
+def adam_factors(step: int, scale: float, decoupled: bool, folded: bool = False) -> Tensor:
+    numbers = {"lr": LR, "betas": BETAS, "eps": EPS, "decay": DECAY, "scale": scale}
+    return factors_of_adam(step, **numbers, decoupled=decoupled, folded=folded)
 
 
 def lion_factors(scale: float) -> Tensor:
@@ -118,6 +121,7 @@ def run(
             struct.rounded, struct.rounded_dtype = r.rounded.data_ptr(), dtype_number(r.rounded)
         struct.grad, struct.grad_dtype, struct.n = r.grad.data_ptr(), dtype_number(r.grad), r.weight.numel()
         struct.factors = f.data_ptr()
+        struct.moment_bits = 8 * r.moments[0].element_size() if r.moments else 32
     control = ControlStruct(
         None if grad_scale is None else grad_scale.data_ptr(),
         None if found_inf is None else found_inf.data_ptr(),
@@ -156,6 +160,33 @@ def test_adam(
             run(gpu, "adam", [mine], [adam_factors(step, scale, decoupled)])
             adam_on_cpu(theirs, step, scale, decoupled)
         assert_same(mine, theirs)
+
+
+def narrowed(r: Range, dtype: torch.dtype) -> Range:
+    """The same with moments in bf16, or in 8 bits."""
+    moments = []
+    for name, wide in zip(("exp_avg", "exp_avg_sq"), r.moments, strict=True):
+        moments.append(torch.zeros(stored_shape(wide.shape, dtype), dtype=dtype))
+        store_values(moments[-1], wide, name)
+    return replace(r, moments=moments)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("rounded", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("grad", DTYPES)
+def test_adam_with_narrow_moments(
+    gpu: EmulatedGpu, grad: torch.dtype, rounded: torch.dtype | None, dtype: torch.dtype
+) -> None:
+    for size in SIZES[1:]:
+        scale, decoupled = ((1024.0, True), (3.0, False))[size % 2]
+        mine = narrowed(make_range(size, grad, rounded, offsets=(size % 3,) * 4), dtype)
+        mine.grad[: size // 2] *= 1e-6  # more than a code can hold, within a block
+        theirs = mine.copy()
+        for step in (1, 2):
+            run(gpu, "adam", [mine], [adam_factors(step, scale, decoupled, dtype is torch.uint8)])
+            adam_on_cpu(theirs, step, scale, decoupled)
+        for x, y in zip(mine.outputs(), theirs.outputs(), strict=True):
+            assert torch.equal(x, y) if x.dtype is torch.uint8 else same_bits(x, y)
 
 
 @pytest.mark.parametrize("rounded", [None, torch.bfloat16])
@@ -235,10 +266,13 @@ def test_infinities_and_nan_go_where_they_go_on_the_cpu(gpu: EmulatedGpu) -> Non
     mine = make_range(2048, torch.float32, torch.float16)
     mine.grad[: 8 * 8] = special.repeat(8)
     mine.weight[: 8 * 8] = special.repeat_interleave(8)
-    theirs = mine.copy()
-    run(gpu, "adam", [mine], [adam_factors(1, 1.0, True)])
-    adam_on_cpu(theirs, 1, 1.0, True)
-    assert_same(mine, theirs)
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        ours = mine.copy() if dtype is torch.float32 else narrowed(mine.copy(), dtype)
+        theirs = ours.copy()
+        run(gpu, "adam", [ours], [adam_factors(1, 1.0, True, dtype is torch.uint8)])
+        adam_on_cpu(theirs, 1, 1.0, True)
+        for x, y in zip(ours.outputs(), theirs.outputs(), strict=True):
+            assert torch.equal(x, y) if x.dtype is torch.uint8 else same_bits(x, y)
 
 
 def test_a_step_moves_28_bytes_per_parameter_in_whole_sectors(gpu: EmulatedGpu) -> None:
@@ -257,7 +291,7 @@ def test_more_elements_than_32_bits_count(gpu: EmulatedGpu) -> None:
     weight, momentum = (sparse_memory(size, torch.float32) for _ in range(2))
     grad = sparse_memory(size, torch.bfloat16)
     grad[-5:] = 1
-    gpu.only_blocks((size - 1) // 2048 % 2112)
+    gpu.only_blocks((size - 1) // 2048)
     try:
         run(gpu, "momentum", [Range(weight, [momentum], None, grad)], [sgd_factors(True, False)])
     finally:

@@ -135,6 +135,47 @@ def test_adam_has_the_bits_of_the_cpu(
             assert_bits(x, y)
 
 
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("options", [{}, {"betas": (0.3, 0.9), "maximize": True}])
+def test_fp32_adam_has_the_bits_of_torchs_and_its_own_kernel(
+    cls: type[torch.optim.Adam], options: dict[str, Any]
+) -> None:
+    sizes = [5, 2048, 70_001]
+    mine, theirs = ([torch.nn.Parameter(values(n, torch.float32)) for n in sizes] for _ in range(2))
+    ours = AdamOptimizer(mine, lr=1e-2, weight_decay=0.1, decoupled=cls is torch.optim.AdamW, **options)
+    peer = cls(theirs, lr=1e-2, weight_decay=0.1, **options)
+    for step in range(4):
+        for p, q in zip(mine, theirs, strict=True):
+            p.grad = values(p.numel(), torch.float32, seed=step)
+            q.grad = p.grad.clone()
+        with Calls() as calls:
+            ours.step()
+        peer.step()
+        assert step == 0 or list(calls.counts) == ["adam_.default"]
+    for p, q in zip(mine, theirs, strict=True):
+        assert torch.equal(p.detach(), q.detach())
+
+
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_narrow_state_has_the_bits_of_the_cpu(dtype: torch.dtype, state_dtype: torch.dtype) -> None:
+    sizes = [5, 2048, 70_001]
+    pairs = [[torch.nn.Parameter(values(n, dtype).to(device)) for n in sizes] for device in ("cuda", "cpu")]
+    optimizers = [
+        AdamOptimizer(params, lr=1e-2, weight_decay=0.1, state_dtype=state_dtype) for params in pairs
+    ]
+    for step in range(4):
+        for params, optimizer in zip(pairs, optimizers, strict=True):
+            for p in params:
+                p.grad = values(p.numel(), dtype, seed=step).to(p.device)
+            optimizer.step()
+    for x, y in zip(*pairs, strict=True):
+        assert_bits(x.detach(), y.detach())
+        for name, array in optimizers[0].state[x].items():
+            if isinstance(array, Tensor):
+                assert torch.equal(array.cpu(), optimizers[1].state[y][name]), name
+
+
 class Calls(TorchDispatchMode):
     """Counts the calls of our operators."""
 

@@ -45,7 +45,7 @@ class Lists:
         if self.kind == "adam":
             options = [ADAM] * len(SIZES)
             is_fp32 = not self.rounded
-            adam_step(*lists, [3] * len(SIZES), sizes, options, torch_sqrt=is_fp32, check=check)
+            adam_step(*lists, [3] * len(SIZES), sizes, options, as_torch=is_fp32, check=check)
         elif self.kind == "sgd":
             sgd_step(*lists, [False] * len(SIZES), sizes, [SGD] * len(SIZES), check=check)
         else:

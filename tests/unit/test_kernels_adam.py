@@ -113,10 +113,10 @@ def special_problem(grad: torch.dtype, rounded: torch.dtype | None) -> Problem:
     )
 
 
-@pytest.mark.parametrize("torch_sqrt", (False, True))
+@pytest.mark.parametrize("as_torch", (False, True))
 @pytest.mark.parametrize("grad", DTYPES)
-def test_levels_agree_bit_for_bit(grad: torch.dtype, torch_sqrt: bool) -> None:
-    for rounded in (None,) if torch_sqrt else (None, torch.bfloat16, torch.float16):
+def test_levels_agree_bit_for_bit(grad: torch.dtype, as_torch: bool) -> None:
+    for rounded in (None,) if as_torch else (None, torch.bfloat16, torch.float16):
         for start in (problem(4_099, grad, rounded), special_problem(grad, rounded)):
             for options in OPTIONS:
                 results = []
@@ -124,7 +124,7 @@ def test_levels_agree_bit_for_bit(grad: torch.dtype, torch_sqrt: bool) -> None:
                     p = start.copy()
                     with level(name):
                         for number in (1, 2, 1000):
-                            p.step(number, **{**DEFAULTS, **options}, torch_sqrt=torch_sqrt)
+                            p.step(number, **{**DEFAULTS, **options}, as_torch=as_torch)
                     results.append(p)
                 for other in results[1:]:
                     assert all(
@@ -168,7 +168,7 @@ def test_master_is_torch_adamw_and_fp32_is_torch_adam() -> None:
             p.grad = torch.randn(10_007)
             parameter.grad = p.grad.clone()
             optimizer.step()
-            p.step(number, **{**DEFAULTS, "weight_decay": 0.1}, decoupled=decoupled, torch_sqrt=True)
+            p.step(number, **{**DEFAULTS, "weight_decay": 0.1}, decoupled=decoupled, as_torch=True)
             assert same_bits(parameter.data, p.weight)
 
 

@@ -173,8 +173,8 @@ def test_what_does_not_fit_is_refused() -> None:
         step((*parts[:3], parts[3][:41], parts[4]), 1, OPTIONS[0])
     with pytest.raises(TypeError, match="expected no delta of moments in 8 bits"):
         step(parts, 1, {**OPTIONS[0], "with_delta": True})
-    with pytest.raises(TypeError, match="expected float32 moments with torch_sqrt, got narrower ones"):
-        step(parts, 1, {**OPTIONS[0], "torch_sqrt": True})
+    with pytest.raises(TypeError, match="expected float32 moments with as_torch, got narrower ones"):
+        step(parts, 1, {**OPTIONS[0], "as_torch": True})
     with pytest.raises(TypeError, match=r"exp_avg_sqs\[0\]: expected uint8 like exp_avgs, got Float"):
         step((*parts[:3], parts[3], torch.zeros(40)), 1, OPTIONS[0])
 

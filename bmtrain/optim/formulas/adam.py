@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -58,6 +60,7 @@ class Adam(Formula):
 
     name = "adam"
     arrays = needed_arrays = MOMENTS
+    kernel_takes_narrow = True
     settings = ("decoupled", "hold_steps", "record_delta", "deltas")
 
     def __init__(
@@ -109,7 +112,7 @@ class Adam(Formula):
             self.name,
             self.operands_of(ranges),
             *groups_of(parts),
-            torch_sqrt=as_torch and not ranges.rounded and ranges.arrays[0][0].dtype is torch.float32,
+            as_torch=as_torch and not ranges.rounded and ranges.arrays[0][0].dtype is torch.float32,
             with_delta=self.record_delta,
             **options,
         )
@@ -141,6 +144,29 @@ class Adam(Formula):
     def has_kernel(self, device: torch.device) -> bool:
         # Only the kernel of the CPU computes the sums of updates.
         return super().has_kernel(device) and (device.type == "cpu" or not self.record_delta)
+
+    def kernel_takes_fp32(self, device: torch.device) -> bool:
+        return _kernel_has_torchs_bits(device)
+
+
+@functools.cache
+def _kernel_has_torchs_bits(device: torch.device) -> bool:
+    """Whether this torch's multi-tensor Adam rounds where the kernel does; tried once, as releases may differ."""
+    draw = torch.Generator(device).manual_seed(0)
+    weight, exp_avg, grad = (torch.randn(4099, generator=draw, device=device) for _ in range(3))
+    for beta1, decoupled, step in itertools.product((0.9, 0.3), (False, True), (1, 1000)):
+        ours, theirs = ([weight.clone(), exp_avg.clone(), exp_avg.square()] for _ in range(2))
+        options: dict[str, Any] = {"lr": 1e-3, "betas": (beta1, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+        ranges = _ops.AdamRanges([ours[0]], [], [grad], [ours[1]], [ours[2]], [step])
+        _ops.adam_(ranges, decoupled=decoupled, as_torch=True, **options)
+        param = torch.nn.Parameter(theirs[0])
+        param.grad = grad.clone()
+        peer = torch.optim.Adam([param], foreach=True, decoupled_weight_decay=decoupled, **options)
+        peer.state[param] = {"step": torch.tensor(step - 1.0), "exp_avg": theirs[1], "exp_avg_sq": theirs[2]}
+        peer.step()
+        if not all(map(torch.equal, ours, theirs)):
+            return False
+    return True
 
 
 def _batches(updates: Sequence[Update], hold_steps: int) -> Iterator[list[Update]]:

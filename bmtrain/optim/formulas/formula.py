@@ -25,8 +25,8 @@ class Formula:
     #: The arrays that may be kept for each element, and the arrays required to load a state.
     arrays: ClassVar[tuple[str, ...]] = ()
     needed_arrays: ClassVar[tuple[str, ...]] = ()
-    #: Whether the kernel also updates fp32 parameters of a GPU; otherwise torch does, whose bits they then have.
-    kernel_takes_fp32: ClassVar[bool] = False
+    #: Whether the kernel also takes arrays narrower than fp32.
+    kernel_takes_narrow: ClassVar[bool] = False
     #: Arguments of the constructor, kept as attributes, that copies and pickles of an optimizer have.
     settings: ClassVar[tuple[str, ...]] = ()
     #: Whether it takes whole matrices, in a place that gathers them; then empty shards take part in a step.
@@ -73,7 +73,7 @@ class Formula:
         Args:
             ranges: what to update.
             parts: the parts that it belongs to.
-            as_torch: fp32 parameters get the bits of torch's own optimizer on the CPU.
+            as_torch: fp32 parameters get the bits of torch's own optimizer.
             options: ``check``, for a checked step on the host.
         """
         _ops.step_of_groups(self.name, self.operands_of(ranges), *groups_of(parts), **options)
@@ -85,6 +85,10 @@ class Formula:
     def has_kernel(self, device: torch.device) -> bool:
         """Whether the core was built with the kernel for a device."""
         return _ops.has_kernels(f"{self.name}_", device.type)
+
+    def kernel_takes_fp32(self, device: torch.device) -> bool:
+        """Whether the kernel also updates fp32 parameters of a GPU; otherwise torch does, whose bits they then have."""
+        return False
 
 
 class Part(NamedTuple):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from .._arrays import MASTER
 from .._options import check_betas, check_not_negative
 from .._updates import Ranges, Update
@@ -18,7 +20,6 @@ class Lion(Formula):
 
     name = "lion"
     arrays = needed_arrays = ("exp_avg",)
-    kernel_takes_fp32 = True
 
     def check(self, options: dict[str, Any]) -> None:
         check_not_negative(options, "lr", "weight_decay")
@@ -36,6 +37,9 @@ class Lion(Formula):
 
     def operands_of(self, ranges: Ranges) -> Sequence[Any]:
         return ranges.weights, ranges.rounded, ranges.grads, ranges.arrays[0]
+
+    def kernel_takes_fp32(self, device: torch.device) -> bool:
+        return True
 
     def compute_by_torch(self, updates: Sequence[Update], numbers: dict[str, Any]) -> None:
         lr, beta1, beta2 = numbers["lr"], numbers["beta1"], numbers["beta2"]

@@ -26,7 +26,9 @@ class OnDevice(Place):
         narrow, wide = split(elsewhere, is_narrow)
         compute_on_host(on_host, as_torch=True)
         _compute(wide)
-        for part in narrow:
+        by_kernel, by_torch = split(narrow, _has_kernel)
+        compute_alike(by_kernel)
+        for part in by_torch:
             for update in part.updates:
                 in_8_bits = update.state[part.names[0]].dtype is torch.uint8
                 numbers = {**part.numbers, "folded": in_8_bits}
@@ -68,14 +70,17 @@ def apply_by_torch(parts: Sequence[Part]) -> None:
 
 def _has_kernel(part: Part, update: Update) -> bool:
     """Whether the core has a kernel for the parameter, on a GPU."""
-    param, grad, state = update.param, update.grad, update.state
-    weight = state.get(MASTER, param)
+    param, grad, formula = update.param, update.grad, part.formula
+    if not formula.has_kernel(param.device):
+        return False
+    if is_narrow(part, update):
+        takes = formula.kernel_takes_narrow
+    else:
+        takes = param.dtype != torch.float32 or formula.kernel_takes_fp32(param.device)
     return (
-        (part.formula.kernel_takes_fp32 or param.dtype != torch.float32)
-        and part.formula.has_kernel(param.device)
+        takes
         and grad.dtype in (torch.float32, torch.float16, torch.bfloat16)
         and param.is_contiguous()
         and grad.is_contiguous()
-        and weight.device == grad.device == param.device
-        and all(state[name].dtype == torch.float32 for name in part.names)
+        and update.state.get(MASTER, param).device == grad.device == param.device
     )

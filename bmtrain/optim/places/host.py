@@ -90,8 +90,8 @@ class OnHost(Place):
         """Whether the core can update ``p`` in place."""
         if not p.is_contiguous():
             return False
-        # Only the kernels of the CPU take narrower states.
-        return p.is_cpu or (self.state_dtype == torch.float32 and self._formula.has_kernel(p.device))
+        takes_state = self._formula.kernel_takes_narrow or self.state_dtype == torch.float32
+        return p.is_cpu or (takes_state and self._formula.has_kernel(p.device))
 
     def _state_bytes(self, p: Tensor) -> int:
         per_element = len(self._formula.arrays) * self.state_dtype.itemsize + 4 * (p.dtype != torch.float32)

@@ -16,12 +16,14 @@ DType dtype_of(std::int64_t number) { return static_cast<DType>(number); }
 
 // One range of a step; every field is 8 bytes.
 struct Range {
-  float *weight, *moment, *second_moment;
+  float* weight;
+  void *moment, *second_moment;
   void* rounded;
   std::int64_t rounded_dtype;
   const void* grad;
   std::int64_t grad_dtype, n;
-  const float* factors;  // as in factors.h
+  const float* factors;      // as in factors.h
+  std::int64_t moment_bits;  // 32, 16 or 8
 };
 
 struct Control {
@@ -53,8 +55,20 @@ int adam(const Range* ranges, std::int64_t num_ranges, const Control* control) {
   std::vector<cpu::AdamSlice> slices;
   for (std::int64_t r = 0; r < num_ranges; ++r) {
     auto& slice = slices.emplace_back(slice_of<cpu::AdamSlice>(ranges[r]));
-    slice.exp_avg = ranges[r].moment;
-    slice.exp_avg_sq = ranges[r].second_moment;
+    const auto coded = [&](void* array) {
+      auto* const codes = static_cast<std::uint8_t*>(array);
+      return cpu::CodedArray{codes, codes + slice.n};
+    };
+    if (ranges[r].moment_bits == 8) {
+      slice.coded_exp_avg = coded(ranges[r].moment);
+      slice.coded_exp_avg_sq = coded(ranges[r].second_moment);
+    } else if (ranges[r].moment_bits == 16) {
+      slice.bf16_exp_avg = ranges[r].moment;
+      slice.bf16_exp_avg_sq = ranges[r].second_moment;
+    } else {
+      slice.exp_avg = static_cast<float*>(ranges[r].moment);
+      slice.exp_avg_sq = static_cast<float*>(ranges[r].second_moment);
+    }
     slice.factors = adam_factors(ranges[r].factors);
   }
   return cuda::adam(slices.data(), num_ranges, control_of(*control), nullptr);
@@ -64,7 +78,7 @@ int momentum(const Range* ranges, std::int64_t num_ranges, const Control* contro
   std::vector<cpu::MomentumSlice> slices;
   for (std::int64_t r = 0; r < num_ranges; ++r) {
     auto& slice = slices.emplace_back(slice_of<cpu::MomentumSlice>(ranges[r]));
-    slice.momentum = ranges[r].moment;
+    slice.momentum = static_cast<float*>(ranges[r].moment);
     slice.factors = momentum_factors(ranges[r].factors);
   }
   return cuda::momentum(slices.data(), num_ranges, control_of(*control), nullptr);

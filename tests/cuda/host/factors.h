@@ -6,7 +6,7 @@
 namespace bmtrain {
 
 // grad_factor, grad_divide, lerp_from_grad, lerp_weight, beta2, one_minus_beta2, bias_correction2_sqrt, eps,
-// negative_step_size, decay_kind, decay.
+// negative_step_size, decay_kind, decay, step.
 inline cpu::AdamFactors adam_factors(const float* factors) {
   cpu::AdamFactors f;
   f.grad_factor = factors[0];
@@ -20,6 +20,7 @@ inline cpu::AdamFactors adam_factors(const float* factors) {
   f.negative_step_size = factors[8];
   f.decay_kind = static_cast<cpu::WeightDecay>(static_cast<int>(factors[9]));
   f.decay = factors[10];
+  f.dither_seed = static_cast<std::uint32_t>(factors[11]) * 0x9e3779b1u;
   return f;
 }
 

@@ -92,6 +92,14 @@ inline unsigned __shfl_down_sync(unsigned mask, unsigned value, unsigned lanes) 
   return static_cast<unsigned>(emulate::exchange(mask, value, from));
 }
 
+inline unsigned __shfl_sync(unsigned mask, unsigned value, int lane) {
+  return static_cast<unsigned>(emulate::exchange(mask, value, static_cast<unsigned>(lane)));
+}
+inline unsigned __shfl_xor_sync(unsigned mask, unsigned value, int lanes) {
+  return static_cast<unsigned>(
+      emulate::exchange(mask, value, threadIdx.x % 32 ^ static_cast<unsigned>(lanes)));
+}
+
 // Cache hints change no value.
 template <typename T>
 __attribute__((no_sanitize("thread"), noinline)) T __ldcs(const T* from) {
