@@ -31,7 +31,7 @@ class MemoryReport:
     """Bytes of this rank at one moment; memory that several tensors share is counted once. ``str()`` is a table.
 
     Attributes:
-        parameters: shards of Blocks, and parameters of the model outside them.
+        parameters: shards of Blocks, also on the host, and parameters of the model outside them.
         gradients: gradient shards of Blocks, and ``.grad`` outside them.
         optimizer: state of the optimizers, without tensors that are parameters themselves; of `optim.whole_matrix` the
             state and fp32 values of the parameters that this rank owns.
