@@ -16,6 +16,7 @@ numbers always runs, because the numbers after it depend on it.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -69,12 +70,12 @@ class KeptResults:
 
     def recording(self) -> TorchDispatchMode:
         """Returns the mode for the first run."""
-        return _Recording(self)
+        return _uncompiled(_Recording, self)
 
     def giving_out(self) -> TorchDispatchMode:
         """Returns the mode for a second run."""
         self._next, self._is_lost = 0, False
-        return _GivingOut(self)
+        return _uncompiled(_GivingOut, self)
 
     def keep(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Keeps the result of the next expensive operator."""
@@ -163,6 +164,19 @@ class _GivingOut(TorchDispatchMode):
         kwargs = kwargs or {}
         result = self._results.take(func, args) if is_expensive(func, args, kwargs) else None
         return func(*args, **kwargs) if result is None else result
+
+
+def _uncompiled(mode: Any, results: KeptResults) -> TorchDispatchMode:
+    """Returns the mode without torch's wrapper, which imports the compiler to keep it away, until that is imported."""
+    made: TorchDispatchMode = (mode if "torch._dynamo" in sys.modules else _unwrapped(mode))(results)
+    return made
+
+
+@functools.cache
+def _unwrapped(mode: Any) -> Any:
+    made: Any = type(mode.__name__, (mode,), {})
+    made.__torch_dispatch__ = getattr(mode.__torch_dispatch__, "__wrapped__", mode.__torch_dispatch__)
+    return made
 
 
 def is_expensive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

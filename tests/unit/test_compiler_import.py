@@ -21,7 +21,8 @@ class Layer(bmt.DistributedModule):
 
 kinds = [bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer, bmt.optim.SGDOptimizer, bmt.optim.LionOptimizer]
 for kind in kinds:
-    model = bmt.TransformerBlockList([bmt.Block(Layer(), use_checkpoint=True) for _ in range(2)])
+    policies = [bmt.BlockPolicy(recompute=how) for how in ("whole", "selective")]
+    model = bmt.TransformerBlockList([bmt.Block(Layer(), policy=policy) for policy in policies])
     optimizer = kind(model[0].parameters(), lr=1e-3)
     optimizer.add_param_group({"params": list(model[1].parameters())})
     manager = bmt.optim.OptimManager()
