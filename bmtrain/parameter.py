@@ -98,8 +98,8 @@ class DistributedParameter(torch.nn.Parameter):
     _data_version: DataVersion | None = None
     _gradient_hooks: OrderedDict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None
     _accumulated_hooks: OrderedDict[int, Callable[[torch.Tensor], None]] | None
-    #: Place and version of the gradients that gathered tensors have sent, see `_shards/penalties.py`.
-    _reduced: list[tuple[int, int]]
+    #: Place and version of the gradients that gathers have sent; None: not watched (`_shards/penalties.py`).
+    _reduced: list[tuple[int, int]] | None
     #: A copy of the gradient, dropped when the gradient may have changed; see `optim/places/overlap/ahead.py`.
     _sent: Any = None
     #: Weak reference to its shard on a drive, see `_engine/disk_shard.py`.

@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Storey, from the bottom, or folder -> what belongs to it, and its ceiling. A commit that raises a ceiling gives the
 #: reason in its message.
 PYTHON = {
-    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2592),
+    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2597),
     "watch": ("_watch", 1925),
     "ranks": ("_ranks global_var nccl synchronize utils", 4213),
-    "shards": ("_shards parameter", 1804),
+    "shards": ("_shards parameter", 1809),
     "engine": ("_engine", 7938),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5671),
     "files": ("_files dcp distributed store weights", 4680),

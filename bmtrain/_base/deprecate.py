@@ -30,3 +30,8 @@ def warn_once(
         return
     _seen.add(key)
     warnings.warn(message, category, stacklevel=stacklevel + 1)
+
+
+def was_given(key: str) -> bool:
+    """Whether :func:`warn_once` has seen ``key``."""
+    return key in _seen

@@ -13,7 +13,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import unserializable_hook
 
-from .._base.deprecate import warn_once
+from .._base.deprecate import warn_once, was_given
 from ..global_var import rank
 
 _LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (os.path.dirname(__file__), torch.__file__))
@@ -26,7 +26,7 @@ def watch(param: Any) -> None:
 
 def expected(param: Any, gradient: torch.Tensor) -> torch.Tensor:
     """Returns the gradient of a shard from its gathered tensor, which a backward is about to send there."""
-    if param._backward_hooks:
+    if param._backward_hooks and param._reduced is not None:
         param._reduced.append((gradient.data_ptr(), gradient._version))
     return gradient
 
@@ -34,12 +34,17 @@ def expected(param: Any, gradient: torch.Tensor) -> torch.Tensor:
 def _see(known: weakref.ref[Any], gradient: torch.Tensor | None) -> None:
     """Hook on the sum of the gradients that the graphs of autograd have for a shard; Blocks send theirs elsewhere."""
     param = known()
-    if gradient is None or param is None:
+    if gradient is None or param is None or param._reduced is None:
         return
     sent, param._reduced = param._reduced, []
     # A sum is another tensor, or a later version of the first. Several gathered tensors have one in any case.
     is_gathered = len(sent) > 1 or sent == [(gradient.data_ptr(), gradient._version)]
-    if is_gathered or rank() != 0 or param._is_full() or param._spec.group.size == 1:
+    spec = param._spec
+    number = spec.group.size * (1 if spec.replicas is None else spec.replicas.size)
+    if is_gathered or rank() != 0 or param._is_full() or number == 1:
+        return
+    param._reduced = None  # its graph, which may be large, is searched once
+    if was_given("shards_in_loss"):
         return
     level, outputs = 1, None
     frame: FrameType | None = _getframe()
@@ -48,13 +53,13 @@ def _see(known: weakref.ref[Any], gradient: torch.Tensor | None) -> None:
         level, frame = level + 1, frame.f_back
     if outputs is not None and not _is_used(param, outputs):
         return  # a thread of a GPU does not know them
-    number = param._spec.group.size
     warn_once(
         "shards_in_loss",
         f"backward: the loss uses {param._label} itself, as sum(p.square().sum() for p in model.parameters()) does. "
-        "It is this rank's shard: each rank has a part of such a penalty, whose gradient is added once, where "
-        f"gradients of the rest of the loss are summed over {number} ranks. Use p.gather(), or weight_decay=; a sum "
-        f"over elements may be added to the divided rest instead: (loss / {number} + penalty).backward()",
+        "It is this rank's shard (at level 0 a copy): each shard has a part of such a penalty, whose gradient is added "
+        f"once, where gradients of the rest of the loss are summed over {number} ranks. Use p.gather(), or "
+        f"weight_decay=; a sum over elements may be added to the divided rest instead: "
+        f"(loss / {number} + penalty).backward()",
         stacklevel=level,
         category=UserWarning,
     )
