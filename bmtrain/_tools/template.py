@@ -7,6 +7,7 @@ runs a program. The launcher, as the nearest ancestor that asks for orphans, bec
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import runpy
@@ -127,12 +128,11 @@ def main() -> None:
     import bmtrain._survive.joining
     import bmtrain.optim  # noqa: F401
 
+    gc.freeze()  # what is imported is never garbage: collections in the processes need not look at it, nor copy it
     with socket.socket(fileno=int(sys.argv[1])) as line:
         wanted = _wait_for_a_start(line)
     if wanted is None:
-        if (
-            os.getpgrp() == os.getpid()
-        ):  # in a session of their own, the processes would go on without the launcher
+        if os.getpgrp() == os.getpid():  # in a session of their own, the processes would outlive the launcher
             os.killpg(0, signal.SIGTERM)
         return
     command, changes = wanted

@@ -71,6 +71,14 @@ def test_each_process_runs_the_script_and_is_a_child(
     assert lines.count("exits") == 3
 
 
+def test_collections_do_not_look_at_what_is_imported(template: Template, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    look = "print(any(one is imported for one in gc.get_objects()))"
+    script.write_text(f'import gc, sys\nimported = sys.modules["bmtrain.optim"]\n{look}\n')
+    assert template.start([str(script)], {}).wait(60) == 0
+    assert (tmp_path / "output").read_text() == "False\n"
+
+
 @pytest.mark.parametrize(("way", "status"), [("abort", 134), ("end", 0)])
 def test_the_first_rank_that_fails_ends_the_others(
     way: str, status: int, script: str, capfd: pytest.CaptureFixture[str]
