@@ -175,7 +175,7 @@ def keeping_on_host(storages: Iterable[BlockStorage], function: Any) -> Any:
 
     def apply(tensor: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = function(tensor)
-        if result.is_cpu or not any(tensor is one for one in kept):
+        if result.is_cpu or result.is_meta or not any(tensor is one for one in kept):
             return result
         return tensor if result.dtype is tensor.dtype else result.cpu()
 

@@ -234,7 +234,7 @@ def peak(place: str, num_blocks: int) -> tuple[int, int]:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     with torch.device("meta"):
-        model = build(torch.bfloat16, [place] * num_blocks)
+        model = build(torch.float32, [place] * num_blocks).bfloat16()
     bmt.init_parameters(model)
     model(torch.ones(2, WIDTH, device="cuda", dtype=torch.bfloat16)).float().sum().backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
