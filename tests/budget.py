@@ -28,7 +28,7 @@ PYTHON = {
 }
 CORE = {
     "bindings": (". bindings ops", 1515),
-    "common": ("common", 954),
+    "common": ("common", 963),
     "comm": ("comm", 6793),
     "shard": ("shard", 2656),
     "disk": ("disk", 900),

@@ -7,12 +7,10 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 
-#include <chrono>
 #include <exception>
 #include <mutex>
 #include <optional>
 #include <string_view>
-#include <thread>
 #include <utility>
 
 #include "common/check.h"
@@ -135,15 +133,7 @@ class TorchRuntime final : public DeviceRuntime {
 std::mutex mutex;  // protects of_cpu
 std::shared_ptr<DeviceRuntime> of_cpu;
 
-constexpr std::chrono::microseconds kPause{20};
-
 }  // namespace
-
-void wait_on_host(DeviceEvent& event) {
-  while (!event.is_complete()) {
-    std::this_thread::sleep_for(kPause);
-  }
-}
 
 std::shared_ptr<DeviceRuntime> device_runtime(const c10::Device& device) {
   if (device.is_cuda()) {

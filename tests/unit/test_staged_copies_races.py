@@ -19,7 +19,9 @@ UNITS = {
         ),
         *(
             f"csrc/common/{name}.cpp"
-            for name in ("thread_pool", "latch", "float_environment", "tensor_dtype", "race_point", "scale")
+            for name in (
+                "thread_pool", "latch", "float_environment", "tensor_dtype", "race_point", "scale", "device_event",
+            )
         ),
         "csrc/testing/disturbance.cpp",
     ]  # one unit: torch's headers take longer to compile than all of these
