@@ -90,6 +90,9 @@ class DiskTier:
         """Returns bytes of memory that start at a page."""
         if self._is_pinned:  # torch keeps what is freed, and reuses it when copies are done
             memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            if memory.data_ptr() % _ALIGNMENT:  # small allocations share a page
+                memory = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=True)
+                memory = memory[-memory.data_ptr() % _ALIGNMENT :][:nbytes]
             self._pinned.add(memory)
             return memory
         return self.pool.acquire(max(nbytes, _LEAST))[:nbytes]

@@ -257,17 +257,23 @@ bool release_device(void* address) {
   return munmap(address, size + kPage) == 0;
 }
 
+// The driver gives small allocations a part of a page.
+constexpr std::size_t kShift = 512;
+std::size_t shift_of(std::size_t pages) { return pages <= 16 * kPage ? kShift : 0; }
+
 void* allocate_pinned(std::size_t size) {
-  const std::size_t pages = whole_pages(size);
-  void* const address = mmap(nullptr, pages, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (address == MAP_FAILED) return nullptr;
-  lasting<Pinned>().add(address, pages);
+  const std::size_t pages = whole_pages(size + kShift);
+  void* const page = mmap(nullptr, pages, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (page == MAP_FAILED) return nullptr;
+  char* const address = static_cast<char*>(page) + shift_of(pages);
+  lasting<Pinned>().add(address, pages - shift_of(pages));
   return address;
 }
 
 bool release_pinned(void* address) {
   const std::size_t size = lasting<Pinned>().take(address);
-  return size != 0 && munmap(address, size) == 0;
+  const std::size_t shift = reinterpret_cast<std::uintptr_t>(address) % kPage;
+  return size != 0 && munmap(static_cast<char*>(address) - shift, size + shift) == 0;
 }
 
 bool pin(void* address, std::size_t size) {
