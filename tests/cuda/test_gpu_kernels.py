@@ -142,8 +142,9 @@ def test_fp32_adam_has_the_bits_of_torchs_and_its_own_kernel(
 ) -> None:
     sizes = [5, 2048, 70_001]
     mine, theirs = ([torch.nn.Parameter(values(n, torch.float32)) for n in sizes] for _ in range(2))
-    ours = AdamOptimizer(mine, lr=1e-2, weight_decay=0.1, decoupled=cls is torch.optim.AdamW, **options)
-    peer = cls(theirs, lr=1e-2, weight_decay=0.1, **options)
+    numbers: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+    ours = AdamOptimizer([{"params": mine, **options}], decoupled=cls is torch.optim.AdamW, **numbers)
+    peer = cls([{"params": theirs, **options}], **numbers)
     for step in range(4):
         for p, q in zip(mine, theirs, strict=True):
             p.grad = values(p.numel(), torch.float32, seed=step)
