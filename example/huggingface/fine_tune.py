@@ -40,7 +40,7 @@ def main() -> None:
     tokens = read_tokens(folder, options.data, config.vocab_size)
     generator = torch.Generator().manual_seed(options.seed + bmt.rank())
     for step in range(options.steps):
-        ids = batch(tokens, options.batch_size, options.seq_len, generator)
+        ids = batch(tokens, options.batch_size, options.seq_len, generator).to(bmt.config["device"])
         manager.zero_grad()
         loss = model(input_ids=ids, labels=ids).loss
         manager.backward(loss)
