@@ -19,7 +19,7 @@ PYTHON = {
     "watch": ("_watch", 1925),
     "ranks": ("_ranks global_var nccl synchronize utils", 4213),
     "shards": ("_shards parameter", 1809),
-    "engine": ("_engine", 7941),
+    "engine": ("_engine", 7940),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5671),
     "files": ("_files dcp distributed store weights", 4680),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 9642),

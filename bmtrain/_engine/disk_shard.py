@@ -40,6 +40,11 @@ class StoredShard:
         self.buffer = buffer
         self.members: Sequence[Any] = buffer.parameters
         shard = buffer.shard
+
+        def put_gradient(memory: Tensor) -> None:  # not a method, which would keep this object, and its file
+            if buffer.gradient_shard is not None:
+                buffer.use_gradient_memory(memory)
+
         nbytes = shard.numel() * shard.element_size()
         file = tier.drives.reserve(aligned(nbytes) * (parameters + gradients))
         self.parameters: StoredArray | None = None
@@ -51,9 +56,7 @@ class StoredShard:
             buffer.use_shard_memory(self.parameters.mapping)
         if gradients:
             offset = aligned(nbytes) * parameters
-            self.gradients = StoredArray(
-                tier, file, offset, nbytes, f"gradients of {label}", self._put_gradient
-            )
+            self.gradients = StoredArray(tier, file, offset, nbytes, f"gradients of {label}", put_gradient)
         self._sealed: Any = None  # mark of the parameters whose checksums are known
         self._fetched: Any = None  # when they were read
         self._sealed_gradients: Any = None
@@ -152,10 +155,6 @@ class StoredShard:
         self.buffer.use_shard_memory(new)
 
     # ---- gradients
-
-    def _put_gradient(self, memory: Tensor) -> None:
-        if self.buffer.gradient_shard is not None:
-            self.buffer.use_gradient_memory(memory)
 
     def holds_gradient_of(self, p: Tensor) -> bool:
         """Whether the gradient of ``p`` is in the gradient shard, and that on the drive."""
