@@ -33,7 +33,7 @@ part() { # part SECONDS FILE COMMAND...: runs it, keeps its output, remembers it
         status=1
         return 1
     fi
-    timeout --kill-after=5 "$limit" "$@" 2>&1 | tee -a "$folder/$file" | tail -n 60
+    timeout --signal=INT --kill-after=10 "$limit" "$@" 2>&1 | tee -a "$folder/$file" | tail -n 60
     local result=${PIPESTATUS[0]}
     echo "== $([ "$result" -eq 0 ] && echo passed || echo "FAILED ($result)") in $((SECONDS - started)) s"
     [ "$result" -eq 0 ] || status=1
@@ -46,8 +46,9 @@ rm -f "$folder/build.txt"
 tests=("$python" -m pytest -q --maxfail=20 --durations=10 -p no:cacheprovider)
 part 100 gpu-tests.txt "${tests[@]}" tests/cuda/test_gpu_kernels.py
 part 60 doctor.txt "$python" -m bmtrain doctor --gpus
-part 120 bench.txt "$python" -m bmtrain bench gpu --parts adam,norm,cross-entropy,step --json "$folder/bench.json"
-part 180 bench.txt "$python" -m bmtrain bench gpu --parts offload --json "$folder/offload.json"
+part 120 bench.txt "$python" -m bmtrain bench gpu --parts adam,norm,cross-entropy,step,policies,tiers --json "$folder/bench.json"
+part 90 bench.txt "$python" -m bmtrain bench gpu --parts offload --layers 12 --tokens 16384 --json "$folder/offload.json"
+part 60 gpu-tests.txt "${tests[@]}" tests/cuda/test_gpu_tiers.py
 part 240 gpu-tests.txt "${tests[@]}" tests/cuda/test_gpu_step.py
 # What CPU ranks show of models, optimizers and checkpoints, on ranks that share the card.
 part 120 gpu-ranks.txt env BMTRAIN_TEST_CUDA=1 BMTRAIN_BACKEND=gloo "${tests[@]}" -m "not slow" \
