@@ -222,11 +222,9 @@ def test_the_path_of_other_devices_gives_the_same(kind: str, dtype: torch.dtype)
             fresh = {q for q in by_torch if q not in b.state}
             formula = b._formula
             b._create_state(dict.fromkeys(fresh, formula.arrays))
-            updates = [
-                Update(q, q.grad, b._prepare(q, b.state[q]), q in fresh)
-                for q in by_torch
-                if q.grad is not None
-            ]
+            for q in by_torch:
+                b._prepare(q, b.state[q])
+            updates = [Update(q, q.grad, b.state[q], q in fresh) for q in by_torch if q.grad is not None]
             numbers = formula.numbers_of(b.param_groups[0], is_low=False, scale=3.0)
             apply_by_torch([Part(updates, formula.arrays, numbers, formula)])
     assert all(same_bits(p.data, q.data) for p, q in zip(fused, by_torch, strict=True))
