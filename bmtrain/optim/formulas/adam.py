@@ -153,17 +153,19 @@ class Adam(Formula):
 def _kernel_has_torchs_bits(device: torch.device) -> bool:
     """Whether this torch's multi-tensor Adam rounds where the kernel does; tried once, as releases may differ."""
     draw = torch.Generator(device).manual_seed(0)
-    weight, exp_avg, grad = (torch.randn(4099, generator=draw, device=device) for _ in range(3))
+    weight, exp_avg, grad = (
+        torch.randn(4099, generator=draw, device=device, dtype=torch.float32) for _ in range(3)
+    )
+    options: dict[str, Any] = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01, "maximize": False}
     for beta1, decoupled, step in itertools.product((0.9, 0.3), (False, True), (1, 1000)):
         ours, theirs = ([weight.clone(), exp_avg.clone(), exp_avg.square()] for _ in range(2))
-        options: dict[str, Any] = {"lr": 1e-3, "betas": (beta1, 0.999), "eps": 1e-8, "weight_decay": 0.01}
         ranges = _ops.AdamRanges([ours[0]], [], [grad], [ours[1]], [ours[2]], [step])
-        _ops.adam_(ranges, decoupled=decoupled, as_torch=True, **options)
-        param = torch.nn.Parameter(theirs[0])
-        param.grad = grad.clone()
-        peer = torch.optim.Adam([param], foreach=True, decoupled_weight_decay=decoupled, **options)
-        peer.state[param] = {"step": torch.tensor(step - 1.0), "exp_avg": theirs[1], "exp_avg_sq": theirs[2]}
-        peer.step()
+        _ops.adam_(ranges, betas=(beta1, 0.999), decoupled=decoupled, as_torch=True, **options)
+        before = torch.tensor(step - 1.0, dtype=torch.float32, device="cpu")
+        torch_adam(
+            [theirs[0]], [grad], [theirs[1]], [theirs[2]], [], [before],
+            foreach=True, amsgrad=False, beta1=beta1, beta2=0.999, decoupled_weight_decay=decoupled, **options,
+        )  # fmt: skip
         if not all(map(torch.equal, ours, theirs)):
             return False
     return True
