@@ -14,8 +14,8 @@ namespace bmtrain::cuda {
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 
-/// Blocks for `num_tasks` tasks: one each, as far as a grid goes. With 16 blocks for each multiprocessor of an
-/// H100, which took several in turn, Adam took 1.08 times as long.
+/// Blocks for `num_tasks` tasks: one each, as far as a grid goes. With 16 blocks for each multiprocessor of
+/// an H100, which took several in turn, Adam took 1.08 times as long.
 inline unsigned grid_for(std::int64_t num_tasks) {
   constexpr std::int64_t kMost = (std::int64_t{1} << 31) - 1;
   return static_cast<unsigned>(num_tasks < 1 ? 1 : num_tasks < kMost ? num_tasks : kMost);
