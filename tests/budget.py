@@ -34,7 +34,7 @@ CORE = {
     "disk": ("disk", 900),
     "optim": ("optim", 1957),
     "cpu": ("cpu", 2421),
-    "cuda": ("cuda", 1567),
+    "cuda": ("cuda", 1564),
     "packaging": ("packaging", 90),
     "testing": ("testing", 204),
 }

@@ -37,7 +37,8 @@ std::int64_t num_narrow_tiles(const cpu::AdamSlice& slice, const Alignment& /*al
 cudaError_t step_of_width(Width width, const cpu::AdamSlice* slices, std::int64_t num_slices,
                           const StepControl& control, cudaStream_t stream) {
   if (width == Width::kFp32) return step<Adam>(slices, num_slices, control, stream);
-  if (control.zero_grad) return cudaErrorInvalidValue;
+  if (control.grad_scale != nullptr || control.found_inf != nullptr || control.zero_grad)
+    return cudaErrorInvalidValue;
   const auto kernel = width == Width::kBf16 ? narrow_kernel<Bf16Moments> : narrow_kernel<CodedMoments>;
   return step<Adam>(slices, num_slices, control, stream, kernel, num_narrow_tiles);
 }

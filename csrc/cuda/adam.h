@@ -11,7 +11,7 @@
 namespace bmtrain::cuda {
 
 /// Updates all slices with as few launches as their number allows. Pointers are of the stream's device.
-/// cudaErrorInvalidValue if gradients of slices with narrow moments are to be zeroed.
+/// cudaErrorInvalidValue if slices with narrow moments are to be controlled.
 [[nodiscard]] cudaError_t adam(const cpu::AdamSlice* slices, std::int64_t num_slices,
                                const StepControl& control, cudaStream_t stream);
 

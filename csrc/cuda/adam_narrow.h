@@ -113,9 +113,6 @@ struct CodedMoments {
 template <typename Moments>
 __global__ void __launch_bounds__(kThreads)
     narrow_kernel(const __grid_constant__ StepBatch<cpu::AdamSlice> batch) {
-  const StepControl& control = batch.control;
-  const float scale = control.grad_scale == nullptr ? 1 : *control.grad_scale;
-  if (control.found_inf != nullptr && *control.found_inf != 0) return;
   int s = 0;
   for (std::int64_t tile = blockIdx.x; tile < batch.first_tile[batch.num_slices]; tile += gridDim.x) {
     while (tile >= batch.first_tile[s + 1]) ++s;
@@ -140,7 +137,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int u = 0; u < kNarrowUnroll; ++u) {
       const std::int64_t i = first + u * kWarp;
-      const AdamElement now = adam_element(slice.factors, g[u] * scale, old[u]);
+      const AdamElement now = adam_element(slice.factors, g[u], old[u]);
       const std::uint32_t random =
           (Moments::hash(old[u].weight, now.exp_avg) ^ slice.factors.dither_seed) * kHashFactor;
       moments.store(i, i < slice.n, now.exp_avg, now.exp_avg_sq, random);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -187,6 +188,15 @@ def test_adam_with_narrow_moments(
             adam_on_cpu(theirs, step, scale, decoupled)
         for x, y in zip(mine.outputs(), theirs.outputs(), strict=True):
             assert torch.equal(x, y) if x.dtype is torch.uint8 else same_bits(x, y)
+
+
+@pytest.mark.parametrize(
+    "control", [{"grad_scale": torch.ones(())}, {"found_inf": torch.ones(())}, {"zero_grad": True}]
+)
+def test_narrow_moments_take_no_control(gpu: EmulatedGpu, control: dict[str, Any]) -> None:
+    ranges = [narrowed(make_range(33, torch.float32, None), torch.bfloat16)]
+    with pytest.raises(ValueError):
+        run(gpu, "adam", ranges, [adam_factors(1, 1.0, True)], **control)
 
 
 @pytest.mark.parametrize("rounded", [None, torch.bfloat16])
