@@ -15,6 +15,7 @@ from ._base.deprecate import warn_once
 from ._base.layers import run_layers, stacked
 from ._base.opaque import opaque
 from ._base.stand_in import SHARED, StandIn
+from ._C import ShardedBuffer
 from ._engine.block_state import BlockState
 from ._engine.disk_block import state_of
 from ._engine.engine import current_engine
@@ -32,7 +33,7 @@ from .errors import RepeatedBlockError
 from .global_var import context
 from .param_init import grouped_parameters, init_parameters
 from .parameter import DistributedParameter
-from .utils import round_up
+from .utils import round_up, storage_type_cuda
 from .zero_context import ZeroContext
 
 __all__ = [
@@ -136,20 +137,13 @@ class Block(StandIn):
         reference.runtime = weakref.ref(self._runtime)
         self._runtime.reference = reference
 
-    def _set_hooks(self, param: DistributedParameter) -> None:
-        for storage in self._storages:
-            for index, member in enumerate(storage.parameters):
-                if member is param and param._gradient_hooks is not None:
-                    storage.shards.set_hooks(index, param._gradient_hooks)
-
-    def _make_shard(self, param: DistributedParameter) -> bool:
-        """Makes ``param`` a view of the storage; returns False if it has none (on another stage of a pipeline)."""
+    def _place_of(self, param: DistributedParameter) -> tuple[ShardedBuffer, int] | None:
+        """The buffer of a parameter and its number there; None if that is on another stage of a pipeline."""
         for storage in self._storages:
             for index, member in enumerate(storage.parameters):
                 if member is param:
-                    storage.shards.make_shard(index)
-                    return True
-        return False
+                    return storage.shards, index
+        return None
 
     def reference(self, block: Block) -> None:
         """Shares another Block's storage; for a Block constructed with ``initialized=True`` around the same module."""
@@ -286,22 +280,6 @@ class _ReplacedForward:
         if self.block._runtime.is_bound:
             return self.function(*args, **kwargs)
         return self.block._run(self.function, *args, **kwargs)
-
-
-def storage_type_cuda(storage_type: type) -> type:
-    """The CUDA storage class for a typed-storage class; on a CPU run, the class itself.
-
-    Raises:
-        ValueError: if ``storage_type`` is not a typed-storage class.
-    """
-    name = getattr(storage_type, "__name__", str(storage_type))
-    if not (isinstance(storage_type, type) and name.endswith("Storage") and hasattr(torch, name)):
-        raise ValueError(
-            f"storage_type: expected a typed storage class such as torch.HalfStorage, got {storage_type!r}"
-        )
-    if context().device.type == "cuda":
-        return getattr(torch.cuda, name)  # type: ignore[no-any-return]
-    return storage_type
 
 
 class TransformerBlockList(VerticalLayers):

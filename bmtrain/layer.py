@@ -132,8 +132,7 @@ class DistributedModule(torch.nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         inherited = getattr(super(), "__getstate__", None)
         state = dict(self.__dict__ if inherited is None else inherited())
-        for name in (OWNER, GREW):
-            state.pop(name, None)  # what is copied or pickled has a Block of its own, or none
+        forget_block(state)
         return state
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -165,10 +164,10 @@ class DistributedModule(torch.nn.Module):
             super()._load_from_state_dict(*args, **kwargs)
 
 
-def forget_block(module: torch.nn.Module) -> None:
-    """Removes the reference to a Block from the state of a copied module."""
-    for name in (OWNER, GREW):
-        module.__dict__.pop(name, None)
+def forget_block(attributes: dict[str, Any]) -> None:
+    """Removes the reference to a Block from a copied or pickled module, which has a Block of its own or none."""
+    attributes.pop(OWNER, None)
+    attributes.pop(GREW, None)
 
 
 def note_full_shape(module: torch.nn.Module, name: str, param: DistributedParameter) -> None:

@@ -380,8 +380,8 @@ class DistributedParameter(torch.nn.Parameter):
         if self._gradient_hooks is None:
             self._gradient_hooks = OrderedDict()
             block = self._block() if self._block is not None else None
-            if block is not None:
-                block._set_hooks(self)
+            if block is not None and (place := block._place_of(self)) is not None:
+                place[0].set_hooks(place[1], self._gradient_hooks)
         handle = RemovableHandle(self._gradient_hooks)
         self._gradient_hooks[handle.id] = hook
         return handle

@@ -25,6 +25,7 @@ __all__ = [
     "print_rank",
     "round_up",
     "see_memory",
+    "storage_type_cuda",
     "tp_split_tensor",
 ]
 
@@ -44,6 +45,22 @@ def round_up(x: int, d: int) -> int:
     """
     x, d = require_integer("x", x), require_integer("d", d, 1)
     return (x + d - 1) // d * d
+
+
+def storage_type_cuda(storage_type: type) -> type:
+    """The CUDA storage class for a typed-storage class; on a CPU run, the class itself.
+
+    Raises:
+        ValueError: if ``storage_type`` is not a typed-storage class.
+    """
+    name = getattr(storage_type, "__name__", str(storage_type))
+    if not (isinstance(storage_type, type) and name.endswith("Storage") and hasattr(torch, name)):
+        raise ValueError(
+            f"storage_type: expected a typed storage class such as torch.HalfStorage, got {storage_type!r}"
+        )
+    if context.context().device.type == "cuda":
+        return getattr(torch.cuda, name)  # type: ignore[no-any-return]
+    return storage_type
 
 
 def print_rank(*args: Any, rank: int = 0, **kwargs: Any) -> None:

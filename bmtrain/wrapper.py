@@ -285,7 +285,7 @@ class _CopiesItself:
         copied = super().__deepcopy__(memo)  # type: ignore[misc]
         if type(copied) is type(self)._old_class:  # type: ignore[attr-defined]
             _set_class(copied, type(self))
-            forget_block(copied)
+            forget_block(copied.__dict__)
         return copied
 
 

@@ -17,12 +17,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2597),
     "watch": ("_watch", 1925),
-    "ranks": ("_ranks global_var nccl synchronize utils", 4213),
-    "shards": ("_shards parameter", 1809),
-    "engine": ("_engine", 7940),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5671),
+    "ranks": ("_ranks global_var nccl synchronize utils", 4230),
+    "shards": ("_shards parameter", 1812),
+    "engine": ("_engine", 7963),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5648),
     "files": ("_files dcp distributed store weights", 4680),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9644),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9646),
     "survive": ("_survive survive", 2078),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_594),
 }

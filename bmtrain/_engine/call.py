@@ -15,6 +15,7 @@ moments of a call: recomputation (`recompute.py`), activations on the host (`off
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
@@ -344,3 +345,25 @@ def kept_alive(block: BlockState, result: Any) -> Any:
         return tensor.clone() if block.owns_storage(tensor) else tensor
 
     return replace_tensors(result, copied_out)
+
+
+def refuse_parameters_as_inputs() -> None:
+    """Makes ``backward(inputs=)`` of a Block's parameters an error: no graph of autograd leads to them."""
+    plain = torch.autograd.backward
+    if hasattr(plain, "_bmtrain"):
+        return
+
+    @functools.wraps(plain)
+    def backward(*args: Any, inputs: Any = None, **kwargs: Any) -> None:
+        inputs = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+        inputs = tuple(inputs) if isinstance(inputs, Iterator) else inputs
+        for param in inputs.values() if isinstance(inputs, dict) else inputs or ():
+            if getattr(param, "_block", None) is not None:
+                raise RuntimeError(
+                    f"backward(inputs=...): got {param._label} of a Block, whose gradient would stay None; use "
+                    "backward(), with requires_grad_(False) on parameters that get none, in forward too"
+                )
+        plain(*args, inputs=inputs, **kwargs)  # type: ignore[misc]
+
+    backward._bmtrain = True  # type: ignore[attr-defined]
+    torch.autograd.backward = backward

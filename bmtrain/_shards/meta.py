@@ -20,7 +20,10 @@ def make_shard(param: Sharded) -> None:
     if not param.is_meta:
         return
     block = param._block() if param._block is not None else None
-    if block is None or not block._make_shard(param):
+    place = None if block is None else block._place_of(param)
+    if place is not None:
+        place[0].make_shard(place[1])
+    else:
         local = torch.zeros(param._spec.local_part[1], dtype=param.dtype, device=context().device)
         materialize(param, local)  # type: ignore[arg-type]
 

@@ -552,3 +552,30 @@ def test_a_penalty_over_shards_with_a_bare_backward_is_told_once(world: int, kin
     assert not any(others)
     assert len(said) == number
     assert all(re.search(r"uses .* itself.*p\.gather\(\).*loss / 2 \+ penalty", text) for text in said)
+
+
+def gradients_of_inputs() -> None:
+    """Trains one of two models, as scripts with two optimizers do."""
+    model = bmt.BMTrainModelWrapper(torch.nn.ModuleList([torch.nn.Linear(4, 4)]))
+    plain = torch.nn.Linear(4, 4)
+    x = torch.ones(2, 4, requires_grad=True)
+    for inputs in (
+        list(model.parameters()),
+        model.parameters(),
+        next(model.parameters()),
+        [x, *model.parameters()],
+        dict(model.named_parameters()),
+    ):
+        with pytest.raises(
+            RuntimeError, match=r"got parameter \d+ of shape \(4, 4\) of a Block.*requires_grad_"
+        ):
+            model[0](x).sum().backward(inputs=inputs)
+    for given in (x, [x], [x, plain.weight]):
+        plain.weight.grad = x.grad = None
+        plain(x).sum().backward(inputs=given)
+        assert x.grad is not None
+        assert (plain.weight.grad is not None) == (len(given) == 2 and given is not x)
+
+
+def test_gradients_of_inputs_in_blocks_are_refused() -> None:
+    run_ranks(1, gradients_of_inputs)
