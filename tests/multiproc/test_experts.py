@@ -251,6 +251,37 @@ def test_wrong_arguments_are_named() -> None:
     run_ranks(2, refused, init={"ep_size": 2})
 
 
+def router_losses(dtype: torch.dtype, mask_dtype: torch.dtype | None) -> None:
+    """More tokens than bf16 counts, and other numbers of them on each rank."""
+    torch.manual_seed(0)
+    all_logits = [torch.randn(n, EXPERTS).mul(3).to(dtype) for n in (301, 78)]
+    all_masks = [torch.rand(len(logits)).gt(0.03 if mask_dtype else -1) for logits in all_logits]
+    own = all_logits[bmtrain.rank()].clone().requires_grad_()
+    mask = None if mask_dtype is None else all_masks[bmtrain.rank()].to(mask_dtype)
+    found = load_balancing_loss(own, TOP_K, mask) + router_z_loss(own, mask)
+    assert found.dtype == torch.float32
+    (found / bmtrain.world_size()).backward()
+
+    single = torch.cat(all_logits).double().requires_grad_()
+    counted = single[torch.cat(all_masks)]
+    frequencies = F.one_hot(counted.topk(TOP_K).indices, EXPERTS).sum(1).double().mean(0)
+    balance = EXPERTS * frequencies @ counted.softmax(-1).mean(0)
+    expected = balance + counted.logsumexp(-1).square().mean()
+    expected.backward()
+    mean = bmtrain.distributed.all_reduce(found.detach(), "avg")
+    torch.testing.assert_close(mean.double(), expected.detach(), rtol=1e-6, atol=0)
+    grads = single.grad.split([301, 78])[bmtrain.rank()]
+    rounding = 2.0**-7 if dtype == torch.bfloat16 else 1e-5  # of the gradient of either loss
+    atol = rounding * float(grads.abs().max()) / 8
+    torch.testing.assert_close(own.grad, grads.to(dtype), rtol=rounding, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask_dtype", [None, torch.bool])
+def test_losses_of_routers_equal_one_process(dtype: torch.dtype, mask_dtype: torch.dtype | None) -> None:
+    run_ranks(2, router_losses, dtype, mask_dtype)
+
+
 @pytest.mark.parametrize("routing", ["all to two", "none to one"])
 @pytest.mark.parametrize(("world", "ep_size"), [(2, 2), (4, 2)])
 def test_experts_without_tokens(world: int, ep_size: int, routing: str) -> None:

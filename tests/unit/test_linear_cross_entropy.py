@@ -85,6 +85,16 @@ def test_scaled_half_precision_keeps_its_gradient() -> None:
     torch.testing.assert_close(scaled / 2.0**14, plain, rtol=1e-2, atol=1e-5)
 
 
+def test_many_chunks_do_not_lose_their_gradients() -> None:
+    hidden = torch.rand(1024, DIM).add(0.5).bfloat16()
+    weight = torch.zeros(CLASSES, DIM, dtype=torch.bfloat16)
+    targets = torch.zeros(1024, dtype=torch.int32)
+    got, wanted = (part.clone().requires_grad_() for part in (weight, weight.double()))
+    fused_linear_cross_entropy(hidden, got, targets, chunk=1, reduction="sum").backward()
+    functional.cross_entropy(hidden.double() @ wanted.T, targets.long(), reduction="sum").backward()
+    torch.testing.assert_close(got.grad.double(), wanted.grad, rtol=2.0**-7, atol=0)
+
+
 class LargestResult(TorchDispatchMode):
     """Notes the largest tensor that any operation makes, in elements."""
 
