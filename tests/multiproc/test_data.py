@@ -21,7 +21,12 @@ def epochs(number: int, batch_size: int, **options: Any) -> list[list[list[int]]
     """The batches of this rank in so many epochs."""
     batches = bmt.data.loader(range(SIZE), batch_size, seed=3, **options)
     assert len(batches) == SIZE // (batch_size * bmt.config["tp_zero_size"])
-    return [[batch.tolist() for batch in batches] for _ in range(number)]
+    found = []
+    for epoch in range(number):
+        found.append([batch.tolist() for batch in batches])
+        state = batches.state_dict()
+        assert (state["epoch"], state["samples"]) == (batches.epoch, 0) == (epoch + 1, 0)
+    return found
 
 
 def of_torch(number: int, batch_size: int) -> list[list[list[int]]]:
@@ -103,6 +108,18 @@ def test_goes_on_in_the_middle_of_an_epoch(stop: int, workers: int) -> None:
     for expected, found, same_generator in run_ranks(2, interrupted, stop, workers):
         assert found == expected
         assert same_generator
+
+
+def drawn_by_workers() -> list[list[float]]:
+    batches = bmt.data.loader(Noisy(), 5, num_workers=1, collate_fn=list)
+    assert batches.state_dict()["seed"] == 0
+    return [[noise for batch in batches for _, noise in batch] for _ in range(2)]
+
+
+def test_workers_draw_other_numbers_on_each_rank_and_in_each_epoch() -> None:
+    one, two = run_ranks(2, drawn_by_workers)
+    drawn = [*chain(*one, *two)]
+    assert len(set(drawn)) == len(drawn) == 2 * SIZE
 
 
 def after(state: dict[str, int] | None, steps: int) -> tuple[list[list[int]], dict[str, int]]:
