@@ -100,18 +100,28 @@ def clip_equals_torch(norm_type: Any, scale: float) -> tuple[float, ...]:  # BC-
     model, reference = Model(True), Model(False)
     (own_loss(model) * scale / bmt.world_size()).backward()
     loss_of(reference, batch()).backward()
-    extra, extra_reference = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
-    extra.grad = torch.full((3,), 0.25 * scale) * (1 if bmt.rank() == 0 else 17)  # rank 0's counts
-    extra_reference.grad = torch.full((3,), 0.25)
-    groups = [{"params": list(model.parameters())}, {"params": [extra]}]
+    extras, references = (
+        [],
+        [],
+    )  # strided as one in channels_last is, and of a dtype without kernels of the core
+    for grad in (torch.tensor([0.25, 0, 0]), torch.rand(3, 2).t() / 8, torch.rand(4).double() / 8):
+        extra, extra_reference = (torch.nn.Parameter(torch.zeros_like(grad)) for _ in range(2))
+        extra.grad = grad * scale * (1 if bmt.rank() == 0 else 17)  # rank 0's counts
+        extra_reference.grad = grad.clone()
+        extras.append(extra)
+        references.append(extra_reference)
+    groups = [{"params": list(model.parameters())}, {"params": extras}]
     norms = []
     for max_norm in (1e3, 0.05):
         norm = clip_grad_norm(groups, max_norm, scale, norm_type)
         expected = torch.nn.utils.clip_grad_norm_(
-            [*reference.parameters(), extra_reference], max_norm, float(norm_type)
+            [*reference.parameters(), *references], max_norm, float(norm_type)
         )
-        torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(norm.to(expected), expected, rtol=1e-6, atol=0)
         assert_gradients(model, reference, 1 / scale)
+        for extra, expected in zip(extras, references, strict=True):
+            factor = scale * (1 if bmt.rank() == 0 else 17)
+            torch.testing.assert_close(extra.grad, expected.grad * factor, rtol=1e-5, atol=0)
         norms.append(norm.item())
     after = clip_grad_norm(groups, 1e3, scale, norm_type)
     assert 0.0499 < after <= 0.05 * (1 + 1e-6)
@@ -124,6 +134,23 @@ def test_clip_equals_torch(world: int, norm_type: Any) -> None:
     for scale in (1.0, 256.0):
         results = run_ranks(world, clip_equals_torch, norm_type, scale)
         assert len(set(results)) == 1  # identical on all ranks
+
+
+def norm_with_nan(norm_type: Any, rank: int) -> tuple[float, list[float]]:
+    p = bmt.DistributedParameter(torch.zeros(8))
+    p.grad = torch.full_like(p.data, 3.0)
+    if bmt.rank() == rank:
+        p.grad[0] = math.nan
+    norm = clip_grad_norm([{"params": [p]}], 1.0, 1.0, norm_type)
+    return norm.item(), p.grad[1:].tolist()
+
+
+@pytest.mark.parametrize("norm_type", [2, 3, "inf"])
+def test_a_nan_of_any_rank_is_in_the_norm(norm_type: Any) -> None:
+    for rank in range(2):
+        for norm, grad in run_ranks(2, norm_with_nan, norm_type, rank):
+            assert not math.isfinite(norm)
+            assert set(grad) == {3.0}  # nothing is clipped by such a norm
 
 
 def tensor_parallel_norm() -> float:

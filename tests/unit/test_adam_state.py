@@ -212,6 +212,20 @@ def test_hooks_of_torch_are_called() -> None:
     assert calls == ["saved", "pre", "post"]
 
 
+def test_a_hook_of_torch_replaces_the_state() -> None:
+    params, optimizer = trained(AdamOptimizer, torch.float32)
+    saved = copy.deepcopy(optimizer.state_dict())
+
+    def renamed(found: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        assert found is optimizer
+        return state["optimizer"]
+
+    optimizer.state[params[0]]["exp_avg"].zero_()
+    optimizer.register_load_state_dict_pre_hook(renamed)
+    optimizer.load_state_dict({"optimizer": saved})
+    assert torch.equal(optimizer.state[params[0]]["exp_avg"], saved["state"][0]["exp_avg"])
+
+
 @pytest.mark.parametrize("gather", (False, True))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize(("moments", "kept_in"), (("bfloat16", torch.bfloat16), ("int8", torch.uint8)))
