@@ -58,7 +58,11 @@ class _Sums:
         total = self._trees[0].total()
         for tree in self._trees[1:]:
             total.add_(tree.total())
-        return total
+        owner = self.owner
+        if isinstance(owner, ShardedBuffer):
+            param: DistributedParameter = owner.parameters[0]  # type: ignore[assignment]
+            return param._spec.join_pieces(total, owner.layout.partition, param._label)
+        return owner._spec.join_pieces(total, owner._spec.local_part[1], owner._label)
 
     def _name(self) -> str:
         if isinstance(self.owner, ShardedBuffer):
@@ -84,7 +88,7 @@ class VirtualSum(Destination):
 
     def of_parameter(self, param: DistributedParameter, gradient: torch.Tensor) -> None:
         """Adds the full gradient of a parameter outside blocks. Collective."""
-        tree = self._tree_of(param)
+        tree = self._tree(param, param)
         for part in param._spec.scatter(gradient.reshape(-1), param._label):
             tree.push(part)
 
@@ -105,6 +109,10 @@ class VirtualSum(Destination):
 
     def of_block(self, block: BlockState, buffers: Sequence[ShardedBuffer]) -> Sequence[ShardedBuffer] | None:
         self._send_experts(block)
+        for buffer in buffers:
+            spec = buffer.parameters[0]._spec  # type: ignore[attr-defined]
+            if spec.replicas is not None:
+                buffer.send_pieces(spec.all_ranks.reduce_comm)
         return super().of_block(block, buffers)
 
     def _send_experts(self, block: BlockState | None) -> None:
@@ -113,7 +121,7 @@ class VirtualSum(Destination):
             if _block_of(param) is block:
                 del self._of_experts[id(param)]
                 parts = [param._spec.scatter(own.reshape(-1), param._label) for own in gradients]
-                tree = self._tree_of(param)
+                tree = self._tree(param, param)
                 for of_rank in zip(*parts, strict=True):
                     for part in of_rank:
                         tree.push(part)
@@ -122,12 +130,7 @@ class VirtualSum(Destination):
         return True
 
     def tree_of(self, buffer: ShardedBuffer) -> TreeSum:
-        _refuse_replicas(buffer.num_replicas)
         return self._tree(buffer, buffer.parameters[0])  # type: ignore[arg-type]
-
-    def _tree_of(self, param: DistributedParameter) -> TreeSum:
-        _refuse_replicas(1 if param._spec.replicas is None else param._spec.replicas.size)
-        return self._tree(param, param)
 
     def _tree(self, owner: ShardedBuffer | DistributedParameter, param: DistributedParameter) -> TreeSum:
         arrival = self._arrivals[id(owner)]
@@ -177,14 +180,6 @@ class VirtualSum(Destination):
 def _block_of(param: DistributedParameter) -> BlockState | None:
     reference = param._block
     return None if reference is None or reference.runtime is None else reference.runtime()
-
-
-def _refuse_replicas(number: int) -> None:
-    if number > 1:
-        raise RuntimeError(
-            "virtual shards need blocks that all ranks share: ZeRO level 1, 2 or 3, not 0, and no zero_size (the "
-            "results of these are the same)"
-        )
 
 
 def _add_gradient(param: DistributedParameter, total: torch.Tensor) -> None:

@@ -49,6 +49,11 @@ class ShardSpec:
     replicas: Group | None = None
 
     @property
+    def all_ranks(self) -> Group:
+        """The ranks that share the parameter, and their replicas."""
+        return context().groups[self.group.name]
+
+    @property
     def is_first_replica(self) -> bool:
         """Whether this rank is the first of the ranks that hold the same elements."""
         return self.replicas is None or self.replicas.rank == 0
@@ -152,13 +157,30 @@ class ShardSpec:
         return part
 
     def scatter(self, flat: torch.Tensor, label: str) -> list[torch.Tensor]:
-        """Returns this rank's part of every rank's full tensor, in rank order. Collective over the group."""
-        if self.group.size == 1:
+        """Returns this rank's part of every rank's full tensor, in rank order; of replicas, each has a piece of it.
+
+        Collective over the group and the replicas.
+        """
+        size, count = self.group.size, self.local_part[1]
+        if self.replicas is None and size == 1:
             return [flat]
-        slots = self._slots(flat)
+        slots, comm = self._slots(flat), self.group.reduce_comm
+        if self.replicas is not None:
+            comm, pieces = self.all_ranks.reduce_comm, self.replicas.size
+            count = -(-slots.shape[1] // pieces)
+            padded = torch.nn.functional.pad(slots, (0, count * pieces - slots.shape[1]))
+            slots = padded.view(size, pieces, count).transpose(0, 1).reshape(-1, count)
         received = torch.empty_like(slots)
-        self.group.reduce_comm.all_to_all(received.view(-1), slots.view(-1), label).wait()
-        return list(received[:, : self.local_part[1]].unbind(0))
+        comm.all_to_all(received.view(-1), slots.view(-1), label).wait()
+        return list(received[:, :count].unbind(0))
+
+    def join_pieces(self, piece: torch.Tensor, numel: int, label: str) -> torch.Tensor:
+        """Returns the ``numel`` elements of which each replica has a piece. Collective over the replicas."""
+        if self.replicas is None:
+            return piece
+        joined = piece.new_empty(self.replicas.size * piece.numel())
+        self.replicas.reduce_comm.all_gather(joined, piece, label).wait()
+        return joined[:numel]
 
     def _slots(self, flat: torch.Tensor) -> torch.Tensor:
         """Returns a matrix whose row r is the part of rank r, padded."""

@@ -248,6 +248,7 @@ void bind_buffer(py::module_& m) {
       .def("sum_if_arrived", of_reduction(&Reduction::sum_if_arrived), NoGil())
       .def("join_backward", of_reduction(&Reduction::join), py::arg("trains"), NoGil())
       .def("drop_gradients", of_reduction(&Reduction::drop), py::arg("which"), NoGil())
+      .def("send_pieces", of_reduction(&Reduction::send_pieces), py::arg("all_comm"))
       .def("start_reduce", of_reduction(&Reduction::start), NoGil())
       .def("continue_reduce", of_reduction(&Reduction::continue_sum), NoGil())
       .def("await_reduce", of_reduction(&Reduction::await), NoGil())

@@ -1,5 +1,6 @@
 #include "shard/reduction.h"
 
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
@@ -8,6 +9,7 @@
 
 #include "common/check.h"
 #include "common/race_point.h"
+#include "common/sizes.h"
 
 namespace bmtrain {
 
@@ -136,7 +138,9 @@ void Reduction::start() {
   under_way_.clear();
   stage_ = Stage::kFirstSum;
   Communicator& comm = *spec_.reduce_comm;
-  if (spec_.layout.num_ranks() == 1) {
+  if (all_comm_) {
+    exchange_with_all();
+  } else if (spec_.layout.num_ranks() == 1) {
     received_ = gradient_;
     add_replicas();
     if (spec_.host_lane && !work_) {
@@ -177,6 +181,20 @@ void Reduction::exchange_between_hosts() {
   work_ = spec_.hosts_comm->all_to_all(received_, gradient_, spec_.label);
 }
 
+// Each rank gets a piece of its shard from every rank; its replicas get the others.
+void Reduction::exchange_with_all() {
+  const std::int64_t num_sharing = spec_.layout.num_ranks(), partition = spec_.layout.partition();
+  const std::int64_t num_pieces = spec_.num_replicas(),
+                     piece = round_up(partition, 8 * num_pieces) / num_pieces;
+  gradient_ =
+      at::constant_pad_nd(gradient_.view({num_sharing, partition}), {0, num_pieces * piece - partition})
+          .view({num_sharing, num_pieces, piece})
+          .transpose(0, 1)
+          .reshape({-1});
+  received_ = at::empty_like(gradient_);
+  work_ = all_comm_->all_to_all(received_, gradient_, spec_.label);
+}
+
 void Reduction::add_replicas() {
   if (spec_.num_replicas() > 1) {
     work_ = spec_.replica_comm->all_reduce(received_, ReduceOp::kSum, spec_.label);
@@ -187,7 +205,7 @@ bool Reduction::start_next_sum() {
   const bool is_first = stage_ == Stage::kFirstSum && spec_.layout.num_ranks() > 1;
   const bool over_hosts = is_first && spec_.reduce_way == ReduceWay::kHosts;
   const bool over_replicas =
-      !over_hosts && (is_first || stage_ == Stage::kOverHosts) && spec_.num_replicas() > 1;
+      !over_hosts && !all_comm_ && (is_first || stage_ == Stage::kOverHosts) && spec_.num_replicas() > 1;
   if (!over_hosts && !over_replicas) {
     return false;
   }
@@ -309,8 +327,9 @@ std::vector<at::Tensor> Reduction::slices() const {
     return slices;
   }
   const std::int64_t numel = received_.defined() ? received_.numel() : 0;  // 0 after a void operation
-  for (std::int64_t begin = 0; begin < numel; begin += partition) {
-    slices.push_back(received_.narrow(0, begin, partition));
+  const std::int64_t slice = all_comm_ ? numel / all_comm_->size() : partition;
+  for (std::int64_t begin = 0; begin < numel; begin += slice) {
+    slices.push_back(received_.narrow(0, begin, slice));
   }
   return slices;
 }

@@ -29,6 +29,10 @@
 // The tree is built like a binary counter is increased: two neighbours of one height become one at once, so
 // that there are never more than log2(leaves) + 1 sums. What is left at the end is added from the last to the
 // first.
+//
+// Replicas of a shard build the tree of a piece of it each, of the slices of all ranks in rank order, and
+// exchange the sums of their pieces at the end of the step: so the tree is the same with any number of
+// replicas.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -95,6 +99,8 @@ class Reduction {
   /// if it has another dtype, and outside of a backward.
   [[nodiscard]] at::Tensor take_place(std::size_t index, at::ScalarType dtype);
 
+  /// Makes start() send each of these ranks, all that train the buffer, a piece of its slice, for a tree.
+  void send_pieces(std::shared_ptr<Communicator> all_comm) { all_comm_ = std::move(all_comm); }
   /// Starts sending each rank its slice of the received gradient.
   void start();
   /// Ends the first sum and starts the next one, over hosts or replicas, if there is one: see [Note: Ways of
@@ -127,6 +133,7 @@ class Reduction {
   void sum_in_turn();
   void exchange_in_host();
   void exchange_between_hosts();
+  void exchange_with_all();
   void add_replicas();
   // Waits for the sum under way and starts the next one; false if it is the last.
   bool start_next_sum();
@@ -146,6 +153,7 @@ class Reduction {
   at::Tensor gradient_;                      // flat, full
   at::Tensor received_;                      // one slice per rank, or their sum
   std::shared_ptr<PeerSlices> peer_slices_;  // in its place, where ranks read each other's gradients
+  std::shared_ptr<Communicator> all_comm_;   // null but for send_pieces()
   WorkPtr work_;
   std::unique_ptr<DeviceEvent> ready_;  // where no operation says when the gradients are there
   at::Tensor sum_;                      // of kSummed: the gradient shard, or a tensor of its own

@@ -241,9 +241,6 @@ def _with_program(layout: Layout, r: random.Random) -> Layout:
         layout = replace(
             layout, init={**sizes, "virtual_shards": shards}, accumulate=shards, accumulates_in="virtual"
         )
-        # They need blocks that all ranks share.
-        levels = [{**p, "level": max(p["level"], 1), "zero_size": None} for p in layout.policies]
-        layout = replace(layout, policies=levels)
     if not pipe and layout.loss_scale is None and r.random() < 0.3:
         layout = replace(layout, early=layout.accumulates_in in ("manager", "virtual"))
     if not pipe and r.random() < 0.2:

@@ -156,6 +156,19 @@ def test_every_rank_count_skips_the_same_steps(tmp_path):
     assert any(later > earlier for earlier, later in pairwise(scales))  # steps were taken as well
 
 
+@pytest.mark.parametrize(
+    ("dtype", "loss_scale"), [("float32", None), ("bfloat16", None), ("float16", 2.0**19)]
+)
+def test_replicas_of_shards_change_no_bit(dtype, loss_scale, tmp_path):
+    """Level 0, and blocks that a part of the ranks share."""
+    told, state, generator = run_on(1, dtype, 3, str(tmp_path), loss_scale=loss_scale)
+    for world, policy in ((2, {"level": 0}), (3, {"level": 0}), (4, {"level": 2, "zero_size": 2})):
+        other = run_on(world, dtype, 3, str(tmp_path), loss_scale=loss_scale, **policy)
+        assert other[0] == told
+        assert same_bits(other[1], state)
+        assert torch.equal(other[2], generator)
+
+
 def gradients(virtual: bool) -> list[torch.Tensor]:
     """Of the mean over a batch, with and without virtual shards, on a model without dropout."""
     run = Run("float32")
@@ -218,17 +231,6 @@ def test_a_rank_without_a_shard_repeats_its_own():
         [(1, False), (1, True)],
         [(2, False), (2, True)],
     ]
-
-
-def level_0() -> None:
-    with bmt.default_policy(bmt.BlockPolicy(level=0)):
-        run = Run("float32")
-    with pytest.raises(RuntimeError, match="not 0"):
-        run.train(0, 1)
-
-
-def test_level_0_is_refused():
-    run_ranks(2, level_0, init={"virtual_shards": SHARDS})
 
 
 def test_misuse_raises():

@@ -14,6 +14,7 @@ from harness.random_layout_run import initial_weights, train
 from bmtrain._tools.parity import compare
 
 SHARDS = 3
+REPLICAS = [{"recompute": "whole", "level": 0}, {"zero_size": 2}]
 LAYOUT = Layout(
     seed=3,
     ranks=0,
@@ -30,19 +31,20 @@ LAYOUT = Layout(
 @pytest.mark.parametrize(
     ("options", "sizes", "layouts"),
     [
-        ({"optimizer": "adam"}, {"tp_size": 2}, [(2, 1), (4, 1)]),  # (ranks, ep_size)
+        ({"optimizer": "adam"}, {"tp_size": 2}, [(2, 1), (4, 2)]),  # (ranks, ep_size)
         ({"mixture": True}, {"tp_size": 2, "sp_size": 2}, [(4, 4), (8, 1)]),
     ],
 )
 def test_ranks_that_share_a_shard(options, sizes, layouts) -> None:
-    """In the last micro-step of two groups, one repeats its shard."""
+    """In the last micro-step of two groups, one repeats its shard; the most ranks have replicas of Blocks."""
     layout = replace(LAYOUT, **options)
     weights = run_ranks(1, initial_weights, layout)[0]
+    replicated = replace(layout, policies=REPLICAS)
     runs = [
         run
-        for ranks, ep_size in layouts
+        for (ranks, ep_size), of_ranks in zip(layouts, (layout, replicated), strict=True)
         for run in run_ranks(
-            ranks, train, layout, weights, init={**layout.init, **sizes, "ep_size": ep_size}, timeout=300
+            ranks, train, of_ranks, weights, init={**layout.init, **sizes, "ep_size": ep_size}, timeout=300
         )
     ]
     for run in runs[1:]:
