@@ -28,9 +28,9 @@ PYTHON = {
 }
 CORE = {
     "bindings": (". bindings ops", 1515),
-    "common": ("common", 963),
+    "common": ("common", 973),
     "comm": ("comm", 6793),
-    "shard": ("shard", 2683),
+    "shard": ("shard", 2698),
     "disk": ("disk", 900),
     "optim": ("optim", 1957),
     "cpu": ("cpu", 2421),

@@ -144,6 +144,13 @@ std::shared_ptr<DeviceRuntime> device_runtime(const c10::Device& device) {
   return of_cpu;
 }
 
+bool is_capturing(void* stream) {
+  using Query = int (*)(void* stream, int* status);
+  static const auto query = reinterpret_cast<Query>(dlsym(RTLD_DEFAULT, "cudaStreamIsCapturing"));
+  int status = 0;  // cudaStreamCaptureStatusNone
+  return query != nullptr && query(stream, &status) == 0 && status != 0;
+}
+
 void set_cpu_runtime(std::shared_ptr<DeviceRuntime> runtime) {
   const std::lock_guard lock(mutex);
   of_cpu = std::move(runtime);

@@ -50,6 +50,9 @@ void wait_on_host(DeviceEvent& event);
 /// The runtime of a CUDA device, or that of the CPU if one was set. StateError if there is none.
 [[nodiscard]] std::shared_ptr<DeviceRuntime> device_runtime(const c10::Device& device);
 
+/// Whether work of a stream (a cudaStream_t) goes into a CUDA graph that is being captured.
+[[nodiscard]] bool is_capturing(void* stream);
+
 /// Lets the CPU, which has no runtime of its own, stand for a device.
 void set_cpu_runtime(std::shared_ptr<DeviceRuntime> runtime);
 

@@ -30,6 +30,8 @@ class HostLane {
   /// StateError if there is no such device.
   explicit HostLane(const c10::Device& device);
 
+  /// StateError while the current stream's work goes into a CUDA graph, which would keep the bytes of today.
+  void check_capture() const;
   /// What was asked of the current stream so far.
   [[nodiscard]] std::unique_ptr<DeviceEvent> mark() const;
   /// Later work of the current stream waits for the mark.

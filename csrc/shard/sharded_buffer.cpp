@@ -61,6 +61,9 @@ void GatheredBuffer::start(bool in_place) {
     return;
   }
   shard_.check_data();
+  if (spec_.host_lane) {
+    spec_.host_lane->check_capture();  // before the graph's pool gives memory
+  }
   if (spec_.has_gathered_memory()) {
     const std::int64_t nbytes = spec_.full_bytes(spec_.gather_dtype);
     c10::DataPtr memory;

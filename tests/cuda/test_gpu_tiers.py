@@ -253,6 +253,31 @@ def test_the_device_holds_a_few_blocks(world: int) -> None:
         assert expected - most > nbytes  # parameters, and gradients of all blocks but these
 
 
+def captured(place: str) -> tuple[str, bool]:
+    """The error of a capture over Blocks in use, and whether they compute afterwards as before."""
+    model = build(torch.float32, [place] * LAYERS)
+    x = torch.ones(2, WIDTH, device="cuda")
+
+    def step() -> list[Tensor]:
+        for p in model.parameters():
+            p.grad = None
+        loss = model(x).square().mean()
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    expected = [step() for _ in range(3)][-1]
+    with pytest.raises(RuntimeError) as caught, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        step()
+    return str(caught.value), all(map(torch.equal, step(), expected))
+
+
+@pytest.mark.parametrize("place", ["host", "all on a drive"])
+def test_graphs_over_blocks_on_the_host_are_refused(place: str, drive: str) -> None:
+    error, goes_on = run_ranks(1, captured, place, init={"tier_directories": [drive]}, cuda=True)[0]
+    assert error.startswith("BlockPolicy(parameters=): expected 'device' for Blocks in a CUDA graph")
+    assert goes_on
+
+
 def refused(policy: dict[str, object]) -> str:
     try:
         bmt.Block(Layer(torch.float32), policy=bmt.BlockPolicy(**policy))

@@ -6,6 +6,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -22,6 +23,7 @@ using simulated::Work;
 namespace {
 
 thread_local cudaError_t last_error = cudaSuccess;
+std::atomic<cudaStream_t> captured = nullptr;
 
 cudaError_t done(cudaError_t error = cudaSuccess) {
   if (error != cudaSuccess && error != cudaErrorNotReady) last_error = error;
@@ -330,18 +332,42 @@ cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t func
   simulated::stream_of(stream).enqueue([=] { function(stream, cudaSuccess, argument); });
   return done();
 }
-cudaError_t cudaStreamIsCapturing(cudaStream_t /*stream*/, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  *status =
+      stream != nullptr && captured == stream ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return done();
 }
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t /*stream*/, cudaStreamCaptureStatus* status,
-                                     unsigned long long* /*id*/, cudaGraph_t* /*graph*/,
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
+                                     unsigned long long* id, cudaGraph_t* /*graph*/,
                                      const cudaGraphNode_t** /*dependencies*/,
                                      const cudaGraphEdgeData** /*edges*/, std::size_t* /*number*/) {
-  *status = cudaStreamCaptureStatusNone;
-  return done();
+  if (id != nullptr) *id = 1;
+  return cudaStreamIsCapturing(stream, status);
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* /*mode*/) { return done(); }
+
+// Captures, of one stream at a time: its work runs at once, and the graph is empty
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode /*mode*/) {
+  captured = stream;
+  return done();
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+  *graph = reinterpret_cast<cudaGraph_t>(stream);
+  captured = nullptr;
+  return done();
+}
+cudaError_t cudaGraphGetNodes(cudaGraph_t /*graph*/, cudaGraphNode_t* /*nodes*/, std::size_t* number) {
+  *number = 0;
+  return done();
+}
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* instance, cudaGraph_t graph,
+                                          unsigned long long /*flags*/) {
+  *instance = reinterpret_cast<cudaGraphExec_t>(graph);
+  return done();
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t /*graph*/) { return done(); }
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t /*instance*/) { return done(); }
 
 // Events
 
