@@ -31,11 +31,13 @@ class MemoryReport:
     """Bytes of this rank at one moment; memory that several tensors share is counted once. ``str()`` is a table.
 
     Attributes:
-        parameters: shards of Blocks, also on the host, and parameters of the model outside them.
+        parameters: shards of Blocks, and parameters of the model outside them.
         gradients: gradient shards of Blocks, and ``.grad`` outside them.
         optimizer: state of the optimizers, without tensors that are parameters themselves; of `optim.whole_matrix` the
             state and fp32 values of the parameters that this rank owns.
-        on_disk: bytes in files, which are no memory: parameters and gradients of Blocks and state of the optimizers
+        host_parameters, host_gradients, host_optimizer: those in memory of the host; 0 on CPU ranks, where the three
+            above are.
+        disk_parameters, disk_gradients, disk_optimizer: those in files, which are no memory
             (:attr:`BlockPolicy.parameters`, :attr:`BlockPolicy.gradients`, :attr:`BlockPolicy.optimizer`).
         gathered: full parameters of Blocks, where they are not the shards themselves.
         unreduced: whole gradients of Blocks: kept in ``no_sync()``, or not yet reduced to the shards.
@@ -60,7 +62,12 @@ class MemoryReport:
     parameters: int
     gradients: int
     optimizer: int
-    on_disk: int
+    host_parameters: int
+    host_gradients: int
+    host_optimizer: int
+    disk_parameters: int
+    disk_gradients: int
+    disk_optimizer: int
     gathered: int
     unreduced: int
     activations: int | None
@@ -75,14 +82,19 @@ class MemoryReport:
     peak_process: int
     update_workers: int
 
+    @property
+    def on_disk(self) -> int:
+        """All bytes in files."""
+        return self.disk_parameters + self.disk_gradients + self.disk_optimizer
+
     def __str__(self) -> str:
         sizes = [field.name for field in fields(self) if field.name != "update_workers"]
         named = [(name.replace("_", " "), getattr(self, name)) for name in sizes]
         lines = [
-            f"{name:<13} {'unknown' if value is None else f'{value / 2**20:12.2f} MiB'}"
+            f"{name:<15} {'unknown' if value is None else f'{value / 2**20:12.2f} MiB'}"
             for name, value in named
         ]
-        return "\n".join([*lines, f"update workers {self.update_workers:12} threads"])
+        return "\n".join([*lines, f"update workers  {self.update_workers:12} threads"])
 
 
 def memory_report(
@@ -116,22 +128,25 @@ def memory_report(
     blocks = current_engine(current).blocks
     groups = [group for block in blocks for group in block.buffers]
     stored = [shard for block in blocks if isinstance(block, DiskBlockState) for shard in block.stored]
-    in_files = (
-        {id(shard.buffer) for shard in stored if shard.parameters},
-        {id(shard.buffer) for shard in stored if shard.gradients},
-    )
+    disk_parameters = {id(shard.buffer): shard.parameters.nbytes for shard in stored if shard.parameters}
+    disk_gradients = {id(shard.buffer): shard.gradients.nbytes for shard in stored if shard.gradients}
     outside = [param for param in _parameters(model) if not _is_in_block(param)]
-    parameters = _Memory(group.shard for group in groups if id(group) not in in_files[0]).add(outside)
-    gradients = _Memory(group.gradient_shard for group in groups if id(group) not in in_files[1])
+    parameters = _Memory(group.shard for group in groups if id(group) not in disk_parameters).add(outside)
+    gradients = _Memory(group.gradient_shard for group in groups if id(group) not in disk_gradients)
     gradients.add(param.grad for param in outside)
+    state = _Memory(_states(optim, on_disk=False)).without(parameters)
     tier, pool = current_engine(current).tier, current_engine(current).pool.stats()
     process, peak_process = _process_bytes(current.device)
     report = MemoryReport(
-        parameters=parameters.nbytes,
-        gradients=gradients.nbytes,
-        optimizer=_Memory(_states(optim, on_disk=False)).without(parameters).nbytes,
-        on_disk=_Memory(_states(optim, on_disk=True)).without(parameters).nbytes
-        + sum(shard.nbytes for shard in stored),
+        parameters=parameters.nbytes - parameters.nbytes_of_host,
+        gradients=gradients.nbytes - gradients.nbytes_of_host,
+        optimizer=state.nbytes - state.nbytes_of_host,
+        host_parameters=parameters.nbytes_of_host,
+        host_gradients=gradients.nbytes_of_host,
+        host_optimizer=state.nbytes_of_host,
+        disk_parameters=sum(disk_parameters.values()),
+        disk_gradients=sum(disk_gradients.values()),
+        disk_optimizer=_Memory(_states(optim, on_disk=True)).without(parameters).nbytes,
         gathered=sum(group.gathered_bytes for group in groups),
         unreduced=sum(group.unreduced_bytes for group in groups),
         activations=_activations(blocks),
@@ -155,23 +170,31 @@ class _Memory:
     """A set of pieces of memory."""
 
     def __init__(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        self._pieces: dict[int, int] = {}
+        self._pieces: dict[int, torch.UntypedStorage] = {}
         self.add(tensors)
 
     def add(self, tensors: Iterable[torch.Tensor | None]) -> _Memory:
         for tensor in tensors:
             if tensor is not None and not tensor.is_meta and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
-                self._pieces[storage.data_ptr()] = storage.nbytes()
+                self._pieces[storage.data_ptr()] = storage
         return self
 
     def without(self, other: _Memory) -> _Memory:
-        self._pieces = {at: nbytes for at, nbytes in self._pieces.items() if at not in other._pieces}
+        self._pieces = {at: piece for at, piece in self._pieces.items() if at not in other._pieces}
         return self
 
     @property
     def nbytes(self) -> int:
-        return sum(self._pieces.values())
+        return sum(piece.nbytes() for piece in self._pieces.values())
+
+    @property
+    def nbytes_of_host(self) -> int:
+        """Those in memory of the host, where the run is on another device."""
+        is_apart = context().device.type != "cpu"
+        return sum(
+            piece.nbytes() for piece in self._pieces.values() if is_apart and piece.device.type == "cpu"
+        )
 
 
 def _parameters(model: torch.nn.Module | None) -> Iterator[torch.nn.Parameter]:

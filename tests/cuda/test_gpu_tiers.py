@@ -278,6 +278,36 @@ def test_graphs_over_blocks_on_the_host_are_refused(place: str, drive: str) -> N
     assert goes_on
 
 
+def rows() -> tuple[bmt.MemoryReport, int]:
+    """The report of a model whose Blocks are in all places, after a step, and the number of ranks."""
+    model = build(torch.float32, list(PLACES))
+    optimizer = bmt.optim.AdamOptimizer(model.parameters())
+    model(torch.ones(2, WIDTH, device="cuda")).square().mean().backward()
+    optimizer.step()
+    return bmt.memory_report(model, optimizer), bmt.world_size()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_report_has_rows_for_each_tier(world: int, drive: str) -> None:
+    where = {"cuda": True, "environment": {"BMTRAIN_BACKEND": "gloo"} if world > 1 else {}}
+    for report, _ in run_ranks(world, rows, init={"tier_directories": [drive]}, fresh=True, **where):
+        trained = (4 * WIDTH * WIDTH + 512) // world  # each parameter begins at a multiple of 512 bytes
+        frozen = 512 // world
+        pages, page = -(-trained // 4096) * 4096, 4096  # of the file
+        on_device, on_host, stored = report.parameters, report.host_parameters, report.disk_parameters
+        assert (on_device, on_host) == (trained + frozen, 3 * (trained + frozen))
+        assert stored == 2 * (pages + page)
+        on_device, on_host, stored = report.gradients, report.host_gradients, report.disk_gradients
+        assert (on_device, on_host, stored) == (trained, 3 * trained, 2 * pages)
+        for found, number in (
+            (report.optimizer, 1),
+            (report.host_optimizer, 1),
+            (report.disk_optimizer, 4),
+        ):
+            # Ranges start apart, and a shard ends at the last parameter.
+            assert 2 * number * (4 * WIDTH * WIDTH // world) <= found <= 2 * number * trained + 64 * 1024
+
+
 def refused(policy: dict[str, object]) -> str:
     try:
         bmt.Block(Layer(torch.float32), policy=bmt.BlockPolicy(**policy))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,6 +109,48 @@ def test_report_says_what_each_phase_holds(case):
         assert "parameters" in str(built)
 
 
+def of_tiers(places: list[dict[str, str]]) -> bmt.MemoryReport:
+    blocks = [bmt.Block(TanhLinear(DIM), policy=bmt.BlockPolicy(**place)) for place in places]
+    model = bmt.TransformerBlockList(blocks)
+    optimizer = bmt.optim.AdamOptimizer(model.parameters())
+    model(torch.randn(ROWS, DIM)).square().sum().backward()
+    optimizer.step()
+    return bmt.memory_report(model, optimizer)
+
+
+TIERS: dict[str, tuple[dict[str, str], dict[str, int]]] = {  # policy, and what is on the drive, in blocks
+    "device": ({}, {}),
+    "host": ({"parameters": "host", "gradients": "host"}, {}),
+    "state": ({"optimizer": "disk"}, {"optimizer": 2}),
+    "parameters": ({"parameters": "disk", "optimizer": "disk"}, {"parameters": 1, "optimizer": 2}),
+    "gradients": ({"gradients": "disk", "optimizer": "disk"}, {"gradients": 1, "optimizer": 2}),
+    "all": (
+        {"parameters": "disk", "gradients": "disk", "optimizer": "disk"},
+        {"parameters": 1, "gradients": 1, "optimizer": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("names", [*([name] for name in TIERS), list(TIERS)], ids="-".join)
+@pytest.mark.parametrize("world", [1, 2])
+def test_report_has_rows_for_each_tier(names: list[str], world: int, tmp_path: Path):
+    policies = [TIERS[name][0] for name in names]
+    init = {"tier_directories": [str(tmp_path)]}
+    for report in run_ranks(world, of_tiers, policies, init=init, fresh=True):
+        for what, arrays in (("parameters", 1), ("gradients", 1), ("optimizer", 2)):
+            number = sum(TIERS[name][1].get(what, 0) for name in names)
+            shard = BLOCK // world
+            # Parameters and gradients begin at a page of the file.
+            stored = number * (shard if what == "optimizer" else -(-shard // 4096) * 4096)
+            rest = (arrays * len(names) - number) * shard
+            assert getattr(report, f"disk_{what}") == stored
+            assert getattr(report, f"host_{what}") == 0  # the memory of CPU ranks is in the first row
+            # Ranges of the state start apart.
+            apart = 64 * 1024 if what == "optimizer" and rest else 0
+            assert rest <= getattr(report, what) <= rest + apart
+        assert report.on_disk == report.disk_parameters + report.disk_gradients + report.disk_optimizer
+
+
 def of_large_blocks(dim: int, **dtypes: torch.dtype) -> tuple[str, list[bmt.MemoryReport]]:
     policy = bmt.BlockPolicy(recompute="whole", **dtypes)
     layers = bmt.TransformerBlockList([bmt.Block(TanhLinear(dim), policy=policy) for _ in range(LAYERS)])
@@ -143,7 +186,7 @@ def arguments() -> None:
     model = bmt.Block(TanhLinear(DIM), policy=bmt.BlockPolicy(recompute="off"))
     loss = model(torch.randn(ROWS, DIM)).sum()
     assert bmt.memory_report().activations is None
-    assert "activations   unknown" in str(bmt.memory_report())
+    assert "activations     unknown" in str(bmt.memory_report())
     loss.backward()
     assert bmt.memory_report().activations == 0
 
