@@ -111,6 +111,12 @@ def _add_policy(policy: _Group) -> None:
         "--offload", type=float, default=0.0, metavar="F", help="share of the optimizer on the host, 0 to 1"
     )
     policy.add_argument(
+        "--parameters",
+        choices=("device", "host"),
+        default="device",
+        help="where GPUs keep parameters, gradients and state of blocks (default: device)",
+    )
+    policy.add_argument(
         "--disk",
         nargs="*",
         choices=DISK,
@@ -154,7 +160,10 @@ def _add_policy(policy: _Group) -> None:
         help="how gradients are summed (default: by hosts where there are several, else directly)",
     )
     policy.add_argument(
-        "--choose", action="store_true", help="find the fastest level, recomputation, offload and micro-batch"
+        "--choose",
+        action="store_true",
+        help="find the fastest level, recomputation, offload and micro-batch; blocks "
+        "are on the host where nothing else fits",
     )
 
 
@@ -208,6 +217,7 @@ def _run(arguments: argparse.Namespace) -> int:
         state_dtype=getattr(torch, arguments.state_dtype),
         optimizer=arguments.optimizer,
         survive=arguments.survive,
+        parameters=arguments.parameters,
         accumulate=arguments.accumulate,
         vertical=arguments.vertical,
         tp_size=arguments.tp,

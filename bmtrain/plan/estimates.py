@@ -72,7 +72,7 @@ class TimeEstimate:
         wire: links and network carry bytes.
         exposed_wire: the device waits for them.
         optimizer: the update on the device, Muon's products included.
-        pcie: gradients to the host and parameters back.
+        pcie: gradients to the host and parameters back; waits for these where blocks are on the host.
         host: the update on the host.
         idle: a pipeline stage waits for the others.
         disk: drives read and write.

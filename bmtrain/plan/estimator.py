@@ -39,7 +39,8 @@ class Plan:
         policy: the training policy.
         memory: on one device.
         time: of one step.
-        traffic: operation -> (messages, bytes sent) of one rank and step, as `Communicator.traffic` counts.
+        traffic: operation -> (messages, bytes sent) of one rank and step, as `Communicator.traffic` counts; and copies
+            of blocks on the host, ``"to the device"`` and ``"to the host"``.
         result: the simulated forward and backward.
         disk: of one rank.
     """
@@ -225,6 +226,20 @@ def estimate(
         num_sharing_experts=num_sharing(stage // policy.ep_size),
     )
     disk = on_disk(local, policy, network)
+    moved = dict.fromkeys(states, 0)  # to the host, with their blocks
+    pinned = 0
+    if policy.parameters == "host":
+        if machine.shares_memory:
+            raise ValueError("parameters='host': expected a machine of GPUs; CPU ranks are on the host")
+        moved = model_state_bytes(
+            replace(local, outside=()),
+            network.size,
+            num_sharing(network.size),
+            policy.state_dtype,
+            num_sharing_experts=num_sharing(stage // policy.ep_size),
+        )
+        pinned = _pinned_bytes(local, network, policy)
+    states = {name: nbytes - moved[name] for name, nbytes in states.items()}
     on_host = policy.offload * states["optimizer"]
     step = SimulatedStep(
         local,
@@ -244,7 +259,9 @@ def estimate(
     if policy.optimizer == "muon":  # its step holds more than a backward where activations are few
         result.memory.add("gathered", result.memory.pool_peak)
         result.memory.add("matrices", _matrix_bytes(local, network, policy))
-    memory = _memory(result, machine, on_host, _wire_bytes(local, network, policy, result))
+    memory = _memory(
+        result, machine, on_host + pinned + moved["optimizer"], _wire_bytes(local, network, policy, result)
+    )
     copies = policy.survive * (sum(states.values()) + states["gradients"])
     sizes = {buffer.element_size for block in local.blocks for buffer in block.buffers}
     is_narrow = policy.optimizer == "muon" or policy.compute_dtype is not None or 2 in sizes
@@ -254,7 +271,7 @@ def estimate(
         machine=machine,
         policy=policy,
         memory=replace(memory, copies=copies, disk=disk.buffers, kernels=kernels),
-        time=_time(result, machine, policy, states, disk, _muon_seconds(local, network, policy)),
+        time=_time(result, machine, policy, states, moved, disk, _muon_seconds(local, network, policy)),
         traffic={
             name: (messages * policy.passes, nbytes * policy.passes)
             for name, (messages, nbytes) in result.traffic.items()
@@ -262,6 +279,16 @@ def estimate(
         result=result,
         disk=disk,
     )
+
+
+def _pinned_bytes(model: ModelDescription, network: Network, policy: TrainingPolicy) -> int:
+    """Returns the page-locked memory of blocks: torch rounds each shard up to a power of two."""
+    shards = [
+        (1 + buffer.trains) * [buffer.partition(network.sharing(buffer, policy).size) * buffer.element_size]
+        for block in model.blocks
+        for buffer in block.buffers
+    ]
+    return sum(1 << max(nbytes - 1, 0).bit_length() for of_buffer in shards for nbytes in of_buffer)
 
 
 def _wire_bytes(
@@ -362,15 +389,19 @@ def _time(
     machine: Machine,
     policy: TrainingPolicy,
     states: dict[str, int],
+    moved: dict[str, int],
     disk: DiskEstimate,
     muon: float,
 ) -> TimeEstimate:
     gradients = states["gradients"]
     # One pass over gradient, parameter, master and moments reads and writes all but the gradient.
     touched = 2 * (states["optimizer"] + gradients) + gradients
+    touched_by_host = (
+        policy.offload * touched + 2 * (moved["optimizer"] + moved["gradients"]) + moved["gradients"]
+    )
     optimizer = (1 - policy.offload) * touched / machine.memory_bandwidth + muon
     pcie = policy.offload * gradients / machine.pcie_bandwidth if policy.offload else 0.0
-    host = policy.offload * touched * machine.devices_per_node / machine.host_bandwidth
+    host = touched_by_host * machine.devices_per_node / machine.host_bandwidth
     passes = policy.passes
     share = idle_share(policy.pipe_size, policy.micros, policy.schedule, policy.chunks)
     idle = result.seconds * passes * share / (1 - share)
@@ -389,7 +420,7 @@ def _time(
         wire=result.wire_busy * passes,
         exposed_wire=result.waiting * passes,
         optimizer=optimizer,
-        pcie=2 * pcie,
+        pcie=2 * pcie + result.waiting_for_bus * passes,
         host=host,
         idle=idle,
         disk=with_passes + with_update,

@@ -124,25 +124,36 @@ class Transfer:
         remaining: seconds of communication that it still needs.
         begin: when it was started.
         end: when it was over; None before.
+        after: what must be over before it.
     """
 
     name: str
     remaining: float
     begin: float
     end: float | None = None
+    after: Transfer | None = None
+
+    @property
+    def may_run(self) -> bool:
+        return self.after is None or self.after.end is not None
+
+
+#: Copies from the host to a device and back: directions of a bus of its own.
+BUS = ("to the device", "to the host")
 
 
 class Wire:
-    """Collectives on a virtual clock: in order on each communicator, at equal shares between communicators."""
+    """Collectives on a virtual clock: in order on each communicator, at equal shares between communicators, and copies
+    in order on each direction of the bus."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.busy = 0.0
         self._queues: dict[str, list[Transfer]] = {}
 
-    def start(self, communicator: str, name: str, seconds: float) -> Transfer:
-        """Posts a collective that would take ``seconds`` alone."""
-        transfer = Transfer(name, seconds, self.now)
+    def start(self, communicator: str, name: str, seconds: float, after: Transfer | None = None) -> Transfer:
+        """Posts a collective, or a copy, that would take ``seconds`` alone, ``after`` another one."""
+        transfer = Transfer(name, seconds, self.now, after=after)
         self._queues.setdefault(communicator, []).append(transfer)
         return transfer
 
@@ -163,16 +174,17 @@ class Wire:
 
     def _run_until(self, until: float, awaited: Transfer | None) -> None:
         while self.now < until and (awaited is None or awaited.end is None):
-            heads = [queue[0] for queue in self._queues.values() if queue]
+            heads = {name: queue[0] for name, queue in self._queues.items() if queue and queue[0].may_run}
             if not heads:
                 self.now = until
                 return
-            step = min(min(head.remaining for head in heads) * len(heads), until - self.now)
+            sharing = len(heads.keys() - BUS)
+            shares = {name: 1 if name in BUS else sharing for name in heads}
+            step = min(min(heads[name].remaining * shares[name] for name in heads), until - self.now)
             self.now += step
-            self.busy += step
-            for queue in self._queues.values():
-                if queue:
-                    queue[0].remaining -= step / len(heads)
-                    # A remainder of rounding counts as complete.
-                    if queue[0].remaining <= 1e-12 * max(1.0, self.now):
-                        queue.pop(0).end = self.now
+            self.busy += step if sharing else 0.0
+            for name, head in heads.items():
+                head.remaining -= step / shares[name]
+                # A remainder of rounding counts as complete.
+                if head.remaining <= 1e-12 * max(1.0, self.now):
+                    self._queues[name].pop(0).end = self.now

@@ -40,6 +40,7 @@ class TrainingPolicy:
         optimizer: ``"adam"``, or ``"muon"`` for :class:`bmtrain.optim.MuonOptimizer`; with ``offload=1`` for
             :class:`bmtrain.optim.MuonOffloadOptimizer`, which has no part of it.
         survive: copies for the loss of a rank, as for :func:`bmtrain.init_distributed`.
+        parameters: ``"host"`` keeps parameters, gradients and state of blocks in memory of the host (GPUs only).
         disk: what blocks keep on drives: ``"optimizer"``, and with it ``"parameters"``, ``"gradients"`` or both.
         disk_share: the share of the blocks that do.
         vertical: the micro-batches of ``accumulate`` pass each block together
@@ -72,6 +73,7 @@ class TrainingPolicy:
     state_dtype: torch.dtype = torch.float32
     optimizer: Literal["adam", "muon"] = "adam"
     survive: bool = False
+    parameters: Literal["device", "host"] = "device"
     disk: tuple[str, ...] = ()
     disk_share: float = 1.0
     vertical: bool = False
@@ -89,6 +91,18 @@ class TrainingPolicy:
             raise ValueError(f"optimizer: expected 'adam' or 'muon', got {self.optimizer!r}")
         if self.optimizer == "muon" and self.offload not in (0, 1):
             raise ValueError(f"offload: expected 0 or 1 with 'muon', got {self.offload}")
+        if self.parameters not in ("device", "host"):
+            raise ValueError(f"parameters: expected 'device' or 'host', got {self.parameters!r}")
+        for name, is_right, expected in (
+            ("level", self.level >= 2, "2 or 3"),
+            ("optimizer", self.optimizer == "adam", "'adam'"),
+            ("survive", not self.survive, "False"),
+            ("disk", not self.disk, "()"),
+            ("pipe_size", self.pipe_size == 1, "1"),
+        ):
+            if self.parameters == "host" and not is_right:
+                got = getattr(self, name)
+                raise ValueError(f"{name}: expected {expected} with parameters='host', got {got!r}")
         if not set(self.disk) <= set(DISK):
             raise ValueError(f"disk: expected some of {', '.join(DISK)}, got {', '.join(self.disk)}")
         if self.disk and (self.state_dtype is torch.int8 or self.survive):
@@ -146,7 +160,7 @@ class TrainingPolicy:
             compute_dtype=self.compute_dtype,
             gather_dtype=self.gather_dtype,
             reduce=self.reduce,
-            **places,
+            **({"parameters": "host"} if self.parameters == "host" else places),
         )
 
     def on_disk(self, number: int) -> tuple[str, ...]:

@@ -76,7 +76,9 @@ def _memory(plan: Plan) -> Iterator[str]:
             continue
         yield _row(_label(name), format_bytes(nbytes), nbytes / memory.usable)
     if memory.host:
-        yield _row("pinned host, per node", format_bytes(memory.host), memory.host / memory.host_usable)
+        yield _row("host, per node", format_bytes(memory.host), memory.host / memory.host_usable)
+        speed = plan.machine.host_bandwidth
+        yield f"  the update on the host is at {speed / 1e9:.3g} GB/s a node (--set host_bandwidth={speed:.3g})"
 
 
 def _time(plan: Plan) -> Iterator[str]:
@@ -136,6 +138,7 @@ def _policy(plan: Plan) -> str:
         parts.append(
             f"Muon for {format_count(inside)} parameters in blocks, AdamW for {format_count(others)}"
         )
+    parts += ["blocks on the host"] * (policy.parameters == "host")
     parts += [f"offload {policy.offload:g}"] * bool(policy.offload) + ["survive"] * policy.survive
     share = f" for {policy.disk_share:g} of the blocks" * (policy.disk_share < 1)
     parts += [f"{' and '.join(policy.disk)} on drives{share}"] * bool(policy.disk)

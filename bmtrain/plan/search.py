@@ -22,7 +22,8 @@ def choose_policy(
     machine: Machine,
     base: TrainingPolicy | None = None,
 ) -> Plan | None:
-    """The fastest plan that fits, over ZeRO level, recomputation, offload and micro-batch.
+    """The fastest plan that fits, over ZeRO level, recomputation, offload and micro-batch; blocks of GPUs are on the
+    host where nothing fits without.
 
     Args:
         model: the model to train.
@@ -42,7 +43,10 @@ def choose_policy(
         True
     """
     base = TrainingPolicy() if base is None else base
-    lowest = 2 if "parameters" in base.disk else 1 if "gradients" in base.disk else 0  # see BlockPolicy
+    is_on_host = base.parameters == "host"
+    lowest = (
+        2 if is_on_host or "parameters" in base.disk else 1 if "gradients" in base.disk else 0
+    )  # see BlockPolicy
     best: Plan | None = None
     for level in range(lowest, 4):
         for recompute in (Recompute.OFF, Recompute.SELECTIVE, Recompute.WHOLE):
@@ -53,7 +57,15 @@ def choose_policy(
                     best = found
                 if found is not None:
                     break  # a larger share on the host is slower
+    if best is None and _may_move(base, machine):
+        return choose_policy(model, machine, replace(base, level=3, parameters="host"))
     return best
+
+
+def _may_move(policy: TrainingPolicy, machine: Machine) -> bool:
+    """Whether blocks can move to the host, at level 2 or 3."""
+    refused = policy.survive or policy.disk or policy.pipe_size > 1 or policy.optimizer == "muon"
+    return policy.parameters == "device" and not (machine.shares_memory or refused)
 
 
 def _at_level(policy: TrainingPolicy, level: int) -> TrainingPolicy:
@@ -123,7 +135,10 @@ def remedies(plan: Plan) -> list[str]:
     if plan.fits:
         return []
     found, kinds = [], set()
-    for change, policy in _changes(plan.policy):
+    changes = list(_changes(plan.policy))
+    if plan.policy.level >= 2 and _may_move(plan.policy, plan.machine):
+        changes.append(("blocks on the host (--parameters host)", replace(plan.policy, parameters="host")))
+    for change, policy in changes:
         kind = change.rpartition("(")[2].split()[0]
         if kind not in kinds and estimate(plan.model, plan.machine, policy).fits:
             kinds.add(kind)

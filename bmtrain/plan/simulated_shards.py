@@ -11,7 +11,7 @@ import torch
 from .._C import ShardedBuffer
 from .._engine.policy import BlockPolicy
 from .model import FlatBuffer
-from .network import NUM_COMMON, Network, Transfer, Wire
+from .network import BUS, NUM_COMMON, Network, Transfer, Wire
 
 __all__ = ["CommonBuffers", "MemoryMeter", "SimulatedEvent", "SimulatedShards", "Simulation", "Widths"]
 
@@ -87,6 +87,7 @@ class Simulation:
     traffic: dict[str, tuple[int, int]] = field(default_factory=dict)
     computing: float = 0.0
     waiting: float = 0.0
+    waiting_for_bus: float = 0.0
 
     def count(self, operation: str, wire_bytes: int) -> None:
         """Counts one message, as `Communicator.traffic` does."""
@@ -100,12 +101,20 @@ class Simulation:
         self.computing += seconds
         self.events.append(SimulatedEvent("compute", block, begin, self.wire.now))
 
+    def copy(self, way: str, name: str, nbytes: float, after: Transfer | None = None) -> Transfer:
+        """Starts a copy between device and host, ``way`` of ``BUS``."""
+        self.count(way, round(nbytes))
+        return self.wire.start(way, name, nbytes / self.network.machine.pcie_bandwidth, after)
+
     def wait(self, kind: str, transfer: Transfer) -> None:
-        """Advances the clock while the device waits for a collective."""
+        """Advances the clock while the device waits for a collective or a copy."""
         begin = self.wire.now
         waited = self.wire.wait(transfer)
         assert transfer.end is not None
-        self.waiting += waited
+        if kind in BUS:
+            self.waiting_for_bus += waited
+        else:
+            self.waiting += waited
         self.events.append(SimulatedEvent(kind, transfer.name, transfer.begin, transfer.end))
         if waited:
             self.events.append(SimulatedEvent("wait", transfer.name, begin, self.wire.now))
@@ -130,13 +139,21 @@ class _Gathers:
     """The gathered buffer of a `ShardedBuffer`: its lifetime, and the cost of the gather."""
 
     def __init__(
-        self, simulation: Simulation, label: str, partition: int, network: Network, widths: Widths
+        self,
+        simulation: Simulation,
+        label: str,
+        partition: int,
+        network: Network,
+        widths: Widths,
+        on_host: bool,
     ) -> None:
         self._simulation, self._label, self._network = simulation, label, network
         self._part = partition * widths.gather
         self._is_shared = network.shares(network.size * self._part)
         # Common buffers are counted elsewhere.
-        self._has_buffer = network.size > 1 or widths.gather != widths.stored
+        self._has_buffer = network.size > 1 or widths.gather != widths.stored or on_host
+        self._on_host = on_host
+        self._copy: Transfer | None = None
         #: Bytes of the gathered parameters where they are a copy of the received data.
         self._widened = network.size * partition * widths.compute * (widths.gather != widths.compute)
         self._is_in_place = False
@@ -155,11 +172,16 @@ class _Gathers:
         else:
             simulation.memory.add("gathered", network.size * self._part)
             seconds = network.seconds(self._part, ring=simulation.ring_gather)
+        if self._on_host:
+            self._copy = simulation.copy(BUS[0], self._label, self._part)
         if network.size > 1:
             simulation.count("all_gather", (network.size - 1) * self._part)
-            self._transfer = simulation.wire.start("gather", self._label, seconds)
+            self._transfer = simulation.wire.start("gather", self._label, seconds, self._copy)
 
     def await_arrival(self) -> None:
+        if self._copy is not None:
+            self._simulation.wait(BUS[0], self._copy)
+            self._copy = None
         if self._transfer is not None:
             self._simulation.wait("gather", self._transfer)
             self._transfer = None
@@ -196,6 +218,7 @@ class _Reduction:
         replicas: Network,
         widths: Widths,
         way: str,
+        on_host: bool,
     ) -> None:
         self._simulation, self._label, self._network, self._replicas = simulation, label, network, replicas
         self._reduction_path = way
@@ -207,6 +230,8 @@ class _Reduction:
         self._sum_ahead = 0.0
         self._transfer: Transfer | None = None
         self._sums_replicas = False
+        self._host_bytes = partition * widths.stored if on_host else 0
+        self._copy: Transfer | None = None
 
     def begin(self) -> None:
         if not self._is_shared:
@@ -224,6 +249,7 @@ class _Reduction:
         simulation, network = self._simulation, self._network
         if network.size == 1:
             self._start_sum_over_replicas()
+            self._start_copy()
             return
         if self._reduction_path == "hosts":
             seconds = self._sum_by_hosts()
@@ -238,6 +264,13 @@ class _Reduction:
                 self._take_buffer()
                 seconds = network.seconds(self._part, ring=False)
         self._transfer = simulation.wire.start("reduce", self._label, seconds)
+        if self._replicas.size == 1:
+            self._start_copy()
+
+    def _start_copy(self) -> None:
+        """Copies the sums to the host, if they live there."""
+        if self._host_bytes:
+            self._copy = self._simulation.copy(BUS[1], self._label, self._host_bytes, self._transfer)
 
     def _sum_by_hosts(self) -> float:
         """Seconds of two exchanges, one after the other."""
@@ -275,13 +308,16 @@ class _Reduction:
             self._simulation.wait("reduce", self._transfer)
             self._drop_buffers()
             self._start_sum_over_replicas()
+            self._start_copy()
         return True
 
     def finish(self) -> None:
         self.continue_sum()
         if self._transfer is not None:
             self._simulation.wait("reduce", self._transfer)
-        self._transfer, self._sums_replicas = None, False
+        if self._copy is not None:
+            self._simulation.wait(BUS[1], self._copy)
+        self._transfer, self._copy, self._sums_replicas = None, None, False
         self._simulation.memory.add("sums ahead", -self._sum_ahead)
         self._sum_ahead = 0.0
         self._drop_buffers()
@@ -313,9 +349,10 @@ class SimulatedShards:
         sharing, replicas = network.part(num_sharing), network.replicas(num_sharing)
         widths = Widths.of(buffer, policy)
         partition = buffer.partition(num_sharing)
-        self._gathers = _Gathers(simulation, label, partition, sharing, widths)
+        on_host = policy.parameters == "host"
+        self._gathers = _Gathers(simulation, label, partition, sharing, widths, on_host)
         way = _reduction_path(network, policy, num_sharing)
-        self._reduction = _Reduction(simulation, label, partition, sharing, replicas, widths, way)
+        self._reduction = _Reduction(simulation, label, partition, sharing, replicas, widths, way, on_host)
         self.trains = buffer.trains
         self.state = _State.SHARDED
 

@@ -55,6 +55,7 @@ class StepResult(NamedTuple):
     wire_busy: float
     traffic: dict[str, tuple[int, int]]
     events: list[SimulatedEvent]
+    waiting_for_bus: float
     memory: MemoryMeter
     common: CommonBuffers
 
@@ -120,7 +121,7 @@ class SimulatedStep:
         simulation = self.simulation
         for _ in range(3):
             begin, busy = simulation.wire.now, simulation.wire.busy
-            simulation.computing = simulation.waiting = 0.0
+            simulation.computing = simulation.waiting = simulation.waiting_for_bus = 0.0
             simulation.events.clear()
             simulation.traffic.clear()
             self._pass()
@@ -131,6 +132,7 @@ class SimulatedStep:
             simulation.wire.busy - busy,
             dict(simulation.traffic),
             list(simulation.events),
+            simulation.waiting_for_bus,
             simulation.memory,
             simulation.common,
         )

@@ -36,6 +36,7 @@ from bmtrain.plan.policy import DISK
 from bmtrain.plan.published import FITTED, PUBLISHED, compare
 from bmtrain.plan.report import format_plan
 
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = gpt2(6, 256, 4, vocab_size=1000, seq_len=128, dtype=torch.float32, tied=False)
 EIGHT = MACHINES["a100-80gb"]
 
@@ -219,6 +220,77 @@ def test_remedies_fit_and_a_policy_is_chosen() -> None:
     assert chosen.fits
     assert chosen.policy.offload > 0
     assert choose_policy(gpt2(400, 5120, 40), MACHINES["v100-32gb"].with_devices(1)) is None
+
+
+def test_blocks_on_the_host_are_copied_for_each_pass() -> None:
+    layers, ranks = 5, 4
+    model, machine = gpt2(layers, 512, 8, vocab_size=1000), EIGHT.with_devices(ranks)
+    policy = TrainingPolicy(parameters="host")
+    plan, without = estimate(model, machine, policy), estimate(model, machine)
+    (buffer,) = model.blocks[0].buffers
+    shard = 2 * buffer.partition(ranks)
+    # The last block stays for its backward.
+    assert plan.traffic["to the device"] == (2 * layers - 1, (2 * layers - 1) * shard)
+    assert plan.traffic["to the host"] == (layers, layers * shard)
+    assert {name: plan.traffic[name] for name in without.traffic} == without.traffic
+    # Gradients and parameters, each rounded up to a power of two by torch, and 12 bytes of state for 2 of a parameter.
+    rounded = 2 ** math.ceil(math.log2(shard))
+    own_state = plan.memory.host / ranks - 2 * layers * rounded
+    assert 6 * layers * shard <= own_state <= 6 * layers * shard + 64 * 1024
+    assert without.memory.weights - plan.memory.weights == layers * shard
+    assert without.memory.gradients - plan.memory.gradients == layers * shard
+    assert plan.time.step > without.time.step + layers * shard / machine.pcie_bandwidth / layers
+    slow = estimate(model, dataclasses.replace(machine, host_bandwidth=machine.host_bandwidth / 3), policy)
+    assert slow.time.host == pytest.approx(3 * plan.time.host)
+    assert "(--set host_bandwidth=3e+11)" in format_plan(plan)
+
+
+def test_blocks_are_on_the_host_where_nothing_else_fits() -> None:
+    model, machine = gpt2(6, 16384, 128), MACHINES["a100-80gb"].with_devices(1)
+    plan = estimate(model, machine, TrainingPolicy(offload=1.0))
+    assert not plan.fits
+    assert "blocks on the host (--parameters host)" in remedies(plan)
+    chosen = choose_policy(model, machine)
+    assert chosen is not None
+    assert chosen.fits
+    assert chosen.policy.parameters == "host"
+
+
+def test_time_and_memory_with_blocks_on_the_host_are_near_those_of_a_card() -> None:
+    """Against docs/results/gpu.json: forward and backward, with gradients that were dropped, and no optimizer."""
+    measured = json.loads((ROOT / "docs/results/gpu.json").read_text())["run"]["tiers"]
+    with torch.device("meta"):
+        model = GPT(24, 2048, 16, 50304, 1024).bfloat16()
+    described = describe_module(model, torch.zeros(8, 1025, dtype=torch.long, device="meta"))
+    bus = measured["to host GB/s"] * 1e9
+    machine = dataclasses.replace(MACHINES["h100-80gb"].with_devices(1), pcie_bandwidth=bus)
+    for place in ("device", "host"):
+        plan = estimate(described, machine, TrainingPolicy(micro_batch=8, parameters=place))  # type: ignore[arg-type]
+        assert 1e3 * plan.result.seconds == pytest.approx(measured[f"{place}, ms"], rel=0.12)
+        peak = plan.memory.total - plan.memory.gradients - plan.memory.optimizer
+        assert peak / GIB == pytest.approx(measured[f"{place}, peak GiB"], rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"level": 1}, "level: expected 2 or 3 with parameters='host', got 1"),
+        ({"optimizer": "muon"}, "optimizer: expected 'adam'"),
+        ({"survive": True}, "survive: expected False"),
+        ({"disk": DISK}, "disk: expected"),
+        ({"pipe_size": 2}, "pipe_size: expected 1"),
+        ({"parameters": "disk"}, "parameters: expected 'device' or 'host', got 'disk'"),
+    ],
+)
+def test_refused_combinations_with_blocks_on_the_host(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        TrainingPolicy(**{"parameters": "host", **options})
+
+
+def test_cpu_ranks_have_no_blocks_on_the_host() -> None:
+    machine = dataclasses.replace(EIGHT, shares_memory=True)
+    with pytest.raises(ValueError, match="expected a machine of GPUs"):
+        estimate(SMALL, machine, TrainingPolicy(parameters="host"))
 
 
 def test_tensor_parallel_ranks_and_stages_divide_the_model() -> None:
