@@ -19,12 +19,12 @@ PYTHON = {
     "watch": ("_watch", 1925),
     "ranks": ("_ranks global_var nccl synchronize utils", 4230),
     "shards": ("_shards parameter", 1834),
-    "engine": ("_engine", 7958),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5648),
+    "engine": ("_engine", 7964),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5649),
     "files": ("_files dcp distributed store weights", 4680),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 9669),
-    "survive": ("_survive survive", 2078),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_710),
+    "survive": ("_survive survive", 2116),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_713),
 }
 CORE = {
     "bindings": (". bindings ops", 1515),

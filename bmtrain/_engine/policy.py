@@ -251,8 +251,12 @@ class BlockPolicy:
     def recomputes(self) -> bool:
         return self.recompute is not Recompute.OFF
 
-    def num_sharing(self, num_ranks: int) -> int:
+    def num_sharing(self, num_ranks: int, rounds_up: bool = False) -> int:
         """Returns the number of ranks, of ``num_ranks``, that share the block.
+
+        Args:
+            num_ranks: that would share it without ``zero_size``.
+            rounds_up: whether ``zero_size`` stands for the next divisor of ``num_ranks``.
 
         Raises:
             ValueError: if they cannot be divided by ``zero_size``.
@@ -261,6 +265,8 @@ class BlockPolicy:
             return 1
         if self.zero_size is None or self.zero_size >= num_ranks:
             return num_ranks
+        if rounds_up:
+            return next(size for size in range(self.zero_size, num_ranks + 1) if num_ranks % size == 0)
         if num_ranks % self.zero_size:
             raise ValueError(
                 f"zero_size: expected a divisor of the {num_ranks} ranks that share the block, got {self.zero_size}"

@@ -125,7 +125,8 @@ def build_storage(
     storages = []
     for (kind, slices), members in kinds.items():
         family = ctx.zero_group(slices, mode is BlockMode.PIPE)
-        group, replicas = parts_of(ctx, family.name, policy.num_sharing(family.size))
+        sharing = policy.num_sharing(family.size, rounds_up=ctx.survival is not None)
+        group, replicas = parts_of(ctx, family.name, sharing)
         params = [param for _, param in members]
         dtypes = policy.dtypes_of(params[0].dtype)
         shards = ShardedBuffer(

@@ -6,6 +6,8 @@ each rank sends its own to the rank that keeps its copy, and an optimizer of the
 updates itself. Updates of elements do not depend on each other, so the bits are the same. For Adam the gradients are 2
 or 4 bytes per parameter; a copy of the state after each step would be 8 to 14.
 
+Shards that other ranks hold anyway (level 0, ``zero_size``) need no copy; their gradients stay on the rank.
+
 [Note: Damaged copies]
 Each array of a copy has a checksum, taken by each update, and compared by the next one and before the copy replaces a
 lost rank. A message has a checksum for each parameter, compared at the same times. A damaged array is named and never
@@ -50,6 +52,11 @@ def all_parameters(ctx: Context, optimizers: Iterable[ShardedOptimizer]) -> list
         for p in _members(optimizer):
             found[p._number] = p
     return [found[number] for number in sorted(found)]
+
+
+def is_copied(param: DistributedParameter) -> bool:
+    """Whether a shard has a copy; otherwise other ranks hold the same shard."""
+    return param._spec.replicas is None
 
 
 def name_of(param: DistributedParameter) -> str:
@@ -236,7 +243,7 @@ class Message:
         self.params = params
         self._dtypes = _gradient_dtypes(params)
         self._header = struct.Struct(f"{1 + len(params)}q")  # number of the step, checksum of each parameter
-        counts = [p._spec.part(rank)[1] for p in params]
+        counts = [p._spec.part(rank % p._spec.group.size)[1] for p in params]
         sizes = [-(-n * dtype.itemsize // 8) * 8 for n, dtype in zip(counts, self._dtypes, strict=True)]
         self.data = torch.zeros(self._header.size + sum(sizes), dtype=torch.uint8)
         known = zip(self.data[self._header.size :].split(sizes), self._dtypes, counts, strict=True)

@@ -21,7 +21,7 @@ from .._C import ReduceOp
 from .._engine.engine import current_engine
 from .._ranks.context import Context
 from ..optim._sharded import ShardedOptimizer
-from .copies import Held, Message, Ward, all_parameters, exchange
+from .copies import Held, Message, Ward, all_parameters, exchange, is_copied
 from .reshard import Before, own_shards, parts_of, shard_again, steps_of
 from .ring import Ring
 
@@ -35,7 +35,7 @@ class Keeper:
         is_whole: whether each rank's copy is there.
         is_stale: whether a rank has found damage, so that all copies are to be made again.
         damage: name of what is damaged in the copy on this rank, see [Note: Damaged copies].
-        messages: gradients of the committed step, of this rank and of its ward.
+        messages: gradients of the committed step: of this rank, of its ward, and of this rank's shards without copy.
     """
 
     def __init__(self, ring: Ring) -> None:
@@ -44,12 +44,12 @@ class Keeper:
         self.is_whole = False
         self.is_stale = False
         self.damage = ""
-        self.messages: tuple[Message, Message] | None = None
+        self.messages: tuple[Message, Message, Message] | None = None
         self.managers: list[weakref.ref[Any]] = []
         self._versions = 0, 0
         self._writes = 0
         self._gradients: list[tuple[int, int]] = []
-        self._room: tuple[Message, Message] | None = None  # of the messages, for the next ones
+        self._room: tuple[Message, Message, Message] | None = None  # of the messages, for the next ones
         self._thread = ThreadPoolExecutor(1, "bmtrain-copies")  # see [Note: Updates of copies]
         self._updates: list[Future[None]] = []  # in the thread
 
@@ -169,11 +169,14 @@ class Keeper:
         if self.ward is None:
             return
         params = [p for p in all_parameters(ctx, self.optimizers()) if p.grad is not None]
+        copied, others = ([p for p in params if is_copied(p) is flag] for flag in (True, False))
         self.settle()  # see [Note: Memory of gradients]
         messages, self._room = self._room, None  # an exchange that fails may write to its memory later
-        if messages is None or not messages[1].fits(params):
-            messages = Message(params, ctx.world.rank), Message(params, self.ward.rank)
-        exchange(ctx.world.comm, *messages, step, self.ring)
+        if messages is None or not (messages[1].fits(copied) and messages[2].fits(others)):
+            rank, ward = ctx.world.rank, self.ward.rank
+            messages = Message(copied, rank), Message(copied, ward), Message(others, rank)
+        exchange(ctx.world.comm, *messages[:2], step, self.ring)
+        messages[2].pack(step)
         self.messages = self._room = messages
         found = messages[1].header()[0]
         if found != step:
@@ -191,7 +194,8 @@ class Keeper:
         optimizers, ward, own, other = self.optimizers(), self.ward, None, None
         if self.messages is not None:
             self.note_damage(self.messages[1].damage(step))
-            own, other = (message.copies() for message in self.messages)
+            own, other, without_copy = (message.copies() for message in self.messages)
+            own |= without_copy
         held = {ctx.world.rank: own_shards(optimizers, all_parameters(ctx, optimizers), own)}
         if ward is not None:
             self.note_damage(ward.damage())

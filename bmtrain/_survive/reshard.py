@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from .._engine.engine import current_engine
 from .._ranks.context import Context
 from ..optim._sharded import ShardedOptimizer
 from ..parameter import DistributedParameter
-from .copies import Held, Ward, all_parameters, arrays_of, put_state
+from .copies import Held, Ward, all_parameters, arrays_of, is_copied, put_state
 from .ring import Ring
 
 _LABEL = "sharding again"
@@ -32,6 +32,7 @@ class Before(NamedTuple):
         parts: the bounds of the former shards of each parameter.
         has_gradients: whether the gradients are complete.
         steps: number of steps of each parameter of each optimizer; -1: no state.
+        lost: former ranks.
     """
 
     held: Mapping[int, Held]
@@ -39,6 +40,14 @@ class Before(NamedTuple):
     parts: dict[DistributedParameter, list[tuple[int, int]]]
     has_gradients: bool
     steps: Sequence[int]
+    lost: Collection[int] = ()
+
+    def part(self, param: DistributedParameter, former: int) -> tuple[int, int]:
+        """Returns the bounds of what a former rank sends: its shard, or nothing if another one sends the same."""
+        parts = self.parts[param]
+        holders = range(former % len(parts), len(self.owners), len(parts))
+        first = next((rank for rank in holders if rank not in self.lost), holders[0])
+        return parts[holders[0]] if former == first else (0, 0)
 
 
 class _Array(NamedTuple):
@@ -59,7 +68,7 @@ def own_shards(
 
 
 def parts_of(params: Sequence[DistributedParameter]) -> dict[DistributedParameter, list[tuple[int, int]]]:
-    """Returns the bounds of the shards of each parameter, by rank."""
+    """Returns the bounds of the shards of each parameter, by rank; replicas of these follow in the same order."""
     return {p: [p._spec.part(rank) for rank in range(p._spec.group.size)] for p in params}
 
 
@@ -90,16 +99,18 @@ def shard_again(
     # Whole values, until the last Block has its new buffers: a Block's are made of all its parameters at once.
     values = [_Array(p, p.dtype, partial(_value, p)) for p in params]
     wholes = dict(zip(params, _wholes(comm, before, values), strict=True))
-    if any(p._spec.group is not ctx.world for p in params):
+    present = [ctx.world, *(parts.sharing for parts in ctx.parts.values())]
+    if any(all(p._spec.group is not group for group in present) for p in params):
         _rebuild(ctx, params, wholes)
 
     def cut(p: DistributedParameter, whole: Tensor, of: int) -> Tensor:
-        begin, count = p._spec.part(of)
+        begin, count = p._spec.part(of % p._spec.group.size)
         return whole.narrow(0, begin, count)
 
     ward = None
     if size > 1:
-        ward = Ward(ward_rank, {p: cut(p, wholes[p], ward_rank).clone() for p in params}, optimizers)
+        copied = [p for p in params if is_copied(p)]
+        ward = Ward(ward_rank, {p: cut(p, wholes[p], ward_rank).clone() for p in copied}, optimizers)
     wholes.clear()
     entries: list[dict[Tensor, Any]] = [{} for _ in optimizers]
     copies: list[dict[Tensor, Any]] = [{} for _ in optimizers]
@@ -119,7 +130,7 @@ def shard_again(
             entry[name], copy[name] = cut(p, whole, rank).clone(), cut(p, whole, ward_rank).clone()
         if p.numel():
             entries[number][p] = entry
-        if ward is not None and ward.params[p].numel():
+        if ward is not None and p in ward.params and ward.params[p].numel():
             copies[number][ward.params[p]] = copy
     for number, optimizer in enumerate(optimizers):
         put_state(optimizer, entries[number])
@@ -160,7 +171,7 @@ def _wholes(comm: Communicator, before: Before, arrays: Sequence[_Array]) -> Ite
         wholes = [torch.empty(array.param._original_shape.numel(), dtype=array.dtype) for array in bucket]
         for former, owner in enumerate(before.owners):
             parts = [
-                whole.narrow(0, *before.parts[array.param][former]).view(torch.uint8)
+                whole.narrow(0, *before.part(array.param, former)).view(torch.uint8)
                 for array, whole in zip(bucket, wholes, strict=True)
             ]
             message = torch.empty(sum(map(len, parts)), dtype=torch.uint8)

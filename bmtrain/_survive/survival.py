@@ -123,17 +123,21 @@ class Survival:
         while True:
             self._own_losses.clear()
             self._keeper.begin()
-            for shard in loop.micro_steps():
-                self._let_be_void(True)
-                try:
-                    yield shard
-                finally:
-                    self._let_be_void(False)
-                if self._lost:
-                    break
-            else:
-                if self._commit():
-                    return
+            try:
+                for shard in loop.micro_steps():
+                    self._let_be_void(True)
+                    try:
+                        yield shard
+                    finally:
+                        self._let_be_void(False)
+                    if self._lost:
+                        break
+                else:
+                    if self._commit():
+                        return
+            except CommunicationError:  # of the sums of replicas
+                if not self._lost:
+                    raise
             self._recover()
             if self._place % 2:
                 return
@@ -278,7 +282,8 @@ class Survival:
         tried: list[int] = []
         while True:
             rendezvous = Reconnection(ctx)
-            decide = partial(self._decide, ctx, ring, rendezvous)
+            sizes = {len(of_ranks) for of_ranks in parts.values()}
+            decide = partial(self._decide, ctx, ring, rendezvous, sizes)
             patience = ctx.timeout * (2 if tried else 1)  # a try fails here at once, there after a time-out
             meeting = members.agree(report, self._lost, patience, decide)
             places = {other["place"] for other in meeting.reports.values()}
@@ -293,7 +298,7 @@ class Survival:
                 for rank in range(ctx.world.size)
             ]
             most = [max(own) for own in zip(*(r["steps"] for r in meeting.reports.values()), strict=True)]
-            before = Before(held, owners, parts, max(places) % 2 == 1, most)
+            before = Before(held, owners, parts, max(places) % 2 == 1, most, lost)
             try:
                 self._go_on(ctx, meeting, rendezvous, before, max(places))
                 break
@@ -349,15 +354,20 @@ class Survival:
         self.times = {"connection": connected - started, "state": time.monotonic() - connected}
 
     def _decide(
-        self, ctx: Context, ring: Ring, rendezvous: Reconnection, reports: dict[int, dict[str, Any]]
+        self,
+        ctx: Context,
+        ring: Ring,
+        rendezvous: Reconnection,
+        sizes: set[int],
+        reports: dict[int, dict[str, Any]],
     ) -> dict[str, Any]:
-        """Returns what the first survivor tells all."""
-        if why := self._why_not(ctx, ring, reports):
+        """Returns what the first survivor tells all; ``sizes``: numbers of ranks that share a parameter."""
+        if why := self._why_not(ctx, ring, sizes, reports):
             return {"why": why}
         places = {other["place"] for other in reports.values()}
         return {"given": {} if _are_beyond_a_gate(places) else rendezvous.serve(self._members)}
 
-    def _why_not(self, ctx: Context, ring: Ring, reports: dict[int, dict[str, Any]]) -> str:
+    def _why_not(self, ctx: Context, ring: Ring, sizes: set[int], reports: dict[int, dict[str, Any]]) -> str:
         """Returns the reason why these ranks cannot continue alone; empty if they can."""
         lost = sorted(set(range(ctx.world.size)) - set(reports))
         if 2 * len(lost) >= ctx.world.size:  # the others may be alive, and think the same of these
@@ -365,7 +375,13 @@ class Survival:
                 f"{ranks_text(lost)} of {ctx.world.size} lost, and only more than half may continue: "
                 f"{self._again(ctx)}"
             )
-        for rank in lost:
+        for size in sizes - {ctx.world.size}:
+            for rank in range(size):
+                if set(same := list(range(rank, ctx.world.size, size))) <= set(lost):
+                    return (
+                        f"{ranks_text(same)} had the same shards, and were lost at once: {self._again(ctx)}"
+                    )
+        for rank in lost if ctx.world.size in sizes else ():
             keeper = ring.keeper_of(rank)
             if keeper in lost:
                 return (

@@ -262,7 +262,10 @@ def estimate(
     memory = _memory(
         result, machine, on_host + pinned + moved["optimizer"], _wire_bytes(local, network, policy, result)
     )
-    copies = policy.survive * (sum(states.values()) + states["gradients"])
+    copied = states
+    if num_sharing(network.size) < network.size:  # other ranks hold the shards of all Blocks too
+        copied = model_state_bytes(local, network.size, state_dtype=policy.state_dtype, disk=lambda _: DISK)
+    copies = policy.survive * (sum(copied.values()) + states["gradients"])
     sizes = {buffer.element_size for block in local.blocks for buffer in block.buffers}
     is_narrow = policy.optimizer == "muon" or policy.compute_dtype is not None or 2 in sizes
     kernels = _KERNEL_BYTES if is_narrow and machine.shares_memory else 0.0

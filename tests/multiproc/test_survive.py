@@ -174,13 +174,19 @@ def example(dtype: torch.dtype) -> Any:
 
 
 def train(
-    dtype: str, offload: bool, faults: tuple[Any, ...] = (), long: bool = False, folder: str = ""
+    dtype: str,
+    offload: bool,
+    faults: tuple[Any, ...] = (),
+    long: bool = False,
+    folder: str = "",
+    policy: bmt.BlockPolicy | None = None,
 ) -> Any:
     """Trains with ``faults``; ``long``: the example's GPT-2. Saves into ``folder`` after a step."""
     torch.manual_seed(3)
     bmt.survive.exceptions()
     if not long:
-        loss_of = model = bmt.BMTrainModelWrapper(Model().to(getattr(torch, dtype)))
+        with bmt.default_policy(policy or bmt.BlockPolicy()):
+            loss_of = model = bmt.BMTrainModelWrapper(Model().to(getattr(torch, dtype)))
     else:
         model, loss_of = example(getattr(torch, dtype))
     num_files = len(os.listdir("/proc/self/fd"))
@@ -295,6 +301,22 @@ def test_one_after_the_other(transport):
     survive(2, "float32", True, (1, 1, "forward"), (3, 3, "clip"), transport=transport)
 
 
+#: Policies of Blocks whose shards other ranks hold too, and the first two faults of a job.
+REPLICATED = [
+    ({"level": 0}, (1, 1, "forward"), (3, 3, "clip")),
+    ({"level": 0}, (0, 2, "backward"), (2, 4, "step")),
+    ({"zero_size": 2}, (3, 1, "loop end"), (1, 3, "step")),
+    ({"zero_size": 2}, (0, 2, "clip"), (2, 4, "after step")),
+]
+
+
+@pytest.mark.parametrize(("policy", "first", "second"), REPLICATED)
+def test_shards_that_others_hold(policy, first, second):
+    """Of 3 ranks and of 2 all share the Blocks with a ``zero_size`` of 2; there shards have copies again."""
+    outcomes = outcomes_of(4, "float32", False, (first, second), False, "", bmt.BlockPolicy(**policy))
+    survived(outcomes, 2, "float32", False)
+
+
 @pytest.mark.parametrize("fault", [fault for fault, number in FAULTS.items() for _ in range(number)])
 def test_faults_at_any_moment(fault):
     chance = random.Random(time.time())
@@ -380,11 +402,44 @@ def test_survivors_that_cannot_connect_end_the_job():
         assert "rank 1 lost, and the others cannot connect: start the job again" in str(outcomes[rank])
 
 
-def test_two_neighbours_at_once_end_the_job():
-    outcomes = outcomes_of(5, "float32", False, ((1, 2, "clip"), (2, 2, "clip")))
-    for rank in (0, 3, 4):
+@pytest.mark.parametrize(
+    ("world", "policy", "lost", "words"),
+    [
+        (5, {}, (1, 2), "rank 1 and the keeper of its copy, rank 2, were lost at once"),
+        (6, {"zero_size": 3}, (1, 4), "ranks 1, 4 had the same shards, and were lost at once"),
+    ],
+)
+def test_two_with_the_same_shard_at_once_end_the_job(world, policy, lost, words):
+    faults = tuple((rank, 2, "clip") for rank in lost)
+    outcomes = outcomes_of(world, "float32", False, faults, False, "", bmt.BlockPolicy(**policy))
+    for rank in set(range(world)) - set(lost):
         assert outcomes[rank].status is Status.RAISED
-        assert "rank 1 and the keeper of its copy, rank 2, were lost at once" in str(outcomes[rank])
+        assert words in str(outcomes[rank])
+
+
+def what_is_copied(policy: dict[str, Any]) -> tuple[int, int, int]:
+    """Bytes that a rank sends in a step, those for parameters outside of Blocks, and number of others with a copy."""
+    with bmt.default_policy(bmt.BlockPolicy(**policy)):
+        model = bmt.BMTrainModelWrapper(Model())
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters()))
+    for step in range(2):
+        before = _context.context().world.comm.traffic().get("send", (0, 0))
+        for _ in bmt.virtual_shards(step):
+            manager.backward(model(torch.ones(1, SEQ, dtype=torch.long)))
+        sent = _context.context().world.comm.traffic()["send"]
+        manager.step()
+    outside = [p for p in model.parameters() if p._block is None]
+    least = 8 * (1 + len(outside)) + sum(-(-p.numel() // 2) * 8 for p in outside)  # numbers and sums, fp32
+    return sent[1] - before[1], least, len(_context.context().survival._keeper.ward.params) - len(outside)
+
+
+@pytest.mark.parametrize("policy", [{}, {"level": 0}, {"zero_size": 2}])
+def test_only_what_no_other_rank_holds_is_copied(policy):
+    found = run_ranks(4, what_is_copied, policy, init={"virtual_shards": 4, "survive": 1})
+    for sent, least, in_blocks in found:
+        assert (sent > least, in_blocks > 0) == (not policy, not policy)
+        assert sent >= least
 
 
 @pytest.mark.parametrize("second", SECOND)

@@ -1,7 +1,7 @@
 """Train with survive=1, and print the number of ranks and of steps at the end, and a digest of everything trained.
 
 survive.py 12               12 steps
-survive.py grow             ranks 1 and 3 of 4 die; train until four ranks are there again, and three steps more
+survive.py grow             ranks 1 and 3 of 4 die, two sharing a Block; train until four are there, and three steps
 survive.py hosts HOST DIR   on a host of this name, until ranks are lost, and three steps more; files in DIR tell
 """
 
@@ -59,7 +59,8 @@ def main() -> None:
         await_all(folder)
     bmt.init_distributed(seed=1, virtual_shards=8, survive=1, timeout=6 if way == "hosts" else 60)
     torch.manual_seed(4)
-    model = bmt.BMTrainModelWrapper(Model())
+    with bmt.default_policy(bmt.BlockPolicy(zero_size=2 if way == "grow" else None)):
+        model = bmt.BMTrainModelWrapper(Model())
     optimizer = bmt.optim.AdamOffloadOptimizer(model.parameters(), lr=1e-2)
     manager = bmt.optim.OptimManager()
     schedule = bmt.lr_scheduler.Linear(optimizer, start_lr=1e-2, warmup_iter=2, end_iter=5000)
