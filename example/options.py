@@ -85,7 +85,14 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     memory.add_argument("--no-recompute", action="store_true", help="keep activations for backward")
     memory.add_argument("--offload", action="store_true", help="optimizer state in host memory")
-    memory.add_argument(
+    places = memory.add_mutually_exclusive_group()
+    places.add_argument(
+        "--parameters",
+        choices=("device", "host"),
+        default="device",
+        help="where a GPU's blocks keep parameters, gradients and state",
+    )
+    places.add_argument(
         "--disk", metavar="FOLDER", help="keep parameters, gradients and state of the blocks on this drive"
     )
     memory.add_argument(

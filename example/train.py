@@ -141,7 +141,9 @@ def refuse_nan(options: argparse.Namespace, step: int, numbers: dict[str, float]
 
 
 def make_model(options: argparse.Namespace) -> GPT:
-    places = {} if options.disk is None else dict.fromkeys(("parameters", "gradients", "optimizer"), "disk")
+    places = {"parameters": options.parameters}
+    if options.disk is not None:
+        places = dict.fromkeys(("parameters", "gradients", "optimizer"), "disk")
     with bmt.default_policy(bmt.BlockPolicy(**places)):
         model = GPT(
             **{**model_options(options), "dtype": DTYPES[options.dtype]},

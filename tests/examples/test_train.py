@@ -312,7 +312,7 @@ def test_killed_and_resumed(tmp_path: Path, text: Path) -> None:
 
 def test_second_run_keeps_the_first(tmp_path: Path, text: Path) -> None:
     options = [*TINY, "--data", text, "--out", tmp_path, "--steps", "2"]
-    told = succeed(1, "train.py", *options, "--inspect-every", "2")
+    told = succeed(1, "train.py", *options, "--inspect-every", "2", "--parameters", "host")
     assert told.count("grad_std  grad_mean") == 1 or told.count("grad_std   grad_mean") == 1
     assert re.search(r"^layers\.0\.\S+ +\(", told, re.MULTILINE)
     assert "-0.0000" not in told  # small numbers are not rounded to nothing
