@@ -139,6 +139,19 @@ class WritesToData(Layer):
         return self.down(torch.cat([once, kept[:, :DIM] * mask], dim=-1))
 
 
+class Phases(bmt.DistributedModule):
+    """Saves views of complex numbers whose signs are in a bit of the tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = bmt.nn.Linear(DIM, 2 * DIM)
+
+    def forward(self, x, mask):
+        z = torch.view_as_complex(self.up(x).view(ROWS, DIM, 2))
+        conjugate = torch.view_as_complex(torch.stack([x, mask], dim=-1)).conj()
+        return (z * conjugate).real + conjugate.imag * z.imag
+
+
 def written_without_a_version(layer: type[torch.nn.Module], recompute: str) -> None:
     found = []
     for offloads in (False, True):
@@ -152,10 +165,8 @@ def written_without_a_version(layer: type[torch.nn.Module], recompute: str) -> N
 
 
 @pytest.mark.parametrize("recompute", ["whole", "selective", "off"])
-@pytest.mark.parametrize("layer", [Gates, WritesToData])
-def test_tensors_of_one_storage_may_count_their_own_versions(
-    layer: type[torch.nn.Module], recompute: str
-) -> None:
+@pytest.mark.parametrize("layer", [Gates, WritesToData, Phases])
+def test_unusual_views_come_back_as_they_were(layer: type[torch.nn.Module], recompute: str) -> None:
     run_ranks(1, written_without_a_version, layer, recompute)
 
 

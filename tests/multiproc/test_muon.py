@@ -351,7 +351,9 @@ def exchange_with_torch(dtype: torch.dtype) -> None:
     parameters = dict(model.named_parameters())
     matrices = [p for name, p in parameters.items() if "weights" in name]
     others = [p for name, p in parameters.items() if "weights" not in name]
-    optimizer = MuonOptimizer([*matrices, *others], lr=LR, weight_decay=DECAY, adam_lr=LR / 4)
+    optimizer = MuonOptimizer(
+        [*matrices, *others], lr=LR, weight_decay=DECAY, adam_lr=LR / 4, adam_weight_decay=5 * DECAY
+    )
     torch.manual_seed(5)
     gradients = {p: torch.randn(p.full_shape).to(dtype) for p in parameters.values()}
 
@@ -360,7 +362,10 @@ def exchange_with_torch(dtype: torch.dtype) -> None:
             [torch.nn.Parameter(p.gather().float().clone()) for p in kind] for kind in (matrices, others)
         ]
         muon = torch.optim.Muon(whole[0], lr=LR, weight_decay=DECAY)
-        return whole, [muon, torch.optim.AdamW(whole[1], lr=LR / 4, betas=(0.9, 0.95), weight_decay=DECAY)]
+        return whole, [
+            muon,
+            torch.optim.AdamW(whole[1], lr=LR / 4, betas=(0.9, 0.95), weight_decay=5 * DECAY),
+        ]
 
     def step(whole: list[list[torch.nn.Parameter]], pair: list[torch.optim.Optimizer]) -> None:
         for kind, copies in zip((matrices, others), whole, strict=True):
