@@ -109,10 +109,10 @@ def token_mean(losses: torch.Tensor, weights: torch.Tensor | None = None) -> tor
         weights = torch.ones_like(losses)
     elif weights.shape != losses.shape:
         raise ValueError(f"weights: expected shape {tuple(losses.shape)}, got {tuple(weights.shape)}")
-    weights = weights.to(losses.dtype).detach()
+    weights = weights.to(torch.promote_types(losses.dtype, torch.float32)).detach()  # fp16 has no 70,000
     # Not a product: the loss of a token that does not count may be inf or NaN.
     total = torch.where(weights == 0, 0, losses * weights).sum()
-    return total / tokens_of_a_loss(weights.sum(), "token_mean").to(losses.dtype)
+    return (total / tokens_of_a_loss(weights.sum(), "token_mean").to(total.dtype)).to(losses.dtype)
 
 
 _stamps = itertools.count()

@@ -254,6 +254,30 @@ def test_the_mean_is_over_all_tokens() -> None:
     assert run_ranks(4, loss_over_all, init={"sp_size": 2}) == [(1.0, pytest.approx(0.1))] * 4
 
 
+def weighted_mean(dtype: torch.dtype, num_tokens: int) -> None:
+    torch.manual_seed(0)
+    of_ranks = [torch.rand(num_tokens + rank).to(dtype) for rank in range(2)]
+    weights = [torch.rand(len(losses)).mul(3).floor() for losses in of_ranks]  # 0, 1 or 2
+    own = of_ranks[bmt.rank()].clone()
+    own[weights[bmt.rank()] == 0] = torch.inf
+    own.requires_grad_()
+    mean = token_mean(own, weights[bmt.rank()])
+    assert mean.dtype == dtype
+    bmt.optim.OptimManager().backward(mean)
+    every, factors = torch.cat(of_ranks).double(), torch.cat(weights).double()
+    rounding = {torch.float32: 1e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-8}[dtype]
+    found = bmt.distributed.all_reduce(mean.detach().double(), "avg")
+    torch.testing.assert_close(found, (every * factors).sum() / factors.sum(), rtol=rounding, atol=0)
+    expected = weights[bmt.rank()].double() / factors.sum()
+    torch.testing.assert_close(own.grad.double(), expected, rtol=4 * rounding, atol=2.0**-24)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_mean_is_weighted_and_counts_more_tokens_than_the_dtype(dtype: torch.dtype) -> None:
+    for num_tokens in (5, 100_000):
+        run_ranks(2, weighted_mean, dtype, num_tokens)
+
+
 LENGTHS = (19, 7, 12)
 SMOOTHING = 0.1
 
