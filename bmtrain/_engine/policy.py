@@ -115,8 +115,8 @@ class BlockPolicy:
             with ``zero_size`` and virtual shards. ``"hosts"`` is ``"direct"`` where None would be.
 
         zero_size: number of consecutive ranks that shard one copy of the block, of which there is one for each such
-            group (hybrid sharding). It must divide the number of ranks that would share the block without it. None, or
-            at least that number: all of them.
+            group (hybrid sharding). It must divide the number of ranks that would share the block without it; with
+            ``survive=`` the next divisor counts. None, or at least that number: all of them.
 
         offload_activations: what backward needs of the forward waits in pinned memory of the host: with recomputation
             the inputs that require grad, and kept results; without it all activations. On CPU ranks they are there

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from harness import run_ranks
 
 import bmtrain as bmt
+from bmtrain._C import FlatLayout
 from bmtrain.distributed import checkpoint
 
 SHARDS, VOCAB, SEQ, DIM = 8, 29, 6, 12
@@ -167,6 +168,20 @@ def test_replicas_of_shards_change_no_bit(dtype, loss_scale, tmp_path):
         assert other[0] == told
         assert same_bits(other[1], state)
         assert torch.equal(other[2], generator)
+
+
+def sent_by_replicas() -> tuple[dict[str, tuple[int, int]], int]:
+    """Reductions of a Block at level 0 in two micro-steps, and bytes of a quarter of its buffer."""
+    block = bmt.Block(bmt.nn.Linear(64, 64), policy=bmt.BlockPolicy(level=0))
+    for _ in bmt.virtual_shards(0):
+        block(torch.ones(2, 64)).sum().backward()
+    sent = bmt.global_var.context().world.reduce_comm.traffic()
+    return sent, FlatLayout([64 * 64, 64], 4, 1).total
+
+
+def test_replicas_exchange_pieces_and_gather_their_sums_once():
+    for sent, quarter in run_ranks(4, sent_by_replicas, init={"virtual_shards": SHARDS}, fresh=True):
+        assert sent == {"all_to_all": (2, 2 * 3 * quarter), "all_gather": (1, 3 * quarter)}
 
 
 def gradients(virtual: bool) -> list[torch.Tensor]:
