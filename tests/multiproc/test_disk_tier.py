@@ -706,3 +706,5 @@ def test_shares_of_the_blocks() -> None:
     assert [place.parameters for place in places].count("disk") == 8
     assert {place.parameters for place in places if place.optimizer is None} == {"host"}
     assert places[0].of_block(7) is places[0]
+    for share in (0.01, 0.5, 0.99):  # a single Block is not divided
+        assert bmt.BlockPolicy(optimizer={"disk": share, "device": 1 - share}).of_block(0).optimizer is None
