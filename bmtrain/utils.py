@@ -25,7 +25,6 @@ __all__ = [
     "print_rank",
     "round_up",
     "see_memory",
-    "storage_type_cuda",
     "tp_split_tensor",
 ]
 
