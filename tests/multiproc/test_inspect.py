@@ -243,13 +243,15 @@ def test_statistics_over_ranks(world):
 def check_statistics() -> None:
     with inspect_tensor() as inspector:
         record_tensor(torch.arange(4).view(2, 2) + 10 * bmt.rank(), "whole")
-    (row,) = inspector.get_summary()
+        record_tensor(torch.ones(3), "whole")
+        assert inspector.get_tensor("whole").shape == (2, 2)  # the first of this name
+    row = inspector.get_summary()[0]
     values = [torch.arange(4.0) + 10 * rank for rank in range(bmt.world_size())]
     assert row["mean"] == pytest.approx(sum(v.mean().item() for v in values) / len(values))
     assert row["std"] == pytest.approx((sum(v.var().item() for v in values) / len(values)) ** 0.5)
     assert (row["min"], row["max"]) == (0.0, values[-1].max().item())
     assert row["shape"] == (2 * bmt.world_size(), 2)
-    assert row["grad_mean"] is None
+    assert row["grad_mean"] is row["grad_std"] is None
 
 
 def test_rules_of_recording():
