@@ -240,3 +240,27 @@ def test_gradients_make_room_for_activations() -> None:
         assert shards > 0 and in_place > 0
         assert shards_in_forward == 0
         assert in_place_in_forward == 0
+
+
+def large_gradients(dtype: torch.dtype, zero_size: int) -> None:
+    model = model_of(policy=bmt.BlockPolicy(zero_size=zero_size)).to(dtype)
+    leaves = [p.gather().detach().clone().requires_grad_() for p in model.parameters()]
+    for _ in range(2):  # the second adds to what is there
+        model(inputs().to(dtype)).square().sum().backward()
+    x = torch.cat(bmt.store.allgather_objects(inputs())).to(dtype)
+    for weight, bias in zip(leaves[::2], leaves[1::2], strict=True):
+        x = x + torch.tanh(torch.nn.functional.linear(x, weight, bias))
+    (2 * x.square().sum()).backward()
+    rtol = 1e-12 if dtype == torch.float64 else 1e-4
+    for p, leaf in zip(model.parameters(), leaves, strict=True):
+        torch.testing.assert_close(
+            p.gather_grad(), leaf.grad, rtol=rtol, atol=rtol * float(leaf.grad.abs().max())
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("world", "zero_size"), [(2, 2), (4, 2)])
+def test_sums_of_large_blocks_keep_the_dtype_and_reach_replicas(
+    dtype: torch.dtype, world: int, zero_size: int
+) -> None:
+    run_ranks(world, large_gradients, dtype, zero_size)
