@@ -397,3 +397,22 @@ def a_container() -> None:
 
 def test_a_block_around_a_container_is_one() -> None:
     run_ranks(1, a_container)
+
+
+def flat_gradients() -> dict[str, int]:
+    """Of a Block of which one parameter is frozen, where memory that nobody has written to is NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        block = bmt.Block(bmt.nn.Linear(5, 7))
+        bmt.init_parameters(block)
+        next(block.parameters()).requires_grad_(False)
+        block(torch.ones(2, 5)).sum().backward()
+        flat = {kind: param.grad for kind, param in block._storage_params.items()}
+        return {kind: int(grad.count_nonzero()) for kind, grad in flat.items() if grad is not None}
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(("world", "sizes"), [(1, [7]), (2, [0, 7])])
+def test_flat_gradients_are_zero_where_nothing_trains(world: int, sizes: list[int]) -> None:
+    assert [found["float32_grad"] for found in run_ranks(world, flat_gradients)] == sizes

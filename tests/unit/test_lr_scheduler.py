@@ -105,6 +105,13 @@ def test_state_dict_restores_and_applies_the_rate(cls: type[WarmupLRScheduler]) 
     assert second.state_dict() == state
 
 
+def test_exponential_goes_on_with_the_gamma_of_a_state() -> None:
+    state = Exponential(sgd(), BASE, 0, -1, 2, 0.5).state_dict()
+    scheduler = Exponential(sgd(), BASE, 0, -1)
+    scheduler.load_state_dict(state)
+    assert scheduler.current_lr == pytest.approx(BASE * 0.25)
+
+
 def test_exponential_keeps_gamma_when_a_file_has_none() -> None:
     scheduler = Exponential(sgd(), BASE, 0, -1, 0, 0.5)
     state = scheduler.state_dict()
