@@ -184,9 +184,9 @@ def test_replicas_exchange_pieces_and_gather_their_sums_once():
         assert sent == {"all_to_all": (2, 2 * 3 * quarter), "all_gather": (1, 3 * quarter)}
 
 
-def gradients(virtual: bool) -> list[torch.Tensor]:
+def gradients(dtype: str, virtual: bool) -> list[torch.Tensor]:
     """Of the mean over a batch, with and without virtual shards, on a model without dropout."""
-    run = Run("float32")
+    run = Run(dtype)
     run.model.eval()
     batch = torch.randint(VOCAB, (2 * SHARDS, SEQ), generator=torch.Generator().manual_seed(1))
     called: list[int] = []
@@ -202,9 +202,10 @@ def gradients(virtual: bool) -> list[torch.Tensor]:
     return [*norms, *(p._spec.gather(p.grad, p._label) for p in run.model.parameters())]
 
 
-def test_gradients_are_those_of_the_whole_batch():
-    virtual = run_ranks(2, gradients, True, init={"virtual_shards": SHARDS})[0]
-    whole = run_ranks(1, gradients, False)[0]
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gradients_are_those_of_the_whole_batch(dtype):
+    virtual = run_ranks(2, gradients, dtype, True, init={"virtual_shards": SHARDS})[0]
+    whole = run_ranks(1, gradients, dtype, False)[0]
     for one, other in zip(virtual, whole, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-7)
 
