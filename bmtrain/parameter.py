@@ -400,9 +400,6 @@ class DistributedParameter(torch.nn.Parameter):
             hook(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedParameter:
-        if id(self) in memo:
-            known: DistributedParameter = memo[id(self)]
-            return known
         clone = type(self)._from_local(self._own_part().clone(), self.requires_grad)
         memo[id(self)] = clone
         for name, value in self.__dict__.items():

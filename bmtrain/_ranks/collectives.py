@@ -49,7 +49,6 @@ def all_reduce(x: Tensor, op: str = "sum", comm: Communicator | None = None) -> 
         tensor([1., 2.])
     """
     comm = resolve_comm("all_reduce", x, comm)
-    reduce_op(op)
     if op in ("max", "min"):
         return _Extremum.apply(x, op, comm)  # type: ignore[no-any-return]
     if op == "prod" and x.is_floating_point():
@@ -129,7 +128,6 @@ def reduce_scatter(x: Tensor, op: str = "sum", comm: Communicator | None = None)
         tensor([[1., 1.]])
     """
     comm = resolve_comm("reduce_scatter", x, comm)
-    reduce_op(op)
     if x.dim() == 0 or x.shape[0] % comm.size != 0:
         raise UnevenSplitError(
             f"reduce_scatter: expected a first dimension that divides by the {comm.size} ranks of group "

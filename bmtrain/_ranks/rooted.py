@@ -160,7 +160,6 @@ def reduce(x: Tensor, root: int, op: str = "sum", comm: Communicator | None = No
         tensor([1., 2.])
     """
     comm = resolve_comm("reduce", x, comm)
-    reduce_op(op)
     check_root(root, comm)
     return _Reduce.apply(x, root, op, comm)  # type: ignore[no-any-return]
 

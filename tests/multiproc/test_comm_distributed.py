@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 
 import pytest
 import torch
@@ -89,6 +90,26 @@ def average() -> None:
 @WORLDS
 def test_average(world: int) -> None:
     run_ranks(world, average)
+
+
+def rounding() -> None:
+    size, rank = bmtrain.world_size(), bmtrain.rank()
+    for dtype in FLOATS:
+        generator = torch.Generator().manual_seed(3)
+        rows = [
+            (torch.rand(256, generator=generator, dtype=torch.float64) + 0.5).to(dtype) for _ in range(size)
+        ]
+        exact = [row if dtype is torch.float64 else row.float() for row in rows]
+        others = prod([row for r, row in enumerate(exact) if r != rank])
+        weight = rows[0].flip(0)
+        assert torch.equal(distributed.all_reduce(rows[rank]), sum(exact).to(dtype))
+        assert torch.equal(distributed.all_reduce(rows[rank], "prod"), prod(exact).to(dtype))
+        got = gradient(lambda x: distributed.all_reduce(x, "prod"), rows[rank], weight)
+        assert torch.equal(got, (weight.to(others.dtype) * others).to(dtype))
+
+
+def test_rounding() -> None:
+    run_ranks(4, rounding)
 
 
 def gradient(

@@ -55,6 +55,25 @@ def test_shards_put_together_are_the_data_bc8(world: int) -> None:
             assert [x for part in parts for x in part["local"]] == list(range(torch.Size(shape).numel()))
 
 
+def gradients_of_some_ranks() -> None:
+    p = bmt.DistributedParameter(torch.zeros(5, 3))
+    assert p.gather_grad() is None
+    if bmt.rank() == 0:
+        p.grad = torch.ones_like(p.detach())
+    gradient = p.gather_grad()
+    begin = -(-15 // bmt.world_size())
+    assert gradient is not None and torch.equal(gradient.flatten(), (torch.arange(15) < begin).float())
+    p.grad = None
+    for full in (torch.randn(5, 3), torch.randn(5, 3, dtype=torch.float64)):
+        p.load_grad(full)
+        assert torch.equal(p.gather_grad(), full.float())
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_gradients_of_some_ranks(world: int) -> None:
+    run_ranks(world, gradients_of_some_ranks)
+
+
 def unusual_data() -> None:
     base = torch.arange(12.0).reshape(3, 4)
     for data in (base.T, base[:, 1:3], torch.nn.Parameter(base), base.requires_grad_() * 2, base.half()):
