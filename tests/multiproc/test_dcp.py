@@ -269,7 +269,11 @@ def save_masters(folder: str) -> tuple[State, State]:
 
 def test_masters_are_the_weights_of_the_file(tmp_path: Path) -> None:
     for state, optim in run_ranks(2, save_masters, str(tmp_path / "bf16")):
-        found = torch_dcp_to_plain(tmp_path / "bf16")["model"]
+        stored = torch_dcp_to_plain(tmp_path / "bf16")
+        found = stored["model"]
+        assert all(
+            entry.keys() == {"step", "exp_avg", "exp_avg_sq"} for entry in stored["optim"]["state"].values()
+        )
         names = [name for name, _ in Net().named_parameters() if name != "layers.0.norm.bias"]
         for name, value in found.items():
             if name in names:
@@ -278,6 +282,35 @@ def test_masters_are_the_weights_of_the_file(tmp_path: Path) -> None:
         assert found["temperature"].item() == 0.75
         assert found["layers.0.norm.bias"].dtype == torch.bfloat16
         assert not same(found["embed.weight"], state["embed.weight"].float())
+
+
+def save_unused(folder: str) -> None:
+    model, optimizer = make_ours("bmtrain")
+    model.layers[0](torch.arange(12.0).view(2, 6)).sum().backward()
+    optimizer.step()
+    bmt.dcp.save(folder, model, optimizer)
+
+
+def test_parameters_without_a_gradient_have_a_state_of_zeros(tmp_path: Path) -> None:
+    run_ranks(2, save_unused, str(tmp_path / "unused"))
+    state = torch_dcp_to_plain(tmp_path / "unused")["optim"]["state"]
+    assert state.keys() == {name for name, p in Net().named_parameters() if p.requires_grad}
+    for name, entry in state.items():
+        assert {value.any().item() for value in entry.values()} == {name.startswith("layers.0.")}, name
+
+
+def save_decay(folder: str, is_decoupled: bool) -> None:
+    model = make_ours("bmtrain")[0]
+    optimizer = bmt.optim.AdamOptimizer(groups(model), weight_decay=0.5, decoupled=is_decoupled)
+    train(model, optimizer, 1)
+    bmt.dcp.save(folder, model, optimizer)
+
+
+@pytest.mark.parametrize("is_decoupled", (True, False))
+def test_torch_is_told_the_kind_of_weight_decay(is_decoupled: bool, tmp_path: Path) -> None:
+    run_ranks(2, save_decay, str(tmp_path / "ours"), is_decoupled)
+    for group in torch_dcp_to_plain(tmp_path / "ours")["optim"]["param_groups"]:
+        assert group["decoupled_weight_decay"] is is_decoupled
 
 
 #: Sizes of runs, one after the other: ranks, further sizes, whether the layers are a pipeline.

@@ -300,6 +300,25 @@ def test_two_names_must_not_become_one(tmp_path: Path) -> None:
             assert "rename makes 'weight' of both" in sentence and "'bias'" in sentence
 
 
+def leave_out(folder: str) -> None:
+    model, other = (bmt.BMTrainModelWrapper(torch.nn.Linear(8, 8)) for _ in range(2))
+    weight, bias = model.weight.detach().clone(), other.bias.detach().clone()
+    bmt.weights.save(model, f"{folder}/both")
+    bmt.weights.save(model, f"{folder}/one", rename={"weight": "w"}.get)
+    bmt.synchronize()
+    assert safetensors.locate_tensors(Path(folder, "one")).keys() == {"w"}
+    for file, name in (("both", "weight"), ("one", "w")):
+        with torch.no_grad():
+            other._parameters["weight"].zero_()
+        found = bmt.weights.load(other, f"{folder}/{file}", strict=False, rename={name: "weight"}.get)
+        assert found == (["bias"], [])
+        assert torch.equal(other.weight, weight) and torch.equal(other.bias, bias)
+
+
+def test_a_rename_leaves_tensors_out(tmp_path: Path) -> None:
+    run_ranks(2, leave_out, str(tmp_path))
+
+
 def slice_of_columns(folder: str) -> int:
     """How often the file is opened for the slices of a matrix that is cut along its columns."""
     layer = bmt.nn.RowParallelLinear(32, 64, bias=False)
