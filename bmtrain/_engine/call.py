@@ -15,9 +15,8 @@ moments of a call: recomputation (`recompute.py`), activations on the host (`off
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, wraps
 from operator import attrgetter
 from typing import Any
 
@@ -353,7 +352,7 @@ def refuse_parameters_as_inputs() -> None:
     if hasattr(plain, "_bmtrain"):
         return
 
-    @functools.wraps(plain)
+    @wraps(plain)
     def backward(*args: Any, inputs: Any = None, **kwargs: Any) -> None:
         inputs = [inputs] if isinstance(inputs, torch.Tensor) else inputs
         inputs = tuple(inputs) if isinstance(inputs, Iterator) else inputs
@@ -363,7 +362,8 @@ def refuse_parameters_as_inputs() -> None:
                     f"backward(inputs=...): got {param._label} of a Block, whose gradient would stay None; use "
                     "backward(), with requires_grad_(False) on parameters that get none, in forward too"
                 )
-        plain(*args, inputs=inputs, **kwargs)  # type: ignore[misc]
+        kwargs |= {} if inputs is None else {"inputs": inputs}  # which may be the last of args
+        plain(*args, **kwargs)
 
     backward._bmtrain = True  # type: ignore[attr-defined]
     torch.autograd.backward = backward

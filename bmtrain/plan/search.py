@@ -43,10 +43,8 @@ def choose_policy(
         True
     """
     base = TrainingPolicy() if base is None else base
-    is_on_host = base.parameters == "host"
-    lowest = (
-        2 if is_on_host or "parameters" in base.disk else 1 if "gradients" in base.disk else 0
-    )  # see BlockPolicy
+    at_least_2 = base.parameters == "host" or "parameters" in base.disk  # see BlockPolicy
+    lowest = 2 if at_least_2 else int("gradients" in base.disk)
     best: Plan | None = None
     for level in range(lowest, 4):
         for recompute in (Recompute.OFF, Recompute.SELECTIVE, Recompute.WHOLE):

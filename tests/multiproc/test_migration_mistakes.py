@@ -575,6 +575,9 @@ def gradients_of_inputs() -> None:
         plain(x).sum().backward(inputs=given)
         assert x.grad is not None
         assert (plain.weight.grad is not None) == (len(given) == 2 and given is not x)
+    plain.weight.grad = None
+    torch.autograd.backward(plain(x).sum(), None, None, False, None, [plain.weight])
+    assert plain.weight.grad is not None
 
 
 def test_gradients_of_inputs_in_blocks_are_refused() -> None:
