@@ -220,3 +220,11 @@ def test_blame_refuses_what_is_no_record(tmp_path: Path, capsys: pytest.CaptureF
 )
 def test_a_suspicion_is_checked(states: dict[int, Any], stuck: bool) -> None:
     assert blame.is_stuck(failure("suspicion"), states) is stuck
+
+
+def test_a_transport_that_meets_another_operation_names_the_remedy() -> None:
+    """Also where the other rank has left its operation by then."""
+    states = {0: WAITS, 1: state(3)}
+    for what, remedy in (("rank 1 is in another operation", blame.SAME_CALLS), ("connection reset", "")):
+        found = blame.judge(failure("failed", what=what, record=record("recv", peer=1)), states, {})
+        assert found.remedy == remedy
