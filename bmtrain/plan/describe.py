@@ -377,7 +377,9 @@ _GATED = (
 def describe_config(
     config: Any, *, seq_len: int | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> ModelDescription:
-    """Describes a dense decoder by its Hugging Face configuration, without building it.
+    """Describes a decoder by its Hugging Face configuration: a dense one by its sizes alone.
+
+    A mixture of experts is built on the meta device by ``transformers``, and described as :func:`describe_module` does.
 
     Args:
         config: a ``PretrainedConfig``, or the content of a ``config.json``.
@@ -385,7 +387,9 @@ def describe_config(
         dtype: of parameters and activations.
 
     Raises:
-        ValueError: a size is missing, or the model is not a dense decoder.
+        ValueError: a size is missing, the model is not a decoder, or it is a mixture of a type that ``transformers``
+            does not know.
+        ImportError: it is a mixture, and ``transformers`` is not installed.
 
     Example:
         >>> from bmtrain.plan import describe_config
@@ -397,16 +401,17 @@ def describe_config(
     """
     values: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
     kind = str(values.get("model_type", "decoder"))
-    if any(values.get(name) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
-        raise ValueError(f"config: expected a dense model, or --module, got a mixture of experts ({kind})")
     if values.get("is_encoder_decoder"):
         raise ValueError(f"config: expected a decoder, got an encoder and a decoder ({kind})")
+    is_mixture = any(values.get(name) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
     dim = _number(values, "hidden_size", "n_embd", "d_model")
     heads = _number(values, "num_attention_heads", "n_head")
     positions = values.get("max_position_embeddings") or values.get("n_positions") or values.get("n_ctx")
     length = seq_len or positions
     if not length:
         raise ValueError("seq_len: expected a length, as the configuration gives no number of positions")
+    if is_mixture:
+        return _describe_built(values, int(length), dtype)
     gated = kind.startswith(_GATED)
     return transformer(
         name=kind,
@@ -425,6 +430,25 @@ def describe_config(
         element_size=dtype.itemsize,
         scores=False,
     )
+
+
+def _describe_built(values: Mapping[str, Any], seq_len: int, dtype: torch.dtype) -> ModelDescription:
+    """Describes a model that transformers builds on the meta device, with weights of ``dtype``."""
+    try:
+        from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # here: few models need them
+    except ImportError:
+        raise ImportError(
+            "config: a mixture of experts is built by transformers: pip install transformers, or describe it by a "
+            "module"
+        ) from None
+    kind = str(values.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(f"config: expected a type that transformers knows, or --module, got {kind!r}")
+    # No code of the configuration's own, and no quantised weights.
+    sizes = {name: values[name] for name in values if name not in ("auto_map", "quantization_config")}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes), dtype=dtype)
+        return describe_module(model, torch.empty(1, seq_len, dtype=torch.int64))
 
 
 def _number(values: Mapping[str, Any], *names: str) -> int:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +80,48 @@ def test_a_hugging_face_configuration_has_the_model_s_parameters() -> None:
         assert describe_config(config, seq_len=64).num_parameters == model.num_parameters()
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2},
+        {"model_type": "qwen3_moe", "num_key_value_heads": 2, "num_experts": 8, "moe_intermediate_size": 48},
+        {
+            "model_type": "deepseek_v3", "n_routed_experts": 8, "n_group": 2, "topk_group": 1,
+            "num_experts_per_tok": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8, "v_head_dim": 8, "moe_intermediate_size": 48, "num_key_value_heads": 4,
+        },
+    ],
+    ids=lambda config: config["model_type"],
+)  # fmt: skip
+def test_a_configuration_of_a_mixture_is_built_by_transformers(config: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
+    published = {"auto_map": {"AutoConfig": "own.Config"}, "quantization_config": {"quant_method": "fp8"}}
+    described = describe_config({**config, **sizes, "vocab_size": 100, **published}, seq_len=16)
+    built = transformers.AutoConfig.for_model(**config, **sizes, vocab_size=100)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(built)
+    assert described.num_parameters == model.num_parameters()
+    assert {buffer.element_size for block in described.blocks for buffer in block.buffers} <= {2, 4}
+    assert described.seq_len == 16
+    assert [number for number, _ in described.blocks[-1].mixtures] == [8]
+    assert estimate(described, EIGHT, TrainingPolicy(ep_size=4)).traffic["all_to_all of experts"][1] > 0
+
+
+def test_a_configuration_of_a_mixture_needs_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"model_type": "mixtral", "hidden_size": 8, "num_attention_heads": 1, "num_local_experts": 8}
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match="pip install transformers, or describe it by a module"):
+        describe_config(config, seq_len=4)
+
+
 def test_what_cannot_be_described_is_told() -> None:
     with pytest.raises(ValueError, match="blocks: expected"):
         describe_module(nn.Linear(2, 2), torch.zeros(1, 2))
-    with pytest.raises(ValueError, match="mixture of experts"):
-        describe_config({"model_type": "mixtral", "num_local_experts": 8})
+    with pytest.raises(ValueError, match="type that transformers knows, or --module, got 'own'"):
+        describe_config(
+            {"model_type": "own", "num_experts": 8, "hidden_size": 8, "num_attention_heads": 1}, seq_len=4
+        )
     with pytest.raises(ValueError, match="hidden_size or n_embd"):
         describe_config({"model_type": "llama"})
     with pytest.raises(ValueError, match="offload: expected 0 to 1"):
