@@ -39,11 +39,7 @@ def joined(state: Mapping[str, Any], groups: Sequence[dict[str, Any]], rule: str
         options: dict[str, Any] = {}
         if group["rule"] == rule:
             found = saved.pop(0)
-            fixed = (
-                ("params", "rule", "param_names")
-                if rule == "muon"
-                else ("params", "rule", "param_names", "lr")
-            )
+            fixed = ("params", "rule", "param_names", *(("lr",) if rule == "adam" else ()))
             options = {name: found[name] for name in group if name in found and name not in fixed}
             pairs = zip(numbers, found["params"], strict=True)
             entries |= {number: state["state"][key] for number, key in pairs if key in state["state"]}

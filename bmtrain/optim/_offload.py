@@ -13,11 +13,9 @@ class OffloadOptimizer(ShardedOptimizer):
     @property
     def resident_fraction(self) -> float:
         """Share of the blocks whose state is on the run device, known from the first step on."""
-        fraction: float = self._place.resident_fraction
-        return fraction
+        return float(self._place.resident_fraction)
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of page-locked host memory for copies of a GPU's gradients and parameters; 0 on CPU ranks."""
-        nbytes: int = self._place.staging_bytes
-        return nbytes
+        return int(self._place.staging_bytes)

@@ -1,4 +1,4 @@
-"""Checks of numeric options of optimizers."""
+"""Checks of groups and numeric options of optimizers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from typing import Any
 
 from .._base.arguments import require_number
 
-__all__ = ["check_betas", "check_not_negative"]
+__all__ = ["check_betas", "check_group", "check_not_negative"]
+
+
+def check_group(group: Any) -> None:
+    """Raises TypeError unless ``group`` is a dict with ``params``."""
+    if not (isinstance(group, dict) and "params" in group):
+        raise TypeError(f"param_group: expected a dict with 'params', got {group!r:.80}")
 
 
 def check_not_negative(options: dict[str, Any], *names: str) -> None:

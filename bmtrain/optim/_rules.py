@@ -80,8 +80,8 @@ class Rules:
 
     def __init__(self, rules: Mapping[str, str] | None, splits: Mapping[str, Split] | None) -> None:
         for name, value in (("rules", rules), ("splits", splits)):
-            if not isinstance(value, Mapping | None):
-                raise TypeError(f"{name}: expected a dict by pattern, or None, got {type(value).__name__}")
+            if not isinstance(value, Mapping | None) or not all(isinstance(key, str) for key in value or ()):
+                raise TypeError(f"{name}: expected a dict by pattern, or None, got {value!r:.80}")
         self._rules, self._splits = dict(rules or {}), dict(splits or {})
         for rule in self._rules.values():
             if rule not in RULES:
@@ -89,6 +89,7 @@ class Rules:
         for split in self._splits.values():
             _check_split(split)
         self._unused = {*self._rules, *self._splits}
+        self.is_complete = False  # `check` has seen the parameters of the constructor
         self.fused: list[Member] = []  # undivided ones that look like several matrices
 
     def choose(self, member: Member, group: Mapping[str, Any]) -> Choice:
@@ -118,7 +119,7 @@ class Rules:
         return values[matching[0]] if matching else None
 
     def check(self) -> None:
-        """Checks the rules once all parameters have chosen; warns on rank 0, once, of matrices that look fused.
+        """Checks the rules once all parameters have chosen; warns on rank 0 of matrices that look fused.
 
         Raises:
             ValueError: a pattern has matched no parameter.
@@ -127,10 +128,12 @@ class Rules:
             raise ValueError(
                 f"rules, splits: no parameter has a name that matches {sorted(self._unused)[0]!r}"
             )
+        self.is_complete = True
         if self.fused and rank() == 0:
+            names = _names_of(self.fused)
             warn_once(
-                "MuonOptimizer.fused",
-                f"MuonOptimizer: {_names_of(self.fused)}: several matrices in one, by name and shape; declare parts, "
+                f"MuonOptimizer.fused {names}",
+                f"MuonOptimizer: {names}: several matrices in one, by name and shape; declare parts, "
                 'such as splits={"*.qkv": 3}, to have each orthogonalised by itself, or 1 part to leave them together',
                 stacklevel=4,
                 category=UserWarning,
@@ -174,16 +177,9 @@ def table_of(groups: Iterable[Mapping[str, Any]]) -> str:
         params = group["params"]
         members = members_of(list(zip(group.get("param_names", [""] * len(params)), params, strict=True)))
         elements = sum(torch.Size(_shape_of(p)).numel() for p in params)
-        parts, rule = group.get("split"), group.get("rule", "")
-        rows.append(
-            (
-                rule,
-                "" if parts is None else str(parts),
-                f"{len(params):,}",
-                f"{elements:,}",
-                _names_of(members),
-            )
-        )
+        split = "" if group.get("split") is None else str(group["split"])
+        sizes = f"{len(params):,}", f"{elements:,}"
+        rows.append((group.get("rule", ""), split, *sizes, _names_of(members)))
         hidden = ("params", "param_names", "rule", "split", "by_columns")
         options.append(", ".join(f"{k}={v}" for k, v in group.items() if k not in hidden))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

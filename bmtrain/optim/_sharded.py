@@ -29,6 +29,7 @@ from ._arrays import (
 )
 from ._grad_stats import check_overflow, forget_unsent, parameters_of
 from ._narrow import store_values, stored_shape
+from ._options import check_group
 from ._untraced import UntracedOptimizer
 from ._updates import Update
 from .formulas import Formula, Part
@@ -96,8 +97,9 @@ class ShardedOptimizer(UntracedOptimizer):
         """Adds a group; missing options default to the constructor's.
 
         Raises:
-            ValueError: an option is out of its range.
+            TypeError, ValueError: it has no ``params``; an option is of another type or out of its range.
         """
+        check_group(param_group)
         options = {**self.defaults, **param_group}
         self._formula.formula_in(options).check(options)
         super().add_param_group(param_group)
@@ -326,13 +328,11 @@ class ShardedOptimizer(UntracedOptimizer):
 
     def has_master(self, p: Tensor) -> bool:
         """Whether the state of ``p`` has an fp32 copy of its value."""
-        has_master: bool = self._place.has_master(p)
-        return has_master
+        return bool(self._place.has_master(p))
 
     def is_on_disk(self, p: Tensor) -> bool:
         """Whether the state of ``p`` is in a file, see ``BlockPolicy(optimizer="disk")``."""
-        is_on_disk: bool = self._place.is_on_disk(p)
-        return is_on_disk
+        return bool(self._place.is_on_disk(p))
 
     @property
     def _states(self) -> dict[Tensor, dict[str, Any]]:

@@ -102,10 +102,8 @@ class AdamOffloadOptimizer(OffloadOptimizer):
 
         ``u`` is the update before the learning rate, ``w`` the weight before the step. 0 if nothing was recorded.
         """
-        mean: float = self._formula.deltas.mean
-        return mean
+        return float(self._formula.deltas.mean)
 
     def get_var_delta(self) -> float:
         """Returns the variance of the values that `get_avg_delta` averages (divided by the number of elements)."""
-        variance: float = self._formula.deltas.variance
-        return variance
+        return float(self._formula.deltas.variance)

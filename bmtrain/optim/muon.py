@@ -11,6 +11,7 @@ from torch import Tensor
 from ._narrow import read_state_dtype
 from ._of_torch import is_of_torch, joined
 from ._offload import OffloadOptimizer
+from ._options import check_group
 from ._rules import members_of, table_of
 from ._sharded import ShardedOptimizer
 from .formulas import Formula, Muon
@@ -118,10 +119,13 @@ class MuonOptimizer(ShardedOptimizer):
         Raises:
             TypeError, ValueError: as the constructor.
         """
+        check_group(param_group)
         members = members_of(param_group["params"])
         groups = list(self._formula.groups_by_rule(param_group, members)) or [param_group]
         for group in groups:
             super().add_param_group(group)
+        if self._formula.names.is_complete:
+            self._formula.names.check()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from .._base.arguments import require_keys
 from .._base.unseen import data_of, gradient_of
 from .._C import ReduceOp
 from .._ranks import context
@@ -19,6 +20,7 @@ from .._ranks.context import require_intact
 from .._ranks.objects import allgather_objects
 from ._arrays import MASTER, layout_of, take_changed_value
 from ._grad_stats import forget_unsent, parameters_of
+from ._options import check_group
 from ._owners import Team, Transfer, is_here, owners_of, whole_shape
 from ._untraced import UntracedOptimizer
 
@@ -79,10 +81,8 @@ class WholeOptimizer(UntracedOptimizer):
         self, cls: type[torch.optim.Optimizer], params: Iterable[Any], options: dict[str, Any]
     ) -> None:
         items = list(params)
-        given = items if items and isinstance(items[0], dict) else [{"params": items}]
-        groups = [{**group, "params": _listed(group["params"])} for group in given]
-        members = [p for group in groups for p in map(_parameter, group["params"])]
-        self._members = _Members(members)
+        groups = list(map(_listed, items if items and isinstance(items[0], dict) else [{"params": items}]))
+        self._members = _Members([_parameter(item) for group in groups for item in group["params"]])
         self._inner = cls([self._members.stand_in(group) for group in groups], **options)
         super().__init__(groups, self._inner.defaults)
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
@@ -91,7 +91,7 @@ class WholeOptimizer(UntracedOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; its parameters get owners of their own."""
         if hasattr(self, "param_groups") and len(self.param_groups) == len(self._inner.param_groups):
-            param_group = {**param_group, "params": _listed(param_group["params"])}
+            param_group = _listed(param_group)
             self._members.add([_parameter(item) for item in param_group["params"]])
             self._inner.add_param_group(self._members.stand_in(param_group))
         super().add_param_group(param_group)
@@ -201,6 +201,7 @@ class WholeOptimizer(UntracedOptimizer):
         Raises:
             ValueError: groups do not match, or it is of one rank at another layout; nothing changed.
         """
+        require_keys("state_dict", state_dict, ("state", "param_groups"))
         saved, layout = state_dict.get("layout"), layout_of(self)  # type: ignore[arg-type]
         if saved is not None and layout is not None and saved != layout:
             raise ValueError(
@@ -345,8 +346,10 @@ def _parameter(item: Any) -> Any:
     return item[1] if isinstance(item, tuple) else item
 
 
-def _listed(params: Any) -> list[Any]:
-    return [params] if isinstance(params, Tensor) else list(params)
+def _listed(group: Any) -> dict[str, Any]:
+    check_group(group)
+    params = group["params"]
+    return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -315,11 +315,19 @@ def wrong() -> None:
         ({"adjust_lr_fn": "x"}, "adjust_lr_fn: expected one of"),
         ({"adam_betas": (0.9, 1.0)}, "adam_betas: expected two numbers"),
         ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients: expected three numbers"),
+        ({"ns_coefficients": 3}, "ns_coefficients: expected three numbers, got 3"),
         ({"lr": 0.0, "adam_lr": 0.1}, "adam_lr: expected None where lr is 0"),
     ):
         with pytest.raises(ValueError, match=message):
             MuonOptimizer([matrix], **options)  # type: ignore[arg-type]
-    assert [g["rule"] for g in MuonOptimizer([matrix, vector]).param_groups] == ["adam"]
+    optimizer = MuonOptimizer([matrix, vector])
+    assert [g["rule"] for g in optimizer.param_groups] == ["adam"]
+    with pytest.raises(ValueError, match="maximize: expected False where matrices take Muon"):
+        MuonOptimizer([{"params": [matrix], "rule": "muon", "maximize": True}])
+    for wrong_group in ({"lr": 0.1}, [matrix]):
+        for add in (optimizer.add_param_group, AdamOptimizer([vector]).add_param_group):
+            with pytest.raises(TypeError, match="param_group: expected a dict with 'params', got"):
+                add(wrong_group)  # type: ignore[arg-type]
 
 
 def test_wrong_options_are_named() -> None:

@@ -162,8 +162,12 @@ def structure() -> None:
     ]
     assert any(line.split()[:4] == ["muon", "3", "1", "192"] for line in lines)
     assert any("layers.*.relative.weight" in line and line.startswith("adam") for line in lines)
-    group = {"params": [dict(model.named_parameters())["layers.0.qkv.weight"]], "split": 3}
+    named = dict(model.named_parameters())
+    group = {"params": [named["layers.0.qkv.weight"]], "split": 3}
     assert MuonOptimizer([group]).param_groups[0]["split"] == 3
+    later = MuonOptimizer([("head.weight", named["head.weight"])])
+    with pytest.warns(UserWarning, match=r"MuonOptimizer: layers\.\*\.qkv\.weight: several matrices in one"):
+        later.add_param_group({"params": [("layers.1.qkv.weight", named["layers.1.qkv.weight"])]})
 
 
 def test_rules_come_from_the_structure_and_from_names() -> None:
@@ -183,6 +187,11 @@ def wrong() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             make(model, **options)  # type: ignore[arg-type]
+    for name in ("rules", "splits"):
+        with pytest.raises(
+            TypeError, match=f"{name}: expected a dict by pattern, or None, got {{3: 'adam'}}"
+        ):
+            make(model, **{name: {3: "adam"}})
     with pytest.raises(
         ValueError, match=r"expected parameters with names, such as model.named_parameters\(\)"
     ):

@@ -300,8 +300,14 @@ def wrong() -> None:
     for params in (p, [1]):
         with pytest.raises(TypeError, match="params: expected parameters"):
             whole_matrix(Lamb, params)
+    with pytest.raises(TypeError, match="param_group: expected a dict with 'params', got {'lr': 1}"):
+        whole_matrix(Lamb, [{"lr": 1}])
     parameters = [bmt.DistributedParameter(torch.ones(4, 4)) for _ in range(2)]
     optimizer = whole_matrix(Failing, parameters)
+    with pytest.raises(
+        ValueError, match="state_dict: expected what .* got a dict without state, param_groups"
+    ):
+        optimizer.load_state_dict({})
     for q in parameters:
         q.load_grad(torch.ones(4, 4))
     with pytest.raises(Exception, match="no root"):

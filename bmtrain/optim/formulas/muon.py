@@ -88,8 +88,7 @@ class Muon(Formula):
 
     def _options_of(self, rule: str, options: Mapping[str, Any]) -> dict[str, Any]:
         if rule == "muon":
-            names = [name for name in self.options if not name.startswith("adam_")]
-            return {name: options[name] for name in names}
+            return {name: options[name] for name in self.options if not name.startswith("adam_")}
         lr, adam_lr, decay = options["lr"], options["adam_lr"], options["adam_weight_decay"]
         return {
             "lr": lr,
@@ -115,7 +114,7 @@ class Muon(Formula):
         if options["adjust_lr_fn"] not in _ADJUSTMENTS:
             raise ValueError(f"adjust_lr_fn: expected one of {_ADJUSTMENTS}, got {options['adjust_lr_fn']!r}")
         coefficients = options["ns_coefficients"]
-        if len(coefficients) != 3:
+        if not isinstance(coefficients, Sequence) or len(coefficients) != 3:
             raise ValueError(f"ns_coefficients: expected three numbers, got {coefficients}")
         for number in coefficients:
             require_number("ns_coefficients", number)
@@ -124,11 +123,12 @@ class Muon(Formula):
         return self.others if group.get("rule") == "adam" else self
 
     def check(self, options: dict[str, Any]) -> None:
+        if options.get("maximize"):
+            raise ValueError("maximize: expected False where matrices take Muon, got True")
         self._check_muon({**self.options, **options})
 
     def numbers_of(self, group: dict[str, Any], *, is_low: bool, scale: float) -> dict[str, Any]:
-        names = [name for name in self.options if not name.startswith("adam_")]
-        numbers = {name: group[name] for name in names}
+        numbers = self._options_of("muon", group)
         split = {"split": group.get("split"), "by_columns": group.get("by_columns", False)}
         return {**numbers, **split, "lr": float(group["lr"]), "scale": scale}
 

@@ -78,8 +78,7 @@ class _Matrix:
 
     @property
     def work(self) -> int:
-        work: int = self._formula.work(self.team.shape, self._numbers)
-        return work
+        return int(self._formula.work(self.team.shape, self._numbers))
 
     def gather(self, owner: int) -> None:
         """Posts the messages to the owner."""
