@@ -144,10 +144,10 @@ def virtual_shards(step: int) -> VirtualShards:
     ``init_distributed(virtual_shards=V)`` fixes their number. Each is a micro-batch of its own with random generators
     seeded by job, step and shard; in a micro-step each rank computes one (where none is left for it in the last, it
     repeats the one before, without effect). Ranks that divide sequences or layers (``sp_size``, ``tp_size``) compute a
-    shard together, and the result is then the same on any number of ranks with these sizes. Gradients are summed in
-    fp32 by a binary tree over the V shards and rounded once: after the loop, the parameters' ``.grad`` hold the mean's
-    gradient if :meth:`OptimManager.backward <bmtrain.optim.OptimManager.backward>` was used. The generators are then as
-    they were before the loop.
+    shard together, and the result is then the same on any number of ranks with these sizes. Stages of a pipeline
+    (``pipe_size``) change no bit. Gradients are summed in fp32 by a binary tree over the V shards and rounded once:
+    after the loop, the parameters' ``.grad`` hold the mean's gradient if :meth:`OptimManager.backward
+    <bmtrain.optim.OptimManager.backward>` was used. The generators are then as they were before the loop.
 
     Args:
         step: number of the step, which the generators are seeded with: the same on all ranks, another for each step.

@@ -15,15 +15,15 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Storey, from the bottom, or folder -> what belongs to it, and its ceiling. A commit that raises a ceiling gives the
 #: reason in its message.
 PYTHON = {
-    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2597),
+    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2609),
     "watch": ("_watch", 1925),
     "ranks": ("_ranks global_var nccl synchronize utils", 4229),
-    "shards": ("_shards parameter", 1834),
-    "engine": ("_engine", 7964),
+    "shards": ("_shards parameter", 1844),
+    "engine": ("_engine", 8170),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5649),
     "files": ("_files dcp distributed store weights", 4680),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 9669),
-    "survive": ("_survive survive", 2116),
+    "survive": ("_survive survive", 2117),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_735),
 }
 CORE = {

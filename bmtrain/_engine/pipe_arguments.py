@@ -10,6 +10,8 @@ import torch
 
 from .._C import ReduceOp
 from .._shards.stage import collect_batches
+from ..global_var import context
+from .engine import current_engine
 
 if TYPE_CHECKING:
     from .._ranks.context import Group
@@ -17,7 +19,10 @@ if TYPE_CHECKING:
 
 
 class PipeArgument:
-    """One tensor argument: either split with the batch, or the first stage's value for every micro-batch."""
+    """One tensor argument: either split with the batch, or the first stage's value for every micro-batch.
+
+    Where each micro-batch is the virtual shard of one rank, it gets that rank's value.
+    """
 
     def __init__(self, pipe: Group, value: torch.Tensor, is_cut: bool, num_micros: int) -> None:
         self._pipe = pipe
@@ -25,7 +30,16 @@ class PipeArgument:
         self._num_micros = num_micros
         self._shape = value.shape
         requires_grad = value.requires_grad and torch.is_grad_enabled()
-        if is_cut:
+        if current_engine(context()).virtual.is_open:
+            if requires_grad:
+                raise RuntimeError(
+                    f"argument of shape {tuple(value.shape)}: expected none that requires grad beside the hidden state "
+                    "of a pipeline in a loop over virtual shards, since stages would sum its gradient in another order "
+                    "than one process; detach it, or leave pipe_size out"
+                )
+            whole = collect_batches(pipe, value[None])
+            pieces = whole.unbind() if whole is not None else ()
+        elif is_cut:
             whole = collect_batches(pipe, value)
             pieces = whole.tensor_split(num_micros) if whole is not None else ()
         else:

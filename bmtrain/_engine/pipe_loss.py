@@ -10,7 +10,7 @@ by a factor afterwards would round them once more, or lose small ones in fp16. S
 backward, at first from an unscaled :class:`bmtrain.optim.OptimManager`; and if another one is brought, the pass runs
 again with it: once for each new loss scale. All gradients have the bits of the true seed. The pass runs in backward
 alone, after a forward for the value of the loss, where a block has unsent gradients of ``no_sync()``, which must not be
-mixed with gradients that may never be sent.
+mixed with gradients that may never be sent; and in a loop over virtual shards, whose sums take none back.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .._base.generators import own_numbers
+from .._base.generators import kept_generators, packed_generators, unpack_generators
 from .._base.unseen import TORCH_GRAD, gradient_of
 from .._C import ReduceOp
-from .._shards.stage import collect_batches, hand_out_batches, share_shape
+from .._shards.stage import collect_batches, hand_out, hand_out_batches, share_shape
 from ..global_var import context, num_losses
 from .engine import current_engine
 from .held import drop_gradients, hold, let_go
@@ -36,6 +36,7 @@ from .recording import active_recorder
 from .run_state import ModeSnapshot
 
 if TYPE_CHECKING:
+    from .._ranks.context import Group
     from ..parameter import DistributedParameter
 
 
@@ -85,6 +86,7 @@ class Head:
         params: the distributed parameters below it.
         fulls: their full tensors.
         labels: further arguments of the module.
+        num_parts: number of micro-batches whose gradients are kept apart; 1: all are summed.
     """
 
     def __init__(
@@ -93,16 +95,23 @@ class Head:
         params: Sequence[DistributedParameter],
         fulls: Sequence[torch.Tensor],
         labels: PipeArguments,
+        num_parts: int,
     ) -> None:
         self._module = module
         self.labels = labels
-        self._leaves = [full.detach().requires_grad_(full.requires_grad) for full in fulls]
-        self._given = {id(param): leaf for param, leaf in zip(params, self._leaves, strict=True)}
+        self._parts = [
+            {
+                id(param): full.detach().requires_grad_(full.requires_grad)
+                for param, full in zip(params, fulls, strict=True)
+            }
+            for _ in range(num_parts)
+        ]
 
     def loss(self, out: torch.Tensor, micro: int) -> torch.Tensor:
         """Returns the loss of a micro-batch."""
         args, _ = self.labels.of_micro(micro)
-        with _GivenReads(current_engine(context()).reads, self._given):
+        given = self._parts[micro % len(self._parts)]
+        with _GivenReads(current_engine(context()).reads, given):
             loss = self._module(out, *args)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -111,11 +120,31 @@ class Head:
 
     def take_gradients(self) -> list[torch.Tensor | None]:
         """Returns the gradients of the parameters on this rank; zeros on the other stages, which have none."""
-        gradients = []
-        for leaf in self._leaves:
-            gradient = gradient_of(leaf)  # a read has made it a copy, whose `grad` would be the parameter's
-            gradients.append(torch.zeros_like(leaf) if gradient is None and leaf.requires_grad else gradient)
+        return [
+            torch.zeros_like(leaf) if gradient is None and leaf.requires_grad else gradient
+            for leaf, gradient in self._take(0)
+        ]
+
+    def _take(self, part: int) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        # A read has made the leaf a copy, whose `grad` would be the parameter's.
+        found = [(leaf, gradient_of(leaf)) for leaf in self._parts[part].values()]
+        for leaf, _ in found:
             TORCH_GRAD.__set__(leaf, None)
+        return found
+
+    def hand_out_gradients(self, pipe: Group) -> list[torch.Tensor | None]:
+        """Returns the gradients of the parameters by this rank's micro-batch. Collective over the pipe group."""
+        last, found = pipe.size - 1, list(zip(*map(self._take, range(pipe.size)), strict=True))
+        # Parameters that the head does not use get none, as in one process.
+        used = torch.tensor([of_param[0][1] is not None for of_param in found], device=context().device)
+        flags = used.to(torch.uint8)
+        pipe.comm.broadcast(flags, last, "pipe.loss").wait()
+        gradients: list[torch.Tensor | None] = []
+        for is_used, of_param in zip(flags.tolist(), found, strict=True):
+            leaf = of_param[0][0]
+            parts = [leaf if own is None else own for _, own in of_param]  # elsewhere: not sent
+            own = hand_out(pipe, parts, last, leaf.shape, leaf.dtype, leaf.device) if is_used else None
+            gradients.append(own)
         return gradients
 
 
@@ -156,11 +185,8 @@ class LossCall:
         """Returns the mean loss of the batches of all stages' ranks. Collective over the pipe group."""
         if not torch.is_grad_enabled():
             return self._run(None)
-        states = [block._runtime for block in self._plan.blocks]
-        self._number = self._memory.begin_call(self._plan)
-        self._modes = ModeSnapshot(self._hidden.device)
-        self._versions = [state.version() for state in states]
-        if self._any(any(state.unsent for state in states)):
+        self._begin()
+        if self._any(any(state.unsent for state in self._states)):
             with torch.no_grad():
                 return self._run(None)
         if self._memory.seed is None:
@@ -169,7 +195,26 @@ class LossCall:
 
     def backward(self, gradient: torch.Tensor) -> list[torch.Tensor | None]:
         """Sends the parameters' gradients; returns the inputs' gradients. Collective over the pipe group."""
-        states = [block._runtime for block in self._plan.blocks]
+        self._begin_backward()
+        seed = float(sum(self._of_ranks(gradient)))  # all have the same loss
+        if seed != self._seed:
+            for state in self._states:
+                drop_gradients(state)
+            with self._modes.restored(), torch.enable_grad():
+                self._run(seed)
+        self._memory.seed = seed
+        for state in reversed(self._states):
+            self._engine.gradients.send_deferred(state)
+        return self._gradients
+
+    def _begin(self) -> None:
+        """Begins a call with gradients."""
+        self._states = [block._runtime for block in self._plan.blocks]
+        self._number = self._memory.begin_call(self._plan)
+        self._modes = ModeSnapshot(self._hidden.device)
+        self._versions = [state.version() for state in self._states]
+
+    def _begin_backward(self) -> None:
         if self._is_spent:
             raise RuntimeError(
                 "trying to backward through the loss of a pipeline a second time: its gradients have been sent; call "
@@ -180,40 +225,34 @@ class LossCall:
                 "the loss of a pipeline came to backward after a later call of the same list, which has dropped its "
                 "gradients; run backward of each loss before the next call"
             )
-        if self._versions != [state.version() for state in states]:
+        if self._versions != [state.version() for state in self._states]:
             raise RuntimeError(
                 "a parameter of the pipeline was modified in place between loss() and backward (by an optimizer "
                 "step, a load?)"
             )
-        seed = self._total(gradient)
-        if seed != self._seed:
-            for state in states:
-                drop_gradients(state)
-            with self._modes.restored(), torch.enable_grad():
-                self._run(seed)
-        self._memory.seed = seed
         self._is_spent = True
-        for state in reversed(states):
-            self._engine.gradients.send_deferred(state)
-        return self._gradients
 
     def _any(self, flag: bool) -> bool:
         seen = torch.tensor([flag], dtype=torch.uint8, device=self._hidden.device)
         self._plan.pipe.comm.all_reduce(seen, ReduceOp.MAX, "pipe.loss").wait()
         return bool(seen.item())
 
-    def _total(self, gradient: torch.Tensor) -> float:
-        """Returns the sum of the gradients that the ranks' backwards bring: all have the same loss."""
+    def _of_ranks(self, gradient: torch.Tensor) -> list[float]:
+        """Returns the gradients that the ranks' backwards bring."""
         pipe = self._plan.pipe
         own = gradient.detach().double().reshape(1)
         by_rank = own.new_empty(pipe.size)
         pipe.comm.all_gather(by_rank, own, "pipe.loss").wait()
-        return float(sum(by_rank.tolist()))
+        gradients: list[float] = by_rank.tolist()
+        return gradients
 
     def _run(self, seed: float | None) -> torch.Tensor:
         """Runs a pass and returns the loss; ``seed``: of a pass with backward."""
         pipe, hidden = self._plan.pipe, self._hidden
-        run = _pass(self._plan, hidden, self._arguments, self._head.loss, seed)
+        rows = len(hidden) * pipe.size
+        shares = [len(piece) / rows for piece in torch.empty(rows, 0).tensor_split(self._plan.num_micros)]
+        seeds = None if seed is None else [seed * share for share in shares]
+        run = _pass(self._plan, hidden, self._arguments, self._head.loss, seeds)
         if seed is not None:
             self._seed = seed
             whole = torch.cat(run.gradients) if pipe.rank == 0 else None
@@ -223,12 +262,40 @@ class LossCall:
                 *self._head.take_gradients(),
             ]
         loss = torch.zeros((), device=hidden.device, dtype=torch.float32)
-        for result, share in zip(
-            run.results, run.shares, strict=False
-        ):  # elsewhere than on the last stage: none
+        for result, share in zip(run.results, shares, strict=False):  # only the last stage has results
             loss += result.reshape(()).float() * share
         pipe.comm.broadcast(loss, pipe.size - 1, "pipe.loss").wait()
         return loss
+
+
+class ShardLossCall(LossCall):
+    """The loss of this rank's virtual shard, which is a micro-batch."""
+
+    def forward(self) -> torch.Tensor:
+        pipe, device = self._plan.pipe, self._hidden.device
+        if torch.is_grad_enabled():
+            self._begin()
+            self._numbers = packed_generators(device)
+        with torch.no_grad():
+            losses = _pass(self._plan, self._hidden, self._arguments, self._head.loss, None).results
+        shape, dtype = share_shape(pipe, losses[0] if losses else None, pipe.size - 1, device)
+        return hand_out(pipe, losses or None, pipe.size - 1, shape, dtype, device)
+
+    def backward(self, gradient: torch.Tensor) -> list[torch.Tensor | None]:
+        self._begin_backward()
+        if not self._engine.virtual.is_open:
+            raise RuntimeError(
+                "the loss of a virtual shard came to backward after the loop over the shards; call backward in the loop"
+            )
+        pipe, hidden = self._plan.pipe, self._hidden
+        seeds = self._of_ranks(gradient)
+        with kept_generators(hidden.device), self._modes.restored(), torch.enable_grad():
+            unpack_generators(self._numbers)
+            run = _pass(self._plan, hidden, self._arguments, self._head.loss, seeds)
+        return [
+            hand_out(pipe, run.gradients or None, 0, hidden.shape, hidden.dtype, hidden.device),
+            *self._head.hand_out_gradients(pipe),
+        ]
 
 
 def run_forward(plan: Plan, hidden: torch.Tensor, arguments: PipeArguments) -> torch.Tensor:
@@ -242,20 +309,23 @@ def run_forward(plan: Plan, hidden: torch.Tensor, arguments: PipeArguments) -> t
 
 
 def _pass(
-    plan: Plan, hidden: torch.Tensor, arguments: PipeArguments, loss_of: LossOf | None, seed: float | None
+    plan: Plan,
+    hidden: torch.Tensor,
+    arguments: PipeArguments,
+    loss_of: LossOf | None,
+    seeds: Sequence[float] | None,
 ) -> Pass:
-    """Runs a pass over the batches of all stages' ranks; ``seed``: of one with backward."""
+    """Runs a pass over the batches of all stages' ranks; ``seeds``: of one with backward."""
     whole = collect_batches(plan.pipe, hidden, target=0)
     if whole is None:
         whole = hidden.new_empty((len(hidden) * plan.pipe.size, 0))
-    run = Pass(plan, whole.tensor_split(plan.num_micros), arguments, loss_of, seed)
+    run = Pass(plan, whole.tensor_split(plan.num_micros), arguments, loss_of, seeds)
     engine, states = current_engine(context()), [block._runtime for block in plan.blocks]
     for state in states:
         hold(engine, state)
-        state.defers = seed is not None
+        state.defers = seeds is not None and not engine.virtual.is_open
     try:
-        with own_numbers(plan.pipe.rank, hidden.device):
-            run.run()
+        run.run()
     finally:
         for state in states:
             let_go(engine, state)
@@ -287,9 +357,11 @@ def run_loss(
 ) -> torch.Tensor:
     """Returns the loss of a pipeline, as one node of the caller's graph if gradients are enabled. Collective."""
     params = head_parameters(module)
-    reads = current_engine(context()).reads
-    fulls = [reads.read(param) for param in params]
-    call = LossCall(plan, memory, hidden, arguments, Head(module, params, fulls, labels))
+    engine = current_engine(context())
+    fulls = [engine.reads.read(param) for param in params]
+    is_virtual = engine.virtual.is_open
+    head = Head(module, params, fulls, labels, plan.num_micros if is_virtual else 1)
+    call = (ShardLossCall if is_virtual else LossCall)(plan, memory, hidden, arguments, head)
     if not torch.is_grad_enabled():
         return call.forward()
     if not hidden.requires_grad:

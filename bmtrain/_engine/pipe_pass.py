@@ -21,6 +21,7 @@ from .._shards.stage import channel, receive_header
 from ..global_var import context
 from .engine import current_engine
 from .pipe_arguments import PipeArguments, on_rows
+from .pipe_numbers import Numbers
 from .pipe_schedule import Action, Actions, Kind, Message, message_of, messages_to, without_backward
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Pass:
         pieces: the micro-batches of the first layer's input; elsewhere than on the first stage, of their sizes.
         arguments: further arguments of all layers.
         loss_of: gives the loss of a micro-batch; None: the outputs are the results.
-        seed: the gradient of the mean loss; None for a pass without backward.
+        seeds: the gradients of the micro-batches' losses; None for a pass without backward.
     """
 
     def __init__(
@@ -69,19 +70,18 @@ class Pass:
         pieces: Sequence[torch.Tensor],
         arguments: PipeArguments,
         loss_of: LossOf | None,
-        seed: float | None,
+        seeds: Sequence[float] | None,
     ) -> None:
         self._plan = plan
         self._pieces = pieces
         self._arguments = arguments
         self._loss_of = loss_of
-        self._seed = seed
-        #: The shares of the micro-batches in the mean loss.
-        self.shares = [len(piece) / sum(map(len, pieces)) for piece in pieces]
+        self._seeds = seeds
+        self._numbers = Numbers(plan.pipe, pieces[0].device)
         self._stage, self._num_stages = plan.pipe.rank, plan.pipe.size
-        actions = plan.actions if seed is not None else without_backward(plan.actions)
+        actions = plan.actions if seeds is not None else without_backward(plan.actions)
         self._actions = actions[self._stage]
-        self._inbox = _Inbox(plan, actions, [len(piece) for piece in pieces], pieces[0].device)
+        self._inbox = _Inbox(plan, actions, [len(piece) for piece in pieces], pieces[0].device, self._numbers)
         self._sending: list[tuple[Work, torch.Tensor]] = []
         self._has_shape: set[tuple[int, int, int]] = set()  # headers sent
         # Of the micro-batches under way: the input and the output (or loss) of a chunk.
@@ -101,15 +101,15 @@ class Pass:
             Kind.BACKWARD_WEIGHT: self._backward_weight,
         }
         engine, rows = current_engine(context()), [len(piece) for piece in self._pieces]
-        with torch.set_grad_enabled(self._seed is not None):
+        with torch.set_grad_enabled(self._seeds is not None), self._numbers.of_pass():
             for action, following in zip(self._actions, [*self._actions[1:], None], strict=True):
                 self._inbox.post(action, following)
                 with on_rows(engine, sum(rows[: action.micro]), rows[action.micro]):
                     do[action.kind](action)
                 while self._sending and self._sending[0][0].is_completed():
                     self._sending.pop(0)[0].wait()
-        for work, _ in self._sending:
-            wait_for_stage(work)
+            for work, _ in self._sending:
+                wait_for_stage(work)
 
     def _forward(self, action: Action) -> None:
         _, micro, chunk = action
@@ -118,17 +118,17 @@ class Pass:
         x = x.detach().requires_grad_(torch.is_grad_enabled())
         args, kwargs = self._arguments.of_micro(micro)
         out = x
-        for block in self._plan.chunks[chunk]:
-            result = block(out, *args, **kwargs)
-            out = result[0] if isinstance(result, tuple) else result
-        if not is_last:
-            self._send(action, out.detach().contiguous())
-        elif self._loss_of is None:
-            self.results.append(out)
-        else:
-            out = self._loss_of(out, micro)
+        with self._numbers.of_micro(micro):
+            for block in self._plan.chunks[chunk]:
+                result = block(out, *args, **kwargs)
+                out = result[0] if isinstance(result, tuple) else result
+            if is_last and self._loss_of is not None:
+                out = self._loss_of(out, micro)
+        if is_last:
             self.results.append(out.detach())
-        if self._seed is not None:
+        else:
+            self._send(action, out.detach().contiguous())
+        if self._seeds is not None:
             self._alive[chunk, micro] = x, out
             if not is_last:
                 self._inbox.expect_gradient(action, out)
@@ -138,10 +138,12 @@ class Pass:
         is_first, is_last = self._ends(chunk)
         x, out = self._alive.pop((chunk, micro))
         if is_last:
-            gradient = torch.full_like(out, (self._seed or 0) * self.shares[micro])
+            gradient = torch.full_like(out, 0 if self._seeds is None else self._seeds[micro])
         else:
             gradient = self._inbox.take(action)
-        torch.autograd.backward([out], [gradient])
+        engine = current_engine(context())
+        with engine.virtual.of_micro(engine.gradients, micro):
+            torch.autograd.backward([out], [gradient])
         own = torch.zeros_like(x) if x.grad is None else x.grad.contiguous()
         if is_first:
             self.gradients.append(own)
@@ -150,6 +152,9 @@ class Pass:
 
     def _backward_input(self, action: Action) -> None:
         engine = current_engine(context())
+        if engine.virtual.is_open:  # its gradients are sent before those of the next micro-batch are made
+            self._backward(action)
+            return
         engine.later = self._later[action.chunk, action.micro] = DeferredProducts()
         try:
             self._backward(action)
@@ -157,7 +162,9 @@ class Pass:
             engine.later = None
 
     def _backward_weight(self, action: Action) -> None:
-        self._later.pop((action.chunk, action.micro)).run()
+        later = self._later.pop((action.chunk, action.micro), None)
+        if later is not None:
+            later.run()
 
     def _ends(self, chunk: int) -> tuple[bool, bool]:
         """Whether a chunk of this stage is the first of all, and the last."""
@@ -174,20 +181,26 @@ class Pass:
                 self._has_shape.add(shape)
                 header = header_of(tensor, tensor.device)
                 self._sending.append((comm.send(header, message.receiver, "pipe.shape"), header))
-        label = "pipe.forward" if action.kind is Kind.FORWARD else "pipe.backward"
-        self._sending.append((comm.send(tensor, message.receiver, label), tensor))
+        if action.kind is Kind.FORWARD:
+            for part in (tensor, *self._numbers.to_send(action.micro)):
+                self._sending.append((comm.send(part, message.receiver, "pipe.forward"), part))
+        else:
+            self._sending.append((comm.send(tensor, message.receiver, "pipe.backward"), tensor))
 
 
 class _Inbox:
     """Messages to this stage. See [Note: Messages of a pass]."""
 
-    def __init__(self, plan: Plan, actions: Actions, rows: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, plan: Plan, actions: Actions, rows: Sequence[int], device: torch.device, numbers: Numbers
+    ) -> None:
         self._pipe = plan.pipe
+        self._numbers = numbers
         self._rows = rows
         self._device = device
         self._coming = deque(messages_to(plan.pipe.rank, actions, len(plan.chunks)))
         self._awaited = {message.action for message in self._coming}
-        self._posted: dict[Action, tuple[Work, torch.Tensor]] = {}
+        self._posted: dict[Action, tuple[list[Work], torch.Tensor]] = {}
         self._shapes: dict[tuple[int, int], tuple[torch.Size, torch.dtype]] = {}  # by chunk and rows
         # By chunk and micro-batch: tensors with the shapes of gradients to come.
         self._gradients: dict[tuple[int, int], torch.Tensor] = {}
@@ -211,10 +224,12 @@ class _Inbox:
         self._coming.popleft()
         self._awaited.remove(message.action)
         tensor = torch.empty(like[0], dtype=like[1], device=self._device)
-        is_forward = message.action.kind is Kind.FORWARD
+        parts, label = [tensor], "pipe.backward"
+        if message.action.kind is Kind.FORWARD:
+            parts, label = [tensor, *self._numbers.to_receive(message.action.micro)], "pipe.forward"
         comm = channel(self._pipe, message.sender)
-        work = comm.recv(tensor, message.sender, "pipe.forward" if is_forward else "pipe.backward")
-        self._posted[message.action] = work, tensor
+        works = [comm.recv(part, message.sender, label) for part in parts]
+        self._posted[message.action] = works, tensor
         return True
 
     def _like(self, message: Message, waits: bool) -> tuple[torch.Size, torch.dtype] | None:
@@ -231,8 +246,9 @@ class _Inbox:
 
     def take(self, action: Action) -> torch.Tensor:
         """Waits for the message to an action."""
-        work, tensor = self._posted.pop(action)
-        wait_for_stage(work)
+        works, tensor = self._posted.pop(action)
+        for work in works:
+            wait_for_stage(work)
         return tensor
 
 

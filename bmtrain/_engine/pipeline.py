@@ -8,8 +8,8 @@ micro-batches, and their gradients are reduced once. All receives are posted bef
 and sends are waited for after the last: while one is computed, its neighbours are under way (see [Note: Channels of a
 pipeline]).
 
-The layers of each stage draw random numbers of their own: one generator state on all stages would give the layers of
-all stages the same masks of dropout, unlike one process.
+In a loop over virtual shards each micro-batch is the shard of one rank, and its gradients are reduced after its
+backward: leaves of the tree in the order of the shards, as ranks of one stage have adjacent ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .._base.generators import own_numbers
 from .._C import ReduceOp, Work
 from .._shards.stage import (
     channel,
@@ -35,6 +34,7 @@ from ..global_var import context
 from .engine import current_engine
 from .held import hold, let_go
 from .pipe_arguments import PipeArguments, on_rows
+from .pipe_numbers import Numbers
 from .pipe_pass import wait_for_stage
 from .pipe_recording import StageRecordings
 from .recording import active_recorder
@@ -84,8 +84,9 @@ class PipelineCall:
         for block in self.blocks:
             hold(self._engine, block._runtime)
         try:
-            with own_numbers(self.pipe.rank, hidden.device):
-                self._run_micros(hidden, arguments)
+            numbers = Numbers(self.pipe, hidden.device)
+            with numbers.of_pass():
+                self._run_micros(hidden, arguments, numbers)
         finally:
             if not torch.is_grad_enabled():
                 self._release_blocks()
@@ -97,19 +98,26 @@ class PipelineCall:
         self._results_like = [torch.empty_like(result, device="meta") for result in results]
         return tuple(results)
 
-    def _run_micros(self, hidden: torch.Tensor, arguments: PipeArguments) -> None:
+    def _run_micros(self, hidden: torch.Tensor, arguments: PipeArguments, numbers: Numbers) -> None:
         pipe, sending = self.pipe, []
-        incoming = self._incoming(collect_batches(pipe, hidden, target=0))
+        whole = collect_batches(pipe, hidden, target=0)
+        if whole is not None:
+            incoming = _Incoming(list(whole.chunk(self.num_micros)), [])
+        else:
+            incoming = _Incoming.posted(pipe, pipe.rank - 1, self.num_micros, self.device, numbers)
         for index in range(self.num_micros):
             x = incoming.take(index).detach().requires_grad_(torch.is_grad_enabled())
-            with self._recording_micro(), on_rows(self._engine, index * len(x), len(x)):
+            rows = on_rows(self._engine, index * len(x), len(x))
+            with self._recording_micro(), rows, numbers.of_micro(index):
                 states = self._run_stage(x, *arguments.of_micro(index))
             self.states.append(states)
             if not self.is_last:
                 out = states[-1].detach().contiguous()
                 if index == 0:
                     send_header(pipe, out, pipe.rank + 1)
-                sending.append((channel(pipe, pipe.rank).send(out, pipe.rank + 1, "pipe.forward"), out))
+                for tensor in (out, *numbers.to_send(index)):
+                    work = channel(pipe, pipe.rank).send(tensor, pipe.rank + 1, "pipe.forward")
+                    sending.append((work, tensor))
         for work, _ in sending:
             wait_for_stage(work)
 
@@ -124,11 +132,6 @@ class PipelineCall:
             yield
         finally:
             active_recorder.reset(token)
-
-    def _incoming(self, whole: torch.Tensor | None) -> _Incoming:
-        if whole is not None:
-            return _Incoming(list(whole.chunk(self.num_micros)), [])
-        return _Incoming.posted(self.pipe, self.pipe.rank - 1, self.num_micros, self.device)
 
     def _run_stage(self, x: torch.Tensor, args: list[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         states = [x]
@@ -218,8 +221,9 @@ class PipelineCall:
     ) -> None:
         """This stage's share of a backward."""
         sending, comm = [], channel(self.pipe, self.pipe.rank)
+        virtual = self._engine.virtual
         for block in self.blocks:
-            block._runtime.defers = True
+            block._runtime.defers = not virtual.is_open
         for index, states in enumerate(self.states):
             roots = states[: len(state_grads)]
             root_grads = [grad[index] for grad in state_grads]
@@ -230,7 +234,8 @@ class PipelineCall:
                 recorded, recorded_grads = self.recordings.roots(index)
                 roots += recorded
                 root_grads += recorded_grads
-            with on_rows(self._engine, index * len(states[0]), len(states[0])):
+            rows = on_rows(self._engine, index * len(states[0]), len(states[0]))
+            with rows, virtual.of_micro(self._engine.gradients, index):
                 torch.autograd.backward(roots, root_grads, retain_graph=keep_graph)
             if not self.is_first:
                 out = _gradient_of(states[0])
@@ -248,7 +253,7 @@ class PipelineCall:
             return None
         tensors = [torch.empty_like(states[-1]) for states in self.states]
         comm, peer = channel(self.pipe, self.pipe.rank + 1), self.pipe.rank + 1
-        works = [comm.recv(tensor, peer, "pipe.backward") for tensor in tensors]
+        works = [[comm.recv(tensor, peer, "pipe.backward")] for tensor in tensors]
         return _Incoming(tensors, works)
 
     def _collect_state_gradients(self, grad_states: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
@@ -282,20 +287,24 @@ class PipelineCall:
 class _Incoming:
     """Tensors being received by this stage, one for each micro-batch."""
 
-    def __init__(self, tensors: list[torch.Tensor], works: list[Work]) -> None:
+    def __init__(self, tensors: list[torch.Tensor], works: list[list[Work]]) -> None:
         self._tensors = tensors
         self._works = works
 
     @classmethod
-    def posted(cls, pipe: Group, peer: int, count: int, device: torch.device) -> _Incoming:
+    def posted(cls, pipe: Group, peer: int, count: int, device: torch.device, numbers: Numbers) -> _Incoming:
         shape, dtype = receive_header(pipe, peer, device)
         tensors = [torch.empty(shape, dtype=dtype, device=device) for _ in range(count)]
         comm = channel(pipe, peer)
-        return cls(tensors, [comm.recv(tensor, peer, "pipe.forward") for tensor in tensors])
+        works = [
+            [comm.recv(part, peer, "pipe.forward") for part in (tensor, *numbers.to_receive(index))]
+            for index, tensor in enumerate(tensors)
+        ]
+        return cls(tensors, works)
 
     def take(self, index: int) -> torch.Tensor:
-        if self._works:
-            wait_for_stage(self._works[index])
+        for work in self._works[index] if self._works else ():
+            wait_for_stage(work)
         return self._tensors[index]
 
 

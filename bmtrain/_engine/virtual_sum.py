@@ -18,8 +18,9 @@ summed parameter by parameter.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +29,7 @@ from .._C import ShardedBuffer, TreeSum
 from .._shards.gather import changed_by_hooks
 from ..global_var import context
 from .block_state import BlockState
-from .gradients import Destination
+from .gradients import Destination, Gradients
 from .unsent import Unsent
 
 if TYPE_CHECKING:
@@ -82,6 +83,9 @@ class VirtualSum(Destination):
         self._num_shards = 0
         self._sums: dict[int, _Sums] = {}
         self._arrivals: Counter[int] = Counter()  # in this micro-step
+        self._arrivals_of: defaultdict[int, Counter[int]] = defaultdict(
+            Counter
+        )  # by micro-batch of a pipeline
         self._of_experts: dict[int, tuple[DistributedParameter, list[torch.Tensor]]] = {}
 
     # ---- the destination of gradients
@@ -149,6 +153,20 @@ class VirtualSum(Destination):
     def begin_shard(self) -> None:
         """Begins the next of this rank's virtual shards."""
         self._arrivals.clear()
+        self._arrivals_of.clear()
+
+    @contextmanager
+    def of_micro(self, gradients: Gradients, micro: int) -> Iterator[None]:
+        """Context manager for the backward of a micro-batch in a pipeline, which is a virtual shard."""
+        if not self.is_open:
+            yield
+            return
+        gradients.finish()
+        outside, self._arrivals = self._arrivals, self._arrivals_of[micro]
+        try:
+            yield
+        finally:
+            self._arrivals = outside
 
     def end_shard(self) -> None:
         """Ends a virtual shard: all its gradients are there. Collective."""

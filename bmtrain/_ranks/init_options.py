@@ -62,7 +62,7 @@ class InitOptions:
             given = require_integer("num_micro_batches", num_micro_batches, least=1)
             micros = given if stages >= 1 else 1
         backend = _choose_backend(backend)
-        shards = _check_virtual_shards(virtual_shards, sizes)
+        shards = _check_virtual_shards(virtual_shards, sizes, micros)
         may_lose = _check_survive(survive, shards, backend, sizes)
         return cls(
             seed=_check_seed(seed),
@@ -103,13 +103,16 @@ class InitOptions:
         }
 
 
-def _check_virtual_shards(count: int | None, sizes: dict[str, int]) -> int:
+def _check_virtual_shards(count: int | None, sizes: dict[str, int], micros: int) -> int:
     """The number of virtual shards, 0 for None."""
     if count is None:
         return 0
     number = require_integer("virtual_shards", count, least=1)
-    if sizes["pipe_size"] > 1:
-        raise ValueError(f"virtual_shards: expected no pipeline, got pipe_size {sizes['pipe_size']}")
+    if sizes["pipe_size"] > 1 and micros != sizes["pipe_size"]:
+        raise ValueError(
+            f"num_micro_batches: expected pipe_size ({sizes['pipe_size']}) with virtual_shards, of which each is a "
+            f"micro-batch, got {micros}"
+        )
     return number
 
 
@@ -123,8 +126,8 @@ def _check_survive(survive: int, virtual_shards: int, backend: str, sizes: dict[
         )
     if number and max(sizes.values()) > 1:
         raise ValueError(
-            "survive: expected no layers, sequences or experts divided over ranks, got tp_size "
-            f"{sizes['tp_size']}, sp_size {sizes['sp_size']} and ep_size {sizes['ep_size']}"
+            "survive: expected no layers, sequences or experts divided over ranks, got "
+            + ", ".join(f"{name} {size}" for name, size in sizes.items())
         )
     if number and backend == "nccl":
         raise ValueError("survive: expected CPU ranks (backend='gloo'), got 'nccl'")

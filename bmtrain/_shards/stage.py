@@ -5,6 +5,7 @@ A pipe group has one rank of every stage. Each of its ranks has its own batch; t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -129,13 +130,25 @@ def hand_out_batches(
     device: torch.device,
 ) -> torch.Tensor:
     """Returns this rank's part, of ``shape``, of the batches on stage ``source``: the inverse of collecting."""
+    return hand_out(pipe, None if whole is None else whole.chunk(pipe.size), source, shape, dtype, device)
+
+
+def hand_out(
+    pipe: Group,
+    parts: Sequence[torch.Tensor] | None,
+    source: int,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Returns the tensor, of ``shape``, that stage ``source`` has for this rank in ``parts``."""
     if pipe.rank != source:
         part = torch.empty(shape, dtype=dtype, device=device)
         pipe.comm.recv(part, source, "pipe.hand_out").wait()
         return part
-    if whole is None:
+    if parts is None:
         raise RuntimeError(f"stage {source} has nothing to hand out")
-    parts = [part.contiguous() for part in whole.chunk(pipe.size)]
+    parts = [part.contiguous() for part in parts]
     works = [pipe.comm.send(part, rank, "pipe.hand_out") for rank, part in enumerate(parts) if rank != source]
     for work in works:
         work.wait()

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from .._base.atomic_file import AtomicFile
-from .._base.generators import generator_state, set_generator_state
+from .._base.generators import packed_generators, unpack_generators
 from .._base.said import say
 from .._engine.engine import Schedule, current_engine
 from .._ranks import context as _context
@@ -178,7 +178,8 @@ class Joining(Survival):
                 ]
                 for o in manager.optimizers
             ]
-            state = {"step": self._step, "user": self.get_user_state(), "generators": generator_state()}
+            state = {"step": self._step, "user": self.get_user_state()}
+            state["generators"] = packed_generators(ctx.device)
             torch.save({**state, "groups": groups, "schedules": schedules}, file)
             data = file.getvalue()
         data = broadcast_bytes(data, 0, ctx.world.comm, _LABEL)
@@ -192,7 +193,7 @@ class Joining(Survival):
         for schedule, values in zip(manager.lr_schedulers, state["schedules"], strict=True):
             if schedule is not None:
                 schedule.load_state_dict(values)
-        set_generator_state(state["generators"])
+        unpack_generators(state["generators"])
         self.set_user_state(state["user"])
 
     # ---- a process that waits

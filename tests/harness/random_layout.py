@@ -234,13 +234,14 @@ def _with_program(layout: Layout, r: random.Random) -> Layout:
         layout = replace(
             layout, frozen=r.choice([("embedding", "layers.0."), (".weight",), ("norm", "q.", "down")])
         )
-    came_later = sizes["tp_size"] > 1 or 1 not in (sizes["sp_size"], sizes["ep_size"])
+    came_later = pipe or sizes["tp_size"] > 1 or 1 not in (sizes["sp_size"], sizes["ep_size"])
     of_shards = random.Random(f"virtual {layout.seed}") if came_later else r
-    if not pipe and of_shards.random() < 0.4:
+    if of_shards.random() < 0.4:
         shards = max(of_shards.choice([3, 4, 6]), layout.ranks // (sizes["sp_size"] * sizes["tp_size"]))
-        layout = replace(
-            layout, init={**sizes, "virtual_shards": shards}, accumulate=shards, accumulates_in="virtual"
-        )
+        init = {**sizes, "virtual_shards": shards}
+        if pipe:
+            init["num_micro_batches"] = init["pipe_size"]
+        layout = replace(layout, init=init, accumulate=shards, accumulates_in="virtual")
     if not pipe and layout.loss_scale is None and r.random() < 0.3:
         layout = replace(layout, early=layout.accumulates_in in ("manager", "virtual"))
     if not pipe and r.random() < 0.2:

@@ -257,7 +257,7 @@ def test_misuse_raises():
     "init",
     [
         {"virtual_shards": 1},
-        {"virtual_shards": 8, "pipe_size": 2},
+        {"virtual_shards": 8, "pipe_size": 2, "num_micro_batches": 4},
     ],
 )
 def test_what_cannot_be_is_refused(init):
