@@ -16,6 +16,7 @@ from ._engine.copies import GatheredCopy, Source, source_of
 from ._engine.engine import current_engine
 from ._engine.whole import WRITES, give_whole_to_initialisers, writable, writable_now
 from ._model.check import has_own
+from ._model.looks import description, only_looks
 from ._model.notes import name_strict
 from ._model.state_dict import give_full_values, install_hooks_below, loading_local_parts, showing_full_values
 from ._ranks import context as _context
@@ -175,14 +176,6 @@ def note_full_shape(module: torch.nn.Module, name: str, param: DistributedParame
     module.__dict__.setdefault(_SHAPES, {})[name] = param._original_shape
 
 
-def _description(param: DistributedParameter) -> torch.Tensor:
-    """Returns a description of a parameter for printing a module, without communication."""
-    if param._spec.group.size == 1:
-        return param.gather().detach()
-    blank = float("nan") if param.is_floating_point() else 0
-    return torch.full((), blank, dtype=param.dtype, device=param.device).expand(param._original_shape)
-
-
 def writing_function(function: Callable[[torch.nn.Module], None]) -> Callable[[torch.nn.Module], None]:
     """Wraps a module's method so that it gets whole parameters. See [Note: Writing to a whole parameter]."""
     if hasattr(function, WRITES):
@@ -224,12 +217,14 @@ def _read(module: torch.nn.Module, param: DistributedParameter, name: str) -> to
         return placeholder
     reads = current_engine(context()).reads
     if _describes.get():
-        return _description(param)
+        return description(param)
     if reads.innermost is None:
         held = writable_now()
         if held is not None:
             held.add(param)
             return param
+        if (owner is None or not _is_shard_in(owner, module)) and only_looks(_getframe(2), name):
+            return description(param)
     if owner is not None and _is_shard_in(owner, module):
         return param
     full = reads.read(param)

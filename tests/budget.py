@@ -20,7 +20,7 @@ PYTHON = {
     "ranks": ("_ranks global_var nccl synchronize utils", 4229),
     "shards": ("_shards parameter", 1844),
     "engine": ("_engine", 8170),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5649),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5701),
     "files": ("_files dcp distributed store weights", 4680),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 9669),
     "survive": ("_survive survive", 2117),
