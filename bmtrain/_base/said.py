@@ -64,12 +64,12 @@ def write_lines() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def say_once(what: str, text: str) -> None:
-    """As `say`, but only in the first process with this output that calls it with ``what``.
+def say_once(what: list[str], text: str) -> None:
+    """As `say`, but only in the first process with this output that calls it with any of ``what``.
 
-    ``what`` identifies the message (at most about 60 characters), equal in all processes that would print it.
+    They identify the message (at most about 60 characters), equal in all processes that would print it.
     """
-    if _is_first(what):
+    if not [name for name in what if not _is_first(name)]:  # all of them are bound
         say(text)
 
 
@@ -103,4 +103,4 @@ class Waiting:
     def report(self, whom: str) -> None:
         """Reports the event that this process waits for."""
         seconds, self._next = self._next, 2 * self._next
-        say_once(f"{self._what}-{seconds:g}", f"bmtrain: waiting for {whom} ({seconds:.0f} s so far)")
+        say_once([f"{self._what}-{seconds:g}"], f"bmtrain: waiting for {whom} ({seconds:.0f} s so far)")

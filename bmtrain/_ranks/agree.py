@@ -46,9 +46,9 @@ def _raise_together(error: Exception | None, label: str, comm: Communicator) -> 
         if not failed:
             return
         own = describe_error(error) if error is not None else None
-        told = broadcast_json(own, failed[0], label, comm)
+        told: Any = broadcast_json(own, failed[0], label, comm)
         if told != own:
-            raise rebuild_error(told) from error  # type: ignore[arg-type]
+            raise rebuild_error(told) from (None if own and own["class"] == told["class"] else error)
     if error is not None:
         raise error
 

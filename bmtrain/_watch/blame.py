@@ -86,7 +86,9 @@ def judge(failure: Mapping[str, Any], states: Mapping[int, State], absent: Mappi
             concerned = concerned or found
         if concerned:
             how = _how(absent[rank] for rank in concerned)
-            return Verdict(words.format(ranks_text(concerned)) + how + _after(failure), tuple(concerned))
+            in_order = absence == "left" and not any(_is_bad(absent[rank]) for rank in concerned)
+            text = words.format(ranks_text(concerned)) + how + _after(failure)
+            return Verdict(text, tuple(concerned), SAME_CALLS if in_order else "")
     found_here = _difference(failure, states) if kind == "failed" else _follow(failure, states)
     remedy = SAME_CALLS if " is in another operation" in what else ""  # the other rank has left it by now
     return found_here or Verdict(f"rank {reporter}: {_plain(what)}", (reporter,), remedy)

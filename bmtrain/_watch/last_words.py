@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from .._base import position
-from .._base.said import say
 from .._C import end_by_signal
 from ..errors import CommunicationError
 
@@ -36,20 +35,28 @@ class LastWords:
     Args:
         tell: is called with ``"exception"`` or ``"interrupted"`` and the exception's text, after its traceback
             was printed; returns when the process may end.
-        is_victim: whether an exception only repeats a reported failure, so that its traceback can be omitted.
+        is_victim: whether an exception, given with its text, only repeats a reported failure, so that its traceback can
+            be omitted.
+        say: prints a traceback, its second argument, once in each output; the first identifies the failure.
 
     Attributes:
         signals: readable when a signal has come.
         raised_at: the position at which the exception that ends this process was raised.
     """
 
-    def __init__(self, tell: Callable[[str, str], None], is_victim: Callable[[BaseException], bool]) -> None:
+    def __init__(
+        self,
+        tell: Callable[[str, str], None],
+        is_victim: Callable[[BaseException, str], bool],
+        say: Callable[[list[str], str], None],
+    ) -> None:
         self.signals, self._waker = socket.socketpair()
         self.signals.setblocking(False)
         self._waker.setblocking(False)
         self.raised_at: str | None = None
         self._tell = tell
         self._is_victim = is_victim
+        self._say = say
         self._pid = os.getpid()
         self._old_hook: Any = None
         self._wakes = False  # whether signals are written to us
@@ -80,7 +87,7 @@ class LastWords:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._over = True
         # Other code may keep our hook, and shall not keep the watch with it.
-        self._tell, self._is_victim = (lambda *_: None), (lambda _: False)
+        self._tell, self._is_victim, self._say = (lambda *_: None), (lambda *_: False), (lambda *_: None)
 
     def wake(self) -> None:
         """Makes `signals` readable."""
@@ -123,38 +130,29 @@ class LastWords:
         self.raised_at = position.of_traceback(trace)
         ours = os.getpid() == self._pid
         interrupted = issubclass(kind, KeyboardInterrupt)
-        quiet = ours and (interrupted or self._only_repeats(error))
+        what = kind.__name__
+        with contextlib.suppress(Exception):  # of the exception's own code
+            what += _summary(str(error))
+        quiet = ours and (interrupted or self._is_victim(error, what))
         if ours and interrupted:
             sys.unraisablehook = lambda _: None  # what Ctrl-C left half open may fail when Python closes it
         try:
             if not quiet:
-                with _in_one_write():
-                    self._old_hook(kind, error, trace)
-                    if _is_out_of_memory(error):
-                        print(_OUT_OF_MEMORY, file=sys.stderr)
+                self._print(kind, error, trace, what)
         finally:
-            if os.getpid() == self._pid:
-                what = kind.__name__ + _summary(str(error))
+            if ours:
                 self._tell("interrupted" if interrupted else "exception", what)
                 if issubclass(kind, CommunicationError):
                     time.sleep(_VICTIM_SECONDS)
 
-    def _only_repeats(self, error: BaseException) -> bool:
-        """Whether this exception and its context only repeat a reported failure."""
-        context = error.__cause__ or error.__context__
-        return self._is_victim(error) and (context is None or isinstance(context, CommunicationError))
-
-
-@contextlib.contextmanager
-def _in_one_write() -> Iterator[None]:
-    """Collects the output to stderr and writes it at once, so that it does not mix with lines of other ranks."""
-    usual, sys.stderr = sys.stderr, io.StringIO()
-    try:
-        yield
-    finally:
-        text, sys.stderr = sys.stderr.getvalue(), usual
-        if text:
-            say(text)
+    def _print(self, kind: Any, error: BaseException, trace: TracebackType | None, what: str) -> None:
+        """Prints the traceback in one write, unless another rank has raised the same or at the same place."""
+        if self._over or os.getpid() != self._pid or self._old_hook is not sys.__excepthook__:
+            self._old_hook(kind, error, trace)
+            return
+        lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
+        text = "".join(traceback.format_exception(kind, error, trace))
+        self._say([what, f"{kind} {lines}"], text + _OUT_OF_MEMORY * _is_out_of_memory(error))
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -33,12 +33,18 @@ class Reporter:
         folder = os.environ.get("BMTRAIN_FLIGHT_DIR")
         if folder:
             lines.append(f"    flight record: {self._write_flight(Path(folder), verdict, position, groups)}")
-        say_once(f"{self._mark}-report", "\n".join(lines))
+        say_once([f"{self._mark}-report"], "\n".join(lines))
+
+    def raised(self, causes: list[str], text: str) -> None:
+        """Prints the traceback of an exception, unless a rank has printed one with any of these descriptions."""
+        say_once(
+            [f"{self._mark}-{hashlib.sha256(cause.encode()).hexdigest()[:16]}" for cause in causes], text
+        )
 
     def notice(self, notice: Message) -> None:
         """Prints a suspicion about a run that continues."""
         lines = [f"bmtrain: {notice['text']}", *(f"    {line}" for line in notice["table"])]
-        say_once(f"{self._mark}-notice-{notice['number']}", "\n".join(lines))
+        say_once([f"{self._mark}-notice-{notice['number']}"], "\n".join(lines))
 
     def _write_flight(
         self, folder: Path, verdict: Message, position: str | None, groups: list[Message]

@@ -99,7 +99,7 @@ class Watch:
         self.saved = ""
         self.may_survive: Callable[[Message], str] = lambda _: ""
         self._thread = threading.Thread(target=self._run, name="bmtrain-watchdog", daemon=True)
-        self._words = LastWords(self._tell, self._is_victim)
+        self._words = LastWords(self._tell, self._is_victim, lambda *words: self._reporter.raised(*words))
 
     @classmethod
     def join(
@@ -409,11 +409,16 @@ class Watch:
             self.core.report(kind, what)
             self._judged.wait(self._patience.silence + _VERDICT_SECONDS + 0.5)
 
-    def _is_victim(self, error: BaseException) -> bool:
-        """Whether an exception only repeats a reported verdict with another rank as the cause."""
+    def _is_victim(self, error: BaseException, what: str) -> bool:
+        """Whether an exception only repeats a reported verdict: the same exception, or one that it caused."""
         self._resort.release()
-        told = isinstance(error, CommunicationError) and self._accepted and self.core.verdict in str(error)
-        return told and (self._terminated > 0 or list(self._culprits)[:1] != [self._rank])
+        verdict = self.core.verdict if self._accepted else ""
+        if not isinstance(error, CommunicationError):
+            return f" raised {what}" in verdict
+        context = error.__cause__ or error.__context__
+        if not verdict or verdict not in str(error) or not isinstance(context, CommunicationError | None):
+            return False
+        return self._terminated > 0 or list(self._culprits)[:1] != [self._rank]
 
     def _signalled(self) -> None:
         """Handles a signal, or the wake-up by `stop`."""

@@ -118,6 +118,45 @@ def test_one_failure_is_one_report(
     assert len(output.splitlines()) <= 12, output
 
 
+# An exception that rank 1 only formats when the job has given up because of the others.
+SLOW = """
+from bmtrain._ranks.context import current
+class Slow(Exception):
+    def __str__(self):
+        while comm.rank == 1 and not current().watch.core.verdict:
+            time.sleep(0.01)
+        return "a bad sample"
+"""
+
+
+@pytest.mark.parametrize(
+    "hook", ["", "usual = sys.excepthook\nsys.excepthook = lambda *words: usual(*words)"]
+)
+@pytest.mark.parametrize(
+    "error", ["ValueError('a bad sample')", "ValueError(f'of rank {comm.rank}')", "Slow()"]
+)
+def test_an_exception_of_all_ranks_is_one_traceback(error: str, hook: str) -> None:
+    """Neither the report nor other ranks' lines come in between."""
+    output = output_of(*start(f"{PROLOGUE}\n{hook}\n{SLOW}\nbmtrain.synchronize()\nraise {error}"))
+    assert output.count("Traceback") == output.count("gives up: ") == 1, output
+    lines = output.splitlines()
+    for first in ("Traceback", "bmtrain: rank "):
+        assert sum(line.startswith(first) for line in lines) == 1, output
+    [begin] = (number for number, line in enumerate(lines) if line.startswith("Traceback"))
+    assert lines[begin + 1].startswith("  File ")
+    assert lines[begin + 2].startswith(("ValueError: ", "Slow: ", "__main__.Slow: "))
+    assert len(lines) <= 7, output
+
+
+def test_an_error_that_one_rank_passes_on_to_the_others_is_one_traceback() -> None:
+    """It is raised elsewhere there, and some had one of their own."""
+    failing = "raise OSError(28, 'No space left on device', f'shard-{comm.rank}')"
+    passing = f"from bmtrain._ranks.agree import on_all_ranks\ndef fail():\n    {failing}\non_all_ranks(fail)"
+    output = output_of(*start(f"{PROLOGUE}\n{passing}"))
+    assert output.count("Traceback") == output.count("gives up: ") == 1, output
+    assert output.count("No space left on device: 'shard-0'") == 2 and "shard-1" not in output, output
+
+
 @pytest.mark.parametrize("saves", ["", "model.pt", "in the background"])
 def test_ctrl_c_is_one_line(saves: str, tmp_path: Path) -> None:
     file = str(tmp_path / "model.pt")
