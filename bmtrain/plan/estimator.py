@@ -218,7 +218,7 @@ def estimate(
     num_sharing = policy.block_policy().num_sharing
     states = model_state_bytes(
         local,
-        network.size,
+        network.of_all_stages(policy).size,
         num_sharing(network.size),
         policy.state_dtype,
         optimizer=policy.optimizer,
@@ -340,6 +340,8 @@ def _shared_bytes(
         through_rings = max(through_rings, of_block)
     common = sum(part * made for part, made in result.common.made.items())
     num_own = NUM_OWN if policy.recompute is Recompute.OFF else NUM_OWN_RECOMPUTING
+    if policy.pipe_size > 1:  # a stage adds up the gradients of all of its blocks
+        num_own = len(model.blocks)
     return through_rings + num_own * sum(part * ranks for part, ranks in own) + common
 
 

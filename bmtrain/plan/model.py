@@ -201,7 +201,7 @@ class ModelDescription:
         return replace(self, blocks=blocks)
 
     def sliced(self, tp_size: int, pipe_size: int, sp_size: int = 1, ep_size: int = 1) -> ModelDescription:
-        """The share of one of ``tp_size`` tensor-parallel ranks of one of ``pipe_size`` stages.
+        """The share of a rank of ``tp_size`` in the one of ``pipe_size`` stages that has most parameters.
 
         Parameters and work are divided; activations as in Megatron-LM without sequence parallelism: inputs and what
         norms and residuals keep (10 of 34 parts, Korthikanti et al., 2022, section 4.1) stay whole. Ranks that divide
@@ -225,7 +225,9 @@ class ModelDescription:
                 f"tp_size: expected a divisor of {largest}, the elements of a block's largest matrix, got {tp_size}"
             )
         per_stage = -(-len(self.blocks) // pipe_size)
-        blocks = tuple(_sliced_block(block, tp_size, sp_size, ep_size) for block in self.blocks[:per_stage])
+        stages = [self.blocks[at : at + per_stage] for at in range(0, len(self.blocks), per_stage)]
+        stage = max(stages, key=lambda blocks: sum(block.num_parameters for block in blocks), default=())
+        blocks = tuple(_sliced_block(block, tp_size, sp_size, ep_size) for block in stage)
         outside = tuple(
             OutsideParameter(-(-p.numel // tp_size), p.element_size, p.reads_before, p.reads_after, p.trains)
             for p in self.outside

@@ -105,6 +105,10 @@ class Network:
             return self
         return replace(self, size=self.size * policy.tp_size // policy.ep_size, stride=policy.ep_size)
 
+    def of_all_stages(self, policy: TrainingPolicy) -> Network:
+        """The ranks that share parameters outside blocks: of these of all stages."""
+        return replace(self, size=self.size * policy.pipe_size)
+
     def sharing(self, buffer: FlatBuffer, policy: TrainingPolicy) -> Network:
         """The ranks, of these, that share a block's buffer."""
         own = self.of(buffer, policy)

@@ -61,7 +61,11 @@ CURVES = (
     Curve("13B", gpt2(40, 5120, 40, seq_len=2048), TrainingPolicy()),
     Curve("175B", gpt2(96, 12288, 96, seq_len=2048), TrainingPolicy()),
     Curve("175B, TP 8", gpt2(96, 12288, 96, seq_len=2048), TrainingPolicy(tp_size=8)),
-    Curve("1T, TP 8, PP 8", gpt2(128, 25600, 160, seq_len=2048), TrainingPolicy(tp_size=8, pipe_size=8)),
+    Curve(
+        "1T, TP 8, PP 16",
+        gpt2(128, 25600, 160, seq_len=2048),
+        TrainingPolicy(tp_size=8, pipe_size=16, schedule="1f1b", num_micro_batches=64),
+    ),
 )
 
 

@@ -18,6 +18,7 @@ import torch
 from .._engine.block_state import BlockState
 from .._engine.engine import Engine
 from .._engine.gradients import Gradients
+from .._engine.held import hold, let_go
 from .._engine.phase import Phase
 from .._engine.policy import Recompute
 from .._shards.sharding import slot_length
@@ -104,6 +105,7 @@ class SimulatedStep:
         # In another dtype they are computed beside it.
         self.writes_products_in_place = network.machine.shares_memory and policy.compute_dtype is None
         self.simulation = Simulation(Wire(), network, MemoryMeter(fixed or {}), ring_gather)
+        self.outside = network.of_all_stages(policy)
         self.engine = Engine(torch.device("cpu"))
         self.engine.gradients = _SimulatedGradients(self.engine)
         self.blocks: list[BlockState] = []
@@ -141,8 +143,16 @@ class SimulatedStep:
         model, memory = self.model, self.simulation.memory
         outside = OutsideReads(model.outside)
         self._gather_outside(outside.before_blocks)
+        is_staged = self.policy.pipe_size > 1
+        if is_staged:  # its blocks stay gathered for all micro-batches
+            for state in self.blocks:
+                hold(self.engine, state)
         for state, block in zip(self.blocks, model.blocks, strict=True):
             self._forward(state, block)
+        if is_staged:  # from the second backward on full gradients of all blocks are there
+            for state in self.blocks:
+                state.defers = True
+                self._begin_gradients(state)
         self._gather_outside(outside.after_blocks)
         memory.add("activations", model.head_bytes * self.joined_samples)
         self._compute("head", 3 * model.head_flops, 2 * model.head_bytes)
@@ -150,10 +160,24 @@ class SimulatedStep:
         self._reduce_outside(outside.after_blocks)
         for state, block in zip(reversed(self.blocks), reversed(model.blocks), strict=True):
             self._backward(state, block)
+        if is_staged:
+            self._end_stage()
         self._reduce_outside(outside.before_blocks)
         self.engine.gradients.close_round()
         self.engine.gradients.finish()
         memory.add("outside blocks", -memory.now.get("outside blocks", 0.0))  # autograd lets go of the last
+
+    def _end_stage(self) -> None:
+        """Sends the gradients. Counts hidden states sent to the next stage, their gradients sent back, and the
+        rank's own rows. Their time is part of the stages' waits."""
+        for state in self.blocks:
+            let_go(self.engine, state)
+        for state in reversed(self.blocks):
+            self.engine.gradients.send_deferred(state)
+        policy, nbytes = self.policy, self.model.blocks[0].input_bytes
+        for _ in range(policy.micros * (2 * policy.chunks - (policy.pipe_size == 2))):
+            self.simulation.count("send of hidden states", round(nbytes * self.samples_at_once))
+        self.simulation.count("send of hidden states", round(nbytes * self.samples / policy.pipe_size))
 
     def _forward(self, state: BlockState, block: BlockDescription) -> None:
         memory = self.simulation.memory
@@ -174,8 +198,8 @@ class SimulatedStep:
         if self.policy.recomputes:
             self._compute(state.label, self._flops_again(block), 2 * block.activation_bytes)
             self._exchange(block)
-        training: Any = [buffer for buffer in state.buffers if buffer.trains]  # type: ignore[attr-defined]
-        self.engine.gradients.begin(state, {buffer: [True] for buffer in training})
+        if not state.defers:
+            self._begin_gradients(state)
         # The hidden state has a gradient of the residual path and one of the layer.
         passing = (block.gradient_bytes + block.input_bytes) * self.samples_at_once
         passing += block.input_bytes * self.joined_samples
@@ -187,8 +211,11 @@ class SimulatedStep:
         self._exchange(block, is_forward=False)
         memory.add("activations", -again - self._kept(block) * self.kept_samples)
         self.engine.close(state, keep=self.engine.schedule.expects_backward_of(state))
-        self.engine.gradients.send(state, training)
+        self.engine.gradients.send(state, _trained(state))
         self._wait_for_all()
+
+    def _begin_gradients(self, state: BlockState) -> None:
+        self.engine.gradients.begin(state, {buffer: [True] for buffer in _trained(state)})
 
     def _kept(self, block: BlockDescription) -> float:
         if self.policy.recompute is Recompute.SELECTIVE:
@@ -247,13 +274,17 @@ class SimulatedStep:
         self, kind: str, operation: str, messages: Sequence[Sequence[OutsideParameter]], ring: bool
     ) -> None:
         """Waits for each message; autograd holds the gathered parameters (no wait with one message)."""
-        simulation = self.simulation
+        simulation, network = self.simulation, self.outside
         sign = 1 if kind == "gather" else -1
         for together in messages:
             width = together[0].element_size
-            nbytes = width * slot_length(sum(p.partition(simulation.network.size) for p in together), width)
-            simulation.memory.add("outside blocks", sign * simulation.network.size * nbytes)
-            if simulation.network.size > 1:
-                simulation.count(operation, (simulation.network.size - 1) * nbytes)
-                seconds = simulation.network.seconds(nbytes, ring=ring)
+            nbytes = width * slot_length(sum(p.partition(network.size) for p in together), width)
+            simulation.memory.add("outside blocks", sign * network.size * nbytes)
+            if network.size > 1:
+                simulation.count(operation, (network.size - 1) * nbytes)
+                seconds = network.seconds(nbytes, ring=ring)
                 simulation.wait(kind, simulation.wire.start(kind, "outside", seconds))
+
+
+def _trained(state: BlockState) -> list[Any]:
+    return [buffer for buffer in state.buffers if buffer.trains]  # type: ignore[attr-defined]

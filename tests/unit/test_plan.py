@@ -340,6 +340,14 @@ def test_tensor_parallel_ranks_and_stages_divide_the_model() -> None:
     assert 2 * sliced.samples_per_step == whole.samples_per_step == staged.samples_per_step
     assert staged.time.idle == pytest.approx(staged.result.seconds / 2)
     assert staged.traffic["all_to_all"][0] == 4
+    layers = 4 * model.blocks[0].num_parameters * 2  # of a stage, full, in bf16
+    assert staged.memory.gathered > layers
+    assert staged.memory.gradients > layers
+    uneven = dataclasses.replace(model, blocks=(*(8 * SMALL.blocks[:1]), *model.blocks))
+    largest = [block.num_parameters for block in uneven.sliced(1, 2).blocks]
+    assert largest == [
+        block.num_parameters for block in model.blocks
+    ]  # of the stage that has most parameters
     with pytest.raises(ValueError, match="multiple of tp_size"):
         estimate(model, EIGHT, TrainingPolicy(tp_size=3))
     with pytest.raises(ValueError, match="tp_size: expected a divisor of"):

@@ -1,0 +1,118 @@
+"""What the planner predicts of a pipeline's stage is what the runtime counts: messages, bytes, gathered memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+
+import bmtrain as bmt
+from bmtrain._engine.engine import current_engine
+from bmtrain.global_var import context
+from bmtrain.plan import MACHINES, TrainingPolicy, describe_module, estimate
+from bmtrain.wrapper import BMTrainModelWrapper, model_wrapper_dispatch
+
+DIM, VOCABULARY, EXPERTS, LAYERS = 64, 101, 8, 8
+
+
+class Layer(torch.nn.Module):
+    """A product and, if wanted, experts of which each gets as many tokens."""
+
+    def __init__(self, has_experts: bool) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(DIM, DIM)
+        self.experts = bmt.nn.Experts(DIM, 2 * DIM, EXPERTS) if has_experts else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.linear(x).relu()
+        if self.experts is None:
+            return x
+        rows = x.flatten(0, 1)
+        index = (torch.arange(2 * len(rows)) % EXPERTS).view(-1, 2)
+        return x + self.experts(rows, index, torch.ones(index.shape)).view_as(x)
+
+
+class Head(torch.nn.Linear):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(super().forward(x).flatten(0, 1), labels.flatten())
+
+
+class Undivided(torch.nn.Module):
+    """The model as it is described."""
+
+    def __init__(self, has_experts: bool) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(VOCABULARY, DIM)
+        self.layers = torch.nn.ModuleList([Layer(has_experts) for _ in range(LAYERS)])
+        self.head = Head(DIM, VOCABULARY)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x, ids)
+
+
+def predicted_and_counted(options: dict[str, Any]) -> dict[str, Any]:
+    policy = TrainingPolicy(micro_batch=4, pipe_size=2, num_micro_batches=4, **options)
+    model, ids = Undivided(policy.ep_size > 1), torch.randint(0, VOCABULARY, (4, 32))
+    plan = estimate(describe_module(model, ids), MACHINES["a100-80gb"].with_devices(bmt.world_size()), policy)
+    blocks = [
+        bmt.Block(model_wrapper_dispatch(layer), mode="PIPE", policy=policy.block_policy())
+        for layer in model.layers
+    ]
+    layers = bmt.PipelineTransformerBlockList(blocks, schedule=policy.schedule, chunks=policy.chunks)
+    table, head = BMTrainModelWrapper(model.table), BMTrainModelWrapper(model.head)
+    bmt.init_parameters([layers, table, head])
+    pool = current_engine(context()).pool
+    for _ in range(3):
+        for comm in context().communicators():
+            comm.reset_traffic()
+        pool.reset_peaks()
+        layers.loss(table(ids), head=head, labels=ids).backward()
+    parameters = [*layers.parameters(), *table.parameters(), *head.parameters()]
+    return {
+        "predicted": _by_operation(plan.traffic),
+        "counted": _by_operation(*[comm.traffic() for comm in context().communicators()]),
+        "pools": (plan.memory.pool_peak, pool.stats()["peak_bytes_in_use"]),
+        "weights": (plan.memory.weights, 4 * sum(p.numel() for p in parameters)),
+    }
+
+
+def _by_operation(*counts: dict[str, tuple[int, int]]) -> Counter[str]:
+    """Bytes, whatever the messages are of."""
+    total: Counter[str] = Counter()
+    for each in counts:
+        for name, (_, nbytes) in each.items():
+            total[name.partition(" of ")[0]] += nbytes
+    return total
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "1f1b"},
+        {"schedule": "zb1p", "recompute": False},
+        {"schedule": "interleaved"},
+        {"schedule": "gpipe", "ep_size": 2},
+    ],
+    ids=lambda options: options["schedule"],
+)
+def test_a_stage_is_predicted(options: dict[str, Any]) -> None:
+    """Its blocks stay gathered for a whole pass, beside full gradients of all of them."""
+    for found in run_ranks(
+        4,
+        predicted_and_counted,
+        options,
+        init={"pipe_size": 2, "num_micro_batches": 4, "ep_size": options.get("ep_size", 1)},
+    ):
+        predicted, counted = found["predicted"], found["counted"]
+        assert found["pools"][0] == found["pools"][1]
+        # Shapes, labels and losses are not predicted.
+        assert 0 <= sum(counted.values()) - sum(predicted.values()) < 2_500
+        assert counted["reduce_scatter"] == predicted["reduce_scatter"]
+        of_plan, held = found["weights"]
+        assert held <= of_plan <= 1.05 * held
