@@ -28,25 +28,35 @@ LAYOUT = Layout(
 )
 
 
+STAGES = {"pipe_size": 2, "num_micro_batches": 2}
+
+
 @pytest.mark.parametrize(
     ("options", "sizes", "layouts"),
-    [
-        ({"optimizer": "adam"}, {"tp_size": 2}, [(2, 1), (4, 2)]),  # (ranks, ep_size)
-        ({"mixture": True}, {"tp_size": 2, "sp_size": 2}, [(4, 4), (8, 1)]),
+    [  # layouts: (ranks, further sizes, schedule of a pipeline with the loss inside)
+        (
+            {"optimizer": "adam"},
+            {"tp_size": 2},
+            [(2, {}, ""), (4, {"ep_size": 2}, ""), (4, STAGES, "zb1p")],
+        ),
+        (
+            {"mixture": True},
+            {"tp_size": 2, "sp_size": 2},
+            [(4, {"ep_size": 4}, ""), (8, {}, ""), (8, {"ep_size": 2, **STAGES}, "1f1b")],
+        ),
     ],
 )
 def test_ranks_that_share_a_shard(options, sizes, layouts) -> None:
     """In the last micro-step of two groups, one repeats its shard; the most ranks have replicas of Blocks."""
     layout = replace(LAYOUT, **options)
     weights = run_ranks(1, initial_weights, layout)[0]
-    replicated = replace(layout, policies=REPLICAS)
-    runs = [
-        run
-        for (ranks, ep_size), of_ranks in zip(layouts, (layout, replicated), strict=True)
-        for run in run_ranks(
-            ranks, train, of_ranks, weights, init={**layout.init, **sizes, "ep_size": ep_size}, timeout=300
-        )
-    ]
+    runs = []
+    for ranks, further, schedule in layouts:
+        of_ranks = replace(layout, policies=REPLICAS) if ranks == layouts[1][0] else layout
+        if schedule:
+            of_ranks = replace(of_ranks, pipeline={"schedule": schedule}, loss_inside=True)
+        init = {**layout.init, **sizes, **further}
+        runs += run_ranks(ranks, train, of_ranks, weights, init=init, timeout=300)
     for run in runs[1:]:
         for (name, value), (_, other) in zip(runs[0], run, strict=True):
             assert torch.equal(value, other), name
