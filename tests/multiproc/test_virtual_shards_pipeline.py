@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,6 +43,8 @@ class Head(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
+    """Where the loss is outside, the layers run twice, and their inputs count."""
+
     def __init__(self, dtype: str, schedule: str | None, policies: list[dict[str, Any]]) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -67,7 +70,8 @@ class Model(torch.nn.Module):
         scale = 1 + ids[0, 0] / VOCAB  # another one in each shard
         if self.loss_inside:
             return self.layers.loss(x, scale.to(x.dtype), head=self.head, labels=ids.roll(1))
-        return self.head(self.layers(x, scale.to(x.dtype)), ids.roll(1))
+        x, states = self.layers(x, scale.to(x.dtype), return_hidden_states=True)
+        return self.head(self.layers(x + states.mean(0), scale.to(x.dtype)), ids.roll(1))
 
 
 def train(
@@ -115,3 +119,32 @@ def test_a_pipeline_has_the_bits_of_one_process(ranks, stages, dtype, loss_scale
     for found in run_ranks(ranks, train, *arguments, init={"virtual_shards": SHARDS, "pipe_size": stages}):
         for entry in found:
             assert entry == known[entry[:-1] if len(entry) < 4 else entry[:2]]
+
+
+def misuse() -> None:
+    """What cannot have the bits of one process, and a backward whose sums have ended."""
+    layers = bmt.PipelineTransformerBlockList(
+        [bmt.Block(bmt.nn.Linear(DIM, DIM), mode="PIPE") for _ in range(2)]
+    )
+    head = Mean()
+    x = torch.ones(ROWS, DIM)
+    trained = torch.ones(ROWS, DIM, requires_grad=True)
+    for call in (layers, partial(layers.loss, head=head)):
+        with pytest.raises(RuntimeError, match="none that requires grad beside the hidden state"):
+            for _ in bmt.virtual_shards(0):
+                call(x, trained)
+    for _ in bmt.virtual_shards(0):
+        loss = layers.loss(x, head=head)
+        loss.backward()
+        late = layers.loss(x, head=head)
+    with pytest.raises(RuntimeError, match="call backward in the loop"):
+        late.backward()
+
+
+class Mean(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean()
+
+
+def test_misuse_raises() -> None:
+    run_ranks(2, misuse, init={"virtual_shards": 2, "pipe_size": 2})
