@@ -14,6 +14,7 @@ import functools
 import gc
 import importlib
 import importlib.util
+import itertools
 import json
 import marshal
 import os
@@ -227,7 +228,7 @@ def _end_briefly() -> None:
         finalizer.atexit = False
 
 
-def _shorten_end(preloaded: set[str], end: _End) -> None:
+def _shorten_end(ours: list[str], last: list[str], end: _End) -> None:
     """Leave torch and the interpreter as they are: their teardown copies the pages that forks share, and takes a rank
     a quarter of a second.
 
@@ -235,9 +236,18 @@ def _shorten_end(preloaded: set[str], end: _End) -> None:
     """
     if not _brief:
         return
-    left = [sys.modules.pop(name) for name in preloaded & sys.modules.keys()]
+    later = itertools.takewhile(lambda name: name != last[0], reversed(sys.modules))
+    left = {name: sys.modules[name] for name in [*ours, *reversed([*later])] if name in sys.modules}
+    _exchange(sys.modules, left)  # to take the others out one by one would touch, and copy, the pages of each
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
     sys._end = end  # type: ignore[attr-defined]
+
+
+def _exchange(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Each gets what the other has: all of a dict but its reference count and its type."""
+    size = dict.__basicsize__ - object.__basicsize__
+    bodies = [(ctypes.c_char * size).from_address(id(each) + object.__basicsize__) for each in (one, other)]
+    bodies[0].raw, bodies[1].raw = bodies[1].raw, bodies[0].raw
 
 
 class _End:
@@ -359,21 +369,21 @@ def _serve(control: socket.socket) -> Callable[[], None] | None:
 def main() -> None:
     """Import what every rank needs, then serve. argv: the control socket's number, the parent's id, further modules."""
     _die_with_parent(int(sys.argv[2]))
-    preloaded: set[str] = set()
+    ours: list[str] = []  # modules that ends tear down
+    last: list[str] = []  # module that was imported before ranks were forked
     end = _End()
-    atexit.register(_shorten_end, preloaded, end)  # the first to be registered is the last to be called
+    atexit.register(_shorten_end, ours, last, end)  # the first to be registered is the last to be called
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Any torch optimizer imports torch._dynamo when it is made: a second of every new rank that trains.
-    ours = [
-        f"bmtrain.{name}" for name in ("init", "optim", "distributed", "nn", "loss", "wrapper", "inspect")
-    ]
+    parts = ("init", "optim", "distributed", "nn", "loss", "wrapper", "inspect")
     general = ("torch", "torch._dynamo", "numpy", "pytest", "_pytest.assertion.rewrite")
-    for name in (*general, *ours, *sys.argv[3:]):
+    for name in (*general, *(f"bmtrain.{part}" for part in parts), *sys.argv[3:]):
         try:
             importlib.import_module(name)
         except Exception:  # what is missing shows in the call that needs it, with that rank's traceback
             continue
-    preloaded |= {name for name in sys.modules if name.partition(".")[0] not in _TORN_DOWN}
+    ours += [name for name in sys.modules if name.partition(".")[0] in _TORN_DOWN]
+    last += [*sys.modules][-1:]
     _finalizers.extend(getattr(weakref.finalize, "_registry", ()))
     gc.collect()
     gc.freeze()  # torch's objects are never garbage: without them a rank's collections take no time
