@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,6 +104,12 @@ def uninitialised() -> Iterator[None]:
     yield
     context = sys.modules.get("bmtrain._ranks.context")
     assert context is None or context.current() is None, "this file has left bmtrain initialised"
+
+
+@pytest.fixture(scope="module")
+def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for disk tiers: one for a file, as ranks are kept for tests with the same ``tier_directories``."""
+    return tmp_path_factory.mktemp("drive")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -27,7 +27,7 @@ from bmtrain._ranks.context import context
 from bmtrain.plan import MACHINES, TrainingPolicy, describe_module, estimate
 from bmtrain.plan.policy import DISK
 
-STEPS = 6
+STEPS = 4
 MUON = ["MuonOptimizer", "MuonOffloadOptimizer"]
 KINDS = ["AdamOptimizer", "AdamOffloadOptimizer", "LionOptimizer", "SGDOptimizer", "SGDOffloadOptimizer"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -64,21 +64,21 @@ def compare_all(kind: str) -> list[int]:
 
 @pytest.mark.parametrize("kind", [*KINDS[:2], *MUON])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_same_bits(world: int, kind: str, tmp_path: Path) -> None:
-    for counts in run_ranks(world, compare_all, kind, init=tiers(tmp_path)):
+def test_same_bits(world: int, kind: str, drive: Path) -> None:
+    for counts in run_ranks(world, compare_all, kind, init=tiers(drive)):
         assert len(counts) == 12 and min(counts) >= 5
-    assert not any(tmp_path.iterdir())
+    assert not any(drive.iterdir())
 
 
 @pytest.mark.parametrize("kind", KINDS[2:])
-def test_same_bits_of_other_formulas(kind: str, tmp_path: Path) -> None:
-    run_ranks(2, compare, kind, torch.bfloat16, {}, init=tiers(tmp_path))
+def test_same_bits_of_other_formulas(kind: str, drive: Path) -> None:
+    run_ranks(2, compare, kind, torch.bfloat16, {}, init=tiers(drive))
 
 
 @pytest.mark.parametrize("back_end", ["io_uring", "threads"])
-def test_same_bits_with_each_back_end_and_slow_transfers(back_end: str, tmp_path: Path) -> None:
+def test_same_bits_with_each_back_end_and_slow_transfers(back_end: str, drive: Path) -> None:
     environment = {"BMTRAIN_DISK_IO": back_end}
-    run_ranks(2, compare_disturbed, init=tiers(tmp_path), environment=environment)
+    run_ranks(2, compare_disturbed, init=tiers(drive), environment=environment)
 
 
 def compare_whole() -> None:
@@ -91,8 +91,8 @@ def compare_whole() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_whole_parameters(world: int, tmp_path: Path) -> None:
-    run_ranks(world, compare_whole, init=tiers(tmp_path))
+def test_whole_parameters(world: int, drive: Path) -> None:
+    run_ranks(world, compare_whole, init=tiers(drive))
 
 
 def compare_disturbed() -> None:
@@ -104,13 +104,13 @@ def compare_disturbed() -> None:
 
 
 @pytest.mark.parametrize("kind", ["AdamOffloadOptimizer", *MUON])
-def test_bf16_moments(kind: str, tmp_path: Path) -> None:
-    run_ranks(2, compare, kind, torch.float32, {"state_dtype": "bfloat16"}, TIERS[1:], init=tiers(tmp_path))
+def test_bf16_moments(kind: str, drive: Path) -> None:
+    run_ranks(2, compare, kind, torch.float32, {"state_dtype": "bfloat16"}, TIERS[1:], init=tiers(drive))
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
-def test_steps_in_backward(kind: str, tmp_path: Path) -> None:
-    run_ranks(2, compare, kind, torch.bfloat16, {}, clips=False, in_backward=True, init=tiers(tmp_path))
+def test_steps_in_backward(kind: str, drive: Path) -> None:
+    run_ranks(2, compare, kind, torch.bfloat16, {}, clips=False, in_backward=True, init=tiers(drive))
 
 
 # ---- whatever reads or writes the state
@@ -226,10 +226,10 @@ def play(model: Any, optimizer: Any) -> list[torch.Tensor]:
     ],
 )
 def test_parameters_and_gradients_are_read_and_written_as_ever(
-    world: int, policy: dict[str, Any], tmp_path: Path
+    world: int, policy: dict[str, Any], drive: Path
 ) -> None:
     environment = {"BMTRAIN_POISON_BUFFERS": "1"}
-    run_ranks(world, use_parameters_and_gradients, policy, init=tiers(tmp_path), environment=environment)
+    run_ranks(world, use_parameters_and_gradients, policy, init=tiers(drive), environment=environment)
 
 
 def flat(value: Any) -> list[torch.Tensor]:
@@ -240,8 +240,8 @@ def flat(value: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kind", ["AdamOptimizer", *MUON])
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("world", [1, 2])
-def test_state_is_read_and_written_as_ever(world: int, dtype: torch.dtype, kind: str, tmp_path: Path) -> None:
-    run_ranks(world, use_everything, dtype, kind, init=tiers(tmp_path))
+def test_state_is_read_and_written_as_ever(world: int, dtype: torch.dtype, kind: str, drive: Path) -> None:
+    run_ranks(world, use_everything, dtype, kind, init=tiers(drive))
 
 
 def save_here(kind: str, folder: str, on_disk: bool, resumes: bool, steps: range) -> list[torch.Tensor]:
@@ -271,9 +271,9 @@ def train_alike(model: Any, manager: Any, optimizer: Any, steps: range) -> None:
 @pytest.mark.parametrize("worlds", [(2, 1), (2, 4), (1, 2), (4, 2)])
 @pytest.mark.parametrize("from_disk", [True, False])
 def test_checkpoints_go_between_sizes_and_tiers(
-    worlds: tuple[int, int], from_disk: bool, kind: str, tmp_path: Path
+    worlds: tuple[int, int], from_disk: bool, kind: str, drive: Path, tmp_path: Path
 ) -> None:
-    init = tiers(tmp_path)
+    init = tiers(drive)
     values = []
     for tiered in (True, False):  # the second without tiers at all
         folder = str(tmp_path / str(tiered))
@@ -297,8 +297,8 @@ def pickled(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["AdamOptimizer", "MuonOptimizer"])
-def test_copies_have_a_state_of_their_own(kind: str, tmp_path: Path) -> None:
-    run_ranks(1, pickled, kind, init=tiers(tmp_path))
+def test_copies_have_a_state_of_their_own(kind: str, drive: Path) -> None:
+    run_ranks(1, pickled, kind, init=tiers(drive))
 
 
 def use_groups(places: dict[str, Any]) -> list[torch.Tensor]:
@@ -323,8 +323,8 @@ def compare_groups() -> None:
         assert_equal(result, results[0])
 
 
-def test_groups_of_muon_in_any_order(tmp_path: Path) -> None:
-    run_ranks(2, compare_groups, init=tiers(tmp_path))
+def test_groups_of_muon_in_any_order(drive: Path) -> None:
+    run_ranks(2, compare_groups, init=tiers(drive))
 
 
 # ---- bytes

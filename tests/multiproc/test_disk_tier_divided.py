@@ -86,9 +86,9 @@ def compare(kind: str, optimizer: str, places: list[dict[str, Any]]) -> None:
     ],
 )
 @pytest.mark.parametrize("optimizer", ["AdamOptimizer", "MuonOptimizer"])
-def test_same_bits(kind: str, world: int, init: dict[str, Any], optimizer: str, tmp_path: Path) -> None:
+def test_same_bits(kind: str, world: int, init: dict[str, Any], optimizer: str, drive: Path) -> None:
     places = TIERS[2:] if optimizer == "AdamOptimizer" else [TIERS[1], ALL]
-    run_ranks(world, compare, kind, optimizer, places, init={"tier_directories": [str(tmp_path)], **init})
+    run_ranks(world, compare, kind, optimizer, places, init={"tier_directories": [str(drive)], **init})
 
 
 def count_planned() -> None:

@@ -283,6 +283,6 @@ def compare(program: Callable[[dict[str, Any]], list[torch.Tensor]]) -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_same_bits(program: Any, tmp_path: Path) -> None:
+def test_same_bits(program: Any, drive: Path) -> None:
     environment = {"BMTRAIN_POISON_BUFFERS": "1"}
-    run_ranks(2, compare, program, init={"tier_directories": [str(tmp_path)]}, environment=environment)
+    run_ranks(2, compare, program, init={"tier_directories": [str(drive)]}, environment=environment)
