@@ -61,7 +61,10 @@ def failing_together(label: str, comm: Communicator | None = None) -> Iterator[N
         yield
     except Exception as error:
         problem = error
-    _raise_together(problem, label, comm or context().world.comm)
+    try:
+        _raise_together(problem, label, comm or context().world.comm)
+    except errors.CommunicationError as lost:  # a rank has raised its error before all have heard it
+        raise lost from lost.__cause__
 
 
 def on_rank_0(function: Callable[[], T], label: str = "") -> T | None:

@@ -415,7 +415,7 @@ class Watch:
         verdict = self.core.verdict if self._accepted else ""
         if not isinstance(error, CommunicationError):
             return f" raised {what}" in verdict
-        context = error.__cause__ or error.__context__
+        context = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
         if not verdict or verdict not in str(error) or not isinstance(context, CommunicationError | None):
             return False
         return self._terminated > 0 or list(self._culprits)[:1] != [self._rank]
