@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
-import time
+import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ _TOGETHER = {
 }
 _PROBLEMS = pytest.StashKey[list[str]]()
 _TEMPORARY = pytest.StashKey[str]()
-_TOLD = [time.monotonic()]  # when `pytest_collectreport` printed
+_COLLECTED = [""]  # the file whose tests are being collected
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -68,21 +68,34 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Objects of torch and of the tests are never garbage: no collection looks at them."""
     gc.disable()
+    done = threading.Event()
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw0":
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        output = getattr(
+            getattr(capture, "_global_capturing", None), "err", None
+        )  # what pytest has put aside
+        told = os.dup(getattr(output, "targetfd_save", 2))
+        threading.Thread(target=_tell_of_collecting, args=[done, told], daemon=True).start()
     try:
         return (yield)
     finally:
+        done.set()
         gc.freeze()
         gc.enable()
 
 
-def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """The first worker says every 5 s how far it is: collecting takes a while, the first time most."""
-    if os.environ.get("PYTEST_XDIST_WORKER") == "gw0" and time.monotonic() - _TOLD[0] > 5:
-        _TOLD[0] = time.monotonic()
-        print(f"\rcollecting: {report.nodeid.partition('::')[0]}", file=sys.stderr, flush=True)
+def _tell_of_collecting(done: threading.Event, output: int) -> None:
+    """The first worker says every 5 s how far it is: a busy machine may take longer than that for one file."""
+    with open(output, "w") as file:
+        while not done.wait(5):
+            print(f"\rcollecting: {_COLLECTED[0]}", file=file, flush=True)
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    _COLLECTED[0] = collector.nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(optionalhook=True)
