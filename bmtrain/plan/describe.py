@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -157,6 +158,7 @@ def _described(
         flops=record.flops / samples,
         last_matmul_flops=(record.flops - record.flops_at_last_save) / samples,
         input_bytes=record.input_bytes / samples,
+        attention_bytes=(record.attention_bytes[0] / samples, record.attention_bytes[1] / samples),
         activation_bytes=max(record.saved_bytes, record.input_bytes) / samples,
         gradient_bytes=2.0 * record.largest_saved / samples,
         mixtures=tuple((number, nbytes / samples) for number, nbytes in record.mixtures),
@@ -225,6 +227,7 @@ class _Record:
     """Work and saved tensors of one block's forward, all samples together."""
 
     input_bytes: int = 0
+    attention_bytes: tuple[int, int] = 0, 0
     mixtures: list[tuple[int, int]] = field(default_factory=list)  # experts, and bytes of their rows
     flops: float = 0.0
     flops_at_last_save: float = 0.0
@@ -256,6 +259,21 @@ def _attention_flops(
     """Scores and mixing: two products of (heads, queries, size) and (heads, keys, size), two operations each."""
     batch, heads, queries, size = query
     return int(2 * batch * heads * queries * key[2] * (size + value[3]))
+
+
+class _Attention(TorchFunctionMode):
+    """Counts queries, keys and values as a model gives them: operators get keys and values repeated for all heads."""
+
+    def __init__(self, note: Callable[[int, int], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            self._note(sum(x.nbytes for x in [*args, *kwargs.values()][:3]), result.nbytes)
+        return result
 
 
 class _ExpensiveResults(TorchDispatchMode):
@@ -298,6 +316,12 @@ class _Watch:
         if self._running is not None:
             self._running.mixtures.append((number, nbytes))
 
+    def note_attention(self, given: int, made: int) -> None:
+        """Notes a call of attention: bytes of its queries, keys and values, and of its results."""
+        if self._running is not None:
+            before = self._running.attention_bytes
+            self._running.attention_bytes = before[0] + given, before[1] + made
+
     def outside_flops(self) -> float:
         """Work outside blocks."""
         inside = sum(record.flops for record in self.records.values())
@@ -318,6 +342,7 @@ class _Watch:
                 stack.callback(leave.remove)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, _not_needed))
             stack.enter_context(self._counter)
+            stack.enter_context(_Attention(self.note_attention))
             yield
 
     def _enter(self, block: torch.nn.Module, args: Any, kwargs: Any) -> None:

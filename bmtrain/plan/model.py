@@ -79,7 +79,7 @@ class BlockDescription:
         gradient_bytes: gradients of activations that exist at once: of the result and of the input of the step of its
             backward that has the largest ones.
         tp_exchange_bytes: sums over tensor-parallel ranks in a forward.
-        sp_exchange_bytes: queries, keys, values and results of attention that sequence ranks exchange in a forward.
+        attention_bytes: queries, keys and values of attention, and its results, which sequence ranks exchange.
         mixtures: of each mixture of experts, their number and the bytes of the rows that all of them get in a forward.
         kept_bytes: results of matrix products and attention that a second forward needs.
         flops_between_kept: work of a second forward that reuses these results.
@@ -95,7 +95,7 @@ class BlockDescription:
     activation_bytes: float
     gradient_bytes: float = 0.0
     tp_exchange_bytes: float = 0.0
-    sp_exchange_bytes: float = 0.0
+    attention_bytes: tuple[float, float] = (0.0, 0.0)
     mixtures: tuple[tuple[int, float], ...] = ()
     kept_bytes: float = 0.0
     flops_between_kept: float = 0.0
@@ -255,7 +255,7 @@ def _with_activations(block: BlockDescription, share: float) -> BlockDescription
         activation_bytes=share * block.activation_bytes,
         gradient_bytes=share * block.gradient_bytes,
         tp_exchange_bytes=share * block.tp_exchange_bytes,
-        sp_exchange_bytes=share * block.sp_exchange_bytes,
+        attention_bytes=(share * block.attention_bytes[0], share * block.attention_bytes[1]),
         mixtures=tuple((number, share * nbytes) for number, nbytes in block.mixtures),
         kept_bytes=share * block.kept_bytes,
     )
@@ -282,7 +282,7 @@ def _sliced_block(block: BlockDescription, tp_size: int, sp_size: int, ep_size: 
         activation_bytes=whole + (block.activation_bytes - whole) / tp_size,
         gradient_bytes=block.gradient_bytes / tp_size,
         tp_exchange_bytes=2 * block.input_bytes,
-        sp_exchange_bytes=4 * block.input_bytes / tp_size,
+        attention_bytes=(block.attention_bytes[0] / tp_size, block.attention_bytes[1] / tp_size),
         mixtures=tuple((number, nbytes / tp_size) for number, nbytes in block.mixtures),
         kept_bytes=block.kept_bytes / tp_size,
         flops_between_kept=block.flops_between_kept / (tp_size * sp_size),
@@ -338,6 +338,7 @@ def transformer(
         last_matmul_flops=2.0 * seq_len * dim_ff * dim_model,
         input_bytes=float(seq_len * dim_model * element_size),
         activation_bytes=float(kept),
+        attention_bytes=(float(seq_len * qkv * element_size), float(seq_len * inner * element_size)),
         gradient_bytes=2.0 * seq_len * element_size * max(dim_ff, seq_len * num_heads if scores else 0),
         # Queries, keys and values, attention (with the fp32 sums of fused attention), its projection, the first maps of
         # the feed-forward layer. Scores are larger than what they are computed from.

@@ -239,8 +239,8 @@ class SimulatedStep:
         """Sums over the tensor-parallel ranks, attention of sequence ranks, and tokens of experts; nothing else can
         continue meanwhile."""
         if self.sp is not None:
-            for share in (3 / 4, 1 / 4):  # queries, keys and values; results
-                part = share * block.sp_exchange_bytes * self.samples_at_once / self.sp.size
+            for nbytes in block.attention_bytes:
+                part = nbytes * self.samples_at_once / self.sp.size
                 self._exchange_parts(self.sp, "all_to_all of sequences", part)
         if self.ep is not None:
             for number, nbytes in block.mixtures:

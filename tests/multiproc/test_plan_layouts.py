@@ -1,4 +1,4 @@
-"""What the planner predicts of a pipeline's stage is what the runtime counts: messages, bytes, gathered memory."""
+"""What the planner predicts of stages and sequence ranks is what the runtime counts: bytes, gathered memory."""
 
 from __future__ import annotations
 
@@ -80,6 +80,48 @@ def predicted_and_counted(options: dict[str, Any]) -> dict[str, Any]:
         "pools": (plan.memory.pool_peak, pool.stats()["peak_bytes_in_use"]),
         "weights": (plan.memory.weights, 4 * sum(p.numel() for p in parameters)),
     }
+
+
+class Attention(torch.nn.Module):
+    """Four heads of queries, two of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(DIM, 2 * DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (8, -1)).transpose(1, 2).split((4, 2, 2), 1)
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + mixed.transpose(1, 2).flatten(2)
+
+
+class Reader(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Attention() for _ in range(LAYERS)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def sequences_predicted_and_counted() -> tuple[Counter[str], Counter[str]]:
+    model, x = Reader(), torch.ones(2, 32, DIM)
+    policy = TrainingPolicy(micro_batch=2, sp_size=2)
+    plan = estimate(describe_module(model, x), MACHINES["a100-80gb"].with_devices(bmt.world_size()), policy)
+    model = BMTrainModelWrapper(model)
+    for _ in range(3):
+        for comm in context().communicators():
+            comm.reset_traffic()
+        model(bmt.shard_sequence({"inputs_embeds": x})["inputs_embeds"]).sum().backward()
+    return _by_operation(plan.traffic), _by_operation(*[comm.traffic() for comm in context().communicators()])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_sequence_ranks_are_predicted(world: int) -> None:
+    for predicted, counted in run_ranks(world, sequences_predicted_and_counted, init={"sp_size": 2}):
+        assert counted == predicted
 
 
 def _by_operation(*counts: dict[str, tuple[int, int]]) -> Counter[str]:
