@@ -12,7 +12,7 @@ from ._base.arguments import require_integer, require_module
 from ._base.deprecate import warn_once
 from ._base.layers import LayerSequence, run_layers
 from ._base.opaque import opaque
-from ._engine.pipe_arguments import PipeArguments
+from ._engine.pipe_arguments import PipeArguments, alias
 from ._engine.pipe_loss import Memory, run_forward, run_loss
 from ._engine.pipe_pass import Plan
 from ._engine.pipe_schedule import actions_of, idle_share
@@ -163,7 +163,7 @@ class PipelineTransformerBlockList(LayerSequence):
         """
         if self.stages == 1:
             inputs: list[tuple[torch.Tensor, ...]] | None = [] if return_hidden_states else None
-            (result,) = run_layers(self._modules, (hidden,), args, kwargs, 1, inputs)
+            result = self._run_alone(hidden, args, kwargs, inputs)
             return result if inputs is None else (result, torch.stack([state[0] for state in inputs]))
         num_micros = config["micros"]
         if self.chunks > 1:
@@ -240,8 +240,7 @@ class PipelineTransformerBlockList(LayerSequence):
         require_module("head", head)
         labels = tuple(labels) if isinstance(labels, (tuple, list)) else (labels,)
         if self.stages == 1:
-            (out,) = run_layers(self._modules, (hidden,), args, kwargs, 1)
-            loss: torch.Tensor = head(out, *labels)
+            loss: torch.Tensor = head(self._run_alone(hidden, args, kwargs), *labels)
             return loss
         self._refuse_late_parameters()
         num_micros = self._require_rows(hidden)
@@ -286,6 +285,20 @@ class PipelineTransformerBlockList(LayerSequence):
         num_micros = self._require_rows(hidden)
         arguments = PipeArguments(self._pipe, hidden, args, kwargs, batch_related, num_micros)
         return run_forward(self._plan(), hidden, arguments)
+
+    def _run_alone(
+        self,
+        hidden: torch.Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[Any] | None = None,
+    ) -> torch.Tensor:
+        """Runs all layers on the only stage."""
+        if (
+            context().engine.is_summing_virtual_shards
+        ):  # gradients of arguments are summed as on several stages
+            args, kwargs = tuple(map(alias, args)), {name: alias(value) for name, value in kwargs.items()}
+        return run_layers(self._modules, (hidden,), args, kwargs, 1, inputs)[0]
 
     def _plan(self) -> Plan:
         chunks = [[self[index] for index in part] for part in self._parts_of_stage(self.stage_id)]

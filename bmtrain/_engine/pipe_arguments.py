@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._C import ReduceOp
-from .._shards.stage import collect_batches
+from .._shards.stage import collect_batches, hand_out
 from ..global_var import context
 from .engine import current_engine
 
@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 
 class PipeArgument:
-    """One tensor argument: either split with the batch, or the first stage's value for every micro-batch.
-
-    Where each micro-batch is the virtual shard of one rank, it gets that rank's value.
-    """
+    """One tensor argument: either split with the batch, or the first stage's value for every micro-batch."""
 
     def __init__(self, pipe: Group, value: torch.Tensor, is_cut: bool, num_micros: int) -> None:
         self._pipe = pipe
@@ -30,16 +27,7 @@ class PipeArgument:
         self._num_micros = num_micros
         self._shape = value.shape
         requires_grad = value.requires_grad and torch.is_grad_enabled()
-        if current_engine(context()).virtual.is_open:
-            if requires_grad:
-                raise RuntimeError(
-                    f"argument of shape {tuple(value.shape)}: expected none that requires grad beside the hidden state "
-                    "of a pipeline in a loop over virtual shards, since stages would sum its gradient in another order "
-                    "than one process; detach it, or leave pipe_size out"
-                )
-            whole = collect_batches(pipe, value[None])
-            pieces = whole.unbind() if whole is not None else ()
-        elif is_cut:
+        if is_cut:
             whole = collect_batches(pipe, value)
             pieces = whole.tensor_split(num_micros) if whole is not None else ()
         else:
@@ -72,6 +60,42 @@ class PipeArgument:
         return own
 
 
+class ShardArgument:
+    """A tensor argument in a loop over virtual shards: each micro-batch gets the value of the rank whose shard it is.
+
+    Gradients of the layers add up from the last one to the first, in the order of one process: the sum follows the
+    gradient of the hidden state from stage to stage, and is there before the next layer adds its own.
+    """
+
+    def __init__(self, pipe: Group, value: torch.Tensor) -> None:
+        self._pipe = pipe
+        whole = collect_batches(pipe, value[None])
+        assert whole is not None
+        requires_grad = value.requires_grad and torch.is_grad_enabled()
+        self._leaves = [piece.detach().requires_grad_(requires_grad) for piece in whole.unbind()]
+        self.pieces = list(map(alias, self._leaves))
+        self._sums: list[torch.Tensor | None] = [None] * pipe.size
+
+    def take(self, micro: int) -> torch.Tensor:
+        """Returns the gradient that a backward has left."""
+        leaf = self._leaves[micro]
+        self._sums[micro] = own = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
+        leaf.grad = None
+        return own
+
+    def gradient(self, source: int = 0) -> torch.Tensor:
+        """Returns the gradient of this rank's value, which stage ``source`` has. Collective over the pipe group."""
+        sums = [self.take(micro) if own is None else own for micro, own in enumerate(self._sums)]
+        like = sums[0]
+        return hand_out(self._pipe, sums, source, like.shape, like.dtype, like.device)
+
+
+def alias(value: Any) -> Any:
+    """Returns another node of the graph for a tensor that requires grad, in which its gradients are summed first."""
+    is_trained = isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled()
+    return value.view_as(value) if is_trained else value
+
+
 class PipeArguments:
     """All arguments of a call after the hidden state.
 
@@ -99,8 +123,11 @@ class PipeArguments:
             return is_tensor and value.dim() == hidden.dim() and value.shape[0] == hidden.shape[0]
 
         def wrap(value: Any, is_cut: bool) -> Any:
-            return PipeArgument(pipe, value, is_cut, num_micros) if isinstance(value, torch.Tensor) else value
+            if not isinstance(value, torch.Tensor):
+                return value
+            return ShardArgument(pipe, value) if is_virtual else PipeArgument(pipe, value, is_cut, num_micros)
 
+        is_virtual = current_engine(context()).virtual.is_open
         listed = set(batch_related)
         self._args = [
             wrap(value, index in listed if listed else looks_cut(value)) for index, value in enumerate(args)
@@ -112,18 +139,36 @@ class PipeArguments:
         self.trained = [
             (source, argument)
             for source, argument in zip(sources, wrapped, strict=True)
-            if isinstance(argument, PipeArgument) and source.requires_grad
+            if isinstance(source, torch.Tensor) and source.requires_grad
         ]
+        self._followers: list[ShardArgument] = (
+            [argument for _, argument in self.trained] if is_virtual else []
+        )
+        self._received: dict[int, list[torch.Tensor]] = {}
 
     def of_micro(self, index: int) -> tuple[list[Any], dict[str, Any]]:
         """Returns the arguments of the layers for one micro-batch."""
 
         def unwrap(value: Any) -> Any:
-            return value.pieces[index] if isinstance(value, PipeArgument) else value
+            return value.pieces[index] if isinstance(value, (PipeArgument, ShardArgument)) else value
 
         return [unwrap(value) for value in self._args], {
             name: unwrap(value) for name, value in self._kwargs.items()
         }
+
+    def to_receive(self, micro: int) -> list[torch.Tensor]:
+        """Returns memory for the sums of gradients that come from the next stage behind a micro-batch."""
+        self._received[micro] = [torch.empty_like(argument.pieces[micro]) for argument in self._followers]
+        return self._received[micro]
+
+    def roots(self, micro: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Returns further roots of the backward of a micro-batch, and their gradients, which have come."""
+        sums = self._received.pop(micro, [])
+        return [argument.pieces[micro] for argument in self._followers][: len(sums)], sums
+
+    def to_send(self, micro: int) -> list[torch.Tensor]:
+        """Returns the sums of gradients, for the previous stage or for the ranks."""
+        return [argument.take(micro) for argument in self._followers]
 
 
 @contextmanager

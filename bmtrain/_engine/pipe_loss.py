@@ -294,6 +294,8 @@ class ShardLossCall(LossCall):
             run = _pass(self._plan, hidden, self._arguments, self._head.loss, seeds)
         return [
             hand_out(pipe, run.gradients or None, 0, hidden.shape, hidden.dtype, hidden.device),
+            *(argument.gradient() for _, argument in self._arguments.trained),
+            *(argument.gradient(pipe.size - 1) for _, argument in self._head.labels.trained),
             *self._head.hand_out_gradients(pipe),
         ]
 

@@ -81,7 +81,7 @@ class Pass:
         self._stage, self._num_stages = plan.pipe.rank, plan.pipe.size
         actions = plan.actions if seeds is not None else without_backward(plan.actions)
         self._actions = actions[self._stage]
-        self._inbox = _Inbox(plan, actions, [len(piece) for piece in pieces], pieces[0].device, self._numbers)
+        self._inbox = _Inbox(plan, actions, [len(piece) for piece in pieces], pieces[0].device, self._places)
         self._sending: list[tuple[Work, torch.Tensor]] = []
         self._has_shape: set[tuple[int, int, int]] = set()  # headers sent
         # Of the micro-batches under way: the input and the output (or loss) of a chunk.
@@ -127,7 +127,7 @@ class Pass:
         if is_last:
             self.results.append(out.detach())
         else:
-            self._send(action, out.detach().contiguous())
+            self._send(action, out.detach().contiguous(), self._numbers.to_send(micro))
         if self._seeds is not None:
             self._alive[chunk, micro] = x, out
             if not is_last:
@@ -143,12 +143,14 @@ class Pass:
             gradient = self._inbox.take(action)
         engine = current_engine(context())
         with engine.virtual.of_micro(engine.gradients, micro):
-            torch.autograd.backward([out], [gradient])
+            roots, sums = self._arguments.roots(micro)
+            torch.autograd.backward([out, *roots], [gradient, *sums])
+        sums = self._arguments.to_send(micro)
         own = torch.zeros_like(x) if x.grad is None else x.grad.contiguous()
         if is_first:
             self.gradients.append(own)
         else:
-            self._send(action, own)
+            self._send(action, own, sums)
 
     def _backward_input(self, action: Action) -> None:
         engine = current_engine(context())
@@ -171,7 +173,12 @@ class Pass:
         place = chunk * self._num_stages + self._stage
         return place == 0, place == self._num_stages * len(self._plan.chunks) - 1
 
-    def _send(self, action: Action, tensor: torch.Tensor) -> None:
+    def _places(self, action: Action) -> list[torch.Tensor]:
+        """Returns memory for what comes behind the message to an action."""
+        source = self._numbers if action.kind is Kind.FORWARD else self._arguments
+        return source.to_receive(action.micro)
+
+    def _send(self, action: Action, tensor: torch.Tensor, further: list[torch.Tensor]) -> None:
         message = message_of(action, self._stage, self._num_stages, len(self._plan.chunks))
         assert message is not None
         comm = channel(self._plan.pipe, self._stage)
@@ -181,21 +188,24 @@ class Pass:
                 self._has_shape.add(shape)
                 header = header_of(tensor, tensor.device)
                 self._sending.append((comm.send(header, message.receiver, "pipe.shape"), header))
-        if action.kind is Kind.FORWARD:
-            for part in (tensor, *self._numbers.to_send(action.micro)):
-                self._sending.append((comm.send(part, message.receiver, "pipe.forward"), part))
-        else:
-            self._sending.append((comm.send(tensor, message.receiver, "pipe.backward"), tensor))
+        label = "pipe.forward" if action.kind is Kind.FORWARD else "pipe.backward"
+        for part in (tensor, *further):
+            self._sending.append((comm.send(part, message.receiver, label), part))
 
 
 class _Inbox:
     """Messages to this stage. See [Note: Messages of a pass]."""
 
     def __init__(
-        self, plan: Plan, actions: Actions, rows: Sequence[int], device: torch.device, numbers: Numbers
+        self,
+        plan: Plan,
+        actions: Actions,
+        rows: Sequence[int],
+        device: torch.device,
+        further: Callable[[Action], list[torch.Tensor]],
     ) -> None:
         self._pipe = plan.pipe
-        self._numbers = numbers
+        self._further = further
         self._rows = rows
         self._device = device
         self._coming = deque(messages_to(plan.pipe.rank, actions, len(plan.chunks)))
@@ -224,10 +234,9 @@ class _Inbox:
         self._coming.popleft()
         self._awaited.remove(message.action)
         tensor = torch.empty(like[0], dtype=like[1], device=self._device)
-        parts, label = [tensor], "pipe.backward"
-        if message.action.kind is Kind.FORWARD:
-            parts, label = [tensor, *self._numbers.to_receive(message.action.micro)], "pipe.forward"
+        label = "pipe.forward" if message.action.kind is Kind.FORWARD else "pipe.backward"
         comm = channel(self._pipe, message.sender)
+        parts = [tensor, *self._further(message.action)]
         works = [comm.recv(part, message.sender, label) for part in parts]
         self._posted[message.action] = works, tensor
         return True

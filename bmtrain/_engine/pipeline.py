@@ -81,6 +81,7 @@ class PipelineCall:
     def forward(self, hidden: torch.Tensor, arguments: PipeArguments) -> tuple[torch.Tensor, ...]:
         """Runs all micro-batches; returns this rank's batch of the output (and of the layers' inputs)."""
         self.hidden_shape, self.hidden_dtype, self.device = hidden.shape, hidden.dtype, hidden.device
+        self._arguments = arguments
         for block in self.blocks:
             hold(self._engine, block._runtime)
         try:
@@ -235,10 +236,13 @@ class PipelineCall:
                 roots += recorded
                 root_grads += recorded_grads
             rows = on_rows(self._engine, index * len(states[0]), len(states[0]))
+            further, further_grads = self._arguments.roots(index)
+            roots += further
+            root_grads += further_grads
             with rows, virtual.of_micro(self._engine.gradients, index):
                 torch.autograd.backward(roots, root_grads, retain_graph=keep_graph)
-            if not self.is_first:
-                out = _gradient_of(states[0])
+            sums = self._arguments.to_send(index)
+            for out in () if self.is_first else (_gradient_of(states[0]), *sums):
                 sending.append((comm.send(out, self.pipe.rank - 1, "pipe.backward"), out))
         for work, _ in sending:
             wait_for_stage(work)
@@ -253,7 +257,10 @@ class PipelineCall:
             return None
         tensors = [torch.empty_like(states[-1]) for states in self.states]
         comm, peer = channel(self.pipe, self.pipe.rank + 1), self.pipe.rank + 1
-        works = [[comm.recv(tensor, peer, "pipe.backward")] for tensor in tensors]
+        works = [
+            [comm.recv(part, peer, "pipe.backward") for part in (tensor, *self._arguments.to_receive(index))]
+            for index, tensor in enumerate(tensors)
+        ]
         return _Incoming(tensors, works)
 
     def _collect_state_gradients(self, grad_states: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
