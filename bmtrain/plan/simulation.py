@@ -250,8 +250,12 @@ class SimulatedStep:
                     part = nbytes * self.samples_at_once / self.ep.size
                     self._exchange_parts(self.ep, "all_to_all of experts", part)
         if self.tp is not None and block.tp_exchange_bytes:
-            # Two sums in a pass, after the attention and after the feed-forward layer.
+            # Two sums in a pass, after the attention and after the feed-forward layer; in forward in two messages each.
             self._wait(2 * self.tp.all_reduce_seconds(block.tp_exchange_bytes / 2 * self.samples))
+            sent = 2 * (self.tp.size - 1) / self.tp.size * block.tp_exchange_bytes * self.samples
+            messages = self.policy.micros * (4 if is_forward else 2)
+            for _ in range(messages):
+                self.simulation.count("all_reduce of layers", round(sent / messages))
 
     def _exchange_parts(self, network: Network, operation: str, nbytes: float) -> None:
         """Sends ``nbytes`` to each rank, for each micro-batch."""

@@ -1,4 +1,4 @@
-"""What the planner predicts of stages and sequence ranks is what the runtime counts: bytes, gathered memory."""
+"""The plan of stages, sequence ranks and tensor-parallel ranks has the bytes and buffers that the runtime counts."""
 
 from __future__ import annotations
 
@@ -122,6 +122,60 @@ def sequences_predicted_and_counted() -> tuple[Counter[str], Counter[str]]:
 def test_sequence_ranks_are_predicted(world: int) -> None:
     for predicted, counted in run_ranks(world, sequences_predicted_and_counted, init={"sp_size": 2}):
         assert counted == predicted
+
+
+class Sums(torch.nn.Module):
+    """Two pairs of products; the second of each is a sum over tensor-parallel ranks if they are divided."""
+
+    def __init__(self, is_divided: bool) -> None:
+        super().__init__()
+        first, last = (
+            (bmt.nn.ColumnParallelLinear, bmt.nn.RowParallelLinear)
+            if is_divided
+            else (torch.nn.Linear, torch.nn.Linear)
+        )
+        column, row = ({"gather_input": False}, {"all_reduce_output": True}) if is_divided else ({}, {})
+        self.pairs = torch.nn.ModuleList(
+            torch.nn.Sequential(first(DIM, 4 * DIM, **column), last(4 * DIM, DIM, **row)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for pair in self.pairs:
+            x = x + pair(x)
+        return x
+
+
+def sums_predicted_and_counted() -> dict[str, Any]:
+    plain, x = torch.nn.Sequential(*[Sums(False) for _ in range(4)]), torch.ones(8, 32, DIM)
+    described = describe_module(plain, x, blocks=list(plain))
+    policy = TrainingPolicy(micro_batch=8, tp_size=2)
+    plan = estimate(described, MACHINES["a100-80gb"].with_devices(bmt.world_size()), policy)
+    layers = bmt.TransformerBlockList(
+        [bmt.Block(model_wrapper_dispatch(Sums(True)), policy=policy.block_policy()) for _ in range(4)]
+    )
+    bmt.init_parameters(layers)
+    pool = current_engine(context()).pool
+    for _ in range(3):
+        for comm in context().communicators():
+            comm.reset_traffic()
+        pool.reset_peaks()
+        layers(x.clone().requires_grad_()).sum().backward()
+    counted = [comm.traffic() for comm in context().communicators()]
+    return {
+        "bytes": (_by_operation(plan.traffic), _by_operation(*counted)),
+        "messages": (
+            plan.traffic["all_reduce of layers"][0],
+            sum(each["all_reduce"][0] for each in counted if "all_reduce" in each),
+        ),
+        "pools": (plan.memory.pool_peak, pool.stats()["peak_bytes_in_use"]),
+    }
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_sums_of_tensor_parallel_ranks_are_predicted(world: int) -> None:
+    for found in run_ranks(world, sums_predicted_and_counted, init={"tp_size": 2}):
+        for predicted, counted in found.values():
+            assert counted == predicted
 
 
 def _by_operation(*counts: dict[str, tuple[int, int]]) -> Counter[str]:
