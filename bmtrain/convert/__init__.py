@@ -76,8 +76,8 @@ def convert(
     there = None if overwrite else _find_existing(path, kind)
     if there is not None:
         raise FileExistsError(
-            f"target: expected a place without weights, and there is {there}; name another one, or allow to replace "
-            "it (overwrite=True, --overwrite)"
+            f"target: expected no weights there, found {there}; name another target, or replace them "
+            "(overwrite=True, --overwrite)"
         )
     opened = open_source(Path(source))
     if layout is not None:

@@ -136,7 +136,7 @@ class Summary:
                 f"slowest block: {block.name}, {block.compute * 1e3:.2f} ms compute, "
                 f"{block.wait * 1e3:.2f} ms waits"
             )
-        lines.append(f"slowest rank: {self.slowest_rank} (of what it does itself)")
+        lines.append(f"slowest rank: {self.slowest_rank} (by its own work)")
         return "\n".join(lines)
 
 

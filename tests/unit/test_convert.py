@@ -127,7 +127,7 @@ def test_weights_that_are_there_are_replaced_only_when_asked(
     torch.save({"weight": torch.zeros(3)}, tmp_path / "other.pt")
     line = ["convert", str(tmp_path / "a.pt"), str(tmp_path / target), *(["--to", kind] if kind else [])]
     assert main(line) == 0
-    with pytest.raises(FileExistsError, match="expected a place without weights, and there is"):
+    with pytest.raises(FileExistsError, match="expected no weights there, found"):
         convert(tmp_path / "other.pt", tmp_path / target, kind)
     line[1] = str(tmp_path / "other.pt")
     assert main(line) == 1
