@@ -163,9 +163,7 @@ class DistributedParameter(torch.nn.Parameter):
         param._block = None
         param._gradient_hooks = None
         param._accumulated_hooks = None
-        param._reduced = []
-        if requires_grad:
-            penalties.watch(param)
+        penalties.watch(param)
         return param
 
     @property
@@ -441,6 +439,8 @@ for _name in RANDOM:
 for _name in OF_MATRICES:
     setattr(DistributedParameter, _name, of_matrices(_name))
 DistributedParameter.T = property(transposed)  # type: ignore[assignment]
+DistributedParameter.requires_grad = penalties.REQUIRES_GRAD  # type: ignore[assignment]
+DistributedParameter.requires_grad_ = penalties.require_grad  # type: ignore[assignment]
 
 
 def _check_can_train(dtype: torch.dtype) -> None:

@@ -18,7 +18,7 @@ PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2609),
     "watch": ("_watch", 1936),
     "ranks": ("_ranks global_var nccl synchronize utils", 4232),
-    "shards": ("_shards parameter", 1844),
+    "shards": ("_shards parameter", 1858),
     "engine": ("_engine", 8233),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5714),
     "files": ("_files dcp distributed store weights", 4680),

@@ -20,8 +20,22 @@ _LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (os.path.dirname(_
 
 
 def watch(param: Any) -> None:
-    """Warns of gradients that reach the shard of ``param`` other than through its gathered tensor."""
-    torch.Tensor.register_hook(param, unserializable_hook(partial(_see, weakref.ref(param))))
+    """Warns of gradients that reach the shard of a trained parameter other than through its gathered tensor."""
+    param._reduced = [] if param.requires_grad else None
+    if param.requires_grad:
+        torch.Tensor.register_hook(param, unserializable_hook(partial(_see, weakref.ref(param))))
+
+
+def require_grad(param: Any, requires_grad: bool = True) -> Any:
+    """A parameter's ``requires_grad_``: one that was frozen when it was made is watched from now on."""
+    torch.Tensor.requires_grad_(param, requires_grad)
+    if requires_grad and param._reduced is None and not param._backward_hooks:
+        watch(param)
+    return param
+
+
+#: A parameter's ``requires_grad``, which is read without a call of Python.
+REQUIRES_GRAD = property(torch.Tensor.requires_grad.__get__, require_grad)  # type: ignore[attr-defined]
 
 
 def expected(param: Any, gradient: torch.Tensor) -> torch.Tensor:

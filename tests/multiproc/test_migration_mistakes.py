@@ -523,8 +523,14 @@ def penalised(kind: str) -> list[str]:
     size = bmt.world_size()
     plain = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 3))
     torch.nn.init.ones_(plain[1].bias)
-    model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
+    frozen = kind in ("unfrozen", "set to be trained")
+    model = bmt.BMTrainModelWrapper(copy.deepcopy(plain).requires_grad_(not frozen))
     model[1] = bmt.Block(model[1], policy=bmt.BlockPolicy(level=0 if kind == "level 0" else 3))
+    if kind == "unfrozen":
+        model.requires_grad_()
+    for param in model.parameters():
+        param.requires_grad = True
+        assert param.requires_grad and not param.detach().requires_grad
     data = torch.randn(4 * size, 4)
     part = slice(int(kind in ("block", "level 0")), 1 if kind == "outside" else 2)
     (plain(data).square().mean() + 0.1 * sum(p.square().sum() for p in plain[part].parameters())).backward()
@@ -545,7 +551,11 @@ def penalised(kind: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("world", "kind", "number"),
-    [(1, "all", 0), (2, "all", 1), (2, "outside", 1), (2, "block", 1), (2, "level 0", 1), (3, "whole", 0)],
+    [
+        (1, "all", 0),
+        *((2, kind, 1) for kind in ("all", "outside", "block", "level 0", "unfrozen", "set to be trained")),
+        (3, "whole", 0),
+    ],
 )
 def test_a_penalty_over_shards_with_a_bare_backward_is_told_once(world: int, kind: str, number: int) -> None:
     said, *others = run_ranks(world, penalised, kind)
