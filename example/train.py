@@ -134,10 +134,10 @@ def refuse_nan(options: argparse.Namespace, step: int, numbers: dict[str, float]
         if not math.isfinite(value) and not (name == "grad_norm" and options.dtype == "fp16"):
             last = checkpoint.latest(Path(options.out) / "checkpoints")
             if last is None:
-                remedy = "there is no checkpoint yet: start again"
+                remedy = "there is no checkpoint yet: start again with"
             else:
-                remedy = f"the last good checkpoint is {last}: continue with --resume"
-            raise UserError(f"step {step}: {name} is {value}; {remedy} and a smaller --lr or --clip")
+                remedy = f"the last good checkpoint is {last}: continue with --resume and"
+            raise UserError(f"step {step}: {name} is {value}; {remedy} a smaller --lr or --clip")
 
 
 def make_model(options: argparse.Namespace) -> GPT:

@@ -454,7 +454,7 @@ def test_a_run_that_diverges_ends_and_keeps_its_checkpoint(tmp_path: Path, text:
     assert re.search(
         r"step \d+: (validation )?loss is nan; the last good checkpoint is \S+: continue with", error
     )
-    assert "smaller --lr" in error
+    assert "continue with --resume and a smaller --lr or --clip" in error
     assert "step-0000003:" in error
     assert good == {path: path.read_bytes() for path in good}
     succeed(2, "train.py", *options, "--steps", "5", "--resume")
