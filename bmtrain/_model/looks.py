@@ -42,8 +42,8 @@ def _only_looks(code: CodeType, position: int, name: str) -> bool:
     steps = [step for step in steps if step[0] == position or step[1] not in _BETWEEN]
     before = [step for step in steps if step[0] < position][-8:]
     _, here, _ = next(step for step in steps if step[0] == position)
-    after = [step[1:] for step in steps if step[0] > position][:2]
-    if here.startswith("CALL"):
+    after = [step[1:] for step in steps if step[0] > position][here == "PRECALL" :][:2]
+    if here.startswith(("CALL", "PRECALL")):  # Python 3.11 makes a call in one or the other
         called = next((value for *_, value in before[::-1] if value in ("hasattr", "getattr")), None)
         if called is None or name not in [value for *_, value in before[-2:]]:
             return False
