@@ -34,8 +34,8 @@ _TOGETHER = {
     for shared, names in {
         _BUILDS: "unit/test_newcomer unit/test_packaging unit/test_wheel",
         "a server that has transformers": "examples/test_huggingface integrations/test_transformers"
-        " models/test_divided_architectures multiproc/test_experts_transformers multiproc/test_weights"
-        " multiproc/test_wrapper_transformers",
+        " models/test_divided_architectures multiproc/test_experts_transformers multiproc/test_sequences"
+        " multiproc/test_weights multiproc/test_wrapper_transformers",
         "emulated kernels": "cuda/test_emulated_cross_entropy cuda/test_emulated_reduce cuda/test_emulated_step",
         "fake device": "cuda/test_gradients_ahead cuda/test_nccl cuda/test_nccl_library cuda/test_offload_benchmark"
         " cuda/test_offload_streams cuda/test_orderly_end cuda/test_streams",

@@ -23,6 +23,7 @@ from bmtrain.nn.functional import attention
 from bmtrain.nn.sequence import token_mean, whole_sequences
 
 METHODS = ("heads", "ring")
+PRELOAD = ("transformers.trainer_seq2seq", "transformers.models.llama.modeling_llama", "peft")
 
 
 def plain_attention(
