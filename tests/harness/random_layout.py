@@ -39,8 +39,8 @@ __all__ = [
 ]
 
 DIM, HEADS, FF, EXPERTS, TOP_K, VOCAB, PLACES = 16, 8, 24, 8, 2, 24, 16
-ROWS = 144  # which every draw divides
-STEPS = 5
+ROWS = 48, 144  # the latter is divided by every draw
+STEPS = 4
 CLIP = 0.5
 SMOOTHING = 0.1
 Weights = dict[str, torch.Tensor]
@@ -129,6 +129,13 @@ class Layout:
     def has_auxiliary_loss(self) -> bool:
         """Layers of a pipeline pass the hidden state alone, and virtual shards do not know all tokens."""
         return self.mixture and self.pipeline is None and self.accumulates_in != "virtual"
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a batch: few, as attention computes their documents one by one."""
+        stages, micros = self.init.get("pipe_size", 1), self.init.get("num_micro_batches", 1)
+        parts = self.ranks // stages // self.init["sp_size"] * micros
+        return next(rows for rows in ROWS if rows % parts == 0)
 
     @property
     def is_uneven(self) -> bool:
@@ -262,7 +269,9 @@ def _with_program(layout: Layout, r: random.Random) -> Layout:
 def batch(layout: Layout, step: int, micro: int) -> Batch:
     """Tokens, labels, documents, and whether each token is no padding; of all ranks."""
     generator = torch.Generator().manual_seed(layout.seed * 1000 + step * 10 + micro)
-    rows, tokens = ROWS // layout.accumulate if layout.accumulates_in == "virtual" else ROWS, layout.tokens
+    rows, tokens = layout.rows, layout.tokens
+    if layout.accumulates_in == "virtual":
+        rows //= layout.accumulate
     ids, labels = (torch.randint(VOCAB, (rows, tokens), generator=generator) for _ in range(2))
     begins = torch.rand(rows, tokens, generator=generator) < 0.3 * layout.packed
     if layout.ignored:
