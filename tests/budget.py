@@ -22,7 +22,7 @@ PYTHON = {
     "engine": ("_engine", 8233),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5714),
     "files": ("_files dcp distributed store weights", 4680),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9669),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9674),
     "survive": ("_survive survive", 2117),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_808),
 }

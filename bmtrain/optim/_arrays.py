@@ -19,6 +19,7 @@ from ..parameter import DistributedParameter, gather_flat, shard_of, whole_shape
 from ._host_copies import warn_of_large_state
 from ._narrow import stored_shape, values_of
 from ._old_bounds import SLICE_BYTES, at_present_bounds
+from ._owners import is_here
 
 __all__ = [
     "MASTER",
@@ -248,8 +249,9 @@ def read_state(
     found: dict[Tensor, dict[str, Any]] = {}
     for number, p in zip(numbers, _parameters(optimizer), strict=True):
         entry = entries.get(number)
-        if entry:
-            found[p] = _read_entry(optimizer, p, number, entry, whole)
+        read = _read_entry(optimizer, p, number, entry, whole) if entry else None
+        if read is not None and is_here(p):  # else the number of its steps would stand still, and be saved
+            found[p] = read
     if any(
         entry.get("exp_avg") is not None and entry["exp_avg"].dtype == torch.float16
         for entry in found.values()

@@ -17,6 +17,7 @@ from ..parameter import DistributedParameter, gather_flat, shard_of, whole_shape
 from ._exchange import describe, exchange
 from ._host_copies import warn_of_large_state
 from ._old_bounds import SLICE_BYTES, at_present_bounds, bounds_before
+from ._owners import is_here
 
 __all__ = ["load_optimizer_state", "optimizer_state"]
 
@@ -69,6 +70,8 @@ def load_optimizer_state(optimizer: Any, state: dict[str, Any], loss_scale: floa
     loaded: dict[Any, Any] = {}
     for index, entries in entries_of.items():
         p = parameters[index] if isinstance(index, int) and index < len(parameters) else None
+        if p is not None and not is_here(p):
+            continue  # as before a load: the number of its steps would stand still
         loaded[index] = {
             key: _cut(p, value, whole) if isinstance(value, Tensor) else value
             for key, value in entries.items()

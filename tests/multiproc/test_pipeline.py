@@ -13,6 +13,7 @@ import bmtrain as bmt
 from bmtrain import _C
 from bmtrain._engine.engine import current_engine
 from bmtrain._shards.sharding import ShardSpec
+from bmtrain.distributed import checkpoint
 from bmtrain.global_var import context
 from bmtrain.parameter import gather_flat
 
@@ -307,3 +308,33 @@ def old_pickle() -> None:
 
 def test_a_list_that_was_pickled_without_a_schedule():
     run_ranks(1, old_pickle)
+
+
+def numbers_of_steps(kind: Any, folder: str) -> list[list[float]]:
+    """After each of two saves, of which the second follows a load; as gathered, and as another model loads it."""
+    found = []
+    for number in (1, 2):
+        layers = bmt.PipelineTransformerBlockList(
+            [bmt.Block(bmt.nn.Linear(DIM, DIM), mode="PIPE") for _ in range(2)]
+        )
+        bmt.init_parameters(layers)
+        optimizer = kind(layers.parameters(), lr=1e-3)
+        manager = bmt.optim.OptimManager()
+        manager.add_optimizer(optimizer)
+        if number > 1:
+            checkpoint.load(folder, layers, manager)
+        manager.backward(layers(torch.ones(BATCH, DIM)).sum())
+        manager.step()
+        checkpoint.save(folder, number, layers, manager)
+        checkpoint.load(folder, layers, manager)
+        state = manager.state_dict(gather_opt=True)["optimizers"][0]["state"]
+        found.append([float(state[index]["step"]) for index in range(4)])
+    return found
+
+
+@pytest.mark.parametrize("kind", [bmt.optim.AdamOptimizer, torch.optim.Adam])
+def test_steps_after_a_load_count_on_all_stages(kind, tmp_path):
+    assert (
+        run_ranks(2, numbers_of_steps, kind, str(tmp_path), init={"pipe_size": 2})
+        == [[[1.0] * 4, [2.0] * 4]] * 2
+    )
