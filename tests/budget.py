@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 #: reason in its message.
 PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2609),
-    "watch": ("_watch", 1936),
-    "ranks": ("_ranks global_var nccl synchronize utils", 4232),
+    "watch": ("_watch", 1946),
+    "ranks": ("_ranks global_var nccl synchronize utils", 4235),
     "shards": ("_shards parameter", 1858),
     "engine": ("_engine", 8233),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5714),

@@ -219,6 +219,9 @@ def context(needed_by: str | None = None) -> Context:
     """
     found = current()
     if found is None:
+        from .._watch.report import share_traceback
+
+        share_traceback()
         needs = f" before using {needed_by}" if needed_by else " first"
         raise RuntimeError(f"bmtrain is not initialized: call bmtrain.init_distributed(){needs}")
     if forked_from is not None:

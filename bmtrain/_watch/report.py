@@ -6,7 +6,9 @@ import hashlib
 import json
 import os
 import socket
+import sys
 from pathlib import Path
+from traceback import format_exception
 
 from .._base.said import say_once
 from .lines import Message
@@ -68,3 +70,11 @@ class Reporter:
         except OSError as error:
             return f"not written ({error})"
         return str(file)
+
+
+def share_traceback() -> None:
+    """Lets the ranks of a job without a watch print one traceback, of an exception that ends them all."""
+    job = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")]
+    reporter = Reporter(0, 0, repr(job))
+    if all(job) and sys.excepthook is sys.__excepthook__:
+        sys.excepthook = lambda *error: reporter.raised([repr(error[:2])], "".join(format_exception(*error)))

@@ -148,6 +148,24 @@ def test_an_exception_of_all_ranks_is_one_traceback(error: str, hook: str) -> No
     assert len(lines) <= 7, output
 
 
+# No rank ends before all have printed.
+WAITING = """
+import atexit, os, time, torch, bmtrain
+def wait():
+    os.mkdir(os.environ["RANK"])
+    while len(os.listdir()) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
+atexit.register(wait)
+"""
+
+
+def test_ranks_that_have_not_met_print_one_traceback(tmp_path: Path) -> None:
+    """A script without init_distributed(): no rank knows of the others."""
+    script = f"{WAITING}\nos.chdir({str(tmp_path)!r})\nbmtrain.BMTrainModelWrapper(torch.nn.Linear(4, 4))"
+    output = output_of(*start(script))
+    assert output.count("Traceback") == output.count("RuntimeError: bmtrain is not initialized") == 1, output
+
+
 def test_an_error_that_one_rank_passes_on_to_the_others_is_one_traceback() -> None:
     """It is raised elsewhere there, and some had one of their own."""
     failing = "raise OSError(28, 'No space left on device', f'shard-{comm.rank}')"
