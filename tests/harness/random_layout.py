@@ -147,6 +147,13 @@ class Layout:
         """The same model over whole batches in which every token counts."""
         return replace(self, packed=False, ignored=False, padded=False, tokens=8, accumulates_in="manager")
 
+    @property
+    def without_stages(self) -> Layout:
+        """The same model and division without its pipeline."""
+        init = {**self.init, "pipe_size": 1, "num_micro_batches": 1}
+        ranks = self.ranks // self.init["pipe_size"]
+        return replace(self, ranks=ranks, init=init, pipeline=None, loss_inside=False)
+
 
 def draw(seed: int) -> Layout:
     """Returns the layout of a seed."""

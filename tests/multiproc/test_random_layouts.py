@@ -37,6 +37,12 @@ def test_a_random_layout_trains_as_one_process(seed, tmp_path):
     for outcome in outcomes[1:]:
         for (name, value), (_, other) in zip(found, outcome.value, strict=True):
             assert torch.equal(value, other), f"{name} on rank {outcome.rank}: {layout}"
+    if layout.pipeline is not None and layout.accumulates_in == "virtual":
+        flat = layout.without_stages
+        run = run_ranks(flat.ranks, train, flat, weights, init={**init, **flat.init}, timeout=600)[0]
+        for (name, value), (_, other) in zip(found, run, strict=True):
+            # An evaluation is over the parts of all ranks.
+            assert "evaluation" in name or torch.equal(value, other), f"{name} without stages: {layout}"
     wanted = train_whole(layout, weights, dict(found))
     exact = 1e-6 if layout.dtype == "float32" else 1e-2
     of_weights = 1e-3 if layout.optimizer == "muon" else 5 * exact  # whose products are in bf16
