@@ -81,5 +81,5 @@ class CompilerOutput:
 
     def _tell(self) -> None:
         self._told = time.monotonic()
-        what = f"{self._done} of {self._all} files" if self._all else "the first files"
+        what = f"{self._done} of {self._all} files" if self._all else "no file is finished yet"
         os.write(self._screen, f"compiling: {what}, {self._told - self._began:.0f} s\n".encode())
