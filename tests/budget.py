@@ -24,7 +24,7 @@ PYTHON = {
     "files": ("_files dcp distributed store weights", 4680),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 9674),
     "survive": ("_survive survive", 2117),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_808),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_806),
 }
 CORE = {
     "bindings": (". bindings ops", 1515),

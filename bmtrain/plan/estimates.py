@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 __all__ = ["MemoryEstimate", "TimeEstimate"]
 
-#: Memory of kernels and allocators beside tensors: a share of the tensors, and a constant.
-_SCRATCH_SHARE, _SCRATCH_BYTES = 0.015, 4 * 2**20
+#: Memory of kernels and allocators beside tensors: a share of the tensors; and what libraries keep for products, which
+#: grows with the widths of a model, and so with the tensors, up to a limit.
+_SCRATCH_SHARE, _KEPT_SHARE, _KEPT_BYTES = 0.015, 0.025, 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class MemoryEstimate:
     @property
     def scratch(self) -> float:
         """Memory of kernels and allocators beside tensors, as measured by ``bmtrain bench plan --memory``."""
-        return _SCRATCH_SHARE * self.tensors + _SCRATCH_BYTES + self.kernels
+        return _SCRATCH_SHARE * self.tensors + min(_KEPT_SHARE * self.tensors, _KEPT_BYTES) + self.kernels
 
     @property
     def fits(self) -> bool:

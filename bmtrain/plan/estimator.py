@@ -25,8 +25,8 @@ __all__ = ["MemoryEstimate", "Plan", "TimeEstimate", "estimate", "model_state_by
 
 #: The ranges of Adam's state start apart from each other (bmtrain/optim/_arrays.py).
 _STATE_SKEW_BYTES = 3 * 16 * 1024
-#: Of products in 16 bits on a processor that has instructions for them.
-_KERNEL_BYTES = 6.0 * 2**20
+#: Of products in 16 bits on a processor that has instructions for them: of forward and backward, and of Muon alone.
+_KERNEL_BYTES, _MUON_KERNEL_BYTES = 9.0 * 2**20, 6.0 * 2**20
 
 
 @dataclass(frozen=True)
@@ -267,13 +267,13 @@ def estimate(
         copied = model_state_bytes(local, network.size, state_dtype=policy.state_dtype, disk=lambda _: DISK)
     copies = policy.survive * (sum(copied.values()) + states["gradients"])
     sizes = {buffer.element_size for block in local.blocks for buffer in block.buffers}
-    is_narrow = policy.optimizer == "muon" or policy.compute_dtype is not None or 2 in sizes
-    kernels = _KERNEL_BYTES if is_narrow and machine.shares_memory else 0.0
+    is_narrow = policy.compute_dtype is not None or 2 in sizes
+    kernels = max(_KERNEL_BYTES * is_narrow, _MUON_KERNEL_BYTES * (policy.optimizer == "muon"))
     return Plan(
         model=model,
         machine=machine,
         policy=policy,
-        memory=replace(memory, copies=copies, disk=disk.buffers, kernels=kernels),
+        memory=replace(memory, copies=copies, disk=disk.buffers, kernels=kernels * machine.shares_memory),
         time=_time(result, machine, policy, states, moved, disk, _muon_seconds(local, network, policy)),
         traffic={
             name: (messages * policy.passes, nbytes * policy.passes)

@@ -134,10 +134,7 @@ def _policy(plan: Plan) -> str:
         parts.append(f"moments in {str(policy.state_dtype).removeprefix('torch.')}")
     if policy.optimizer == "muon":
         inside = sum(block.num_parameters for block in plan.model.blocks)
-        others = plan.model.num_parameters - inside
-        parts.append(
-            f"Muon for {format_count(inside)} parameters in blocks, AdamW for {format_count(others)}"
-        )
+        parts.append(f"Muon for matrices in blocks of {format_count(inside)} parameters, AdamW for others")
     parts += ["blocks on the host"] * (policy.parameters == "host")
     parts += [f"offload {policy.offload:g}"] * bool(policy.offload) + ["survive"] * policy.survive
     share = f" for {policy.disk_share:g} of the blocks" * (policy.disk_share < 1)
