@@ -134,7 +134,9 @@ class Layout:
     def rows(self) -> int:
         """Sequences of a batch: few, as attention computes their documents one by one."""
         stages, micros = self.init.get("pipe_size", 1), self.init.get("num_micro_batches", 1)
-        parts = self.ranks // stages // self.init["sp_size"] * micros
+        parts = max(
+            1, self.ranks // stages // self.init.get("sp_size", 1) * micros
+        )  # 0 ranks: drawn by no seed
         return next(rows for rows in ROWS if rows % parts == 0)
 
     @property

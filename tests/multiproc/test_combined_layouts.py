@@ -117,7 +117,7 @@ def uneven(run: Run) -> None:
     """Groups of ranks have unequally many rows, of micro-batches too."""
     for step in range(STEPS):
         run.manager.zero_grad()
-        run.backward(step, [0, 4 + 8 * step, 48])
+        run.backward(step, [0, 2 + 4 * step, 16])
         run.end(step)
 
 
