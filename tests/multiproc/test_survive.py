@@ -521,7 +521,12 @@ def test_frozen_parameters_outside_of_blocks_are_named():
 
 @pytest.mark.parametrize(
     "init",
-    [{"survive": 1}, {"survive": 2, "virtual_shards": 8}, {"survive": 1, "virtual_shards": 8, "ep_size": 2}],
+    [
+        {"survive": 1},
+        {"survive": 2, "virtual_shards": 8},
+        {"survive": 1, "virtual_shards": 8, "ep_size": 2},
+        {"survive": 1, "virtual_shards": 8, "pipe_size": 2},
+    ],
 )
 def test_arguments_that_raise(init):
     run_ranks(1, refused, init, init=False)
