@@ -376,7 +376,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Any torch optimizer imports torch._dynamo when it is made: a second of every new rank that trains.
     parts = ("init", "optim", "distributed", "nn", "loss", "wrapper", "inspect")
-    general = ("torch", "torch._dynamo", "numpy", "pytest", "_pytest.assertion.rewrite")
+    general = ("torch", "torch._dynamo", "numpy", "pytest", "_pytest.assertion.rewrite", "encodings.idna")
     for name in (*general, *(f"bmtrain.{part}" for part in parts), *sys.argv[3:]):
         try:
             importlib.import_module(name)
