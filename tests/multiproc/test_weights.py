@@ -156,7 +156,7 @@ def load_under_watch(family: str, files: str, options: dict[str, Any]) -> dict[s
 
 LARGE = {
     "gpt2": {"n_embd": 1024, "n_layer": 3, "vocab_size": 4096},
-    "llama": {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4, "vocab_size": 4096},
+    "llama": {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 2, "vocab_size": 4096},
 }
 
 
@@ -171,7 +171,7 @@ def test_peak_memory_is_the_shards_and_one_tensor(family: str, world: int, tmp_p
         world, load_under_watch, family, str(files), options, environment=GIVE_BACK, fresh=True
     )
     for found in watched:
-        assert found["whole"] > 150 << 20
+        assert found["whole"] > 100 << 20
         assert found["peak"] <= found["whole"] / world + found["largest"] + (8 << 20)
         # Two tensors and the buffers of the transport, which grow with the number of ranks.
         assert found["written"] <= 0.75 * found["whole"]
