@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: reason in its message.
 PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2609),
-    "watch": ("_watch", 1946),
+    "watch": ("_watch", 1951),
     "ranks": ("_ranks global_var nccl synchronize utils", 4235),
     "shards": ("_shards parameter", 1858),
     "engine": ("_engine", 8233),

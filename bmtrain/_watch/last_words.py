@@ -25,8 +25,10 @@ _OUT_OF_MEMORY = (
     "allocates only shards. `python -m bmtrain plan` predicts the memory"
 )
 
-# Delay of the exit of a victim after the cause: launchers report the first rank that exits as the cause.
+# Delay of the exit of a victim after the cause: launchers report the first rank that exits as the cause. It is longer
+# where each rank judges alone: others that come later must find the report printed, which is known until this one ends.
 _VICTIM_SECONDS = 1.0
+ALONE_SECONDS = 3.0
 
 
 class LastWords:
@@ -42,6 +44,7 @@ class LastWords:
     Attributes:
         signals: readable when a signal has come.
         raised_at: the position at which the exception that ends this process was raised.
+        delay: seconds from the end of a victim's last words to its exit.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class LastWords:
         self.signals.setblocking(False)
         self._waker.setblocking(False)
         self.raised_at: str | None = None
+        self.delay = _VICTIM_SECONDS
         self._tell = tell
         self._is_victim = is_victim
         self._say = say
@@ -143,7 +147,7 @@ class LastWords:
             if ours:
                 self._tell("interrupted" if interrupted else "exception", what)
                 if issubclass(kind, CommunicationError):
-                    time.sleep(_VICTIM_SECONDS)
+                    time.sleep(self.delay)
 
     def _print(self, kind: Any, error: BaseException, trace: TracebackType | None, what: str) -> None:
         """Prints the traceback in one write, unless another rank has raised the same or at the same place."""

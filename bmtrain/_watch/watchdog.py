@@ -34,7 +34,7 @@ from ..errors import CommunicationError
 from . import blame, endings
 from .hub import Hub
 from .last_resort import LastResort
-from .last_words import LastWords
+from .last_words import ALONE_SECONDS, LastWords
 from .lines import HubLine, Message, Patience
 from .meeting import open_hub, reach_hub
 from .report import Reporter
@@ -326,6 +326,7 @@ class Watch:
                 self._hub_absent = f"left {endings.ending(self._process_of_rank_0, _ENDING_SECONDS)}".strip()
             absent = {} if others_fault else {0: self._hub_absent}
         states = {self._rank: self._state()}
+        self._words.delay = ALONE_SECONDS
         self._accept(blame.verdict(self._failure, states, absent))
 
     def _send(self, message: Message) -> None:
