@@ -108,13 +108,14 @@ def waiting() -> dict[tuple[str, int], list[Outcome]]:
 
 
 def test_stalled_rank(transport: str, waiting: dict[tuple[str, int], list[Outcome]]) -> None:
-    outcomes = waiting[transport, STALL]
+    outcomes, waited = waiting[transport, STALL], []
     for rank in (0, 2):
         assert outcomes[rank].status is Status.RETURNED, outcomes[rank]
         message, seconds = outcomes[rank].value
-        assert seconds >= SHORT
+        waited.append(seconds)
         assert "reduce_scatter" in message
         assert "block 5" in message
+    assert max(waited) >= SHORT  # of the one that began first; the verdict ends the other's wait
     named = [rank for rank in (0, 2) if "rank 1" in outcomes[rank].value[0].split(":", 1)[1]]
     assert named == [0, 2]
 
