@@ -45,7 +45,8 @@ def test_a_random_layout_trains_as_one_process(seed, tmp_path):
             assert "evaluation" in name or torch.equal(value, other), f"{name} without stages: {layout}"
     wanted = train_whole(layout, weights, dict(found))
     exact = 1e-6 if layout.dtype == "float32" else 1e-2
-    of_weights = 1e-3 if layout.optimizer == "muon" else 5 * exact  # whose products are in bf16
+    # Muon's products are in bf16: in one process 1e-6 in a gradient moves weights by up to 2e-3 (seed 85).
+    of_weights = 4e-3 if layout.optimizer == "muon" else 5 * exact
     kinds_allowed = {
         "loss": exact,
         "evaluation": exact,
