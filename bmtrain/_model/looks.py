@@ -41,7 +41,7 @@ def _only_looks(code: CodeType, position: int, name: str) -> bool:
     steps = [(step.offset, step.opname, step.argval) for step in dis.get_instructions(code)]
     steps = [step for step in steps if step[0] == position or step[1] not in _BETWEEN]
     before = [step for step in steps if step[0] < position][-8:]
-    _, here, _ = next(step for step in steps if step[0] == position)
+    here = next((opcode for at, opcode, _ in steps if at == position), "")
     after = [step[1:] for step in steps if step[0] > position][here == "PRECALL" :][:2]
     if here.startswith(("CALL", "PRECALL")):  # Python 3.11 makes a call in one or the other
         called = next((value for *_, value in before[::-1] if value in ("hasattr", "getattr")), None)
