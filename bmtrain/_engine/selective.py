@@ -70,12 +70,12 @@ class KeptResults:
 
     def recording(self) -> TorchDispatchMode:
         """Returns the mode for the first run."""
-        return _uncompiled(_Recording, self)
+        return uncompiled(_Recording, self)
 
     def giving_out(self) -> TorchDispatchMode:
         """Returns the mode for a second run."""
         self._next, self._is_lost = 0, False
-        return _uncompiled(_GivingOut, self)
+        return uncompiled(_GivingOut, self)
 
     def keep(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Keeps the result of the next expensive operator."""
@@ -166,9 +166,9 @@ class _GivingOut(TorchDispatchMode):
         return func(*args, **kwargs) if result is None else result
 
 
-def _uncompiled(mode: Any, results: KeptResults) -> TorchDispatchMode:
+def uncompiled(mode: Any, owner: Any) -> TorchDispatchMode:
     """Returns the mode without torch's wrapper, which imports the compiler to keep it away, until that is imported."""
-    made: TorchDispatchMode = (mode if "torch._dynamo" in sys.modules else _unwrapped(mode))(results)
+    made: TorchDispatchMode = (mode if "torch._dynamo" in sys.modules else _unwrapped(mode))(owner)
     return made
 
 

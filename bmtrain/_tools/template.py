@@ -123,8 +123,6 @@ def _wait_for_a_start(line: socket.socket) -> tuple[list[str], dict[str, str]] |
 
 def main() -> None:
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the launcher
-    import torch._dynamo  # noqa: F401 - as the first optimizer does, for a second
-
     import bmtrain._survive.joining
     import bmtrain.optim  # noqa: F401
 

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .._base.generators import kept_generators
 from .._C import ReduceOp
 from .._engine.engine import current_engine
+from .._engine.selective import uncompiled
 from ..global_var import context
 from ._intercept import replaced_by, replacement
 from ._sequences import Sequences, current_sequences
@@ -120,9 +121,8 @@ def _complaint(
     }
     has_labels = not kwargs.keys().isdisjoint(("labels", "shift_labels"))
     tokens = min(num_own, _NUM_TOKENS)
-    half = tokens // 2
     runs = []
-    for part in (slice(0, tokens), slice(0, half), slice(half, tokens)):
+    for part in (slice(0, tokens), slice(0, tokens // 2), slice(tokens // 2, tokens)):
         run = _Run(part.stop - part.start, is_model)
         try:
             run(model, _cut(args, num_own, part), _cut(kwargs, num_own, part))
@@ -220,7 +220,7 @@ class _Run:
             stack.enter_context(kept_generators(context().device))
             stack.enter_context(replaced_by(self.attend, self.tokens))
             stack.enter_context(self._recorded(model))
-            stack.enter_context(_RandomNumbers(self))
+            stack.enter_context(uncompiled(_RandomNumbers, self))
             out = model(*args, **kwargs)
         values = out.items() if hasattr(out, "items") else enumerate(out if isinstance(out, tuple) else [out])
         for name, value in values:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+from bmtrain._tools.started import run_forked
 
 TRAINING = """
 import sys, torch
@@ -48,3 +51,20 @@ def test_training_does_not_import_the_compiler() -> None:
     command = [sys.executable, "-c", TRAINING]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+DIVIDED = """
+import runpy, sys
+import bmtrain as bmt
+
+init = bmt.init_distributed
+bmt.init_distributed = lambda **options: init(sp_size=2, **options)
+runpy.run_path(sys.argv[1])
+assert "torch._dynamo" not in sys.modules
+"""
+
+
+def test_sequences_of_forked_ranks_do_not_import_the_compiler(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(DIVIDED)
+    train = Path(__file__).parents[1] / "scripts" / "parity_train.py"
+    assert run_forked(2, [str(tmp_path / "script.py"), str(train)], {}) == 0
