@@ -17,7 +17,7 @@ from ..block_layer import Block
 from ..layer import DistributedModule
 from ..parameter import DistributedParameter
 
-_CALLS, _TURNS = 200, 40
+_CALLS = 200
 
 
 class _Little(DistributedModule):
@@ -63,7 +63,7 @@ class _GraphInside(nn.Module):
         return _Node.apply((leaf, self.inner(leaf)), x)  # type: ignore[no-any-return]
 
 
-def host_cost() -> dict[str, dict[str, float]]:
+def host_cost(turns: int) -> dict[str, dict[str, float]]:
     """Seconds that ``block`` and ``torch`` add to a call in ``evaluation``, a ``forward`` and a ``backward``.
 
     The least of all turns of each: a busy machine only adds.
@@ -74,7 +74,7 @@ def host_cost() -> dict[str, dict[str, float]]:
         "alone": [_LittlePlain() for _ in range(_CALLS)],
     }
     least = {name: _turn(chain) for name, chain in modules.items()}
-    for _ in range(_TURNS):
+    for _ in range(turns):
         for name, chain in modules.items():
             least[name] = {what: min(least[name][what], took) for what, took in _turn(chain).items()}
     return {

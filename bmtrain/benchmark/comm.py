@@ -25,7 +25,7 @@ from .._C import Communicator, ReduceOp
 from .._ranks import comm as _comm
 from .._ranks import shm_meeting
 from .._tools.pictures import BLUE, GREY, ORANGE, label_sizes, new_figure, plain
-from ._launch import answer, launch
+from ._launch import answer, launch_each
 from ._options import add_names, numbers
 
 __all__ = ["PRIMITIVES", "Result", "add_arguments", "run"]
@@ -76,9 +76,8 @@ def run(arguments: argparse.Namespace) -> None:
     if "RANK" in os.environ:
         _run_rank(arguments, arguments.primitives)
         return
-    results: list[Result] = []
-    for ranks in arguments.ranks:
-        results += [Result(**row) for row in launch(ranks, {"OMP_NUM_THREADS": "1"})]
+    jobs = launch_each([(ranks, []) for ranks in arguments.ranks])
+    results = [Result(**row) for rows in jobs for row in rows]
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
     if arguments.plot is not None:

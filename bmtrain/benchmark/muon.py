@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Starts the ranks; in a rank, measures, and on rank 0 prints the table."""
     if "RANK" not in os.environ:
-        launch(arguments.ranks, {"OMP_NUM_THREADS": "1"})
+        launch(arguments.ranks)
         return
     init_distributed(seed=0)
     candidates = _candidates(arguments)

@@ -30,7 +30,7 @@ from ..plan.calibrate import measure_ranks
 from ..plan.policy import DISK
 from ..synchronize import synchronize
 from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
-from ._launch import answer, launch
+from ._launch import GIVE_BACK, answer, launch, launch_each
 from ._memory import forget_peak, peak_bytes, resident_bytes
 from ._options import add_run
 from ._silence import silence
@@ -105,25 +105,18 @@ def run(arguments: argparse.Namespace) -> None:
         if rank() == 0:
             answer(found)
     elif arguments.memory:
-        # Frees give memory back.
-        returning = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+        jobs = [(arguments.ranks, ["--policies", name]) for name in arguments.policies]
         found, width = [], max(map(len, arguments.policies))
         print(f"{'policy':{width}}   run MiB  plan MiB   error")
-        for name in arguments.policies:
-            found.append(_launch(arguments, returning, ["--policies", name]))
-            run, plan = (found[-1][kind] / 2**20 for kind in ("measured", "predicted"))
+        for name, row in zip(arguments.policies, launch_each(jobs, GIVE_BACK), strict=True):
+            found.append(row)
+            run, plan = (row[kind] / 2**20 for kind in ("measured", "predicted"))
             print(f"{name:{width}}  {run:8.1f}  {plan:8.1f}  {plan / run - 1:+6.1%}", flush=True)
         _write(arguments.json, found)
     else:
-        found = _launch(arguments)
+        found = launch(arguments.ranks)
         _print_times([_Row(**row) for row in found])
         _write(arguments.json, found)
-
-
-def _launch(
-    arguments: argparse.Namespace, environment: dict[str, str] | None = None, extra: Sequence[str] = ()
-) -> Any:
-    return launch(arguments.ranks, {"OMP_NUM_THREADS": "1", **(environment or {})}, extra)
 
 
 def _write(path: Path | None, found: Any) -> None:

@@ -28,7 +28,7 @@ from ..optim import AdamOptimizer
 from ..synchronize import synchronize
 from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 from ._host import host_cost
-from ._launch import answer, launch
+from ._launch import GIVE_BACK, answer, launch_each
 from ._memory import resident_bytes
 from ._options import numbers
 
@@ -45,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=16, help="layers for them")
     parser.add_argument("--dim", type=int, default=256, help="width")
     parser.add_argument("--seq", type=int, default=64, help="tokens of a rank's sequence")
-    parser.add_argument("--repeat", type=int, default=5, help="steps of each number")
+    parser.add_argument(
+        "--repeat", type=int, default=5, help="steps of each number, and an eighth of the host's turns"
+    )
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
     parser.add_argument("--plot", type=Path, help="draw them into this file (needs matplotlib)")
     parser.add_argument("--part", choices=("blocks", "ranks", "host"), help=argparse.SUPPRESS)  # in a rank
@@ -56,16 +58,13 @@ def run(arguments: argparse.Namespace) -> None:
     if "RANK" in os.environ:
         _in_a_rank(arguments)
         return
-    returning = {  # frees give memory back
-        "OMP_NUM_THREADS": "1",
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_TRIM_THRESHOLD_": "65536",
-    }
-    found = {
-        "blocks": launch(arguments.ranks_of_blocks, returning, ["--part", "blocks"]),
-        "ranks": [launch(number, returning, ["--part", "ranks"])[0] for number in arguments.ranks],
-        "host": launch(1, returning, ["--part", "host"]),
-    }
+    jobs = [
+        (arguments.ranks_of_blocks, ["--part", "blocks"]),
+        *((number, ["--part", "ranks"]) for number in arguments.ranks),
+        (1, ["--part", "host"]),
+    ]
+    blocks, *ranks, host = launch_each(jobs, GIVE_BACK)
+    found = {"blocks": blocks, "ranks": [row for [row] in ranks], "host": host}
     _print(found, arguments)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(found, indent=2) + "\n")
@@ -79,7 +78,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _in_a_rank(arguments: argparse.Namespace) -> None:
     init_distributed(seed=0)
     if arguments.part == "host":
-        found: Any = host_cost()
+        found: Any = host_cost(8 * arguments.repeat)
     else:
         numbers = arguments.blocks if arguments.part == "blocks" else [arguments.layers]
         _train(arguments, 1)  # code that is loaded when it is first used is no memory of the model

@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "--schedules: expected a core with csrc/testing, got one without; use a checkout set up by "
                 "bash tests/run.sh, or install with BMTRAIN_TESTING=1 pip install --no-build-isolation ."
             )
-        launch(arguments.ranks, {"OMP_NUM_THREADS": "1", **poison})
+        launch(arguments.ranks, poison)
         return 0
     if arguments.schedules:
         init_distributed(seed=1)

@@ -32,7 +32,7 @@ from .._tools.pictures import bars, new_figure
 from ..global_var import rank, world_size
 from ..init import init_distributed
 from ..synchronize import synchronize
-from ._launch import answer, launch
+from ._launch import GIVE_BACK, answer, launch_each
 from ._memory import peak_bytes, shared_bytes
 from ._options import add_names, add_run
 from ._table import print_table
@@ -41,8 +41,6 @@ from ._variants import VARIANTS, Step, import_all_modules, peer_of, reference_of
 __all__ = ["VARIANTS", "Result", "add_arguments", "run"]
 
 _WARM_UP = 2
-# glibc keeps what is freed for itself; this makes it give that back, so that a peak shows what was in use.
-_GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 @dataclass(frozen=True)
@@ -94,11 +92,10 @@ def run(arguments: argparse.Namespace) -> None:
     if "RANK" in os.environ:
         _run_rank(arguments, names)
         return
-    environment = {"OMP_NUM_THREADS": "1", **(_GIVE_BACK if arguments.memory else {})}
+    groups = [[name] for name in names] if arguments.memory else [names]
+    jobs = [(arguments.ranks, ["--variants", ",".join(group)]) for group in groups]
     results = [
-        Result(**row)
-        for group in ([[name] for name in names] if arguments.memory else [names])
-        for row in launch(arguments.ranks, environment, ["--variants", ",".join(group)])
+        Result(**row) for rows in launch_each(jobs, GIVE_BACK if arguments.memory else {}) for row in rows
     ]
     _print_table(results, arguments)
     if arguments.json is not None:

@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.survive:
             _compare_survival(arguments)
         else:
-            launch(arguments.ranks, {"OMP_NUM_THREADS": "1"})
+            launch(arguments.ranks)
         return
     init_distributed(seed=0, virtual_shards=arguments.shards, survive=int(os.environ.get(_SURVIVE, 0)))
     if arguments.survive:
@@ -94,8 +94,7 @@ def _compare_survival(arguments: argparse.Namespace) -> None:
                 os.mkfifo(Path(folder, f"{job}-{number}"))
                 ends.append(os.open(Path(folder, f"{job}-{number}"), os.O_RDWR))
                 os.write(ends[-1], b"." if job == "0" else b"")
-        variables = {"OMP_NUM_THREADS": "1", _TURNS: folder}
-        jobs = [pool.submit(launch, arguments.ranks, {**variables, _SURVIVE: job}) for job in "01"]
+        jobs = [pool.submit(launch, arguments.ranks, {_TURNS: folder, _SURVIVE: job}) for job in "01"]
         without, survive = (job.result() for job in jobs)
         for end in ends:
             os.close(end)
