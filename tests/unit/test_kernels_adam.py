@@ -207,6 +207,24 @@ def test_neighbours_are_one_range_and_gaps_are_left_alone() -> None:
         assert same_bits(t, expected)
 
 
+@pytest.mark.parametrize("apart", ("weight", "rounded", "grad", "exp_avg", "exp_avg_sq"))
+def test_a_range_ends_where_one_of_its_arrays_does(apart: str) -> None:
+    for whole in (
+        problem(64, torch.bfloat16, torch.bfloat16),
+        moments_in_bf16(problem(64, torch.bfloat16, torch.bfloat16)),
+    ):
+        halves = [Problem(*pair) for pair in zip(*(t.split(32) for t in whole.arrays()), strict=True)]
+        behind = getattr(halves[1], apart)
+        setattr(halves[1], apart, behind.clone())
+        kept, expected = behind.zero_().clone(), [half.copy() for half in halves]
+        for half in expected:
+            half.step(3, **DEFAULTS)
+        _ops.adam_(ranges_of(halves, 3), **DEFAULTS)
+        assert same_bits(behind, kept)
+        for half, other in zip(halves, expected, strict=True):
+            assert all(same_bits(a, b) for a, b in zip(half.arrays(), other.arrays(), strict=True))
+
+
 def test_each_tensor_has_its_own_step_number() -> None:
     p, q = problem(100), problem(101)
     p2, q2 = p.copy(), q.copy()

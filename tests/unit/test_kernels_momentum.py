@@ -138,6 +138,22 @@ def test_neighbours_are_one_range_and_threads_change_nothing() -> None:
         assert all(same_bits(a, b) for a, b in zip(results[0].arrays(), other.arrays(), strict=True))
 
 
+@pytest.mark.parametrize("apart", ("weight", "rounded", "grad", "momentum"))
+def test_a_range_ends_where_one_of_its_arrays_does(apart: str) -> None:
+    whole = problem(64, torch.bfloat16, torch.bfloat16)
+    halves = [Problem(*pair) for pair in zip(*(t.split(32) for t in whole.arrays()), strict=True)]
+    behind = getattr(halves[1], apart)
+    setattr(halves[1], apart, behind.clone())
+    kept, expected = behind.zero_().clone(), [half.copy() for half in halves]
+    for half in expected:
+        step(half, LION[1])
+    weights, rounded, grads, momenta = map(list, zip(*(half.arrays() for half in halves), strict=True))
+    lion_step(MomentumRanges(weights, rounded, grads, momenta, []), **LION[1])
+    assert same_bits(behind, kept)
+    for half, other in zip(halves, expected, strict=True):
+        assert all(same_bits(a, b) for a, b in zip(half.arrays(), other.arrays(), strict=True))
+
+
 def test_a_momentum_begins_where_it_is_fresh_only() -> None:
     start = problem(64)
     both, old, new = start.copy(), start.copy(), start.copy()
