@@ -317,7 +317,7 @@ class Group:
     def close(self, brief: bool = False) -> str:
         """Let the ranks end by themselves. Returns what went wrong if one would not, or not with status 0.
 
-        With ``brief`` they leave torch as it is, which takes a quarter of the time.
+        With ``brief`` they leave torch as it is, which takes a tenth of the time.
         """
         self.usable = False
         for connection in self._connections:

@@ -228,7 +228,7 @@ def _end_briefly() -> None:
         finalizer.atexit = False
 
 
-def _shorten_end(ours: list[str], last: list[str], end: _End) -> None:
+def _shorten_end(ours: list[str], last: list[str], status: list[int]) -> None:
     """Leave torch and the interpreter as they are: their teardown copies the pages that forks share, and takes a rank
     a quarter of a second.
 
@@ -240,7 +240,8 @@ def _shorten_end(ours: list[str], last: list[str], end: _End) -> None:
     left = {name: sys.modules[name] for name in [*ours, *reversed([*later])] if name in sys.modules}
     _exchange(sys.modules, left)  # to take the others out one by one would touch, and copy, the pages of each
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
-    sys._end = end  # type: ignore[attr-defined]
+    # Made here: frames of `main` live on in what modules keep of their import, and with them all that it has.
+    sys._end = _End(status[0])  # type: ignore[attr-defined]
 
 
 def _exchange(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -256,8 +257,8 @@ class _End:
     It has what it needs, as modules are empty by then.
     """
 
-    def __init__(self) -> None:
-        self.status = 0
+    def __init__(self, status: int) -> None:
+        self._status = status
         self._exit = os._exit
         self._flushes = [
             sys.stdout.flush,
@@ -268,7 +269,7 @@ class _End:
     def __del__(self) -> None:
         for flush in self._flushes:
             flush()
-        self._exit(self.status)
+        self._exit(self._status)
 
 
 def _become_rank(parent: int, channel: int, log: str, stacks: str) -> Connection:
@@ -371,8 +372,8 @@ def main() -> None:
     _die_with_parent(int(sys.argv[2]))
     ours: list[str] = []  # modules that ends tear down
     last: list[str] = []  # module that was imported before ranks were forked
-    end = _End()
-    atexit.register(_shorten_end, ours, last, end)  # the first to be registered is the last to be called
+    status = [0]
+    atexit.register(_shorten_end, ours, last, status)  # the first to be registered is the last to be called
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Any torch optimizer imports torch._dynamo when it is made: a second of every new rank that trains.
     parts = ("init", "optim", "distributed", "nn", "loss", "wrapper", "inspect")
@@ -394,8 +395,8 @@ def main() -> None:
         try:
             task()
         except SystemExit as error:
-            end.status = error.code if isinstance(error.code, int) else int(error.code is not None)
+            status[0] = error.code if isinstance(error.code, int) else int(error.code is not None)
             raise
         except BaseException:
-            end.status = 1
+            status[0] = 1
             raise

@@ -225,3 +225,18 @@ def test_a_program_ends_as_one_that_python_has_started(code: str, status: int, s
         started = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert started.returncode == status
         assert (started.stdout + started.stderr).startswith(says)
+
+
+_AT_THE_END = """
+import atexit, ctypes
+atexit.register(print, "Python")
+at_exit = ctypes.CDLL(None)["__cxa_atexit"]
+at_exit(ctypes.CDLL(None).puts, ctypes.create_string_buffer(b"the C library"), None)
+"""
+
+
+def test_a_program_leaves_the_libraries_as_they_are(tmp_path: Path) -> None:
+    with open(os.devnull) as nothing, (tmp_path / "output").open("wb") as output:
+        program = Program(_AT_THE_END, os.environ, (nothing.fileno(), output.fileno(), output.fileno()))
+        assert program.wait() == 0
+    assert (tmp_path / "output").read_text() == "Python\n"
