@@ -138,6 +138,25 @@ def test_outputs_and_gradients_equal_those_of_plain_layers(world, init, return_h
     assert run_ranks(world, parity, return_hidden_states, init=init) == [0] * world
 
 
+def unlike_arguments() -> None:
+    pipeline = bmt.PipelineTransformerBlockList([bmt.Block(Layer(), mode="PIPE") for _ in range(LAYERS)])
+    bmt.init_parameters(pipeline)
+    plain = torch.nn.ModuleList([PlainLayer() for _ in range(LAYERS)])
+    plain.load_state_dict(pipeline.state_dict())
+    torch.manual_seed(1)
+    x = torch.randn(BATCH, 3, DIM)
+    mask, shared = torch.rand(1, 3, DIM), torch.rand(2 * DIM)  # as many dimensions as x, and fewer
+    own = mask + bmt.rank(), shared + bmt.rank()
+    given = [tensor.clone() for tensor in own]
+    check(pipeline(x, *given, flag="mask"), run_plain(plain, x, mask, shared)[0])
+    assert all(torch.equal(tensor, before) for tensor, before in zip(given, own, strict=True))
+    assert not x.requires_grad
+
+
+def test_arguments_that_do_not_go_with_the_batch_are_the_first_stages_and_stay_as_they_are():
+    run_ranks(2, unlike_arguments, init={"pipe_size": 2})
+
+
 @pytest.mark.parametrize(
     ("world", "policy"),
     [

@@ -68,13 +68,15 @@ class Model(bmt.DistributedModule):
         return self.layers.loss(self.embedding(x), 0.5, head=self.head, labels=wanted)
 
 
-def trained(num_layers, options, scale=None, accumulate=1, dtype="float32", rows=ROWS, policy=None):
+def trained(num_layers, options, scale=None, accumulate=1, dtype="float32", rows=ROWS, policy=None, frozen=0):
     """Losses and weights of three steps, and the gradients of the last."""
     torch.manual_seed(1)
     dtype = getattr(torch, dtype)
     policy = None if policy is None else bmt.BlockPolicy(**policy)
     model = Model(num_layers, dtype, policy, **options)
     bmt.init_parameters(model)
+    for block in list(model.layers)[:frozen]:
+        block.requires_grad_(False)
     optimizer = bmt.optim.SGDOptimizer(model.parameters(), lr=0.1)
     manager = bmt.optim.OptimManager(loss_scale=scale, loss_scale_steps=2, accumulate=accumulate)
     manager.add_optimizer(optimizer)
@@ -86,7 +88,7 @@ def trained(num_layers, options, scale=None, accumulate=1, dtype="float32", rows
         loss = model(x[bmt.rank()].to(dtype), wanted[bmt.rank()])
         manager.backward(loss)
         losses.append(loss.item())
-        gradients = [param.gather_grad() for param in model.parameters()]
+        gradients = [param.gather_grad() for param in model.parameters() if param.requires_grad]
         manager.step()
     assert all(not block._runtime.defers for block in model.layers)
     return losses, [param.gather().detach() for param in model.parameters()], gradients
@@ -127,6 +129,7 @@ def assert_equal(found, expected):
         {"scale": 2.0**10, "dtype": "float16"},
         {"scale": 3.0},
         {"accumulate": 2},
+        {"accumulate": 2, "frozen": 2},  # gpipe: the whole first stage
         {"rows": 5},
         {"policy": {"level": 2, "recompute": "off"}},
         {"policy": {"level": 0, "recompute": "selective"}},
@@ -184,6 +187,8 @@ def losses_without_backward() -> None:
         dropped.backward()
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
+    model.layers.loss(x, 0.5, head=model.head, labels=wanted)
+    assert not x.requires_grad
     loss = model(x, wanted)
     with torch.no_grad():
         for param in model.layers.parameters():
