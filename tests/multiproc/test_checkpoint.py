@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from harness import run_ranks
@@ -30,8 +32,10 @@ def check_resume(folder: str, optimizer: str, dtype: str, non_blocking: bool) ->
     with torch.no_grad():
         run.model.scale += bmt.rank()  # plain parameters are each rank's own
     run.train(3)
+    draws()  # of normal numbers, both kinds have one left
     handle = run.save(folder, non_blocking=non_blocking)
     losses = run.train(3)
+    drawn = draws()
     handle.wait()
     expected = state_of(run)
     own_scale = run.model.scale.detach().clone()
@@ -46,8 +50,15 @@ def check_resume(folder: str, optimizer: str, dtype: str, non_blocking: bool) ->
     assert found.extra["note"] == ("a", None)
     assert found.extra["table"].tolist() == [0, 1, 2]
     assert other.train(3) == losses
+    assert draws() == drawn
     assert differences(expected, state_of(other)) == []
     assert torch.equal(other.model.scale, own_scale)
+
+
+def draws() -> list[float]:
+    """Numbers of all generators that a checkpoint restores."""
+    of_numpy = numpy.random.rand(), numpy.random.randn()
+    return [torch.rand(1).item(), random.random(), random.gauss(0, 1), *of_numpy]
 
 
 class Own(bmt.DistributedModule):
