@@ -102,10 +102,9 @@ class Loading:
                 self._reader.request_value(entry["value"])
                 entries[key] = entry["value"]
             else:
-                whole = self._reader.own_or_shared(name, self.same_layout)
-                if whole != name and name not in self._reader.manifest.tensors:
-                    name = whole
-                entries[key] = StoredTensor(self._reader, name, whole)
+                entries[key] = StoredTensor(
+                    self._reader, name, self._reader.own_or_shared(name, self.same_layout)
+                )
         self._reader.request_value(told["metadata"])
         outline = outline_of(model)
         check_model_state(model, outline.entries, entries, self._strict)

@@ -142,10 +142,8 @@ class Reader:
                 piece = pieces[at]
                 skip = first - piece.begin
                 length = min(piece.num - skip, num)
-                if length > 0:
-                    yield piece.file, piece.offset + skip * size, length, to
-                    first, num, to = first + length, num - length, to + length
-                at += 1
+                yield piece.file, piece.offset + skip * size, length, to
+                first, num, to, at = first + length, num - length, to + length, at + 1
 
     def _pieces_of(self, name: str) -> list[list[Piece]]:
         if name not in self._pieces:
