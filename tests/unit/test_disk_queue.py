@@ -88,7 +88,43 @@ def test_changed_bit(bit: int, tmp_path: Path) -> None:
         queue.wait(0)
     file.unseal(0, 2 * PIECE)
     queue.read(0, file, PIECE, PIECE)
+    queue.wait(0)  # and sealed as they are now
+    file.map(0, 2 * PIECE).tensor(PIECE + bit // 8, 1).bitwise_xor_(1 << bit % 8)
+    queue.read(0, file, PIECE, PIECE)
+    with pytest.raises(DiskError, match="are not those"):
+        queue.wait(0)
+
+
+@pytest.mark.parametrize("piece", range(3))
+def test_changed_bit_in_a_large_range(piece: int, tmp_path: Path) -> None:
+    sealed = 1 << 18
+    queue, file = DiskQueue("auto", 1, 3 * sealed), DiskFile(str(tmp_path))
+    file.reserve(3 * sealed)
+    queue.write(0, file, 0, 3 * sealed)
     queue.wait(0)
+    file.map(0, 3 * sealed).tensor(piece * sealed + 77, 1).bitwise_xor_(4)
+    queue.read(0, file, 0, 3 * sealed)
+    with pytest.raises(DiskError, match=f"{sealed} bytes at offset {piece * sealed} are not those"):
+        queue.wait(0)
+
+
+def test_part_of_a_range_is_written_or_zeroed(tmp_path: Path) -> None:
+    queue, file = DiskQueue("auto", 1, PIECE), make_file(tmp_path)
+    expected, part = torch.ones(PIECE, dtype=torch.uint8), slice(DISK_ALIGNMENT, 2 * DISK_ALIGNMENT)
+    for number in (0, 2):
+        queue.buffer(0).fill_(1)
+        queue.write(0, file, 0, PIECE)
+        queue.wait(0)
+        if number:
+            queue.buffer(0).fill_(number)
+            queue.write(0, file, part.start, DISK_ALIGNMENT)
+            queue.wait(0)
+        else:
+            file.zero(part.start, DISK_ALIGNMENT)
+        expected[part] = number
+        queue.read(0, file, 0, PIECE)
+        queue.wait(0)
+        assert torch.equal(queue.buffer(0), expected)
 
 
 @pytest.mark.parametrize("nbytes", [DISK_ALIGNMENT, 1 << 18, (1 << 20) + 3 * DISK_ALIGNMENT])
