@@ -99,6 +99,33 @@ def test_every_number_of_ranks_has_the_same_bits_and_resumes_a_checkpoint(
     assert all(other == expected for other in others)
 
 
+def updates_in_pieces(state_dtype: str) -> None:
+    """The second parameter is computed in several pieces, the first of which fills up those of the first."""
+    found = []
+    for overlap in (False, True):
+        generator, layer = torch.Generator().manual_seed(0), bmt.DistributedModule()
+        layer.first = bmt.DistributedParameter(torch.randn(100, generator=generator))
+        layer.second = bmt.DistributedParameter(torch.randn(70_001, generator=generator))
+        block = bmt.Block(layer)  # which puts off the updates of its parameters together
+        parameters = list(block.parameters())
+        optimizer = bmt.optim.AdamOffloadOptimizer(
+            parameters, lr=0.1, overlap=overlap, state_dtype=state_dtype
+        )
+        for _ in range(2):
+            for p in parameters:
+                p.grad = torch.randn(p.shape, generator=generator)
+            optimizer.step()
+        states = optimizer.state_dict()["state"].values()
+        found.append([*(p.detach() for p in parameters), *(v for s in states for v in s.values())])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+
+
+@pytest.mark.parametrize("state_dtype", ("bfloat16", "int8"))
+def test_updates_in_pieces_have_the_bits_of_whole_ones(state_dtype: str) -> None:
+    run_ranks(1, updates_in_pieces, state_dtype)
+
+
 def counted_and_predicted(state_dtype: str, dtype: torch.dtype) -> tuple[int, int, set[torch.dtype]]:
     dim = 256
     model = bmt.TransformerBlockList([bmt.Block(TanhLinear(dim)) for _ in range(2)]).to(dtype)
