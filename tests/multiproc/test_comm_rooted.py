@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from harness import run_ranks
@@ -100,6 +102,32 @@ def ring() -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_send_and_recv(world: int) -> None:
     run_ranks(world, ring)
+
+
+def overwritten() -> None:
+    """A tensor may be changed as soon as the call is back, though the peer receives it later."""
+    rank, numel = bmtrain.rank(), 1 << 22
+    for kind in ("scatter", "gather", "send"):
+        ones = torch.ones(2, numel) if kind == "scatter" else torch.ones(numel)
+        if rank == 1:
+            time.sleep(0.2)
+        if kind == "scatter":
+            found = distributed.scatter(ones, 0)
+        elif kind == "gather":
+            found = distributed.gather(ones, 1)
+        elif rank == 0:
+            distributed.send(ones, 1)
+        else:
+            found = distributed.recv(0)
+        ones.zero_()
+        if rank == 1:
+            assert bool(found.eq(1).all()), kind
+        bmtrain.synchronize()
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_what_was_sent_may_be_overwritten(transport: str) -> None:
+    run_ranks(2, overwritten, environment={"BMTRAIN_CPU_TRANSPORT": transport})
 
 
 def refusals() -> None:
