@@ -21,7 +21,7 @@ def snapshot(value: Any, _seen: dict[int, Any] | None = None) -> Any:
     Raises:
         TypeError: for a generator, which can be read only once.
     """
-    if isinstance(value, SHARED):
+    if isinstance(value, SHARED) or callable(value):
         return value
     seen = {} if _seen is None else _seen
     if isinstance(value, tuple):
@@ -31,10 +31,9 @@ def snapshot(value: Any, _seen: dict[int, Any] | None = None) -> Any:
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if id(value) in seen:
         return seen[id(value)]
-    if callable(value):
-        return value
     try:
-        clone = seen[id(value)] = copy.copy(value)
+        of_numpy = type(value).__module__.startswith("numpy.random")  # its copies would share one state
+        clone = seen[id(value)] = copy.deepcopy(value) if of_numpy else copy.copy(value)
     except Exception as error:
         if isinstance(value, Iterator):
             raise TypeError(

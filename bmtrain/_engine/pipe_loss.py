@@ -201,7 +201,7 @@ class LossCall:
             for state in self._states:
                 drop_gradients(state)
             with self._modes.restored(), torch.enable_grad():
-                self._run(seed)
+                self._modes.context(active_recorder).run(self._run, seed)
         self._memory.seed = seed
         for state in reversed(self._states):
             self._engine.gradients.send_deferred(state)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import Context, ContextVar, copy_context
 from operator import is_
 from typing import Any
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from .block_state import BlockState
 from .helper_state import SMALL_BYTES, HelperState, Holder, helpers_of
@@ -185,54 +185,64 @@ def trainable_as(block: BlockState, trains: list[list[bool]]) -> Iterator[None]:
 
 
 class ModeSnapshot:
-    """Random-number and autocast state, and the default device, at the start of a forward."""
+    """Random numbers, torch's modes and context variables at the start of a forward."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._cpu_rng = torch.get_rng_state()
-        self._cuda_rng = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self._autocast = _autocast_state(device)
-        self._default_device = _default_device()
+        self._numbers, self._modes, self._context = _numbers(device), _modes(device), copy_context()
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Context manager that restores the state of the snapshot, and afterwards the current one."""
-        cpu_rng = torch.get_rng_state()
-        cuda_rng = torch.cuda.get_rng_state(self._device) if self._cuda_rng is not None else None
-        autocast = _autocast_state(self._device)
-        default = self._default_device
-        placing = nullcontext() if default == _default_device() else (default or torch.device("cpu"))
+        numbers, modes = _numbers(self._device), _modes(self._device)
         try:
-            torch.set_rng_state(self._cpu_rng)
-            if self._cuda_rng is not None:
-                torch.cuda.set_rng_state(self._cuda_rng, self._device)
-            _set_autocast(self._autocast)
-            with placing:
-                yield
+            _set_numbers(self._device, *self._numbers)
+            if modes != self._modes:
+                _exchange(modes, self._modes)
+            yield
         finally:
-            _set_autocast(autocast)
-            torch.set_rng_state(cpu_rng)
-            if cuda_rng is not None:
-                torch.cuda.set_rng_state(cuda_rng, self._device)
+            if modes != self._modes:
+                _exchange(self._modes, modes)
+            _set_numbers(self._device, *numbers)
+
+    def context(self, *current: ContextVar[Any]) -> Context:
+        """Returns the context variables of the snapshot, with the ``current`` values of some."""
+        context = self._context.copy()
+        for variable in current:
+            context.run(variable.set, variable.get())
+        return context
 
 
-def _default_device() -> torch.device | None:
-    """Returns the default device of this thread, or None if none was set."""
-    if not torch._C._len_torch_function_stack():
-        return None
-    modes = reversed(_get_current_function_mode_stack())
-    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
+def _numbers(device: torch.device) -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
-_Autocast = tuple[tuple[str, bool, torch.dtype], ...]
+def _set_numbers(device: torch.device, cpu: torch.Tensor, cuda: torch.Tensor | None = None) -> None:
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda, device)
 
 
-def _autocast_state(device: torch.device) -> _Autocast:
+_Modes = tuple[torch.dtype, list[tuple[str, bool, torch.dtype]], list[Any]]
+
+
+def _modes(device: torch.device) -> _Modes:
+    """Returns the default dtype, autocast, and function modes (the default device is one).
+
+    Dispatch modes count operators rather than change them: a second run is in the current ones.
+    """
     kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
-    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    functions = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else []
+    return torch.get_default_dtype(), autocast, functions
 
 
-def _set_autocast(state: _Autocast) -> None:
-    for kind, enabled, dtype in state:
+def _exchange(old: _Modes, new: _Modes) -> None:
+    torch.set_default_dtype(new[0])
+    for kind, enabled, dtype in new[1]:
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
+    for _ in old[2]:
+        _pop_mode()
+    for mode in new[2]:
+        _push_mode(mode)

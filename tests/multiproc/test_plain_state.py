@@ -5,7 +5,9 @@ from __future__ import annotations
 import collections
 import random
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 import torch
 from harness import run_ranks
 from harness.twins import check_gradients, twins
+from torch.overrides import TorchFunctionMode
 
 import bmtrain as bmt
 
@@ -291,6 +294,85 @@ def restored(recompute: str) -> None:
 @pytest.mark.parametrize("recompute", ["whole", "selective"])
 def test_the_second_run_begins_as_the_first(recompute: str) -> None:
     run_ranks(2, restored, recompute)
+
+
+SCALE: ContextVar[float] = ContextVar("scale", default=1.0)
+
+
+class HalvedFunction(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result / 2 if func is torch.tanh else result
+
+
+@contextmanager
+def halved_variable() -> Iterator[None]:
+    token = SCALE.set(0.5)
+    yield
+    SCALE.reset(token)
+
+
+@contextmanager
+def bfloat16_by_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+#: Contexts that a forward is in and its backward is not, or the other way around.
+CONTEXTS: list[Callable[[], AbstractContextManager[Any]]] = [
+    halved_variable,
+    bfloat16_by_default,
+    HalvedFunction,
+]
+
+
+def of_contexts(self: Any, h: torch.Tensor) -> Any:
+    return SCALE.get() * torch.full((6,), 1 / 3).float()
+
+
+def in_contexts(recompute: str) -> None:
+    for context in CONTEXTS:
+        for forward, backward in ((context, nullcontext), (nullcontext, context), (context, context)):
+            plain, model = twins(lambda: Stateful(of_contexts))
+            block = bmt.Block(model, policy=bmt.BlockPolicy(recompute=recompute))
+            x = torch.full((2, 6), 0.5)
+            for module in (plain, block):
+                with forward():
+                    loss = module(x).sum() / (1 if module is plain else bmt.world_size())
+                with backward():
+                    loss.backward()
+                    assert SCALE.get() == (0.5 if backward is halved_variable else 1.0)
+            check_gradients(plain, block, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("recompute", ["whole", "selective"])
+def test_the_second_run_is_in_the_contexts_of_the_first(recompute: str) -> None:
+    run_ranks(2, in_contexts, recompute)
+
+
+class Drawing(Stateful):
+    def forward(self, x: torch.Tensor, draws: Any) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)) * draws.random())
+
+
+def drawn_from_arguments() -> None:
+    for make in (random.Random, np.random.default_rng, np.random.RandomState):
+        plain, block = twins(lambda: Drawing(memory))
+        block = bmt.Block(block)
+        left = []
+        for module in (plain, block):
+            draws, x = make(3), torch.full((2, 6), 0.5)
+            for _ in range(2):
+                x = module(x, draws)
+            (x.sum() / (1 if module is plain else bmt.world_size())).backward()
+            left.append(draws.random())
+        check_gradients(plain, block, tolerance=1e-5)
+        assert left[0] == left[1]
+
+
+def test_generators_among_the_arguments_draw_the_same_numbers_again() -> None:
+    run_ranks(2, drawn_from_arguments)
 
 
 def exchanged() -> None:
