@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import rank_outcomes, run_ranks
+from harness import run_ranks
 
 import bmtrain as bmt
 from bmtrain.distributed import checkpoint
@@ -109,10 +109,13 @@ def state_of_another_shape(folder: str) -> None:
             del entry["odd"]["slice_bytes"]
         (step / MANIFEST).write_bytes(manifest.to_bytes())
     bmt.synchronize()
-    checkpoint.load(folder, net, manager)
+    if bmt.world_size() == 1:  # whose bounds are the same
+        checkpoint.load(folder, net, manager)
+        return
+    with pytest.raises(ValueError, match="parameter 0: odd is not sharded like its parameter"):
+        checkpoint.load(folder, net, manager)
 
 
-def test_state_that_cannot_be_moved_is_refused(tmp_path: Path) -> None:
-    for outcome in rank_outcomes(3, state_of_another_shape, str(tmp_path)):
-        assert outcome.error == "ValueError", outcome
-        assert "parameter 0: odd is not sharded like its parameter" in outcome.message
+@pytest.mark.parametrize("world", [1, 3])
+def test_state_that_cannot_be_moved_is_refused(world: int, tmp_path: Path) -> None:
+    run_ranks(world, state_of_another_shape, str(tmp_path))
