@@ -391,11 +391,12 @@ class Parallel(bmt.DistributedModule):
         self.kept = state
 
 
-def load_and_save_parallel(folder: str) -> State:
+def load_parallel(folder: str, saves: bool = False) -> State:
     model = Parallel()
-    assert bmt.dcp.load(f"{folder}/plain", model) == ([], [])
+    assert bmt.dcp.load(f"{folder}/{'plain' if saves else 'ours'}", model) == ([], [])
     assert model.kept == [2, 3.0]
-    bmt.dcp.save(f"{folder}/ours", model)
+    if saves:
+        bmt.dcp.save(f"{folder}/ours", model)
     return dict(model.state_dict())
 
 
@@ -406,9 +407,12 @@ def test_tensor_parallel_slices_are_boxes_of_the_whole(tmp_path: Path) -> None:
         "rows.bias": torch.randn(6), "empty": torch.zeros(0, 3), "_extra_state": [2, 3.0],
     }  # fmt: skip
     torch_dcp.save({"model": state}, checkpoint_id=tmp_path / "plain", no_dist=True)
-    for own in run_ranks(4, load_and_save_parallel, str(tmp_path), init={"tp_size": 2}):
+    for own in run_ranks(4, load_parallel, str(tmp_path), True, init={"tp_size": 2}):
         assert same({key: own[key] for key in state}, state)
     assert same(torch_dcp_to_plain(tmp_path / "ours")["model"], state)
+    for world, init in ((3, {}), (4, {"tp_size": 4})):  # boxes of columns, which other ranks' parts cut
+        for own in run_ranks(world, load_parallel, str(tmp_path), init=init):
+            assert same({key: own[key] for key in state}, state)
 
 
 # ---- refusals: the same on all ranks, and nothing changes
