@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from harness import run_ranks
+from harness.traffic import by_operation
 
 import bmtrain as bmt
 from bmtrain._engine.engine import current_engine
@@ -75,8 +75,8 @@ def predicted_and_counted(options: dict[str, Any]) -> dict[str, Any]:
         layers.loss(table(ids), head=head, labels=ids).backward()
     parameters = [*layers.parameters(), *table.parameters(), *head.parameters()]
     return {
-        "predicted": _by_operation(plan.traffic),
-        "counted": _by_operation(*[comm.traffic() for comm in context().communicators()]),
+        "predicted": by_operation(plan.traffic),
+        "counted": by_operation(*[comm.traffic() for comm in context().communicators()]),
         "pools": (plan.memory.pool_peak, pool.stats()["peak_bytes_in_use"]),
         "weights": (plan.memory.weights, 4 * sum(p.numel() for p in parameters)),
     }
@@ -106,7 +106,7 @@ class Reader(torch.nn.Module):
         return x
 
 
-def sequences_predicted_and_counted() -> tuple[Counter[str], Counter[str]]:
+def sequences_predicted_and_counted() -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
     model, x = Reader(), torch.ones(2, 32, DIM)
     policy = TrainingPolicy(micro_batch=2, sp_size=2)
     plan = estimate(describe_module(model, x), MACHINES["a100-80gb"].with_devices(bmt.world_size()), policy)
@@ -115,7 +115,7 @@ def sequences_predicted_and_counted() -> tuple[Counter[str], Counter[str]]:
         for comm in context().communicators():
             comm.reset_traffic()
         model(bmt.shard_sequence({"inputs_embeds": x})["inputs_embeds"]).sum().backward()
-    return _by_operation(plan.traffic), _by_operation(*[comm.traffic() for comm in context().communicators()])
+    return by_operation(plan.traffic), by_operation(*[comm.traffic() for comm in context().communicators()])
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -162,7 +162,7 @@ def sums_predicted_and_counted() -> dict[str, Any]:
         layers(x.clone().requires_grad_()).sum().backward()
     counted = [comm.traffic() for comm in context().communicators()]
     return {
-        "bytes": (_by_operation(plan.traffic), _by_operation(*counted)),
+        "bytes": (by_operation(plan.traffic), by_operation(*counted)),
         "messages": (
             plan.traffic["all_reduce of layers"][0],
             sum(each["all_reduce"][0] for each in counted if "all_reduce" in each),
@@ -176,15 +176,6 @@ def test_sums_of_tensor_parallel_ranks_are_predicted(world: int) -> None:
     for found in run_ranks(world, sums_predicted_and_counted, init={"tp_size": 2}):
         for predicted, counted in found.values():
             assert counted == predicted
-
-
-def _by_operation(*counts: dict[str, tuple[int, int]]) -> Counter[str]:
-    """Bytes, whatever the messages are of."""
-    total: Counter[str] = Counter()
-    for each in counts:
-        for name, (_, nbytes) in each.items():
-            total[name.partition(" of ")[0]] += nbytes
-    return total
 
 
 @pytest.mark.parametrize(
@@ -205,7 +196,9 @@ def test_a_stage_is_predicted(options: dict[str, Any]) -> None:
         options,
         init={"pipe_size": 2, "num_micro_batches": 4, "ep_size": options.get("ep_size", 1)},
     ):
-        predicted, counted = found["predicted"], found["counted"]
+        predicted, counted = (
+            {name: nbytes for name, (_, nbytes) in found[kind].items()} for kind in ("predicted", "counted")
+        )
         assert found["pools"][0] == found["pools"][1]
         # Shapes, labels and losses are not predicted.
         assert 0 <= sum(counted.values()) - sum(predicted.values()) < 2_500

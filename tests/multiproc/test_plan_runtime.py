@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from harness import run_ranks
+from harness.traffic import by_operation
 
 import bmtrain as bmt
 from bmtrain._engine.engine import current_engine
@@ -56,16 +56,6 @@ def gpt(policy: TrainingPolicy, dtype: torch.dtype, dim: int = DIM) -> torch.nn.
     # Behind blocks that compute in 16 bits the head goes on in its own dtype.
     model.norm.register_forward_pre_hook(lambda norm, args: (args[0].to(norm.weight.dtype),))
     return BMTrainModelWrapper(model)
-
-
-def by_operation(*counts: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    """Sums, whatever the messages are of."""
-    total: Counter[str] = Counter()
-    nbytes: Counter[str] = Counter()
-    for name, (messages, sent) in [item for each in counts for item in each.items()]:
-        total[name.partition(" of ")[0]] += messages
-        nbytes[name.partition(" of ")[0]] += sent
-    return {name: (total[name], nbytes[name]) for name in total}
 
 
 def predicted_and_counted(options: dict[str, Any], dtype: torch.dtype, dim: int) -> dict:
