@@ -7,7 +7,7 @@ from collections.abc import Iterator, MutableMapping, MutableSequence
 from operator import is_
 from typing import Any
 
-from .tree import BYTES, SHARED, attributes_of
+from .tree import BYTES, NO_CONTAINERS, attributes_of, is_opaque
 
 __all__ = ["snapshot"]
 
@@ -21,7 +21,7 @@ def snapshot(value: Any, _seen: dict[int, Any] | None = None) -> Any:
     Raises:
         TypeError: for a generator, which can be read only once.
     """
-    if isinstance(value, SHARED) or callable(value):
+    if isinstance(value, NO_CONTAINERS) or is_opaque(value):
         return value
     seen = {} if _seen is None else _seen
     if isinstance(value, tuple):

@@ -2,8 +2,8 @@
 
 Tuples (named ones too) are rebuilt where a tensor in them is replaced. Mutable containers keep their
 identity and are changed in place: lists and other mutable sequences, dicts and other mutable mappings,
-dataclasses, and objects that keep their state in ``__dict__``, such as key-value caches. Modules, optimizers,
-functions and types are leaves.
+dataclasses, and objects that keep their state in ``__dict__``, such as key-value caches, also callable ones. Modules,
+optimizers, functions and types are leaves.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
 from operator import is_
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,13 +19,19 @@ import torch
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.device, torch.dtype, torch.Size)
 _OPAQUE = (torch.nn.Module, torch.optim.Optimizer, type)
 BYTES = (bytearray, memoryview)
-_NO_CONTAINERS = (torch.Tensor, *_LEAVES)
-SHARED = (*_NO_CONTAINERS, *_OPAQUE)
+NO_CONTAINERS = (torch.Tensor, *_LEAVES)
+
+
+def is_opaque(value: Any) -> bool:
+    """Whether ``value`` is a module, an optimizer, a type or a function, or is of torch and called as one."""
+    kind = type(value)
+    is_function = not isinstance(kind.__call__, FunctionType) or kind.__module__.startswith("torch")
+    return isinstance(value, _OPAQUE) or (callable(value) and is_function)
 
 
 def attributes_of(value: Any) -> list[tuple[str, Any]]:
     """The attributes of an object that is traversed, in ``__dict__`` or ``__slots__``; none for leaves."""
-    if isinstance(value, _OPAQUE) or callable(value):
+    if is_opaque(value):
         return []
     found = list(getattr(value, "__dict__", {}).items())
     for kind in type(value).__mro__:
@@ -127,11 +134,11 @@ def tensors_of(value: Any, _seen: dict[int, Any] | None = None) -> Iterator[torc
 
 def has_containers(value: Any) -> bool:
     """Whether ``value`` is or contains a mutable object other than a tensor."""
-    if isinstance(value, _NO_CONTAINERS):
+    if isinstance(value, NO_CONTAINERS):
         return False
     if isinstance(value, tuple):
         return any(map(has_containers, value))
-    return not isinstance(value, _OPAQUE) and not callable(value)
+    return not is_opaque(value)
 
 
 def distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

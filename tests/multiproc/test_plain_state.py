@@ -351,13 +351,26 @@ def test_the_second_run_is_in_the_contexts_of_the_first(recompute: str) -> None:
     run_ranks(2, in_contexts, recompute)
 
 
+class Decay:
+    """An object that is called as a function is, and has state."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __call__(self) -> float:
+        self.value *= 0.5
+        return self.value
+
+    random = __call__
+
+
 class Drawing(Stateful):
     def forward(self, x: torch.Tensor, draws: Any) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(x)) * draws.random())
 
 
-def drawn_from_arguments() -> None:
-    for make in (random.Random, np.random.default_rng, np.random.RandomState):
+def changed_arguments() -> None:
+    for make in (random.Random, np.random.default_rng, np.random.RandomState, Decay):
         plain, block = twins(lambda: Drawing(memory))
         block = bmt.Block(block)
         left = []
@@ -371,8 +384,8 @@ def drawn_from_arguments() -> None:
         assert left[0] == left[1]
 
 
-def test_generators_among_the_arguments_draw_the_same_numbers_again() -> None:
-    run_ranks(2, drawn_from_arguments)
+def test_what_arguments_hold_is_as_it_was_in_the_first_run() -> None:
+    run_ranks(2, changed_arguments)
 
 
 def exchanged() -> None:
