@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable
@@ -61,10 +62,17 @@ def on_hosts_of_two(function: str) -> Any:
 
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    random = torch.Generator().manual_seed(rank * 1000 + numel)
+    seed = rank * 1000 + numel
     if dtype.is_floating_point:
-        return torch.randn(numel, generator=random, dtype=torch.float64).to(dtype)
+        return normal(seed, numel).to(dtype, copy=True)
+    random = torch.Generator().manual_seed(seed)
     return torch.randint(0, 2 if dtype is torch.bool else 120, (numel,), generator=random).to(dtype)
+
+
+@functools.cache
+def normal(seed: int, numel: int) -> torch.Tensor:
+    """Drawn once for all dtypes and operations."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def reduced(parts: list[torch.Tensor], op: str) -> torch.Tensor:
