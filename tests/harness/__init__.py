@@ -165,8 +165,10 @@ _problems: list[str] = []  # of ranks that did not end well when their group was
 
 def close_groups() -> list[str]:
     """End all ranks and the servers. Returns what went wrong at their exit, one text for each group."""
+    brief = False  # for one group: torch is torn down in ranks that have done much
     while _groups:
-        _problems.append(_groups.popitem()[1].close())
+        _problems.append(_groups.popitem()[1].close(brief))
+        brief = True
     close_servers()
     told = [problem for problem in _problems if problem]
     _problems.clear()
