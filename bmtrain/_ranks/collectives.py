@@ -65,7 +65,8 @@ def all_gather(x: Tensor, comm: Communicator | None = None) -> Tensor:
         comm: communicator; default all ranks.
 
     Returns:
-        a new tensor of shape ``(size, *x.shape)``. Backward takes this rank's own slice of the gradient.
+        a new tensor of shape ``(size, *x.shape)``. Backward takes this rank's own slice of the gradient: multiply a
+        loss over all ranks' tensors (contrastive losses), which each rank computes, by ``bmtrain.world_size()``.
 
     Raises:
         RuntimeError: before `init_distributed`.

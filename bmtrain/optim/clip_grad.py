@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._base.arguments import require_number
 from .._base.deprecate import warn_once
-from ..global_var import context
+from ..global_var import context, rank
 from ..virtual import check_no_loop
 from ._grad_stats import global_norm, multiply_gradients, parameters_of
 
@@ -83,6 +83,14 @@ def _parameters_of(param_groups: Iterable[Any]) -> list[Tensor]:
             f"param_groups: expected parameters or dicts of them, got a {type(param_groups).__name__}"
         )
     groups = list(param_groups)
+    if not groups and rank() == 0:
+        warn_once(
+            "clip_grad_norm.nothing",
+            "param_groups: expected parameters, got none, so that nothing is clipped; a generator such as "
+            "model.parameters() can be read only once: pass optimizer.param_groups",
+            stacklevel=4,
+            category=UserWarning,
+        )
     if any(isinstance(group, Mapping) and "params" not in group for group in groups):
         raise TypeError("param_groups: expected dicts with params, got one without")
     return list(parameters_of(groups))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from math import prod
 
 import pytest
 import torch
 from harness import run_ranks
+from harness.twins import check_gradients
 
 import bmtrain
 from bmtrain import distributed
@@ -247,3 +249,26 @@ def activations_along_the_pipeline() -> float:  # BC-77
 
 def test_activations_along_the_pipeline() -> None:
     assert run_ranks(4, activations_along_the_pipeline, init={"pipe_size": 2}) == [-1.0, -1.0, 0.0, 1.0]
+
+
+def loss_over_all_ranks() -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(3, 3)
+    model = bmtrain.BMTrainModelWrapper(copy.deepcopy(plain))
+    whole = torch.randn(8, 3)
+    labels = torch.arange(8) ^ 1
+
+    def contrast(features: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(features @ features.t() - 9 * torch.eye(8), labels)
+
+    contrast(plain(whole)).backward()
+    size = bmtrain.world_size()
+    own = model(whole.chunk(size)[bmtrain.rank()])
+    loss = contrast(distributed.all_gather(own).flatten(0, 1))
+    bmtrain.optim.OptimManager().backward(loss * size)
+    check_gradients(plain, model, tolerance=1e-5)
+
+
+@WORLDS
+def test_a_loss_over_all_ranks_is_multiplied_by_their_number(world: int) -> None:
+    run_ranks(world, loss_over_all_ranks)

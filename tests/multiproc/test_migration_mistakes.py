@@ -457,7 +457,12 @@ class GivesAll(torch.autograd.Function):
 
 def trained(mistake: str, scale: float | None = None, steps: int = 5) -> list[str]:
     """What a training with a mistake says."""
-    keys = ("OptimManager.same_samples", "OptimManager.not_finite", "shards_in_loss")
+    keys = (
+        "clip_grad_norm.nothing",
+        "OptimManager.same_samples",
+        "OptimManager.not_finite",
+        "shards_in_loss",
+    )
     deprecate._seen.difference_update(keys)
     model = bmt.BMTrainModelWrapper(torch.nn.Linear(4, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -482,6 +487,10 @@ def trained(mistake: str, scale: float | None = None, steps: int = 5) -> list[st
             manager.backward(loss)
             if mistake == "one nan":
                 manager.zero_grad()
+            if mistake == "spent generator":
+                parameters = model.parameters()
+                torch.optim.SGD(parameters)
+                assert manager.clip_grad_norm(parameters, 1e-3) == 0
             if mistake == "norm":
                 next(model.parameters()).grad.fill_(torch.inf)
                 manager.clip_grad_norm(optimizer.param_groups, 1.0)
@@ -499,7 +508,12 @@ def trained(mistake: str, scale: float | None = None, steps: int = 5) -> list[st
         ("whole penalty", {}, ""),
         ("function of shards", {}, ""),
         ("one nan", {}, ""),
-        ("same samples", {}, r"all 2 ranks were equal bit for bit.*bmtrain\.data\.loader"),
+        (
+            "same samples",
+            {},
+            r"all 2 ranks were equal bit for bit.*bmtrain\.data\.loader.*by bmtrain\.world_size",
+        ),
+        ("spent generator", {}, r"got none.*read only once: pass optimizer\.param_groups"),
         ("nan", {}, r"the loss was inf or NaN in 3 steps in a row.*loss_scale"),
         ("norm", {}, r"the gradient norm was inf or NaN in 3 steps in a row"),
         ("nan", {"scale": 4.0}, ""),
