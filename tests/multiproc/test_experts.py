@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from harness import run_ranks
 
 import bmtrain
+from bmtrain._engine.experts import run_experts
 from bmtrain._shards.full_values import full_value
 from bmtrain.distributed import checkpoint
 from bmtrain.loss import load_balancing_loss, router_z_loss
@@ -286,6 +288,29 @@ def test_losses_of_routers_equal_one_process(dtype: torch.dtype, mask_dtype: tor
 @pytest.mark.parametrize(("world", "ep_size"), [(2, 2), (4, 2)])
 def test_experts_without_tokens(world: int, ep_size: int, routing: str) -> None:
     run_ranks(world, train, routing, "uneven", "whole", {}, init={"ep_size": ep_size})
+
+
+def zeros_of_nothing(trained: str) -> None:
+    """As experts of transformers, a rank's without rows return zeros that depend on nothing."""
+
+    def run(rows: torch.Tensor, _: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        return rows @ parameters[0] if len(rows) else torch.zeros(rows.shape)
+
+    x, weight = torch.ones(3, DIM) * (1 + bmtrain.rank()), 2 * torch.eye(DIM)
+    of_first = torch.zeros(3, 1, dtype=torch.int64)
+    leaf = (x if trained == "tokens" else weight).requires_grad_()
+    y = run_experts(x, of_first, torch.ones(3, 1), 2, run, [weight])
+    assert torch.equal(y, 2 * x)
+    y.sum().backward()
+    if trained == "tokens":
+        assert torch.equal(leaf.grad, torch.full((3, DIM), 2.0))
+    elif bmtrain.rank() == 0:
+        assert torch.equal(leaf.grad, torch.full((DIM, DIM), 3.0 + 6.0))
+
+
+@pytest.mark.parametrize("trained", ["tokens", "experts"])
+def test_zeros_of_nothing_take_part_in_backward(trained: str) -> None:
+    run_ranks(2, zeros_of_nothing, trained, init={"ep_size": 2})
 
 
 @pytest.mark.parametrize(
