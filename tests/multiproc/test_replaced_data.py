@@ -56,6 +56,23 @@ def test_averages_of_shards_in_their_place_are_shards() -> None:
         run_ranks(world, swapped)
 
 
+def replaced_alone() -> None:
+    plain = models()[0]
+    block = bmt.Block(bmt.BMTrainModelWrapper(copy.deepcopy(plain)))
+    kept = [param.data for param in block.parameters()]
+    before = [values.clone() for values in kept]
+    for param, whole in zip(block.parameters(), plain.parameters(), strict=True):
+        param.data = torch.ones_like(param)
+        torch.nn.init.ones_(whole)
+        assert torch.equal(block(torch.ones(2, 8)), plain(torch.ones(2, 8)))
+    assert all(map(torch.equal, kept, before))
+
+
+def test_the_other_parameters_of_a_block_keep_their_values() -> None:
+    for world in (1, 2):
+        run_ranks(world, replaced_alone)
+
+
 def trained_between(kind: type[torch.optim.Optimizer], zero_level: int) -> None:
     """The twin never swaps anything."""
     blocks = [bmt.Block(bmt.BMTrainModelWrapper(models()[0]), zero_level=zero_level) for _ in range(2)]
