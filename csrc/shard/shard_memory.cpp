@@ -67,7 +67,7 @@ const at::Tensor& ShardMemory::local_view(std::size_t index) const {
 std::int64_t ShardMemory::num_references() const {
   std::int64_t count = 1;
   for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
-    count += static_cast<std::int64_t>(refers_to(spec_.parameters[i], flat_)) +
+    count += static_cast<std::int64_t>(!spec_.parameters[i].is_meta() && is_attached(i)) +
              static_cast<std::int64_t>(refers_to(local_views_[i], flat_));
   }
   return count;

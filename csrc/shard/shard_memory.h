@@ -25,7 +25,7 @@ class ShardMemory {
   [[nodiscard]] const at::Tensor& flat() const { return flat_; }
   /// This rank's part of parameter `index`: a 1-D view of the shard.
   [[nodiscard]] const at::Tensor& local_view(std::size_t index) const;
-  /// How many of the tensors here and of the parameters refer to the shard.
+  /// How many of the tensors here, and of the parameters in their own places, refer to the shard.
   [[nodiscard]] std::int64_t num_references() const;
   /// From now on `memory`, which has the same values, is under the shard and all that refers to it.
   void use_memory(const at::Tensor& memory) const;

@@ -68,9 +68,28 @@ def replaced_alone() -> None:
     assert all(map(torch.equal, kept, before))
 
 
-def test_the_other_parameters_of_a_block_keep_their_values() -> None:
-    for world in (1, 2):
-        run_ranks(world, replaced_alone)
+def exchanged() -> None:
+    """The new data of each lie where another parameter's were."""
+    plain = torch.nn.Sequential(models()[1], *models()[0][1:2])
+    for number, param in enumerate(plain.parameters()):
+        param.data = torch.arange(8.0) + 8 * number
+    block = bmt.Block(bmt.BMTrainModelWrapper(copy.deepcopy(plain)))
+    for model in (plain, block):
+        parameters = list(model.parameters())
+        others = [param.data for param in (*parameters[1:], parameters[0])]
+        for param, values in zip(parameters, others, strict=True):
+            param.data = values
+    for param, whole in zip(block.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(param.gather(), whole)
+    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(block(x), plain(x))
+    for param, whole in zip(block.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(param.gather(), whole)
+
+
+@pytest.mark.parametrize(("world", "body"), [(1, replaced_alone), (2, replaced_alone), (1, exchanged)])
+def test_the_other_parameters_of_a_block_keep_their_values(world: int, body: Callable[[], None]) -> None:
+    run_ranks(world, body)
 
 
 def trained_between(kind: type[torch.optim.Optimizer], zero_level: int) -> None:
