@@ -19,7 +19,7 @@ def snapshot(value: Any, _seen: dict[int, Any] | None = None) -> Any:
     Tensors are shared, not copied. An object that occurs twice occurs twice in the copy as well.
 
     Raises:
-        TypeError: for a generator, which can be read only once.
+        TypeError: for a generator, or an iterator over others (zip), which can be read only once.
     """
     if isinstance(value, NO_CONTAINERS) or is_opaque(value):
         return value
@@ -32,6 +32,8 @@ def snapshot(value: Any, _seen: dict[int, Any] | None = None) -> Any:
     if id(value) in seen:
         return seen[id(value)]
     try:
+        if isinstance(value, Iterator) and any(isinstance(it, Iterator) for it in value.__reduce_ex__(4)[1]):
+            raise TypeError("its copy would read the same iterators")  # zip, map, ...
         of_numpy = type(value).__module__.startswith("numpy.random")  # its copies would share one state
         clone = seen[id(value)] = copy.deepcopy(value) if of_numpy else copy.copy(value)
     except Exception as error:

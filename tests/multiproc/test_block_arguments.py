@@ -85,8 +85,14 @@ def in_place_cache() -> None:
     loss = block(torch.ones(2, 6), cache).sum()
     with pytest.raises(RuntimeError, match="modified in place"):
         loss.backward()
-    with pytest.raises(TypeError, match="generator"):
-        bmt.Block(distribute(Layer()))(torch.ones(2, 6), (t for t in ()))
+
+
+def read_once() -> None:
+    block = bmt.Block(distribute(Layer()))
+    for iterator in ((t for t in ()), zip([1], strict=True), map(abs, [1]), enumerate([1])):
+        name = type(iterator).__name__
+        with pytest.raises(TypeError, match=f"type {name}: it can be read only once.*pass a list or tuple"):
+            block(torch.ones(2, 6), [iterator])
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -174,3 +180,7 @@ def one_object_twice() -> None:
 @pytest.mark.parametrize("body", [structures, one_object_twice])
 def test_structures_of_arguments_and_results(body: Any) -> None:
     run_ranks(1, body)
+
+
+def test_iterators_that_can_be_read_only_once_are_refused() -> None:
+    run_ranks(1, read_once)
