@@ -189,7 +189,8 @@ def test_ray(tmp_path: Path) -> None:
     run_process([*launcher, tmp_path / "alone.py", tmp_path / "torchrun.pt"], environment=path, timeout=180)
 
     with tempfile.TemporaryDirectory(prefix="ray") as folder:  # a short path: sockets are in it
-        variables = {**path, "HOME": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+        lean = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_prestart_worker_first_driver": "0"}  # no idle workers
+        variables = {**path, **lean, "HOME": folder}
         command = [sys.executable, tmp_path / "ray_run.py", folder, tmp_path / "ray.pt"]
         done = run_process(command, environment=variables, timeout=300)
     assert "failed: " in done.stdout
