@@ -75,10 +75,8 @@ def exchanged() -> None:
         param.data = torch.arange(8.0) + 8 * number
     block = bmt.Block(bmt.BMTrainModelWrapper(copy.deepcopy(plain)))
     for model in (plain, block):
-        parameters = list(model.parameters())
-        others = [param.data for param in (*parameters[1:], parameters[0])]
-        for param, values in zip(parameters, others, strict=True):
-            param.data = values
+        first, *_, last = model.parameters()
+        first.data, last.data = last.data, first.data  # and nothing else refers to them
     for param, whole in zip(block.parameters(), plain.parameters(), strict=True):
         assert torch.equal(param.gather(), whole)
     x = torch.randn(2, 8, generator=torch.Generator().manual_seed(1))
