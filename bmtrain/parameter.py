@@ -371,10 +371,16 @@ class DistributedParameter(torch.nn.Parameter):
             A handle with ``remove()``.
 
         Raises:
-            RuntimeError: the parameter is frozen.
+            RuntimeError: the parameter is frozen, or torch counts nodes that a Block does not run.
         """
         if not self.requires_grad:
             raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
+        name = getattr(hook, "__qualname__", "")  # of torch's hook, which is inside of the function
+        if self._block is not None and name.startswith("register_multi_grad_hook."):
+            raise RuntimeError(
+                "torch.autograd.graph.register_multi_grad_hook(mode='all') was given parameters of a Block, whose "
+                "backward runs no node that it counts: use mode='any', or register_post_accumulate_grad_hook of each"
+            )
         if self._gradient_hooks is None:
             self._gradient_hooks = OrderedDict()
             block = self._block() if self._block is not None else None

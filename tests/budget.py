@@ -18,7 +18,7 @@ PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2617),
     "watch": ("_watch", 1951),
     "ranks": ("_ranks global_var nccl synchronize utils", 4236),
-    "shards": ("_shards parameter", 1858),
+    "shards": ("_shards parameter", 1864),
     "engine": ("_engine", 8245),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5714),
     "files": ("_files dcp distributed store weights", 4680),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from harness import run_ranks
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.utils import parametrize, prune
 
 import bmtrain as bmt
@@ -148,6 +149,15 @@ def check_refusals() -> None:
     with pytest.raises(RuntimeError, match="use_checkpoint=False"):
         bmt.Block(bmt.BMTrainModelWrapper(Force()))(torch.ones(2, 6))
     bmt.Block(bmt.BMTrainModelWrapper(Force()), use_checkpoint=False)(torch.ones(2, 6)).sum().backward()
+    layer = bmt.Block(bmt.BMTrainModelWrapper(nn.Linear(6, 6)))
+    shapes: list[torch.Size] = []
+    register_multi_grad_hook(
+        list(layer.parameters()), lambda gradient: shapes.append(gradient.shape), mode="any"
+    )
+    layer(torch.ones(2, 6)).sum().backward()
+    assert len(shapes) == 1
+    with pytest.raises(RuntimeError, match=r"parameters of a Block.*mode='any', or register_post_accumulate"):
+        register_multi_grad_hook(list(layer.parameters()), print)
     merging = bmt.Block(
         bmt.BMTrainModelWrapper(nn.ParameterDict({"a": torch.ones(2, 4), "b": torch.ones(4, 2)}))
     )
