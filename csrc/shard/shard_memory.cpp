@@ -217,6 +217,11 @@ bool GradientShard::writes_only(const std::vector<bool>& trains) const {
 }
 
 void GradientShard::make(const std::vector<bool>& trains) {
+  for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
+    if (refers_to(spec_.parameters[i].grad(), flat_) && mode_of(i, trains) == Mode::kForeign) {
+      flat_ = at::Tensor();  // it lies in another parameter's place, which must not be written then
+    }
+  }
   if (flat_.defined()) {
     return;
   }
