@@ -218,8 +218,10 @@ bool GradientShard::writes_only(const std::vector<bool>& trains) const {
 
 void GradientShard::make(const std::vector<bool>& trains) {
   for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
-    if (refers_to(spec_.parameters[i].grad(), flat_) && mode_of(i, trains) == Mode::kForeign) {
-      flat_ = at::Tensor();  // it lies in another parameter's place, which must not be written then
+    const Mode mode = flat_.defined() ? mode_of(i, trains) : Mode::kSkip;
+    if ((mode == Mode::kForeign && refers_to(spec_.parameters[i].grad(), flat_)) ||
+        (mode == Mode::kWrite && std::cmp_greater(flat_.storage().use_count(), num_references()))) {
+      flat_ = at::Tensor();  // a place that would be written is another parameter's, or a user's
     }
   }
   if (flat_.defined()) {

@@ -91,25 +91,30 @@ def test_the_other_parameters_of_a_block_keep_their_values(world: int, body: Cal
 
 
 def moved_gradients(kind: str) -> None:
-    """A gradient lies where another parameter's would be."""
+    """A gradient lies where another one would be."""
     plain = models()[1]
     block = bmt.Block(bmt.BMTrainModelWrapper(copy.deepcopy(plain)))
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    kept = []
     for model in (plain, block):
         first, second = model.parameters()
         model(x).square().sum().backward()
         if kind == "exchanged":
             first.grad, second.grad = second.grad, first.grad
+        elif kind == "kept":
+            kept += [(first.grad, first.grad.clone())]
+            first.grad = None
         else:
             second.grad, first.grad = first.grad, None
         for factor in (2, 3):
             model(factor * x).square().sum().backward()
     for param, whole in zip(block.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(param.grad, whole.grad)
+    assert all(torch.equal(*pair) for pair in kept)
 
 
-@pytest.mark.parametrize("kind", ["exchanged", "given away"])
-def test_a_gradient_may_become_another_parameters(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["exchanged", "given away", "kept"])
+def test_a_gradient_may_become_another_parameters_or_a_users(kind: str) -> None:
     run_ranks(1, moved_gradients, kind)
 
 
