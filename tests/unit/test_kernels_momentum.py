@@ -11,6 +11,8 @@ import torch
 from kernel_levels import LEVELS, Arrays, level, odd, same_bits
 from momentum_steps import MomentumRanges, lion_step, sgd_step
 
+from bmtrain import _ops
+
 SIZES = (0, 1, 15, 16, 33, 100_003)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -150,6 +152,20 @@ def test_a_range_ends_where_one_of_its_arrays_does(apart: str) -> None:
     weights, rounded, grads, momenta = map(list, zip(*(half.arrays() for half in halves), strict=True))
     lion_step(MomentumRanges(weights, rounded, grads, momenta, []), **LION[1])
     assert same_bits(behind, kept)
+    for half, other in zip(halves, expected, strict=True):
+        assert all(same_bits(a, b) for a, b in zip(half.arrays(), other.arrays(), strict=True))
+
+
+def test_a_range_ends_where_its_group_does() -> None:
+    whole = problem(64)
+    halves = [Problem(a, None, b, c) for a, b, c in zip(*(t.split(32) for t in whole.arrays()), strict=True)]
+    expected = [half.copy() for half in halves]
+    groups = [{"lr": lr, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0} for lr in (0.1, 0.01)]
+    for half, group in zip(expected, groups, strict=True):
+        lion_step(half.ranges()._replace(fresh=[]), lr=group["lr"], betas=(0.9, 0.99))
+    weights, grads, momenta = map(list, zip(*(half.arrays() for half in halves), strict=True))
+    numbers = [{**group, "scale": 1.0, "maximize": False} for group in groups]
+    _ops.step_of_groups("lion", (weights, [], grads, momenta), [1, 1], numbers)
     for half, other in zip(halves, expected, strict=True):
         assert all(same_bits(a, b) for a, b in zip(half.arrays(), other.arrays(), strict=True))
 
