@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from contextvars import ContextVar
 from sys import _getframe
 from typing import Any
@@ -155,8 +154,7 @@ class DistributedModule(torch.nn.Module):
             raise
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        is_own = has_own(type(self), "_save_to_state_dict")
-        with showing_full_values(self, prefix) if is_own else nullcontext():
+        with showing_full_values(self, prefix, is_own=has_own(type(self), "_save_to_state_dict")):
             super()._save_to_state_dict(destination, prefix, keep_vars)
         give_full_values(self, destination, prefix)
 

@@ -18,13 +18,13 @@ PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2617),
     "watch": ("_watch", 1951),
     "ranks": ("_ranks global_var nccl synchronize utils", 4236),
-    "shards": ("_shards parameter", 1864),
-    "engine": ("_engine", 8245),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5714),
+    "shards": ("_shards parameter", 1877),
+    "engine": ("_engine", 8336),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5715),
     "files": ("_files dcp distributed store weights", 4680),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 9683),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10077),
     "survive": ("_survive survive", 2117),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_806),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_830),
 }
 CORE = {
     "bindings": (". bindings ops", 1515),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Container, Mapping, Sequence
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from .._C import Communicator, IslandShore, ShardedBuffer
 from .copies import warn_of_lost_write
@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 
 _SHARDED = ShardedBuffer.State.SHARDED
 _VERSION = methodcaller("version")
-
-
-class _Update(Protocol):
-    def finish(self) -> None: ...
 
 
 class BlockState:
@@ -54,7 +50,7 @@ class BlockState:
         self.shore = IslandShore(engine.islands, unreturned_tensor_error(label))
         self.other_stage: int | None = None
         self.reference: BlockRef | None = None
-        self.pending: list[_Update] = []
+        self.pending: list[Any] = []
         self.open_calls: weakref.WeakSet[Any] = weakref.WeakSet()
         self.is_bound = False  # its parameters are full tensors, in a call
         self.is_gathered = False  # or being gathered, at least one of the buffers
@@ -68,6 +64,9 @@ class BlockState:
 
     def store(self, shards: Sequence[Any], comm: Communicator) -> None:
         """Called with the shards of the buffers that are on a drive, or None for each, and the ranks that call it."""
+
+    def check_drives(self) -> None:
+        """Raises a failure of a drive, where anything of the block is on one."""
 
     # ---- versions
 

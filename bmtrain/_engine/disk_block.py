@@ -19,10 +19,15 @@ class DiskBlockState(BlockState):
 
     #: The shards on the drive.
     stored: tuple[StoredShard, ...] = ()
+    #: The number of lagging steps when the ranks last agreed that no drive has failed.
+    _checked_step = 0
 
     def store(self, shards: Sequence[StoredShard | None], comm: Communicator) -> None:
         self.stored = tuple(shard for shard in shards if shard is not None)
         self._comm = comm
+
+    def check_drives(self) -> None:
+        self.engine.drives.check()
 
     # ---- parameters
 
@@ -34,8 +39,11 @@ class DiskBlockState(BlockState):
         return adopted
 
     def fetch(self) -> None:
-        """Starts to read the parameters, unless they are gathered."""
-        if not self.is_gathered:
+        """Starts to read the parameters, unless they are gathered or an update has still to write them."""
+        for update in tuple(self.pending):
+            if update.is_done:
+                update.finish()
+        if not self.is_gathered and not self.pending:
             for shard in self.stored:
                 shard.fetch_parameters()
 
@@ -45,13 +53,15 @@ class DiskBlockState(BlockState):
             self._rest()
 
     def start_gather(self, round_: int) -> None:
-        with failing_together(f"parameters of {self.label} on disk", self._comm):
-            for shard in self.stored:
-                shard.fetch_parameters()
-            for shard in self.stored:
-                if shard.parameters is not None:
-                    shard.parameters.arrive()
-                shard.tier.check()
+        if self.policy.shards_on_disk or self._checked_step != self.engine.lagging_steps:
+            self._checked_step = self.engine.lagging_steps
+            with failing_together(f"parameters of {self.label} on disk", self._comm):
+                for shard in self.stored:
+                    shard.fetch_parameters()
+                for shard in self.stored:
+                    if shard.parameters is not None:
+                        shard.parameters.arrive()
+                self.engine.drives.check()
         super().start_gather(round_)
 
     def finish_gather(self) -> None:
@@ -68,6 +78,8 @@ class DiskBlockState(BlockState):
 
     def begin_step(self) -> None:
         """Called before a step reads and writes the files."""
+        for update in tuple(self.pending):
+            update.finish()
         self.drop_gathered()
         self._rest()
         for shard in self.stored:
@@ -92,4 +104,4 @@ class DiskBlockState(BlockState):
 
 def state_of(engine: Any, label: str, buffers: Sequence[ShardedBuffer], policy: BlockPolicy) -> BlockState:
     """Returns the state of a new block."""
-    return (DiskBlockState if policy.shards_on_disk else BlockState)(engine, label, buffers, policy)
+    return (DiskBlockState if policy.optimizer == "disk" else BlockState)(engine, label, buffers, policy)

@@ -33,6 +33,9 @@ class StoredShard:
         DiskError: the drive has no room.
     """
 
+    #: Memory of a device that a copy of gradients refers to, see `SentAhead`: none.
+    storages: Sequence[int] = ()
+
     def __init__(
         self, tier: DiskTier, label: str, buffer: ShardedBuffer, *, parameters: bool, gradients: bool
     ) -> None:
@@ -70,6 +73,12 @@ class StoredShard:
         """Bytes on the drive."""
         return sum(array.nbytes for array in (self.parameters, self.gradients) if array is not None)
 
+    def finish_updates(self) -> None:
+        """Waits for pending updates, which the files get."""
+        for member in self.members:
+            if (pending := member.__dict__.get("_pending")) is not None:
+                pending.finish()
+
     # ---- parameters
 
     def _mark(self) -> tuple[int, int, int]:
@@ -103,6 +112,7 @@ class StoredShard:
         Raises:
             DiskError: they differ from the written ones, or cannot be read.
         """
+        self.finish_updates()
         if not self._is_checked and self.buffer.state == ShardedBuffer.State.SHARDED:
             assert self.parameters is not None
             self.note_changes()
@@ -111,8 +121,9 @@ class StoredShard:
 
     def sealed_parameters(self) -> list[SealedArray]:
         """Returns the parameters, if they are at rest with known checksums: to be cloned, or compared and read."""
+        self.finish_updates()
         array = self.parameters
-        if array is None or array.is_in_use or self.tier.failure is not None:
+        if array is None or array.is_in_use or self.tier.drives.failure is not None:
             return []
         self.note_changes()
         return sealed(array.file, array.offset, array.mapping, self.show_parameters)
@@ -144,12 +155,15 @@ class StoredShard:
         if array is None:
             return
         here = array.memory if array.is_in_use else array.mapping
-        if here is None or shard.data_ptr() == here.data_ptr():
+        if here is None:
+            return
+        if shard.data_ptr() == here.data_ptr():  # their values were copied there, perhaps after a read ahead
+            self._sealed = self._fetched = None
             return
         try:
             new = array.leave()
         except DiskError as error:  # all ranks raise it before the gather
-            self.tier.note(DiskError(f"{array.label}: {error}"))
+            self.tier.drives.note(DiskError(f"{array.label}: {error}"))
             return
         new[: shard.numel() * shard.element_size()].copy_(shard.view(torch.uint8))
         self.buffer.use_shard_memory(new)
@@ -158,7 +172,7 @@ class StoredShard:
 
     def holds_gradient_of(self, p: Tensor) -> bool:
         """Whether the gradient of ``p`` is in the gradient shard, and that on the drive."""
-        gradient, flat = gradient_of(p), self.buffer.gradient_shard
+        gradient, flat = _present_gradient(p), self.buffer.gradient_shard
         return (
             self.gradients is not None
             and gradient is not None
@@ -167,7 +181,7 @@ class StoredShard:
         )
 
     def _gradient_mark(self) -> tuple[int | None, ...]:
-        gradients = map(gradient_of, self.members)
+        gradients = map(_present_gradient, self.members)
         return tuple(None if g is None else g._version for g in gradients)
 
     def begin_gradients(self) -> None:
@@ -247,6 +261,12 @@ class StoredShard:
         return True
 
 
+def _present_gradient(p: Tensor) -> Tensor | None:
+    """Returns the gradient, to be identified: its values are not read, so a pending update may continue."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return gradient_of(p)
+
+
 def stored_shard_of(p: Any) -> StoredShard | None:
     """Returns the shard on a drive that ``p`` is in, or None."""
     stored: weakref.ref[StoredShard] | None = getattr(p, "_stored", None)
@@ -288,12 +308,13 @@ def gradients_in_memory(parameters: Iterable[Tensor], *, changes: bool = False) 
         if stored is None:
             yield members
             continue
+        stored.finish_updates()
         for ahead, _ in runs[number : number + AHEAD + 1]:
             if ahead is not None:
                 ahead.fetch_gradients()
         assert stored.gradients is not None
         stored.gradients.arrive()
-        stored.tier.check()
+        stored.tier.drives.check()
         yield members
         if changes:
             stored.send_gradients()

@@ -63,9 +63,6 @@ class DiskTier:
     Args:
         drives: where files are made.
         is_pinned: whether memory is page-locked, for copies between it and a device.
-
-    Attributes:
-        failure: the first failure of this rank; nothing is read after it.
     """
 
     def __init__(self, drives: Drives, *, is_pinned: bool) -> None:
@@ -73,7 +70,6 @@ class DiskTier:
         self._is_pinned = is_pinned
         self._pinned: weakref.WeakSet[Tensor] = weakref.WeakSet()
         self.pool = BufferPool(_IDLE, bool(int(os.environ.get("BMTRAIN_POISON_BUFFERS", "0"))))
-        self.failure: DiskError | None = None
         self.queue = DiskQueue(os.environ.get("BMTRAIN_DISK_IO", "auto"), _SLOTS, 0)
         self._free = list(range(_SLOTS))
         self._under_way: deque[Transfer] = deque()
@@ -110,15 +106,6 @@ class DiskTier:
         self._free += slots
         with suppress(ValueError):
             self._under_way.remove(transfer)
-
-    def note(self, failure: DiskError) -> None:
-        """Records a failure, which `check` raises."""
-        self.failure = self.failure or failure
-
-    def check(self) -> None:
-        """Raises the first failure of this rank."""
-        if self.failure is not None:
-            raise self.failure
 
     # ---- reads ahead and writes behind
 
@@ -308,7 +295,7 @@ class StoredArray:
         self.rest()
         self.fetch()
         self.rest()
-        self._tier.check()
+        self._tier.drives.check()
 
     def _use(self) -> None:
         if not self.is_in_use:
@@ -340,7 +327,7 @@ class StoredArray:
         if transfer is not None:
             transfer.complete()
             if transfer.error is not None:
-                self._tier.note(DiskError(f"{self.label}: {transfer.error}"))
+                self._tier.drives.note(DiskError(f"{self.label}: {transfer.error}"))
 
 
 def aligned(nbytes: int) -> int:

@@ -28,9 +28,11 @@ class Drives:
 
     Attributes:
         observer: receives transfers; None if nothing records them.
+        failure: the first failure of this rank; nothing is read after it.
     """
 
     observer: Observer | None = None
+    failure: DiskError | None = None
 
     def __init__(self, directories: Sequence[str], speeds: Sequence[float]) -> None:
         self.directories = tuple(directories)
@@ -56,6 +58,15 @@ class Drives:
             speeds for place, speeds in zip(places, allgather_objects(own), strict=True) if place == here
         ]
         return cls(directories, [sum(speeds) for speeds in zip(*found, strict=True)])
+
+    def note(self, failure: DiskError) -> None:
+        """Records a failure, which `check` raises."""
+        self.failure = self.failure or failure
+
+    def check(self) -> None:
+        """Raises the first failure of this rank."""
+        if self.failure is not None:
+            raise self.failure
 
     def reserve(self, nbytes: int) -> DiskFile:
         """Makes a file on the drive that is done first with its files and this one; on another one if it has no room.

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from .._C import OffloadUpdate
     from .block_state import BlockState
 
 
@@ -36,7 +35,7 @@ class PendingUpdate:
     """The pending update of one block's parameters, or of parameters outside blocks.
 
     Args:
-        update: the computation, about to be posted.
+        update: the computation, about to be posted; an `OffloadUpdate` or alike.
         parameters: the parameters that it changes.
         tensors: other tensors that must live until it has ended.
         runtime: runtime of the block, or None outside blocks.
@@ -46,7 +45,7 @@ class PendingUpdate:
 
     def __init__(
         self,
-        update: OffloadUpdate,
+        update: Any,
         parameters: Sequence[torch.Tensor],
         tensors: Any,
         runtime: BlockState | None,
@@ -79,6 +78,14 @@ class PendingUpdate:
                 self._runtime.pending.remove(self)
             self._tensors = None
 
+    def finish_together(self) -> None:
+        """As `finish`; a failure that all ranks raise soon is not raised."""
+        self.finish()
+
+    def end(self) -> None:
+        """Ends it as the process exits."""
+        self.finish()
+
     def __del__(self) -> None:
         """Waits, because the workers write to memory that this object owns."""
         if not self.is_finished:
@@ -88,9 +95,15 @@ class PendingUpdate:
     def is_finished(self) -> bool:
         return self._tensors is None
 
+    @property
+    def is_done(self) -> bool:
+        """Whether `finish` is known not to wait."""
+        return self.is_finished
+
     def zero_gradients_afterwards(self) -> bool:
         """Zeroes the gradients once they have been used; returns False if the update has begun."""
-        return self.update.zero_gradients_afterwards()
+        begins_later: bool = self.update.zero_gradients_afterwards()
+        return begins_later
 
 
 class PendingUpdates:
@@ -125,6 +138,11 @@ class PendingUpdates:
         if error is not None:
             raise error
 
+    def end(self) -> None:
+        """Ends all updates as the process exits."""
+        while self._updates:
+            self._updates.pop(0).end()
+
 
 _owners: weakref.WeakSet[PendingUpdates] = weakref.WeakSet()
 
@@ -132,13 +150,50 @@ _owners: weakref.WeakSet[PendingUpdates] = weakref.WeakSet()
 @cache
 def _finish_before_exit_and_fork() -> None:
     """Registers waits: a forked child has no workers, and an exiting process frees memory that they write to."""
-    atexit.register(_finish_all)
+    atexit.register(_end_all)
     os.register_at_fork(before=_finish_all)
+
+
+def _end_all() -> None:
+    for owner in tuple(_owners):
+        owner.end()
 
 
 def _finish_all() -> None:
     for owner in tuple(_owners):
         owner.finish()
+
+
+#: Attributes and methods that tell nothing about values, which an update leaves as they are.
+_LOOKS = {
+    "shape",
+    "dtype",
+    "device",
+    "layout",
+    "is_meta",
+    "is_cpu",
+    "is_cuda",
+    "is_leaf",
+    "is_sparse",
+    "requires_grad",
+}
+_LOOKS |= {
+    "size",
+    "numel",
+    "dim",
+    "ndim",
+    "stride",
+    "itemsize",
+    "element_size",
+    "is_contiguous",
+    "is_floating_point",
+}
+
+
+def _name_of(func: Any) -> str:
+    """Returns the name of a function of torch, or of the attribute that it gets."""
+    name: str = func.__name__
+    return func.__self__.__name__ if name == "__get__" else name
 
 
 class _Pending:
@@ -151,13 +206,17 @@ class _Pending:
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if _name_of(func) in _LOOKS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         _finish_all_in(args)
         _finish_all_in(kwargs)
         return func(*args, **kwargs)
 
     @property
-    def _spec(self) -> Any:
-        return _at_rest(self)._spec
+    def _spec(self) -> Any:  # the first that a gather reads, on all ranks
+        self.__dict__["_pending"].finish_together()
+        return self._spec
 
     @_spec.setter
     def _spec(self, value: Any) -> None:

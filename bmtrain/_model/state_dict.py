@@ -94,16 +94,19 @@ def _full_entry(param: DistributedParameter, key: str) -> torch.Tensor:
 
 
 @contextmanager
-def showing_full_values(module: torch.nn.Module, prefix: str) -> Iterator[None]:
-    """Context manager for a saving method of the user, which may rename or convert entries. Collective."""
+def showing_full_values(module: torch.nn.Module, prefix: str, *, is_own: bool) -> Iterator[None]:
+    """Context manager for a saving method; if it is the user's, it may rename or convert entries. Collective."""
     own = dict(module._parameters)
     for name, param in own.items():
-        if isinstance(param, DistributedParameter):
+        if param is not None and (pending := param.__dict__.get("_pending")) is not None:
+            pending.finish_together()
+        if is_own and isinstance(param, DistributedParameter):
             module._parameters[name] = _full_entry(param, prefix + name)  # type: ignore[assignment]
     try:
         yield
     finally:
-        module._parameters.update(own)
+        if is_own:
+            module._parameters.update(own)
 
 
 def take_local_parts(

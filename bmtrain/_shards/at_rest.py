@@ -10,11 +10,17 @@ from .._ranks.agree import failing_together
 
 
 def show(param: torch.Tensor, *, gradient: bool = False) -> None:
-    """Compares the bytes of ``param``, or of its gradient, with the written ones, if they are on a drive. Local.
+    """Waits for a pending update of ``param``, and compares its bytes on a drive, or its gradient's. Local.
 
     Raises:
-        DiskError: they differ, or cannot be read.
+        DiskError: they differ, or cannot be read; an update has failed.
     """
+    pending: Any = param.__dict__.get("_pending")
+    if pending is not None:
+        pending.finish()
+    runtime = _on_drives(param)
+    if runtime is not None:
+        runtime.check_drives()
     reference: Any = getattr(param, "_stored", None)
     stored = None if reference is None else reference()
     if stored is None:
@@ -26,7 +32,14 @@ def show(param: torch.Tensor, *, gradient: bool = False) -> None:
 
 
 def show_together(param: torch.Tensor, *, gradient: bool = False) -> None:
-    """As `show`; all ranks raise the error. Collective for parameters on a drive."""
-    if getattr(param, "_stored", None) is not None:
+    """As `show`; all ranks raise the error. Collective for parameters on a drive, or whose state is."""
+    if _on_drives(param) is not None:
         with failing_together("reading parameters on disk"):
             show(param, gradient=gradient)
+
+
+def _on_drives(param: torch.Tensor) -> Any:
+    """Returns the state of the parameter's Block, if that has anything on a drive."""
+    block: Any = getattr(param, "_block", None)
+    runtime = None if block is None or block.runtime is None else block.runtime()
+    return runtime if runtime is not None and runtime.policy.optimizer == "disk" else None

@@ -1,7 +1,8 @@
 """Share of a drive's bandwidth that a step and its update reach with blocks on the drive, and the cost of a checkpoint.
 
 The raw program makes the transfers of a step again: the same bytes of the same files in the same order, as many at one
-time, by threads that do nothing else. It and the same step in memory take turns with the step.
+time, by threads that do nothing else. It and the same step in memory take turns with the step. An update continues in
+the next forward, so a step is timed that follows another one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ..errors import DiskError
 from ..global_var import context
 from ..init import init_distributed
 from ..nn import Linear
-from ..optim import AdamOptimizer
+from ..optim import AdamOptimizer, OptimManager
 from ..param_init import init_parameters
 from ._nvme import measure_deepspeed
 from ._table import print_table
@@ -51,6 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mib", type=int, default=768, help="parameters, gradients and state in files")
     parser.add_argument("--width", type=int, default=2048, help="of layers, one matrix each")
     parser.add_argument("--tokens", type=int, default=64, help="of a step, which its computation grows with")
+    parser.add_argument(
+        "--in-backward",
+        action="store_true",
+        help="update blocks inside backward (OptimManager(step_in_backward=True))",
+    )
     parser.add_argument("--repeat", type=int, default=5, help="measurements")
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
 
@@ -67,9 +73,8 @@ def run(arguments: argparse.Namespace) -> None:
     for name in ("step", "update"):
         on_disk.step()
         in_memory.step()
-        trace = _Trace(
-            getattr(on_disk, name), [current_engine(context()).tier, on_disk.optimizer._place._stream]
-        )
+        on_disk.finish()
+        trace = _Trace(on_disk, getattr(on_disk, name))
         raw = _Raw(trace)
         candidates: dict[str, Callable[[], Any]] = {
             f"{name}, blocks on the drive": getattr(on_disk, name),
@@ -79,8 +84,11 @@ def run(arguments: argparse.Namespace) -> None:
         seconds: dict[str, list[float]] = {candidate: [] for candidate in candidates}
         for _ in range(arguments.repeat):
             for candidate, call in candidates.items():
+                on_disk.finish()
                 if call is raw:
                     raw.prepare()
+                elif call == on_disk.step:
+                    call()
                 start = time.perf_counter()
                 call()
                 seconds[candidate].append(time.perf_counter() - start)
@@ -103,35 +111,46 @@ class _Training:
             )
         init_parameters(self.layers)
         self.optimizer: Any = AdamOptimizer(self.layers.parameters(), lr=1e-5)
-        self.update = self.optimizer.step
+        self._manager = OptimManager(step_in_backward=arguments.in_backward)
+        self._manager.add_optimizer(self.optimizer)
         self._x = torch.randn(arguments.tokens, width)
 
     def step(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        self.layers(self._x).square().mean().backward()
-        self.update()
+        self._manager.zero_grad(set_to_none=True)
+        self._manager.backward(self.layers(self._x).square().mean())
+        self._manager.step()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.finish()
+
+    def finish(self) -> None:
+        """Waits for the update."""
+        self.optimizer._place.finish()
 
 
 class _Trace:
     """The transfers of a call.
 
     Args:
-        call: makes them.
-        owners: of the queues.
+        training: whose queues make them.
+        call: is followed by its update.
 
     Attributes:
         moves: in their order.
         depth: the most transfers at one time.
     """
 
-    def __init__(self, call: Callable[[], Any], owners: list[Any]) -> None:
+    def __init__(self, training: _Training, call: Callable[[], Any]) -> None:
         self.moves: list[_Move] = []
         self.depth = 0
+        owners: list[Any] = [current_engine(context()).tier, training.optimizer._place._stream]
         queues = [owner.queue for owner in owners]
         self.back_end = queues[0].back_end
         for owner in owners:
             owner.queue = _Recorder(owner.queue, self)
         call()
+        training.finish()
         for owner, queue in zip(owners, queues, strict=True):
             owner.queue = queue
 

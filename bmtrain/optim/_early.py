@@ -76,12 +76,12 @@ class EarlySteps:
             return
         if lead_graphs_to(parameters):
             return
-        shares: dict[tuple[int, int], tuple[Any, dict[str, Any], list[Any]]] = {}
+        shares: dict[Any, dict[int, tuple[dict[str, Any], list[Any]]]] = {}
         for p in parameters:
             owner = self._owners.get(id(p))
             if owner is not None:
                 optimizer, group = owner
-                shares.setdefault((id(optimizer), id(group)), (optimizer, group, []))[2].append(p)
-        for optimizer, group, members in shares.values():
-            optimizer.step_early(group, members)
+                shares.setdefault(optimizer, {}).setdefault(id(group), (group, []))[1].append(p)
+        for optimizer, groups in shares.items():
+            optimizer.step_early(list(groups.values()))
         self.num_blocks += bool(shares)

@@ -165,6 +165,8 @@ class ShardedOptimizer(UntracedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         early, self._early = self._early, set()
+        if not early:
+            self._start_step()
         rest = [(group, _without(group["params"], early)) for group in self.param_groups]
         ready = [(group, members, self._with_gradients(group, members)) for group, members in rest]
         owned = scale is _UNSET and self._owned_scale is not None
@@ -176,8 +178,6 @@ class ShardedOptimizer(UntracedOptimizer):
             if check_overflow(self.param_groups):
                 raise OverflowError("Gradient overflow")
             self._steps_since_last_scale += 1
-        if not early:
-            self._start_step()
         self._step_members(ready, float(scale), is_early=False)
         return loss
 
@@ -208,16 +208,18 @@ class ShardedOptimizer(UntracedOptimizer):
             yield from ((*key, *sums) for key, *sums in zip(keys, check.before, check.after, strict=True))
 
     @torch.no_grad()
-    def step_early(self, group: dict[str, Any], members: Sequence[Tensor]) -> None:
-        """Updates some parameters of a group now, by unscaled gradients; the next :meth:`step` skips them."""
+    def step_early(self, groups: Sequence[tuple[dict[str, Any], Sequence[Tensor]]]) -> None:
+        """Updates some parameters of groups now, by unscaled gradients; the next :meth:`step` skips them."""
         if not self._early:
             self._start_step()
-        self._early.update(map(id, members))
-        self._step_members([(group, members, self._with_gradients(group, members))], 1.0, is_early=True)
+        for _, members in groups:
+            self._early.update(map(id, members))
+        ready = [(group, members, self._with_gradients(group, members)) for group, members in groups]
+        self._step_members(ready, 1.0, is_early=True)
 
     def _start_step(self) -> None:
-        self._formula.start_step()
         self._place.start_step(self.param_groups, self._states)
+        self._formula.start_step()
 
     def _with_gradients(
         self, group: dict[str, Any], members: Iterable[Tensor]

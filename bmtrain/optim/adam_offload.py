@@ -102,8 +102,10 @@ class AdamOffloadOptimizer(OffloadOptimizer):
 
         ``u`` is the update before the learning rate, ``w`` the weight before the step. 0 if nothing was recorded.
         """
+        self._place.finish()
         return float(self._formula.deltas.mean)
 
     def get_var_delta(self) -> float:
         """Returns the variance of the values that `get_avg_delta` averages (divided by the number of elements)."""
+        self._place.finish()
         return float(self._formula.deltas.variance)

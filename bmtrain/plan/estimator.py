@@ -410,13 +410,18 @@ def _time(
     passes = policy.passes
     share = idle_share(policy.pipe_size, policy.micros, policy.schedule, policy.chunks)
     idle = result.seconds * passes * share / (1 - share)
-    # Drives work while the passes compute, and while the update does; a phase takes as long as the slower of both.
+    # Drives work while the passes compute, and in the update, which goes on in the first forward (except for matrices,
+    # which the ranks transform together). A phase takes as long as the slower of both.
     rate = machine.disk_bandwidth / machine.devices_per_node
     with_passes = (disk.read_in_passes + disk.written_in_passes) / rate
     with_update = (disk.read_in_update + disk.written_in_update) / rate
     # The update of what passes reads and writes all of it in memory too.
     optimizer += (disk.read_in_update + disk.written_in_update) / machine.memory_bandwidth
-    exposed = max(with_passes - result.seconds * passes, 0.0) + max(with_update - optimizer, 0.0)
+    shared = 0.0 if muon else 1.0
+    forward = shared * result.seconds / (4 if policy.recomputes else 3)
+    reads = shared * disk.read_in_passes / (2 * passes) / rate
+    exposed = max(with_update + reads - optimizer - forward, 0.0)
+    exposed += max(with_passes - reads - (result.seconds * passes - forward), 0.0)
     return TimeEstimate(
         # The update on the host follows the backward: nothing of it overlaps. Gradients go down and parameters come
         # back over PCIe.

@@ -107,6 +107,7 @@ def count_planned() -> None:
         optimizer.zero_grad(set_to_none=True)
         model(x).sum().backward()
         optimizer.step()
+        optimizer._place.finish()
     moved = [now - old for now, old in zip(kernel_bytes(), before, strict=True)]
     with pytest.raises(
         ValueError, match="expected layers whose forward is one rank's, got ColumnParallelLinear"

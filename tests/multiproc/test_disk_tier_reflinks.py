@@ -59,6 +59,7 @@ class Run:
 
 def flip(run: Run) -> None:
     """Changes a bit of each kind of array that rank 1 has on the drive, or changes it back."""
+    run.optimizer._place.finish()
     arena = next(iter(run.optimizer._place._homes.values())).arena
     if bmt.rank() == 1:
         arena.mapping.tensor(arena.file.nbytes // 2, 1).bitwise_xor_(4)
@@ -95,6 +96,8 @@ def save_all(folder: Path, kind: str) -> tuple[list[list[str]], tuple[int, int]]
         run.step()
         _C.disturb_transfers(1000)
         act(run)
+        if name == "step":
+            run.optimizer._place.finish()
         before = kernel_bytes()
         run.save(folder / name, non_blocking=name == "background").wait()
         moved = sum(kernel_bytes()) - sum(before)
@@ -114,6 +117,7 @@ def save_all(folder: Path, kind: str) -> tuple[list[list[str]], tuple[int, int]]
 
 def save_without_room(run: Run, folder: Path) -> None:
     """Later steps need blocks of their own: where there are none, a save fails, and not a step after it."""
+    run.optimizer._place.finish()
     bmt.synchronize()
     if bmt.rank() == 0:
         with open(folder / "full", "wb") as file:
@@ -179,7 +183,7 @@ def save_here(folder: Path) -> tuple[list[str], int]:
             bmt.errors.DiskError, match=r"of Linear#0: .* at offset [0-9]+ .* checksum differs"
         ):
             checkpoint.save(folder / "flipped", 1, *parts)
-        run.model[0].weight._stored().tier.failure = None
+        run.model[0].weight._stored().tier.drives.failure = None
     bmt.synchronize()  # each rank removes its own file
     assert not any((folder / "flipped").glob("*/shard*"))
     return values, read

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 from weakref import WeakMethod
@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from ..._base.unseen import data_of
+from ..._C import lead_graphs_to
+from ..._engine.block_state import BlockState
 from ..._engine.disk_block import DiskBlockState
 from ..._engine.disk_shard import StoredShard, stored_shard_of
 from ..._engine.disk_tier import SealedArray, tier_of
 from ..._engine.drives import Drives
 from ..._engine.engine import current_engine
+from ..._engine.pending import PendingUpdates
 from ..._ranks.agree import failing_together
 from ..._ranks.context import Context
 from ...errors import DiskError
@@ -24,8 +27,10 @@ from .._arrays import MASTER
 from .._owners import is_here
 from .._updates import Update
 from ..formulas import Formula, Part
-from .disk_arena import IN_FILE, Arena, Arrays, Chunk, Home, Stream, in_turns
+from .disk_arena import IN_FILE, Arena, Arrays, Chunk, Home, Stream
+from .disk_later import Background, DiskUpdate, PendingDiskUpdate
 from .disk_whole import pass_whole
+from .overlap.references import ArenaReferences, is_unwatched
 from .place import Groups, Place, States
 from .ranges import split
 
@@ -47,7 +52,7 @@ class OnDisk(Place):
     Where a formula takes whole matrices, the arrays of a buffer with matrices pass as a whole
     (`disk_whole.pass_whole`), in the same order on all ranks; the state of its other parameters is in memory.
 
-    A failure of a drive is noticed by one rank. It is raised at the end of the step, by all of them.
+    The chunks pass behind the caller's back, see [Note: Updates on drives that overlap].
 
     Args:
         inner: the place of the other parameters, which also computes.
@@ -62,7 +67,10 @@ class OnDisk(Place):
         self._formula_of: Any = WeakMethod(formula_of)
         self._homes: dict[Tensor, Home] = {}
         self._stream: Stream | None = None
-        self._failure: DiskError | None = None
+        self._background: Background | None = None
+        self._pending = PendingUpdates()
+        self._references = ArenaReferences()
+        self._is_used = False  # by any rank
 
     def __getattr__(self, name: str) -> Any:
         """Returns a setting of the other place."""
@@ -101,6 +109,7 @@ class OnDisk(Place):
             DiskError: a drive has no room.
             ValueError: the state cannot be on a drive.
         """
+        self._is_used |= any(map(wants_disk, parameters))
         with failing_together("reserving space for optimizer state"):
             wanted = [p for p in parameters if p.requires_grad and self._wants(p)]
             for p in wanted:
@@ -160,6 +169,7 @@ class OnDisk(Place):
 
     def note_new_state(self, parameters: Sequence[Tensor], names: Sequence[str], states: States) -> None:
         self._inner.note_new_state([p for p in parameters if not self.is_on_disk(p)], names, states)
+        self._references.note([p for p in parameters if self.is_on_disk(p)], names, states)
 
     def note_write(self, p: Tensor) -> None:
         if self.is_on_disk(p):
@@ -170,6 +180,7 @@ class OnDisk(Place):
 
     def show_state(self) -> None:
         self._inner.show_state()
+        self.finish()
         for arena in self._arenas():
             self._show(arena)
 
@@ -188,8 +199,9 @@ class OnDisk(Place):
 
         The caller clones these, or compares them before it reads them, and does not write to them.
         """
+        self.finish()
         lent: dict[Arena, list[SealedArray]] = {}
-        for arena in self._arenas() if self._failure is None else []:
+        for arena in self._arenas() if self._drives.failure is None else []:
             if arena.is_sealed and (arrays := arena.sealed(partial(self._show, arena))):
                 lent[arena] = arrays
                 arena.is_sealed = False
@@ -215,12 +227,16 @@ class OnDisk(Place):
             if not arena.is_whole
         )
         if self._stream is None or self._stream.num_arrays < num_arrays:
+            if self._background is not None:
+                self._background.finish()
             self._stream = Stream(num_arrays, self._drives)
         return self._stream
 
     # ---- a step
 
     def start_step(self, groups: Groups, states: States) -> None:
+        with suppress(DiskError):  # which `apply` raises, on all ranks
+            self.finish()
         self._inner.start_step(groups, states)
         moved = [p for p in states if p in self._homes and wants_disk(p) and not self._homes[p].is_of(p)]
         if moved:  # on all ranks alike
@@ -232,40 +248,72 @@ class OnDisk(Place):
             engine.drop_ahead()
             engine.tier.settle()
             engine.tier.forget()
-            for block in engine.blocks:
-                if isinstance(block, DiskBlockState):
-                    block.begin_step()
+        for block in engine.blocks:
+            if isinstance(block, DiskBlockState):
+                block.begin_step()
 
     def apply(self, parts: list[Part], states: States, *, is_early: bool) -> None:
         mine, others = split(parts, lambda _, u: self._moves(u.param))
-        tier = current_engine(self._context).tier
-        if tier is not None and not is_early:
+        engine, drives = current_engine(self._context), self._drives
+        if not is_early:
             with failing_together("parameters and gradients on disk"):
-                tier.check()
-                if self._failure is not None:
-                    raise self._failure
+                drives.check()
+            engine.lagging_steps += self._is_used
         self._inner.apply(list(others), states, is_early=is_early)
         self.owner_bytes = self._inner.owner_bytes
         try:
-            if mine and self._failure is None:
-                if tier is not None:
-                    tier.check()
-                chunks = self._chunks_of(mine)
-                whole = [chunk for chunk in chunks if chunk.arena.is_whole]
-                if whole:
-                    pass_whole(tier_of(current_engine(self._context)), whole, self._compute)
-                if len(whole) < len(chunks):
-                    cut = (chunk for chunk in chunks if not chunk.arena.is_whole)
-                    self._passage().update(in_turns(cut), self._compute)
-                for stored in {chunk.arena.stored for chunk in chunks}:
-                    if stored is not None:
-                        stored.note_written()
+            if drives.failure is None:
+                whole, cut = split(mine, lambda _, u: self._homes[u.param].arena.is_whole)
+                if chunks := self._chunks_of(whole):
+                    pass_whole(tier_of(engine), chunks, self._compute)
+                    for stored in {chunk.arena.stored for chunk in chunks}:
+                        if stored is not None:
+                            stored.note_written()
+                if cut:
+                    self._post(cut, states, is_early=is_early)
+                elif self._background is not None:
+                    self._background.queue_ready()
         except DiskError as error:
-            self._failure = error
+            drives.note(error)
         if not is_early:
             with failing_together("optimizer state on disk"):
-                if self._failure is not None:
-                    raise self._failure
+                drives.check()
+
+    def _post(self, parts: Sequence[Part], states: States, *, is_early: bool) -> None:
+        """Queues the updates of each block."""
+        if self._background is None:
+            self._background = Background(self._drives)
+        by_block: dict[BlockState, list[Part]] = {}
+        for part in parts:
+            of_part: dict[BlockState, list[Update]] = {}
+            for update in part.updates:
+                of_part.setdefault(update.param._block.runtime(), []).append(update)  # type: ignore[attr-defined]
+            for block, members in of_part.items():
+                by_block.setdefault(block, []).append(part._replace(updates=members))
+        posted, at_once = [], []
+        for block, of_block in by_block.items():
+            for earlier in tuple(block.pending):  # its chunks may be ours
+                earlier.finish()
+            members = [update for part in of_block for update in part.updates]
+            parameters = [update.param for update in members]
+            arenas = {self._homes[p].arena for p in parameters}
+            stored = [arena.stored for arena in arenas if arena.stored is not None]
+            made = DiskUpdate(self._background, block, stored, partial(self._chunks_of, of_block))
+            if (
+                (made.is_ready or is_early)
+                and is_unwatched(members, block, states, self._references)
+                and not lead_graphs_to(parameters)
+            ):
+                posted.append(PendingDiskUpdate(made, parameters, block, self._zero))
+            else:
+                at_once.append(made)
+            for arena in arenas:
+                arena.is_sealed = True
+        updates = [*at_once, *(pending.disk_update for pending in posted)]
+        self._background.post(updates, self._passage(), self._compute)
+        self._pending.add(posted)
+        for made in at_once:
+            made.wait()
 
     def _moves(self, p: Tensor) -> bool:
         """Whether an update of ``p`` moves bytes of a drive."""
@@ -292,16 +340,42 @@ class OnDisk(Place):
 
     def finish(self) -> None:
         self._inner.finish()
+        try:
+            self._pending.finish()
+        finally:
+            if self._background is not None:
+                self._background.finish()
 
     def zero_grad(self, groups: Groups, set_to_none: bool) -> bool:
+        pending = [update for update in self._pending if not update.is_finished]
+        if not pending:
+            return self._zero_now(groups, set_to_none)
+        later = {id(p): p for update in pending for p in update.parameters}
+        if set_to_none:
+            with torch._C.DisableTorchFunctionSubclass():  # so that nothing waits here
+                for p in later.values():
+                    p.grad = None
+        else:
+            for update in pending:
+                update.zero_gradients_afterwards()
+        self._zero([p for group in groups for p in group["params"] if id(p) not in later], set_to_none)
+        return True
+
+    def _zero(self, parameters: Sequence[Tensor], set_to_none: bool = False) -> None:
+        """Fills gradients with zeros, or sets them to None."""
+        if not self._zero_now([{"params": parameters}], set_to_none):
+            for p in parameters:
+                _zero_gradient(p, set_to_none)
+
+    def _zero_now(self, groups: Groups, set_to_none: bool) -> bool:
         shards = {} if set_to_none else self._gradient_shards(groups)
         if not shards:
             return self._inner.zero_grad(groups, set_to_none)
         zeroed = {p for shard, members in shards.items() if shard.zero_gradients(members) for p in members}
         for group in groups:
             for p in group["params"]:
-                if p not in zeroed and p.numel() and p.grad is not None:
-                    p.grad.detach_().zero_()
+                if p not in zeroed:
+                    _zero_gradient(p, False)
         return True
 
     def _gradient_shards(self, groups: Groups) -> dict[StoredShard, list[Tensor]]:
@@ -309,7 +383,7 @@ class OnDisk(Place):
         shards: dict[StoredShard, list[Tensor]] = {}
         for group in groups:
             for p in group["params"]:
-                home = self._homes.get(p)
+                home = self._homes.get(p) if p.numel() else None
                 if home is not None and home.arena.stored is not None and home.arena.stored.gradients:
                     shards.setdefault(home.arena.stored, []).append(p)
         return shards
@@ -324,6 +398,13 @@ def _gradient(update: Update, home: Home) -> Tensor:
         return update.grad.reshape(-1)
     stored.note_gradient_changes()
     return IN_FILE
+
+
+def _zero_gradient(p: Tensor, set_to_none: bool) -> None:
+    if set_to_none:
+        p.grad = None
+    elif p.numel() and p.grad is not None:
+        p.grad.detach_().zero_()
 
 
 def wants_disk(p: Any) -> bool:

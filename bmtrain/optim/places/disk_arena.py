@@ -134,14 +134,14 @@ class Home:
             for tensor in found:
                 tensor.zero_()
         self._is_new = False
-        return found
+        return [tensor.detach() for tensor in found]  # references to the state's own tensors are counted
 
     def take_foreign(self, state: dict[str, Any]) -> None:
         """Copies arrays here that a user has put into the state, or an earlier home."""
         for name, own in self.tensors.items():
             if name in state and state[name].data_ptr() != own.data_ptr():
                 self.unseal()
-                state[name] = own.copy_(state[name])
+                state[name] = own.copy_(state[name]).detach()
 
     def unseal(self) -> None:
         """Called before a write: from then on the file holds other bytes than steps have written."""
@@ -284,6 +284,7 @@ class Stream:
         self._slots = [buffers[n : n + num_arrays] for n in range(0, count, num_arrays)]
         self._chunks: dict[int, Chunk] = {}  # of the last transfers
         self._spans: list[list[_Span]] = [[] for _ in self._slots]
+        self._leaving: set[int] = set()  # slots that are being written
 
     @property
     def nbytes(self) -> int:
@@ -295,35 +296,48 @@ class Stream:
         Raises:
             DiskError: it differs, or cannot be read.
         """
-        self._pass(arena.chunks(), None)
+        chunks = iter(arena.chunks())
+        self.let_pass(lambda: next(chunks, None), None, lambda chunk: None)
 
-    def update(self, chunks: Sequence[Chunk], compute: Callable[[list[Part]], None]) -> None:
+    def let_pass(
+        self,
+        take: Callable[[], Chunk | None],
+        compute: Callable[[list[Part]], None] | None,
+        written: Callable[[Chunk], None],
+    ) -> None:
         """Reads chunks, has their parts computed, and writes them.
+
+        Args:
+            take: returns the next chunk, or None if there is none at present.
+            compute: computes parts; None: the chunks are only read.
+            written: called with each chunk once it is in the file.
 
         Raises:
             DiskError: a chunk cannot be read or written, or differs from the values written.
         """
-        self._pass(chunks, compute)
-        for chunk in chunks:
-            chunk.arena.is_sealed = True
-
-    def _pass(self, chunks: Sequence[Chunk], compute: Callable[[list[Part]], None] | None) -> None:
-        ahead, num_slots = self._ahead, len(self._slots)
+        self._written = written
+        num_slots = len(self._slots)
+        begun, ended = 0, 0  # chunks that are read, and computed
         try:
-            for number in range(len(chunks) + ahead):
-                if number < len(chunks):
-                    self._read(number % num_slots, chunks[number])
-                if number >= ahead:
-                    slot = (number - ahead) % num_slots
+            while (chunk := take()) is not None or ended < begun:
+                if chunk is not None:
+                    self._read(begun % num_slots, chunk)
+                    begun += 1
+                if chunk is None or begun - ended > self._ahead:
+                    slot = ended % num_slots
                     self._wait(slot)
                     if compute is not None:
-                        compute(chunks[number - ahead].parts(self._arrays(slot)))
+                        compute(self._chunks[slot].parts(self._arrays(slot)))
                         self._write(slot)
-            for slot in range(num_slots):
-                self._wait(slot)
+                    ended += 1
+            for number in range(begun, begun + num_slots):  # in the order in which they were written
+                self._wait(number % num_slots)
         except BaseException:
             self._drain()
             raise
+        finally:
+            self._chunks.clear()  # which refer to tensors of the step
+            del self._written
 
     def _read(self, slot: int, chunk: Chunk) -> None:
         self._wait(slot)
@@ -336,6 +350,7 @@ class Stream:
         for buffer, span in zip(self._slots[slot], self._spans[slot], strict=False):
             if span.is_written:
                 self.queue.write(buffer.number, span.file, span.offset, span.nbytes)
+        self._leaving.add(slot)
         self._note_start(slot, is_write=True)
 
     def _note_start(self, slot: int, *, is_write: bool) -> None:
@@ -360,8 +375,12 @@ class Stream:
                 raise failure_of(span.name, self._chunks[slot], error) from None
         if self._drives.observer is not None:
             self._drives.observer.transferred(self._slots[slot])
+        if slot in self._leaving:
+            self._leaving.remove(slot)
+            self._written(self._chunks[slot])
 
     def _drain(self) -> None:
+        self._leaving.clear()
         for slot in self._slots:
             for buffer in slot:
                 with suppress(DiskError):

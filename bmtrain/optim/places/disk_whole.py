@@ -43,7 +43,7 @@ def pass_whole(tier: DiskTier, chunks: Sequence[Chunk], compute: Callable[[list[
     finally:
         for passage in passing:
             passage.wait()
-    tier.check()
+    tier.drives.check()
     for chunk in chunks if compute is not None else ():
         chunk.arena.is_sealed = True
 
@@ -67,7 +67,7 @@ class _Passage:
 
     def _start(self, *, is_write: bool) -> None:
         for span, memory in zip(self._spans, self._memory, strict=True):
-            if self._tier.failure is None and (span.is_written or not is_write):
+            if self._tier.drives.failure is None and (span.is_written or not is_write):
                 place = span.file, span.offset, memory, f"state of {self._chunk.label}"
                 self._transfers.append((span.name, Transfer(self._tier, *place, is_write=is_write)))
 
@@ -80,4 +80,4 @@ class _Passage:
         for name, transfer in transfers:
             transfer.complete()
             if transfer.error is not None:
-                self._tier.note(failure_of(name, self._chunk, transfer.error))
+                self._tier.drives.note(failure_of(name, self._chunk, transfer.error))

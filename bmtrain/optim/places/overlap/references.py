@@ -139,7 +139,7 @@ def _are_unheld(param: Tensor, states: dict[Tensor, dict[str, Any]]) -> bool:
     """Whether the objects themselves (gradient, state dict, its tensors) have no other references."""
     base = _baseline()
     return (
-        sys.getrefcount(param.grad) == base.gradient
+        sys.getrefcount(gradient_of(param)) == base.gradient
         and _item_references(states, param) == base.item + 1  # the update
         and all(
             _item_references(states[param], name) == base.item for name in states[param] if name != "step"

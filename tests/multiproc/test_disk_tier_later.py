@@ -1,0 +1,239 @@
+"""Updates of state on a drive that continue after the step: nobody sees an unfinished one, and no failure is lost."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_process, run_ranks
+from harness.disk_tier import ALL, TIERS, make, small_chunks
+from harness.offloaded import values_of
+
+import bmtrain as bmt
+from bmtrain import _C
+
+STATE = TIERS[1]
+
+
+def tiers(path: Path) -> dict[str, Any]:
+    return {"tier_directories": [str(path)]}
+
+
+def built(places: dict[str, Any], **options: Any) -> tuple[Any, Any, Any]:
+    """A model whose gradients are there, its optimizer, and a function that makes gradients again."""
+    small_chunks()
+    model, optimizer = make("AdamOptimizer", torch.float32, places, **options)
+
+    def backward() -> None:
+        x = torch.randn(3, 40, generator=torch.Generator().manual_seed(bmt.rank()))
+        model(x).square().mean().backward()
+
+    backward()
+    return model, optimizer, backward
+
+
+def num_pending(model: Any) -> int:
+    return sum(bool(layer._runtime.pending) for layer in model.layers)
+
+
+def zero(set_to_none: bool) -> Any:
+    return lambda model, optimizer, backward: optimizer.zero_grad(set_to_none=set_to_none)
+
+
+#: What a script does after a step, and whether it waits for all blocks.
+READERS: dict[str, tuple[Any, bool]] = {
+    "nothing": (lambda model, optimizer, backward: None, False),
+    "zero_grad": (zero(False), False),
+    "zero_grad(set_to_none=True)": (zero(True), False),
+    "a parameter": (lambda model, optimizer, backward: model.layers[0].weight.sum(), False),
+    "the state": (lambda model, optimizer, backward: optimizer.state, True),
+    "state_dict": (lambda model, optimizer, backward: model.state_dict(), True),
+    "the next step": (lambda model, optimizer, backward: (backward(), optimizer.step()), False),
+    "forward": (lambda model, optimizer, backward: backward(), True),
+}
+
+
+def read_after_step() -> dict[str, list[Any]]:
+    """Returns how many blocks have a pending update after each reader, and the values at the end."""
+    found: dict[str, list[Any]] = {}
+    for name, (read, _) in READERS.items():
+        values = []
+        for places in (TIERS[0], STATE, ALL):
+            model, optimizer, backward = built(places)
+            optimizer.step()
+            before = num_pending(model)
+            read(model, optimizer, backward)
+            found.setdefault(name, []).append((before, num_pending(model), len(model.layers)))
+            values.append(
+                [*values_of(model, [optimizer]), *(p.grad for p in model.parameters() if p.grad is not None)]
+            )
+        for other in values[1:]:
+            assert len(other) == len(values[0])
+            assert all(map(torch.equal, values[0], other)), name
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_only_readers_wait(world: int, drive: Path) -> None:
+    for found in run_ranks(world, read_after_step, init=tiers(drive)):
+        for name, (in_memory, *on_drives) in found.items():
+            assert in_memory[:2] == (0, 0)
+            for before, after, total in on_drives:
+                assert before == total
+                assert (after == 0) == READERS[name][1], name
+
+
+# ---- where the library cannot see who reads
+
+
+def hold_data(model: Any) -> Any:
+    return model.layers[1].weight.data
+
+
+def hold_gradient(model: Any) -> Any:
+    return model.layers[1].weight.grad
+
+
+def hold_graph(model: Any) -> Any:
+    """A graph that leads to the shard itself."""
+    return (3 * model.layers[1].weight).sum()
+
+
+def hold_each() -> None:
+    for hold in (hold_data, hold_gradient, hold_graph):
+        results = []
+        for places in (TIERS[0], STATE, ALL):
+            model, optimizer, backward = built(places)
+            optimizer.step()
+            optimizer.zero_grad()
+            backward()
+            held = hold(model)
+            optimizer.step()
+            pending = [bool(layer._runtime.pending) for layer in model.layers]
+            if places:
+                assert not pending[1] and pending[0]
+            if hold is hold_graph:
+                held.backward()
+            elif hold is hold_data:
+                results.append([held.clone()])  # by the tensor alone
+                held.mul_(0.5)
+            backward()
+            optimizer.step()
+            results.append(values_of(model, [optimizer]))
+        number = len(results) // 3
+        for place in (1, 2):
+            for ours, theirs in zip(results[place * number :], results[:number], strict=False):
+                assert all(map(torch.equal, ours, theirs)), (hold, place)
+
+
+def test_other_references_make_the_step_wait(drive: Path) -> None:
+    run_ranks(2, hold_each, init=tiers(drive))
+
+
+# ---- inside backward
+
+
+def train_in_backward() -> None:
+    results = []
+    for places in TIERS:
+        for in_backward in (False, True):
+            small_chunks()
+            model, _ = make("AdamOptimizer", torch.float32, places)
+            named = list(model.named_parameters())
+            groups = [
+                {"params": [p for name, p in named if ("bias" in name) == is_bias], "weight_decay": decay}
+                for is_bias, decay in ((False, 0.1), (True, 0.0))
+            ]
+            optimizer = bmt.optim.AdamOptimizer(groups, lr=0.01)
+            manager = bmt.optim.OptimManager(step_in_backward=in_backward)
+            manager.add_optimizer(optimizer)
+            pending = 0
+            for step in range(4):
+                x = torch.randn(3, 40, generator=torch.Generator().manual_seed(10 * step + bmt.rank()))
+                manager.zero_grad(set_to_none=step % 2 == 0)
+                manager.backward(model(x).square().mean())
+                pending = max(pending, num_pending(model))
+                manager.step()
+            assert bool(pending) == (in_backward and bool(places))
+            results.append(values_of(model, [optimizer]))
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+
+
+def test_blocks_pass_while_the_backward_computes(drive: Path) -> None:
+    run_ranks(2, train_in_backward, init=tiers(drive))
+
+
+# ---- ends
+
+
+def lose_optimizer() -> None:
+    values = []
+    for places in (TIERS[0], STATE, ALL):
+        model, optimizer, backward = built(places)
+        optimizer.step()
+        del optimizer, backward
+        values.append([p.detach().clone() for p in model.parameters()])
+    for other in values[1:]:
+        assert all(map(torch.equal, values[0], other))
+
+
+def test_an_optimizer_ends_its_updates(drive: Path) -> None:
+    run_ranks(2, lose_optimizer, init=tiers(drive))
+
+
+def fail_last(places: dict[str, Any], read: str) -> str:
+    model, optimizer, _ = built(places)
+    optimizer.step()
+    optimizer._place.finish()
+    if bmt.rank() == 1:
+        _C.disturb_transfers(0, 0, -5)
+    try:
+        optimizer.step()
+        weight = model.layers[1].weight
+        with pytest.raises(bmt.errors.DiskError) as raised:
+            if read == "gather":
+                weight.gather()
+            elif read == "save":
+                model.state_dict()
+            else:
+                optimizer.state_dict(gather=True)
+    finally:
+        _C.disturb_transfers(0)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("read", ["gather", "save", "state"])
+@pytest.mark.parametrize("places", [STATE, ALL], ids=["state", "all"])
+def test_a_failure_of_the_last_update_is_raised_by_all(
+    places: dict[str, Any], read: str, tmp_path: Path
+) -> None:
+    first, second = run_ranks(2, fail_last, places, read, init=tiers(tmp_path), fresh=True)
+    assert first == second
+    assert "Input/output error" in first
+
+
+SLOW_EXIT = """
+import sys, time, torch
+import bmtrain as bmt
+from bmtrain import _C
+
+bmt.init_distributed(tier_directories=[sys.argv[1]])
+policy = bmt.BlockPolicy(parameters="disk", gradients="disk", optimizer="disk")
+model = bmt.Block(bmt.nn.Linear(3000, 3000), policy=policy)
+bmt.init_parameters(model)
+optimizer = bmt.optim.AdamOptimizer(model.parameters())
+model(torch.ones(1, 3000)).sum().backward()
+optimizer.step()
+_C.disturb_transfers(300_000)  # microseconds at most, each of many
+optimizer.step()
+print("left" if model._runtime.pending else "done", flush=True)
+"""
+
+
+def test_an_exit_waits_for_no_update(tmp_path: Path) -> None:
+    text = run_process([sys.executable, "-c", SLOW_EXIT, str(tmp_path)]).stdout
+    assert text.splitlines()[-1] == "left"  # and nothing after it
