@@ -159,14 +159,17 @@ class StoredShard:
             return
         if shard.data_ptr() == here.data_ptr():  # their values were copied there, perhaps after a read ahead
             self._sealed = self._fetched = None
-            return
+        elif (new := self._leave(array)) is not None:
+            new[: shard.numel() * shard.element_size()].copy_(shard.view(torch.uint8))
+            self.buffer.use_shard_memory(new)
+
+    def _leave(self, array: StoredArray) -> Tensor | None:
+        """See :meth:`StoredArray.leave`; all ranks raise a failure before the next gather."""
         try:
-            new = array.leave()
-        except DiskError as error:  # all ranks raise it before the gather
+            return array.leave()
+        except DiskError as error:
             self.tier.drives.note(DiskError(f"{array.label}: {error}"))
-            return
-        new[: shard.numel() * shard.element_size()].copy_(shard.view(torch.uint8))
-        self.buffer.use_shard_memory(new)
+            return None
 
     # ---- gradients
 
@@ -194,6 +197,8 @@ class StoredShard:
             self.fetch_gradients()
             array.arrive()
         elif array.memory is None:
+            if array.is_held:  # a user keeps gradients of before
+                self._leave(array)
             array.take()
             assert array.memory is not None
             self.buffer.use_gradient_memory(array.memory)
@@ -213,8 +218,14 @@ class StoredShard:
 
     def send_gradients(self) -> None:
         """Starts to write the gradients, which are complete."""
-        if self.gradients is not None and self.gradients.memory is not None:
-            self.gradients.send()
+        array, flat = self.gradients, self.buffer.gradient_shard
+        if array is not None and array.memory is not None:
+            if flat is not None and flat.data_ptr() != array.memory.data_ptr():  # a user keeps some of before
+                array.is_in_use = True
+                new = array.leave()
+                new[: flat.numel() * flat.element_size()].copy_(flat.view(torch.uint8))
+                self.buffer.use_gradient_memory(new)
+            array.send()
             self.seal_gradients()
             self.tier.note_leaving(self)
 

@@ -192,8 +192,8 @@ _LOOKS |= {
 
 def _name_of(func: Any) -> str:
     """Returns the name of a function of torch, or of the attribute that it gets."""
-    name: str = func.__name__
-    return func.__self__.__name__ if name == "__get__" else name
+    name: str = getattr(func, "__name__", "")
+    return getattr(func.__self__, "__name__", "") if name == "__get__" else name
 
 
 class _Pending:

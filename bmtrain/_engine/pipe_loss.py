@@ -32,8 +32,7 @@ from .held import drop_gradients, hold, let_go
 from .pipe_arguments import PipeArguments
 from .pipe_pass import LossOf, Pass, Plan
 from .reads import Reads, Scope
-from .recording import active_recorder
-from .run_state import ModeSnapshot
+from .run_state import ModeSnapshot, active_recorder
 
 if TYPE_CHECKING:
     from .._ranks.context import Group
@@ -201,7 +200,7 @@ class LossCall:
             for state in self._states:
                 drop_gradients(state)
             with self._modes.restored(), torch.enable_grad():
-                self._modes.context(active_recorder).run(self._run, seed)
+                self._modes.context().run(self._run, seed)
         self._memory.seed = seed
         for state in reversed(self._states):
             self._engine.gradients.send_deferred(state)

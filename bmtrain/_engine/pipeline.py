@@ -37,7 +37,7 @@ from .pipe_arguments import PipeArguments, on_rows
 from .pipe_numbers import Numbers
 from .pipe_pass import wait_for_stage
 from .pipe_recording import StageRecordings
-from .recording import active_recorder
+from .run_state import active_recorder
 
 if TYPE_CHECKING:
     from .._ranks.context import Group

@@ -27,7 +27,6 @@ from .block_state import BlockState, unreturned_tensor_error
 from .call import BlockCall, Part, Run
 from .host_activations import HostActivations
 from .policy import Recompute
-from .recording import active_recorder
 from .run_state import ModeSnapshot, trainable_as
 from .selective import KeptResults
 
@@ -112,7 +111,7 @@ class Replay(Part):
             self._saved.refill(stop_early=stops),
         ):
             try:
-                context = self._modes.context(active_recorder)
+                context = self._modes.context()
                 return args, kwargs, context.run(call.run_forward, args, kwargs)
             except (_StopForward, Exception):  # TorchScript and forwards may turn the first into others
                 if not (stops and self._saved.is_complete):

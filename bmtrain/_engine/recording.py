@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -21,10 +20,6 @@ class Recorder(Protocol):
 
 class _RunsCalls(Protocol):
     calls: list[BlockCall]
-
-
-#: The current recorder: an inspector, or within a pipeline the stage.
-active_recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
 
 def running_call(engine: _RunsCalls) -> BlockCall | None:

@@ -184,6 +184,10 @@ def trainable_as(block: BlockState, trains: list[list[bool]]) -> Iterator[None]:
             param.requires_grad_(not flag)
 
 
+#: The present recorder, see `recording.Recorder`: an inspector, or within a pipeline the stage.
+active_recorder: ContextVar[Any] = ContextVar("recorder", default=None)
+
+
 class ModeSnapshot:
     """Random numbers, torch's modes and context variables at the start of a forward."""
 
@@ -205,11 +209,10 @@ class ModeSnapshot:
                 _exchange(self._modes, modes)
             _set_numbers(self._device, *numbers)
 
-    def context(self, *current: ContextVar[Any]) -> Context:
-        """Returns the context variables of the snapshot, with the ``current`` values of some."""
+    def context(self) -> Context:
+        """Returns the context variables of the snapshot, with the present recorder."""
         context = self._context.copy()
-        for variable in current:
-            context.run(variable.set, variable.get())
+        context.run(active_recorder.set, active_recorder.get())
         return context
 
 

@@ -8,7 +8,8 @@ import torch
 
 from .._base.arguments import require_tensor, require_text
 from .._engine.engine import current_engine
-from .._engine.recording import active_recorder, place_outside, record_again, running_call
+from .._engine.recording import place_outside, record_again, running_call
+from .._engine.run_state import active_recorder
 from .._ranks import context as _context
 from .._ranks.comm import wire_device
 from ..global_var import context

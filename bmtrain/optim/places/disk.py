@@ -11,7 +11,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from ..._base.unseen import data_of
+from ..._base.unseen import data_of, gradient_of
 from ..._C import lead_graphs_to
 from ..._engine.block_state import BlockState
 from ..._engine.disk_block import DiskBlockState
@@ -294,6 +294,8 @@ class OnDisk(Place):
         for block, of_block in by_block.items():
             for earlier in tuple(block.pending):  # its chunks may be ours
                 earlier.finish()
+            if isinstance(block, DiskBlockState):
+                block.forget()  # parameters that were read ahead
             members = [update for part in of_block for update in part.updates]
             parameters = [update.param for update in members]
             arenas = {self._homes[p].arena for p in parameters}
@@ -400,11 +402,13 @@ def _gradient(update: Update, home: Home) -> Tensor:
     return IN_FILE
 
 
-def _zero_gradient(p: Tensor, set_to_none: bool) -> None:
+def _zero_gradient(p: Any, set_to_none: bool) -> None:
     if set_to_none:
         p.grad = None
-    elif p.numel() and p.grad is not None:
-        p.grad.detach_().zero_()
+    elif p.numel() and (gradient := gradient_of(p)) is not None:
+        if getattr(p, "_sent", None) is not None:
+            p._sent.drop()
+        gradient.detach_().zero_()
 
 
 def wants_disk(p: Any) -> bool:

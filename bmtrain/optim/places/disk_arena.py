@@ -377,7 +377,7 @@ class Stream:
             self._drives.observer.transferred(self._slots[slot])
         if slot in self._leaving:
             self._leaving.remove(slot)
-            self._written(self._chunks[slot])
+            self._written(self._chunks.pop(slot))
 
     def _drain(self) -> None:
         self._leaving.clear()

@@ -276,6 +276,7 @@ class Background:
     def _written(self, chunk: Chunk) -> None:
         with self._changed:
             update = self._owners.pop(chunk, None)
+            chunk.pieces.clear()  # references to gradients and parameters, which others count
             if update is not None and update.num_left:
                 update.num_left -= 1
                 if update.is_done:
