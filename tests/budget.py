@@ -19,10 +19,10 @@ PYTHON = {
     "watch": ("_watch", 1951),
     "ranks": ("_ranks global_var nccl synchronize utils", 4236),
     "shards": ("_shards parameter", 1877),
-    "engine": ("_engine", 8353),
+    "engine": ("_engine", 8347),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5715),
-    "files": ("_files dcp distributed store weights", 4680),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10083),
+    "files": ("_files dcp distributed store weights", 4677),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10082),
     "survive": ("_survive survive", 2117),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_830),
 }

@@ -65,9 +65,6 @@ class BlockState:
     def store(self, shards: Sequence[Any], comm: Communicator) -> None:
         """Called with the shards of the buffers that are on a drive, or None for each, and the ranks that call it."""
 
-    def check_drives(self) -> None:
-        """Raises a failure of a drive, where anything of the block is on one."""
-
     # ---- versions
 
     def version(self) -> int:

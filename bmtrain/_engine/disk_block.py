@@ -26,9 +26,6 @@ class DiskBlockState(BlockState):
         self.stored = tuple(shard for shard in shards if shard is not None)
         self._comm = comm
 
-    def check_drives(self) -> None:
-        self.engine.drives.check()
-
     # ---- parameters
 
     def adopt_data(self) -> bool:

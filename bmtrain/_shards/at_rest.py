@@ -18,9 +18,9 @@ def show(param: torch.Tensor, *, gradient: bool = False) -> None:
     pending: Any = param.__dict__.get("_pending")
     if pending is not None:
         pending.finish()
-    runtime = _on_drives(param)
+    runtime = block_on_drives(param)
     if runtime is not None:
-        runtime.check_drives()
+        runtime.engine.drives.check()
     reference: Any = getattr(param, "_stored", None)
     stored = None if reference is None else reference()
     if stored is None:
@@ -33,13 +33,13 @@ def show(param: torch.Tensor, *, gradient: bool = False) -> None:
 
 def show_together(param: torch.Tensor, *, gradient: bool = False) -> None:
     """As `show`; all ranks raise the error. Collective for parameters on a drive, or whose state is."""
-    if _on_drives(param) is not None:
+    if block_on_drives(param) is not None:
         with failing_together("reading parameters on disk"):
             show(param, gradient=gradient)
 
 
-def _on_drives(param: torch.Tensor) -> Any:
-    """Returns the state of the parameter's Block, if that has anything on a drive."""
+def block_on_drives(param: Any) -> Any:
+    """Returns the state of the parameter's Block if its policy puts optimizer state, at least, on a drive."""
     block: Any = getattr(param, "_block", None)
     runtime = None if block is None or block.runtime is None else block.runtime()
     return runtime if runtime is not None and runtime.policy.optimizer == "disk" else None

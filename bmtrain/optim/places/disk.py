@@ -22,6 +22,7 @@ from ..._engine.engine import current_engine
 from ..._engine.pending import PendingUpdates
 from ..._ranks.agree import failing_together
 from ..._ranks.context import Context
+from ..._shards.at_rest import block_on_drives
 from ...errors import DiskError
 from .._arrays import MASTER
 from .._owners import is_here
@@ -413,6 +414,4 @@ def _zero_gradient(p: Any, set_to_none: bool) -> None:
 
 def wants_disk(p: Any) -> bool:
     """Whether ``p`` is in a Block with a policy that puts its state on a drive."""
-    block = getattr(p, "_block", None)
-    runtime = None if block is None or block.runtime is None else block.runtime()
-    return runtime is not None and runtime.policy.optimizer == "disk"
+    return block_on_drives(p) is not None
