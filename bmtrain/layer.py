@@ -19,7 +19,7 @@ from ._model.looks import description, only_looks
 from ._model.notes import name_strict
 from ._model.state_dict import give_full_values, install_hooks_below, loading_local_parts, showing_full_values
 from ._ranks import context as _context
-from ._shards.block_ref import GREW, OWNER, BlockRef
+from ._shards.block_ref import GREW, OWNER
 from ._shards.foreign import check_substitute, refuse_listing, refuse_reparametrizing
 from ._shards.meta import Placeholder, make_moved_shards
 from .global_var import context
@@ -192,22 +192,19 @@ def writing_function(function: Callable[[torch.nn.Module], None]) -> Callable[[t
     return write
 
 
-def _is_shard_in(owner: BlockRef, module: torch.nn.Module) -> bool:
-    """Whether ``module``, in a Block that is not running, reads shards: not while it is called by itself."""
-    return (
-        owner() is not None
-        and module.__dict__.get(OWNER) is owner
-        and not current_engine(context()).reads.belong_to(owner)
-    )
-
-
 @opaque
 def _read(module: torch.nn.Module, param: DistributedParameter, name: str) -> torch.Tensor:
     owner = param._block
     if param._is_whole or (owner is not None and (owner.is_bound or param._is_full())):
         return param
+    is_shard = (  # to a module in a Block that is not running, unless the module is called by itself
+        owner is not None
+        and owner() is not None
+        and not current_engine(context()).reads.belong_to(owner)
+        and module.__dict__.get(OWNER) is owner
+    )
     if param.is_meta:
-        if owner is not None and _is_shard_in(owner, module):
+        if is_shard:
             return param
         label = f"{module.__class__.__name__}.{name}"
         placeholder = Placeholder.of(param, label, param.clone())
@@ -221,9 +218,9 @@ def _read(module: torch.nn.Module, param: DistributedParameter, name: str) -> to
         if held is not None:
             held.add(param)
             return param
-        if (owner is None or not _is_shard_in(owner, module)) and only_looks(_getframe(2), name):
+        if not is_shard and only_looks(_getframe(2), name):
             return description(param)
-    if owner is not None and _is_shard_in(owner, module):
+    if is_shard:
         return param
     full = reads.read(param)
     full.__class__ = GatheredCopy

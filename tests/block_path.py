@@ -19,7 +19,7 @@ import bmtrain
 
 ROOT = Path(bmtrain.__file__).resolve().parents[1]
 #: Ceilings. A commit that raises one gives the reason in its message.
-FILES, LINES = 14, 3013
+FILES, LINES = 14, 2995
 #: Files of the core before a transport, by folder, and their ceilings.
 CORE = ("csrc/shard/*", "csrc/comm/communicator.*")
 CORE_FILES, CORE_LINES = 16, 2971

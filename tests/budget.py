@@ -17,10 +17,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2617),
     "watch": ("_watch", 1951),
-    "ranks": ("_ranks global_var nccl synchronize utils", 4236),
+    "ranks": ("_ranks global_var nccl synchronize utils", 4234),
     "shards": ("_shards parameter", 1877),
-    "engine": ("_engine", 8347),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5715),
+    "engine": ("_engine", 8334),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5712),
     "files": ("_files dcp distributed store weights", 4677),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10082),
     "survive": ("_survive survive", 2117),

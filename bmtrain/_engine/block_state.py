@@ -74,8 +74,7 @@ class BlockState:
     def _value_version(self) -> int:
         """The version, with writes through ``.data`` counted too."""
         through_data = None if self.reference is None else self.reference._data_version
-        version: int = sum(map(_VERSION, self.buffers))
-        return version if through_data is None else version + through_data.value
+        return self.version() + (0 if through_data is None else through_data.value)
 
     def is_current(self) -> bool:
         """Whether the parameters are unchanged since they were gathered."""

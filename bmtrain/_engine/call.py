@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,8 +32,6 @@ from .run_state import ModuleState
 
 Run = Callable[[Any, dict[str, Any]], Any]
 _Graph = tuple[list[Any], list[torch.Tensor]]
-
-_PACKS_SAVED = attrgetter("packs_saved")
 
 
 class Part:
@@ -266,7 +263,7 @@ class BlockCall:
         try:
             if self.host is None:
                 roots = None if isinstance(outputs[0], torch.Tensor) else self.roots
-                packed = any(map(_PACKS_SAVED, self.parts))
+                packed = any(part.packs_saved for part in self.parts)
                 write_products_in_place(roots or GraphRoots(outputs), packed=packed, later=self.engine.later)
             Variable._execution_engine.run_backward(
                 outputs, gradients, keep_graph, False, (), allow_unreachable=True, accumulate_grad=True

@@ -190,7 +190,9 @@ class Engine:
     def close(self, block: BlockState, *, keep: bool) -> None:
         """Makes the parameters shards again; ``keep`` leaves the gathered buffers for the backward."""
         self.end_call(block, keep)
-        self._gather_late()
+        late, self._late = self._late, None
+        if late is not None:  # the host must wait for its update; the present block has been launched
+            self._prefetch(late)
 
     def abandon(self, block: BlockState) -> None:
         """Makes the parameters shards after an error or Ctrl-C, whatever had begun, and drops gathered memory."""
@@ -243,7 +245,7 @@ class Engine:
             block.start_gather(self.gradients.round)
 
     def _gather_ahead(self) -> None:
-        """Starts the gather of the block expected next, unless that is for :meth:`_gather_late`."""
+        """Starts the gather of the block expected next, unless :meth:`close` does."""
         follower = self.schedule.expected()
         if follower is None:
             return
@@ -253,12 +255,6 @@ class Engine:
             self._late = block
         else:
             self._prefetch(block)
-
-    def _gather_late(self) -> None:
-        """Prefetches a block whose update the host must wait for, after the present block was launched."""
-        late, self._late = self._late, None
-        if late is not None:
-            self._prefetch(late)
 
     def _prefetch(self, block: BlockState) -> None:
         """Starts a gather for a later call, unless the parameters are gathered already."""

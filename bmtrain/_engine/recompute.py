@@ -75,7 +75,9 @@ class Replay(Part):
         self, call: BlockCall, outputs: list[Any], leaves: list[torch.Tensor]
     ) -> tuple[list[Any], list[torch.Tensor]]:
         """Returns the graph of the first run, whose slots the second run has filled; else the graph of the second."""
-        fresh = self._leaves_of_second_run(leaves, call.host)
+        host = call.host
+        values = leaves if host is None or self._away is None else map(host.take, self._away)
+        fresh = [value.detach().requires_grad_() for value in values]
         args, kwargs, result = self._second_run(call, dict(zip(map(id, leaves), fresh, strict=True)))
         if self._saved.is_complete:
             return outputs, leaves
@@ -86,13 +88,6 @@ class Replay(Part):
                 f"require grad, {len(outputs)} did at first"
             )
         return found, fresh
-
-    def _leaves_of_second_run(
-        self, leaves: list[torch.Tensor], host: HostActivations | None
-    ) -> list[torch.Tensor]:
-        """Returns new leaves with the values of the first run's leaves."""
-        sources = leaves if host is None or self._away is None else map(host.take, self._away)
-        return [source.detach().requires_grad_() for source in sources]
 
     def _second_run(self, call: BlockCall, fresh: dict[int, torch.Tensor]) -> tuple[Any, Any, Any]:
         """Runs the forward again until all tensors that the first run saved are computed.

@@ -250,9 +250,7 @@ def uninstall() -> None:
     global _current
     context, _current = _current, None
     if context is not None:
-        parts = [group for both in context.parts.values() for group in both if group is not None]
-        for group in (*context.groups.values(), *parts):
-            group.comm.close()
-            group.reduce_comm.close()
+        for comm in context.communicators():
+            comm.close()
         if context.watch is not None:
             context.watch.stop()
