@@ -20,9 +20,11 @@ import bmtrain
 ROOT = Path(bmtrain.__file__).resolve().parents[1]
 #: Ceilings. A commit that raises one gives the reason in its message.
 FILES, LINES = 14, 2995
-#: Files of the core before a transport, by folder, and their ceilings.
+#: Files of the core before a transport, by folder; features that a plain call does not use are left out (shards in
+#: memory of the host, virtual shards). And their ceilings.
 CORE = ("csrc/shard/*", "csrc/comm/communicator.*")
-CORE_FILES, CORE_LINES = 16, 2971
+FEATURES = ("host_lane", "tree_sum")
+CORE_FILES, CORE_LINES = 14, 2801
 #: Steps in which the order of calls is learnt, before the one that is measured.
 LEARNING_STEPS = 2
 
@@ -70,7 +72,8 @@ def is_within(files: list[Path], most_files: int, most_lines: int) -> bool:
 
 def main() -> int:
     bmtrain.init_distributed()
-    core = [path for pattern in CORE for path in sorted(ROOT.glob(pattern))]
+    found = [path for pattern in CORE for path in sorted(ROOT.glob(pattern))]
+    core = [path for path in found if path.stem not in FEATURES]
     are_within = [is_within(executed_files(), FILES, LINES), is_within(core, CORE_FILES, CORE_LINES)]
     if not all(are_within):
         print(

@@ -30,7 +30,7 @@ CORE = {
     "bindings": (". bindings ops", 1515),
     "common": ("common", 973),
     "comm": ("comm", 6793),
-    "shard": ("shard", 2705),
+    "shard": ("shard", 2727),
     "disk": ("disk", 900),
     "optim": ("optim", 1957),
     "cpu": ("cpu", 2421),

@@ -8,6 +8,7 @@
 #include "shard/buffer_pool.h"
 #include "shard/graph.h"
 #include "shard/sharded_buffer.h"
+#include "shard/tree_sum.h"
 
 namespace bmtrain {
 namespace py = pybind11;
