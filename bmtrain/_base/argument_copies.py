@@ -12,18 +12,22 @@ from .tree import BYTES, NO_CONTAINERS, attributes_of, is_opaque
 __all__ = ["snapshot"]
 
 
-def snapshot(value: Any, _seen: dict[int, Any] | None = None) -> Any:
+def snapshot(value: Any, seen: dict[int, Any] | None = None) -> Any:
     """A copy of all mutable containers in ``value``, so that a forward can be run again on its original
     arguments.
 
-    Tensors are shared, not copied. An object that occurs twice occurs twice in the copy as well.
+    Tensors are shared, not copied. An object that occurs twice occurs twice in the copy as well. Functions are shared,
+    too; ``seen`` receives them and the copies.
 
     Raises:
         TypeError: for a generator, or an iterator over others (zip), which can be read only once.
     """
-    if isinstance(value, NO_CONTAINERS) or is_opaque(value):
+    if isinstance(value, NO_CONTAINERS):
         return value
-    seen = {} if _seen is None else _seen
+    seen = {} if seen is None else seen
+    if is_opaque(value):
+        seen[id(value)] = value
+        return value
     if isinstance(value, tuple):
         items = [snapshot(item, seen) for item in value]
         if all(map(is_, items, value)):

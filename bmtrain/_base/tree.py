@@ -20,13 +20,19 @@ _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.device, torc
 _OPAQUE = (torch.nn.Module, torch.optim.Optimizer, type)
 BYTES = (bytearray, memoryview)
 NO_CONTAINERS = (torch.Tensor, *_LEAVES)
+_WITHOUT_STATE = (*NO_CONTAINERS, *_OPAQUE)
+
+
+def is_function(value: Any) -> bool:
+    """Whether ``value`` is a function, or is of torch and called as one; not a module or a type."""
+    kind = type(value)
+    is_called = callable(value) and not isinstance(value, _OPAQUE)
+    return is_called and (not isinstance(kind.__call__, FunctionType) or kind.__module__.startswith("torch"))
 
 
 def is_opaque(value: Any) -> bool:
-    """Whether ``value`` is a module, an optimizer, a type or a function, or is of torch and called as one."""
-    kind = type(value)
-    is_function = not isinstance(kind.__call__, FunctionType) or kind.__module__.startswith("torch")
-    return isinstance(value, _OPAQUE) or (callable(value) and is_function)
+    """Whether ``value`` is a module, an optimizer, a type or a function."""
+    return isinstance(value, _OPAQUE) or is_function(value)
 
 
 def attributes_of(value: Any) -> list[tuple[str, Any]]:
@@ -133,12 +139,10 @@ def tensors_of(value: Any, _seen: dict[int, Any] | None = None) -> Iterator[torc
 
 
 def has_containers(value: Any) -> bool:
-    """Whether ``value`` is or contains a mutable object other than a tensor."""
-    if isinstance(value, NO_CONTAINERS):
-        return False
-    if isinstance(value, tuple):
-        return any(map(has_containers, value))
-    return not is_opaque(value)
+    """Whether ``value`` is or contains a mutable object other than a tensor, or a function, which may refer to one."""
+    return (
+        any(map(has_containers, value)) if isinstance(value, tuple) else not isinstance(value, _WITHOUT_STATE)
+    )
 
 
 def distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
 """State outside modules that a forward reads: objects such as configurations, containers, NumPy arrays, generators.
 
-Modules refer to them, and scripts and forwards change their fields and items. A second run of a forward begins with
-the same ones as the first. Tensors in them are left to :mod:`.plain_state`.
+Modules refer to them, and functions among the arguments, and scripts and forwards change their fields and items. A
+second run of a forward begins with the same ones as the first. Tensors in them are left to :mod:`.plain_state`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ import random
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import partial
 from operator import is_
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
+
+from .._base.tree import attributes_of
 
 #: Tensors and arrays up to this size are copied before each forward; larger tensors only once they are known to be
 #: written to.
@@ -27,7 +31,8 @@ _FOREIGN = (sys.stdlib_module_names - {"argparse", "collections", "types"}) | {"
 _OF_THREADS = {"_queue", "_thread", "asyncio", "concurrent", "multiprocessing", "queue", "threading"}
 _CONTAINERS = (dict, list, deque, set)
 _NOT_OF_USERS = {*vars(torch.nn.Module()), "_full_shapes"}
-#: A container, the __dict__ of an object or an array, and a copy of what it contains.
+#: A container, the __dict__ of an object, an object with __slots__, a variable of a closure or an array, and a copy of
+#: what it contains.
 Holder = tuple[Any, Any]
 #: The __dict__ of a module and the name of an attribute.
 _Slot = tuple[dict[str, Any], str]
@@ -62,7 +67,8 @@ def _is_generator(value: Any) -> bool:
     if isinstance(value, random.Random):
         return not isinstance(value, random.SystemRandom)
     of_numpy = type(value).__module__.startswith("numpy.random.")
-    return of_numpy and (hasattr(value, "bit_generator") or hasattr(value, "get_state"))
+    has_state = of_numpy and (hasattr(value, "bit_generator") or hasattr(value, "get_state"))
+    return has_state or isinstance(value, torch.Generator)
 
 
 def _state_of(generator: Any) -> Any:
@@ -87,31 +93,64 @@ def _holders(value: Any) -> Iterator[Any]:
     if isinstance(value, tuple):
         for item in value:
             yield from _holders(item)
-    elif _is_small_array(value) or _is_generator(value):
+    elif callable(value) and (parts := _parts(value)):
+        yield from _holders(parts)
+    elif isinstance(value, CellType) or _is_small_array(value) or _is_generator(value):
         yield value
     elif (fields := _fields(value)) is not None:
         yield fields
-    if isinstance(value, _CONTAINERS) and len(value) <= _MOST_ITEMS:
+    if _has_slots(value) or (isinstance(value, _CONTAINERS) and len(value) <= _MOST_ITEMS):
         yield value
 
 
-def _content(holder: Any) -> Any:
-    if isinstance(holder, dict):
-        return dict(holder)
-    if isinstance(holder, set):
-        return set(holder)
+def _parts(function: Any) -> tuple[Any, ...]:
+    """Returns what a function, a method or a partial refers to."""
+    if isinstance(function, FunctionType):
+        return (
+            *(function.__closure__ or ()),
+            *(function.__defaults__ or ()),
+            *(function.__kwdefaults__ or {}).values(),
+            *([function.__dict__] if function.__dict__ else ()),
+        )
+    if isinstance(function, partial):
+        return function.func, function.args, function.keywords
+    owner = getattr(function, "__self__", None)
+    return () if owner is None else (owner,)
+
+
+def _has_slots(value: Any) -> bool:
+    return (
+        bool(getattr(type(value), "__slots__", ())) and _origin(value) not in _FOREIGN and not callable(value)
+    )
+
+
+def _items(holder: Any) -> Any:
+    """Returns the items of a holder, or their dict; None for an array or a generator."""
+    if isinstance(holder, CellType):
+        try:
+            return [holder.cell_contents]
+        except ValueError:  # a variable without a value
+            return []
     if isinstance(holder, _CONTAINERS):
-        return list(holder)
-    return _state_of(holder) if _is_generator(holder) else holder.copy()
+        return holder
+    return dict(attributes_of(holder)) if _has_slots(holder) else None
+
+
+def _content(holder: Any) -> Any:
+    items = _items(holder)
+    if items is None:
+        return _state_of(holder) if _is_generator(holder) else holder.copy()
+    return dict(items) if isinstance(items, dict) else set(items) if isinstance(items, set) else list(items)
 
 
 def _differs(holder: Any, content: Any) -> bool:
-    if isinstance(holder, dict):
-        return holder.keys() != content.keys() or not all(map(is_, holder.values(), content.values()))
-    if isinstance(holder, set):
-        return bool(holder != content)
-    if isinstance(holder, _CONTAINERS):
-        return len(holder) != len(content) or not all(map(is_, holder, content))
+    items = _items(holder)
+    if isinstance(items, dict):
+        return items.keys() != content.keys() or not all(map(is_, items.values(), content.values()))
+    if isinstance(items, set):
+        return bool(items != content)
+    if items is not None:
+        return len(items) != len(content) or not all(map(is_, items, content))
     if _is_generator(holder):
         return pickle.dumps(_state_of(holder)) != pickle.dumps(content)
     return bool(holder.shape != content.shape or holder.tobytes() != content.tobytes())
@@ -139,6 +178,16 @@ def put_contents(holders: Iterable[Holder]) -> None:
             holder.extend(content)
         elif isinstance(holder, list):
             holder[:] = content
+        elif isinstance(holder, CellType):
+            if content:
+                holder.cell_contents = content[0]
+            else:
+                del holder.cell_contents
+        elif _has_slots(holder):
+            for name in _items(holder).keys() - content.keys():
+                object.__delattr__(holder, name)
+            for name, item in content.items():
+                object.__setattr__(holder, name, item)
         elif _is_generator(holder):
             _set_state(holder, content)
         else:
@@ -162,7 +211,7 @@ class HelperState:
         values = [place.get(name) for place, name in self._slots]
         same = len(values) == len(self._values) and all(map(is_, values, self._values))
         if not same or any(_differs(*each) for each in self._held):
-            self._values, self._held = values, _reached_from(values)
+            self._values, self._held = values, reached_from(values)
         return self._held
 
 
@@ -177,7 +226,7 @@ def helpers_of(modules: Iterable[torch.nn.Module]) -> HelperState | None:
     return HelperState(slots) if slots else None
 
 
-def _reached_from(values: list[Any]) -> list[Holder]:
+def reached_from(values: list[Any]) -> list[Holder]:
     """Returns what holds state in ``values`` and in what they refer to, the nearest first."""
     found: dict[int, Holder] = {}
     for _ in range(_DEPTH):
@@ -185,7 +234,7 @@ def _reached_from(values: list[Any]) -> list[Holder]:
         for holder in (holder for value in values for holder in _holders(value)):
             if id(holder) not in found and len(found) < _MOST_HOLDERS:
                 found[id(holder)] = (holder, _content(holder))
-                if isinstance(holder, _CONTAINERS):
-                    inner += holder.values() if isinstance(holder, dict) else holder
+                items = _items(holder)
+                inner += items.values() if isinstance(items, dict) else items or ()
         values = inner
     return list(found.values())

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from .._base.argument_copies import snapshot
-from .._base.tree import replace_arguments, replace_tensors, tensors_of
+from .._base.tree import is_function, replace_arguments, replace_tensors, tensors_of
 from .._C import next_node_number
 from .block_state import BlockState, unreturned_tensor_error
 from .call import BlockCall, Part, Run
@@ -50,9 +50,10 @@ class Replay(Part):
         for tensor in tensors_of((args, kwargs)):
             if call.host is None or not tensor.requires_grad:  # else Offload notes its leaf
                 self._unchanged.note(tensor)
-        self._arguments = snapshot((args, kwargs)) if call.has_state else (args, kwargs)
+        met: dict[int, Any] = {}  # functions among the arguments, and copies of objects
+        self._arguments = snapshot((args, kwargs), met) if call.has_state else (args, kwargs)
         self._modes = ModeSnapshot(call.engine.device)
-        self._before = call.modules.before_forward()
+        self._before = call.modules.before_forward([*filter(is_function, met.values())])
         with self._saved.record():
             result = run(args, kwargs)
         self._before.after_forward()
@@ -92,8 +93,7 @@ class Replay(Part):
     def _second_run(self, call: BlockCall, fresh: dict[int, torch.Tensor]) -> tuple[Any, Any, Any]:
         """Runs the forward again until all tensors that the first run saved are computed.
 
-        Returns the arguments, the keyword arguments and the result, which is None if the run stopped early. ``fresh``:
-        replacements of the first run's leaves, by their identity.
+        Returns the arguments and the result, which is None if the run stopped early. ``fresh``: new leaves by old ones.
         """
         args, kwargs = snapshot(self._arguments) if call.has_state else self._arguments
         args, kwargs = replace_arguments(args, kwargs, lambda tensor: fresh.get(id(tensor), tensor))
@@ -106,8 +106,7 @@ class Replay(Part):
             self._saved.refill(stop_early=stops),
         ):
             try:
-                context = self._modes.context()
-                return args, kwargs, context.run(call.run_forward, args, kwargs)
+                return args, kwargs, self._modes.context().run(call.run_forward, args, kwargs)
             except (_StopForward, Exception):  # TorchScript and forwards may turn the first into others
                 if not (stops and self._saved.is_complete):
                     raise

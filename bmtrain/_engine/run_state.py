@@ -12,7 +12,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from .block_state import BlockState
-from .helper_state import SMALL_BYTES, HelperState, Holder, helpers_of
+from .helper_state import SMALL_BYTES, HelperState, Holder, helpers_of, reached_from
 from .plain_state import Buffer, PlainState, exchanged_error, old_value
 
 
@@ -66,8 +66,8 @@ class ModuleState:
         for module in self.walk():
             yield from (buffer for buffer in module._buffers.values() if buffer is not None)
 
-    def before_forward(self) -> ModuleSnapshot:
-        """Takes a snapshot; :meth:`ModuleSnapshot.after_forward` must be called when the forward has run."""
+    def before_forward(self, functions: list[Any]) -> ModuleSnapshot:
+        """Takes a snapshot, also of what ``functions`` refer to; :meth:`ModuleSnapshot.after_forward` must follow."""
         modules = self.walk()
         buffers = []
         copies: dict[int, torch.Tensor] = {}  # one of each tensor, as modules may share it
@@ -76,10 +76,8 @@ class ModuleState:
                 if tensor is None:
                     buffers.append(Buffer(owner, name, None, 0, None))
                     continue
-                copied = (
-                    tensor.nbytes <= SMALL_BYTES or self._large is None or (id(owner), name) in self._large
-                )
-                if copied and id(tensor) not in copies:
+                is_written = self._large is None or (id(owner), name) in self._large
+                if (is_written or tensor.nbytes <= SMALL_BYTES) and id(tensor) not in copies:
                     copies[id(tensor)] = tensor.clone()
                 buffers.append(Buffer(owner, name, tensor, tensor._version, copies.get(id(tensor))))
         size = sum(map(len, map(vars, modules)))
@@ -88,6 +86,7 @@ class ModuleState:
             for plain in self._plain:
                 plain.learn_more()
         held = self._helpers.before_forward() if self._helpers else []
+        held = [*held, *reached_from(functions)] if functions else held
         return ModuleSnapshot(self, modules, buffers, self._plain[self.root.training], held)
 
     def learn(self, updated: list[Buffer]) -> None:
@@ -135,10 +134,8 @@ class ModuleSnapshot:
         if self._state.walk() != self._modules:
             raise exchanged_error(label)
         changed = self._changed()
-        values: dict[int, torch.Tensor | None] = {}
-        for noted in self._buffers:
-            if id(noted.tensor) not in values:
-                values[id(noted.tensor)] = old_value(noted, label)
+        tensors = {id(noted.tensor): noted for noted in self._buffers}
+        values = {key: old_value(noted, label) for key, noted in tensors.items()}
         old = [(noted.owner, noted.name, values[id(noted.tensor)]) for noted in self._buffers]
         current = [(owner, name, owner._buffers.get(name)) for owner, name, _ in old]
         for owner, name, value in old:

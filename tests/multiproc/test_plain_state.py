@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import random
 import types
 from collections.abc import Callable, Iterator
@@ -386,6 +387,97 @@ def changed_arguments() -> None:
 
 def test_what_arguments_hold_is_as_it_was_in_the_first_run() -> None:
     run_ranks(2, changed_arguments)
+
+
+class Slotted:
+    """An object without a ``__dict__``."""
+
+    __slots__ = ("last", "value")
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def halve(self) -> float:
+        self.value = self.last = self.value / 2
+        return self.value
+
+
+def closure() -> Callable[[], float]:
+    value, seen = 1.0, []
+
+    def halve() -> float:
+        nonlocal value
+        value /= 2
+        seen.append(value)
+        return sum(seen)
+
+    return halve
+
+
+def with_default() -> Callable[[], float]:
+    def count(seen: list[float] = []) -> float:  # noqa: B006
+        seen.append(0.5)
+        return sum(seen)
+
+    return count
+
+
+def with_attribute() -> Callable[[], float]:
+    def halve() -> float:
+        halve.value /= 2  # type: ignore[attr-defined]
+        return halve.value  # type: ignore[attr-defined]
+
+    halve.value = 1.0  # type: ignore[attr-defined]
+    return halve
+
+
+#: Makers of functions that refer to state and change it.
+FUNCTIONS: list[Callable[[], Callable[[], Any]]] = [
+    lambda: Decay(3.0).random,
+    lambda: Slotted().halve,
+    lambda: functools.partial(Decay.random, Decay(3.0)),
+    lambda: functools.partial(Decay(3.0).random),
+    lambda: [0.5, 0.25, 0.125, 4.0, 8.0, 16.0].pop,
+    lambda: functools.partial(list.pop, [0.5, 0.25, 0.125, 4.0, 8.0, 16.0]),
+    lambda: functools.partial(lambda seen: len(seen.add(len(seen)) or seen), seen=set()),
+    lambda: functools.partial(torch.rand, 6, generator=torch.Generator().manual_seed(3)),
+    lambda: random.Random(3).random,
+    lambda: np.random.default_rng(3).normal,
+    closure,
+    with_default,
+    with_attribute,
+]
+
+
+class Calling(Stateful):
+    def __init__(self) -> None:
+        super().__init__(memory)
+        self.function: Any = None
+
+    def forward(self, x: torch.Tensor, functions: Any = None) -> torch.Tensor:
+        function = self.function if functions is None else functions["it"][0]
+        return x + self.down(torch.tanh(self.up(x)) * function())
+
+
+def changed_by_functions() -> None:
+    for make in FUNCTIONS:
+        for is_argument in (True, False):
+            plain, block = twins(Calling)
+            block = bmt.Block(block)
+            left = []
+            for module in (plain, block):
+                function, x = make(), torch.full((2, 6), 0.5)
+                module.function = function
+                for _ in range(2):
+                    x = module(x, {"it": (function,)}) if is_argument else module(x)
+                (x.sum() / (1 if module is plain else bmt.world_size())).backward()
+                left.append(torch.as_tensor(function()))
+            check_gradients(plain, block, tolerance=1e-5)
+            assert torch.equal(*left)
+
+
+def test_what_functions_refer_to_is_as_it_was_in_the_first_run() -> None:
+    run_ranks(2, changed_by_functions)
 
 
 def exchanged() -> None:
