@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import run_process, run_ranks
 from harness.disk_tier import ALL, TIERS, make, small_chunks
-from harness.offloaded import values_of
+from harness.offloaded import LAYERS, values_of
 
 import bmtrain as bmt
 from bmtrain import _C
@@ -138,8 +138,9 @@ def test_other_references_make_the_step_wait(drive: Path) -> None:
 # ---- inside backward
 
 
-def train_in_backward() -> None:
+def train_in_backward(num_optimizers: int) -> None:
     results = []
+    seen: dict[bool, list[list[torch.Tensor]]] = {False: [], True: []}  # between backward and step
     for places in TIERS:
         for in_backward in (False, True):
             small_chunks()
@@ -149,25 +150,42 @@ def train_in_backward() -> None:
                 {"params": [p for name, p in named if ("bias" in name) == is_bias], "weight_decay": decay}
                 for is_bias, decay in ((False, 0.1), (True, 0.0))
             ]
-            optimizer = bmt.optim.AdamOptimizer(groups, lr=0.01)
+            shares = (
+                [groups] if num_optimizers == 1 else [[group] for group in groups]
+            )  # of one block, of one file
+            optimizers = [bmt.optim.AdamOptimizer(share, lr=0.01) for share in shares]
             manager = bmt.optim.OptimManager(step_in_backward=in_backward)
-            manager.add_optimizer(optimizer)
+            for optimizer in optimizers:
+                manager.add_optimizer(optimizer)
             pending = 0
             for step in range(4):
                 x = torch.randn(3, 40, generator=torch.Generator().manual_seed(10 * step + bmt.rank()))
                 manager.zero_grad(set_to_none=step % 2 == 0)
                 manager.backward(model(x).square().mean())
                 pending = max(pending, num_pending(model))
+                if step == 2:
+                    first, *_, last = model.layers
+                    seen[in_backward].append([p.detach().clone() for p in (first.weight, last.bias)])
                 manager.step()
             assert bool(pending) == (in_backward and bool(places))
-            results.append(values_of(model, [optimizer]))
-    for result in results[1:]:
-        assert len(result) == len(results[0])
-        assert all(map(torch.equal, result, results[0]))
+            results.append(values_of(model, optimizers))
+    for found in (results, *seen.values()):
+        for result in found[1:]:
+            assert len(result) == len(found[0])
+            assert all(map(torch.equal, result, found[0]))
 
 
-def test_blocks_pass_while_the_backward_computes(drive: Path) -> None:
-    run_ranks(2, train_in_backward, init=tiers(drive))
+def with_slow_transfers(num_optimizers: int) -> None:
+    _C.disturb_transfers(2000)  # microseconds at most
+    try:
+        train_in_backward(num_optimizers)
+    finally:
+        _C.disturb_transfers(0)
+
+
+@pytest.mark.parametrize("num_optimizers", [1, 2])
+def test_blocks_pass_while_the_backward_computes(num_optimizers: int, drive: Path) -> None:
+    run_ranks(2, with_slow_transfers, num_optimizers, init=tiers(drive))
 
 
 # ---- ends
@@ -217,6 +235,38 @@ def test_a_failure_of_the_last_update_is_raised_by_all(
     first, second = run_ranks(2, fail_last, places, read, init=tiers(tmp_path), fresh=True)
     assert first == second
     assert "Input/output error" in first
+
+
+def fail_to_compute(places: dict[str, Any]) -> list[str]:
+    """Returns the errors of reads on this rank, of which one cannot compute its update."""
+    model, optimizer, _ = built(places)
+    inner = optimizer._place._inner
+    apply = inner.apply
+
+    def without_memory(parts: Any, states: Any, *, is_early: bool) -> None:
+        if is_early:
+            raise RuntimeError("no memory")
+        apply(parts, states, is_early=is_early)
+
+    if bmt.rank() == 1:
+        inner.apply = without_memory
+    optimizer.step()
+    errors = []
+    for layer in model.layers:
+        try:
+            layer.weight.sum()
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
+
+
+@pytest.mark.parametrize("places", [STATE, ALL], ids=["state", "all"])
+def test_an_update_that_cannot_be_computed_is_raised_where_it_is_read(
+    places: dict[str, Any], drive: Path
+) -> None:
+    first, second = run_ranks(2, fail_to_compute, places, init=tiers(drive))
+    assert first == []
+    assert second == ["no memory"] * LAYERS
 
 
 SLOW_EXIT = """
