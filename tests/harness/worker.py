@@ -238,27 +238,21 @@ def _shorten_end(ours: list[str], last: list[str], status: list[int]) -> None:
         return
     later = itertools.takewhile(lambda name: name != last[0], reversed(sys.modules))
     left = {name: sys.modules[name] for name in [*ours, *reversed([*later])] if name in sys.modules}
-    _exchange(sys.modules, left)  # to take the others out one by one would touch, and copy, the pages of each
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
     # Made here: frames of `main` live on in what modules keep of their import, and with them all that it has.
-    sys._end = _End(status[0])  # type: ignore[attr-defined]
-
-
-def _exchange(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Each gets what the other has: all of a dict but its reference count and its type."""
-    size = dict.__basicsize__ - object.__basicsize__
-    bodies = [(ctypes.c_char * size).from_address(id(each) + object.__basicsize__) for each in (one, other)]
-    bodies[0].raw, bodies[1].raw = bodies[1].raw, bodies[0].raw
+    sys._end = _End(status[0], dict(sys.modules))  # type: ignore[attr-defined]
+    sys.modules.clear()
+    sys.modules.update(left)
 
 
 class _End:
     """In the module ``sys``, which is cleared after all others: ends the process then.
 
-    It has what it needs, as modules are empty by then.
+    It has what it needs, as modules are empty by then, and keeps the modules that stay as they are.
     """
 
-    def __init__(self, status: int) -> None:
+    def __init__(self, status: int, modules: dict[str, Any]) -> None:
         self._status = status
+        self._modules = modules
         self._exit = os._exit
         self._flushes = [
             sys.stdout.flush,
