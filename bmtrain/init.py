@@ -163,15 +163,8 @@ def init_distributed(
     launch = read_launch(init_method, os.environ, sys.argv)
     if plan is not None:
         plan.require_fit(launch.world_size)
-    is_joining = options.survive and waits_for_a_place()
-    place = options.topology(0, 1) if is_joining else options.topology(launch.rank, launch.world_size)
-    if is_joining or place.world_size > 1:
-        write_lines()
-    if place.world_size > 1:
-        _use(_join(launch, place, options), options)
-    else:
-        alone = _alone(launch, place, options)
-        _use(waiting_to_join(alone, _host_identity()) if is_joining else alone, options)
+    _use(_enter(launch, options), options)
+    place = context().topology
     _log.info(
         "bmtrain: rank %d of %d (%s), %s, device %s",
         place.rank,
@@ -181,6 +174,18 @@ def init_distributed(
         config["device"],
     )
     _log.info("bmtrain: %s", place)
+
+
+def _enter(launch: Launch, options: InitOptions) -> Context:
+    """Meets the other ranks, if there are any."""
+    is_joining = options.survive and waits_for_a_place()
+    place = options.topology(0, 1) if is_joining else options.topology(launch.rank, launch.world_size)
+    if is_joining or place.world_size > 1:
+        write_lines()
+    if place.world_size > 1:
+        return _join(launch, place, options)
+    alone = _alone(launch, place, options)
+    return waiting_to_join(alone, _host_identity()) if is_joining else alone
 
 
 def _use(context: Context, options: InitOptions) -> None:
@@ -234,7 +239,7 @@ def _join(launch: Launch, place: Topology, options: InitOptions) -> Context:
         warnings.warn(
             f"init_distributed: expected the same seed on every rank, got {options.seed} on rank "
             f"{launch.rank} and {peers[0].seed} on rank 0, which is used",
-            stacklevel=3,
+            stacklevel=4,
         )
     _share_processors(peers[launch.rank], same_host)
     device = use_card(card)

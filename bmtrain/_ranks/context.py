@@ -230,12 +230,8 @@ def context(needed_by: str | None = None) -> Context:
 
 
 def install(context: Context) -> None:
-    """Makes ``context`` the context of this process; RuntimeError if there is one already."""
+    """Makes ``context`` the context of this process, which has none."""
     global _current
-    if _current is not None:
-        raise RuntimeError(
-            "bmtrain is initialized already: init_distributed() may be called once per process"
-        )
     _current = context
 
 
