@@ -15,14 +15,14 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Storey, from the bottom, or folder -> what belongs to it, and its ceiling. A commit that raises a ceiling gives the
 #: reason in its message.
 PYTHON = {
-    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2625),
+    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2632),
     "watch": ("_watch", 1951),
-    "ranks": ("_ranks global_var nccl synchronize utils", 4234),
-    "shards": ("_shards parameter", 1877),
-    "engine": ("_engine", 8379),
+    "ranks": ("_ranks global_var nccl synchronize utils", 4230),
+    "shards": ("_shards parameter", 1884),
+    "engine": ("_engine", 8374),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5712),
     "files": ("_files dcp distributed store weights", 4677),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10082),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10060),
     "survive": ("_survive survive", 2117),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_830),
 }

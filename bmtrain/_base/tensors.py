@@ -1,8 +1,9 @@
-"""Bytes of host tensors without unneeded copies, and detection of tied tensors."""
+"""Bytes of host tensors without unneeded copies, detection of tied tensors, references to memory."""
 
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Hashable
 
 import torch
@@ -26,3 +27,9 @@ def place_of(tensor: torch.Tensor) -> Hashable:
     storage = tensor.untyped_storage()._cdata
     layout = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
     return storage, layout, tensor.is_conj(), tensor.is_neg()
+
+
+def storage_references(tensor: torch.Tensor) -> int:
+    """The number of references to the storage of a tensor, this function's own among them: to be compared."""
+    storage = tensor.untyped_storage()  # a Python object counts too; so there always is one
+    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)

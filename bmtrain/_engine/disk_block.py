@@ -39,7 +39,7 @@ class DiskBlockState(BlockState):
         """Starts to read the parameters, unless they are gathered or an update has still to write them."""
         for update in tuple(self.pending):
             if update.is_done:
-                update.finish()
+                update.finish_together()
         if not self.is_gathered and not self.pending:
             for shard in self.stored:
                 shard.fetch_parameters()
@@ -76,7 +76,7 @@ class DiskBlockState(BlockState):
     def begin_step(self) -> None:
         """Called before a step reads and writes the files."""
         for update in tuple(self.pending):
-            update.finish()
+            update.finish_together()
         self.drop_gathered()
         self._rest()
         for shard in self.stored:

@@ -13,6 +13,7 @@ from torch import Tensor
 from .._base.unseen import gradient_of
 from .._C import ShardedBuffer
 from .._ranks.agree import failing_together
+from .._shards.at_rest import finish_update
 from ..errors import DiskError
 from .disk_tier import AHEAD, DiskTier, SealedArray, StoredArray, aligned, sealed
 
@@ -76,8 +77,7 @@ class StoredShard:
     def finish_updates(self) -> None:
         """Waits for pending updates, which the files get."""
         for member in self.members:
-            if (pending := member.__dict__.get("_pending")) is not None:
-                pending.finish()
+            finish_update(member)
 
     # ---- parameters
 

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .._base.tensors import storage_references
 from .._C import SEAL_BYTES, BufferPool, DiskFile, DiskQueue
 from ..errors import DiskError
 from .drives import Drives
@@ -240,7 +241,7 @@ class StoredArray:
         self.label = label
         self._put = put
         self.mapping = file.map(offset, self.nbytes).tensor(0, self.nbytes)
-        self._references = _num_references(self.mapping)  # while no storage has it
+        self._references = storage_references(self.mapping)  # while no storage has it
         self.memory: Tensor | None = None
         self.is_in_use = False
         self._transfer: Transfer | None = None
@@ -254,13 +255,13 @@ class StoredArray:
         self.rest()
         self.file, self.offset = self._tier.drives.reserve(self.nbytes), 0
         self.mapping = self.file.map(0, self.nbytes).tensor(0, self.nbytes)
-        self._references = _num_references(self.mapping)
+        self._references = storage_references(self.mapping)
         return self.mapping
 
     @property
     def is_held(self) -> bool:
         """Whether the mapping is under a storage, of the array or of tensors that a user keeps."""
-        return _num_references(self.mapping) > self._references
+        return storage_references(self.mapping) > self._references
 
     def unseal(self) -> None:
         """Called where a user may have written to the mapping."""
@@ -335,11 +336,6 @@ class StoredArray:
             transfer.complete()
             if transfer.error is not None:
                 self._tier.drives.note(DiskError(f"{self.label}: {transfer.error}"))
-
-
-def _num_references(memory: Tensor) -> int:
-    count: int = torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
-    return count
 
 
 def aligned(nbytes: int) -> int:

@@ -220,7 +220,7 @@ class Engine:
         """Waits for pending optimizer updates. See [Note: Updates that overlap]."""
         with self.waiting(block.label, "update"):
             for update in tuple(block.pending):
-                update.finish()
+                update.finish_together()
 
     # ---- gathers
 

@@ -79,7 +79,7 @@ class PendingUpdate:
             self._tensors = None
 
     def finish_together(self) -> None:
-        """As `finish`; a failure that all ranks raise soon is not raised."""
+        """As `finish`, for the block; a failure that all ranks raise soon is not raised."""
         self.finish()
 
     def end(self) -> None:
@@ -97,7 +97,7 @@ class PendingUpdate:
 
     @property
     def is_done(self) -> bool:
-        """Whether `finish` is known not to wait."""
+        """Whether `finish_together` is known not to wait."""
         return self.is_finished
 
     def zero_gradients_afterwards(self) -> bool:

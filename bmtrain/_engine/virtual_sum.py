@@ -196,8 +196,7 @@ class VirtualSum(Destination):
 
 
 def _block_of(param: DistributedParameter) -> BlockState | None:
-    reference = param._block
-    return None if reference is None or reference.runtime is None else reference.runtime()
+    return None if param._block is None else param._block.runtime()
 
 
 def _add_gradient(param: DistributedParameter, total: torch.Tensor) -> None:

@@ -9,15 +9,20 @@ import torch
 from .._ranks.agree import failing_together
 
 
+def finish_update(param: torch.Tensor) -> None:
+    """Waits for a pending update of ``param``."""
+    pending: Any = param.__dict__.get("_pending")
+    if pending is not None:
+        pending.finish()
+
+
 def show(param: torch.Tensor, *, gradient: bool = False) -> None:
     """Waits for a pending update of ``param``, and compares its bytes on a drive, or its gradient's. Local.
 
     Raises:
         DiskError: they differ, or cannot be read; an update has failed.
     """
-    pending: Any = param.__dict__.get("_pending")
-    if pending is not None:
-        pending.finish()
+    finish_update(param)
     runtime = block_on_drives(param)
     if runtime is not None:
         runtime.engine.drives.check()
@@ -41,5 +46,5 @@ def show_together(param: torch.Tensor, *, gradient: bool = False) -> None:
 def block_on_drives(param: Any) -> Any:
     """Returns the state of the parameter's Block if its policy puts optimizer state, at least, on a drive."""
     block: Any = getattr(param, "_block", None)
-    runtime = None if block is None or block.runtime is None else block.runtime()
+    runtime = None if block is None else block.runtime()
     return runtime if runtime is not None and runtime.policy.optimizer == "disk" else None

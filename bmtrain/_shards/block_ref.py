@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -25,24 +26,25 @@ class BlockRef(weakref.ref[Any]):
         homes: the storages of the Block's shards by address: the current ones, and earlier ones while users hold them.
             A weak reference reserves the address (not the memory), so no other storage can have it.
         members: the parameters in the Block.
-        runtime: the Block's runtime, which a pending backward keeps alive longer than the Block.
+        runtime: returns the Block's `BlockState`, which a pending backward keeps alive longer than the Block, or None.
     """
 
     homes: dict[int, StorageWeakRef]
     members: tuple[weakref.ref[Any], ...] = ()
-    runtime: weakref.ref[Any] | None = None  # a BlockState
+    runtime: Callable[[], Any]
     #: Version shared by all of these parameters; set when `.data` of one of them is first read.
     _data_version: DataVersion | None = None
 
     def __new__(cls, block: Any) -> BlockRef:
         reference = super().__new__(cls, block)
         reference.homes = {}
+        reference.runtime = _no_block
         return reference
 
     @property
     def is_bound(self) -> bool:
         """Whether the Block is running, so that its parameters are full."""
-        runtime = None if self.runtime is None else self.runtime()
+        runtime = self.runtime()
         return runtime is not None and runtime.is_bound
 
     def add_home(self, shard: torch.Tensor) -> None:

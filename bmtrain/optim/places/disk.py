@@ -11,7 +11,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from ..._base.unseen import data_of, gradient_of
+from ..._base.unseen import data_of
 from ..._C import lead_graphs_to
 from ..._engine.block_state import BlockState
 from ..._engine.disk_block import DiskBlockState
@@ -32,7 +32,7 @@ from .disk_arena import IN_FILE, Arena, Arrays, Chunk, Home, Stream
 from .disk_later import Background, DiskUpdate, PendingDiskUpdate
 from .disk_whole import pass_whole
 from .overlap.references import ArenaReferences, is_unwatched
-from .place import Groups, Place, States
+from .place import Groups, Place, States, zero_gradient
 from .ranges import split
 
 __all__ = ["OnDisk", "wants_disk"]
@@ -294,7 +294,7 @@ class OnDisk(Place):
         posted, at_once = [], []
         for block, of_block in by_block.items():
             for earlier in tuple(block.pending):  # its chunks may be ours
-                earlier.finish()
+                earlier.finish_together()
             if isinstance(block, DiskBlockState):
                 block.forget()  # parameters that were read ahead
             members = [update for part in of_block for update in part.updates]
@@ -312,7 +312,7 @@ class OnDisk(Place):
                 at_once.append(made)
             for arena in arenas:
                 arena.is_sealed = True
-        updates = [*at_once, *(pending.disk_update for pending in posted)]
+        updates = [*at_once, *(pending.update for pending in posted)]
         self._background.post(updates, self._passage(), self._compute)
         self._pending.add(posted)
         for made in at_once:
@@ -368,7 +368,7 @@ class OnDisk(Place):
         """Fills gradients with zeros, or sets them to None."""
         if not self._zero_now([{"params": parameters}], set_to_none):
             for p in parameters:
-                _zero_gradient(p, set_to_none)
+                zero_gradient(p, set_to_none)
 
     def _zero_now(self, groups: Groups, set_to_none: bool) -> bool:
         shards = {} if set_to_none else self._gradient_shards(groups)
@@ -378,7 +378,7 @@ class OnDisk(Place):
         for group in groups:
             for p in group["params"]:
                 if p not in zeroed:
-                    _zero_gradient(p, False)
+                    zero_gradient(p, False)
         return True
 
     def _gradient_shards(self, groups: Groups) -> dict[StoredShard, list[Tensor]]:
@@ -401,15 +401,6 @@ def _gradient(update: Update, home: Home) -> Tensor:
         return update.grad.reshape(-1)
     stored.note_gradient_changes()
     return IN_FILE
-
-
-def _zero_gradient(p: Any, set_to_none: bool) -> None:
-    if set_to_none:
-        p.grad = None
-    elif p.numel() and (gradient := gradient_of(p)) is not None:
-        if getattr(p, "_sent", None) is not None:
-            p._sent.drop()
-        gradient.detach_().zero_()
 
 
 def wants_disk(p: Any) -> bool:

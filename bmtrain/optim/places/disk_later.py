@@ -121,7 +121,7 @@ class PendingDiskUpdate(PendingUpdate):
         zero: zeroes gradients of parameters.
     """
 
-    __slots__ = ("_before_gather", "_block", "_zero", "_zeroed", "disk_update")
+    __slots__ = ("_zero", "_zeroed")
 
     def __init__(
         self,
@@ -130,21 +130,15 @@ class PendingDiskUpdate(PendingUpdate):
         block: BlockState,
         zero: Callable[[Sequence[Any]], None],
     ) -> None:
-        super().__init__(update, parameters, update, None)
-        self.disk_update = update
-        self._block = block
+        super().__init__(update, parameters, update, block)
         self._zero: Any = zero
         self._zeroed = False
-        self._before_gather: Any = _BeforeGather(self)
-        block.pending.append(self._before_gather)
 
     def finish(self) -> None:
         if self.is_finished:
             return
-        self.disk_update.wait_for_end()  # which Ctrl-C may interrupt
-        self._block.pending.remove(self._before_gather)
+        self.update.wait_for_end()  # which Ctrl-C may interrupt
         zero, self._zero = self._zero, None
-        self._before_gather = None
         super().finish()
         if self._zeroed:
             zero(self.parameters)
@@ -155,28 +149,19 @@ class PendingDiskUpdate(PendingUpdate):
 
     def end(self) -> None:
         """Gives the update up: an exit waits for no drive, whose files end with the process."""
-        self.disk_update.abandon()
+        self.update.abandon()
 
     def __del__(self) -> None:
         """Nothing: the thread owns what it writes to."""
 
+    @property
+    def is_done(self) -> bool:
+        done: bool = self.update.is_done
+        return done
+
     def zero_gradients_afterwards(self) -> bool:
         self._zeroed = True
         return True
-
-
-class _BeforeGather:
-    """A pending update as its block sees it."""
-
-    def __init__(self, update: PendingDiskUpdate) -> None:
-        self._update = update
-
-    @property
-    def is_done(self) -> bool:
-        return self._update.disk_update.is_done
-
-    def finish(self) -> None:
-        self._update.finish_together()
 
 
 class Background:

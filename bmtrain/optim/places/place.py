@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..._base.unseen import gradient_of
 from .._arrays import allocate
 from .._narrow import dtype_for
 from ..formulas import Formula, Part
 
-__all__ = ["Groups", "Place", "States"]
+__all__ = ["Groups", "Place", "States", "zero_gradient"]
 
 #: The group dicts of an optimizer.
 Groups = Sequence[Mapping[str, Any]]
@@ -111,3 +112,17 @@ class Place:
     def zero_grad(self, groups: Groups, set_to_none: bool) -> bool:
         """Fills all gradients with zeros, or sets them to None, if updates are pending; returns whether it did."""
         return False
+
+
+def zero_gradient(p: Any, set_to_none: bool) -> None:
+    """Fills a gradient with zeros, as torch's zero_grad does, or sets it to None."""
+    if set_to_none:
+        p.grad = None
+    elif p.numel() and (gradient := gradient_of(p)) is not None:
+        if getattr(p, "_sent", None) is not None:
+            p._sent.drop()
+        if gradient.grad_fn is not None:
+            gradient.detach_()
+        else:
+            gradient.requires_grad_(False)
+        gradient.zero_()

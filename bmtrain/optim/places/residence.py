@@ -62,7 +62,7 @@ def _by_block(parameters: Iterable[Any]) -> tuple[list[list[Tensor]], list[Tenso
     outside: list[Tensor] = []
     for p in parameters:
         block = getattr(p, "_block", None)
-        runtime = None if block is None or block.runtime is None else block.runtime()
+        runtime = None if block is None else block.runtime()
         (outside if runtime is None else blocks.setdefault(id(runtime), [])).append(p)
     return list(blocks.values()), outside
 

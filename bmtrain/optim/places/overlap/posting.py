@@ -11,8 +11,10 @@ from torch import Tensor
 from ...._C import OffloadUpdate
 from ...._engine.pending import PendingUpdate, PendingUpdates
 from ...._ranks import context
+from ...._shards.at_rest import finish_update
 from ....parameter import DistributedParameter
 from ...formulas import Part
+from ..place import zero_gradient
 from ..ranges import host_ranges
 from .ahead import SentAhead, SentBlock
 from .references import ArenaReferences, is_unwatched
@@ -90,12 +92,9 @@ class Overlap:
                     later.update(map(id, update.parameters))
         with torch._C.DisableTorchFunctionSubclass():  # so that nothing waits here
             for p in (p for group in groups for p in group["params"] if id(p) not in later):
-                if set_to_none:
-                    p.grad = None
-                    continue
-                if (waiting := p.__dict__.get("_pending")) is not None:
-                    waiting.finish()
-                _zero(p.grad)
+                if not set_to_none:
+                    finish_update(p)
+                zero_gradient(p, set_to_none)
         return True
 
     def post(
@@ -186,7 +185,8 @@ def _units_of(parts: Sequence[Part]) -> tuple[list[_Unit], list[Part]]:
             if not _is_direct(update):
                 rest.append(update)
                 continue
-            runtime = _runtime_of(param)
+            block: Any = param._block  # type: ignore[attr-defined]
+            runtime = None if block is None else block.runtime()
             if runtime is not None:
                 unit = blocks.get(id(runtime))
                 if unit is None:
@@ -221,19 +221,5 @@ def _is_direct(update: Update) -> bool:
     )
 
 
-def _runtime_of(param: Any) -> BlockState | None:
-    block = param._block
-    return None if block is None or block.runtime is None else block.runtime()
-
-
 def _shape_of(param: Any) -> tuple[int, ...]:
     return tuple(param._original_shape)
-
-
-def _zero(grad: Tensor | None) -> None:
-    if grad is not None:
-        if grad.grad_fn is not None:
-            grad.detach_()
-        else:
-            grad.requires_grad_(False)
-        grad.zero_()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...._base.tensors import storage_references
 from ...._base.unseen import gradient_of
 from ..._arrays import MASTER
 
@@ -158,12 +159,7 @@ def _address(tensor: Tensor) -> int:
 
 def _num_references(tensor: Tensor) -> int:
     """Returns the number of references to the storage from tensors and Python, without this function's own."""
-    return _raw_references(tensor) - _baseline().storage
-
-
-def _raw_references(tensor: Tensor) -> int:
-    storage = tensor.untyped_storage()  # a Python object counts too; so there always is one
-    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
+    return storage_references(tensor) - _baseline().storage
 
 
 class _Baseline:
@@ -175,7 +171,7 @@ class _Baseline:
         self.gradient = sys.getrefcount(sample.grad)
         self.gradient = sys.getrefcount(sample.grad)  # from the second access on, the object is kept
         self.item = _item_references({"item": torch.zeros(1, device="cpu")}, "item")
-        self.storage = _raw_references(torch.zeros(1, device="cpu")) - 1
+        self.storage = storage_references(torch.zeros(1, device="cpu")) - 1
 
 
 @cache
