@@ -19,7 +19,7 @@ PYTHON = {
     "watch": ("_watch", 1951),
     "ranks": ("_ranks global_var nccl synchronize utils", 4230),
     "shards": ("_shards parameter", 1884),
-    "engine": ("_engine", 8374),
+    "engine": ("_engine", 8371),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5712),
     "files": ("_files dcp distributed store weights", 4677),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10060),

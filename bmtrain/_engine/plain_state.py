@@ -24,6 +24,8 @@ _OF_TORCH = frozenset(vars(torch.nn.Module()))
 _REGISTERED = ("_modules", "_parameters", "_buffers")
 _CONTAINERS = (tuple, list, dict, deque)
 _ABSENT: Any = object()
+#: Modules that have other attributes now, and what their __dict__ was.
+_Changed = Iterable[tuple[torch.nn.Module, dict[str, Any]]]
 #: The __dict__ of a module, the name of an attribute, and whether forwards replace its value.
 _Place = tuple[dict[str, Any], str, bool]
 
@@ -178,9 +180,7 @@ def exchanged_error(label: str) -> RuntimeError:
     )
 
 
-def _differing(
-    changed: Iterable[tuple[torch.nn.Module, dict[str, Any]]],
-) -> Iterator[tuple[torch.nn.Module, str, Any, Any]]:
+def _differing(changed: _Changed) -> Iterator[tuple[torch.nn.Module, str, Any, Any]]:
     """Yields attributes that are not what they were, with both values; none that became a module or a parameter."""
     for module, old in changed:
         now = vars(module)
@@ -238,9 +238,7 @@ class PlainState:
             ]
         return snapshot
 
-    def note_counters(
-        self, changed: Iterable[tuple[torch.nn.Module, dict[str, Any]]], buffers: Iterable[Buffer]
-    ) -> None:
+    def note_counters(self, changed: _Changed, buffers: Iterable[Buffer]) -> None:
         """Records the integers that a forward increased by 1, which count both runs, and warns of the first.
 
         Not where one of the ``buffers`` of the module has another shape now: the integer may be its length.
@@ -259,26 +257,25 @@ class PlainState:
                 )
 
     @contextmanager
-    def as_before(
-        self, changed: Iterable[tuple[torch.nn.Module, dict[str, Any]]], held: list[Holder]
-    ) -> Iterator[None]:
-        """Context manager with what modules and other objects had; afterwards the current state is put back.
-
-        Args:
-            changed: modules, and what their ``__dict__`` was.
-            held: other objects, and what they contained.
-        """
-        differing = [each for each in _differing(changed) if (id(each[0]), each[1]) not in self._counters]
-        for module, name, old, _ in differing:
-            _set(vars(module), name, old)
+    def as_before(self, changed: Callable[[], _Changed], held: list[Holder]) -> Iterator[None]:
+        """Context manager with what modules and ``held`` objects had; afterwards the current state is put back."""
+        differing = self.put_old(changed())
         now = contents_of(holder for holder, _ in held)
         put_contents(held)
         try:
             yield
         finally:
             put_contents(now)
+            self.put_old(changed())  # also what the second run alone has changed
             for module, name, _, new in differing:
                 _set(vars(module), name, new)
+
+    def put_old(self, changed: _Changed) -> list[tuple[torch.nn.Module, str, Any, Any]]:
+        """Gives modules the attributes that they had, but counters; returns them with the old and the new value."""
+        differing = [each for each in _differing(changed) if (id(each[0]), each[1]) not in self._counters]
+        for module, name, old, _ in differing:
+            _set(vars(module), name, old)
+        return differing
 
     def learn_more(self) -> None:
         """Has the next forward show what it changes, in addition to what is known: the modules have new attributes."""

@@ -134,19 +134,19 @@ class ModuleSnapshot:
         if self._state.walk() != self._modules:
             raise exchanged_error(label)
         changed = self._changed()
-        tensors = {id(noted.tensor): noted for noted in self._buffers}
-        values = {key: old_value(noted, label) for key, noted in tensors.items()}
-        old = [(noted.owner, noted.name, values[id(noted.tensor)]) for noted in self._buffers]
-        current = [(owner, name, owner._buffers.get(name)) for owner, name, _ in old]
-        for owner, name, value in old:
-            owner._buffers[name] = value
+        values = {key: old_value(n, label) for key, n in {id(n.tensor): n for n in self._buffers}.items()}
+        current = [(noted.owner, noted.name, noted.owner._buffers.get(noted.name)) for noted in self._buffers]
+        for noted in self._buffers:
+            noted.owner._buffers[noted.name] = values[id(noted.tensor)]
         try:
             with (
-                self._plain.as_before(changed, self._held) if changed or self._held else nullcontext(),
+                self._plain.as_before(self._changed, self._held) if changed or self._held else nullcontext(),
                 nullcontext() if self._in_place is None else self._in_place.restored(),
             ):
                 yield
         finally:
+            if not changed and (changed := self._changed()):  # by the second run alone
+                self._plain.put_old(changed)
             for owner, name, buffer in current:
                 owner._buffers[name] = buffer
 

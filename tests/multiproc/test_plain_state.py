@@ -110,6 +110,19 @@ def given(self: Any, h: torch.Tensor) -> Any:
     return self.given + self.number
 
 
+def alternating(self: Any, h: torch.Tensor) -> Any:
+    """Has after two calls what it had before them."""
+    self.turn = not self.turn
+    return 2.0 if self.turn else 0.5
+
+
+def emptied(self: Any, h: torch.Tensor) -> Any:
+    """Keeps a tensor that the script takes away before the backward."""
+    if self.held is None:
+        self.held = h.detach().mean() + 1.5
+    return self.held
+
+
 def late(self: Any, h: torch.Tensor) -> Any:
     """Keeps a tensor from the second call on."""
     before = self.memory
@@ -205,6 +218,8 @@ FORWARDS = [
     in_a_buffer_of_none,
     decaying,
     given,
+    alternating,
+    emptied,
     late,
     with_history,
     of_python,
@@ -240,6 +255,7 @@ class Stateful(torch.nn.Module):
         self.register_buffer("table", torch.ones(2))
         self.cache: dict[str, torch.Tensor] = {}
         self.decay, self.given, self.given_later = 1.0, None, None
+        self.turn, self.held = False, None
         self.settings = Settings()
         self.scales = [0.5, 1.0]
         self.array = np.ones(3)
@@ -272,7 +288,7 @@ def restored(recompute: str) -> None:
                 for number in (1, 2):
                     module.given, module.number = torch.full((6,), number / 2), number
                     results.append(module(torch.full((2, 6), number - 0.5)))
-                module.given, module.number = None, 3
+                module.given, module.number, module.held = None, 3, None
                 module.settings.decay()
                 module.scales[1] *= 0.9
                 module.array *= 0.9
@@ -282,7 +298,7 @@ def restored(recompute: str) -> None:
             check_gradients(plain, block, tolerance=1e-5)
             inner = block._module
             assert drawn[0] == drawn[1]
-            for name in ("memory", "seen", "scale", "late", "decay", "number", "length"):
+            for name in ("memory", "seen", "scale", "late", "decay", "number", "length", "turn", "held"):
                 want, got = getattr(plain, name, None), getattr(inner, name, None)
                 assert (want is None) == (got is None), (factor.__name__, name)
                 if want is not None:
