@@ -22,7 +22,7 @@ PYTHON = {
     "engine": ("_engine", 8371),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5712),
     "files": ("_files dcp distributed store weights", 4677),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10060),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10157),
     "survive": ("_survive survive", 2117),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_830),
 }

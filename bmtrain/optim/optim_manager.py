@@ -22,6 +22,7 @@ from ..virtual import check_no_loop
 from ._early import EarlySteps
 from ._grad_stats import check_overflow, first_overflow, forget_unsent, grad_rescale, parameters_of
 from ._loss_watch import LossWatch
+from ._options_watch import OptionsWatch
 from ._state import load_optimizer_state, optimizer_state
 from ._suitability import (
     refuse_policies_of_tiers,
@@ -111,6 +112,7 @@ class OptimManager:
         self.accumulate = accumulate
         self._num_backwards = 0  # since the last step
         self._watch = LossWatch()
+        self._options_watch = OptionsWatch()
         self.optimizers: list[torch.optim.Optimizer] = []
         self.lr_schedulers: list[Any] = []
 
@@ -288,8 +290,8 @@ class OptimManager:
     def step(self) -> None:
         """Steps every optimizer and then its schedule, or skips all if a gradient overflowed.
 
-        Collective over the world with loss scaling. Warns, once, if all ranks had the same losses, or if the loss
-        stays inf or NaN without a loss scale.
+        Collective over the world with loss scaling. Warns, once, if all ranks had the same losses, if hyperparameters
+        such as the learning rate differ between ranks, or if the loss stays inf or NaN without a loss scale.
 
         Raises:
             RuntimeError: without an optimizer; in a loop over virtual shards, whose gradients are there when it ends;
@@ -309,6 +311,7 @@ class OptimManager:
         warn_of_uninitialised(groups)
         warn_of_unsent_gradients(groups)
         self._watch.end_step(parameters_of(groups), self.loss_scale_enabled)
+        self._options_watch.end_step(self.optimizers)
         if self.loss_scale_enabled and self._skip_on_overflow(groups):
             return
         survival = _survival()

@@ -218,13 +218,34 @@ def managed(optimizer: torch.optim.Optimizer) -> bmt.optim.OptimManager:
     return manager
 
 
-def trained(x: torch.Tensor) -> None:
+def trained(x: torch.Tensor, optimizer: torch.optim.Optimizer | None = None, num_steps: int = 4) -> None:
     model = linear()
-    manager = managed(torch.optim.SGD(model.parameters(), lr=0.1))
-    for _ in range(4):
+    manager = managed(optimizer or torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(num_steps):
         manager.zero_grad()
         manager.backward(model(x).sum())
         manager.step()
+
+
+def rates_of_ranks() -> None:
+    rate = 0.1 * 2 ** -bmt.rank()
+    trained(torch.rand(2, 4) + bmt.rank(), bmt.optim.AdamOptimizer(linear().parameters(), lr=rate))
+
+
+def schedules_of_ranks() -> None:
+    """From the third step on a rank has another rate."""
+    optimizer = torch.optim.SGD([{"params": [p]} for p in linear().parameters()], lr=torch.tensor(0.5))
+    manager = managed(optimizer)
+    manager.lr_schedulers[0] = torch.optim.lr_scheduler.StepLR(optimizer, 2 + 4 * bmt.rank(), 0.5)
+    manager.add_optimizer(bmt.optim.AdamOptimizer(linear().parameters()))
+    for _ in range(8):
+        manager.step()
+
+
+def same_rates() -> None:
+    parameters = list(linear().parameters())
+    groups = [{"params": parameters}, {"params": [torch.nn.Parameter(torch.ones(1))], "lr": bmt.rank()}]
+    trained(torch.ones(2, 4) * bmt.rank(), bmt.optim.AdamOptimizer(groups), num_steps=9)
 
 
 class Mistake(NamedTuple):
@@ -258,6 +279,11 @@ RECOVERABLE = [
     Mistake(
         11, same_samples, r"all 2 ranks were equal bit for bit.*bmtrain\.data\.loader", on_rank_0_only=True
     ),
+    Mistake(
+        12, rates_of_ranks, r"lr of group 0 of AdamOptimizer is 0\.1 on rank 0 and 0\.05 on rank 1", True
+    ),
+    Mistake(12, schedules_of_ranks, r"lr of group 0 of SGD is 0\.25 on rank 0 and 0\.5 on rank 1", True),
+    Mistake(12, same_rates, r"1 of its 3 parameters are plain ones", True),
     Mistake(14, too_big, r"65,536\.0 GiB.*meta.*python -m bmtrain plan"),
     Mistake(15, not_finite, r"the loss was inf or NaN in 3 steps in a row.*loss_scale", on_rank_0_only=True),
     Mistake(25, full_disk, r"File too large: '.*full\.pt"),

@@ -1,0 +1,94 @@
+"""Detection of hyperparameters that differ between ranks.
+
+A rank with another learning rate (of ReduceLROnPlateau and the loss of its own batch, say) trains its share of each
+parameter with it. Ranks compare theirs in few steps, so that it costs nothing.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from .._base.deprecate import warn_once
+from .._C import ReduceOp
+from .._ranks.comm import wire_device
+from ..global_var import config, context, rank
+from ..parameter import DistributedParameter
+from ._exchange import exchange
+
+__all__ = ["OptionsWatch"]
+
+_EVERY = 1024  # steps; before, in steps 4, 8, 16, ...
+
+
+class OptionsWatch:
+    """Compares the hyperparameters of a manager's optimizers."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+
+    def end_step(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Warns on rank 0 if ranks have different ones. Collective in few steps."""
+        self._num_steps += 1
+        number = self._num_steps
+        if number < 4 or (number & (number - 1) and number % _EVERY):
+            return
+        groups = [each for optimizer in optimizers for each in _groups_of(optimizer)]
+        ctx = context("OptimManager.step")
+        # Stages of a pipeline may have groups of their own.
+        if groups and ctx.topology.world_size > 1 and ctx.survival is None and not config["pipe_enabled"]:
+            _compare(groups)
+
+
+_Group = dict[str, Any]
+
+
+def _groups_of(optimizer: torch.optim.Optimizer) -> list[_Group]:
+    """Returns the hyperparameters of each group with distributed parameters, and the name of the group."""
+    names = getattr(optimizer, "defaults", {"lr": None})
+    return [
+        {"of": f"group {index} of {type(optimizer).__name__}"}
+        | {name: _number(group[name]) for name in names if name in group}
+        for index, group in enumerate(optimizer.param_groups)
+        if any(isinstance(p, DistributedParameter) for p in group["params"])
+    ]
+
+
+def _number(value: Any) -> Any:
+    """Returns ``value`` if it is a number, or some, in a form that is equal on all ranks; else None."""
+    if isinstance(value, (tuple, list)):
+        return [_number(item) for item in value]
+    is_number = isinstance(value, (bool, int, float)) or (
+        isinstance(value, torch.Tensor) and value.numel() == 1
+    )
+    return float(value) if is_number else None
+
+
+def _compare(groups: list[_Group]) -> None:
+    comm = context("OptimManager.step").world.comm
+    own = zlib.crc32(repr(groups).encode())
+    bounds = torch.tensor([own, -own], device=wire_device(comm))
+    comm.all_reduce(bounds, ReduceOp.MAX, "comparison of hyperparameters").wait()
+    largest, smallest = bounds.tolist()
+    if largest == -smallest:
+        return
+    everyone = [each["groups"] for each in exchange({"groups": groups})]
+    differences = [
+        f"{name} of {group['of']} is {group[name]} on rank 0 and {other[name]} on rank {number}"
+        for number, others in enumerate(everyone)
+        for group, other in zip(everyone[0], others, strict=False)
+        for name in group
+        if group["of"] == other["of"] and name in other and group[name] != other[name]
+    ]
+    if differences and rank() == 0:
+        warn_once(
+            "OptimManager.hyperparameters",
+            f"OptimManager: {differences[0]}: each rank updates its shards of all parameters with its own. Give all "
+            "ranks the same, and a schedule that follows the loss the mean over the ranks: "
+            "bmtrain.distributed.all_reduce(loss, 'avg')",
+            stacklevel=4,
+            category=UserWarning,
+        )
