@@ -108,8 +108,9 @@ def test_changed_bit_in_a_large_range(piece: int, tmp_path: Path) -> None:
         queue.wait(0)
 
 
-def test_part_of_a_range_is_written_or_zeroed(tmp_path: Path) -> None:
-    queue, file = DiskQueue("auto", 1, PIECE), make_file(tmp_path)
+@pytest.mark.parametrize("folder", ["", "/dev/shm"], ids=["drive", "without zeroed ranges"])
+def test_part_of_a_range_is_written_or_zeroed(folder: str, tmp_path: Path) -> None:
+    queue, file = DiskQueue("auto", 1, PIECE), make_file(Path(folder or tmp_path))
     expected, part = torch.ones(PIECE, dtype=torch.uint8), slice(DISK_ALIGNMENT, 2 * DISK_ALIGNMENT)
     for number in (0, 2):
         queue.buffer(0).fill_(1)
@@ -137,6 +138,9 @@ def test_seals_are_the_checksums_of_checkpoints(nbytes: int, tmp_path: Path) -> 
     pieces = [written[at : at + (1 << 18)] for at in range(0, nbytes, 1 << 18)]
     assert file.seals(nbytes, nbytes) == [zlib.crc32(piece) for piece in pieces]
     assert file.seals(0, 2 * nbytes) == file.seals(0, nbytes) == []
+    queue.write(0, file, nbytes, DISK_ALIGNMENT)  # of a part, which leaves none of the rest
+    queue.wait(0)
+    assert len(file.seals(nbytes, nbytes)) == (nbytes == DISK_ALIGNMENT)
     file.unseal(2 * nbytes - 1, 1)
     assert file.seals(nbytes, nbytes) == []
 

@@ -156,9 +156,11 @@ def test_moments_are_right_on_the_average() -> None:
         assert mean == pytest.approx(expected, rel=5e-3)
 
 
-def test_a_block_with_a_number_that_is_not_finite_becomes_nan() -> None:
+@pytest.mark.parametrize("bits", [0x7F800000, -0x800000, 0x7FC00000, 0x7FFFFFFF, -1], ids=hex)
+def test_a_block_with_a_number_that_is_not_finite_becomes_nan(bits: int) -> None:
+    """Infinities, and NaN with the least and the most payload, as memory that nothing has been written to has."""
     parts = parts_of(96, torch.float32, None)
-    parts[2][40] = math.inf
+    parts[2].view(torch.int32)[40] = bits
     step(parts, 1, OPTIONS[0])
     for array, name in zip(parts[3:], NAMES, strict=True):
         assert array is not None
