@@ -434,3 +434,34 @@ def keep_gradients() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_kept_gradients_keep_their_values(world: int, tmp_path: Path) -> None:
     run_ranks(world, keep_gradients, init={"tier_directories": [str(tmp_path)]})
+
+
+# ---- parameters that a forward without a backward has left gathered
+
+
+def forward_before_step() -> None:
+    small_chunks()
+    for writes in (False, True):
+        results = []
+        for places in TIERS:
+            torch.manual_seed(3)
+            with bmt.default_policy(bmt.BlockPolicy(level=2, **places)):
+                model = Model()
+            optimizer = adam(model)
+            losses = []
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of(model, step).backward()
+                losses.append(loss_of(model, step + 10))  # and keeps the parameters for its backward
+                if writes:
+                    model.layers[1].weight.data.mul_(0.9)
+                optimizer.step()
+            results.append([*(loss.detach() for loss in losses), *values_of(model, [optimizer])])
+        for result in results[1:]:
+            assert len(result) == len(results[0])
+            assert all(map(torch.equal, result, results[0])), writes
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_after_a_forward(world: int, tmp_path: Path) -> None:
+    run_ranks(world, forward_before_step, init={"tier_directories": [str(tmp_path)]})
