@@ -182,9 +182,20 @@ class Overriding(bmt.DistributedModule):
         self.inner = OverridingChild(fill)
         self.blocks = bmt.TransformerBlockList([bmt.Block(Counting()) for _ in range(2)])
         self.plain = torch.nn.Linear(2, 2)
+        self.plain.register_state_dict_pre_hook(lambda module, *_: torch.nn.init.constant_(module.weight, 3))
+        self.plain._register_state_dict_hook(with_bias_of_7)
 
     def state_dict(self, destination=None, prefix="", keep_vars=False):
         return store._save_to_rank0(self, destination, prefix)
+
+
+def with_bias_of_7(module, state, prefix, metadata):
+    """Returns another dict, as hooks may, for a whole model."""
+    if prefix == "plain.":
+        return OrderedDict(
+            (key, torch.full((2,), 7.0) if key == "plain.bias" else state[key]) for key in state
+        )
+    return None
 
 
 class OverridingChild(bmt.DistributedModule):
@@ -209,6 +220,8 @@ def check_override(path: str) -> None:
         ]  # fmt: skip
         assert torch.equal(state["weight"], torch.full((3, 4), 2.0))
         assert torch.equal(state["inner.bias"], torch.full((5,), 2.0))
+        assert torch.equal(state["plain.weight"], torch.full((2, 2), 3.0))
+        assert torch.equal(state["plain.bias"], torch.full((2,), 7.0))
     else:
         assert not state
     given = OrderedDict(first=1)

@@ -127,9 +127,11 @@ def test_llama_split_and_fused(tied: bool, dtype: torch.dtype, tmp_path: Path) -
     convert(tmp_path / "b", tmp_path / "c", "checkpoint")
     convert(tmp_path / "c", tmp_path / "d", "safetensors", layout="hf-llama")
     assert torch.equal(logits_from(tmp_path / "d", model), expected)
+    convert(tmp_path / "b", tmp_path / "e", "dcp")
     convert(tmp_path / "a", tmp_path / "first.pt", layout="hf-llama")
-    convert(tmp_path / "d" / "model.safetensors", tmp_path / "last.pt")
-    assert_same(tmp_path / "last.pt", torch.load(tmp_path / "first.pt", weights_only=True))
+    for source, layout in (("d/model.safetensors", None), ("e", "hf-llama")):
+        convert(tmp_path / source, tmp_path / "last.pt", layout=layout, overwrite=True)
+        assert_same(tmp_path / "last.pt", torch.load(tmp_path / "first.pt", weights_only=True))
 
 
 @pytest.mark.parametrize(
