@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import Context, ContextVar, copy_context
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 from .block_state import BlockState
 from .helper_state import SMALL_BYTES, HelperState, Holder, helpers_of, reached_from
 from .plain_state import Buffer, PlainState, exchanged_error, old_value
+
+_FORWARD_HOOKS = attrgetter("_forward_hooks")
 
 
 class ModuleState:
@@ -56,10 +58,7 @@ class ModuleState:
 
     def has_own_forward_hooks(self) -> bool:
         """Whether one of the modules has a forward hook that receives its result."""
-        for module in self.walk():  # noqa: SIM110 (a generator costs as much again, for each module)
-            if module._forward_hooks:
-                return True
-        return False
+        return any(map(_FORWARD_HOOKS, self.walk()))  # a generator costs as much again, for each module
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """Yields all buffers of the modules."""
@@ -134,7 +133,8 @@ class ModuleSnapshot:
         if self._state.walk() != self._modules:
             raise exchanged_error(label)
         changed = self._changed()
-        values = {key: old_value(n, label) for key, n in {id(n.tensor): n for n in self._buffers}.items()}
+        distinct = {id(noted.tensor): noted for noted in self._buffers} if self._buffers else {}
+        values = {key: old_value(noted, label) for key, noted in distinct.items()} if distinct else {}
         current = [(noted.owner, noted.name, noted.owner._buffers.get(noted.name)) for noted in self._buffers]
         for noted in self._buffers:
             noted.owner._buffers[noted.name] = values[id(noted.tensor)]
