@@ -255,7 +255,7 @@ class PipelineCall:
             return _Incoming(list(whole.chunk(self.num_micros)), [])
         if self.pipe.rank >= reached:
             return None
-        tensors = [torch.empty_like(states[-1]) for states in self.states]
+        tensors = [result.new_empty(result.shape) for *_, result in self.states]
         comm, peer = channel(self.pipe, self.pipe.rank + 1), self.pipe.rank + 1
         works = [
             [comm.recv(part, peer, "pipe.backward") for part in (tensor, *self._arguments.to_receive(index))]

@@ -22,7 +22,8 @@ DIM, BATCH, LAYERS = 6, 4, 5
 
 def layer_forward(self, x, mask, shared, flag=None):
     y = torch.tanh(x @ self.up.t() + shared) @ self.down.t()
-    return x + (y * mask if flag == "mask" else y)
+    result = x + (y * mask if flag == "mask" else y)
+    return result.transpose(0, -1).contiguous().transpose(0, -1)  # with other strides
 
 
 class Layer(bmt.DistributedModule):
