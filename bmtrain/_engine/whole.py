@@ -122,8 +122,7 @@ def holding_whole(params: Iterable[DistributedParameter], *, write: bool) -> Ite
 def _runtimes_of(params: Iterable[DistributedParameter]) -> list[BlockState]:
     found: dict[int, BlockState] = {}
     for param in params:
-        reference = None if param._block is None else param._block.runtime
-        runtime = None if reference is None else reference()
+        runtime = None if param._block is None else param._block.runtime()
         if runtime is not None:
             found[id(runtime)] = runtime
     return list(found.values())
