@@ -23,16 +23,16 @@ NO_CONTAINERS = (torch.Tensor, *_LEAVES)
 _WITHOUT_STATE = (*NO_CONTAINERS, *_OPAQUE)
 
 
-def is_function(value: Any) -> bool:
-    """Whether ``value`` is a function, or is of torch and called as one; not a module or a type."""
-    kind = type(value)
-    is_called = callable(value) and not isinstance(value, _OPAQUE)
-    return is_called and (not isinstance(kind.__call__, FunctionType) or kind.__module__.startswith("torch"))
-
-
 def is_opaque(value: Any) -> bool:
-    """Whether ``value`` is a module, an optimizer, a type or a function."""
-    return isinstance(value, _OPAQUE) or is_function(value)
+    """Whether ``value`` is a module, an optimizer, a type or a function, or is of torch and called as one."""
+    kind = type(value)
+    is_called = not isinstance(kind.__call__, FunctionType) or kind.__module__.startswith("torch")
+    return isinstance(value, _OPAQUE) or (callable(value) and is_called)
+
+
+def is_function(value: Any) -> bool:
+    """Whether ``value`` is a function, or is of torch and called as one."""
+    return is_opaque(value) and not isinstance(value, _OPAQUE)
 
 
 def attributes_of(value: Any) -> list[tuple[str, Any]]:
