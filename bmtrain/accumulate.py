@@ -18,9 +18,9 @@ def no_sync() -> AbstractContextManager[None]:
     with ``keep_gradients=False`` in their policy send as usual; blocks with ``keep_gathered=True`` are gathered once
     for all these backwards.
 
-    ``zero_grad()`` of this library's optimizers and :class:`OptimManager <bmtrain.optim.OptimManager>` drops the unsent
-    gradients of their parameters; torch's own optimizers do not. A parameter that is frozen afterwards still receives
-    its unsent gradients.
+    ``zero_grad()`` of optimizers, modules and :class:`OptimManager <bmtrain.optim.OptimManager>` drops the unsent
+    gradients of their parameters, and ``p.grad = None`` drops one. A parameter that is frozen afterwards still
+    receives its unsent gradients.
 
     Raises:
         RuntimeError: before :func:`bmtrain.init_distributed`, or in a loop over virtual shards.

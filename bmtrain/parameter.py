@@ -17,7 +17,7 @@ from ._base.opaque import opaque
 from ._base.unseen import TORCH_DATA, TORCH_GRAD, data_of, gradient_of
 from ._C import ReduceOp
 from ._ranks.comm import wire_device
-from ._ranks.context import require_gathering, require_intact
+from ._ranks.context import current, require_gathering, require_intact
 from ._shards import penalties
 from ._shards.at_rest import show, show_together
 from ._shards.block_ref import BlockRef
@@ -183,8 +183,9 @@ class DistributedParameter(torch.nn.Parameter):
             return known
         reader = _getframe(1)
         gradient = gradient_of(self)
-        # torch's zero_grad methods look whether there is a gradient.
-        if self._stored is not None and gradient is not None and reader.f_code.co_name != "zero_grad":
+        if reader.f_code.co_name == "zero_grad":  # torch's methods look whether there is a gradient
+            self._forget_unsent()
+        elif self._stored is not None and gradient is not None:
             show(self, gradient=True)
         if self._sent is not None:
             self._sent.drop()
@@ -196,11 +197,19 @@ class DistributedParameter(torch.nn.Parameter):
     def grad(self, value: torch.Tensor | None) -> None:
         if self._sent is not None:
             self._sent.drop()
+        if value is None:
+            self._forget_unsent()
         TORCH_GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    def _forget_unsent(self) -> None:
+        """Drops the gradient that backwards in :func:`bmtrain.no_sync` left unsent: a script drops ``grad``."""
+        if (present := current()) is not None:
+            gradients: Any = present.engine.gradients
+            gradients.unsent.forget((self,))
 
     @property
     def data(self) -> torch.Tensor:

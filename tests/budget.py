@@ -18,7 +18,7 @@ PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2632),
     "watch": ("_watch", 1951),
     "ranks": ("_ranks global_var nccl synchronize utils", 4230),
-    "shards": ("_shards parameter", 1884),
+    "shards": ("_shards parameter", 1893),
     "engine": ("_engine", 8371),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5712),
     "files": ("_files dcp distributed store weights", 4677),

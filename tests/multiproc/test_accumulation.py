@@ -149,6 +149,7 @@ def of_two_models(zero_grad_of: str) -> None:
     optimizers = {
         "manager": bmt.optim.AdamOptimizer(other.parameters()),
         "optimizer": bmt.optim.AdamOptimizer(other.parameters()),
+        "torch": torch.optim.SGD(other.parameters()),
         "part": bmt.optim.AdamOptimizer([p for n, p in waiting.named_parameters() if n.endswith("bias")]),
     }
     manager = bmt.optim.OptimManager()
@@ -157,7 +158,11 @@ def of_two_models(zero_grad_of: str) -> None:
     with bmt.no_sync():
         waiting(x).backward()
         other(x).backward()
-    (manager if zero_grad_of == "manager" else optimizers[zero_grad_of]).zero_grad()
+    if zero_grad_of == "parameters":
+        for param in other.parameters():
+            param.grad = None
+    else:
+        {**optimizers, "manager": manager, "model": other}[zero_grad_of].zero_grad()
     waiting(x).backward()
     wanted = copy.deepcopy([p.grad for p in waiting.parameters()])
     waiting.zero_grad()
@@ -170,7 +175,7 @@ def of_two_models(zero_grad_of: str) -> None:
     assert current_engine(context()).pool.stats()["buffers_in_use"] == 0
 
 
-@pytest.mark.parametrize("zero_grad_of", ["manager", "optimizer", "part"])
+@pytest.mark.parametrize("zero_grad_of", ["manager", "optimizer", "torch", "model", "parameters", "part"])
 def test_zero_grad_drops_what_waits_for_its_own_parameters_alone(zero_grad_of: str):
     run_ranks(2, of_two_models, zero_grad_of)
 
