@@ -15,8 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ._base.opaque import opaque
 from ._base.unseen import TORCH_DATA, TORCH_GRAD, data_of, gradient_of
-from ._C import ReduceOp
-from ._ranks.comm import wire_device
+from ._ranks.agree import largest
 from ._ranks.context import current, require_gathering, require_intact
 from ._shards import penalties
 from ._shards.at_rest import show, show_together
@@ -323,7 +322,7 @@ class DistributedParameter(torch.nn.Parameter):
         """
         show_together(self, gradient=True)
         own = self.grad
-        if not self._has_grad_anywhere(own):
+        if not any(largest([own is not None], "gradient")):
             return None
         local = self.new_zeros(self._spec.local_part[1]) if own is None else own
         return self._spec.gather(local, self._label).view(self._original_shape)
@@ -344,12 +343,6 @@ class DistributedParameter(torch.nn.Parameter):
         if self.grad is None:
             self.grad = torch.empty_like(self.detach())
         self.grad.copy_(part)
-
-    def _has_grad_anywhere(self, own: torch.Tensor | None) -> bool:
-        comm = context().world.comm
-        found = torch.tensor([own is not None], dtype=torch.float32, device=wire_device(comm))
-        comm.all_reduce(found, ReduceOp.MAX, "gradient").wait()
-        return bool(found.item())
 
     def _is_full(self) -> bool:
         """Whether the data are the full tensor: in a running Block, or assigned by the user in place of the shard."""

@@ -17,13 +17,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2632),
     "watch": ("_watch", 1951),
-    "ranks": ("_ranks global_var nccl synchronize utils", 4230),
-    "shards": ("_shards parameter", 1893),
-    "engine": ("_engine", 8371),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5712),
-    "files": ("_files dcp distributed store weights", 4677),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10157),
-    "survive": ("_survive survive", 2117),
+    "ranks": ("_ranks global_var nccl synchronize utils", 4240),
+    "shards": ("_shards parameter", 1886),
+    "engine": ("_engine", 8364),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5711),
+    "files": ("_files dcp distributed store weights", 4670),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10129),
+    "survive": ("_survive survive", 2108),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_830),
 }
 CORE = {

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from .._base.generators import kept_generators, packed_generators, unpack_generators
 from .._base.unseen import TORCH_GRAD, gradient_of
-from .._C import ReduceOp
+from .._ranks.agree import largest
 from .._shards.stage import collect_batches, hand_out, hand_out_batches, share_shape
 from ..global_var import context, num_losses
 from .engine import current_engine
@@ -185,7 +185,7 @@ class LossCall:
         if not torch.is_grad_enabled():
             return self._run(None)
         self._begin()
-        if self._any(any(state.unsent for state in self._states)):
+        if any(largest([any(state.unsent for state in self._states)], "pipe.loss", self._plan.pipe.comm)):
             with torch.no_grad():
                 return self._run(None)
         if self._memory.seed is None:
@@ -230,11 +230,6 @@ class LossCall:
                 "step, a load?)"
             )
         self._is_spent = True
-
-    def _any(self, flag: bool) -> bool:
-        seen = torch.tensor([flag], dtype=torch.uint8, device=self._hidden.device)
-        self._plan.pipe.comm.all_reduce(seen, ReduceOp.MAX, "pipe.loss").wait()
-        return bool(seen.item())
 
     def _of_ranks(self, gradient: torch.Tensor) -> list[float]:
         """Returns the gradients that the ranks' backwards bring."""

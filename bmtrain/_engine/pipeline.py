@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .._C import ReduceOp, Work
+from .._C import Work
+from .._ranks.agree import largest
 from .._shards.stage import (
     channel,
     collect_batches,
@@ -206,12 +207,10 @@ class PipelineCall:
         gradients."""
         if len(gradients) == 1:  # or this backward would not run
             return [gradients[0] if gradients[0] is not None else self._zeros_like_result(0)]
-        flags = torch.tensor([gradient is not None for gradient in gradients], device=self.device)
-        seen = flags.to(torch.uint8)
-        self.pipe.comm.all_reduce(seen, ReduceOp.MAX, "pipe.backward").wait()
+        seen = largest([gradient is not None for gradient in gradients], "pipe.backward", self.pipe.comm)
         return [
             self._zeros_like_result(index) if gradient is None and is_wanted else gradient
-            for index, (gradient, is_wanted) in enumerate(zip(gradients, seen.tolist(), strict=True))
+            for index, (gradient, is_wanted) in enumerate(zip(gradients, seen, strict=True))
         ]
 
     def _zeros_like_result(self, index: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -30,6 +30,18 @@ def broadcast_json(value: T, root: int = 0, label: str = "", comm: Communicator 
     data = json.dumps(value).encode() if comm.rank == root else None
     received = broadcast_bytes(data, root, comm, label)
     return value if comm.rank == root or received is None else json.loads(received)
+
+
+def largest(numbers: Sequence[Any], label: str, comm: Communicator | None = None) -> list[Any]:
+    """The largest of each number, or flag, over the ranks of ``comm``. Collective."""
+    comm = comm or context().world.comm
+    if comm.size == 1 or not numbers:
+        return list(numbers)
+    found = torch.tensor(numbers, device=wire_device(comm))
+    found = found.to(torch.uint8) if found.dtype is torch.bool else found
+    comm.all_reduce(found, ReduceOp.MAX, label).wait()
+    result: list[Any] = found.tolist()
+    return result
 
 
 def _raise_together(error: Exception | None, label: str, comm: Communicator) -> None:
@@ -100,10 +112,8 @@ def on_all_ranks(function: Callable[[], T], label: str = "") -> T:
         return function()
     job = Aside(function, "bmtrain-job")
     pulse = min(_PULSE, current.timeout / 4)
-    running = torch.ones(1, dtype=torch.int32, device=wire_device(comm))
-    while running.item():
-        running.fill_(not job.wait(pulse))
-        comm.all_reduce(running, ReduceOp.MAX, label).wait()
+    while any(largest([not job.wait(pulse)], label, comm)):
+        pass
     with failing_together(label):
         job.result()
     return job.result()

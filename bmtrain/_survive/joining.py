@@ -29,7 +29,7 @@ from .._base.generators import packed_generators, unpack_generators
 from .._base.said import say
 from .._engine.engine import Schedule, current_engine
 from .._ranks import context as _context
-from .._ranks.agree import broadcast_json
+from .._ranks.agree import broadcast_json, largest
 from .._ranks.context import Context
 from .._ranks.messages import broadcast_bytes
 from .._ranks.shm_meeting import place
@@ -37,7 +37,6 @@ from ..errors import CommunicationError
 from ..parameter import DistributedParameter
 from ..virtual import VirtualShard, VirtualShards
 from .copies import all_parameters
-from .keeper import largest
 from .members import Address, Line, Lost, Members, Message
 from .reconnect import Reconnection
 from .reshard import Before, own_shards, parts_of, steps_of
@@ -119,7 +118,7 @@ class Joining(Survival):
         params = all_parameters(ctx, keeper.optimizers())
         rendezvous = Reconnection(ctx)
         try:
-            steps = largest(ctx, steps_of(keeper.optimizers(), None))
+            steps = largest(steps_of(keeper.optimizers(), None), "steps", ctx.world.comm)
             offer = broadcast_json(self._offer(ctx, rendezvous) if ctx.world.rank == at else {}, at, _LABEL)
         except CommunicationError:
             if not self._lost:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .._base.said import say
 from .._base.unseen import gradient_of
-from .._C import ReduceOp
 from .._engine.engine import current_engine
+from .._ranks.agree import largest
 from .._ranks.context import Context
 from ..optim._sharded import ShardedOptimizer
 from .copies import Held, Message, Ward, all_parameters, exchange, is_copied
@@ -88,7 +88,7 @@ class Keeper:
             )
         params = all_parameters(ctx, optimizers)
         rank, size = ctx.world.rank, ctx.world.size
-        steps = largest(ctx, steps_of(optimizers, None))
+        steps = largest(steps_of(optimizers, None), "steps", ctx.world.comm)
         held = {rank: own_shards(optimizers, params)}
         self.take(ctx, Before(held, range(size), parts_of(params), False, steps))
         self.seal(ctx)
@@ -244,14 +244,6 @@ def check_reads(ctx: Context, optimizers: Sequence[ShardedOptimizer]) -> None:
                 f"survive: expected all parameters outside Blocks in an optimizer of the manager, frozen ones "
                 f"too, got {p._label} in none: give the optimizer model.parameters()"
             )
-
-
-def largest(ctx: Context, steps: list[int]) -> list[int]:
-    """Returns the largest of each number over the ranks. Collective."""
-    numbers = torch.tensor(steps, dtype=torch.int64)
-    if len(numbers):
-        ctx.world.comm.all_reduce(numbers, ReduceOp.MAX, "steps").wait()
-    return [int(number) for number in numbers]
 
 
 def _check(optimizer: Any) -> None:

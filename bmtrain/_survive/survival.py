@@ -25,9 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._base.said import write_lines
-from .._C import ReduceOp, TreeSum
+from .._C import TreeSum
 from .._engine.engine import current_engine
 from .._ranks import context as _context
+from .._ranks.agree import largest
 from .._ranks.context import Context
 from .._watch.blame import ranks_text
 from ..errors import CommunicationError
@@ -173,15 +174,14 @@ class Survival:
             return False
         self._place += 1
         keeper.is_stale |= bool(flags[0])
-        self._admits_at = int(flags[1])
+        self._admits_at = flags[1]
         keeper.note_gradients()
         return True
 
-    def _agree(self, ctx: Context, *own: int) -> Tensor:
+    def _agree(self, ctx: Context, *own: int) -> list[int]:
         """Returns the largest of each number over the ranks, or raises the error that one has found. Collective."""
         self._written = max(self._written, self._keeper.written())
-        flags = torch.tensor([*own, self._written])
-        ctx.world.comm.all_reduce(flags, ReduceOp.MAX, "survive").wait()
+        flags = largest([*own, self._written], "survive", ctx.world.comm)
         if flags[-1]:
             raise RuntimeError(
                 f"survive: expected {_WRITTEN[flags[-1]]}: its copies on other ranks would differ"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .. import init
+from .._ranks.agree import largest
 from .._shards.full_values import full_value, gather_flat
 from ..distributed import all_gather
 from ..global_var import config, rank
@@ -64,7 +65,7 @@ class Recorder:
 def _whole_gradient(param: DistributedParameter) -> torch.Tensor | None:
     """Returns the gradient with slices merged; None if no rank has any, as other stages of a pipeline have none."""
     own = param.grad
-    if not param._has_grad_anywhere(own):
+    if not any(largest([own is not None], "gradient")):
         return None
     return gather_flat(param, param.new_zeros(param._spec.local_part[1]) if own is None else own)
 

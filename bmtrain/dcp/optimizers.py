@@ -16,7 +16,7 @@ from ..distributed.checkpoint.manifest import DTYPES, dtype_name
 from ..distributed.checkpoint.snapshot import Run, Snapshot
 from ..distributed.checkpoint.spread import Spread, spread_of
 from ..global_var import context
-from ..optim._arrays import MASTER, layout_of, take_changed_value
+from ..optim._arrays import MASTER, layout_of, numbered_parameters, take_changed_value
 from ..optim._old_bounds import SLICE_BYTES
 from ..optim._state import load_optimizer_state
 from ..parameter import DistributedParameter
@@ -110,7 +110,7 @@ def add_state(
                     agreed.setdefault(number, entry)
             blank = {k: (dtype, 0.0 if is_scalar else None) for e in agreed.values() for k, (dtype, n) in e.items()
                      for is_scalar in [n is not None]}  # fmt: skip
-            for number, p in enumerate(_parameters(optimizer)):
+            for number, p in enumerate(numbered_parameters(optimizer)):
                 for k, told in agreed.get(number, blank if p.requires_grad else {}).items():
                     path = (*key, "state", names.of(p), k)
                     paths[".".join(path)] = path
@@ -129,7 +129,7 @@ _Described = tuple[str, "float | None"]
 def _describe(optimizer: Any, state: dict[str, Any], names: Names) -> dict[int, dict[str, _Described]]:
     """This rank's state, by parameter number and key."""
     found: dict[int, dict[str, _Described]] = {}
-    for number, p in enumerate(_parameters(optimizer)):
+    for number, p in enumerate(numbered_parameters(optimizer)):
         for k, value in state["state"].get(number, {}).items():
             if k == MASTER or value is None:
                 continue
@@ -192,10 +192,6 @@ def _decays(optimizer: Any, group: dict[str, Any]) -> set[bool]:
     }
 
 
-def _parameters(optimizer: Any) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 # ---- loading
 
 
@@ -255,7 +251,7 @@ class Loading:
         self._groups = [
             self._group(number, group) for number, group in enumerate(self._optimizer.param_groups)
         ]
-        for p in _parameters(self._optimizer):
+        for p in numbered_parameters(self._optimizer):
             name = self._names.of(p)
             for stored in self._stored.get(name, {}).values():
                 if stored in self._values:
@@ -306,7 +302,7 @@ class Loading:
     def apply(self) -> None:
         """Loads; the model has been loaded before."""
         state: dict[int, dict[str, Any]] = {}
-        for number, p in enumerate(_parameters(self._optimizer)):
+        for number, p in enumerate(numbered_parameters(self._optimizer)):
             name = self._names.of(p)
             entry = {key: self._read(stored, p) for key, stored in self._stored.get(name, {}).items()}
             weight = self._given.get(name)
@@ -314,7 +310,7 @@ class Loading:
                 entry[MASTER] = self._read(weight.name, p).float()
             if entry:
                 state[number] = entry
-        numbers = iter(range(len(_parameters(self._optimizer))))
+        numbers = iter(range(len(numbered_parameters(self._optimizer))))
         groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self._groups]
         # Both mark shards of the present bounds.
         layout = {"layout": layout_of(self._optimizer)} if self._is_ours else {"slice_bytes": SLICE_BYTES}

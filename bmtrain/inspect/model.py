@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 from .._base.arguments import require_module, require_text
-from .._C import ReduceOp
-from .._ranks.agree import broadcast_json, failing_together
-from .._ranks.comm import wire_device
+from .._ranks.agree import broadcast_json, failing_together, largest
 from ..global_var import context
 from ..parameter import full_value, gather_flat
 from ._statistics import mean_and_variance, smallest_and_largest
@@ -52,7 +50,7 @@ def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> 
     ]
     with failing_together("inspect_model"):
         flags = [param.grad is not None for _, param in found]
-    has_gradient = _on_any_rank(flags)
+    has_gradient = largest(flags, "inspect_model")
     rows = [_row(name, param, has) for (name, param), has in zip(found, has_gradient, strict=True)]
     # What is not sharded may differ between ranks: rank 0's is shown.
     return [{**row, "shape": tuple(row["shape"])} for row in broadcast_json(rows, label="inspect_model")]
@@ -65,15 +63,6 @@ def _named_parameters(module: torch.nn.Module, prefix: str) -> Iterator[tuple[st
     for name, child in module._modules.items():
         if child is not None:
             yield from _named_parameters(child, f"{prefix}{name}.")
-
-
-def _on_any_rank(flags: list[bool]) -> list[bool]:
-    comm = context().world.comm
-    if comm.size == 1 or not flags:
-        return flags
-    seen = torch.tensor(flags, device=wire_device(comm)).to(torch.uint8)
-    comm.all_reduce(seen, ReduceOp.MAX, "inspect_model").wait()
-    return [bool(flag) for flag in seen.tolist()]
 
 
 def _row(name: str, param: torch.nn.Parameter, has_gradient: bool) -> dict[str, Any]:

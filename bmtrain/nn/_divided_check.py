@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._base.generators import kept_generators
-from .._C import ReduceOp
 from .._engine.engine import current_engine
 from .._engine.selective import uncompiled
+from .._ranks.agree import largest
 from ..global_var import context
 from ._intercept import replaced_by, replacement
 from ._sequences import Sequences, current_sequences
@@ -97,11 +97,10 @@ _sequences_of: MutableMapping[Tensor, Sequences] = WeakIdKeyDictionary()
 
 def _agree(complaint: str | None) -> None:
     """Raises NotImplementedError on all ranks if there is a complaint on one. Collective, except in a pipeline."""
-    ctx = context()
-    flag = torch.tensor([complaint is not None], dtype=torch.uint8, device=ctx.device)
-    if current_engine(ctx).rows is None:  # a stage runs its layers alone
-        ctx.world.comm.all_reduce(flag, ReduceOp.MAX, "check of a divided model").wait()
-    if flag.item():
+    flags = [complaint is not None]
+    if current_engine(context()).rows is None:  # a stage runs its layers alone
+        flags = largest(flags, "check of a divided model")
+    if any(flags):
         raise NotImplementedError(complaint or "the model cannot be divided: another rank says why")
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from .._base.arguments import require_keys
-from .._C import ReduceOp, zero_in_shares
+from .._C import zero_in_shares
 from .._ranks import context
-from .._ranks.comm import wire_device
+from .._ranks.agree import largest
 from ..parameter import DistributedParameter, gather_flat, shard_of, whole_shape
 from ._host_copies import warn_of_large_state
 from ._narrow import stored_shape, values_of
@@ -28,6 +28,7 @@ __all__ = [
     "allocate",
     "gathered_state",
     "layout_of",
+    "numbered_parameters",
     "read_state",
     "readable_state",
     "take_changed_value",
@@ -119,7 +120,7 @@ def take_changed_value(master: Tensor, p: Tensor) -> None:
 
 def layout_of(optimizer: KeepsArrays) -> dict[str, int] | None:
     """Returns the layout that a file of one rank's state depends on; None if no parameter is distributed."""
-    if not any(isinstance(p, DistributedParameter) for p in _parameters(optimizer)):
+    if not any(isinstance(p, DistributedParameter) for p in numbered_parameters(optimizer)):
         return None
     current = context.current()
     if current is None:
@@ -137,7 +138,7 @@ def layout_of(optimizer: KeepsArrays) -> dict[str, int] | None:
 
 def readable_state(optimizer: KeepsArrays, state: Mapping[Any, Any]) -> dict[Any, Any]:
     """Returns the state of a state dict with arrays in 8 bits decoded, in the shapes of their parameters."""
-    parameters = _parameters(optimizer)
+    parameters = numbered_parameters(optimizer)
     return {
         number: {
             name: values_of(value, name, parameters[number].shape) if isinstance(value, Tensor) else value
@@ -156,7 +157,7 @@ def gathered_state(optimizer: KeepsArrays) -> dict[int, dict[str, Any]]:
 
     A rank may lack the state of a parameter, as after loading an older one of its own, so the ranks first agree.
     """
-    parameters = _parameters(optimizer)
+    parameters = numbered_parameters(optimizer)
     agreed: list[tuple[int, tuple[str, ...]]] = [
         (step, (*names, MASTER) if optimizer.has_master(p) else names)
         for p, (step, names) in zip(parameters, _agreed_entries(optimizer, parameters), strict=True)
@@ -197,12 +198,8 @@ def _agreed_entries(
         ]
         for state, names in zip((states.get(p, {}) for p in parameters), kinds, strict=True)
     ]
-    current = context.current()
-    if current is not None and own:
-        comm = current.world.comm
-        numbers = torch.tensor(own, dtype=torch.float64, device=wire_device(comm))
-        comm.all_reduce(numbers, ReduceOp.MAX, "optimizer state").wait()
-        own = [[int(number) for number in row] for row in numbers.tolist()]
+    if context.current() is not None:
+        own = largest(own, "optimizer state")
     return [
         (step, tuple(name for name, has in zip(names, flags, strict=False) if has))
         for (step, *flags), names in zip(own, kinds, strict=True)
@@ -245,9 +242,9 @@ def read_state(
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     entries = state_dict["state"]
     if not (whole or is_aligned):
-        entries = at_present_bounds(entries, zip(numbers, _parameters(optimizer), strict=True))
+        entries = at_present_bounds(entries, zip(numbers, numbered_parameters(optimizer), strict=True))
     found: dict[Tensor, dict[str, Any]] = {}
-    for number, p in zip(numbers, _parameters(optimizer), strict=True):
+    for number, p in zip(numbers, numbered_parameters(optimizer), strict=True):
         entry = entries.get(number)
         read = _read_entry(optimizer, p, number, entry, whole) if entry else None
         if read is not None and is_here(p):  # else the number of its steps would stand still, and be saved
@@ -310,6 +307,6 @@ def _read_entry(
     return read
 
 
-def _parameters(optimizer: KeepsArrays) -> list[Tensor]:
+def numbered_parameters(optimizer: Any) -> list[Tensor]:
     """Returns the parameters in the numbering of state dicts."""
     return [p for group in optimizer.param_groups for p in group["params"]]

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._C import ReduceOp
-from .._ranks.comm import wire_device
+from .._ranks.agree import largest
 from ..global_var import context
 from ..parameter import DistributedParameter
 
@@ -86,10 +85,7 @@ def _agreed_dtype(param: Tensor, name: str, own: Any) -> torch.dtype:
     if isinstance(own, Tensor) and own.numel() == param.numel() and own.dtype in _DTYPES:
         kind = float(_DTYPES.index(own.dtype))
     if isinstance(param, DistributedParameter):
-        comm = context("gather_state").world.comm
-        agreed = torch.tensor([kind], device=wire_device(comm))
-        comm.all_reduce(agreed, ReduceOp.MAX, "optimizer state").wait()
-        kind = agreed.item()
+        kind = largest([kind], "optimizer state", context("gather_state").world.comm)[0]
     if kind == _NOTHING:
         raise KeyError(
             f"name: the optimizer has no state {name!r} of this parameter; it is made by the first step"

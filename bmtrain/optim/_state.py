@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..global_var import rank
 from ..parameter import DistributedParameter, gather_flat, shard_of, whole_shape
+from ._arrays import numbered_parameters
 from ._exchange import describe, exchange
 from ._host_copies import warn_of_large_state
 from ._old_bounds import SLICE_BYTES, at_present_bounds, bounds_before
@@ -32,7 +33,7 @@ def optimizer_state(optimizer: Any, gather: bool) -> dict[str, Any]:
         state: dict[str, Any] = optimizer.state_dict(gather=gather)
         return state
     state = optimizer.state_dict()
-    parameters = _parameters(optimizer)
+    parameters = numbered_parameters(optimizer)
     if not any(isinstance(p, DistributedParameter) for p in parameters):
         return state
     if not gather:
@@ -55,7 +56,7 @@ def load_optimizer_state(optimizer: Any, state: dict[str, Any], loss_scale: floa
     if getattr(optimizer, "_bmtrain_optimizer", False):
         optimizer.load_state_dict(_unscale_moments(state, loss_scale))
         return
-    parameters = _parameters(optimizer)
+    parameters = numbered_parameters(optimizer)
     whole, is_aligned = bool(state.get("is_whole", False)), "slice_bytes" in state
     sizes = [_size_of_shard(p, is_aligned) for p in parameters]
     saved_sizes, saved_rank = state.get("shard_sizes", sizes), state.get("rank", rank())
@@ -82,11 +83,6 @@ def load_optimizer_state(optimizer: Any, state: dict[str, Any], loss_scale: floa
 def _size_of_shard(p: Tensor, is_aligned: bool) -> int:
     before = None if is_aligned else bounds_before(p)
     return p.numel() if before is None else before.local_part[1]
-
-
-def _parameters(optimizer: Any) -> list[Tensor]:
-    """Returns the parameters in the numbering of torch's state dicts."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _cut(p: Tensor | None, value: Tensor, whole: bool) -> Tensor:

@@ -12,13 +12,11 @@ from torch import Tensor
 
 from .._base.arguments import require_keys
 from .._base.unseen import data_of, gradient_of
-from .._C import ReduceOp
 from .._ranks import context
-from .._ranks.agree import failing_together
-from .._ranks.comm import wire_device
+from .._ranks.agree import failing_together, largest
 from .._ranks.context import require_intact
 from .._ranks.objects import allgather_objects
-from ._arrays import MASTER, layout_of, take_changed_value
+from ._arrays import MASTER, layout_of, numbered_parameters, take_changed_value
 from ._grad_stats import forget_unsent, parameters_of
 from ._options import check_group
 from ._owners import Team, Transfer, is_here, owners_of, whole_shape
@@ -231,7 +229,7 @@ class WholeOptimizer(UntracedOptimizer):
         )
 
     def _parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
+        return numbered_parameters(self)
 
 
 class _Members:
@@ -275,12 +273,8 @@ class _Members:
     def update_values(self, parameters: Sequence[Tensor]) -> None:
         """Gathers the values that have changed since the last step, on any rank. Collective."""
         marks = [is_here(p) and self._seen.get(p) != _mark_of(p) for p in parameters]
-        current = context.current()
-        if current is not None and parameters:
-            comm = current.world.comm
-            flags = torch.tensor(marks, dtype=torch.float32, device=wire_device(comm))
-            comm.all_reduce(flags, ReduceOp.MAX, "optimizer").wait()
-            marks = flags.bool().tolist()
+        if context.current() is not None:
+            marks = largest(marks, "optimizer")
         changed = [p for p, has_changed in zip(parameters, marks, strict=True) if has_changed and is_here(p)]
         transfers = [Transfer(p, self.owners[p]) for p in changed]
         for p, transfer in zip(changed, transfers, strict=True):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ... import _ops
 from ..._C import ReduceOp
+from ..._ranks.agree import largest
 from ..._ranks.context import Context
 from ..started import run_forked
 from .findings import Check
@@ -64,9 +65,7 @@ def _tried(name: str, check: Callable[[Context], str], context: Context) -> Chec
 def _shared(context: Context, own: Check) -> Check:
     """The same, or that another rank has found a problem. After an error of the device even asking can fail."""
     try:
-        failed = torch.tensor([own.is_problem], dtype=torch.uint8, device=context.device)
-        context.world.comm.all_reduce(failed, ReduceOp.MAX, "doctor").wait()
-        if failed.item() and not own.is_problem:
+        if any(largest([own.is_problem], "doctor", context.world.comm)) and not own.is_problem:
             return Check(
                 own.name, f"{own.found}, but it failed on another rank", "look at what the others report"
             )

@@ -12,6 +12,7 @@ from ..._model.check import check_model_state
 from ..._model.outline import outline_of
 from ..._ranks.agree import broadcast_json, failing_together, on_all_ranks, on_rank_0
 from ...global_var import context
+from ...optim._arrays import numbered_parameters
 from ...optim._old_bounds import bounds_before
 from ...optim._state import load_optimizer_state
 from ...optim.optim_manager import OptimManager
@@ -121,7 +122,7 @@ class Loading:
                 raise ValueError("the checkpoint holds optimizers, but was saved without an OptimManager")
             self._optim._check_resumable(self._values["manager"])
         for number, (saved, optimizer) in enumerate(zip(told, self._optimizers, strict=True)):
-            parameters = _parameters(optimizer)
+            parameters = numbered_parameters(optimizer)
             shapes = [list(whole_shape(p)) for p in parameters]
             if saved["shapes"] != shapes:
                 raise ValueError(
@@ -136,7 +137,7 @@ class Loading:
     def _own_entries(self, optimizer: int) -> Iterator[tuple[int, dict[str, Any]]]:
         """By parameter number, all state but that which only other ranks had, of parameters that are not shared."""
         loader = self._optimizers[optimizer]
-        parameters = _parameters(loader) if getattr(loader, "_keeps_whole_state", False) else None
+        parameters = numbered_parameters(loader) if getattr(loader, "_keeps_whole_state", False) else None
         for index, entry in self._values["optimizers"][optimizer]["entries"].items():
             replicas = [told for told in entry.values() if "replica" in told]
             if self.same_layout and self._had_state is not None:
@@ -193,7 +194,7 @@ class Loading:
         return 0 if all(told == saved[0] for told in saved) else None
 
     def _optimizer_state(self, number: int, optimizer: Any) -> dict[str, Any]:
-        parameters, saved = _parameters(optimizer), self._values["optimizers"][number]
+        parameters, saved = numbered_parameters(optimizer), self._values["optimizers"][number]
         state = {
             index: {key: self._read_state(parameters[index], told) for key, told in entry.items()}
             for index, entry in self._own_entries(number)
@@ -211,10 +212,6 @@ class Loading:
         if "replica" in described:
             return self._reader.read_whole(self._reader.own_or_shared(described["replica"], self.same_layout))
         return self._reader.value(described["value"])
-
-
-def _parameters(optimizer: Any) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _check_number(kind: str, saved: int, given: int) -> None:

@@ -23,7 +23,7 @@ from ..._ranks.context import require_intact
 from ..._shards.at_rest import show
 from ..._shards.stage import StagedShardSpec
 from ...global_var import context
-from ...optim._arrays import MASTER
+from ...optim._arrays import MASTER, numbered_parameters
 from ...optim._old_bounds import SLICE_BYTES
 from ...optim._sharded import ShardedOptimizer
 from ...optim.optim_manager import OptimManager
@@ -227,7 +227,7 @@ def _add_optimizer(snapshot: Snapshot, name: str, optimizer: Any) -> dict[str, A
     rank = context().topology.rank
     state = _state_of(snapshot, optimizer)
     keeps_whole = getattr(optimizer, "_keeps_whole_state", False)  # of a parameter, at its owner
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = numbered_parameters(optimizer)
     entries: dict[str, dict[str, Any]] = {}
     for number, entry in state["state"].items():
         described = entries.setdefault(json_key(number), {})
