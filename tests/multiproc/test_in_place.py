@@ -232,6 +232,36 @@ def test_what_a_forward_writes_stays_with_its_rank() -> None:
     run_ranks(2, writes_into_what_is_gathered)
 
 
+class ScribblerAtTheEnd(bmt.DistributedModule):
+    """Writes to the end of what is gathered, some megabytes behind its beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = bmt.DistributedParameter(torch.arange(3 << 20, dtype=torch.float32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight[-1].add_(1 + bmt.rank())
+        return x * self.weight[-1]
+
+
+def writes_to_the_end() -> list[float]:
+    found = []
+    for _ in range(4):
+        block = bmt.Block(ScribblerAtTheEnd(), policy=bmt.BlockPolicy(level=2, recompute="off"))
+        for _ in range(3):
+            with torch.no_grad():
+                found.append(block(torch.ones(())).item())
+        found.append(block(torch.ones(())).item())
+        del block  # while it is gathered for a backward
+        gc.collect()
+    return [value - (3 << 20) for value in found]
+
+
+def test_what_a_forward_writes_is_gone_with_its_use_of_the_memory() -> None:
+    assert run_ranks(2, writes_to_the_end) == [[0.0] * 16, [1.0] * 16]
+
+
 def writes_while_another_computes() -> None:
     """Rank 0 changes its shards as soon as its own forward is over; rank 1 is in the middle of it."""
     model = model_of(delay=lambda call: 0.1 * bmt.rank())
