@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._base.tensors import bytes_of
+from .._base.tensors import bytes_of, in_host_memory
 from ..errors import UnreadableFileError
 from .torch_table import DTYPES, STORAGES, numbers_of, unpickle
 
 __all__ = ["Box", "BoxedTensor", "TorchFolder"]
 
 _LOCAL_HEADER = 30  # bytes of a record of a zip archive before its name
+_DAMAGED = zipfile.BadZipFile, LookupError, TypeError, ValueError, RuntimeError, struct.error
 
 
 class Box(NamedTuple):
@@ -47,6 +48,7 @@ class _Found(NamedTuple):
     position: int
     numel: int
     strides: tuple[int, ...]
+    marks: dict[str, bool]  # "conj", "neg": what is to be done to the stored elements
 
 
 class TorchFolder:
@@ -115,7 +117,7 @@ class TorchFolder:
         for box, first, count, to in self._sources(name, wanted):
             found = self._find(box, name)
             part = out[to * size : (to + count) * size]
-            if _is_contiguous(box.sizes, found.strides):
+            if _is_contiguous(box.sizes, found.strides) and not found.marks:
                 self._read_into(box.file, found.position + first * size, part, name)
             else:
                 elements = self._rearranged(box, found, place.dtype, name)[first : first + count]
@@ -164,14 +166,7 @@ class TorchFolder:
                 self._found[box] = self._open(box, self.places[name].dtype, source)
             except UnreadableFileError:
                 raise
-            except (
-                zipfile.BadZipFile,
-                LookupError,
-                TypeError,
-                ValueError,
-                RuntimeError,
-                struct.error,
-            ) as error:
+            except _DAMAGED as error:
                 raise UnreadableFileError(
                     f"{source}: damaged: not a tensor of torch.save ({type(error).__name__}: {error})"
                 ) from None
@@ -193,7 +188,8 @@ class TorchFolder:
             record = records[f"{folder}data/{key}"]
             position = window.position_of(record)
             self.bytes_read += window.bytes_read
-        given: Any = rest[2] if told.name == "_rebuild_tensor_v3" else STORAGES.get(kind.name)
+        names_dtype = told.name == "_rebuild_tensor_v3"
+        given: Any = rest[2] if names_dtype else STORAGES.get(kind.name)
         numel = record.file_size // dtype.itemsize
         needed = offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True)) + 1
         numbers_of([offset, *sizes, *strides])
@@ -206,13 +202,15 @@ class TorchFolder:
                 f"{source}: damaged: {record.file_size} bytes for {tuple(sizes)} of {dtype}"
             )
         at = box.begin + position + offset * dtype.itemsize
-        return _Found(at, numel - offset, tuple(strides))
+        return _Found(at, numel - offset, tuple(strides), dict(*rest[2 + names_dtype :]))
 
     def _rearranged(self, box: Box, found: _Found, dtype: torch.dtype, name: str) -> torch.Tensor:
-        """The elements of a box that was saved in another order, flattened."""
+        """The elements of a box that was saved in another order, or as a conjugate or a negative, flattened."""
         stored = torch.empty(found.numel, dtype=dtype, device="cpu")
         self._read_into(box.file, found.position, bytes_of(stored), name)
-        return stored.as_strided(box.sizes, found.strides).contiguous().view(-1)
+        elements = stored.as_strided(box.sizes, found.strides)
+        elements = elements.conj() if found.marks.get("conj") else elements
+        return in_host_memory(-elements if found.marks.get("neg") else elements).view(-1)
 
     def _read_into(self, file: str, at: int, out: memoryview, name: str) -> None:
         with open(self.folder / file, "rb", buffering=0) as opened:

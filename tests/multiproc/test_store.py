@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 from harness import run_ranks
 from harness.stored_models import assert_same_state, load_model, make_model, save_model
 
@@ -178,13 +179,14 @@ def check_background(path: str) -> None:
 
 
 class Turning(torch.nn.Module):
-    """Buffers one of which is the conjugate of the other: the same memory, read otherwise."""
+    """Buffers that are one's conjugate and the negative of its angle: the same memory, read otherwise."""
 
     def __init__(self, angles: torch.Tensor) -> None:
         super().__init__()
         forward = torch.polar(torch.ones_like(angles), angles)
         self.register_buffer("forth", forward)
         self.register_buffer("back", forward.conj())
+        self.register_buffer("down", self.back.imag)
 
 
 FORMATS = {
@@ -193,6 +195,16 @@ FORMATS = {
     "folder": (
         lambda model, path: checkpoint.save(path, 1, model),
         lambda model, path: checkpoint.load(path, model),
+    ),
+    "torch's folder": (
+        lambda model, path: (
+            bmt.rank() or torch_dcp.save({"model": model.state_dict()}, checkpoint_id=path, no_dist=True)
+        ),
+        lambda model, path: bmt.dcp.load(path, model),
+    ),
+    "folder for torch": (
+        lambda model, path: bmt.dcp.save(path, model),
+        lambda model, path: torch_dcp.load({"model": model.state_dict()}, checkpoint_id=path, no_dist=True),
     ),
 }
 
@@ -206,12 +218,13 @@ def test_conjugates_are_carried_out(world, kind, tmp_path):
 def check_conjugates(path: str, kind: str) -> None:
     save, load = FORMATS[kind]
     model, other = Turning(torch.tensor([0.5, 1.5])), Turning(torch.zeros(2))
-    other.back = other.back.resolve_conj()
+    other.back, other.down = other.back.resolve_conj(), other.down.resolve_neg()
     save(model, path)
     bmt.synchronize()
     load(other, path)
     assert torch.equal(other.forth, model.forth)
     assert torch.equal(other.back, model.back)
+    assert torch.equal(other.down, model.down)
 
 
 def test_bad_arguments(tmp_path):
