@@ -18,7 +18,7 @@ from .._ranks.agree import largest
 from ..parameter import DistributedParameter, gather_flat, shard_of, whole_shape
 from ._host_copies import warn_of_large_state
 from ._narrow import stored_shape, values_of
-from ._old_bounds import SLICE_BYTES, at_present_bounds
+from ._old_bounds import SLICE_BYTES, at_present_bounds, is_of_whole_parameters
 from ._owners import is_here
 
 __all__ = [
@@ -225,8 +225,9 @@ def read_state(
             "OptimManager.load_state_dict(), or the optimizer one of its ['optimizers']"
         )
     require_keys("state_dict", state_dict, ("state", "param_groups"))
-    whole = bool(state_dict.get("is_whole", False))
     groups = _read_groups(optimizer, state_dict["param_groups"])
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    whole = is_of_whole_parameters(state_dict, zip(numbers, numbered_parameters(optimizer), strict=True))
     saved_layout, layout = state_dict.get("layout"), layout_of(optimizer)
     is_aligned = saved_layout is not None and "slice_bytes" in saved_layout
     if (
@@ -239,7 +240,6 @@ def read_state(
             f"the state of one rank loads only at the layout it was saved at: saved at {dict(saved_layout)}, "
             f"this rank has {layout}; save with state_dict(gather=True) to change the layout"
         )
-    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     entries = state_dict["state"]
     if not (whole or is_aligned):
         entries = at_present_bounds(entries, zip(numbers, numbered_parameters(optimizer), strict=True))
@@ -269,7 +269,25 @@ def _read_groups(optimizer: KeepsArrays, saved: Sequence[dict[str, Any]]) -> lis
             f"state dict: expected {len(sizes)} parameter groups of sizes {sizes}, "
             f"got {len(saved_sizes)} of sizes {saved_sizes}"
         )
+    for group, given in zip(own, saved, strict=True):
+        _refuse_other_formula(optimizer, group["params"], given)
     return [{**g, **s, "params": g["params"]} for g, s in zip(own, saved, strict=True)]
+
+
+def _refuse_other_formula(optimizer: KeepsArrays, params: Sequence[Tensor], given: Mapping[str, Any]) -> None:
+    """Refuses groups of torch's Adam and AdamW whose formula is another one."""
+    if given.get("amsgrad"):
+        raise ValueError(
+            f"state dict: expected a group without amsgrad, which {type(optimizer).__name__} does not have"
+        )
+    is_decoupled = given.get("decoupled_weight_decay")
+    for p in params if is_decoupled is not None and given.get("weight_decay") else ():
+        own = getattr(optimizer.formula_of(p), "decoupled", is_decoupled)
+        if (p.dtype != torch.float32 if own is None else own) != is_decoupled:
+            raise ValueError(
+                f"state dict: expected the kind of weight decay of this {type(optimizer).__name__}, got "
+                f"{'decoupled' if is_decoupled else 'L2'} weight decay; make it with decoupled={is_decoupled}"
+            )
 
 
 def _read_entry(

@@ -1,4 +1,4 @@
-"""Conversion of one rank's state from before the shards of blocks were aligned.
+"""Recognition of whole states, and conversion of one rank's state from before the shards of blocks were aligned.
 
 Where the number of ranks does not divide a block's buffer into multiples of 128 bytes, its shards had other bounds
 before partitions were rounded up ([Note: Aligned slices] in csrc/shard/buffer_spec.h). The old bounds follow from the
@@ -16,10 +16,10 @@ from torch import Tensor
 from .._C import FlatLayout
 from .._shards.sharding import ShardSpec
 from ..global_var import context
-from ..parameter import DistributedParameter
+from ..parameter import DistributedParameter, whole_shape
 from ._exchange import describe, exchange
 
-__all__ = ["SLICE_BYTES", "at_present_bounds", "bounds_before"]
+__all__ = ["SLICE_BYTES", "at_present_bounds", "bounds_before", "is_of_whole_parameters"]
 
 #: Marks files of shards whose bounds are multiples of it.
 SLICE_BYTES = FlatLayout.SLICE_BYTES
@@ -28,6 +28,24 @@ SLICE_BYTES = FlatLayout.SLICE_BYTES
 def bounds_before(p: Tensor) -> ShardSpec | None:
     """Returns the parameter's distribution before alignment, or None if it was the same."""
     return p._spec.before_alignment(p.element_size()) if isinstance(p, DistributedParameter) else None
+
+
+def is_of_whole_parameters(state_dict: Mapping[str, Any], parameters: Iterable[tuple[Any, Tensor]]) -> bool:
+    """Whether a state is gathered, or is the state of an optimizer of torch for a model that is not sharded.
+
+    Args:
+        state_dict: a state without ``is_whole`` is of the second kind, or of one rank, which is flat.
+        parameters: parameters with their numbers.
+    """
+    if "is_whole" in state_dict:
+        return bool(state_dict["is_whole"])
+    shapes = [
+        (value.shape, whole_shape(p))
+        for number, p in parameters
+        for key, value in state_dict["state"].get(number, {}).items()
+        if isinstance(value, Tensor) and key != "step"
+    ]
+    return all(a == b for a, b in shapes) and any(len(a) > 1 for a, _ in shapes)
 
 
 def at_present_bounds(

@@ -406,7 +406,7 @@ class ShardedOptimizer(UntracedOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state: of this rank at the same layout, or gathered; of this formula, offloaded or not.
+        """Loads a state: of this rank at the same layout, gathered, or of torch's optimizer; of this formula.
 
         Args:
             state_dict: not modified, and none of its tensors is kept.

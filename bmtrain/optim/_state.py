@@ -17,7 +17,7 @@ from ..parameter import DistributedParameter, gather_flat, shard_of, whole_shape
 from ._arrays import numbered_parameters
 from ._exchange import describe, exchange
 from ._host_copies import warn_of_large_state
-from ._old_bounds import SLICE_BYTES, at_present_bounds, bounds_before
+from ._old_bounds import SLICE_BYTES, at_present_bounds, bounds_before, is_of_whole_parameters
 from ._owners import is_here
 
 __all__ = ["load_optimizer_state", "optimizer_state"]
@@ -43,7 +43,7 @@ def optimizer_state(optimizer: Any, gather: bool) -> dict[str, Any]:
 
 
 def load_optimizer_state(optimizer: Any, state: dict[str, Any], loss_scale: float) -> None:
-    """Loads a state of :func:`optimizer_state`; a gathered one on any number of ranks.
+    """Loads a state of :func:`optimizer_state`; a gathered one, or one of whole parameters, on any number of ranks.
 
     Args:
         optimizer: over the same parameters.
@@ -57,7 +57,7 @@ def load_optimizer_state(optimizer: Any, state: dict[str, Any], loss_scale: floa
         optimizer.load_state_dict(_unscale_moments(state, loss_scale))
         return
     parameters = numbered_parameters(optimizer)
-    whole, is_aligned = bool(state.get("is_whole", False)), "slice_bytes" in state
+    whole, is_aligned = is_of_whole_parameters(state, enumerate(parameters)), "slice_bytes" in state
     sizes = [_size_of_shard(p, is_aligned) for p in parameters]
     saved_sizes, saved_rank = state.get("shard_sizes", sizes), state.get("rank", rank())
     if saved_sizes != sizes or saved_rank != rank():
@@ -87,7 +87,8 @@ def _size_of_shard(p: Tensor, is_aligned: bool) -> int:
 
 def _cut(p: Tensor | None, value: Tensor, whole: bool) -> Tensor:
     """Returns a copy of this rank's part of a loaded tensor: torch keeps the tensors it loads."""
-    if whole and isinstance(p, DistributedParameter) and value.shape == (math.prod(p._tp_original_shape),):
+    whole_shapes = () if p is None else (whole_shape(p), (whole_shape(p).numel(),))
+    if whole and isinstance(p, DistributedParameter) and value.shape in whole_shapes:
         value = shard_of(p, value)
     return value.clone()
 

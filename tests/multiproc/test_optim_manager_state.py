@@ -187,3 +187,66 @@ def test_a_state_that_hosts_cannot_hold_is_told_once(name: str) -> None:
     first, second = run_ranks(2, large_state, name, fresh=True)
     assert [len(heard) for heard in first] == [0, 1, 0] and "checkpoint.save()" in first[1][0]
     assert second == [[], [], []]
+
+
+ADAM, ADAMW = torch.optim.Adam, torch.optim.AdamW
+#: An optimizer of a model that is not sharded, with its options, and the one that continues with its state.
+CONTINUED: list[tuple[Any, dict[str, Any], Any, dict[str, Any]]] = [
+    (ADAM, {"weight_decay": 0.1}, bmt.optim.AdamOptimizer, {}),
+    (ADAMW, {}, bmt.optim.AdamOptimizer, {"decoupled": True}),
+    (ADAMW, {}, bmt.optim.AdamOffloadOptimizer, {"decoupled": True}),
+    (ADAMW, {"amsgrad": True}, ADAMW, {"amsgrad": True}),
+    (torch.optim.SGD, {"momentum": 0.9}, bmt.optim.SGDOptimizer, {}),
+    (torch.optim.RMSprop, {"centered": True}, torch.optim.RMSprop, {"centered": True}),
+]
+
+
+def plain_model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+
+
+def continued(number: int) -> None:
+    kind, options, sharded_kind, sharded_options = CONTINUED[number]
+    plain = plain_model()
+    x = torch.randn(4, 3)
+
+    def step(model: torch.nn.Module, optimizer: Any, divisor: int = 1) -> None:
+        optimizer.zero_grad()
+        (model(x).square().sum() / divisor).backward()
+        optimizer.step()
+
+    optimizer = kind(plain.parameters(), lr=0.01, **options)
+    for _ in range(3):
+        step(plain, optimizer)
+    model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
+    sharded = sharded_kind(model.parameters(), lr=0.5, **sharded_options)
+    manager = make_manager(sharded)
+    manager.load_state_dict({**manager.state_dict(), "optimizers": [copy.deepcopy(optimizer.state_dict())]})
+    for _ in range(3):
+        step(plain, optimizer)
+        step(model, sharded, bmt.world_size())
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("number", range(len(CONTINUED)))
+def test_state_of_an_optimizer_of_whole_parameters(world: int, number: int) -> None:
+    run_ranks(world, continued, number)
+
+
+def of_another_formula() -> None:
+    for kind, options, says in (
+        (ADAMW, {}, "got decoupled weight decay; make it with decoupled=True"),
+        (ADAM, {"amsgrad": True}, "without amsgrad"),
+    ):
+        plain = plain_model()
+        optimizer = kind(plain.parameters(), **options)
+        plain(torch.ones(1, 3)).backward()
+        optimizer.step()
+        model = bmt.BMTrainModelWrapper(plain)
+        with pytest.raises(ValueError, match=says):
+            bmt.optim.AdamOptimizer(model.parameters()).load_state_dict(optimizer.state_dict())
+
+
+def test_state_of_another_formula_is_refused() -> None:
+    run_ranks(2, of_another_formula)
