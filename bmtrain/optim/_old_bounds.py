@@ -19,8 +19,10 @@ from ..global_var import context
 from ..parameter import DistributedParameter, whole_shape
 from ._exchange import describe, exchange
 
-__all__ = ["SLICE_BYTES", "at_present_bounds", "bounds_before", "is_of_whole_parameters"]
+__all__ = ["SCALARS", "SLICE_BYTES", "at_present_bounds", "bounds_before", "is_of_whole_parameters"]
 
+#: Entries of torch's optimizers that are one number for a parameter, also for one of one element.
+SCALARS = ("step", "mu_product", "eta", "mu")
 #: Marks files of shards whose bounds are multiples of it.
 SLICE_BYTES = FlatLayout.SLICE_BYTES
 
@@ -43,7 +45,7 @@ def is_of_whole_parameters(state_dict: Mapping[str, Any], parameters: Iterable[t
         (value.shape, whole_shape(p))
         for number, p in parameters
         for key, value in state_dict["state"].get(number, {}).items()
-        if isinstance(value, Tensor) and key != "step"
+        if isinstance(value, Tensor) and key not in SCALARS
     ]
     return all(a == b for a, b in shapes) and any(len(a) > 1 for a, _ in shapes)
 

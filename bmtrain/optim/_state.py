@@ -17,7 +17,7 @@ from ..parameter import DistributedParameter, gather_flat, shard_of, whole_shape
 from ._arrays import numbered_parameters
 from ._exchange import describe, exchange
 from ._host_copies import warn_of_large_state
-from ._old_bounds import SLICE_BYTES, at_present_bounds, bounds_before, is_of_whole_parameters
+from ._old_bounds import SCALARS, SLICE_BYTES, at_present_bounds, bounds_before, is_of_whole_parameters
 from ._owners import is_here
 
 __all__ = ["load_optimizer_state", "optimizer_state"]
@@ -74,7 +74,7 @@ def load_optimizer_state(optimizer: Any, state: dict[str, Any], loss_scale: floa
         if p is not None and not is_here(p):
             continue  # as before a load: the number of its steps would stand still
         loaded[index] = {
-            key: _cut(p, value, whole) if isinstance(value, Tensor) else value
+            key: _cut(p, value, whole and key not in SCALARS) if isinstance(value, Tensor) else value
             for key, value in entries.items()
         }
     optimizer.load_state_dict({"state": loaded, "param_groups": state["param_groups"]})

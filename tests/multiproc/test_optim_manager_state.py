@@ -198,11 +198,21 @@ CONTINUED: list[tuple[Any, dict[str, Any], Any, dict[str, Any]]] = [
     (ADAMW, {"amsgrad": True}, ADAMW, {"amsgrad": True}),
     (torch.optim.SGD, {"momentum": 0.9}, bmt.optim.SGDOptimizer, {}),
     (torch.optim.RMSprop, {"centered": True}, torch.optim.RMSprop, {"centered": True}),
+    (torch.optim.NAdam, {}, torch.optim.NAdam, {}),
 ]
 
 
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
 def plain_model() -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+    return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), Scaled(), torch.nn.Linear(5, 1))
 
 
 def continued(number: int) -> None:
