@@ -15,16 +15,16 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Storey, from the bottom, or folder -> what belongs to it, and its ceiling. A commit that raises a ceiling gives the
 #: reason in its message.
 PYTHON = {
-    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2632),
+    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2622),
     "watch": ("_watch", 1951),
-    "ranks": ("_ranks global_var nccl synchronize utils", 4240),
-    "shards": ("_shards parameter", 1886),
-    "engine": ("_engine", 8364),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5711),
-    "files": ("_files dcp distributed store weights", 4670),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10171),
+    "ranks": ("_ranks global_var nccl synchronize utils", 4238),
+    "shards": ("_shards parameter", 1884),
+    "engine": ("_engine", 8346),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5695),
+    "files": ("_files dcp distributed store weights", 4660),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10062),
     "survive": ("_survive survive", 2108),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_830),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_824),
 }
 CORE = {
     "bindings": (". bindings ops", 1515),

@@ -9,8 +9,6 @@ from typing import Any
 
 from .tree import BYTES, NO_CONTAINERS, attributes_of, is_opaque
 
-__all__ = ["snapshot"]
-
 
 def snapshot(value: Any, seen: dict[int, Any] | None = None) -> Any:
     """A copy of all mutable containers in ``value``, so that a forward can be run again on its original

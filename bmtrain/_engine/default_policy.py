@@ -9,8 +9,6 @@ from ..global_var import context
 from .engine import current_engine
 from .policy import BlockPolicy
 
-__all__ = ["default_policy"]
-
 
 @contextmanager
 def default_policy(policy: BlockPolicy) -> Iterator[None]:

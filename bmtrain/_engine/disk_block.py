@@ -11,8 +11,6 @@ from .block_state import BlockState
 from .disk_shard import StoredShard
 from .policy import BlockPolicy
 
-__all__ = ["DiskBlockState", "state_of"]
-
 
 class DiskBlockState(BlockState):
     """A block that reads its shards before they are gathered, and writes its gradients."""

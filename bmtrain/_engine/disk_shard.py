@@ -17,8 +17,6 @@ from .._shards.at_rest import finish_update
 from ..errors import DiskError
 from .disk_tier import AHEAD, DiskTier, SealedArray, StoredArray, aligned, sealed
 
-__all__ = ["StoredShard", "gradients_in_memory", "reading_gradients", "stored_shard_of"]
-
 
 class StoredShard:
     """The parameters, gradients or both of a buffer, in a file of their own.

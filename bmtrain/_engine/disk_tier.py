@@ -35,8 +35,6 @@ from .._C import SEAL_BYTES, BufferPool, DiskFile, DiskQueue
 from ..errors import DiskError
 from .drives import Drives
 
-__all__ = ["DiskTier", "SealedArray", "StoredArray", "Transfer", "aligned", "sealed", "tier_of"]
-
 _ALIGNMENT = 4096  # bytes, of csrc/disk
 _LEAST = 1 << 20  # bytes of a buffer of the pool that starts at a page, and of a piece
 _PIECES = 8  # of a transfer, which threads move at the same time

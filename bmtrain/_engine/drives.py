@@ -13,8 +13,6 @@ from .._ranks.objects import allgather_objects
 from ..errors import DiskError
 from .observer import Observer
 
-__all__ = ["Drives", "make_queue", "measure", "measure_both", "num_on_drives"]
-
 _BUFFERS, _BUFFER = 6, 2 << 20
 _MEASURED = 64 << 20  # bytes
 

@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["divide_features", "divided_by", "no_random_numbers", "plain", "refuse_random"]
-
 KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")
 #: By operator, the position of the argument that says whether numbers are drawn.
 _DRAWS = {

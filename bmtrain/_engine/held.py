@@ -6,8 +6,6 @@ from .block_state import BlockState
 from .engine import Engine
 from .phase import Phase
 
-__all__ = ["drop_gradients", "hold", "let_go"]
-
 
 def hold(engine: Engine, block: BlockState, phase: Phase | None = None) -> None:
     """Keeps the parameters gathered for several calls, until :func:`let_go`.

@@ -10,8 +10,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-__all__ = ["BlockDtypes", "BlockMode", "BlockPolicy", "Recompute"]
-
 _NARROW = (torch.float16, torch.bfloat16)
 
 

@@ -26,8 +26,6 @@ from .engine import Engine, current_engine
 from .held import drop_gradients, hold, let_go
 from .phase import Phase
 
-__all__ = ["VerticalLayers"]
-
 _Hidden = tuple[Any, ...]
 
 

@@ -12,8 +12,6 @@ from .._ranks.context import require_intact
 from ..global_var import context
 from ..parameter import DistributedParameter, full_value, whole_shape
 
-__all__ = ["first_names", "write_gathered"]
-
 Table = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 

@@ -18,8 +18,6 @@ from .._base.tensors import bytes_of, in_host_memory
 from ..errors import UnreadableFileError
 from .torch_table import DTYPES, STORAGES, numbers_of, unpickle
 
-__all__ = ["Box", "BoxedTensor", "TorchFolder"]
-
 _LOCAL_HEADER = 30  # bytes of a record of a zip archive before its name
 _DAMAGED = zipfile.BadZipFile, LookupError, TypeError, ValueError, RuntimeError, struct.error
 

@@ -23,8 +23,6 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
-__all__ = ["Part", "boxes_of", "write_part", "write_table"]
-
 Path_ = tuple[Any, ...]  # keys of nested dicts and lists; joined by dots they are the name
 
 

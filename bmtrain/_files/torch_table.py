@@ -19,8 +19,6 @@ import torch
 
 from ..errors import UnreadableFileError
 
-__all__ = ["DTYPES", "METADATA", "STORAGES", "numbers_of", "read_table", "unpickle"]
-
 METADATA = ".metadata"
 
 STORAGES = {

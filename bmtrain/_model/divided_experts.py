@@ -17,8 +17,6 @@ import torch
 from .._engine.experts import run_experts
 from ..global_var import context
 
-__all__ = ["DividedExperts", "can_divide", "divide_experts", "num_experts", "own_experts", "takes_routing"]
-
 _ALL = "_num_experts_of_all_ranks"
 
 

@@ -15,8 +15,6 @@ from .._ranks.agree import failing_together
 if TYPE_CHECKING:
     from .._ranks.context import Context
 
-__all__ = ["check_tier", "host_lane_of", "store"]
-
 
 def check_tier(ctx: Context, policy: BlockPolicy, label: str) -> None:
     """Refuses places of the policy of a new Block that this run does not have; ``label`` names the Block.

@@ -10,14 +10,6 @@ from torch import Tensor
 
 from .._C import adam_step, lion_step, sgd_step
 
-__all__ = [
-    "AdamRanges",
-    "DeltaSums",
-    "adam_",
-    "adam_move_",
-    "step_of_groups",
-]
-
 _ops = torch.ops.bmtrain
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Streams"]
-
 
 class InertStream:
     """Replaces a CUDA stream or event on a CPU run: all work is complete already, and nothing waits."""

@@ -11,8 +11,6 @@ from .at_rest import show, show_together
 from .meta import make_shard
 from .sharding import ShardSpec, merge_slices
 
-__all__ = ["copy_of_part", "full_value", "gather_flat", "load_full_value", "shard_of", "whole_shape"]
-
 
 def _is_sharded(param: torch.Tensor) -> TypeGuard[Any]:
     return hasattr(param, "_original_shape")

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["measure_deepspeed"]
-
 
 def measure_deepspeed(folder: str, count: int, width: int, tokens: int, repeat: int) -> dict[str, Any]:
     """Returns the seconds of steps and the bytes that the kernel counted in the last one, or why there are none."""

@@ -18,8 +18,6 @@ from ..plan import MACHINES, Machine, TrainingPolicy, describe_module, estimate
 from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 from .plan import OPTIMIZERS
 
-__all__ = ["measure_policies", "print_policies"]
-
 _GIB = 1 << 30
 _POLICIES: dict[str, dict[str, Any]] = {  # as TrainingPolicy takes them
     "recompute": {},

@@ -16,8 +16,6 @@ from ..global_var import context
 from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 from ._offload_bound import measure_rates
 
-__all__ = ["measure_tiers"]
-
 _PLACES = ("device", "host")
 _GIB = 1 << 30
 _TIMES_TO_DEVICE = 2  # a parameter is copied, for forward and for backward

@@ -26,8 +26,6 @@ from .. import _ops
 from .._base.arguments import require_tensor
 from .._base.differentiable_once import differentiable_once
 
-__all__ = ["CrossEntropyOptions", "VocabularySlice", "cross_entropy_rows", "has_inf_nan"]
-
 # Elements of one chunk of rows. CPU: the fp32 temporary of a chunk (1 MiB) stays in a second-level cache;
 # CUDA: enough for a full wave of any card, few enough that the temporaries do not count beside the logits.
 _CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}

@@ -29,8 +29,6 @@ from ..global_var import context
 from ._intercept import replaced_by, replacement
 from ._sequences import Sequences, current_sequences
 
-__all__ = ["belong_to", "check_call"]
-
 _NUM_TOKENS = 32  # of one sequence, at most
 #: Values in their place. Labels of `shard_sequence` are shifted: a loss must be one of ``shift_labels`` alone.
 _LABELS: dict[str, Any] = {"labels": -100, "shift_labels": 0, "num_items_in_batch": 5}

@@ -11,8 +11,6 @@ from torch import Tensor
 from ._divided_check import check_call
 from .functional import attention
 
-__all__ = ["prepare"]
-
 _NAME = "bmtrain"  # of the attention, in transformers
 
 

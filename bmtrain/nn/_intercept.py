@@ -21,8 +21,6 @@ from torch import Tensor
 from .._engine.dropout import KEYS, divided_by, plain, refuse_random
 from ._sequences import Sequences, current_sequences
 
-__all__ = ["install", "original", "replaced_by", "replacement"]
-
 _OPERATOR = "scaled_dot_product_attention"
 
 

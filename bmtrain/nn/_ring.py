@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from .._C import Work
     from .._ranks.context import Group
 
-__all__ = ["ring_attention"]
-
 
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool, scale: float, window: int | None

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from .._C import Work
     from .._ranks.context import Context, Group
 
-__all__ = ["Method", "Run", "Sequences", "check_stamp", "current_sequences", "set_current", "whole_sequences"]
-
 
 class Method(str, Enum):
     """How attention exchanges tokens."""

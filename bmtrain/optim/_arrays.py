@@ -21,19 +21,6 @@ from ._narrow import stored_shape, values_of
 from ._old_bounds import SLICE_BYTES, at_present_bounds, is_of_whole_parameters
 from ._owners import is_here
 
-__all__ = [
-    "MASTER",
-    "MOMENTS",
-    "KeepsArrays",
-    "allocate",
-    "gathered_state",
-    "layout_of",
-    "numbered_parameters",
-    "read_state",
-    "readable_state",
-    "take_changed_value",
-]
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "_param_fp32"
 

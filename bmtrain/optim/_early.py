@@ -23,8 +23,6 @@ from ..global_var import context
 if TYPE_CHECKING:
     from .._engine.block_state import BlockState
 
-__all__ = ["EarlySteps"]
-
 
 class EarlySteps:
     """Starts updates of blocks inside one backward for each step."""

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["exact_norm"]
-
 _PIECES = 3
 _BITS = 20  # of a piece; an int64 holds the sum of 2**43 of them
 #: Elements that are widened at a time; on a processor they stay in its cache, and a sum of pieces is exact in fp64.

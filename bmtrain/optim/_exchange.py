@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ..global_var import context
 
-__all__ = ["describe", "exchange"]
-
 
 def describe(value: Any, shape: Sequence[int]) -> dict[str, Any]:
     """Returns the description, for other ranks, of a state entry of a parameter whose shard has ``shape``."""

@@ -28,17 +28,6 @@ from ..parameter import DistributedParameter
 from ._exact_norm import exact_norm
 from .places.overlap.ahead import copies_of
 
-__all__ = [
-    "check_overflow",
-    "counted_here",
-    "first_overflow",
-    "forget_unsent",
-    "global_norm",
-    "grad_rescale",
-    "multiply_gradients",
-    "parameters_of",
-]
-
 _CORE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # The operator of the core for each norm.

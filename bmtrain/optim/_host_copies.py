@@ -6,8 +6,6 @@ from .._base.deprecate import warn_once
 from .._base.host_memory import available_bytes
 from .._ranks import context
 
-__all__ = ["warn_of_large_state"]
-
 _SHARE = 0.5  # of the free memory; a file that is written of it may need as much again
 
 

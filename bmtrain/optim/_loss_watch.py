@@ -20,8 +20,6 @@ from .._C import ReduceOp
 from ..global_var import context, num_losses, rank
 from ..parameter import DistributedParameter
 
-__all__ = ["LossWatch"]
-
 _NUM_COMPARED = 3  # losses; one may be equal by chance, or because the first layer is zero
 _NUM_BAD = 3  # steps in a row; a single one may come from an odd batch
 

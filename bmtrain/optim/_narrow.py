@@ -13,8 +13,6 @@ from torch import Tensor
 
 from ..parameter import DistributedParameter
 
-__all__ = ["dtype_for", "random_bits", "read_state_dtype", "store_values", "stored_shape", "values_of"]
-
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 #: Moments without a sign; their codes have one bit more for the exponent.
 _UNSIGNED = ("exp_avg_sq",)

@@ -11,8 +11,6 @@ from .._ranks.agree import largest
 from ..global_var import context
 from ..parameter import DistributedParameter
 
-__all__ = ["gather_state", "load_state"]
-
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.uint8, torch.int8, torch.int64)
 _NOTHING, _OTHER = -1.0, float(len(_DTYPES))
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["is_of_torch", "joined"]
-
 
 def is_of_torch(state: Any) -> bool:
     """Whether a state is of torch: states of this library are marked as whole or not."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ._sharded import ShardedOptimizer
 
-__all__ = ["OffloadOptimizer"]
-
 
 class OffloadOptimizer(ShardedOptimizer):
     """An optimizer whose place is `OnHost`."""

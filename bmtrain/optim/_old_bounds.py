@@ -19,8 +19,6 @@ from ..global_var import context
 from ..parameter import DistributedParameter, whole_shape
 from ._exchange import describe, exchange
 
-__all__ = ["SCALARS", "SLICE_BYTES", "at_present_bounds", "bounds_before", "is_of_whole_parameters"]
-
 #: Entries of torch's optimizers that are one number for a parameter, also for one of one element.
 SCALARS = ("step", "mu_product", "eta", "mu")
 #: Marks files of shards whose bounds are multiples of it.

@@ -6,8 +6,6 @@ from typing import Any
 
 from .._base.arguments import require_number
 
-__all__ = ["check_betas", "check_group", "check_not_negative"]
-
 
 def check_group(group: Any) -> None:
     """Raises TypeError unless ``group`` is a dict with ``params``."""

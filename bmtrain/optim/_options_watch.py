@@ -19,8 +19,6 @@ from ..global_var import config, context, rank
 from ..parameter import DistributedParameter
 from ._exchange import exchange
 
-__all__ = ["OptionsWatch"]
-
 _EVERY = 1024  # steps; before, in steps 4, 8, 16, ...
 
 

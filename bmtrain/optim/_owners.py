@@ -29,8 +29,6 @@ from .._shards.sharding import ShardSpec
 from ..global_var import context
 from ..parameter import DistributedParameter
 
-__all__ = ["Team", "Transfer", "is_here", "owners_of", "whole_shape"]
-
 
 def is_here(param: Tensor) -> bool:
     """Whether this rank shares the parameter; in a pipeline another stage may hold it."""

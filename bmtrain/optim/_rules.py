@@ -18,8 +18,6 @@ from ..global_var import rank
 from ..parameter import DistributedParameter
 from ._owners import whole_shape
 
-__all__ = ["RULES", "Choice", "Member", "Rules", "Split", "heights_of", "homes_in", "members_of", "table_of"]
-
 #: Kinds of groups: by Muon, or by AdamW.
 RULES = ("muon", "adam")
 #: A number of equal parts, or the rows of each part.

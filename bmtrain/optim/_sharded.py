@@ -36,8 +36,6 @@ from .formulas import Formula, Part
 from .places import OnDevice, OnDisk, Place
 from .places.ranges import ranges_of
 
-__all__ = ["ShardedOptimizer", "check_scale"]
-
 _UNSET: Any = object()
 _OWN = ("_early", "_owned_scale", "_steps_since_last_scale", "_seen")  # attributes that copies keep
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)

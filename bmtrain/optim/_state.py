@@ -20,8 +20,6 @@ from ._host_copies import warn_of_large_state
 from ._old_bounds import SCALARS, SLICE_BYTES, at_present_bounds, bounds_before, is_of_whole_parameters
 from ._owners import is_here
 
-__all__ = ["load_optimizer_state", "optimizer_state"]
-
 
 def optimizer_state(optimizer: Any, gather: bool) -> dict[str, Any]:
     """Returns the state dict of an optimizer, of this rank or (collective) gathered to full tensors.

@@ -13,14 +13,6 @@ from ..parameter import DistributedParameter
 from ._grad_stats import parameters_of
 from .places import wants_disk
 
-__all__ = [
-    "refuse_policies_of_tiers",
-    "refuse_whole_tensor_optimizer",
-    "warn_of_likely_mistakes",
-    "warn_of_uninitialised",
-    "warn_of_unsent_gradients",
-]
-
 #: Class names of optimizers that need norms or factors of full tensors, which shards cannot give.
 _WHOLE_TENSOR_KINDS = ("adafactor", "lamb", "larc", "lars", "muon", "shampoo")
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["UntracedOptimizer"]
-
 
 def _unmarked(method: Callable[..., Any]) -> Callable[..., Any]:
     if "torch._dynamo" in sys.modules:

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Ranges", "Update"]
-
 
 class Update(NamedTuple):
     """One parameter in one step."""

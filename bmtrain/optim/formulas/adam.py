@@ -17,8 +17,6 @@ from .._options import check_betas, check_not_negative
 from .._updates import Ranges, Update
 from .formula import Formula, Part, groups_of
 
-__all__ = ["Adam", "Deltas"]
-
 _BATCH = 1 << 26  # elements that torch's multi-tensor Adam updates together, if there are several parameters
 
 

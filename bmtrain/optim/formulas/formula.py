@@ -11,8 +11,6 @@ from ... import _ops
 from ..._C import OffloadUpdate
 from .._updates import Ranges, Update
 
-__all__ = ["Formula", "Part", "groups_of"]
-
 
 class Formula:
     """The update of single elements: state, options, numbers of a step, and kernel.

@@ -12,8 +12,6 @@ from .._options import check_betas, check_not_negative
 from .._updates import Ranges, Update
 from .formula import Formula
 
-__all__ = ["Lion"]
-
 
 class Lion(Formula):
     """A step along the sign of the momentum blended with the gradient."""

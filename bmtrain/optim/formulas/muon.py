@@ -18,8 +18,6 @@ from .._updates import Update
 from .adam import Adam
 from .formula import Formula
 
-__all__ = ["Muon"]
-
 _MOMENTUM = "momentum_buffer"
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 

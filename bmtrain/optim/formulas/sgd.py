@@ -14,8 +14,6 @@ from .._options import check_not_negative
 from .._updates import Ranges, Update
 from .formula import Formula
 
-__all__ = ["SGD"]
-
 _MOMENTUM = "momentum_buffer"
 
 

@@ -15,8 +15,6 @@ from ..formulas import Part
 from .place import Place, States
 from .ranges import compute_alike, compute_on_host, split
 
-__all__ = ["OnDevice", "apply_by_torch", "is_narrow", "widened"]
-
 
 class OnDevice(Place):
     """The device of the parameters; updates are computed by the core's kernels where available, else by torch."""

@@ -35,8 +35,6 @@ from .overlap.references import ArenaReferences, is_unwatched
 from .place import Groups, Place, States, zero_gradient
 from .ranges import split
 
-__all__ = ["OnDisk", "wants_disk"]
-
 
 class OnDisk(Place):
     """A drive, for parameters of Blocks with such a policy; the state of others is where another place has it.

@@ -19,8 +19,6 @@ from ...errors import DiskError
 from .._updates import Update
 from ..formulas import Part
 
-__all__ = ["IN_FILE", "Arena", "Arrays", "Chunk", "Home", "Stream", "failure_of", "in_turns"]
-
 Arrays = Sequence[tuple[str, torch.dtype]]
 #: Names of arrays of a chunk that are not the optimizer's.
 PARAMETER, GRADIENT = "parameter", "gradient"

@@ -35,8 +35,6 @@ from .disk_arena import Chunk, Stream, in_turns
 #: Context manager in which accesses to parameters do not wait for their updates.
 _UNGUARDED = torch._C.DisableTorchFunctionSubclass
 
-__all__ = ["Background", "DiskUpdate", "PendingDiskUpdate"]
-
 
 class DiskUpdate:
     """The update of parameters of one block.

@@ -11,8 +11,6 @@ from ..._engine.disk_tier import DiskTier, Transfer
 from ..formulas import Part
 from .disk_arena import Chunk, failure_of
 
-__all__ = ["pass_whole"]
-
 
 def pass_whole(tier: DiskTier, chunks: Sequence[Chunk], compute: Callable[[list[Part]], None] | None) -> None:
     """Has the parts of arenas computed, while the next arena is read and the one before is written.

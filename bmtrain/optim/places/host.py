@@ -16,8 +16,6 @@ from .place import Groups, Place, States
 from .ranges import compute_alike, compute_on_host, split
 from .residence import choose_residents, spare_bytes
 
-__all__ = ["OnHost"]
-
 
 class OnHost(Place):
     """Host memory, except for the blocks whose state stays on the run device.

@@ -16,8 +16,6 @@ from .host import OnHost
 from .place import States
 from .ranges import compute_on_host, split
 
-__all__ = ["OnHostOwners", "OnOwners"]
-
 
 class OnOwners(OnDevice):
     """The device of the parameters, and for formulas of whole matrices the ranks that own them."""

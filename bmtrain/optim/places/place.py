@@ -13,8 +13,6 @@ from .._arrays import allocate
 from .._narrow import dtype_for
 from ..formulas import Formula, Part
 
-__all__ = ["Groups", "Place", "States", "zero_gradient"]
-
 #: The group dicts of an optimizer.
 Groups = Sequence[Mapping[str, Any]]
 #: The state of an optimizer, by parameter.

@@ -14,8 +14,6 @@ from .._arrays import MASTER
 from .._updates import Ranges, Update
 from ..formulas import Part
 
-__all__ = ["Ranges", "compute_alike", "compute_on_host", "host_ranges", "ranges_of", "split"]
-
 
 def ranges_of(updates: Sequence[Update], names: Sequence[str]) -> Ranges:
     """Returns the ranges of updates of either fp32 or 16-bit parameters, with all tensors on one device."""

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ..._ranks import context
 
-__all__ = ["choose_residents", "spare_bytes"]
-
 #: Largest share of a device's memory that the library fills.
 _FULL = 0.85
 

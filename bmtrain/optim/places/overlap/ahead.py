@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from ...._engine.block_state import BlockState
     from ..._updates import Update
 
-__all__ = ["SentAhead", "SentBlock", "copies_of"]
-
 #: Largest share of the host memory free at the first step for page-locked copies of gradients.
 _SHARE_OF_HOST = 0.25
 #: Largest gap, in bytes, between gradients that are copied as one run.

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ...._engine.block_state import BlockState
     from ..._updates import Update
 
-__all__ = ["Overlap", "needs_staging"]
-
 #: Number of elements of parameters outside blocks that form one unit.
 _OUTSIDE = 1 << 20
 

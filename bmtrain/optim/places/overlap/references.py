@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ...._engine.block_state import BlockState
     from ..._updates import Update
 
-__all__ = ["ArenaReferences", "gradients_are_unheld", "is_unwatched"]
-
 
 class ArenaReferences:
     """Numbers of tensors that refer to each allocation of an optimizer's state."""

@@ -16,8 +16,6 @@ from ..._updates import Ranges, Update
 from ..ranges import ranges_of
 from .ahead import SentBlock
 
-__all__ = ["SLOTS", "Staged", "Staging"]
-
 #: Updates whose gradients or parameters are in host memory at the same time: one that is computed, the one after it,
 #: whose gradients arrive, and the one before it, whose parameters return.
 SLOTS = 3
