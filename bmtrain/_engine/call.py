@@ -155,6 +155,8 @@ class BlockCall:
                 run = partial(part.first_run, self, run)
             with NoAutocastCache():
                 result = kept_alive(block, run(args, kwargs))
+                if self.has_state:
+                    kept_alive(block, (args, kwargs))
             self.outputs = self.outputs_among(result, args, kwargs, self.inner)
         except BaseException:
             engine.abandon(block)

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <functional>
 #include <numeric>
+#include <optional>
 #include <utility>
 
 #include "common/check.h"
@@ -27,6 +28,14 @@ std::vector<std::int64_t> numels_of(const std::vector<std::vector<std::int64_t>>
     numels.push_back(std::accumulate(shape.begin(), shape.end(), std::int64_t{1}, std::multiplies<>()));
   }
   return numels;
+}
+
+/// What reads of the storage raise, or {}: nothing. torch has this since 2.12.
+void refuse_reads(auto* storage, std::optional<std::string> error) {
+  if constexpr (requires { storage->clear_data_ptr_access_error_msg_(); }) {
+    error ? storage->release_data_and_set_meta_custom_data_ptr_error_msg_(std::move(error))
+          : storage->clear_data_ptr_access_error_msg_();
+  }
 }
 
 BufferOptions checked(BufferOptions options) {
@@ -172,12 +181,16 @@ c10::Storage empty_storage(c10::Device device) {
 }
 
 void put_memory(const c10::Storage& storage, c10::DataPtr memory, std::int64_t nbytes) {
+  refuse_reads(storage.unsafeGetStorageImpl(), {});
   storage.set_data_ptr_noswap(std::move(memory));
   storage.set_nbytes(static_cast<std::size_t>(nbytes));
 }
 
-void take_memory(const c10::Storage& storage) {
+void take_memory(const c10::Storage& storage, const std::string& label) {
   put_memory(storage, c10::DataPtr(nullptr, storage.device()), 0);
+  refuse_reads(storage.unsafeGetStorageImpl(),
+               label + ": a parameter's full tensor, or a view of it, was kept and is used outside of the " +
+                   "Block, which has given its memory back; keep a copy (weight.detach().clone())");
 }
 
 void zero_outside(const at::Tensor& flat, const std::vector<Span>& spans) {

@@ -166,9 +166,9 @@ struct PlainMode {
                                          std::int64_t offset, at::IntArrayRef shape);
 /// A storage that has no memory yet.
 [[nodiscard]] c10::Storage empty_storage(c10::Device device);
-/// Puts memory under the storage, or takes it away.
+/// Puts memory under the storage, or takes it away: then reads are errors that begin with the label.
 void put_memory(const c10::Storage& storage, c10::DataPtr memory, std::int64_t nbytes);
-void take_memory(const c10::Storage& storage);
+void take_memory(const c10::Storage& storage, const std::string& label);
 /// Zeroes a flat tensor but for spans of it, given from the first to the last.
 void zero_outside(const at::Tensor& flat, const std::vector<Span>& spans);
 

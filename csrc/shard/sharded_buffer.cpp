@@ -85,7 +85,7 @@ void GatheredBuffer::start(bool in_place) {
         copied_ = spec_.host_lane->to_device(free.get(), [&] { gather(); });
       }
     } catch (...) {
-      take_memory(wire_.storage());
+      take_memory(wire_.storage(), spec_.label);
       throw;
     }
   }
@@ -126,7 +126,7 @@ void GatheredBuffer::give_back_wire() {
   if (std::exchange(is_borrowed_, false)) {
     spec_.gather_comm->give_back_output(wire_.storage().data(), spec_.full_bytes(spec_.gather_dtype));
   }
-  take_memory(wire_.storage());
+  take_memory(wire_.storage(), spec_.label);
 }
 
 void GatheredBuffer::finish() {
@@ -145,7 +145,7 @@ void GatheredBuffer::release() {
   await();  // a gather under way writes into the memory; it must have ended before the memory goes
   if (spec_.has_gathered_memory()) {
     give_back_wire();
-    take_memory(full_.storage());
+    take_memory(full_.storage(), spec_.label);
   }
   state_ = State::kSharded;
 }

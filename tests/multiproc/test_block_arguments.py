@@ -67,6 +67,38 @@ def caches(use_checkpoint: bool) -> None:
         check_gradients(plain, block)
 
 
+class Remembering(torch.nn.Module):
+    """Puts parameters, and views of them, into a list that it is given, and keeps one in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = torch.nn.Parameter(torch.randn(3, 6))
+
+    def forward(self, x: torch.Tensor, memory: list[torch.Tensor]) -> torch.Tensor:
+        memory += [self.slots, self.slots[1], self.slots.detach().t()]
+        self.kept = self.slots.detach()
+        return x * self.slots.sum(0)
+
+
+def parameters_in_containers(use_checkpoint: bool) -> None:
+    plain, inner = twins(Remembering)
+    block = bmt.Block(inner, use_checkpoint=use_checkpoint)
+    memories: list[list[torch.Tensor]] = [[], []]
+    for module, memory, count in zip((plain, block), memories, (1, bmt.world_size()), strict=True):
+        hidden = module(torch.ones(2, 6), memory)
+        (sum(tensor.sin().sum() for tensor in (hidden, *memory)) / count).backward()
+    assert all(map(torch.equal, *memories))
+    check_gradients(plain, block)
+    if (
+        bmt.world_size() > 1 and bmt.utils.check_torch_version("2.12.0") >= 0
+    ):  # else the memory is the shard's
+        with torch.no_grad():
+            block(torch.ones(2, 6), [])
+        for read in (torch.sum, copy.deepcopy, repr):
+            with pytest.raises(RuntimeError, match="Remembering.*keep a copy"):
+                read(inner.kept)
+
+
 class Writing(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -99,6 +131,12 @@ def read_once() -> None:
 @pytest.mark.parametrize("use_checkpoint", [True, False])
 def test_caches_are_filled_once(world: int, use_checkpoint: bool) -> None:
     run_ranks(world, caches, use_checkpoint)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+def test_parameters_in_containers_are_copies(world: int, use_checkpoint: bool) -> None:
+    run_ranks(world, parameters_in_containers, use_checkpoint)
 
 
 def test_cache_written_in_place_raises() -> None:
