@@ -243,3 +243,23 @@ def test_zero_size_argument():
         bmt.BlockPolicy(zero_size=1)
     with pytest.raises(ValueError, match="zero_size: at level 0 nothing is sharded, got 2"):
         bmt.BlockPolicy(level=0, zero_size=2)
+
+
+class Scaled(bmt.DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = bmt.DistributedParameter(torch.ones(1024))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
+def narrow_gradients() -> list[float]:
+    policy = bmt.BlockPolicy(zero_size=SHARING, compute_dtype=torch.bfloat16)
+    block = bmt.Block(Scaled(), policy=policy)
+    block(torch.full((1024,), (1.0, 2**-9)[bmt.rank() % SHARING], dtype=torch.bfloat16)).backward()
+    return list(set(block.weight.grad.tolist()))
+
+
+def test_sums_over_ranks_are_not_rounded_before_those_over_replicas() -> None:
+    assert run_ranks(WORLD, narrow_gradients) == [[2 + 2**-8]] * WORLD
