@@ -202,19 +202,11 @@ def estimate(
         (True, 'compute')
     """
     policy = TrainingPolicy() if policy is None else policy
-    factor = policy.tp_size * policy.pipe_size
-    if machine.num_devices % (factor * policy.sp_size):
-        raise ValueError(
-            f"devices: expected a multiple of tp_size * pipe_size * sp_size = {policy.tp_size} * {policy.pipe_size} * "
-            f"{policy.sp_size}, got {machine.num_devices}"
-        )
-    stage = machine.num_devices // policy.pipe_size
-    if stage % policy.ep_size:
-        raise ValueError(f"ep_size: expected a divisor of {stage} devices of a stage, got {policy.ep_size}")
+    stage = _stage_of(machine, policy)
     local = model.sliced(policy.tp_size, policy.pipe_size, policy.sp_size, policy.ep_size)
     if policy.compute_dtype is not None:
         local = local.computed_in(policy.compute_dtype.itemsize)
-    network = Network(machine, machine.num_devices // factor, stride=policy.tp_size)
+    network = Network(machine, stage // policy.tp_size, stride=policy.tp_size)
     num_sharing = policy.block_policy().num_sharing
     states = model_state_bytes(
         local,
@@ -262,18 +254,13 @@ def estimate(
     memory = _memory(
         result, machine, on_host + pinned + moved["optimizer"], _wire_bytes(local, network, policy, result)
     )
-    copied = states
-    if num_sharing(network.size) < network.size:  # other ranks hold the shards of all Blocks too
-        copied = model_state_bytes(local, network.size, state_dtype=policy.state_dtype, disk=lambda _: DISK)
-    copies = policy.survive * (sum(copied.values()) + states["gradients"])
-    sizes = {buffer.element_size for block in local.blocks for buffer in block.buffers}
-    is_narrow = policy.compute_dtype is not None or 2 in sizes
-    kernels = max(_KERNEL_BYTES * is_narrow, _MUON_KERNEL_BYTES * (policy.optimizer == "muon"))
+    copies = _copy_bytes(local, network, policy, states) if policy.survive else 0
+    kernels = _kernel_bytes(local, policy) if machine.shares_memory else 0.0
     return Plan(
         model=model,
         machine=machine,
         policy=policy,
-        memory=replace(memory, copies=copies, disk=disk.buffers, kernels=kernels * machine.shares_memory),
+        memory=replace(memory, copies=copies, disk=disk.buffers, kernels=kernels),
         time=_time(result, machine, policy, states, moved, disk, _muon_seconds(local, network, policy)),
         traffic={
             name: (messages * policy.passes, nbytes * policy.passes)
@@ -282,6 +269,38 @@ def estimate(
         result=result,
         disk=disk,
     )
+
+
+def _stage_of(machine: Machine, policy: TrainingPolicy) -> int:
+    """Returns the number of devices of a stage, if the machine can be divided by the policy."""
+    if machine.num_devices % (policy.tp_size * policy.pipe_size * policy.sp_size):
+        raise ValueError(
+            f"devices: expected a multiple of tp_size * pipe_size * sp_size = {policy.tp_size} * {policy.pipe_size} * "
+            f"{policy.sp_size}, got {machine.num_devices}"
+        )
+    stage = machine.num_devices // policy.pipe_size
+    if stage % policy.ep_size:
+        raise ValueError(f"ep_size: expected a divisor of {stage} devices of a stage, got {policy.ep_size}")
+    return stage
+
+
+def _copy_bytes(
+    model: ModelDescription, network: Network, policy: TrainingPolicy, states: dict[str, int]
+) -> int:
+    """Returns the copy of another rank's state that continues without it."""
+    copied = states
+    if (
+        policy.block_policy().num_sharing(network.size) < network.size
+    ):  # others hold the shards of all Blocks too
+        copied = model_state_bytes(model, network.size, state_dtype=policy.state_dtype, disk=lambda _: DISK)
+    return sum(copied.values()) + states["gradients"]
+
+
+def _kernel_bytes(model: ModelDescription, policy: TrainingPolicy) -> float:
+    """Returns the memory of products in 16 bits."""
+    sizes = {buffer.element_size for block in model.blocks for buffer in block.buffers}
+    is_narrow = policy.compute_dtype is not None or 2 in sizes
+    return max(_KERNEL_BYTES * is_narrow, _MUON_KERNEL_BYTES * (policy.optimizer == "muon"))
 
 
 def _pinned_bytes(model: ModelDescription, network: Network, policy: TrainingPolicy) -> int:
