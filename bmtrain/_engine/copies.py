@@ -26,13 +26,7 @@ _KEPT = "_bmtrain_source_of_data"  # in the __dict__ of its `.data`
 
 
 class Source:
-    """Origin of a gathered copy. When the copy is freed, it warns of writes to it.
-
-    Args:
-        param: the parameter.
-        copy: the copy.
-        label: names the parameter for the warning.
-    """
+    """Origin of a gathered copy. When the copy is freed, it warns of writes to it, and names the parameter."""
 
     __slots__ = ("_label", "_param", "_watched")
 

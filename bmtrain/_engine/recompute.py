@@ -123,11 +123,7 @@ class Replay(Part):
 
 
 class Unchanged:
-    """Tensors that must not be written to before a block's backward.
-
-    Args:
-        label: name of the block, for errors.
-    """
+    """Tensors that must not be written to before a block's backward."""
 
     def __init__(self, label: str) -> None:
         self._label = label

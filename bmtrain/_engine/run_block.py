@@ -24,11 +24,6 @@ def run_block(
 ) -> Any:
     """Runs ``forward(*args, **kwargs)`` with the block's parameters gathered.
 
-    Args:
-        block: the block's buffers.
-        forward: the inner forward, as it is now.
-        modules: the modules that take part.
-
     Returns:
         The result of ``forward``, a list as a tuple, attached to the caller's graph.
 

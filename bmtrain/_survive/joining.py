@@ -225,14 +225,7 @@ def digest_of(params: Sequence[DistributedParameter]) -> str:
 
 
 def _find_place(about: Message) -> tuple[Members, Message]:
-    """Waits for a place in the job.
-
-    Args:
-        about: this process.
-
-    Returns:
-        This process as a member, and the answer of a rank.
-    """
+    """Waits for a place in the job; returns this process as a member, and the answer of a rank."""
     path, heard = Path(os.environ[MEMBERS]), time.monotonic()
     members: Members | None = None
     while time.monotonic() < heard + _GONE_SECONDS:

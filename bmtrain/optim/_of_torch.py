@@ -14,12 +14,7 @@ def is_of_torch(state: Any) -> bool:
 
 
 def joined(state: Mapping[str, Any], groups: Sequence[dict[str, Any]], rule: str) -> dict[str, Any]:
-    """Returns a gathered state of all groups, in which ``state`` gives the groups of one rule.
-
-    Args:
-        state: of torch, of one rule.
-        groups: of the optimizer.
-        rule: ``"muon"`` or ``"adam"``.
+    """Returns a gathered state of all groups, in which ``state``, of torch, gives the groups of one rule.
 
     Raises:
         ValueError: other groups.

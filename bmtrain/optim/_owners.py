@@ -53,9 +53,6 @@ class Team:
         begin: its first element, among the slices one after the other.
         key: the same for teams of the same ranks.
         comm: communicator of the team.
-
-    Args:
-        param: the parameter.
     """
 
     size, rank, begin = 1, 0, 0
@@ -130,12 +127,7 @@ class Team:
 
 
 def owners_of(work: Sequence[float], teams: Sequence[Team]) -> list[int]:
-    """Returns the rank of its team that owns each matrix, see [Note: Owners].
-
-    Args:
-        work: of each matrix.
-        teams: of each matrix.
-    """
+    """Returns the rank of its team that owns each matrix, see [Note: Owners]."""
     loads: dict[Any, list[float]] = {}
     owners = [0] * len(work)
     for index in sorted(range(len(work)), key=lambda index: -work[index]):
@@ -147,12 +139,7 @@ def owners_of(work: Sequence[float], teams: Sequence[Team]) -> list[int]:
 
 
 class Transfer:
-    """Messages between the ranks that share a parameter and its owner.
-
-    Args:
-        param: the parameter.
-        owner: rank of the owner in the team of the parameter.
-    """
+    """Messages between the ranks that share a parameter and its owner, a rank in the team of the parameter."""
 
     def __init__(self, param: Tensor, owner: int) -> None:
         self._team = Team(param)
@@ -200,12 +187,7 @@ class Transfer:
         return self._team.merged(self._tensor) if self.is_owner else self._tensor
 
     def scatter(self, whole: Tensor | None, dtype: torch.dtype) -> None:
-        """Posts the messages from the owner; `part` waits for them.
-
-        Args:
-            whole: 1-D at the owner, None elsewhere.
-            dtype: of the tensor.
-        """
+        """Posts the messages from the owner, where ``whole`` is 1-D (elsewhere None); `part` waits for them."""
         team = self._team
         if whole is not None:
             self._tensor = self._sent = whole = whole.to(self._device)

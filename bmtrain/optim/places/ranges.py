@@ -47,9 +47,7 @@ def split(
 def compute_alike(parts: Iterable[Part], *, as_torch: bool = False) -> None:
     """Computes parts that are contiguous on their parameters' devices by kernels, in as few calls as possible.
 
-    Args:
-        parts: the parts.
-        as_torch: see `Formula.compute`.
+    ``as_torch``: see `Formula.compute`.
     """
     kinds: dict[Any, list[Part]] = {}
     for part in parts:

@@ -73,9 +73,6 @@ class SentAhead:
 
     It learns from the first steps the blocks, and how many reductions each has between two steps: it sends after the
     last. Host memory is allocated for as many blocks, from the first on, as fit in a quarter of the free memory.
-
-    Args:
-        staging: the channel to the host.
     """
 
     def __init__(self, staging: _WayToHost) -> None:

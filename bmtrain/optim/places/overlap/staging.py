@@ -44,11 +44,7 @@ class Staged(NamedTuple):
 
 
 class Staging:
-    """The slots of one device.
-
-    Args:
-        device: device of the parameters.
-    """
+    """The slots of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.lane = StagingLane(device, SLOTS)
