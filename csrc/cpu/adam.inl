@@ -1,5 +1,9 @@
 // One Adam step over a contiguous range, in one pass. See [Note: Adam in torch's operation order].
 
+// Elements that a loop fetches before their turn: the hardware does so within a page, and five arrays cross
+// pages often (a tenth of the time).
+constexpr std::int64_t kAhead = 512;
+
 struct AdamVectors {
   F32x16 grad_factor, lerp_weight, beta2, one_minus_beta2, eps, negative_step_size, decay;
 };
@@ -134,8 +138,6 @@ static inline bool is_usual(const AdamFactors& f) { return !f.grad_divide && !f.
 template <typename Grad, typename Rounded, typename Moment, bool kDelta, bool kUsual>
 static void adam_one_pass(const AdamSlice& slice, std::int64_t begin, std::int64_t end, DeltaSums* sums) {
   constexpr bool kRounded = sizeof(Rounded) == 2;
-  // Elements: the hardware prefetches within a page, and five arrays cross pages often (a tenth of the time).
-  constexpr std::int64_t kAhead = 512;
   AdamFactors f = slice.factors;
   if constexpr (kUsual) f.grad_divide = f.lerp_from_grad = false;
   const AdamVectors c = vectors_of(f);
@@ -250,7 +252,6 @@ static void adam_from(const AdamSlice& slice, std::int64_t begin, std::int64_t e
 // are.
 static void adam_move(const AdamSlice& slice, std::int64_t offset, std::int64_t n) {
   if (slice.coded_exp_avg.codes != nullptr) return move_coded(slice, offset, n);
-  constexpr std::int64_t kAhead = 512;  // as above
   const Bf16* const grad = static_cast<const Bf16*>(slice.grad);
   Bf16* const rounded = static_cast<Bf16*>(slice.rounded);
   float* const weight = slice.weight;

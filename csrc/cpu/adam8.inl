@@ -204,7 +204,7 @@ template <typename Grad>
   }
 }
 
-// Updates kTogether blocks.
+// Updates kTogether blocks, and fetches as many ahead, a part in each sweep: a burst would be waited for.
 template <typename Grad, typename Rounded>
 [[gnu::always_inline]] static inline void adam_group(const AdamFactors& f, const AdamVectors& c,
                                                      const CodeMasks& masks, const Grad* grad, float* weight,
@@ -214,9 +214,13 @@ template <typename Grad, typename Rounded>
   group.load(exp_avg.exponents, exp_avg_sq.exponents);
   if (!group.all_finite) [[unlikely]]
     decode_to_nan(group, exp_avg, exp_avg_sq);
-  for (int k = 0; k < kTogether; ++k)
+  for (int k = 0; k < kTogether; ++k) {
+    const std::int64_t ahead = kAhead + k * kMomentBlock;
+    __builtin_prefetch(weight + ahead, 1);
+    __builtin_prefetch(weight + ahead + 16, 1);
     for (int unit = 0; unit < kUnits; ++unit)
       take_moments(f, c, masks, group, k, unit, grad, weight, exp_avg.codes, exp_avg_sq.codes, scratch);
+  }
   // The exponent of a block is that of the power of two at or above all that is encoded, at least 2^-94, so
   // that codes of zeros are 0.
   U16x8 largest;
@@ -227,6 +231,12 @@ template <typename Grad, typename Rounded>
   group.set(exponents);
   for (int k = 0; k < kTogether; ++k) {
     const std::int64_t begin = k * kMomentBlock;
+    __builtin_prefetch(grad + begin + kAhead);
+    if constexpr (sizeof(Rounded) == 2) __builtin_prefetch(rounded + begin + kAhead, 1);
+    if (k % 2 == 0) {  // of two blocks
+      __builtin_prefetch(exp_avg.codes + begin + kAhead, 1);
+      __builtin_prefetch(exp_avg_sq.codes + begin + kAhead, 1);
+    }
     for (std::int64_t i = begin; i < begin + kMomentBlock; i += 16) {
       const F32x16 d = add(load(scratch.roots + i), c.eps);
       const F32x16 updated = updated_weight(f, c, load(scratch.steps + i), d, load(weight + i));
@@ -250,7 +260,6 @@ template <typename Grad, typename Rounded>
 template <typename Grad, typename Rounded, bool kUsual>
 static void adam_coded_pass(const AdamSlice& slice, std::int64_t begin, std::int64_t end) {
   constexpr bool kRounded = sizeof(Rounded) == 2;
-  constexpr std::int64_t kAhead = 512;
   AdamFactors f = slice.factors;
   if constexpr (kUsual) f.grad_divide = f.lerp_from_grad = false;
   const AdamVectors c = vectors_of(f);
@@ -264,16 +273,6 @@ static void adam_coded_pass(const AdamSlice& slice, std::int64_t begin, std::int
   const CodedArray exp_avg_sq = slice.coded_exp_avg_sq;
   std::int64_t i = begin;
   for (; i + kGroup <= end; i += kGroup) {
-    for (std::int64_t ahead = i + kAhead; ahead < i + kAhead + kGroup; ahead += kMomentBlock) {
-      __builtin_prefetch(weight + ahead, 1);
-      __builtin_prefetch(weight + ahead + 16, 1);
-      __builtin_prefetch(grad + ahead);
-      if constexpr (kRounded) __builtin_prefetch(rounded + ahead, 1);
-    }
-    for (std::int64_t ahead = i + kAhead; ahead < i + kAhead + kGroup; ahead += 64) {
-      __builtin_prefetch(exp_avg.codes + ahead, 1);
-      __builtin_prefetch(exp_avg_sq.codes + ahead, 1);
-    }
     adam_group(f, c, masks, grad + i, weight + i, kRounded ? rounded + i : nullptr,
                CodedArray{exp_avg.codes + i, exp_avg.exponents + i / kMomentBlock},
                CodedArray{exp_avg_sq.codes + i, exp_avg_sq.exponents + i / kMomentBlock}, scratch);
@@ -318,7 +317,6 @@ static void adam_coded(const AdamSlice& slice, std::int64_t begin, std::int64_t 
 
 // The loads and stores of a 16-bit step and nothing else.
 static void move_coded(const AdamSlice& slice, std::int64_t offset, std::int64_t n) {
-  constexpr std::int64_t kAhead = 512;
   const Bf16* const grad = static_cast<const Bf16*>(slice.grad);
   Bf16* const rounded = static_cast<Bf16*>(slice.rounded);
   const CodedArray* const arrays[2] = {&slice.coded_exp_avg, &slice.coded_exp_avg_sq};

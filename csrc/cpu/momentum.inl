@@ -58,7 +58,6 @@ template <typename Grad, typename Rounded, MomentumStep kStep>
 static void momentum_one_pass(const MomentumSlice& slice, std::int64_t begin, std::int64_t end) {
   constexpr bool kRounded = sizeof(Rounded) == 2;
   constexpr bool kMomentum = kStep != MomentumStep::kPlain;
-  constexpr std::int64_t kAhead = 512;  // elements, as for Adam
   const MomentumFactors f = slice.factors;
   const MomentumVectors c = vectors_of(f);
   const Grad* grad = static_cast<const Grad*>(slice.grad);

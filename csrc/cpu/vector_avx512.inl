@@ -23,18 +23,20 @@ static inline F32x16 load(const Bf16* p) {
   const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
 }
+static inline void store_upper_halves(Bf16* p, F32x16 x) {
+  const __m512i places = _mm512_setr_epi32(0x30001, 0x70005, 0xb0009, 0xf000d, 0x130011, 0x170015, 0x1b0019,
+                                           0x1f001d, 0, 0, 0, 0, 0, 0, 0, 0);
+  const __m512i upper = _mm512_permutexvar_epi16(places, _mm512_castps_si512(x.all));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_castsi512_si256(upper));
+}
 static inline void store(Bf16* p, F32x16 x) {
   const __m512i bits = _mm512_castps_si512(x.all);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+  __m512i rounded = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+  rounded = _mm512_mask_sub_epi32(rounded, odd, rounded, _mm512_set1_epi32(-1));
   const __mmask16 nan = _mm512_cmp_ps_mask(x.all, x.all, _CMP_UNORD_Q);
-  const __m512i upper = _mm512_mask_mov_epi32(_mm512_srli_epi32(rounded, 16), nan, _mm512_set1_epi32(0x7fc0));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(upper));
-}
-
-static inline void store_upper_halves(Bf16* p, F32x16 x) {
-  const __m512i upper = _mm512_srli_epi32(_mm512_castps_si512(x.all), 16);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(upper));
+  rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
+  store_upper_halves(p, {_mm512_castsi512_ps(rounded)});
 }
 
 // Words of some elements, see [Note: Words of a block].
