@@ -17,13 +17,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2622),
     "watch": ("_watch", 1951),
-    "ranks": ("_ranks global_var nccl synchronize utils", 4238),
+    "ranks": ("_ranks global_var nccl synchronize utils", 4243),
     "shards": ("_shards parameter", 1884),
     "engine": ("_engine", 8333),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5695),
     "files": ("_files dcp distributed store weights", 4660),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10030),
-    "survive": ("_survive survive", 2101),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10016),
+    "survive": ("_survive survive", 2098),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_843),
 }
 CORE = {

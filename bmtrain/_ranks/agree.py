@@ -15,7 +15,7 @@ from .._base.aside import Aside
 from .._C import Communicator, ReduceOp
 from .comm import wire_device
 from .context import context
-from .messages import broadcast_bytes
+from .messages import broadcast_bytes, gather_bytes
 
 T = TypeVar("T")
 
@@ -30,6 +30,11 @@ def broadcast_json(value: T, root: int = 0, label: str = "", comm: Communicator 
     data = json.dumps(value).encode() if comm.rank == root else None
     received = broadcast_bytes(data, root, comm, label)
     return value if comm.rank == root or received is None else json.loads(received)
+
+
+def gather_json(value: T, label: str, comm: Communicator) -> list[T]:
+    """The JSON values of all ranks of ``comm``, in rank order; tuples arrive as lists. Collective."""
+    return [json.loads(data or b"") for data in gather_bytes(json.dumps(value).encode(), comm, label)]
 
 
 def largest(numbers: Sequence[Any], label: str, comm: Communicator | None = None) -> list[Any]:

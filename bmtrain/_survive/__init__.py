@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import secrets
 from collections.abc import Sequence
 
-from .._ranks.agree import broadcast_json
+from .._ranks.agree import broadcast_json, gather_json
 from .._ranks.context import Context
-from .._ranks.messages import gather_bytes
 
 __all__ = ["surviving", "waiting_to_join", "waits_for_a_place"]
 
@@ -25,8 +23,7 @@ def surviving(ctx: Context, host: str, hosts: Sequence[str]) -> Context:
         host = ctx.watch.own_host()
     secret = broadcast_json(secrets.token_hex(16), 0, "survive", comm)
     members = Members(comm.rank, host, len(set(hosts)) > 1, secret)
-    known = gather_bytes(json.dumps(members.own).encode(), comm, "survive")
-    members.addresses = [Address(*json.loads(data or b"")) for data in known]
+    members.addresses = [Address(*own) for own in gather_json(members.own, "survive", comm)]
     survival = Joining(members, hosts[comm.rank], hosts)
     ctx = dataclasses.replace(ctx, survival=survival)
     survival.attend(ctx, hosts)

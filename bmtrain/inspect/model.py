@@ -67,13 +67,13 @@ def _named_parameters(module: torch.nn.Module, prefix: str) -> Iterator[tuple[st
 
 def _row(name: str, param: torch.nn.Parameter, has_gradient: bool) -> dict[str, Any]:
     full = full_value(param)
-    smallest, largest = smallest_and_largest(full)
+    lowest, highest = smallest_and_largest(full)
     mean, variance = mean_and_variance(full)
     row = {
         "name": name,
         "shape": list(full.shape),
-        "max": largest,
-        "min": smallest,
+        "max": highest,
+        "min": lowest,
         "mean": mean,
         "std": variance**0.5,
         "grad_mean": 0.0,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from .._ranks.agree import gather_json
 from ..global_var import context
 
 
@@ -27,18 +26,5 @@ def describe(value: Any, shape: Sequence[int]) -> dict[str, Any]:
 
 def exchange(view: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the descriptions of all ranks, in rank order. Collective."""
-    ctx = context("OptimManager.state_dict(gather_opt=True)")
-    world = ctx.world
-    data = torch.frombuffer(bytearray(json.dumps(view).encode()), dtype=torch.uint8)
-    sizes = torch.empty(world.size, dtype=torch.int64, device=ctx.device)
-    world.comm.all_gather(sizes, torch.tensor([data.numel()], device=ctx.device), "optimizer state").wait()
-    longest = int(sizes.max())
-    padded = torch.zeros(longest, dtype=torch.uint8, device=ctx.device)
-    padded[: data.numel()] = data.to(ctx.device)
-    texts = torch.empty(world.size * longest, dtype=torch.uint8, device=ctx.device)
-    world.comm.all_gather(texts, padded, "optimizer state").wait()
-    rows = texts.reshape(world.size, longest).cpu()
-    return [
-        json.loads(bytes(row[:size].tolist()).decode())
-        for row, size in zip(rows, sizes.tolist(), strict=True)
-    ]
+    comm = context("OptimManager.state_dict(gather_opt=True)").world.comm
+    return gather_json(view, "optimizer state", comm)
