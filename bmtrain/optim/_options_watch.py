@@ -30,21 +30,19 @@ class OptionsWatch:
 
     def end_step(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Warns on rank 0 if ranks have different ones. Collective in few steps."""
-        self._num_steps += 1
-        number = self._num_steps
+        self._num_steps = number = self._num_steps + 1
         if number < 4 or (number & (number - 1) and number % _EVERY):
             return
-        groups = [each for optimizer in optimizers for each in _groups_of(optimizer)]
         ctx = context("OptimManager.step")
+        if ctx.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # in a graph the host cannot wait for the numbers
+        groups = [each for optimizer in optimizers for each in _groups_of(optimizer)]
         # Stages of a pipeline may have groups of their own.
         if groups and ctx.topology.world_size > 1 and ctx.survival is None and not config["pipe_enabled"]:
             _compare(groups)
 
 
-_Group = dict[str, Any]
-
-
-def _groups_of(optimizer: torch.optim.Optimizer) -> list[_Group]:
+def _groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Returns the hyperparameters of each group with distributed parameters, and the name of the group."""
     names = getattr(optimizer, "defaults", {"lr": None})
     return [
@@ -65,7 +63,7 @@ def _number(value: Any) -> Any:
     return float(value) if is_number else None
 
 
-def _compare(groups: list[_Group]) -> None:
+def _compare(groups: list[dict[str, Any]]) -> None:
     comm = context("OptimManager.step").world.comm
     own = zlib.crc32(repr(groups).encode())
     bounds = torch.tensor([own, -own], device=wire_device(comm))
