@@ -1,10 +1,11 @@
-"""Bytes of host tensors without unneeded copies, detection of tied tensors, references to memory."""
+"""Bytes of host tensors without unneeded copies, detection of tied tensors, references to memory, views."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
+from typing import Any
 
 import torch
 
@@ -33,3 +34,9 @@ def storage_references(tensor: torch.Tensor) -> int:
     """The number of references to the storage of a tensor, this function's own among them: to be compared."""
     storage = tensor.untyped_storage()  # a Python object counts too; so there always is one
     return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
+
+
+def with_their_bases(tensors: Iterable[Any], replacements: dict[int, Any]) -> dict[int, Any]:
+    """Replacements, by identity, of tensors that are views of replaced ones: the same views of the replacements."""
+    views = [t for t in tensors if t._is_view() and id(t._base) in replacements and t.grad_fn is not None]
+    return {id(view): view._view_func(replacements[id(view._base)]) for view in views}

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
+from .._base.tensors import with_their_bases
 from .._base.tree import distinct, has_containers, replace_arguments, replace_tensors, tensors_of
 from .._C import GraphRoots, attach_island, find_older_node, next_node_number, write_products_in_place
 from .block_state import BlockState
@@ -121,7 +122,10 @@ class BlockCall:
             result = self._gathered_run(inner_args, inner_kwargs)
             if self.outputs:
                 self._refuse_foreign_history(first_node)
-                outer.update(zip(map(id, self.outputs), self._attach(), strict=True))
+                inner = self.outputs
+                outer.update(zip(map(id, inner), self._attach(), strict=True))
+                if len(inner) > 1:  # autograd has to know of writes to one of two that share memory
+                    outer.update(with_their_bases(inner, outer))
                 result = replace_tensors(result, lambda tensor: outer.get(id(tensor), tensor))
         finally:
             if self.has_state:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,6 +214,49 @@ def one_object_twice() -> None:
     z = x * 1
     bmt.Block(SameObject())(z, z, c={"a": z}).sum().backward()
     assert x.grad.tolist() == [6.0, 6.0]  # type: ignore[union-attr]
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "flat": lambda y: y.view(-1),
+    "row": lambda y: y[1],
+    "column": lambda y: y.t()[1:2],
+    "complex": torch.view_as_complex,
+    "view of a view": lambda y: (y.detach(), y[:2], y[:2][1]),
+}
+
+
+class Viewing(torch.nn.Module):
+    def __init__(self, view: str) -> None:
+        super().__init__()
+        self.linear, self.view = torch.nn.Linear(2, 2), view
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.linear(x) * 2
+        return y, VIEWS[self.view](y)
+
+
+def views_of_results(use_checkpoint: bool) -> None:
+    for view in VIEWS:
+        plain, inner = twins(lambda view=view: Viewing(view))  # type: ignore[misc]
+        block = bmt.Block(inner, use_checkpoint=use_checkpoint)
+        for write in (True, False):
+            gradients = []
+            for module, count in ((plain, 1), (block, bmt.world_size())):
+                x = torch.linspace(-1, 1, 6).view(3, 2).requires_grad_()
+                y, views = module(x)
+                if write:
+                    y.mul_(x.detach())
+                results = (y, *views) if isinstance(views, tuple) else (y, views)
+                (sum(tensor.abs().square().sum() for tensor in results) / count).backward()
+                gradients.append(x.grad * count)
+            torch.testing.assert_close(*gradients, msg=view)
+            check_gradients(plain, block, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+def test_writes_to_a_result_reach_its_views(world: int, use_checkpoint: bool) -> None:
+    run_ranks(world, views_of_results, use_checkpoint)
 
 
 @pytest.mark.parametrize("body", [structures, one_object_twice])
