@@ -180,11 +180,11 @@ def _full_state(model: torch.nn.Module, copy: bool) -> dict[str, Any]:
 
 def _on_cpu(value: torch.Tensor, copy: bool, copies: dict[Any, torch.Tensor]) -> torch.Tensor:
     """The plain tensor; one copy for several views of the same elements (tied weights)."""
-    value = value.detach().as_subclass(torch.Tensor)
+    value = value.detach()
     if value.layout is not torch.strided:
         return value.cpu().clone() if copy else value.cpu()
-    place = place_of(value)
-    if place not in copies:
+    value = value.as_subclass(torch.Tensor)
+    if (place := place_of(value)) not in copies:
         host = value.cpu()
         lies_alone = host.untyped_storage().nbytes() == host.nbytes
         copies[place] = host.clone() if (copy and host is value) or not lies_alone else host

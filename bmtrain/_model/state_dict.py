@@ -218,11 +218,7 @@ def _before_load_of_plain(module: torch.nn.Module, *args: Any) -> None:
 
 
 def _before_load(
-    module: torch.nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-    *rest: Any,
+    module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *rest: Any
 ) -> None:
     """A load hook; ``rest`` is strict, missing_keys, unexpected_keys, error_msgs."""
     local_metadata["assign_to_params_buffers"] = False  # a shard is copied to, never replaced
@@ -234,5 +230,6 @@ def _for_saving(value: torch.Tensor) -> torch.Tensor:
 
 
 def _compact(value: torch.Tensor) -> torch.Tensor:
-    """Returns ``value`` in a storage of its own size: a file would hold the whole storage."""
-    return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
+    """Returns ``value`` in a storage of its own size: a file would hold the whole storage. Sparse tensors have none."""
+    is_sparse = value.layout is not torch.strided
+    return value if is_sparse or value.untyped_storage().nbytes() == value.nbytes else value.clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import pytest
@@ -174,6 +175,41 @@ def check_background(path: str) -> None:
         bmt.save(model, path, non_blocking=True)
         bmt.load(model, path)  # waits for it
         assert model.state_dict()["embedding"].count_nonzero() == 0
+    finally:
+        torch.save = write
+
+
+class Graph(bmt.DistributedModule):
+    """A sparse matrix beside a parameter, as of a graph network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = bmt.DistributedParameter(torch.ones(4))
+        self.register_buffer("edges", torch.eye(3).to_sparse())
+
+
+@pytest.mark.parametrize("non_blocking", [False, True])
+@pytest.mark.parametrize("world", (1, 2))
+def test_sparse_buffers_are_saved_as_they_are_then(world, non_blocking, tmp_path):
+    path = tmp_path / "model.pt"
+    run_ranks(world, save_and_change_edges, str(path), non_blocking)
+    found = torch.load(path)
+    assert torch.equal(found["edges"].to_dense(), torch.eye(3))
+    assert torch.equal(found["weight"], torch.ones(4))
+
+
+def save_and_change_edges(path: str, non_blocking: bool) -> None:
+    write, may_write = torch.save, threading.Event()
+    if not non_blocking:
+        may_write.set()
+    torch.save = lambda state, file: (may_write.wait(), write(state, file))
+    try:
+        model = Graph()
+        handle = bmt.save(model, path, non_blocking=non_blocking)
+        model.edges._values().zero_()
+        may_write.set()
+        if handle is not None:
+            handle.wait()
     finally:
         torch.save = write
 
