@@ -86,7 +86,8 @@ class Results:
                 together.setdefault((id(param._spec.group), param.dtype), []).append(param)
         for members in together.values():
             if len(members) > 1:
-                for param, full in zip(members, _gather_together(members), strict=True):
+                fulls = _GatherTogether.apply(_Bundle(members), *members)
+                for param, full in zip(members, fulls, strict=True):
                     self._keep(param, full, mode)
 
 
@@ -205,8 +206,3 @@ def _label_of(numbers: tuple[int, ...]) -> str:
         digest = zlib.crc32(repr(numbers).encode())
         return f"{len(numbers)} parameters, {numbers[0]} to {numbers[-1]} ({digest:08x})"
     return f"parameters {', '.join('-'.join(map(str, run)) for run in runs)}"
-
-
-def _gather_together(params: Sequence[DistributedParameter]) -> tuple[torch.Tensor, ...]:
-    fulls: tuple[torch.Tensor, ...] = _GatherTogether.apply(_Bundle(params), *params)
-    return fulls

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -153,12 +154,14 @@ class DistributedStateDictWrapper(Mapping[str, Any]):
         entries, metadata, nested_specs = broadcast_json(
             (entries, metadata, [_spec(tensor) for tensor in nested]), label=_LABEL
         )
-        extras = [_handle(spec, tensor).broadcast() for spec, tensor in _zip_specs(nested_specs, nested)]
+        extras = [_handle(spec, tensor).broadcast() for spec, tensor in zip_longest(nested_specs, nested)]
         self._values: dict[str, Any] = {}
         for key, (kind, told) in entries:
             if kind == "tensor":
                 source = state_dict[key] if is_source else None
-                self._values[key] = source if _is_handle(source) else _handle(told, source)
+                self._values[key] = (
+                    source if isinstance(source, DistributedTensorWrapper) else _handle(told, source)
+                )
             else:
                 self._values[key] = decode(told, extras)
         self._metadata = decode(metadata, extras)
@@ -184,10 +187,6 @@ def _items(state_dict: Any) -> Iterator[tuple[str, Any]]:
         if not isinstance(key, str):
             raise TypeError(f"state_dict: expected names as keys, got {key!r} of type {type(key).__name__}")
         yield key, value
-
-
-def _is_handle(value: Any) -> bool:
-    return isinstance(value, DistributedTensorWrapper)
 
 
 def _check_plain(key: str, value: torch.Tensor) -> None:
@@ -220,11 +219,6 @@ def _spec(tensor: torch.Tensor | DistributedTensorWrapper) -> tuple[list[int], s
 def _handle(spec: Any, tensor: torch.Tensor | None) -> DistributedTensorWrapper:
     shape, dtype = spec
     return DistributedTensorWrapper(tensor, tuple(shape), getattr(torch, dtype))
-
-
-def _zip_specs(specs: list[Any], tensors: list[torch.Tensor]) -> Iterator[tuple[Any, torch.Tensor | None]]:
-    for index, spec in enumerate(specs):
-        yield spec, tensors[index] if tensors else None
 
 
 def encode(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -255,7 +255,7 @@ def _read_meeting(
             raise ValueError(f"init_method: expected the path of a file after file://, got {init_method!r}")
         return Meeting("file", path=path)
     master = environ.get("MASTER_ADDR") or _default_host(source, environ)
-    master_port = _port(environ.get("MASTER_PORT") or str(DEFAULT_PORT), "environment variable MASTER_PORT")
+    master_port = _port(environ.get("MASTER_PORT") or str(DEFAULT_PORT))
     # torchrun's agent serves this address itself; the ranks must not try to.
     agent_serves = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if url.scheme == "env":
@@ -272,9 +272,9 @@ def _read_meeting(
     return Meeting("tcp", host, port, served=agent_serves and (host, port) == (master, master_port))
 
 
-def _port(text: str, what: str) -> int:
+def _port(text: str) -> int:
     if not text.isdigit() or not 1 <= int(text) <= 65535:
-        raise ValueError(f"{what}: expected a port from 1 to 65535, got {text!r}")
+        raise ValueError(f"environment variable MASTER_PORT: expected a port from 1 to 65535, got {text!r}")
     return int(text)
 
 

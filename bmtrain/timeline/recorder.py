@@ -85,10 +85,6 @@ class _Mark(NamedTuple):
     detail: str
 
 
-class _Reserved(Observer):
-    """A placeholder for a recording that skips steps first, so that no other recording starts meanwhile."""
-
-
 class Timeline(Observer):
     """A recording of this rank, from ``start`` (or ``with``) until ``stop`` or ``steps`` optimizer steps later.
 
@@ -118,7 +114,7 @@ class Timeline(Observer):
         self._moving: dict[int, tuple[str, str]] = {}
         self._remove_hooks: list[Callable[[], None]] = []
         self._num_copying = 0  # waits for copies that are open
-        self._reserved = _Reserved()
+        self._reserved = Observer()  # while steps are skipped, so that no other recording starts meanwhile
 
     # ---- on and off
 
