@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -214,7 +215,7 @@ class WholeOptimizer(UntracedOptimizer):
             entry = dict(state_dict["state"].get(number, ()))
             master = entry.pop(MASTER, None)
             if entry and self.owns(p):
-                mine[number] = entry
+                mine[number] = copy.deepcopy(entry)  # torch keeps the tensors that it loads
                 if master is not None:
                     masters[p] = master
         self._inner.load_state_dict({"state": mine, "param_groups": state_dict["param_groups"]})

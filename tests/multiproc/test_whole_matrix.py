@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 from collections.abc import Iterable
@@ -237,6 +238,9 @@ def local() -> None:
     assert all(
         torch.equal(again.state[p]["exp_avg"], entry["exp_avg"]) for p, entry in optimizer.state.items()
     )
+    before = copy.deepcopy(own["state"])
+    again.step()
+    torch.testing.assert_close(own["state"], before, rtol=0, atol=0)  # a loaded state stays as it is
     own["layout"]["world_size"] += 1
     with pytest.raises(ValueError, match="loads only at the layout it was saved at"):
         again.load_state_dict(own)
