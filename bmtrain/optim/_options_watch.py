@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from .._base.deprecate import warn_once
-from .._C import ReduceOp
-from .._ranks.comm import wire_device
+from .._ranks.agree import largest
 from ..global_var import config, context, rank
 from ..parameter import DistributedParameter
 from ._exchange import exchange
@@ -64,12 +63,9 @@ def _number(value: Any) -> Any:
 
 
 def _compare(groups: list[dict[str, Any]]) -> None:
-    comm = context("OptimManager.step").world.comm
     own = zlib.crc32(repr(groups).encode())
-    bounds = torch.tensor([own, -own], device=wire_device(comm))
-    comm.all_reduce(bounds, ReduceOp.MAX, "comparison of hyperparameters").wait()
-    largest, smallest = bounds.tolist()
-    if largest == -smallest:
+    highest, lowest = largest([own, -own], "comparison of hyperparameters")
+    if highest == -lowest:
         return
     everyone = [each["groups"] for each in exchange({"groups": groups})]
     differences = [
