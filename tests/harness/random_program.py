@@ -26,6 +26,7 @@ __all__ = [
     "draw_policy",
     "forward",
     "hidden_of",
+    "reset",
 ]
 
 VOCAB = 11
@@ -117,11 +118,29 @@ class SharedInPlace(torch.nn.Module):
         return x + y
 
 
+class Viewing(torch.nn.Module):
+    """Returns the hidden state and a view of it; the first call after `reset` computes something else."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.mix = torch.nn.Linear(dim, dim)
+        self.was_called = False
+
+    def forward(
+        self, x: torch.Tensor, extra: torch.Tensor | None = None, causal: bool = True
+    ) -> dict[str, Any]:
+        sign = -1 if self.was_called else 1
+        self.was_called = True
+        y = x + sign * torch.tanh(self.mix(x if extra is None else x + extra))
+        return {"hidden": y, "others": [y.select(-1, 0), None]}
+
+
 LAYERS: dict[str, type[torch.nn.Module]] = {
     "mlp": Mlp,
     "attention": Attention,
     "gated": Gated,
     "shared": SharedInPlace,
+    "viewing": Viewing,
 }
 
 
@@ -138,6 +157,7 @@ class Micro:
     retain: bool = False  # backward runs twice over the graph
     detach: bool = False  # behind the first layer called
     hook: bool = False  # that changes a gradient
+    write: bool = False  # to what layers return
     with_others: bool = False  # what layers return besides is in the loss
     evaluate_before: bool = False
     evaluate_between: bool = False  # forward and backward
@@ -224,6 +244,7 @@ def _micro(r: random.Random, layers: int) -> Micro:
         retain=r.random() < 0.1,
         detach=r.random() < 0.1,
         hook=r.random() < 0.15,
+        write=r.random() < 0.3,
         with_others=r.random() < 0.7,
         evaluate_before=r.random() < 0.2,
         evaluate_between=r.random() < 0.2,
@@ -260,6 +281,13 @@ def hidden_of(output: Tensors) -> torch.Tensor:
     return hidden
 
 
+def reset(model: Any) -> None:
+    """Has layers forget their calls."""
+    for module in model.modules():
+        if getattr(module, "was_called", False):
+            module.was_called = False
+
+
 def forward(model: Any, micro: Micro, ids: torch.Tensor, extra: torch.Tensor | None) -> torch.Tensor:
     """The loss of one micro-batch."""
     if micro.twice:
@@ -272,11 +300,14 @@ def forward(model: Any, micro: Micro, ids: torch.Tensor, extra: torch.Tensor | N
         if isinstance(output, dict):
             others.append(output["others"][0])
         hidden = hidden_of(output)
+        if micro.write:
+            hidden.mul_(0.75)
         if micro.detach and position == 0:
             hidden = hidden.detach()
     if micro.hook and hidden.requires_grad:
         hidden.register_hook(lambda gradient: gradient * 1.5)
+    reset(model)
     hidden = model.norm(hidden)
     logits = model.head(hidden) if model.head is not None else hidden @ model.embedding.weight.t()
     loss = F.cross_entropy(logits.flatten(0, 1), ids.roll(1, 1).flatten())
-    return loss + 0.1 * sum(others) if micro.with_others else loss
+    return loss + 0.1 * sum(other.mean() for other in others) if micro.with_others else loss

@@ -24,6 +24,7 @@ from harness.random_program import (
     draw_policy,
     forward,
     hidden_of,
+    reset,
 )
 from harness.twins import distribute, full_gradient
 
@@ -207,10 +208,12 @@ class AgainstTorch:
         with torch.no_grad():
             got, want = (hidden_of(model.layers[0](hidden)) for model in (twin, self.model))
         assert torch.equal(got, want)
+        reset(self.model)
 
     def after_forward_only(self, step: Step) -> None:
         hidden = torch.randn(2, 3, self.program.dim, generator=torch.Generator().manual_seed(1))
         self.model.layers[0](hidden.requires_grad_())
+        reset(self.model)
 
 
 def against_torch(folder: str) -> None:
