@@ -33,7 +33,7 @@ CORE = {
     "shard": ("shard", 2740),
     "disk": ("disk", 900),
     "optim": ("optim", 1957),
-    "cpu": ("cpu", 2421),
+    "cpu": ("cpu", 2418),
     "cuda": ("cuda", 1564),
     "packaging": ("packaging", 90),
     "testing": ("testing", 204),

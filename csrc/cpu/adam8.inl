@@ -233,10 +233,7 @@ template <typename Grad, typename Rounded>
     const std::int64_t begin = k * kMomentBlock;
     __builtin_prefetch(grad + begin + kAhead);
     if constexpr (sizeof(Rounded) == 2) __builtin_prefetch(rounded + begin + kAhead, 1);
-    if (k % 2 == 0) {  // of two blocks
-      __builtin_prefetch(exp_avg.codes + begin + kAhead, 1);
-      __builtin_prefetch(exp_avg_sq.codes + begin + kAhead, 1);
-    }
+    __builtin_prefetch((k % 2 == 0 ? exp_avg.codes : exp_avg_sq.codes) + begin + kAhead, 1);
     for (std::int64_t i = begin; i < begin + kMomentBlock; i += 16) {
       const F32x16 d = add(load(scratch.roots + i), c.eps);
       const F32x16 updated = updated_weight(f, c, load(scratch.steps + i), d, load(weight + i));
