@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from .._base.deprecate import warn_once
-from .._ranks.agree import largest
+from .._C import ReduceOp
+from .._ranks.comm import wire_device
 from ..global_var import config, context, rank
 from ..parameter import DistributedParameter
 from ._exchange import exchange
@@ -26,6 +27,8 @@ class OptionsWatch:
 
     def __init__(self) -> None:
         self._num_steps = 0
+        #: Of GPUs: the result of the last comparison, and when it is there.
+        self._last: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     def end_step(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Warns on rank 0 if ranks have different ones. Collective in few steps."""
@@ -38,7 +41,26 @@ class OptionsWatch:
         groups = [each for optimizer in optimizers for each in _groups_of(optimizer)]
         # Stages of a pipeline may have groups of their own.
         if groups and ctx.topology.world_size > 1 and ctx.survival is None and not config["pipe_enabled"]:
-            _compare(groups)
+            self._compare(groups)
+
+    def _compare(self, groups: list[dict[str, Any]]) -> None:
+        """Compares the ranks' groups. Of GPUs the result is read in the next comparison: the host does not wait."""
+        comm = context("OptimManager.step").world.comm
+        device, own = wire_device(comm), zlib.crc32(repr(groups).encode())
+        bounds = torch.tensor([own, -own], pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        comm.all_reduce(bounds, ReduceOp.MAX, "comparison of hyperparameters").wait()
+        bounds = bounds.to("cpu", non_blocking=True)
+        if device.type == "cuda":
+            here = torch.cuda.Event()
+            here.record()
+            known, self._last = self._last, (bounds, here)
+            if known is None:
+                return
+            bounds, there = known
+            there.synchronize()
+        highest, lowest = bounds.tolist()
+        if highest != -lowest:
+            _tell(groups)
 
 
 def _groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -53,20 +75,17 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _number(value: Any) -> Any:
-    """Returns ``value`` if it is a number, or some, in a form that is equal on all ranks; else None."""
+    """Returns ``value`` if it is a number on the host, or some, in a form equal on all ranks; else None."""
     if isinstance(value, (tuple, list)):
         return [_number(item) for item in value]
     is_number = isinstance(value, (bool, int, float)) or (
-        isinstance(value, torch.Tensor) and value.numel() == 1
+        isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu"
     )
     return float(value) if is_number else None
 
 
-def _compare(groups: list[dict[str, Any]]) -> None:
-    own = zlib.crc32(repr(groups).encode())
-    highest, lowest = largest([own, -own], "comparison of hyperparameters")
-    if highest == -lowest:
-        return
+def _tell(groups: list[dict[str, Any]]) -> None:
+    """Warns on rank 0 of the first difference. Collective."""
     everyone = [each["groups"] for each in exchange({"groups": groups})]
     differences = [
         f"{name} of {group['of']} is {group[name]} on rank 0 and {other[name]} on rank {number}"
@@ -81,6 +100,6 @@ def _compare(groups: list[dict[str, Any]]) -> None:
             f"OptimManager: {differences[0]}: each rank updates its shards of all parameters with its own. Give all "
             "ranks the same, and a schedule that follows the loss the mean over the ranks: "
             "bmtrain.distributed.all_reduce(loss, 'avg')",
-            stacklevel=4,
+            stacklevel=5,
             category=UserWarning,
         )
