@@ -18,7 +18,7 @@ PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2629),
     "watch": ("_watch", 1951),
     "ranks": ("_ranks global_var nccl synchronize utils", 4243),
-    "shards": ("_shards parameter", 1884),
+    "shards": ("_shards parameter", 1888),
     "engine": ("_engine", 8333),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5692),
     "files": ("_files dcp distributed store weights", 4654),

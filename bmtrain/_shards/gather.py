@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..global_var import context
 from .penalties import expected
-from .sharded import Sharded
+
+if TYPE_CHECKING:
+    from .sharded import Sharded
 
 
 def changed_by_hooks(param: Sharded, gradient: torch.Tensor) -> torch.Tensor:

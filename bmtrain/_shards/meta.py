@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from .._C import materialize
 from ..global_var import context
-from .sharded import Sharded
+
+if TYPE_CHECKING:
+    from .sharded import Sharded
 
 
 def make_shard(param: Sharded) -> None:

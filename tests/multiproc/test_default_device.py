@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -48,29 +47,31 @@ def test_a_default_device_changes_nothing(optimizer: str, dtype: str, tmp_path: 
     assert differences(state, other_state) == []
 
 
-class Notes(bmt.DistributedModule):
-    """Says where the tensors go that its forwards make."""
+FOUND: list[str] = []  # global, as one that the module refers to would be after the second run what it was before
 
-    def __init__(self, note: Callable[[str], None]) -> None:
+
+class Notes(bmt.DistributedModule):
+    """Notes where the tensors go that its forwards make."""
+
+    def __init__(self) -> None:
         super().__init__()
         self.linear = bmt.nn.Linear(4, 4)
-        self.note = note  # a list in an attribute would be as the first run found it
 
     def forward(self, x):
-        self.note(torch.empty(1).device.type)
+        FOUND.append(torch.empty(1).device.type)
         return self.linear(x)
 
 
 def devices_of_two_runs(first: str | None, second: str | None) -> list[str]:
-    found: list[str] = []
-    block = bmt.Block(Notes(found.append))
+    FOUND.clear()
+    block = bmt.Block(Notes())
     with nullcontext() if first is None else torch.device(first):
         loss = block(torch.ones(4, device="cpu")).sum()
     with nullcontext() if second is None else torch.device(second):
         loss.backward()
         after = torch.empty(1).device.type
     assert after == (second or "cpu")
-    return found
+    return FOUND
 
 
 @pytest.mark.parametrize("recompute_on", [None, "cpu", "meta"])
