@@ -19,8 +19,9 @@ def no_sync() -> AbstractContextManager[None]:
     for all these backwards.
 
     ``zero_grad()`` of optimizers, modules and :class:`OptimManager <bmtrain.optim.OptimManager>` drops the unsent
-    gradients of their parameters, and ``p.grad = None`` drops one. A parameter that is frozen afterwards still
-    receives its unsent gradients.
+    gradients of their parameters, and ``p.grad = None`` drops one, on all ranks alike; between the backwards of an
+    ``OptimManager(accumulate=)`` they drop none. A parameter that is frozen afterwards still receives its unsent
+    gradients.
 
     Raises:
         RuntimeError: before :func:`bmtrain.init_distributed`, or in a loop over virtual shards.

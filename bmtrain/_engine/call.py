@@ -15,7 +15,7 @@ moments of a call: recomputation (`recompute.py`), activations on the host (`off
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -158,9 +158,10 @@ class BlockCall:
             for part in reversed(self.parts):
                 run = partial(part.first_run, self, run)
             with NoAutocastCache():
+                given = set(map(id, tensors_of((args, kwargs)))) if self.has_state else ()
                 result = kept_alive(block, run(args, kwargs))
                 if self.has_state:
-                    kept_alive(block, (args, kwargs))
+                    kept_alive(block, (args, kwargs), given)
             self.outputs = self.outputs_among(result, args, kwargs, self.inner)
         except BaseException:
             engine.abandon(block)
@@ -340,11 +341,11 @@ def _detached_outputs(call: BlockCall) -> list[torch.Tensor]:
     return [output.detach() for output in call.outputs]
 
 
-def kept_alive(block: BlockState, result: Any) -> Any:
-    """Copies the parts of a result in the gathered buffer (parameters or their views), which is released next."""
+def kept_alive(block: BlockState, result: Any, given: Collection[int] = ()) -> Any:
+    """Copies tensors of a result in the gathered buffer (parameters or views), which is released next; none given."""
 
     def copied_out(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if block.owns_storage(tensor) else tensor
+        return tensor.clone() if block.owns_storage(tensor) and id(tensor) not in given else tensor
 
     return replace_tensors(result, copied_out)
 

@@ -47,9 +47,12 @@ def _fields(value: Any) -> dict[str, Any] | None:
     if isinstance(value, (type, torch.nn.Module, torch.Tensor)) or _origin(value) in _FOREIGN:
         return None
     fields = getattr(value, "__dict__", None)
-    if not isinstance(fields, dict) or any(_origin(field) in _OF_THREADS for field in fields.values()):
-        return None  # a thread may change fields beside a lock at any time
-    return fields
+    return fields if isinstance(fields, dict) and not _is_of_threads(fields) else None
+
+
+def _is_of_threads(fields: dict[str, Any]) -> bool:
+    """Whether a thread may change the fields at any time: one is a lock, a queue or the like."""
+    return any(_origin(field) in _OF_THREADS for field in fields.values())
 
 
 def _is_small_array(value: Any) -> bool:
@@ -119,9 +122,10 @@ def _parts(function: Any) -> tuple[Any, ...]:
 
 
 def _has_slots(value: Any) -> bool:
-    return (
-        bool(getattr(type(value), "__slots__", ())) and _origin(value) not in _FOREIGN and not callable(value)
-    )
+    if isinstance(value, (type, torch.nn.Module, torch.Tensor)) or callable(value):
+        return False
+    has_slots = any(kind.__dict__.get("__slots__") for kind in type(value).__mro__)
+    return has_slots and _origin(value) not in _FOREIGN and not _is_of_threads(dict(attributes_of(value)))
 
 
 def _items(holder: Any) -> Any:
@@ -152,7 +156,10 @@ def _differs(holder: Any, content: Any) -> bool:
     if items is not None:
         return len(items) != len(content) or not all(map(is_, items, content))
     if _is_generator(holder):
-        return pickle.dumps(_state_of(holder)) != pickle.dumps(content)
+        state = _state_of(holder)
+        if isinstance(state, torch.Tensor):
+            return not torch.equal(state, content)
+        return pickle.dumps(state) != pickle.dumps(content)
     return bool(holder.shape != content.shape or holder.tobytes() != content.tobytes())
 
 

@@ -26,12 +26,14 @@ class Unsent:
         blocks: blocks with unsent gradients, by number.
         outside: unsent gradients of parameters outside blocks, by the identity of the parameter.
         gathered: blocks that stay gathered until the window closes, by number.
+        is_kept: whether an ``OptimManager(accumulate=)`` waits for more, so that zero_grad() drops none.
     """
 
     def __init__(self) -> None:
         self.blocks: dict[int, BlockState] = {}
         self.outside: dict[int, tuple[DistributedParameter, torch.Tensor]] = {}
         self.gathered: dict[int, BlockState] = {}
+        self.is_kept = False
 
     def add(self, param: DistributedParameter, gradient: torch.Tensor) -> None:
         """Adds the full gradient of a parameter outside blocks to its unsent gradient."""
@@ -55,7 +57,7 @@ class Unsent:
 
     def forget(self, params: Iterable[torch.Tensor]) -> None:
         """Drops the unsent gradients of ``params``, which are being zeroed; others stay."""
-        if not self.blocks and not self.outside:
+        if self.is_kept or (not self.blocks and not self.outside):
             return
         dropped = set(map(id, params))
         self.outside = {key: value for key, value in self.outside.items() if key not in dropped}

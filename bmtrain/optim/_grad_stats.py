@@ -216,6 +216,13 @@ def check_overflow(param_groups: Iterable[Any]) -> bool:
     return _all_reduce(found, ReduceOp.MAX, "gradient overflow").item() > 0
 
 
+def keep_unsent(is_kept: bool) -> None:
+    """Notes whether gradients that wait for the last backward of a step are to stay in a ``zero_grad()``."""
+    current = _context.current()
+    if current is not None:
+        current_engine(current).gradients.unsent.is_kept = is_kept
+
+
 def forget_unsent(parameters: Iterable[Tensor]) -> None:
     """Drops the gradients of ``parameters`` that backwards in :func:`bmtrain.no_sync` left unsent."""
     current = _context.current()

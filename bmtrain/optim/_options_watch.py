@@ -47,7 +47,8 @@ class OptionsWatch:
         """Compares the ranks' groups. Of GPUs the result is read in the next comparison: the host does not wait."""
         comm = context("OptimManager.step").world.comm
         device, own = wire_device(comm), zlib.crc32(repr(groups).encode())
-        bounds = torch.tensor([own, -own], pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        bounds = torch.tensor([own, -own], device="cpu", pin_memory=device.type == "cuda")
+        bounds = bounds.to(device, non_blocking=True)
         comm.all_reduce(bounds, ReduceOp.MAX, "comparison of hyperparameters").wait()
         bounds = bounds.to("cpu", non_blocking=True)
         if device.type == "cuda":

@@ -20,7 +20,14 @@ from ..accumulate import no_sync
 from ..global_var import config, context, num_losses, rank
 from ..virtual import check_no_loop
 from ._early import EarlySteps
-from ._grad_stats import check_overflow, first_overflow, forget_unsent, grad_rescale, parameters_of
+from ._grad_stats import (
+    check_overflow,
+    first_overflow,
+    forget_unsent,
+    grad_rescale,
+    keep_unsent,
+    parameters_of,
+)
 from ._loss_watch import LossWatch
 from ._options_watch import OptionsWatch
 from ._state import load_optimizer_state, optimizer_state
@@ -213,6 +220,7 @@ class OptimManager:
                 f"{tuple(loss.shape)} with requires_grad={loss.requires_grad}"
             )
         self._num_backwards += 1
+        keep_unsent(self._is_accumulating())
         self._watch.see_loss(loss)
         if (survival := _survival()) is not None:
             survival.note_loss(loss)
@@ -222,6 +230,7 @@ class OptimManager:
         except BaseException:
             # Of some parameters the gradient is missing: zero_grad() is to drop the others.
             self._num_backwards = 0
+            keep_unsent(False)
             raise
 
     def _around_backward(self) -> AbstractContextManager[None]:
@@ -290,8 +299,9 @@ class OptimManager:
     def step(self) -> None:
         """Steps every optimizer and then its schedule, or skips all if a gradient overflowed.
 
-        Collective over the world with loss scaling. Warns, once, if all ranks had the same losses, if hyperparameters
-        such as the learning rate differ between ranks, or if the loss stays inf or NaN without a loss scale.
+        Collective over the world with loss scaling, and in few other steps. Warns, once, if all ranks had the same
+        losses, if hyperparameters such as the learning rate differ between ranks, or if the loss stays inf or NaN
+        without a loss scale.
 
         Raises:
             RuntimeError: without an optimizer; in a loop over virtual shards, whose gradients are there when it ends;
@@ -419,6 +429,7 @@ class OptimManager:
     def _resume(self, state: Mapping[str, Any]) -> None:
         """Restores the numbers of a saved state, at the first backward of a step; optimizers stay unchanged."""
         self._num_backwards = 0
+        keep_unsent(False)
         self.loss_scale = state["loss_scale"]
         self.loss_scale_enabled = state["loss_scale_enabled"]
         self.steps_since_last_scale = state.get("steps_since_last_scale", 0)

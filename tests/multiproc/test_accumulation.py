@@ -18,7 +18,7 @@ from bmtrain.distributed import checkpoint
 from bmtrain.global_var import context
 
 
-def managed(accumulate: int) -> tuple[list[torch.Tensor], int]:
+def managed(accumulate: int, zeroed: str = "manager") -> tuple[list[torch.Tensor], int]:
     model = Model()
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=0.01)
     manager = bmt.optim.OptimManager(loss_scale=4, accumulate=accumulate)
@@ -28,16 +28,17 @@ def managed(accumulate: int) -> tuple[list[torch.Tensor], int]:
         group.reduce_comm.reset_traffic()
         pieces = batches(step) if accumulate > 1 else [torch.cat(batches(step))]
         for x in pieces:  # one loop, whether or not gradients accumulate
-            manager.zero_grad()
+            {"manager": manager, "optimizer": optimizer, "model": model}[zeroed].zero_grad()
             manager.backward(model(x) / len(x))
             manager.step()
     return list(model.state_dict().values()), dict(group.reduce_comm.traffic())["all_to_all"][0]
 
 
-def test_manager_steps_on_the_mean_of_the_accumulated_gradients():
+@pytest.mark.parametrize("zeroed", ["manager", "optimizer", "model"])
+def test_manager_steps_on_the_mean_of_the_accumulated_gradients(zeroed: str) -> None:
     # The batches of a step together, and one after the other.
     for (weights, messages), (whole, _) in zip(
-        run_ranks(2, managed, MICROS), run_ranks(2, managed, 1), strict=True
+        run_ranks(2, managed, MICROS, zeroed), run_ranks(2, managed, 1), strict=True
     ):
         assert messages == LAYERS
         for one, other in zip(weights, whole, strict=True):

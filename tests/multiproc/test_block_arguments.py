@@ -100,6 +100,26 @@ def parameters_in_containers(use_checkpoint: bool) -> None:
                 read(inner.kept)
 
 
+class Listed(torch.nn.Module):
+    """Gets a list of its own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.fixed = (torch.nn.Parameter(torch.randn(6)) for _ in range(2))
+        self.fixed.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, known: list[torch.Tensor]) -> torch.Tensor:
+        return x * self.trained + sum(known, torch.zeros(())).detach().mean() * self.fixed
+
+
+def parameters_given(use_checkpoint: bool) -> None:
+    block = bmt.Block(twins(Listed)[1], use_checkpoint=use_checkpoint)
+    known = [block.fixed, torch.ones(6)]
+    before = list(known)
+    block(torch.ones(2, 6), known).sum().backward()
+    assert all(a is b for a, b in zip(known, before, strict=True))
+
+
 class Writing(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -136,8 +156,11 @@ def test_caches_are_filled_once(world: int, use_checkpoint: bool) -> None:
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("use_checkpoint", [True, False])
-def test_parameters_in_containers_are_copies(world: int, use_checkpoint: bool) -> None:
-    run_ranks(world, parameters_in_containers, use_checkpoint)
+@pytest.mark.parametrize("program", [parameters_in_containers, parameters_given])
+def test_parameters_in_containers_are_copies_unless_they_were_there(
+    world: int, use_checkpoint: bool, program: Callable[[bool], None]
+) -> None:
+    run_ranks(world, program, use_checkpoint)
 
 
 def test_cache_written_in_place_raises() -> None:

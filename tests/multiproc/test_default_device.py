@@ -47,7 +47,9 @@ def test_a_default_device_changes_nothing(optimizer: str, dtype: str, tmp_path: 
     assert differences(state, other_state) == []
 
 
-FOUND: list[str] = []  # global, as one that the module refers to would be after the second run what it was before
+FOUND: list[
+    str
+] = []  # global, as one that the module refers to would be after the second run what it was before
 
 
 class Notes(bmt.DistributedModule):

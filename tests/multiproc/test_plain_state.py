@@ -418,6 +418,12 @@ class Slotted:
         return self.value
 
 
+class MoreSlotted(Slotted):
+    """One whose own class adds none."""
+
+    __slots__ = ()
+
+
 def closure() -> Callable[[], float]:
     value, seen = 1.0, []
 
@@ -451,6 +457,7 @@ def with_attribute() -> Callable[[], float]:
 FUNCTIONS: list[Callable[[], Callable[[], Any]]] = [
     lambda: Decay(3.0).random,
     lambda: Slotted().halve,
+    lambda: MoreSlotted().halve,
     lambda: functools.partial(Decay.random, Decay(3.0)),
     lambda: functools.partial(Decay(3.0).random),
     lambda: [0.5, 0.25, 0.125, 4.0, 8.0, 16.0].pop,
