@@ -14,11 +14,12 @@ import torch
 
 from .._base.deprecate import warn_once
 from .._C import ReduceOp
+from .._ranks.agree import gather_json
 from .._ranks.comm import wire_device
 from ..global_var import config, context, rank
 from ..parameter import DistributedParameter
-from ._exchange import exchange
 
+_LABEL = "comparison of hyperparameters"
 _EVERY = 1024  # steps; before, in steps 4, 8, 16, ...
 
 
@@ -49,16 +50,15 @@ class OptionsWatch:
         device, own = wire_device(comm), zlib.crc32(repr(groups).encode())
         bounds = torch.tensor([own, -own], device="cpu", pin_memory=device.type == "cuda")
         bounds = bounds.to(device, non_blocking=True)
-        comm.all_reduce(bounds, ReduceOp.MAX, "comparison of hyperparameters").wait()
+        comm.all_reduce(bounds, ReduceOp.MAX, _LABEL).wait()
         bounds = bounds.to("cpu", non_blocking=True)
         if device.type == "cuda":
-            here = torch.cuda.Event()
-            here.record()
-            known, self._last = self._last, (bounds, here)
-            if known is None:
+            arrival = torch.cuda.current_stream().record_event()
+            earlier, self._last = self._last, (bounds, arrival)
+            if earlier is None:
                 return
-            bounds, there = known
-            there.synchronize()
+            bounds, arrival = earlier
+            arrival.synchronize()
         highest, lowest = bounds.tolist()
         if highest != -lowest:
             _tell(groups)
@@ -87,7 +87,7 @@ def _number(value: Any) -> Any:
 
 def _tell(groups: list[dict[str, Any]]) -> None:
     """Warns on rank 0 of the first difference. Collective."""
-    everyone = [each["groups"] for each in exchange({"groups": groups})]
+    everyone = gather_json(groups, _LABEL, context("OptimManager.step").world.comm)
     differences = [
         f"{name} of {group['of']} is {group[name]} on rank 0 and {other[name]} on rank {number}"
         for number, others in enumerate(everyone)
