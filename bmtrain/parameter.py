@@ -93,6 +93,8 @@ class DistributedParameter(torch.nn.Parameter):
     _is_whole: bool = False
     _is_reread: bool  # a forward has read it more than once
     _block: BlockRef | None
+    #: Whether it was trained when its Block was built; the Block's copies, and itself when built again, are cut alike.
+    _trains_in_block: bool
     #: Version of a parameter outside Blocks, once its ``data`` was read.
     _data_version: DataVersion | None = None
     _gradient_hooks: OrderedDict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None

@@ -34,6 +34,7 @@ def _release_parameters(block: Any) -> None:
     for param in block.parameters():
         if isinstance(param, DistributedParameter):
             param._block = None
+            param.__dict__.pop("_trains_in_block", None)
 
 
 def adopt_parameters(

@@ -101,9 +101,9 @@ _STORAGE_TYPES = {
 
 
 def _kind(param: DistributedParameter) -> str:
-    dtype = str(param.dtype).removeprefix("torch.")
-    label = f"_g_{param.group}" if param.group else ""
-    return f"{dtype}_{'grad' if param.requires_grad else 'nograd'}{label}"
+    trains = param.__dict__.setdefault("_trains_in_block", param.requires_grad)
+    kind = f"{str(param.dtype).removeprefix('torch.')}_{'grad' if trains else 'nograd'}"
+    return f"{kind}_g_{param.group}" if param.group else kind
 
 
 def build_storage(
@@ -146,7 +146,7 @@ def build_storage(
             host_lane=host_lane_of(ctx, policy),
             **_reduction(ctx, family, group, policy),
         )
-        trains = params[0].requires_grad
+        trains = params[0]._trains_in_block
         stored = store(ctx, policy, label, shards, trains) if policy.shards_on_disk else None
         with torch.no_grad():
             for index, param in enumerate(params):

@@ -296,6 +296,40 @@ def test_copies_bc18(world: int, how: str) -> None:
     run_ranks(world, copies, how)
 
 
+def bounds_after(how: str) -> None:
+    torch.manual_seed(4)
+    block: Any = bmt.Block(distribute(torch.nn.Sequential(torch.nn.Linear(6, 13), torch.nn.Linear(13, 6))))
+    optimizer = bmt.optim.AdamOptimizer(block.parameters())
+    values = [full_value(p) for p in block.parameters()]
+    bounds = [p._spec.local_part for p in block.parameters()]
+    block[0].requires_grad_(False)
+    block(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    again = {
+        "deepcopy": lambda: copy.deepcopy(block),
+        "pickle": lambda: pickle.loads(pickle.dumps(block)),
+        "dtypes": lambda: block.double().float(),
+    }[how]()
+    assert [p._spec.local_part for p in again.parameters()] == bounds
+    assert [p.requires_grad for p in again.parameters()] == [False, False, True, True]
+    optimizer.step()
+    with torch.no_grad():  # a moving average
+        for p, q in zip(again.parameters(), block.parameters(), strict=True):
+            p.lerp_(q, 0.5)
+    assert torch.equal(full_value(next(again.parameters())), values[0])
+    assert all(
+        torch.equal(full_value(p), full_value(q))
+        for p, q in zip(again[0].parameters(), block[0].parameters(), strict=True)
+    )
+    fresh = bmt.Block(block)  # one built anew has the kinds of today
+    assert set(fresh._storage_params) == {"float32_grad", "float32_nograd"}
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "dtypes"])
+def test_a_block_copied_or_built_again_after_freezing_has_the_same_shards(how: str) -> None:
+    run_ranks(2, bounds_after, how)
+
+
 def pickled_sizes() -> None:
     p = bmt.DistributedParameter(torch.zeros(4096), init_method=bmt.ParameterInitializer(torch.nn.init.ones_))
     inner: Any = distribute(torch.nn.Linear(64, 64))
