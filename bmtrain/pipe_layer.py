@@ -175,15 +175,13 @@ class PipelineTransformerBlockList(LayerSequence):
                 f"micro-batches, got {hidden.shape[0]} rows ({total} together)"
             )
         self._refuse_late_parameters()
+        plan = self._plan()
         if torch.is_grad_enabled():
-            self._memory.begin_call(self._plan())
+            self._memory.begin_call(plan)
+        arguments = PipeArguments(self._pipe, hidden, args, kwargs, batch_related, num_micros)
         counts = [self.get_part_len_by_stage_id(stage) for stage in range(self.stages)]
-        call = PipelineCall(
-            [self[index] for index in self.layer_ids], counts, self._pipe, num_micros, return_hidden_states
-        )
-        results = run_pipeline(
-            call, hidden, PipeArguments(self._pipe, hidden, args, kwargs, batch_related, num_micros)
-        )
+        call = PipelineCall(plan, counts, hidden, arguments, return_hidden_states)
+        results = run_pipeline(call, hidden, arguments)
         return results if return_hidden_states else results[0]
 
     def loss(

@@ -25,12 +25,12 @@ from torch.autograd.function import once_differentiable
 from .._base.generators import kept_generators, packed_generators, unpack_generators
 from .._base.unseen import TORCH_GRAD, gradient_of
 from .._ranks.agree import largest
-from .._shards.stage import collect_batches, hand_out, hand_out_batches, share_shape
+from .._shards.stage import hand_out, hand_out_batches, share_shape
 from ..global_var import context, num_losses
 from .engine import current_engine
-from .held import drop_gradients, hold, let_go
+from .held import drop_gradients
 from .pipe_arguments import PipeArguments
-from .pipe_pass import LossOf, Pass, Plan
+from .pipe_pass import Pass, Plan
 from .reads import Reads, Scope
 from .run_state import ModeSnapshot, active_recorder
 
@@ -147,6 +147,37 @@ class Head:
         return gradients
 
 
+class _LossPass(Pass):
+    """A pass whose results are losses.
+
+    Args:
+        plan: of the pipeline list.
+        hidden: this rank's batch.
+        arguments: further arguments of all layers.
+        head: computes the loss of a micro-batch.
+        seeds: the gradients of the micro-batches' losses; None for a pass without backward.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        hidden: torch.Tensor,
+        arguments: PipeArguments,
+        head: Head,
+        seeds: Sequence[float] | None,
+    ) -> None:
+        super().__init__(plan, hidden, arguments)
+        self._head = head
+        self._seeds = seeds
+
+    def result_of(self, out: torch.Tensor, micro: int) -> torch.Tensor:
+        return self._head.loss(out, micro)
+
+    def result_gradient(self, out: torch.Tensor, micro: int) -> torch.Tensor:
+        assert self._seeds is not None
+        return torch.full_like(out, self._seeds[micro])
+
+
 class LossCall:
     """One loss of a pipeline, with the state that its backward needs.
 
@@ -240,13 +271,19 @@ class LossCall:
         gradients: list[float] = by_rank.tolist()
         return gradients
 
+    def _pass(self, seeds: Sequence[float] | None) -> Pass:
+        """Runs a pass; ``seeds``: gradients of the micro-batches' losses, for one with backward."""
+        run = _LossPass(self._plan, self._hidden, self._arguments, self._head, seeds)
+        run.run_plan(trains=seeds is not None)
+        return run
+
     def _run(self, seed: float | None) -> torch.Tensor:
         """Runs a pass and returns the loss; ``seed``: of a pass with backward."""
         pipe, hidden = self._plan.pipe, self._hidden
         rows = len(hidden) * pipe.size
         shares = [len(piece) / rows for piece in torch.empty(rows, 0).tensor_split(self._plan.num_micros)]
         seeds = None if seed is None else [seed * share for share in shares]
-        run = _pass(self._plan, hidden, self._arguments, self._head.loss, seeds)
+        run = self._pass(seeds)
         if seed is not None:
             self._seed = seed
             whole = torch.cat(run.gradients) if pipe.rank == 0 else None
@@ -271,7 +308,7 @@ class ShardLossCall(LossCall):
             self._begin()
             self._numbers = packed_generators(device)
         with torch.no_grad():
-            losses = _pass(self._plan, self._hidden, self._arguments, self._head.loss, None).results
+            losses = self._pass(None).results
         shape, dtype = share_shape(pipe, losses[0] if losses else None, pipe.size - 1, device)
         return hand_out(pipe, losses or None, pipe.size - 1, shape, dtype, device)
 
@@ -285,7 +322,7 @@ class ShardLossCall(LossCall):
         seeds = self._of_ranks(gradient)
         with kept_generators(hidden.device), self._modes.restored(), torch.enable_grad():
             unpack_generators(self._numbers)
-            run = _pass(self._plan, hidden, self._arguments, self._head.loss, seeds)
+            run = self._pass(seeds)
         return [
             hand_out(pipe, run.gradients or None, 0, hidden.shape, hidden.dtype, hidden.device),
             *(argument.gradient() for _, argument in self._arguments.trained),
@@ -297,35 +334,12 @@ class ShardLossCall(LossCall):
 def run_forward(plan: Plan, hidden: torch.Tensor, arguments: PipeArguments) -> torch.Tensor:
     """Returns this rank's batch of the outputs, without gradients. Collective over the pipe group."""
     pipe = plan.pipe
-    run = _pass(plan, hidden, arguments, None, None)
+    run = Pass(plan, hidden, arguments)
+    run.run_plan(trains=False)
     whole = torch.cat(run.results) if pipe.rank == pipe.size - 1 else None
     shape, dtype = share_shape(pipe, whole, pipe.size - 1, hidden.device)
     own = torch.Size([len(hidden), *shape[1:]])
     return hand_out_batches(pipe, whole, pipe.size - 1, own, dtype, hidden.device)
-
-
-def _pass(
-    plan: Plan,
-    hidden: torch.Tensor,
-    arguments: PipeArguments,
-    loss_of: LossOf | None,
-    seeds: Sequence[float] | None,
-) -> Pass:
-    """Runs a pass over the batches of all stages' ranks; ``seeds``: of one with backward."""
-    whole = collect_batches(plan.pipe, hidden, target=0)
-    if whole is None:
-        whole = hidden.new_empty((len(hidden) * plan.pipe.size, 0))
-    run = Pass(plan, whole.tensor_split(plan.num_micros), arguments, loss_of, seeds)
-    engine, states = current_engine(context()), [block._runtime for block in plan.blocks]
-    for state in states:
-        hold(engine, state)
-        state.defers = seeds is not None and not engine.virtual.is_open
-    try:
-        run.run()
-    finally:
-        for state in states:
-            let_go(engine, state)
-    return run
 
 
 class _Loss(torch.autograd.Function):

@@ -10,19 +10,20 @@ chunk. Its communicator is described in [Note: Channels of a pipeline].
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from .._C import DeferredProducts, Work
 from .._ranks.messages import header_of
-from .._shards.stage import channel, receive_header
+from .._shards.stage import channel, collect_batches, receive_header
 from ..global_var import context
 from .engine import current_engine
+from .held import hold, let_go
 from .pipe_arguments import PipeArguments, on_rows
 from .pipe_numbers import Numbers
-from .pipe_schedule import Action, Actions, Kind, Message, message_of, messages_to, without_backward
+from .pipe_schedule import Action, Actions, Kind, Message, message_of, messages_to, only
 
 if TYPE_CHECKING:
     from .._ranks.context import Group
@@ -49,104 +50,148 @@ class Plan(NamedTuple):
         return [block for blocks in self.chunks for block in blocks]
 
 
-#: Computes the loss of a micro-batch from the last layer's output, on the last stage.
-LossOf = Callable[[torch.Tensor, int], torch.Tensor]
+class Alive(NamedTuple):
+    """A micro-batch between its forward and its backward in one chunk.
+
+    Attributes:
+        x: the chunk's input.
+        inputs: of the chunk's layers, if the pass keeps them.
+        out: the chunk's output, or what :meth:`Pass.result_of` made of it.
+    """
+
+    x: torch.Tensor
+    inputs: list[torch.Tensor]
+    out: torch.Tensor
 
 
 class Pass:
-    """One pass.
+    """The micro-batches of all stages' ranks on this rank's stage, moved by the actions of one :meth:`run` or several.
+
+    A subclass gives the results of the last layer's outputs, and gradients from elsewhere than the next stage.
+    Collective over the pipe group.
 
     Args:
         plan: of the pipeline list.
-        pieces: the micro-batches of the first layer's input; elsewhere than on the first stage, of their sizes.
+        hidden: this rank's batch.
         arguments: further arguments of all layers.
-        loss_of: gives the loss of a micro-batch; None: the outputs are the results.
-        seeds: the gradients of the micro-batches' losses; None for a pass without backward.
+        keeps_inputs: whether to keep the inputs of all layers.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        pieces: Sequence[torch.Tensor],
-        arguments: PipeArguments,
-        loss_of: LossOf | None,
-        seeds: Sequence[float] | None,
+        self, plan: Plan, hidden: torch.Tensor, arguments: PipeArguments, *, keeps_inputs: bool = False
     ) -> None:
+        whole = collect_batches(plan.pipe, hidden, target=0)
+        if whole is None:
+            whole = hidden.new_empty((len(hidden) * plan.pipe.size, 0))
         self._plan = plan
-        self._pieces = pieces
         self._arguments = arguments
-        self._loss_of = loss_of
-        self._seeds = seeds
-        self._numbers = Numbers(plan.pipe, pieces[0].device)
-        self._stage, self._num_stages = plan.pipe.rank, plan.pipe.size
-        actions = plan.actions if seeds is not None else without_backward(plan.actions)
-        self._actions = actions[self._stage]
-        self._inbox = _Inbox(plan, actions, [len(piece) for piece in pieces], pieces[0].device, self._places)
-        self._sending: list[tuple[Work, torch.Tensor]] = []
-        self._has_shape: set[tuple[int, int, int]] = set()  # headers sent
-        # Of the micro-batches under way: the input and the output (or loss) of a chunk.
-        self._alive: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._keeps_inputs = keeps_inputs
+        self._pieces = dict(enumerate(whole.tensor_split(plan.num_micros)))
+        self._rows = [len(piece) for piece in self._pieces.values()]
+        self._device = hidden.device
+        self._stage = plan.pipe.rank
         self._later: dict[tuple[int, int], DeferredProducts] = {}
-        #: On the last stage: losses, or outputs, of the micro-batches.
+        self.numbers = Numbers(plan.pipe, hidden.device)
+        #: By chunk and micro-batch.
+        self.alive: dict[tuple[int, int], Alive] = {}
+        #: On the last stage: results of the micro-batches.
         self.results: list[torch.Tensor] = []
         #: On the first stage: gradients of the micro-batches of the first layer's input.
         self.gradients: list[torch.Tensor] = []
 
-    def run(self) -> None:
-        """Runs this stage's actions. Collective over the pipe group."""
+    def result_of(self, out: torch.Tensor, micro: int) -> torch.Tensor:
+        """Returns the result of a micro-batch, on the last stage: the last layer's output."""
+        return out
+
+    def result_gradient(self, out: torch.Tensor, micro: int) -> torch.Tensor | None:
+        """Returns the gradient of a result, or None: on the last stage that runs a backward."""
+        raise NotImplementedError
+
+    def further_roots(self, alive: Alive, micro: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Returns further roots of the backward of a micro-batch on any stage, and their gradients."""
+        return [], []
+
+    def run(self, actions: Actions, *, keep_graph: bool = False) -> None:
+        """Runs this stage's actions; forwards are for a backward if gradients are enabled. Collective.
+
+        Args:
+            actions: of the stages: all of them, or for backwards alone the first ones.
+            keep_graph: whether backwards can be run again.
+        """
         do = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward_input,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
         }
-        engine, rows = current_engine(context()), [len(piece) for piece in self._pieces]
-        with torch.set_grad_enabled(self._seeds is not None), self._numbers.of_pass():
-            for action, following in zip(self._actions, [*self._actions[1:], None], strict=True):
-                self._inbox.post(action, following)
-                with on_rows(engine, sum(rows[: action.micro]), rows[action.micro]):
-                    do[action.kind](action)
-                while self._sending and self._sending[0][0].is_completed():
-                    self._sending.pop(0)[0].wait()
-            for work, _ in self._sending:
-                wait_for_stage(work)
+        self._num_stages, self._keep_graph = len(actions), keep_graph
+        self._inbox = _Inbox(self._plan, actions, self._rows, self._device, self.alive, self._places)
+        self._sending: list[tuple[Work, torch.Tensor]] = []
+        self._headers: dict[tuple[int, int, int], tuple[Work, torch.Tensor]] = {}
+        engine, own = current_engine(context()), actions[self._stage]
+        for action, following in zip(own, [*own[1:], None], strict=True):
+            self._inbox.post(action, following)
+            with on_rows(engine, sum(self._rows[: action.micro]), self._rows[action.micro]):
+                do[action.kind](action)
+            while self._sending and self._sending[0][0].is_completed():
+                wait_for_stage(self._sending.pop(0)[0])
+        for work, _ in self._sending:
+            wait_for_stage(work)
+        for work, _ in self._headers.values():
+            work.wait()
+        del self._sending, self._headers, self._inbox  # the latter refers to this pass
+
+    def run_plan(self, *, trains: bool) -> None:
+        """Runs all actions of the plan, or the forwards alone. Collective."""
+        engine, states = current_engine(context()), [block._runtime for block in self._plan.blocks]
+        for state in states:
+            hold(engine, state)
+            state.defers = trains and not engine.virtual.is_open
+        try:
+            with torch.set_grad_enabled(trains), self.numbers.of_pass():
+                self.run(self._plan.actions if trains else only(Kind.FORWARD, self._plan.actions))
+        finally:
+            for state in states:
+                let_go(engine, state)
 
     def _forward(self, action: Action) -> None:
         _, micro, chunk = action
         is_first, is_last = self._ends(chunk)
-        x = self._pieces[micro] if is_first else self._inbox.take(action)
+        x = self._pieces.pop(micro) if is_first else self._inbox.take(action)
         x = x.detach().requires_grad_(torch.is_grad_enabled())
         args, kwargs = self._arguments.of_micro(micro)
-        out = x
-        with self._numbers.of_micro(micro):
+        out, inputs = x, []
+        with self.numbers.of_micro(micro):
             for block in self._plan.chunks[chunk]:
+                if self._keeps_inputs:
+                    inputs.append(out)
                 result = block(out, *args, **kwargs)
                 out = result[0] if isinstance(result, tuple) else result
-            if is_last and self._loss_of is not None:
-                out = self._loss_of(out, micro)
+            if is_last:
+                out = self.result_of(out, micro)
         if is_last:
             self.results.append(out.detach())
         else:
-            self._send(action, out.detach().contiguous(), self._numbers.to_send(micro))
-        if self._seeds is not None:
-            self._alive[chunk, micro] = x, out
-            if not is_last:
-                self._inbox.expect_gradient(action, out)
+            self._send(action, out.detach().contiguous(), self.numbers.to_send(micro))
+        if torch.is_grad_enabled() or self._keeps_inputs:
+            self.alive[chunk, micro] = Alive(x, inputs, out)
 
     def _backward(self, action: Action) -> None:
         _, micro, chunk = action
         is_first, is_last = self._ends(chunk)
-        x, out = self._alive.pop((chunk, micro))
-        if is_last:
-            gradient = torch.full_like(out, 0 if self._seeds is None else self._seeds[micro])
-        else:
-            gradient = self._inbox.take(action)
+        alive = self.alive[chunk, micro]
+        if not self._keep_graph:
+            del self.alive[chunk, micro]
+        gradient = self.result_gradient(alive.out, micro) if is_last else self._inbox.take(action)
+        roots, gradients = ([], []) if gradient is None else ([alive.out], [gradient])
         engine = current_engine(context())
         with engine.virtual.of_micro(engine.gradients, micro):
-            roots, sums = self._arguments.roots(micro)
-            torch.autograd.backward([out, *roots], [gradient, *sums])
+            for more, of_more in (self.further_roots(alive, micro), self._arguments.roots(micro)):
+                roots += more
+                gradients += of_more
+            torch.autograd.backward(roots, gradients, retain_graph=self._keep_graph)
         sums = self._arguments.to_send(micro)
-        own = torch.zeros_like(x) if x.grad is None else x.grad.contiguous()
+        own = torch.zeros_like(alive.x) if alive.x.grad is None else alive.x.grad.contiguous()
         if is_first:
             self.gradients.append(own)
         else:
@@ -175,7 +220,7 @@ class Pass:
 
     def _places(self, action: Action) -> list[torch.Tensor]:
         """Returns memory for what comes behind the message to an action."""
-        source = self._numbers if action.kind is Kind.FORWARD else self._arguments
+        source = self.numbers if action.kind is Kind.FORWARD else self._arguments
         return source.to_receive(action.micro)
 
     def _send(self, action: Action, tensor: torch.Tensor, further: list[torch.Tensor]) -> None:
@@ -183,11 +228,10 @@ class Pass:
         assert message is not None
         comm = channel(self._plan.pipe, self._stage)
         if action.kind is Kind.FORWARD:
-            shape = message.receiver, message.action.chunk, len(self._pieces[action.micro])
-            if shape not in self._has_shape:
-                self._has_shape.add(shape)
+            shape = message.receiver, message.action.chunk, self._rows[action.micro]
+            if shape not in self._headers:
                 header = header_of(tensor, tensor.device)
-                self._sending.append((comm.send(header, message.receiver, "pipe.shape"), header))
+                self._headers[shape] = comm.send(header, message.receiver, "pipe.shape"), header
         label = "pipe.forward" if action.kind is Kind.FORWARD else "pipe.backward"
         for part in (tensor, *further):
             self._sending.append((comm.send(part, message.receiver, label), part))
@@ -202,9 +246,11 @@ class _Inbox:
         actions: Actions,
         rows: Sequence[int],
         device: torch.device,
+        alive: Mapping[tuple[int, int], Alive],
         further: Callable[[Action], list[torch.Tensor]],
     ) -> None:
         self._pipe = plan.pipe
+        self._alive = alive
         self._further = further
         self._rows = rows
         self._device = device
@@ -212,12 +258,6 @@ class _Inbox:
         self._awaited = {message.action for message in self._coming}
         self._posted: dict[Action, tuple[list[Work], torch.Tensor]] = {}
         self._shapes: dict[tuple[int, int], tuple[torch.Size, torch.dtype]] = {}  # by chunk and rows
-        # By chunk and micro-batch: tensors with the shapes of gradients to come.
-        self._gradients: dict[tuple[int, int], torch.Tensor] = {}
-
-    def expect_gradient(self, forward: Action, out: torch.Tensor) -> None:
-        """Records the shape of the gradient of a forward's result."""
-        self._gradients[forward.chunk, forward.micro] = torch.empty_like(out, device="meta")
 
     def post(self, action: Action, following: Action | None) -> None:
         """Posts the receives of an action and, as far as their shapes are known, of the one after it."""
@@ -245,8 +285,8 @@ class _Inbox:
         """Returns the shape and dtype of a message; None if they are not known and ``waits`` is False."""
         kind, micro, chunk = message.action
         if kind is not Kind.FORWARD:
-            like = self._gradients.pop((chunk, micro), None)
-            return None if like is None else (like.shape, like.dtype)
+            alive = self._alive.get((chunk, micro))
+            return None if alive is None else (alive.out.shape, alive.out.dtype)
         known = self._shapes.get((chunk, self._rows[micro]))
         if known is None and waits:
             known = receive_header(self._pipe, message.sender, self._device)

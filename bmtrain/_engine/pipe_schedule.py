@@ -102,9 +102,9 @@ def _actions_of_stage(
     return actions
 
 
-def without_backward(actions: Actions) -> Actions:
-    """Returns the forwards alone."""
-    return tuple(tuple(action for action in of_stage if action.kind is Kind.FORWARD) for of_stage in actions)
+def only(kind: Kind, actions: Actions) -> Actions:
+    """Returns the actions of one kind alone."""
+    return tuple(tuple(action for action in of_stage if action.kind is kind) for of_stage in actions)
 
 
 def message_of(action: Action, stage: int, num_stages: int, num_chunks: int) -> Message | None:

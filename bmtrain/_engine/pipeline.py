@@ -1,12 +1,10 @@
 """A call of a pipeline of stages: all micro-batches forward, later all backward.
 
 [Note: A pipeline call is an island]
-Like a block call, a pipeline call is one node of the outer graph. Forward collects the batches of a pipe group, cuts
-them into micro-batches and passes these from stage to stage; each stage records a graph of its own for each micro-batch
-(its blocks keep only their inputs). Backward passes gradients the other way. A stage's blocks are gathered once for all
-micro-batches, and their gradients are reduced once. All receives are posted before the first micro-batch is computed,
-and sends are waited for after the last: while one is computed, its neighbours are under way (see [Note: Channels of a
-pipeline]).
+Like a block call, a pipeline call is one node of the outer graph. Its forward runs the forwards of a pass: the batches
+of a pipe group, cut into micro-batches, of each of which a stage records a graph of its own (its blocks keep only their
+inputs). Its backward runs the backwards. A stage's blocks are gathered once for all micro-batches, and their gradients
+are reduced once.
 
 In a loop over virtual shards each micro-batch is the shard of one rank, and its gradients are reduced after its
 backward: leaves of the tree in the order of the shards, as ranks of one stage have adjacent ones.
@@ -14,85 +12,70 @@ backward: leaves of the tree in the order of the shards, as ranks of one stage h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from .._C import Work
 from .._ranks.agree import largest
-from .._shards.stage import (
-    channel,
-    collect_batches,
-    hand_out_batches,
-    receive_header,
-    send_header,
-    share_shape,
-)
+from .._shards.stage import collect_batches, hand_out_batches, share_shape
 from ..global_var import context
 from .engine import current_engine
 from .held import hold, let_go
-from .pipe_arguments import PipeArguments, on_rows
-from .pipe_numbers import Numbers
-from .pipe_pass import wait_for_stage
+from .pipe_arguments import PipeArguments
+from .pipe_pass import Alive, Pass, Plan
 from .pipe_recording import StageRecordings
+from .pipe_schedule import Action, Kind, actions_of, only
 from .run_state import active_recorder
 
-if TYPE_CHECKING:
-    from .._ranks.context import Group
 
-
-class PipelineCall:
+class PipelineCall(Pass):
     """One forward of this rank's stage, with the state that its backward needs.
 
     Args:
-        blocks: the layers of this stage, in order.
+        plan: of the pipeline list, of one chunk on each stage.
         layer_counts: number of layers of every stage.
-        pipe: the group with one rank of each stage.
-        num_micros: number of micro-batches that the collected batch is split into.
+        hidden: this rank's batch.
+        arguments: further arguments of all layers.
         returns_states: whether the inputs of all layers are results as well.
     """
 
     def __init__(
         self,
-        blocks: Sequence[Any],
+        plan: Plan,
         layer_counts: Sequence[int],
-        pipe: Group,
-        num_micros: int,
+        hidden: torch.Tensor,
+        arguments: PipeArguments,
         returns_states: bool,
     ) -> None:
-        self.blocks = blocks
+        super().__init__(plan, hidden, arguments, keeps_inputs=returns_states)
         self.layer_counts = layer_counts
-        self.pipe = pipe
-        self.num_micros = num_micros
         self.returns_states = returns_states
-        self.is_first = pipe.rank == 0
+        self.pipe = pipe = plan.pipe
         self.is_last = pipe.rank == pipe.size - 1
-        # Per micro-batch: each layer's input, then the stage's output.
-        self.states: list[list[torch.Tensor]] = []
         self.is_spent = False
+        self._like = hidden.shape, hidden.dtype, hidden.device
+        self._actions = actions_of("gpipe", pipe.size, plan.num_micros)
         self._engine = current_engine(context())
         recorder = active_recorder.get()
         self.recordings = None if recorder is None else StageRecordings(pipe, recorder)
 
     # ---- forward
 
-    def forward(self, hidden: torch.Tensor, arguments: PipeArguments) -> tuple[torch.Tensor, ...]:
+    def forward(self) -> tuple[torch.Tensor, ...]:
         """Runs all micro-batches; returns this rank's batch of the output (and of the layers' inputs)."""
-        self.hidden_shape, self.hidden_dtype, self.device = hidden.shape, hidden.dtype, hidden.device
-        self._arguments = arguments
-        for block in self.blocks:
+        for block in self._plan.blocks:
             hold(self._engine, block._runtime)
         try:
-            numbers = Numbers(self.pipe, hidden.device)
-            with numbers.of_pass():
-                self._run_micros(hidden, arguments, numbers)
+            with self.numbers.of_pass():
+                self.run(only(Kind.FORWARD, self._actions))
         finally:
             if not torch.is_grad_enabled():
                 self._release_blocks()
-        results = [self._own_part(self._merged(-1) if self.is_last else None, self.pipe.size - 1)]
+        whole = torch.cat(self.results) if self.is_last else None
+        self.results = []
+        results = [self._own_part(whole, self.pipe.size - 1)]
         if self.returns_states:
             results.append(self._layer_inputs())
         if self.recordings is not None:
@@ -100,66 +83,35 @@ class PipelineCall:
         self._results_like = [torch.empty_like(result, device="meta") for result in results]
         return tuple(results)
 
-    def _run_micros(self, hidden: torch.Tensor, arguments: PipeArguments, numbers: Numbers) -> None:
-        pipe, sending = self.pipe, []
-        whole = collect_batches(pipe, hidden, target=0)
-        if whole is not None:
-            incoming = _Incoming(list(whole.chunk(self.num_micros)), [])
-        else:
-            incoming = _Incoming.posted(pipe, pipe.rank - 1, self.num_micros, self.device, numbers)
-        for index in range(self.num_micros):
-            x = incoming.take(index).detach().requires_grad_(torch.is_grad_enabled())
-            rows = on_rows(self._engine, index * len(x), len(x))
-            with self._recording_micro(), rows, numbers.of_micro(index):
-                states = self._run_stage(x, *arguments.of_micro(index))
-            self.states.append(states)
-            if not self.is_last:
-                out = states[-1].detach().contiguous()
-                if index == 0:
-                    send_header(pipe, out, pipe.rank + 1)
-                for tensor in (out, *numbers.to_send(index)):
-                    work = channel(pipe, pipe.rank).send(tensor, pipe.rank + 1, "pipe.forward")
-                    sending.append((work, tensor))
-        for work, _ in sending:
-            wait_for_stage(work)
-
-    @contextmanager
-    def _recording_micro(self) -> Iterator[None]:
+    def _forward(self, action: Action) -> None:
         if self.recordings is None:
-            yield
+            super()._forward(action)
             return
         self.recordings.begin_micro()
         token = active_recorder.set(self.recordings)
         try:
-            yield
+            super()._forward(action)
         finally:
             active_recorder.reset(token)
 
-    def _run_stage(self, x: torch.Tensor, args: list[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        states = [x]
-        for block in self.blocks:
-            result = block(states[-1], *args, **kwargs)
-            states.append(result[0] if isinstance(result, tuple) else result)
-        return states
-
-    def _merged(self, index: int) -> torch.Tensor:
-        """Concatenates one state of this stage over all micro-batches."""
-        return torch.cat([states[index].detach() for states in self.states])
-
     def _own_part(self, whole: torch.Tensor | None, source: int) -> torch.Tensor:
-        shape, dtype = share_shape(self.pipe, whole, source, self.device)
+        shape, dtype = share_shape(self.pipe, whole, source, self._device)
         own = torch.Size([shape[0] // self.pipe.size, *shape[1:]])
-        return hand_out_batches(self.pipe, whole, source, own, dtype, self.device)
+        return hand_out_batches(self.pipe, whole, source, own, dtype, self._device)
 
     def _layer_inputs(self) -> torch.Tensor:
         """Returns this rank's batch of the inputs of all layers: ``(num_layers, batch, ...)``."""
         return torch.stack(
             [
-                self._own_part(self._merged(layer) if stage == self.pipe.rank else None, stage)
+                self._own_part(self._whole_input(layer) if stage == self.pipe.rank else None, stage)
                 for stage, count in enumerate(self.layer_counts)
                 for layer in range(count)
             ]
         )
+
+    def _whole_input(self, layer: int) -> torch.Tensor:
+        """Concatenates the input of a layer of this stage over all micro-batches."""
+        return torch.cat([alive.inputs[layer].detach() for alive in self.alive.values()])
 
     # ---- backward
 
@@ -182,25 +134,30 @@ class PipelineCall:
         grad_out, *others = self._wanted_anywhere(gradients)
         # Messages between two ranks arrive in the order of their receives: receives of micro-batches are posted last.
         whole = None if grad_out is None else collect_batches(pipe, grad_out, target=pipe.size - 1)
+        self._result_gradients = None if whole is None else whole.chunk(self._plan.num_micros)
         # The last stage that receives a gradient from outside.
         reached = -1 if grad_out is None else pipe.size - 1
-        state_grads: list[tuple[torch.Tensor, ...]] = []
+        self._input_gradients: list[tuple[torch.Tensor, ...]] = []
         if self.returns_states and others[0] is not None:
-            state_grads, reached = self._collect_state_gradients(others[0]), pipe.size - 1
+            self._input_gradients, reached = self._collect_input_gradients(others[0]), pipe.size - 1
         if self.recordings is not None:
             reached = max(reached, self.recordings.take_gradients(others[self.num_results - 1 :]))
         if pipe.rank <= reached:
-            self._backward_micros(self._incoming_gradients(whole, reached), state_grads, keep_graph)
-        whole = torch.cat([_gradient_of(states[0]) for states in self.states]) if self.is_first else None
+            self._run_backward(reached, keep_graph)
+        whole = None
+        if pipe.rank == 0:
+            whole = torch.cat(self.gradients or [torch.zeros_like(alive.x) for alive in self.alive.values()])
+            self.gradients = []
         if self.recordings is not None:
             self.recordings.hand_over_gradients(self._own_part)
-        for states in self.states:
-            states[0].grad = None
+        for alive in self.alive.values():
+            alive.x.grad = None
         if not keep_graph:
             self.is_spent = True
-            self.states, self.recordings = [], None
+            self.alive.clear()
+            self.recordings = None
             self._release_blocks()
-        return hand_out_batches(pipe, whole, 0, self.hidden_shape, self.hidden_dtype, self.device)
+        return hand_out_batches(pipe, whole, 0, *self._like)
 
     def _wanted_anywhere(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """``gradients``, with zeros where only other ranks of the pipe group have a gradient. Collective for several
@@ -214,64 +171,38 @@ class PipelineCall:
         ]
 
     def _zeros_like_result(self, index: int) -> torch.Tensor:
-        return torch.zeros_like(self._results_like[index], device=self.device)
+        return torch.zeros_like(self._results_like[index], device=self._device)
 
-    def _backward_micros(
-        self, incoming: _Incoming | None, state_grads: Sequence[Sequence[torch.Tensor]], keep_graph: bool
-    ) -> None:
+    def _run_backward(self, reached: int, keep_graph: bool) -> None:
         """This stage's share of a backward."""
-        sending, comm = [], channel(self.pipe, self.pipe.rank)
-        virtual = self._engine.virtual
-        for block in self.blocks:
-            block._runtime.defers = not virtual.is_open
-        for index, states in enumerate(self.states):
-            roots = states[: len(state_grads)]
-            root_grads = [grad[index] for grad in state_grads]
-            if incoming is not None:
-                roots.append(states[-1])
-                root_grads.append(incoming.take(index))
-            if self.recordings is not None:
-                recorded, recorded_grads = self.recordings.roots(index)
-                roots += recorded
-                root_grads += recorded_grads
-            rows = on_rows(self._engine, index * len(states[0]), len(states[0]))
-            further, further_grads = self._arguments.roots(index)
-            roots += further
-            root_grads += further_grads
-            with rows, virtual.of_micro(self._engine.gradients, index):
-                torch.autograd.backward(roots, root_grads, retain_graph=keep_graph)
-            sums = self._arguments.to_send(index)
-            for out in () if self.is_first else (_gradient_of(states[0]), *sums):
-                sending.append((comm.send(out, self.pipe.rank - 1, "pipe.backward"), out))
-        for work, _ in sending:
-            wait_for_stage(work)
-        for block in reversed(self.blocks):
+        for block in self._plan.blocks:
+            block._runtime.defers = not self._engine.virtual.is_open
+        self.run(only(Kind.BACKWARD, self._actions)[: reached + 1], keep_graph=keep_graph)
+        for block in reversed(self._plan.blocks):
             self._engine.gradients.send_deferred(block._runtime)
+        self._result_gradients, self._input_gradients = None, []
 
-    def _incoming_gradients(self, whole: torch.Tensor | None, reached: int) -> _Incoming | None:
-        """Returns the gradients of this stage's output: from outside, from the next stage, or none."""
-        if whole is not None:
-            return _Incoming(list(whole.chunk(self.num_micros)), [])
-        if self.pipe.rank >= reached:
-            return None
-        tensors = [result.new_empty(result.shape) for *_, result in self.states]
-        comm, peer = channel(self.pipe, self.pipe.rank + 1), self.pipe.rank + 1
-        works = [
-            [comm.recv(part, peer, "pipe.backward") for part in (tensor, *self._arguments.to_receive(index))]
-            for index, tensor in enumerate(tensors)
-        ]
-        return _Incoming(tensors, works)
+    def result_gradient(self, out: torch.Tensor, micro: int) -> torch.Tensor | None:
+        return None if self._result_gradients is None else self._result_gradients[micro]
 
-    def _collect_state_gradients(self, grad_states: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    def further_roots(self, alive: Alive, micro: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        roots = alive.inputs if self._input_gradients else []
+        gradients = [of_layer[micro] for of_layer in self._input_gradients]
+        if self.recordings is None:
+            return roots, gradients
+        recorded, of_recorded = self.recordings.roots(micro)
+        return roots + recorded, gradients + of_recorded
+
+    def _collect_input_gradients(self, grad_inputs: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
         """Returns, by layer of this stage and micro-batch, the gradients of layers' inputs as results of the call."""
         own = []
         number = 0
         for stage, count in enumerate(self.layer_counts):
             for _ in range(count):
-                whole = collect_batches(self.pipe, grad_states[number], target=stage)
+                whole = collect_batches(self.pipe, grad_inputs[number], target=stage)
                 number += 1
                 if whole is not None:
-                    own.append(whole.chunk(self.num_micros))
+                    own.append(whole.chunk(self._plan.num_micros))
         return own
 
     @property
@@ -286,32 +217,8 @@ class PipelineCall:
         return results[: self.num_results]
 
     def _release_blocks(self) -> None:
-        for block in self.blocks:
+        for block in self._plan.blocks:
             let_go(self._engine, block._runtime)
-
-
-class _Incoming:
-    """Tensors being received by this stage, one for each micro-batch."""
-
-    def __init__(self, tensors: list[torch.Tensor], works: list[list[Work]]) -> None:
-        self._tensors = tensors
-        self._works = works
-
-    @classmethod
-    def posted(cls, pipe: Group, peer: int, count: int, device: torch.device, numbers: Numbers) -> _Incoming:
-        shape, dtype = receive_header(pipe, peer, device)
-        tensors = [torch.empty(shape, dtype=dtype, device=device) for _ in range(count)]
-        comm = channel(pipe, peer)
-        works = [
-            [comm.recv(part, peer, "pipe.forward") for part in (tensor, *numbers.to_receive(index))]
-            for index, tensor in enumerate(tensors)
-        ]
-        return cls(tensors, works)
-
-    def take(self, index: int) -> torch.Tensor:
-        for work in self._works[index] if self._works else ():
-            wait_for_stage(work)
-        return self._tensors[index]
 
 
 class _Pipeline(torch.autograd.Function):
@@ -324,7 +231,7 @@ class _Pipeline(torch.autograd.Function):
         ctx.call, ctx.arguments = call, arguments
         ctx.set_materialize_grads(False)
         with torch.enable_grad():
-            results = call.forward(hidden, arguments)
+            results = call.forward()
         if call.recordings is not None:
             recorded = zip(results[call.num_results :], call.recordings.specs, strict=True)
             ctx.mark_non_differentiable(*(result for result, spec in recorded if not spec.requires_grad))
@@ -342,14 +249,10 @@ def run_pipeline(
 ) -> tuple[torch.Tensor, ...]:
     """Runs ``call``, as one node of the caller's graph if gradients are enabled."""
     if not torch.is_grad_enabled():
-        return call.give_out(call.forward(hidden, arguments))
+        return call.give_out(call.forward())
     if not hidden.requires_grad:
         hidden = hidden.detach().requires_grad_()  # parameters may be trained: backward must reach the node
     results: tuple[torch.Tensor, ...] = _Pipeline.apply(
         call, arguments, hidden, *(source for source, _ in arguments.trained)
     )
     return call.give_out(results)
-
-
-def _gradient_of(leaf: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()

@@ -63,10 +63,10 @@ def channel(pipe: Group, sender: int) -> Communicator:
     """Returns the communicator on which stage ``sender`` sends to its neighbours.
 
     [Note: Channels of a pipeline]
-    On a GPU the operations of a communicator run in order on one stream, and a stage posts the receives of all
-    micro-batches before its first result can be sent: on one communicator that result would be sent after the last
-    receive. So a stage receives and sends on different communicators: stages of even and odd number have one each, in
-    both directions.
+    On a GPU the operations of a communicator run in order on one stream, and a stage posts the receive of the next
+    micro-batch before the result of the present one can be sent: on one communicator that result would be sent after
+    the receive. So a stage receives and sends on different communicators: stages of even and odd number have one each,
+    in both directions.
     """
     return pipe.comm if sender % 2 == 0 else pipe.reduce_comm
 
@@ -90,11 +90,6 @@ def share_shape(
     header = header_of(tensor, device)
     pipe.comm.broadcast(header, source, "pipe.shape").wait()
     return read_header(header)
-
-
-def send_header(pipe: Group, tensor: torch.Tensor, peer: int) -> None:
-    """Sends stage ``peer`` the shape and dtype of the tensor that follows."""
-    channel(pipe, pipe.rank).send(header_of(tensor, tensor.device), peer, "pipe.shape").wait()
 
 
 def receive_header(pipe: Group, peer: int, device: torch.device) -> tuple[torch.Size, torch.dtype]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -247,6 +249,33 @@ def evaluation() -> None:
 
 def test_evaluation_in_a_pipeline():
     run_ranks(2, evaluation, init={"pipe_size": 2})
+
+
+def life_of_a_call() -> None:
+    pipeline = bmt.PipelineTransformerBlockList([Layer() for _ in range(2)])
+    bmt.init_parameters(pipeline)
+    inside = []
+    for layer in pipeline:
+        layer._module.register_forward_hook(lambda _, __, out: inside.append(weakref.ref(out)))
+    x = torch.randn(BATCH, DIM, requires_grad=True)
+    gc.disable()
+    out = pipeline(x, x, torch.zeros(2 * DIM), flag="mask")
+    assert len(inside) == 4
+    for keeps in (True, True, False):
+        out.sum().backward(retain_graph=keeps)
+    with pytest.raises(RuntimeError, match="through the pipeline a second time"):
+        out.sum().backward()
+    thrice, x.grad = x.grad, None
+    pipeline(x, x, torch.zeros(2 * DIM), flag="mask").sum().backward()
+    check(thrice, 3 * x.grad)
+    out = pipeline(x, x, torch.zeros(2 * DIM), flag="mask")
+    del out
+    assert len(inside) > 8
+    assert not any(ref() is not None for ref in inside)
+
+
+def test_a_call_is_freed_without_a_collector_and_runs_backward_while_it_is_retained():
+    run_ranks(2, life_of_a_call, init={"pipe_size": 2, "num_micro_batches": 4})
 
 
 def stage_traffic() -> dict:
