@@ -120,6 +120,7 @@ class WholeOptimizer(UntracedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._follow_groups()
         ready = [p for p in self._parameters() if p.requires_grad and gradient_of(p) is not None]
         transfers = [_Step(p, self._members) for p in ready if is_here(p)]
         self._members.update_values(self._parameters())  # of all: on another stage one may have no gradient
@@ -130,8 +131,6 @@ class WholeOptimizer(UntracedOptimizer):
             transfer.set_gradient(scale)
         gradients = [master.grad for master in self._members.masters.values() if master.grad is not None]
         self.owner_bytes = sum(gradient.nbytes for gradient in gradients)
-        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update(_options(group))
         has_peers = context.current() is not None
         with failing_together(f"{type(self._inner).__name__}.step") if has_peers else nullcontext():
             self._inner.step()
@@ -172,6 +171,7 @@ class WholeOptimizer(UntracedOptimizer):
                 parameters; collective. Otherwise of the parameters that this rank owns.
         """
         require_intact(f"{type(self._inner).__name__}.state_dict()")
+        self._follow_groups()
         state = self._inner.state_dict()
         entries = {
             number: dict(state["state"][number])
@@ -189,8 +189,6 @@ class WholeOptimizer(UntracedOptimizer):
             out["state"] = dict(sorted(merged.items()))
         elif (layout := layout_of(self)) is not None:  # type: ignore[arg-type]
             out["layout"] = layout
-        for saved, group in zip(out["param_groups"], self.param_groups, strict=True):
-            saved.update({name: value for name, value in group.items() if name != "params"})
         return out
 
     @torch.no_grad()
@@ -201,6 +199,7 @@ class WholeOptimizer(UntracedOptimizer):
             ValueError: groups do not match, or it is of one rank at another layout; nothing changed.
         """
         require_keys("state_dict", state_dict, ("state", "param_groups"))
+        self._follow_groups()
         saved, layout = state_dict.get("layout"), layout_of(self)  # type: ignore[arg-type]
         if saved is not None and layout is not None and saved != layout:
             raise ValueError(
@@ -232,6 +231,12 @@ class WholeOptimizer(UntracedOptimizer):
     def _parameters(self) -> list[Tensor]:
         return numbered_parameters(self)
 
+    def _follow_groups(self) -> None:
+        """Gives the groups of the class the options and members of these, which a script may have changed."""
+        if new := [p for p in self._parameters() if p not in self._members.owners]:
+            self._members.add(new)
+        self._inner.param_groups[:] = map(self._members.stand_in, self.param_groups)
+
 
 class _Members:
     """The parameters, their owners, and at the owner a whole parameter in fp32 for each.
@@ -245,6 +250,7 @@ class _Members:
         self.owners: dict[Tensor, int] = {}
         self.masters: dict[Tensor, torch.nn.Parameter] = {}
         self._seen: dict[Tensor, tuple[int, int]] = {}
+        self._stand_ins: dict[Tensor, torch.nn.Parameter] = {}
         self.add(parameters)
 
     def add(self, parameters: Sequence[Tensor]) -> None:
@@ -254,20 +260,17 @@ class _Members:
         work = [_work(whole_shape(p)) for p in parameters]
         self.owners.update(zip(parameters, owners_of(work, list(map(Team, parameters))), strict=True))
         for p in parameters:
-            if is_here(p) and Transfer(p, self.owners[p]).is_owner:
-                self.masters[p] = torch.nn.Parameter(
-                    torch.zeros(whole_shape(p), dtype=_dtype_of(p), device=p.device), p.requires_grad
-                )
+            is_owner = is_here(p) and Transfer(p, self.owners[p]).is_owner
+            value = torch.zeros(whole_shape(p), dtype=_dtype_of(p), device=p.device if is_owner else "meta")
+            self._stand_ins[p] = torch.nn.Parameter(value, p.requires_grad)
+            if is_owner:
+                self.masters[p] = self._stand_ins[p]
         with torch.no_grad():
             self.update_values(parameters)
 
     def stand_in(self, group: dict[str, Any]) -> dict[str, Any]:
         """Returns the group with whole parameters in place of shards; others' are on the meta device."""
-        members = [
-            self.masters[p] if p in self.masters
-            else torch.nn.Parameter(torch.empty(whole_shape(p), dtype=_dtype_of(p), device="meta"), p.requires_grad)
-            for p in map(_parameter, group["params"])
-        ]  # fmt: skip
+        members = [self._stand_ins[_parameter(item)] for item in group["params"]]
         names = [item[0] for item in group["params"] if isinstance(item, tuple)]
         return {**group, "params": list(zip(names, members, strict=True)) if names else members}
 

@@ -269,6 +269,44 @@ def test_state_of_one_rank_and_further_groups() -> None:
     run_ranks(2, local)
 
 
+def regrouped(change: str) -> None:
+    """Groups that a script changes in place, as it may those of a torch optimizer."""
+    torch.manual_seed(2)
+    values = [torch.randn(shape) for shape in ((4, 3), (5,), (2, 6), (3, 3))]
+    ours = [bmt.DistributedParameter(value) for value in values]
+    theirs = [torch.nn.Parameter(value.clone()) for value in values]
+    optimizers = [
+        whole_matrix(Lamb, [{"params": ours[:2]}, {"params": ours[2:3], "lr": 0.3}]),
+        Lamb([{"params": theirs[:2]}, {"params": theirs[2:3], "lr": 0.3}]),
+    ]
+    for step in range(3):
+        for optimizer, params in zip(optimizers, (ours, theirs), strict=True):
+            groups = optimizer.param_groups
+            if step == 1 and change == "move":
+                groups[1]["params"].append(groups[0]["params"].pop(0))
+            elif step == 1 and change == "remove":
+                del groups[0]
+            elif step == 1:
+                groups[0]["params"].insert(0, params[3])
+            for p in params:
+                gradient = torch.full((p.full_shape if params is ours else p.shape), 0.1 + step)
+                p.load_grad(gradient) if params is ours else setattr(p, "grad", gradient)
+            optimizer.step()
+        assert all(torch.equal(p.gather(), q) for p, q in zip(ours, theirs, strict=True))
+    if change == "remove":
+        return  # a state dict with state of other parameters is an error in torch
+    again = whole_matrix(Lamb, [{"params": list(group["params"])} for group in optimizers[0].param_groups])
+    again.load_state_dict(optimizers[0].state_dict(gather=True))
+    optimizers[1].step()
+    again.step()
+    assert all(torch.equal(p.gather(), q) for p, q in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("change", ["move", "remove", "insert"])
+def test_groups_changed_in_place_are_followed(change: str) -> None:
+    run_ranks(2, regrouped, change)
+
+
 def traffic() -> None:
     """A gradient travels to its owner and a value back; a step has two more messages, of flags and of errors."""
     model = Model(torch.float32, {})
